@@ -80,8 +80,8 @@ class ProcessGrid:
     """A pp x dp x tp grid over all processes of the job.
 
     Axes: `tp`, `dp`, `pp`; `pp_reverse` (the same line as pp with a communicator of its own, for gradients that flow
-    against the activations); `ends` (first and last pipeline stage, which share tied embeddings; size 1 elsewhere);
-    `world` (every rank).
+    against the activations); `ends` (all replicas of the first and the last pipeline stage, which share tied embeddings;
+    size 1 in between, and where pp is 1); `world` (every rank).
 
     Collectives: creating a grid of more than one process is collective over all processes of the job.
     Raises: ConfigError if tp * pp * dp is not the number of processes.
@@ -114,10 +114,13 @@ class ProcessGrid:
         lines = [
             tuple((s * dp + d) * tp + t for s in range(pp)) for d, t in product(range(dp), range(tp))
         ]  # the ranks of each pipeline, stage by stage
+        ends = [
+            tuple((s * dp + d) * tp + t for s in (0, pp - 1) for d in range(dp)) for t in range(tp)
+        ] if pp > 1 else []
         self._set(
             axes["tp"], axes["dp"], axes["pp"],
             _new_axis("pp_reverse", rank, lines),
-            _new_axis("ends", rank, [(line[0], line[-1]) if pp > 1 else line for line in lines]),
+            _new_axis("ends", rank, ends),
             _new_axis("world", rank, [tuple(range(num_ranks))]),
         )
 

@@ -6,14 +6,16 @@ the global gradient norm, whether it decays, how checkpoints store and reassembl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from hybridpar.comm import all_reduce
 from hybridpar.grid import Axis
 
 Range = tuple[int, int]  # half open
@@ -80,8 +82,8 @@ class Shard:
 class Placement:
     """One parameter: its global shape, how it is split over tp (None: replicated), how it starts, whether it decays.
 
-    `tied`: parameters that carry the same non-empty name are one parameter held by the first and last pipeline stage; their
-    gradients are summed over the `ends` axis and it is counted once.
+    `tied`: parameters that carry the same non-empty name are one parameter held by the first and last pipeline stage;
+    their gradients are summed over the `ends` axis and it is counted once.
     """
 
     shape: tuple[int, ...]
@@ -127,7 +129,13 @@ class ParallelModule(nn.Module):
 
     def add_parameter(self, name: str, placement: Placement, *, device: str | torch.device | None = None,
                       dtype: torch.dtype | None = None) -> None:
-        """Creates the local part, uninitialised (see init.initialize), and records its placement."""
+        """Creates the local part, uninitialised (see init.initialize), and records its placement.
+
+        On an axis of size 1 nothing is split, so there the placement has no shard: a layer that is given such an axis
+        inside a larger grid is replicated.
+        """
+        if self.axis.size == 1:
+            placement = replace(placement, shard=None)
         shape = placement.local_shape(self.axis.rank)
         self.placements[name] = placement
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
@@ -145,5 +153,37 @@ def named_placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Pla
                 continue
             seen.add(id(parameter))
             full = f"{prefix}.{name}" if prefix else name
-            assert isinstance(sub, ParallelModule) and name in sub.placements, f"{full} has no placement"
+            assert name in getattr(sub, "placements", ()), f"{full} has no placement"
             yield full, parameter, sub.placements[name]
+
+
+@torch.no_grad()
+def reduce_shared_gradients(grads: Iterable[tuple[Tensor, Placement]], axis: Axis) -> None:
+    """Makes whole, in place, the gradients of rows that several tp ranks hold: the sum over their holders.
+
+    Call once a batch, with the gradients in the same order on every rank of `axis` (tp).
+    Collectives: one all-reduce of all shared rows together for each dtype; none where no row is shared.
+    """
+    pieces: dict[torch.dtype, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
+    for grad, placement in grads:
+        num_shared, local, slot = _shared_rows(placement, axis.rank)
+        if num_shared and placement.shard:
+            rows = grad.movedim(placement.shard.dim, 0)  # a view
+            local, slot = local.to(grad.device), slot.to(grad.device)
+            part = rows.new_zeros(num_shared, *rows.shape[1:])
+            part[slot] = rows[local]
+            pieces.setdefault(grad.dtype, []).append((rows, local, part, slot))
+    for group in pieces.values():
+        flat = all_reduce(torch.cat([part.flatten() for _, _, part, _ in group]), axis)
+        totals = flat.split([part.numel() for _, _, part, _ in group])
+        for (rows, local, part, slot), total in zip(group, totals, strict=True):
+            rows[local] = total.view(part.shape)[slot]
+
+
+@cache
+def _shared_rows(placement: Placement, rank: int) -> tuple[int, Tensor, Tensor]:
+    """How many slices several ranks hold, and of those on `rank`: local indices, positions among the shared ones."""
+    shared = placement.shared_index()
+    index = placement.shard.index(rank) if placement.shard else torch.arange(0)
+    local = torch.isin(index, shared).nonzero().flatten()
+    return len(shared), local, torch.searchsorted(shared, index[local])

@@ -1,0 +1,16 @@
+"""Optimizers over placed parameters, gradient norm and clipping, loss scaling, learning-rate schedules."""
+
+from hybridpar.optim.adamw import AdamW
+from hybridpar.optim.base import Optimizer, OptimSettings
+from hybridpar.optim.lamb import Lamb
+from hybridpar.optim.loss_scale import LossScaler
+from hybridpar.optim.norm import clip_scale, squared_norm
+from hybridpar.optim.registry import OPTIMIZERS, build_optimizer
+from hybridpar.optim.schedule import learning_rate
+from hybridpar.optim.sgd import SGD
+from hybridpar.optim.slots import ParameterSlot
+
+__all__ = [
+    "OPTIMIZERS", "SGD", "AdamW", "Lamb", "LossScaler", "OptimSettings", "Optimizer", "ParameterSlot",
+    "build_optimizer", "clip_scale", "learning_rate", "squared_norm",
+]

@@ -1,0 +1,301 @@
+// Philox4x32-10 on the CPU: random bits, normal numbers, dropout. The same bits as hybridpar/random.py, which says how
+// key and counter are made and where the constants come from. Compile with -ffp-contract=off: the normal numbers
+// promise one rounding for each operation written here.
+//
+// Every operator fills [num_samples, rows, cols]; element (i, r, c) has the counter of sample + i and of
+// index = start + r * stride + c. Threads split the elements anywhere: no element depends on another.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "simd.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kBlock = 1024;  // elements generated at a time, into a buffer on the stack
+constexpr int64_t kGrain = 8192;  // elements worth a thread
+
+struct Stream {
+  uint32_t key0, key1, step, sample;
+};
+
+struct Box {
+  int64_t num_samples, rows, cols, stride, start;
+};
+
+// 4 * quads words of output for the counters quad, quad + 1, ...
+HYBRIDPAR_INLINE void generate(const Stream& stream, uint64_t quad, int64_t quads, uint32_t* out) {
+  const uint32_t key0 = stream.key0, key1 = stream.key1, step = stream.step, sample = stream.sample;
+#pragma omp simd
+  for (int64_t i = 0; i < quads; ++i) {
+    const uint64_t q = quad + static_cast<uint64_t>(i);
+    // 64-bit lanes, of which the upper half never counts: the multiplication reads the lower halves only.
+    uint64_t c0 = q & 0xffffffffu, c1 = q >> 32, c2 = step, c3 = sample;
+    uint32_t k0 = key0, k1 = key1;
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; ++round) {
+      const uint64_t product0 = (c0 & 0xffffffffu) * 0xD2511F53u;
+      const uint64_t product1 = (c2 & 0xffffffffu) * 0xCD9E8D57u;
+      c0 = (product1 >> 32) ^ c1 ^ k0;
+      c2 = (product0 >> 32) ^ c3 ^ k1;
+      c1 = product1;
+      c3 = product0;
+      k0 += 0x9E3779B9u;
+      k1 += 0xBB67AE85u;
+    }
+    out[4 * i] = static_cast<uint32_t>(c0);
+    out[4 * i + 1] = static_cast<uint32_t>(c1);
+    out[4 * i + 2] = static_cast<uint32_t>(c2);
+    out[4 * i + 3] = static_cast<uint32_t>(c3);
+  }
+}
+
+// Calls use(words, at, n) for blocks of the n elements that begin at `index`.
+template <class Use>
+HYBRIDPAR_INLINE void blocks(const Stream& stream, int64_t index, int64_t n, const Use& use) {
+  uint32_t words[kBlock + 8];
+  for (int64_t at = 0; at < n; at += kBlock) {
+    const int64_t size = std::min(kBlock, n - at);
+    const int64_t offset = (index + at) & 3;
+    generate(stream, static_cast<uint64_t>(index + at) >> 2, (offset + size + 3) / 4, words);
+    use(words + offset, at, size);
+  }
+}
+
+template <class T>
+HYBRIDPAR_INLINE T apply(T x, T scale) {
+  return x * scale;
+}
+
+// bfloat16 by its bits: multiply in float, round to nearest even, keep NaN.
+HYBRIDPAR_INLINE uint16_t apply(uint16_t x, float scale) {
+  const uint32_t wide = static_cast<uint32_t>(x) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof value);
+  value *= scale;
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
+}
+
+template <class T, class S>
+HYBRIDPAR_INLINE void drop(const Stream& stream, int64_t index, int64_t n, const T* x, T* out, uint32_t threshold,
+                           S scale) {
+  blocks(stream, index, n, [=](const uint32_t* words, int64_t at, int64_t size) {
+    const T* from = x + at;
+    T* to = out + at;
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) {
+      const T kept = apply(from[i], scale);
+      to[i] = words[i] >= threshold ? kept : T(0);
+    }
+  });
+}
+
+// --- normal numbers ---
+
+constexpr double kCentre[2][8] = {
+    {2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4, 4.5921953931549871457e4,
+     1.3731693765509461125e4, 1.9715909503065514427e3, 1.3314166789178437745e2, 3.3871328727963666080e0},
+    {5.2264952788528545610e3, 2.8729085735721942674e4, 3.9307895800092710610e4, 2.1213794301586595867e4,
+     5.3941960214247511077e3, 6.8718700749205790830e2, 4.2313330701600911252e1, 1.0}};
+constexpr double kTail[2][8] = {
+    {7.74545014278341407640e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1, 1.27045825245236838258e0,
+     3.64784832476320460504e0, 5.76949722146069140550e0, 4.63033784615654529590e0, 1.42343711074968357734e0},
+    {1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636164571966e-2, 1.48103976427480074590e-1,
+     6.89767334985100004550e-1, 1.67638483018380384940e0, 2.05319162663775882187e0, 1.0}};
+constexpr double kArtanh[12] = {2.0 / 23, 2.0 / 21, 2.0 / 19, 2.0 / 17, 2.0 / 15, 2.0 / 13,
+                                2.0 / 11, 2.0 / 9,  2.0 / 7,  2.0 / 5,  2.0 / 3,  2.0};
+
+template <int N>
+HYBRIDPAR_INLINE double polynomial(double x, const double (&coefficients)[N]) {
+  double y = x * coefficients[0];
+#pragma GCC unroll 12
+  for (int k = 1; k < N - 1; ++k) y = (y + coefficients[k]) * x;
+  return y + coefficients[N - 1];
+}
+
+HYBRIDPAR_INLINE double logarithm(double x) {
+  uint64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint64_t mantissa_bits = (bits & ((uint64_t(1) << 52) - 1)) | (uint64_t(1023) << 52);
+  double mantissa;
+  std::memcpy(&mantissa, &mantissa_bits, sizeof mantissa);
+  const bool high = mantissa > 1.4142135623730951;
+  mantissa = high ? mantissa * 0.5 : mantissa;
+  const double s = (mantissa - 1.0) / (mantissa + 1.0);
+  const int32_t exponent = static_cast<int32_t>(bits >> 52) - 1023 + (high ? 1 : 0);
+  return static_cast<double>(exponent) * 0.6931471805599453 + s * polynomial(s * s, kArtanh);
+}
+
+// Both ranges are computed and one is taken, so that the loop has no branch.
+HYBRIDPAR_INLINE double quantile(uint32_t bits) {
+  const double q = (static_cast<double>(bits) - 2147483647.5) * 0x1p-32;
+  const double size = std::fabs(q);
+  const double centre_at = 0.180625 - q * q;
+  const double centre = q * (polynomial(centre_at, kCentre[0]) / polynomial(centre_at, kCentre[1]));
+  const double tail_at = std::sqrt(-logarithm(0.5 - size)) - 1.6;
+  const double tail = polynomial(tail_at, kTail[0]) / polynomial(tail_at, kTail[1]);
+  return size > 0.425 ? (q < 0 ? -tail : tail) : centre;
+}
+
+template <class T>
+HYBRIDPAR_INLINE void normal(const Stream& stream, int64_t index, int64_t n, T* out) {
+  blocks(stream, index, n, [=](const uint32_t* words, int64_t at, int64_t size) {
+    T* to = out + at;
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) to[i] = static_cast<T>(quantile(words[i]));
+  });
+}
+
+// --- the functions that exist in several versions; a template cannot ---
+
+HYBRIDPAR_CLONES void bits_run(const Stream& stream, int64_t index, int64_t n, uint32_t* out) {
+  blocks(stream, index, n, [=](const uint32_t* words, int64_t at, int64_t size) {
+    std::memcpy(out + at, words, static_cast<size_t>(size) * sizeof(uint32_t));
+  });
+}
+
+HYBRIDPAR_CLONES void normal_run(const Stream& stream, int64_t index, int64_t n, float* out) {
+  normal(stream, index, n, out);
+}
+
+HYBRIDPAR_CLONES void normal_run_double(const Stream& stream, int64_t index, int64_t n, double* out) {
+  normal(stream, index, n, out);
+}
+
+HYBRIDPAR_CLONES void drop_run(const Stream& stream, int64_t index, int64_t n, const float* x, float* out,
+                               uint32_t threshold, double scale) {
+  drop(stream, index, n, x, out, threshold, static_cast<float>(scale));
+}
+
+HYBRIDPAR_CLONES void drop_run_double(const Stream& stream, int64_t index, int64_t n, const double* x, double* out,
+                                      uint32_t threshold, double scale) {
+  drop(stream, index, n, x, out, threshold, scale);
+}
+
+HYBRIDPAR_CLONES void drop_run_bfloat16(const Stream& stream, int64_t index, int64_t n, const uint16_t* x,
+                                        uint16_t* out, uint32_t threshold, double scale) {
+  drop(stream, index, n, x, out, threshold, static_cast<float>(scale));
+}
+
+// --- operators ---
+
+// Calls run(stream, index, n, at): n elements of one sample that follow each other, at position `at` of the tensor.
+template <class Run>
+void for_each_run(Stream stream, Box box, const Run& run) {
+  if (box.stride == box.cols || box.rows == 1) {  // rows follow each other without a gap
+    box.cols *= box.rows;
+    box.rows = 1;
+  }
+  torch::stable::parallel_for(0, box.num_samples * box.rows * box.cols, kGrain, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t row = begin / box.cols, col = begin % box.cols;
+      const int64_t n = std::min(box.cols - col, end - begin);
+      Stream mine = stream;
+      mine.sample += static_cast<uint32_t>(row / box.rows);
+      run(mine, box.start + row % box.rows * box.stride + col, n, begin);
+      begin += n;
+    }
+  });
+}
+
+Stream make_stream(int64_t key0, int64_t key1, int64_t step, int64_t sample) {
+  return {static_cast<uint32_t>(key0), static_cast<uint32_t>(key1), static_cast<uint32_t>(step),
+          static_cast<uint32_t>(sample)};
+}
+
+template <class T>
+T* data(const Tensor& x) {
+  return static_cast<T*>(x.data_ptr());
+}
+
+Tensor philox_bits(int64_t key0, int64_t key1, int64_t step, int64_t sample, int64_t num_samples, int64_t rows,
+                   int64_t cols, int64_t stride, int64_t start) {
+  Tensor out = torch::stable::empty({num_samples, rows, cols}, ScalarType::Int);
+  uint32_t* to = data<uint32_t>(out);
+  for_each_run(make_stream(key0, key1, step, sample), {num_samples, rows, cols, stride, start},
+               [=](const Stream& stream, int64_t index, int64_t n, int64_t at) {
+                 bits_run(stream, index, n, to + at);
+               });
+  return out;
+}
+
+Tensor philox_normal(int64_t key0, int64_t key1, int64_t rows, int64_t cols, int64_t stride, int64_t start,
+                     bool is_double) {
+  Tensor out = torch::stable::empty({rows, cols}, is_double ? ScalarType::Double : ScalarType::Float);
+  for_each_run(make_stream(key0, key1, 0, 0), {1, rows, cols, stride, start},
+               [&](const Stream& stream, int64_t index, int64_t n, int64_t at) {
+                 if (is_double)
+                   normal_run_double(stream, index, n, data<double>(out) + at);
+                 else
+                   normal_run(stream, index, n, data<float>(out) + at);
+               });
+  return out;
+}
+
+template <class T, class Function>
+void drop_all(const Stream& stream, const Box& box, const Tensor& x, const Tensor& out, int64_t threshold,
+              double scale, Function function) {
+  const T* from = data<T>(x);
+  T* to = data<T>(out);
+  for_each_run(stream, box, [=](const Stream& mine, int64_t index, int64_t n, int64_t at) {
+    function(mine, index, n, from + at, to + at, static_cast<uint32_t>(threshold), scale);
+  });
+}
+
+Tensor philox_dropout(const Tensor& x, int64_t key0, int64_t key1, int64_t step, int64_t sample, int64_t threshold,
+                      double scale, int64_t stride, int64_t start) {
+  STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous(), "philox_dropout: x must be contiguous [samples, rows, cols]");
+  STD_TORCH_CHECK(threshold >= 0 && threshold <= 0xffffffffLL, "philox_dropout: threshold ", threshold,
+                  " does not fit 32 bits");
+  Tensor out = torch::stable::empty_like(x);
+  const Stream stream = make_stream(key0, key1, step, sample);
+  const Box box{x.size(0), x.size(1), x.size(2), stride, start};
+  switch (x.scalar_type()) {
+    case ScalarType::Float:
+      drop_all<float>(stream, box, x, out, threshold, scale, drop_run);
+      break;
+    case ScalarType::Double:
+      drop_all<double>(stream, box, x, out, threshold, scale, drop_run_double);
+      break;
+    case ScalarType::BFloat16:
+      drop_all<uint16_t>(stream, box, x, out, threshold, scale, drop_run_bfloat16);
+      break;
+    default:
+      STD_TORCH_CHECK(false, "philox_dropout: x must be float32, float64 or bfloat16");
+  }
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(hybridpar, library) {
+  library.def(
+      "philox_bits(int key0, int key1, SymInt step, SymInt sample, SymInt num_samples, SymInt rows, SymInt cols, "
+      "SymInt stride, SymInt start) -> Tensor");
+  library.def(
+      "philox_normal(int key0, int key1, SymInt rows, SymInt cols, SymInt stride, SymInt start, bool double) -> "
+      "Tensor");
+  library.def(
+      "philox_dropout(Tensor x, int key0, int key1, SymInt step, SymInt sample, int threshold, float scale, "
+      "SymInt stride, SymInt start) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hybridpar, CompositeExplicitAutograd, library) {
+  library.impl("philox_bits", TORCH_BOX(&philox_bits));
+  library.impl("philox_normal", TORCH_BOX(&philox_normal));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hybridpar, CPU, library) { library.impl("philox_dropout", TORCH_BOX(&philox_dropout)); }

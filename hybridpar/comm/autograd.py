@@ -1,0 +1,113 @@
+"""The collectives that autograd sees: how a tensor passes between 'the same on every rank' and 'a part on each'.
+
+On an axis of size 1 each is the identity. The arguments and the gradients that arrive are never written to; only
+`reduce_from_`, which says so in its name, works on its argument.
+
+Source: Megatron-LM (arXiv 1909.08053), section 3: f is `copy_to`, g is `reduce_from`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from hybridpar.comm.collectives import all_gather, all_reduce
+from hybridpar.grid import Axis
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """Hands a replicated tensor to computations that differ from rank to rank.
+
+    Collectives: forward none, backward one all-reduce.
+    """
+    return x if axis.size == 1 else _CopyTo.apply(x, axis)
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks, replicated; what follows must be the same computation on every rank.
+
+    Collectives: forward one all-reduce, backward none.
+    """
+    return x if axis.size == 1 else _ReduceFrom.apply(x.clone(memory_format=torch.contiguous_format), axis)
+
+
+def reduce_from_(x: Tensor, axis: Axis) -> Tensor:
+    """`reduce_from` in place, for an `x` that was just computed and that nobody else holds (nor saved for backward)."""
+    return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
+
+
+def gather_from(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    """The parts of all ranks along `dim`, replicated; what follows must be the same computation on every rank.
+
+    Shapes: as `collectives.all_gather`. Collectives: forward one all-gather, backward none (own slice).
+    """
+    return x if axis.size == 1 else _GatherFrom.apply(x, axis, dim % x.dim(), sizes)
+
+
+def scatter_to(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    """This rank's slice along `dim` of a replicated tensor. `sizes`: the extents of all ranks; None: equal ones.
+
+    Shapes: [.., sum(sizes), ..] -> [.., sizes[rank], ..]. Collectives: forward none, backward one all-gather.
+    """
+    if axis.size == 1:
+        return x
+    dim %= x.dim()
+    if sizes is None:
+        assert x.shape[dim] % axis.size == 0, f"scatter_to of {x.shape[dim]} over {axis.size} ranks needs sizes"
+        sizes = [x.shape[dim] // axis.size] * axis.size
+    assert sum(sizes) == x.shape[dim], f"scatter_to of extent {x.shape[dim]} into sizes {sizes}"
+    return _ScatterTo.apply(x, axis, dim, sizes)
+
+
+class _CopyTo(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # A gradient may be shared with other consumers, or expanded from fewer elements: reduce a copy.
+        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
+
+
+class _ReduceFrom(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.mark_dirty(x)
+        return all_reduce(x, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+class _GatherFrom(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> Tensor:
+        ctx.dim, ctx.length = dim, x.shape[dim]
+        ctx.start = axis.rank * ctx.length if sizes is None else sum(sizes[: axis.rank])
+        return all_gather(x, axis, dim, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None, None
+
+
+class _ScatterTo(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
+        return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return all_gather(grad, ctx.axis, ctx.dim, ctx.sizes), None, None, None

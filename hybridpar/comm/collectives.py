@@ -1,0 +1,131 @@
+"""Collectives over one axis, on any device its group supports (Gloo, NCCL).
+
+On an axis of size 1 each is the identity and is not counted. Otherwise every call is counted in `axis.traffic`, with
+the bytes of the tensor this rank contributes. Every rank of the axis must make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridpar.grid import Axis
+
+Op = Literal["sum", "max"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
+
+class Work:
+    """A communication under way, which keeps its tensors alive. `Work()` has already finished.
+
+    `wait()` returns when the result may be used: on CPU when it is there, on CUDA when the current stream is ordered
+    after it. Waiting again does nothing.
+    """
+
+    __slots__ = ("_finish", "_handle", "_tensors")
+
+    def __init__(self, handle: dist.Work | None = None, *tensors: Tensor, finish: Callable[[], Any] | None = None):
+        self._handle, self._tensors, self._finish = handle, tensors, finish
+
+    def wait(self) -> None:
+        if self._handle is not None:
+            self._handle.wait()
+            if self._finish is not None:
+                self._finish()
+        self._handle, self._tensors, self._finish = None, (), None
+
+
+def num_bytes(x: Tensor) -> int:
+    """Bytes of the elements of `x`."""
+    return x.numel() * x.element_size()
+
+
+def all_reduce(x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
+    """Reduces `x` over the axis in place and returns it.
+
+    Shapes: the same on every rank. Collectives: one all-reduce.
+    """
+    all_reduce_async(x, axis, op).wait()
+    return x
+
+
+def all_reduce_async(x: Tensor, axis: Axis, op: Op = "sum") -> Work:
+    """Starts `all_reduce`; `x` must be left alone until the returned work was waited for."""
+    if axis.size == 1:
+        return Work()
+    axis.traffic.add("all_reduce", num_bytes(x))
+    if x.numel() == 0:
+        return Work()
+    if x.is_contiguous():
+        return Work(dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True), x)
+    buffer = x.contiguous()
+    handle = dist.all_reduce(buffer, _OPS[op], group=axis.group, async_op=True)
+    return Work(handle, x, buffer, finish=lambda: x.copy_(buffer))
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    """The tensors of all ranks, concatenated along `dim` in axis order.
+
+    `sizes`: the extent along `dim` of each rank's tensor; None where they are equal. Uneven ones travel padded to the
+    largest.
+    Shapes: [.., sizes[rank], ..] -> [.., sum(sizes), ..]. Collectives: one all-gather.
+    """
+    if axis.size == 1:
+        return x
+    dim %= x.dim()
+    sizes = [x.shape[dim]] * axis.size if sizes is None else list(sizes)
+    assert len(sizes) == axis.size, f"all_gather over {axis.size} ranks with sizes {sizes}"
+    assert x.shape[dim] == sizes[axis.rank], f"rank {axis.rank} gathers {x.shape[dim]} along dim {dim}, sizes {sizes}"
+    axis.traffic.add("all_gather", num_bytes(x))
+    longest = max(sizes)
+    front = x.movedim(dim, 0)
+    padded = front.new_empty(longest, *front.shape[1:])
+    padded[: sizes[axis.rank]] = front
+    gathered = padded.new_empty(axis.size * longest, *front.shape[1:])
+    if gathered.numel():
+        _all_gather(gathered, padded, group=axis.group)
+    if min(sizes) < longest:
+        gathered = torch.cat([part[:size] for part, size in zip(gathered.split(longest), sizes, strict=True)])
+    return gathered.movedim(0, dim).contiguous()
+
+
+def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
+    """Overwrites `x` with that of axis rank `source` and returns it.
+
+    Shapes: the same on every rank. Collectives: one broadcast.
+    """
+    if axis.size == 1:
+        return x
+    axis.traffic.add("broadcast", num_bytes(x))
+    if x.numel() == 0:
+        return x
+    buffer = x.contiguous()
+    dist.broadcast(buffer, axis.ranks[source], group=axis.group)
+    return x if buffer is x else x.copy_(buffer)
+
+
+def gather_objects(obj: Any, axis: Axis) -> list[Any]:
+    """What every rank passed, in axis order, on every rank. For small things outside the training step.
+
+    Collectives: counted as one all-gather of the pickled size (torch.distributed also exchanges the sizes).
+    """
+    if axis.size == 1:
+        return [obj]
+    axis.traffic.add("all_gather", len(pickle.dumps(obj)))
+    objects: list[Any] = [None] * axis.size
+    dist.all_gather_object(objects, obj, group=axis.group)
+    return objects
+
+
+def barrier(axis: Axis) -> None:
+    """Returns once every rank of the axis has called it."""
+    if axis.size > 1:
+        axis.traffic.add("barrier", 0)
+        dist.barrier(group=axis.group)

@@ -1,0 +1,29 @@
+"""Messages between two ranks of an axis, counted as `send` and `recv`.
+
+Messages from one rank to another arrive in the order they were sent. Gloo also matches `tag`; NCCL ignores it, so
+both sides must post in the same order there.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridpar.comm.collectives import Work, num_bytes
+from hybridpar.grid import Axis
+
+
+def isend(x: Tensor, to: int, axis: Axis, tag: int = 0) -> Work:
+    """Starts sending `x` to axis rank `to`; it must not change, and is kept alive, until the work was waited for."""
+    assert to != axis.rank, f"rank {to} of axis {axis.name} sends to itself"
+    axis.traffic.add("send", num_bytes(x))
+    x = x.detach().contiguous()
+    return Work(dist.isend(x, axis.ranks[to], group=axis.group, tag=tag), x)
+
+
+def irecv(buffer: Tensor, source: int, axis: Axis, tag: int = 0) -> Work:
+    """Posts a receive from axis rank `source` into `buffer`, which must be contiguous and left alone until waited."""
+    assert source != axis.rank, f"rank {source} of axis {axis.name} receives from itself"
+    assert buffer.is_contiguous(), "a receive needs a contiguous buffer"
+    axis.traffic.add("recv", num_bytes(buffer))
+    return Work(dist.irecv(buffer.detach(), axis.ranks[source], group=axis.group, tag=tag), buffer)

@@ -1,0 +1,284 @@
+"""The configuration: frozen dataclasses, filled from a TOML file and the command line. The only reader of os.environ.
+
+Resolution order: defaults, then the TOML file, then flags (`--section.key value`). Everything wrong is reported at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal
+
+import tomli_w
+
+from hybridpar.errors import ConfigError, Problem
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    kind: Literal["gpt", "bert"] = "gpt"
+    num_layers: int = 4
+    hidden_size: int = 256
+    num_heads: int = 8
+    num_kv_heads: int = 0
+    """Heads of keys and values (grouped-query attention); 0: as many as num_heads."""
+    ffn_hidden_size: int = 0
+    """0: 4 * hidden_size."""
+    seq_length: int = 128
+    vocab_size: int = 8192
+    tie_embeddings: bool = True
+    position: Literal["learned", "rotary"] = "learned"
+    rotary_base: float = 10000.0
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    bias: bool = True
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    init_std: float = 0.02
+    label_smoothing: float = 0.0
+    sentence_head: Literal["nsp", "sop", "none"] = "sop"
+    """BERT only: next-sentence prediction, sentence-order prediction, or neither."""
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Units that a split into stages can separate: the embedding, each layer, the head."""
+        return self.num_layers + 2
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tp: int = 1
+    pp: int = 1
+    dp: int = 0
+    """0: whatever fills the job, number of processes / (tp * pp)."""
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    schedule: Literal["naive", "gpipe", "1f1b", "2bw", "pipedream"] = "1f1b"
+    num_microbatches: int = 4
+    """Micro-batches a batch for each data-parallel replica (gradient accumulation when pp = 1)."""
+    split: tuple[int, ...] = ()
+    """Blocks of each stage, embedding and head included; empty: balanced by cost."""
+    recompute: str = "none"
+    """Layers whose activations are recomputed in the backward pass: 'none', 'all', or a list such as '0,2-5'."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    name: Literal["adamw", "sgd", "lamb"] = "adamw"
+    lr: float = 3e-4
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay_steps: int = 0
+    """Steps until min_lr is reached; 0: train.num_steps."""
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    nesterov: bool = False
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+    loss_scale: float = 65536.0
+    """fp16 only: initial dynamic loss scale."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    num_steps: int = 100
+    micro_batch_size: int = 4
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    seed: int = 1234
+    threads: int = 0
+    """CPU threads of each process; 0: cores / processes on this machine, at least 1."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    eval_interval: int = 0
+    """Steps between evaluations (also one at the start and the end); 0: none."""
+    eval_batches: int = 4
+    save_interval: int = 0
+    """Steps between checkpoints (also one at the end); 0: only at the end."""
+    log_interval: int = 1
+    timeout_s: float = 60.0
+    """Longest wait for another rank before the job is given up."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    corpus: tuple[str, ...] = ("stdlib",)
+    """Text files, folders, .jsonl files, prefixes of .bin/.idx pairs, or 'stdlib' (the Python standard library's source)."""
+    weights: tuple[float, ...] = ()
+    """Sampling weight of each corpus; empty: all in one."""
+    tokenizer: str = ""
+    """A tokenizer.json; empty: a byte-level BPE of model.vocab_size entries is trained on the corpus."""
+    split: float = 0.02
+    """Share of the documents held out for validation."""
+    cache: str = ""
+    """Where prepared corpora are kept; empty: data/ in run.dir."""
+
+
+@dataclass(frozen=True)
+class KernelsConfig:
+    """Backend of each op: 'auto' takes the fastest that can run here, any other name must be able to."""
+
+    dropout: str = "auto"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str = "run"
+    dir: str = "runs"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.dir) / self.name
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples an optimizer step; parallel.dp must be resolved."""
+        assert self.parallel.dp > 0, "parallel.dp is not resolved"
+        return self.train.micro_batch_size * self.pipeline.num_microbatches * self.parallel.dp
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.global_batch_size * self.model.seq_length
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher (torchrun) says of this process."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+    @staticmethod
+    def from_environment() -> Launch:
+        def get(name: str, default: int) -> int:
+            return int(os.environ.get(name, default))
+
+        world = get("WORLD_SIZE", 1)
+        return Launch(get("RANK", 0), get("LOCAL_RANK", 0), world, get("LOCAL_WORLD_SIZE", world))
+
+
+def load_toml(path: str | Path) -> Config:
+    """Reads a TOML file over the defaults.
+
+    Raises: ConfigError naming every unknown section or key (with the nearest known one) and every value of a wrong type.
+    """
+    path = Path(path)
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
+        raise ConfigError(Problem("config", str(path), f"cannot be read ({error.strerror})", near[0] if near else "")) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(Problem("config", str(path), f"is not valid TOML: {error}")) from None
+    return from_mapping(document)
+
+
+def from_mapping(document: Mapping[str, Any], base: Config | None = None) -> Config:
+    """`base` (default: the defaults) with the sections and keys of `document` put over it. Raises: ConfigError."""
+    base = base or Config()
+    problems: list[Problem] = []
+    sections = {f.name for f in dataclasses.fields(Config)}
+    changed: dict[str, Any] = {}
+    for name, table in document.items():
+        if name not in sections:
+            problems.append(Problem(name, "...", "is not a section of the configuration", _nearest(name, sections)))
+        elif not isinstance(table, Mapping):
+            problems.append(Problem(name, table, "is a section and needs keys", f"[{name}]"))
+        else:
+            changed[name] = _read_section(name, getattr(base, name), table, problems)
+    if problems:
+        raise ConfigError(*problems)
+    return dataclasses.replace(base, **changed)
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML; `load_toml` reads back an equal one."""
+    return tomli_w.dumps(to_mapping(config))
+
+
+def to_mapping(config: Config) -> dict[str, Any]:
+    """The configuration as plain dicts, lists and scalars."""
+    plain = dataclasses.asdict(config)
+    return {s: {k: list(v) if isinstance(v, tuple) else v for k, v in t.items()} for s, t in plain.items()}
+
+
+def _nearest(name: str, known: Sequence[str] | set[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
+    return near[0] if near else "one of " + ", ".join(sorted(known))
+
+
+def _read_section(name: str, base: Any, table: Mapping[str, Any], problems: list[Problem]) -> Any:
+    hints = typing.get_type_hints(type(base))
+    known = {f.name for f in dataclasses.fields(base)}
+    values = {}
+    for key, value in table.items():
+        if key not in known:
+            problems.append(Problem(f"{name}.{key}", value, "is not a key of the configuration", _nearest(key, known)))
+            continue
+        try:
+            values[key] = _convert(value, hints[key])
+        except ValueError as error:
+            problems.append(Problem(f"{name}.{key}", value, str(error), repr(getattr(base, key))))
+    return dataclasses.replace(base, **values)
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    """`value` as the annotated type. Raises: ValueError with the rule it breaks."""
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        options = typing.get_args(kind)
+        if value not in options:
+            raise ValueError(f"must be one of {', '.join(options)}")
+        return value
+    if origin is tuple:
+        inner = typing.get_args(kind)
+        items = [value] if isinstance(value, str) and inner[0] is str else value
+        if not isinstance(items, Sequence) or isinstance(items, str):
+            raise ValueError("must be a list")
+        if inner[-1] is not Ellipsis and len(items) != len(inner):
+            raise ValueError(f"must have {len(inner)} entries")
+        return tuple(_convert(v, inner[0]) for v in items)
+    if origin in (typing.Union, UnionType):
+        raise AssertionError(f"no configuration key may be of type {kind}")
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"must be of type {kind.__name__}")
+    return value

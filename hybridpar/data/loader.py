@@ -1,0 +1,68 @@
+"""From a stream of samples to the micro-batches of a grid.
+
+    batch t of B = mbs * m * dp samples; micro-batch j of replica d holds samples  t * B + (j * dp + d) * mbs + 0 .. mbs - 1
+
+so a batch is the same B samples in the same places however they are dealt to micro-batches and replicas, and a run is
+resumed by its number of batches alone. Every stage of a pipeline asks for the micro-batches that it needs, in any order.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridpar.data.blend import Blend
+
+_KEPT_COUNTS = 8
+
+
+class BatchLoader:
+    """Micro-batches of one replica of a data-parallel run; a pure function of its arguments."""
+
+    def __init__(self, samples: Blend, *, micro_batch_size: int, num_microbatches: int, dp_rank: int = 0,
+                 dp_size: int = 1):
+        assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
+        assert micro_batch_size > 0, micro_batch_size
+        assert num_microbatches > 0, num_microbatches
+        self.samples = samples
+        self.micro_batch_size = micro_batch_size
+        self.num_microbatches = num_microbatches
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._counts: OrderedDict[int, int] = OrderedDict()
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch, over all replicas."""
+        return self.micro_batch_size * self.num_microbatches * self._dp_size
+
+    @property
+    def fingerprint(self) -> str:
+        """Stands for the data, their order and the seed; equal on every grid and for every batch size."""
+        return self.samples.fingerprint
+
+    def first_sample(self, index: int) -> int:
+        """Place in the batch of the first sample of this replica's micro-batch `index`."""
+        assert 0 <= index < self.num_microbatches, (index, self.num_microbatches)
+        return (index * self._dp_size + self._dp_rank) * self.micro_batch_size
+
+    def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
+        """Micro-batch `index` of batch `batch`, both counted from 0.
+
+        Shapes: GPT: `tokens`, `labels` [b, s] int64. BERT also: `token_types` [b, s] int64, `padding_mask` [b, s] bool
+        (True = real token), `sentence_labels` [b] int64. On the CPU.
+        """
+        start = batch * self.batch_size + self.first_sample(index)
+        arrays = self.samples.batch(np.arange(start, start + self.micro_batch_size))
+        return {name: torch.from_numpy(values) for name, values in arrays.items()}
+
+    def num_targets(self, batch: int) -> int:
+        """Labels that count (are not -100) in the whole batch, over all micro-batches and replicas."""
+        if batch not in self._counts:
+            start = batch * self.batch_size
+            self._counts[batch] = self.samples.num_targets(np.arange(start, start + self.batch_size))
+            while len(self._counts) > _KEPT_COUNTS:
+                self._counts.popitem(last=False)
+        return self._counts[batch]

@@ -1,0 +1,244 @@
+"""From text to token files: corpus -> tokenizer -> .bin/.idx, once; a second call with the same inputs finds the result.
+
+A prepared corpus is a folder `<kind>-<key>` with corpus.bin, corpus.idx, tokenizer.json and manifest.json. It is built aside
+and renamed into place as a whole, so it is complete or absent however many processes prepare it at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hybridpar.data.corpus import SourceFile, corpus_files, corpus_key, documents, num_bytes, source_files
+from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from hybridpar.data.tokenizer import END, Kind, Tokenizer, check_vocab_fits, check_vocab_size, train_tokenizer
+from hybridpar.errors import DataError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_FORMAT = 1
+_TRAINING_BYTES = 16 << 20  # text that a tokenizer is trained on; more changes its merges little
+_BATCH_BYTES, _BATCH_TEXTS = 4 << 20, 2048  # encoded at a time
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z])")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A tokenised corpus on disk. `tokenizer_path` and `kind` are empty for .bin/.idx files that came from elsewhere."""
+
+    prefix: Path
+    kind: str
+    tokenizer_path: Path | None
+    vocab_size: int
+    """Ids are below this."""
+    num_documents: int
+    num_tokens: int
+    fingerprint: str
+
+    def open(self) -> IndexedDataset:
+        """Raises: DataError if the files have been damaged."""
+        return IndexedDataset(self.prefix)
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises: DataError if there is none, or it is damaged."""
+        if self.tokenizer_path is None:
+            raise DataError(f"{self.prefix}: these .bin/.idx files do not say which tokenizer they were made with; "
+                            "name it with data.tokenizer")
+        return Tokenizer.load(self.tokenizer_path)
+
+
+def prepare(sources: str | Path | Sequence[str | Path], folder: str | Path, vocab_size: int, *, kind: Kind = "gpt",
+            tokenizer: str | Path | None = None, max_bytes: int | None = None, quiet: bool = False) -> Prepared:
+    """Tokenises a corpus into `folder`, or finds it there; a tokenizer of `vocab_size` entries is trained if none is given.
+
+    GPT: a document is one sequence that ends with an end-of-text token. BERT: its sequences are its sentences. Progress goes
+    to stderr unless `quiet`. `max_bytes`: use only so much text.
+
+    Raises: DataError for unreadable sources, or damaged files in `folder`; ConfigError if the vocabulary is too small.
+    """
+    files = corpus_files([sources] if isinstance(sources, (str, Path)) else sources)
+    loaded = Tokenizer.load(tokenizer) if tokenizer else None
+    if loaded is None:
+        check_vocab_size(vocab_size, kind)
+    else:
+        check_vocab_fits(loaded.vocab_size, vocab_size, f"the tokenizer {tokenizer}")
+        _ = loaded.bert() if kind == "bert" else loaded.special(END)  # now rather than in the middle
+    name = loaded.fingerprint if loaded else f"trained {vocab_size}"
+    key = hashlib.sha256(json.dumps([_FORMAT, kind, name, max_bytes, corpus_key(files)]).encode()).hexdigest()[:16]
+    target = Path(folder) / f"{kind}-{key}"
+    with _lock(Path(folder), target.name):
+        if not target.exists():
+            with _progress(quiet) as progress:
+                _build(files, target, _Job(kind, loaded, vocab_size, max_bytes, progress))
+    return open_prepared(target / "corpus")
+
+
+def prepare_tokenizer(sources: Sequence[str | Path], folder: str | Path, vocab_size: int, *, kind: Kind = "gpt",
+                      quiet: bool = False) -> Path:
+    """Trains one tokenizer for several corpora, each with an equal part in it, or finds it; returns its tokenizer.json.
+
+    Raises: as `prepare`.
+    """
+    check_vocab_size(vocab_size, kind)
+    groups = [source_files(source) for source in sources]
+    name = json.dumps([_FORMAT, kind, vocab_size, [corpus_key(files) for files in groups]])
+    target = Path(folder) / f"tokenizer-{kind}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+    with _lock(Path(folder), target.stem):
+        if not target.exists():
+            share = _TRAINING_BYTES // len(groups)
+            texts = (text for files in groups for text in documents(files, share))
+            with _progress(quiet) as progress:
+                trained = train_tokenizer(_tracked(texts, progress, "training tokenizer", share * len(groups)), vocab_size, kind)
+            _write_aside(target, trained.to_json())
+    return target
+
+
+def open_prepared(prefix: str | Path) -> Prepared:
+    """What `prepare` made, or any .bin/.idx pair (whose ids are then all read once, to know the largest).
+
+    Raises: DataError if a file is missing or damaged.
+    """
+    prefix = Path(prefix)
+    indexed = IndexedDataset(prefix)
+    manifest = prefix.with_name("manifest.json")
+    if prefix.name != "corpus" or not manifest.is_file():
+        return Prepared(prefix, "", None, indexed.largest_token() + 1, indexed.num_documents, indexed.num_tokens,
+                        indexed.fingerprint)
+    stated = _read_manifest(manifest)
+    found = {"num_documents": indexed.num_documents, "num_tokens": indexed.num_tokens, "fingerprint": indexed.fingerprint}
+    for field, value in found.items():
+        if stated[field] != value:
+            raise DataError(f"{manifest}: {field} is {stated[field]!r}, but {prefix}.bin and .idx have {value!r}; "
+                            "delete the folder and prepare the corpus again")
+    return Prepared(prefix, stated["kind"], prefix.with_name("tokenizer.json"), stated["vocab_size"], **found)
+
+
+def check_vocab(prepared: Prepared, vocab_size: int) -> None:
+    """Raises: ConfigError if the corpus has ids that a model with `vocab_size` of them does not know."""
+    check_vocab_fits(prepared.vocab_size, vocab_size, f"the corpus {prepared.prefix}")
+
+
+def split_sentences(text: str) -> list[str]:
+    """The lines of a text, cut further where a sentence ends; blank ones are left out."""
+    return [s for line in text.splitlines() for s in _SENTENCE_END.split(line.strip()) if s]
+
+
+@dataclass(frozen=True)
+class _Job:
+    kind: Kind
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_bytes: int | None
+    progress: Progress
+
+
+def _build(files: Sequence[SourceFile], target: Path, job: _Job) -> None:
+    total = min(num_bytes(files), job.max_bytes or num_bytes(files))
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+        aside = Path(scratch) / target.name
+        aside.mkdir()
+        tokenizer = job.tokenizer
+        if tokenizer is None:
+            limit = min(_TRAINING_BYTES, total)
+            texts = _tracked(documents(files, limit), job.progress, "training tokenizer", limit)
+            tokenizer = train_tokenizer(texts, job.vocab_size, job.kind)
+        tokenizer.save(aside / "tokenizer.json")
+        with IndexedWriter(aside / "corpus", token_dtype(tokenizer.vocab_size)) as writer:
+            for batch in _batches(_tracked(documents(files, job.max_bytes), job.progress, "encoding", total)):
+                _encode(batch, tokenizer, writer, job.kind)
+        indexed = IndexedDataset(aside / "corpus")
+        manifest = {"format": _FORMAT, "kind": job.kind, "vocab_size": tokenizer.vocab_size,
+                    "num_documents": indexed.num_documents, "num_tokens": indexed.num_tokens,
+                    "fingerprint": indexed.fingerprint}
+        (aside / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        del indexed
+        try:
+            aside.rename(target)
+        except OSError:
+            if not target.exists():  # otherwise another process was faster, with the same result
+                raise
+
+
+def _encode(texts: Sequence[str], tokenizer: Tokenizer, writer: IndexedWriter, kind: Kind) -> None:
+    if kind == "gpt":
+        end = tokenizer.special(END)
+        for ids in tokenizer.encode_batch(texts):
+            writer.add_document([*ids.tolist(), end])
+        return
+    sentences = [split_sentences(text) for text in texts]
+    encoded = iter(tokenizer.encode_batch([s for group in sentences for s in group]))
+    for group in sentences:
+        ids = [next(encoded) for _ in group]
+        if any(len(i) for i in ids):
+            writer.add_document([token for i in ids for token in i.tolist()], [len(i) for i in ids])
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts in groups that are worth encoding in parallel and fit in memory."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_TEXTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    kinds = {"format": int, "kind": str, "vocab_size": int, "num_documents": int, "num_tokens": int, "fingerprint": str}
+    try:
+        stated = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: is not a manifest: {error}") from None
+    for field, kind in kinds.items():
+        if not isinstance(stated, dict) or not isinstance(stated.get(field), kind):
+            raise DataError(f"{path}: has no {field} of type {kind.__name__}; delete the folder and prepare the corpus again")
+    return dict(stated)
+
+
+def _progress(quiet: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True)
+
+
+def _tracked(texts: Iterable[str], progress: Progress, what: str, total: int) -> Iterator[str]:
+    task = progress.add_task(what, total=total)
+    for text in texts:
+        yield text
+        progress.advance(task, len(text))
+    progress.update(task, completed=total)
+
+
+def _write_aside(path: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path, name: str) -> Iterator[None]:
+    """Lets the processes of one machine wait for the first of them; where files cannot be locked, each does the work."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".{name}.lock").open("w") as file:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,163 @@
+"""A byte-level BPE tokenizer: trained on the corpus with `tokenizers`, or loaded from a tokenizer.json."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from hybridpar.errors import DataError, config_error
+
+Kind = Literal["gpt", "bert"]
+END = "<|endoftext|>"
+BERT_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+SPECIAL_TOKENS: dict[Kind, tuple[str, ...]] = {"gpt": (END,), "bert": (END, *BERT_TOKENS)}
+# Words for the same thing in tokenizers made elsewhere, tried in this order.
+_SYNONYMS = {END: (END, "<|end_of_text|>", "</s>", "<eos>"), "[PAD]": ("[PAD]", "<pad>"), "[CLS]": ("[CLS]", "<s>"),
+             "[SEP]": ("[SEP]", "</s>"), "[MASK]": ("[MASK]", "<mask>")}
+_NUM_BYTES = 256
+_PIECE = 1 << 20
+_BREAK = re.compile(r"(?<=\S)\n(?=\S)")  # a lone line break is a token of its own for the byte-level splitter
+
+
+@dataclass(frozen=True)
+class BertVocabulary:
+    """What a BERT data set must know of its tokenizer."""
+
+    size: int
+    pad: int
+    cls: int
+    sep: int
+    mask: int
+    special: tuple[int, ...]
+    """Every id that is never masked and never put in for another one."""
+
+
+class Tokenizer:
+    """Text to ids and back. Special tokens written out in a text are ordinary text to it.
+
+    Raises: DataError (from `load`, `special`, `bert`) if the file is damaged or lacks a special token that is asked for.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, name: str = "the tokenizer"):
+        self._inner = inner
+        self._name = name
+        inner.encode_special_tokens = True
+        inner.no_padding()
+        inner.no_truncation()
+
+    @staticmethod
+    def load(path: str | Path) -> Tokenizer:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            if not isinstance(json.loads(text), dict):
+                raise ValueError("it is not a JSON object")
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}: is not a tokenizer.json: {error}") from None
+        try:
+            return Tokenizer(tokenizers.Tokenizer.from_str(text), str(path))
+        except BaseException as error:  # a panic in Rust is not an Exception
+            if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+                raise
+            raise DataError(f"{path}: is not a tokenizer.json: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        return self._inner.to_str(pretty=True)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+
+    def special(self, name: str) -> int:
+        """The id of a special token, by our name for it (END or one of BERT_TOKENS)."""
+        for word in _SYNONYMS[name]:
+            if (token := self._inner.token_to_id(word)) is not None:
+                return token
+        raise DataError(f"{self._name}: has no token {name} (nor {', '.join(_SYNONYMS[name][1:])})")
+
+    def bert(self) -> BertVocabulary:
+        added = self._inner.get_added_tokens_decoder()
+        pad, cls, sep, mask = (self.special(name) for name in BERT_TOKENS)
+        special = {pad, cls, sep, mask, *(i for i, token in added.items() if token.special)}
+        return BertVocabulary(self.vocab_size, pad, cls, sep, mask, tuple(sorted(special)))
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Shapes: returns [t]."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """The ids of each text, without special tokens; the texts are encoded in parallel.
+
+        Shapes: returns [t] for each text.
+        """
+        pieces = [list(_pieces(text)) for text in texts]
+        found = self._inner.encode_batch_fast([p for ps in pieces for p in ps], add_special_tokens=False)
+        ids = iter(found)
+        return [np.array(list(itertools.chain.from_iterable(next(ids).ids for _ in ps)), np.int32) for ps in pieces]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._inner.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: Kind = "gpt") -> Tokenizer:
+    """A byte-level BPE of at most `vocab_size` entries (fewer if the texts have no more pairs to merge).
+
+    The same texts give the same tokenizer. Special tokens come first, then the bytes, then the merges.
+
+    Raises: ConfigError if the vocabulary cannot hold every byte and the special tokens.
+    """
+    check_vocab_size(vocab_size, kind)
+    inner = tokenizers.Tokenizer(models.BPE())
+    pre_tokenizer: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.pre_tokenizer = pre_tokenizer
+    inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS[kind]),
+                                  initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator((piece for text in texts for piece in _pieces(text)), trainer)
+    return Tokenizer(inner)
+
+
+def check_vocab_size(vocab_size: int, kind: Kind) -> None:
+    """Raises: ConfigError if no byte-level tokenizer can be that small."""
+    smallest = _NUM_BYTES + len(SPECIAL_TOKENS[kind])
+    if vocab_size < smallest:
+        raise config_error("model.vocab_size", vocab_size,
+                           f"a byte-level tokenizer has at least {_NUM_BYTES} bytes and {smallest - _NUM_BYTES} special tokens",
+                           str(max(512, smallest)))
+
+
+def check_vocab_fits(used: int, vocab_size: int, what: str) -> None:
+    """Raises: ConfigError if ids below `used` are no ids of a model with `vocab_size` of them."""
+    if used > vocab_size:
+        raise config_error("model.vocab_size", vocab_size, f"{what} uses ids up to {used - 1}", str(-(-used // 64) * 64))
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text in parts of about a megabyte, cut where it changes no token of a byte-level tokenizer."""
+    start = 0
+    while len(text) - start > _PIECE and (found := _BREAK.search(text, start + _PIECE)):
+        yield text[start:found.end()]
+        start = found.end()
+    yield text[start:]

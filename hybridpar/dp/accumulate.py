@@ -1,0 +1,96 @@
+"""Collects the gradients of all micro-batches of a batch in one flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hybridpar.dp.buckets import FlatLayout
+
+
+class GradientAccumulator:
+    """Connects parameter leaves to flat gradient buffers, one for each batch that may be accumulating or reducing.
+
+    Leaves of the buffers' dtype (`layout.dtype`) get a view as their `.grad`, and autograd adds into it in place.
+    Leaves of a lower precision have their gradient added to the view by a hook, and freed, in every backward. Several
+    sets of leaves (weight versions) may be bound to one buffer in turn.
+
+    For each batch: `zero(i)`, `bind(leaves, i)` before its first backward, `arm(callback)` before its last and
+    `disarm()` after it. A parameter used several times in a graph is reported once in each backward, when its gradient
+    is complete; one that gets no gradient is not reported. Backward must not build a graph itself (create_graph).
+    """
+
+    def __init__(self, layout: FlatLayout, device: torch.device | str | None = None, num_buffers: int = 1):
+        assert num_buffers in (1, 2), num_buffers
+        self.layout = layout
+        self.buffers = tuple(layout.zeros(device) for _ in range(num_buffers))
+        self.on_final: Callable[[str], None] | None = None
+        self._views = tuple(layout.views(buffer) for buffer in self.buffers)
+        self._hooks = WeakTensorKeyDictionary()  # leaf -> its _Hook, registered once
+
+    def buffer_index(self, batch: int) -> int:
+        """The buffer that batch number `batch` accumulates in."""
+        return batch % len(self.buffers)
+
+    def views(self, index: int) -> dict[str, Tensor]:
+        """Every parameter's gradient in buffer `index`, in the order of the layout."""
+        return self._views[index]
+
+    def zero(self, index: int) -> None:
+        """Empties buffer `index` for a new batch."""
+        self.buffers[index].zero_()
+
+    def bind(self, leaves: Mapping[str, Tensor], index: int) -> None:
+        """From now on, backward through these leaves adds to buffer `index`.
+
+        Shapes: one leaf for each parameter of the layout, of its shape.
+        """
+        views = self._views[index]
+        assert leaves.keys() == views.keys(), f"leaves and layout differ: {sorted(leaves.keys() ^ views.keys())}"
+        for name, leaf in leaves.items():
+            hook = self._hooks.get(leaf)
+            if hook is None:
+                hook = self._hooks[leaf] = (_Report if leaf.dtype == self.layout.dtype else _AddAndReport)(self, name)
+                leaf.register_post_accumulate_grad_hook(hook)
+            hook.view = views[name]
+            leaf.grad = hook.view if type(hook) is _Report else None
+
+    def arm(self, on_final: Callable[[str], None]) -> None:
+        """The next backward is the last of its batch: `on_final(name)` is called as gradients become final in it."""
+        self.on_final = on_final
+
+    def disarm(self) -> None:
+        """Backward reports nothing until armed again."""
+        self.on_final = None
+
+
+class _Report:
+    """Runs after autograd has accumulated into a leaf's `.grad`: 0.7 us for each parameter in each backward."""
+
+    __slots__ = ("name", "owner", "view")
+
+    def __init__(self, owner: GradientAccumulator, name: str):
+        self.owner = owner
+        self.name = name
+        self.view: Tensor | None = None
+
+    def __call__(self, leaf: Tensor) -> None:
+        if (on_final := self.owner.on_final) is not None:
+            on_final(self.name)
+
+
+class _AddAndReport(_Report):
+    """The same for leaves of lower precision than the buffer."""
+
+    __slots__ = ()
+
+    def __call__(self, leaf: Tensor) -> None:
+        assert self.view is not None
+        assert leaf.grad is not None
+        self.view.add_(leaf.grad)
+        leaf.grad = None
+        if (on_final := self.owner.on_final) is not None:
+            on_final(self.name)

@@ -1,0 +1,86 @@
+"""Where each parameter lies in a flat buffer, and the buffer cut into ranges that are reduced together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+ALIGN_BYTES = 64  # a cache line, and the widest vector register
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Elements [start, stop) of a flat buffer, and the parameters that lie in it, in the order of the layout."""
+
+    start: int
+    stop: int
+    names: tuple[str, ...]
+
+
+class FlatLayout:
+    """Parameters one after the other in one flat buffer, each at a multiple of 64 bytes.
+
+    Offsets and `numel` count elements. `offset_dtype`: the narrowest dtype among buffers that are to have the same
+    offsets, say a master copy and its working copies; each parameter is aligned in all of them. Padding is part of
+    every buffer: allocated as zeros, it stays zero.
+    """
+
+    def __init__(self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype,
+                 offset_dtype: torch.dtype | None = None):
+        assert len(set(names)) == len(names) == len(shapes), "parameter names must be unique, one shape each"
+        self.names = tuple(names)
+        self.shapes = tuple(torch.Size(shape) for shape in shapes)
+        self.dtype = dtype
+        align = ALIGN_BYTES // (offset_dtype or dtype).itemsize
+        offsets = [0]
+        for shape in self.shapes:
+            offsets.append(offsets[-1] + -(-prod(shape) // align) * align)
+        self.offsets = tuple(offsets[:-1])
+        self.numel = offsets[-1]
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor], dtype: torch.dtype, offset_dtype: torch.dtype | None = None) -> FlatLayout:
+        """The layout of tensors by name, in their order."""
+        return FlatLayout(list(tensors), [t.shape for t in tensors.values()], dtype, offset_dtype)
+
+    def with_dtype(self, dtype: torch.dtype) -> FlatLayout:
+        """The same offsets for a buffer of another dtype."""
+        other = FlatLayout(self.names, self.shapes, dtype)
+        other.offsets, other.numel = self.offsets, self.numel
+        return other
+
+    def zeros(self, device: torch.device | str | None = None) -> Tensor:
+        """A new flat buffer."""
+        return torch.zeros(self.numel, dtype=self.dtype, device=device)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Every parameter's view into `flat`, in the order of the layout."""
+        assert flat.shape == (self.numel,), f"expected {self.numel} elements, got {tuple(flat.shape)}"
+        return {name: flat[offset : offset + prod(shape)].view(shape)
+                for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True)}
+
+    def buckets(self, bucket_bytes: int, skip: Collection[str] = ()) -> tuple[Bucket, ...]:
+        """The buffer cut into contiguous ranges of at least `bucket_bytes`, in the order a backward fills them.
+
+        The first bucket is the end of the buffer, since gradients become ready in reverse order of registration. A
+        bucket closes once it has reached the size; what is left at the front may be smaller. Parameters in `skip` are
+        in no bucket.
+        """
+        buckets: list[Bucket] = []
+        names: list[str] = []
+        stop = self.numel
+        for i in reversed(range(len(self.names))):
+            start = self.offsets[i]
+            if self.names[i] in skip:
+                stop = start
+                continue
+            names.append(self.names[i])
+            full = (stop - start) * self.dtype.itemsize >= bucket_bytes
+            if full or i == 0 or self.names[i - 1] in skip:
+                buckets.append(Bucket(start, stop, tuple(reversed(names))))
+                names, stop = [], start
+        return tuple(buckets)

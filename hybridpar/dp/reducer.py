@@ -1,0 +1,85 @@
+"""Sums gradients over the dp axis, bucket by bucket, while the last backward of the batch still runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+
+from torch import Tensor
+
+from hybridpar.comm.collectives import Work, all_reduce_async
+from hybridpar.dp.buckets import FlatLayout
+from hybridpar.grid import Axis
+
+
+class GradientReducer:
+    """All-reduces a flat gradient in buckets, each started as soon as all of its gradients are final.
+
+    For each batch: `arm(flat)` before its last backward, `ready(name)` as gradients become final (see
+    GradientAccumulator.arm), `flush()` after it for those that got none, `wait()` before the sums are used. A batch may
+    be armed while the reduction of an earlier one, flushed but not waited for, is still under way in another buffer.
+
+    Parameters in `skip` are left alone: tied ones, which are summed over the `ends` axis instead.
+
+    Collectives: one all-reduce over `axis` for each bucket, in the order of the layout's buckets on every rank: a
+    bucket that fills early is held back until those before it have started. On an axis of size 1 nothing is sent.
+    """
+
+    def __init__(self, layout: FlatLayout, axis: Axis, bucket_bytes: int = 25 * 2**20,
+                 skip: Collection[str] = ()):
+        self.layout = layout
+        self.axis = axis
+        self.buckets = layout.buckets(bucket_bytes, skip)
+        self._bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
+        self._skip = frozenset(skip)
+        self._flat: Tensor | None = None  # the buffer of the armed batch
+        self._missing: list[set[str]] = []  # by bucket: parameters whose gradient is not final
+        self._next = 0  # the bucket to start next
+        self._started: deque[list[Work]] = deque()  # by batch, oldest first
+
+    @property
+    def armed(self) -> bool:
+        return self._flat is not None
+
+    def arm(self, flat: Tensor) -> None:
+        """The backward that follows is the last one into `flat`."""
+        assert self._flat is None, "the batch before was not flushed"
+        assert flat.shape == (self.layout.numel,), f"expected {self.layout.numel} elements, got {tuple(flat.shape)}"
+        self._flat = flat
+        self._missing = [set(bucket.names) for bucket in self.buckets]
+        self._next = 0
+        self._started.append([])
+
+    def ready(self, name: str) -> None:
+        """The gradient of this parameter is final; starts what that completes."""
+        if name in self._skip:
+            return
+        missing = self._missing[self._bucket_of[name]]
+        missing.remove(name)  # fails if the gradient was called final before
+        if not missing:
+            self._start_complete()
+
+    def flush(self) -> None:
+        """Starts the buckets that are not started: no further gradient will come."""
+        if self._flat is None:
+            return
+        for missing in self._missing:
+            missing.clear()
+        self._start_complete()
+        assert self._next == len(self.buckets)
+        self._flat = None
+
+    def wait(self) -> None:
+        """Waits for the oldest reduction under way; nothing to do if there is none."""
+        if not self._started:
+            return
+        assert self._flat is None or len(self._started) > 1, "flush before waiting: buckets are missing"
+        for work in self._started.popleft():
+            work.wait()
+
+    def _start_complete(self) -> None:
+        assert self._flat is not None, "ready() without arm()"
+        while self._next < len(self.buckets) and not self._missing[self._next]:
+            bucket = self.buckets[self._next]
+            self._started[-1].append(all_reduce_async(self._flat[bucket.start : bucket.stop], self.axis))
+            self._next += 1

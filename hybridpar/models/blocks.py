@@ -1,0 +1,204 @@
+"""The blocks that GPT and BERT are sequences of: embedding, transformer layer, output head.
+
+Every block is called as `block(x, batch, key)`: x [b, s, h] (None for the embedding), batch the tensors of a
+micro-batch, key the RandomKey of its dropout (None: no dropout). A model of any depth is a list of blocks, so
+splitting it into stages is slicing the list.
+
+Legend: b samples, s sequence, h hidden, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm import gather_from
+from hybridpar.config import ModelConfig
+from hybridpar.grid import Axis
+from hybridpar.nn import (
+    ColumnParallelLinear,
+    Dropout,
+    LayerNorm,
+    LearnedPositionEmbedding,
+    ParallelAttention,
+    ParallelMLP,
+    RMSNorm,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
+from hybridpar.nn.placement import Init, ParallelModule, Placement, split_ranges, split_sizes
+from hybridpar.ops import gelu
+from hybridpar.random import RandomKey
+
+MicroBatch = Mapping[str, Tensor]
+Losses = dict[str, Tensor]
+
+TIED = "word_embeddings"
+IGNORE_INDEX = -100
+
+
+def make_norm(model: ModelConfig, axis: Axis, **factory: Any) -> nn.Module:
+    return {"layer_norm": LayerNorm, "rms_norm": RMSNorm}[model.norm](model.hidden_size, axis, **factory)
+
+
+class Embedding(nn.Module):
+    """Token, position (learned) and segment (BERT) embeddings; BERT normalises their sum (arXiv 1810.04805, A.2)."""
+
+    def __init__(self, model: ModelConfig, axis: Axis, name: str, **factory: Any):
+        super().__init__()
+        h, std = model.hidden_size, model.init_std
+        self.tokens = VocabParallelEmbedding(
+            model.vocab_size, h, axis, init_std=std, tied=TIED if model.tie_embeddings else "", **factory)
+        self.positions = (
+            LearnedPositionEmbedding(model.seq_length, h, axis, init_std=std, **factory)
+            if model.position == "learned" else None)
+        bert = model.kind == "bert"
+        self.segments = SegmentEmbedding(h, axis, std, **factory) if bert else None
+        self.norm = make_norm(model, axis, **factory) if bert else None
+        self.dropout = Dropout(model.dropout, f"{name}.dropout")
+
+    def forward(self, x: None, batch: MicroBatch, key: RandomKey | None) -> Tensor:
+        out = self.tokens(batch["tokens"])
+        if self.positions is not None:
+            out = out + self.positions(batch["tokens"].shape[1])
+        if self.segments is not None:
+            out = out + self.segments(batch["token_types"])
+        if self.norm is not None:
+            out = self.norm(out)
+        return self.dropout(out, key)
+
+
+class SegmentEmbedding(ParallelModule):
+    """A vector for each of BERT's two segments, replicated. Shapes: ids [b, s] -> [b, s, h]."""
+
+    def __init__(self, hidden: int, axis: Axis, init_std: float, **factory: Any):
+        super().__init__(axis)
+        self.add_parameter("weight", Placement((2, hidden), Init("normal", init_std)), **factory)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight)
+
+
+class TransformerLayer(nn.Module):
+    """Attention and MLP, each with a residual connection.
+
+    GPT normalises what enters them (pre-norm, GPT-2), BERT what leaves them (post-norm, arXiv 1810.04805).
+    Collectives: two all-reduces over tp forward, two backward.
+    """
+
+    def __init__(self, model: ModelConfig, axis: Axis, name: str, **factory: Any):
+        super().__init__()
+        self.post_norm = model.kind == "bert"
+        # GPT-2: projections onto the residual stream start smaller, by the number of residual additions
+        out_std = model.init_std if self.post_norm else model.init_std / (2 * model.num_layers) ** 0.5
+        self.attention = ParallelAttention(
+            model.hidden_size, model.num_heads, axis, num_kv_heads=model.kv_heads, causal=model.kind == "gpt",
+            rotary_base=model.rotary_base if model.position == "rotary" else None,
+            attention_dropout=model.attention_dropout, bias=model.bias, init_std=model.init_std, out_init_std=out_std,
+            name=f"{name}.attention", **factory)
+        self.mlp = ParallelMLP(
+            model.hidden_size, model.ffn_size, axis, activation=model.activation, bias=model.bias,
+            init_std=model.init_std, out_init_std=out_std, **factory)
+        self.attention_norm = make_norm(model, axis, **factory)
+        self.mlp_norm = make_norm(model, axis, **factory)
+        self.attention_dropout = Dropout(model.dropout, f"{name}.attention_dropout")
+        self.mlp_dropout = Dropout(model.dropout, f"{name}.mlp_dropout")
+
+    def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Tensor:
+        mask = batch.get("padding_mask")
+        if self.post_norm:
+            x = self.attention_norm(x + self.attention_dropout(self.attention(x, mask, key), key))
+            return self.mlp_norm(x + self.mlp_dropout(self.mlp(x), key))
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), mask, key), key)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), key)
+
+
+class LanguageModelHead(nn.Module):
+    """Projection to the vocabulary and its cross-entropy, split by vocabulary rows."""
+
+    def __init__(self, model: ModelConfig, axis: Axis, *, bias: bool, **factory: Any):
+        super().__init__()
+        self.label_smoothing = model.label_smoothing
+        self.projection = ColumnParallelLinear(
+            model.hidden_size, model.vocab_size, axis, bias=bias, init_std=model.init_std,
+            tied=TIED if model.tie_embeddings else "", **factory)
+        self.axis, self.vocab_size = axis, model.vocab_size
+        self.vocab_start, _ = split_ranges(model.vocab_size, axis.size)[axis.rank]
+
+    def tie(self, embedding: VocabParallelEmbedding) -> None:
+        """One parameter for both where one stage holds both (across stages their gradients are summed instead)."""
+        self.projection.weight = embedding.weight
+
+    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        """Shapes: x [b, s, h] -> 0-d: the summed loss of the labels that count, over their number in the whole batch."""
+        loss = vocab_parallel_cross_entropy(
+            self.projection(x), batch["labels"], self.axis, vocab_start=self.vocab_start,
+            label_smoothing=self.label_smoothing, ignore_index=IGNORE_INDEX)
+        return loss.sum() / batch["num_targets"].to(loss.dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Shapes: x [.., h] -> [.., v], gathered from all tp ranks."""
+        return gather_from(self.projection(x), self.axis, -1, split_sizes(self.vocab_size, self.axis.size))
+
+
+class GPTHead(nn.Module):
+    """Final norm, projection, loss of the next token."""
+
+    loss_names = ("lm",)
+
+    def __init__(self, model: ModelConfig, axis: Axis, name: str, **factory: Any):
+        super().__init__()
+        self.norm = make_norm(model, axis, **factory)
+        self.language_model = LanguageModelHead(model, axis, bias=False, **factory)
+
+    def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:
+        return {"lm": self.language_model(self.norm(x), batch)}
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.language_model.logits(self.norm(x))
+
+
+class ReplicatedLinear(ParallelModule):
+    """A linear layer that every tp rank holds whole.
+
+    Shapes: [.., in] -> [.., out].
+    """
+
+    def __init__(self, in_features: int, out_features: int, axis: Axis, init_std: float, **factory: Any):
+        super().__init__(axis)
+        self.add_parameter("weight", Placement((out_features, in_features), Init("normal", init_std)), **factory)
+        self.add_parameter("bias", Placement((out_features,), Init("zeros"), weight_decay=False), **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class BertHead(nn.Module):
+    """Masked-language-model transform and loss; next-sentence or sentence-order loss on [CLS].
+
+    Source: arXiv 1810.04805 (MLM, NSP), arXiv 1909.11942 (SOP).
+    """
+
+    def __init__(self, model: ModelConfig, axis: Axis, name: str, **factory: Any):
+        super().__init__()
+        h, std = model.hidden_size, model.init_std
+        self.transform = ReplicatedLinear(h, h, axis, std, **factory)
+        self.norm = make_norm(model, axis, **factory)
+        self.language_model = LanguageModelHead(model, axis, bias=True, **factory)
+        self.sentence = model.sentence_head
+        self.loss_names = ("mlm",) if self.sentence == "none" else ("mlm", self.sentence)
+        if self.sentence != "none":
+            self.pooler = ReplicatedLinear(h, h, axis, std, **factory)
+            self.classifier = ReplicatedLinear(h, 2, axis, std, **factory)
+
+    def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:
+        losses = {"mlm": self.language_model(self.norm(gelu(self.transform(x))), batch)}
+        if self.sentence != "none":
+            scores = self.classifier(torch.tanh(self.pooler(x[:, 0])))
+            scores = scores if scores.dtype == torch.float64 else scores.float()
+            loss = nn.functional.cross_entropy(scores, batch["sentence_labels"], reduction="sum")
+            losses[self.sentence] = loss / batch["num_samples"].to(loss.dtype)
+        return losses

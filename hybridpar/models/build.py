@@ -1,0 +1,67 @@
+"""Builds the blocks of a model that one stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from hybridpar.config import ModelConfig
+from hybridpar.errors import config_error
+from hybridpar.grid import Axis
+from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLayer
+
+HEADS: dict[str, type[GPTHead] | type[BertHead]] = {"gpt": GPTHead, "bert": BertHead}
+
+
+def loss_names(model: ModelConfig) -> tuple[str, ...]:
+    """The partial losses that the model's head returns, in order."""
+    if model.kind == "gpt":
+        return ("lm",)
+    return ("mlm",) if model.sentence_head == "none" else ("mlm", model.sentence_head)
+
+
+def build_blocks(
+    model: ModelConfig, axis: Axis, numbers: Iterable[int], *, device: str | torch.device = "meta",
+    dtype: torch.dtype = torch.float32,
+) -> dict[int, nn.Module]:
+    """The blocks with these numbers (0 the embedding, 1..num_layers the layers, num_layers + 1 the head) of `model`.
+
+    Built on the meta device unless told otherwise: nothing is allocated for blocks that live elsewhere. Where the
+    embedding and the head are both here and tied, they share one parameter.
+    """
+    blocks: dict[int, nn.Module] = {}
+    for number in numbers:
+        if number == 0:
+            kind: type[nn.Module] = Embedding
+        elif number <= model.num_layers:
+            kind = TransformerLayer
+        else:
+            kind = HEADS[model.kind]
+        blocks[number] = kind(model, axis, f"blocks.{number}", device=device, dtype=dtype)
+    if model.tie_embeddings and 0 in blocks and (head := blocks.get(model.num_layers + 1)) is not None:
+        head.language_model.tie(blocks[0].tokens)
+    return blocks
+
+
+def parse_layers(text: str, num_layers: int) -> frozenset[int]:
+    """Block numbers from 'none', 'all', or a list of layers (counted from 0) and ranges such as '0,2-5'.
+
+    Raises: ConfigError where the text is something else or names a layer that the model has not.
+    """
+    if text == "none":
+        return frozenset()
+    if text == "all":
+        return frozenset(range(1, num_layers + 1))
+    layers: set[int] = set()
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            layers.update(range(int(first), int(last or first) + 1))
+    except ValueError:
+        layers = {-1}
+    if not layers or min(layers) < 0 or max(layers) >= num_layers:
+        raise config_error(
+            "pipeline.recompute", text, f"must be 'none', 'all' or layers from 0 to {num_layers - 1} such as '0,2-5'", "'all'")
+    return frozenset(layer + 1 for layer in layers)

@@ -1,0 +1,150 @@
+"""Multi-head attention split over the tp axis by heads, with grouped key and value heads.
+
+Letters: b samples, s sequence, h hidden, n local query heads, g local groups (key and value heads), d head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridpar import ops
+from hybridpar.errors import config_error
+from hybridpar.grid import Axis
+from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
+from hybridpar.nn.placement import ParallelModule, Range, Shard, split_ranges
+from hybridpar.random import RandomKey, site
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """Which heads each rank holds, and where their rows are in the fused qkv weight.
+
+    The weight is ordered [group, q_per_group + 2, head_dim]: a group's query heads, then its key and its value. A rank
+    holds a contiguous, balanced range of query heads and the keys and values of the groups they belong to; a group
+    whose query heads are spread over several ranks has its key and value on each of them.
+
+    Raises: ConfigError naming every count that does not fit.
+    """
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.hidden % self.num_heads:
+            raise config_error("num_heads", self.num_heads, f"must divide the hidden size {self.hidden}",
+                               _divisors(self.hidden))
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise config_error("num_kv_heads", self.num_kv_heads, f"must divide num_heads {self.num_heads}",
+                               _divisors(self.num_heads))
+        if self.num_ranks > self.num_heads:
+            raise config_error("parallel.tp", self.num_ranks, f"every rank needs a head, and num_heads is "
+                               f"{self.num_heads}", str(self.num_heads))
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.num_heads
+
+    @property
+    def q_per_group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def heads(self) -> tuple[Range, ...]:
+        """The query heads of each rank."""
+        return split_ranges(self.num_heads, self.num_ranks)
+
+    def group_heads(self, rank: int) -> dict[int, Range]:
+        """The groups that `rank` takes part in, and which of its query heads belong to each."""
+        start, stop = self.heads[rank]
+        m = self.q_per_group
+        return {g: (max(start, g * m), min(stop, (g + 1) * m)) for g in range(start // m, (stop - 1) // m + 1)}
+
+    def qkv_shard(self) -> Shard:
+        return Shard(0, tuple(self._qkv_ranges(r) for r in range(self.num_ranks)))
+
+    def _qkv_ranges(self, rank: int) -> tuple[Range, ...]:
+        m, d = self.q_per_group, self.head_dim
+        rows: list[Range] = []
+        for g, (start, stop) in self.group_heads(rank).items():
+            # query head i of group g is slot g * (m + 2) + i - g * m; its key and value are the group's last two slots
+            for a, b in ((start + 2 * g, stop + 2 * g), (g * (m + 2) + m, (g + 1) * (m + 2))):
+                if rows and rows[-1][1] == a * d:
+                    rows[-1] = (rows[-1][0], b * d)
+                else:
+                    rows.append((a * d, b * d))
+        return tuple(rows)
+
+    def out_shard(self) -> Shard:
+        d = self.head_dim
+        return Shard(1, tuple(((a * d, b * d),) for a, b in self.heads))
+
+
+class ParallelAttention(ParallelModule):
+    """Self-attention; `num_kv_heads` < `num_heads` shares each key and value among a group of query heads.
+
+    Heads may split unevenly and tp may exceed `num_kv_heads`; then some rows of qkv are on several ranks and their
+    gradients are partial: see `placement.reduce_shared_gradients`.
+    `rotary_base`: the base of the rotary position embedding, commonly 10000; None: no such embedding. `name` tells the
+    dropout of one layer from another's. `out_init_std`: the standard deviation of `out` at the start (None: init_std).
+
+    Shapes: x [b, s, h] replicated, padding_mask [b, s] bool (True = real) -> [b, s, h] replicated.
+    Collectives: forward one all-reduce, backward one.
+    Raises: ConfigError where the counts do not fit (see HeadLayout), or for rotary positions with an odd head dim.
+    Source: arXiv 1909.08053 section 3 (split), 2305.13245 (grouped queries), 2104.09864 (rotary).
+    """
+
+    def __init__(self, hidden: int, num_heads: int, axis: Axis, *, num_kv_heads: int | None = None,
+                 causal: bool = True, rotary_base: float | None = None, attention_dropout: float = 0.0,
+                 bias: bool = True, init_std: float = 0.02, out_init_std: float | None = None, name: str = "attention",
+                 device: Device = None, dtype: torch.dtype | None = None):
+        super().__init__(axis)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.layout = layout = HeadLayout(hidden, num_heads, num_kv_heads, axis.size)
+        if rotary_base is not None and layout.head_dim % 2:
+            raise config_error("hidden_size", hidden, f"rotary positions turn pairs of a head's features, and hidden / "
+                               f"num_heads is {layout.head_dim}", f"{num_heads * (layout.head_dim + 1)}")
+        self.causal, self.dropout = causal, attention_dropout
+        self.rotary_base = rotary_base
+        self.site = site(f"{name}.dropout")
+        self.head_start = layout.heads[axis.rank][0]
+        self.group_sizes = [b - a for a, b in layout.group_heads(axis.rank).values()]  # query heads in each local group
+        uneven = len(set(self.group_sizes)) > 1
+        self.kv_index = [g for g, m in enumerate(self.group_sizes) for _ in range(m)] if uneven else None
+        qkv_rows = layout.head_dim * (num_heads + 2 * num_kv_heads)
+        self.qkv = ColumnParallelLinear(hidden, qkv_rows, axis, bias=bias, shard=layout.qkv_shard(), init_std=init_std,
+                                        device=device, dtype=dtype)
+        self.out = RowParallelLinear(hidden, hidden, axis, bias=bias, shard=layout.out_shard(),
+                                     init_std=init_std if out_init_std is None else out_init_std, device=device,
+                                     dtype=dtype)
+
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None, key: RandomKey | None = None) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in self.split_heads(self.qkv(x)))
+        if self.rotary_base is not None:
+            q, k = ops.rotary(q, self.rotary_base), ops.rotary(k, self.rotary_base)
+        y = ops.attention(q, k, v, causal=self.causal, padding_mask=padding_mask, kv_index=self.kv_index,
+                          dropout_p=self.dropout, key=key, site=self.site, head_start=self.head_start)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the local heads; views where the local groups are of one size (the queries of
+        several heads a group excepted).
+
+        Shapes: [b, s, rows] -> q [b, s, n, d], k and v [b, s, g, d].
+        """
+        sizes, (b, s, _), d = self.group_sizes, qkv.shape, self.layout.head_dim
+        if self.kv_index is None:
+            q, k, v = qkv.view(b, s, len(sizes), sizes[0] + 2, d).split((sizes[0], 1, 1), dim=3)
+            return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        slots = [slots for m in sizes for slots in (m, 1, 1)]
+        parts = qkv.view(b, s, sum(slots), d).split(slots, dim=2)
+        q, k, v = (torch.cat(parts[i::3], dim=2) for i in range(3))
+        return q, k, v
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)

@@ -1,0 +1,28 @@
+"""Dropout whose mask depends on the key, the layer's name and the place in the whole tensor: equal on every grid."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from hybridpar import ops
+from hybridpar.errors import config_error
+from hybridpar.random import RandomKey, site
+
+
+class Dropout(nn.Module):
+    """Zeroes elements with probability `p` and scales the others by 1 / (1 - p); the identity where `key` is None.
+
+    `name` tells this place in the model from others, e.g. 'blocks.3.mlp.dropout'. It does not ask `self.training`.
+
+    Shapes: x [b, ..], replicated over tp -> same; b counts samples from key.sample.
+    Raises: ConfigError for p outside [0, 1).
+    """
+
+    def __init__(self, p: float, name: str):
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise config_error("model.dropout", p, "must be at least 0 and below 1", "0.1")
+        self.p, self.site = p, site(name)
+
+    def forward(self, x: Tensor, key: RandomKey | None) -> Tensor:
+        return x if key is None or self.p == 0.0 else ops.dropout(x, self.p, key, self.site)

@@ -1,0 +1,64 @@
+"""Starting values of parameters: each rank draws just its shard, and every grid starts from the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar import random
+from hybridpar.nn.placement import Placement
+
+_CHUNK = 1 << 20  # numbers drawn at a time: bounds the float64 temporaries
+
+
+@torch.no_grad()
+def initialize(named: Iterable[tuple[str, nn.Parameter, Placement]], seed: int, tp_rank: int) -> None:
+    """Fills every local parameter in place with its part of the global one; see `named_placements`.
+
+    The values depend on the seed and the parameter's name (its tied name where it has one). They are rounded to
+    float32 first, whatever the type of the parameter, so runs in float64, float32 and bfloat16 start from one point.
+
+    Raises: ConfigError if the seed does not fit 64 bits.
+    """
+    for name, parameter, placement in named:
+        expected = placement.local_shape(tp_rank)
+        assert tuple(parameter.shape) == expected, f"{name}: placed as {expected}, got {tuple(parameter.shape)}"
+        assert not parameter.is_meta, f"{name} has no memory yet"
+        if placement.init.kind == "normal":
+            _fill_normal(parameter, placement, seed, random.site(placement.tied or name), tp_rank)
+        else:
+            parameter.fill_({"zeros": 0.0, "ones": 1.0}[placement.init.kind])
+
+
+def _fill_normal(parameter: Tensor, placement: Placement, seed: int, site: int, tp_rank: int) -> None:
+    """Each range of a split dimension is a block of rows in the flattened global tensor: [outer, part of inner]."""
+    shape, shard = placement.shape, placement.shard
+    if shard is None:
+        outer, inner, ranges = 1, prod(shape), [(0, prod(shape))]
+    else:
+        outer = prod(shape[: shard.dim])
+        item = prod(shape[shard.dim + 1 :])
+        inner = shape[shard.dim] * item
+        ranges = [(a * item, b * item) for a, b in shard.ranges[tp_rank]]
+    local = parameter.view(outer, -1) if parameter.numel() else parameter.view(outer, 0)
+    at = 0
+    for a, b in ranges:
+        _fill_block(local[:, at : at + b - a], seed, site, placement.init.std, inner, a)
+        at += b - a
+
+
+def _fill_block(block: Tensor, seed: int, site: int, std: float, stride: int, start: int) -> None:
+    rows, cols = block.shape
+    if not rows or not cols:
+        return
+    width = min(cols, _CHUNK)
+    height = max(1, _CHUNK // width) if width == cols else 1
+    for r in range(0, rows, height):
+        for c in range(0, cols, width):
+            part = block[r : r + height, c : c + width]
+            values = random.normal(seed, site, rows=part.shape[0], cols=part.shape[1], stride=stride,
+                                   start=start + r * stride + c, dtype=torch.float64)
+            part.copy_(values.mul_(std).float())

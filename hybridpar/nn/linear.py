@@ -1,0 +1,124 @@
+"""Linear layers split over the tp axis by output features (column) or by input features (row).
+
+Column then row needs no communication in between: one all-reduce forward (row), one backward (column).
+Source: Megatron-LM (arXiv 1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+from torch.nn import functional as F
+
+from hybridpar.comm import all_reduce_async, gather_from, reduce_from_, scatter_to
+from hybridpar.grid import Axis
+from hybridpar.nn.placement import Init, ParallelModule, Placement, Shard
+
+Device = str | torch.device | None
+
+
+class ColumnParallelLinear(ParallelModule):
+    """y = x W^T + b with the rows of W (output features) split over the axis.
+
+    `shard`: which rows each rank holds, where not `Shard.even(0, ..)`; custom ones cannot be gathered.
+    `gather_output`: every rank returns all features, for consumers that are the same computation on every rank.
+    `tied`: the name under which the weight is shared with another pipeline stage (see Placement).
+
+    Shapes: [.., in_features] replicated -> [.., out_local], or [.., out_features] if gathered.
+    Collectives: forward none (gather_output: one all-gather); backward one all-reduce of the input's gradient, while
+    the weight's is computed; none if the input requires no gradient.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, axis: Axis, *, bias: bool = True,
+                 gather_output: bool = False, shard: Shard | None = None, init_std: float = 0.02, tied: str = "",
+                 device: Device = None, dtype: torch.dtype | None = None):
+        super().__init__(axis)
+        assert not (gather_output and shard), "gather_output joins contiguous parts, in rank order"
+        shard = shard or Shard.even(0, out_features, axis.size)
+        self.gather_sizes = tuple(map(shard.local_size, range(axis.size))) if gather_output else None
+        weight = Placement((out_features, in_features), Init("normal", init_std), shard, tied=tied)
+        self.add_parameter("weight", weight, device=device, dtype=dtype)
+        self.register_parameter("bias", None)
+        if bias:
+            self.add_parameter("bias", Placement((out_features,), Init("zeros"), shard, weight_decay=False),
+                               device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = column_linear(x, self.weight, self.bias, self.axis)
+        return y if self.gather_sizes is None else gather_from(y, self.axis, -1, self.gather_sizes)
+
+
+class RowParallelLinear(ParallelModule):
+    """y = x W^T + b with the columns of W (input features) split over the axis, b added once, after the sum.
+
+    `input_is_parallel`: x holds this rank's features already, else its part is taken from a replicated x.
+    `shard`: which columns each rank holds, where not `Shard.even(1, ..)`; such an input must be parallel.
+
+    Shapes: [.., in_local] (or [.., in_features]) -> [.., out_features], replicated.
+    Collectives: forward one all-reduce; backward none (replicated input: one all-gather of its gradient).
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, axis: Axis, *, bias: bool = True,
+                 input_is_parallel: bool = True, shard: Shard | None = None, init_std: float = 0.02,
+                 device: Device = None, dtype: torch.dtype | None = None):
+        super().__init__(axis)
+        assert input_is_parallel or shard is None, "a replicated input is split evenly"
+        shard = shard or Shard.even(1, in_features, axis.size)
+        self.scatter_sizes = None if input_is_parallel else tuple(map(shard.local_size, range(axis.size)))
+        weight = Placement((out_features, in_features), Init("normal", init_std), shard)
+        self.add_parameter("weight", weight, device=device, dtype=dtype)
+        self.register_parameter("bias", None)
+        if bias:
+            self.add_parameter("bias", Placement((out_features,), Init("zeros"), weight_decay=False),
+                               device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scatter_sizes is not None:
+            x = scatter_to(x, self.axis, -1, self.scatter_sizes)
+        if self.axis.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = reduce_from_(F.linear(x, self.weight), self.axis)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+    """x W^T + b for a replicated `x` and this rank's rows of W and b; see ColumnParallelLinear.
+
+    Shapes: x [.., i], weight [o_local, i], bias [o_local] -> [.., o_local].
+    Collectives: forward none, backward one all-reduce if x requires a gradient.
+    """
+    if axis.size == 1 or not x.requires_grad:
+        return F.linear(x, weight, bias)
+    return _ColumnLinear.apply(x, weight, bias, axis)
+
+
+class _ColumnLinear(Function):
+    """Starts the all-reduce of dx as soon as it is known, and computes dW and db meanwhile."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.axis = axis
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        num_rows = x.shape[:-1].numel()
+        dy2 = dy.reshape(num_rows, dy.shape[-1])
+        dx = (dy2 @ weight).view(x.shape)
+        work = all_reduce_async(dx, ctx.axis)
+        dw = dy2.t() @ x.reshape(num_rows, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        db = dy2.sum(0) if ctx.needs_input_grad[2] else None
+        work.wait()
+        return dx, dw, db, None

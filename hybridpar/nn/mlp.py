@@ -1,0 +1,42 @@
+"""The feed-forward half of a transformer block, split over the tp axis by ffn features."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hybridpar.grid import Axis
+from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
+from hybridpar.nn.placement import ParallelModule, Shard, split_ranges
+from hybridpar.ops import gelu, swiglu
+
+
+class ParallelMLP(ParallelModule):
+    """down(gelu(up x)), or down(silu(gate x) * (up x)) with 'swiglu'; any ffn size over any number of ranks.
+
+    With 'swiglu' the weight `up` holds first the ffn rows of gate, then those of up; every rank holds the same rows of
+    both. `out_init_std`: the standard deviation of `down` at the start (None: init_std), often made smaller with depth.
+
+    Shapes: [.., hidden] -> [.., hidden], both replicated.
+    Collectives: forward one all-reduce, backward one.
+    Source: swiglu: arXiv 2002.05202; the split: Megatron-LM, arXiv 1909.08053, section 3.
+    """
+
+    def __init__(self, hidden: int, ffn: int, axis: Axis, *, activation: Literal["gelu", "swiglu"] = "gelu",
+                 bias: bool = True, init_std: float = 0.02, out_init_std: float | None = None, device: Device = None,
+                 dtype: torch.dtype | None = None):
+        super().__init__(axis)
+        ranges = split_ranges(ffn, axis.size)
+        self.gated = activation == "swiglu"
+        shard = Shard(0, tuple(((a, b), (ffn + a, ffn + b)) for a, b in ranges)) if self.gated else None
+        self.up = ColumnParallelLinear(hidden, 2 * ffn if self.gated else ffn, axis, bias=bias, shard=shard,
+                                       init_std=init_std, device=device, dtype=dtype)
+        self.down = RowParallelLinear(ffn, hidden, axis, bias=bias,
+                                      init_std=init_std if out_init_std is None else out_init_std, device=device,
+                                      dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return self.down(swiglu(*y.chunk(2, dim=-1)) if self.gated else gelu(y))

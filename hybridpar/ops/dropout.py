@@ -1,0 +1,92 @@
+"""Dropout whose mask is a function of (key, site, element), so it is the same on every grid and is never stored.
+
+Every backend computes `mask_scale(x, key words, step, sample, threshold, scale, stride, start)` on x [b, rows, cols]:
+element (i, r, c) stays, times `scale`, where its 32 random bits for sample + i and index = start + r * stride + c are
+at least `threshold`, and is 0 elsewhere. Backends agree to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridpar import native, random
+from hybridpar.errors import config_error
+from hybridpar.ops.registry import resolve
+from hybridpar.random import RandomKey
+
+
+def dropout(x: Tensor, p: float, key: RandomKey | None, site: int, *, inner_size: int | None = None,
+            inner_start: int = 0, backend: str = "auto") -> Tensor:
+    """Sets elements to 0 with probability p and multiplies the others by 1 / (1 - p).
+
+    The first dimension counts samples. Within one, an element of the global tensor has index
+    row * inner_size + inner_start + column: a rank that holds part of the last dimension states the global size of
+    that dimension and where its part starts. No key (evaluation) or p = 0: returns x itself.
+
+    Shapes: x [b, ..., inner_local] -> the same. Nothing but the key is kept for the backward pass.
+    Raises: ConfigError if p is not in [0, 1), or the backend cannot run; ValueError if x has less than two dimensions.
+    Source: JMLR 15 (2014) 1929, Srivastava et al.
+    """
+    if not 0.0 <= p < 1.0:
+        raise config_error("model.dropout", p, "must be at least 0 and less than 1", "0.1")
+    if key is None or p == 0.0:
+        return x
+    if x.dim() < 2:
+        raise ValueError(f"x must be [samples, ..., inner], got {tuple(x.shape)}")
+    words = random.philox_key(key.seed, site)
+    stride = x.shape[-1] if inner_size is None else inner_size
+    random.check_counters(key.step, key.sample, x.shape[0], 1, x.shape[-1], stride, inner_start)
+    mask = _Mask(words[0], words[1], key.step, key.sample, round(p * 2.0**32), 1.0 / (1.0 - p), stride, inner_start)
+    return _Dropout.apply(x, mask, backend)
+
+
+class _Mask(NamedTuple):
+    """Everything the mask depends on besides the shape, in the order backends take it."""
+
+    key0: int
+    key1: int
+    step: int
+    sample: int
+    threshold: int
+    scale: float
+    stride: int
+    start: int
+
+
+class _Dropout(torch.autograd.Function):
+    """Its own derivative: the gradient goes through the same mask."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: _Mask, backend: str) -> Tensor:
+        ctx.mask, ctx.backend = mask, backend
+        rows = x.shape[1:-1].numel()
+        boxed = x.reshape(x.shape[0], rows, x.shape[-1]).contiguous()
+        return resolve("dropout", backend, x)(boxed, *mask).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Dropout.apply(grad, ctx.mask, ctx.backend), None, None
+
+
+def dropout_torch(x: Tensor, key0: int, key1: int, step: int, sample: int, threshold: int, scale: float, stride: int,
+                  start: int) -> Tensor:
+    b, rows, cols = x.shape
+    bits = random.bits_reference((key0, key1), step, sample, num_samples=b, rows=rows, cols=cols, stride=stride,
+                                 start=start, device=x.device)
+    keep = (bits ^ -(1 << 31)) >= threshold - (1 << 31)  # compares as unsigned
+    return torch.where(keep, x * scale, 0.0)
+
+
+def unsupported_cpp(device_type: str | None, dtype: torch.dtype | None) -> str | None:
+    if device_type not in (None, "cpu"):
+        return f"runs on the CPU, not on {device_type}"
+    if dtype not in (None, torch.float32, torch.float64, torch.bfloat16):
+        return f"has no {dtype} version"
+    return native.missing()
+
+
+def dropout_cpp(x: Tensor, *mask: int | float) -> Tensor:
+    return torch.ops.hybridpar.philox_dropout(x, *mask)

@@ -1,0 +1,128 @@
+"""One table of operations and the backends that can run them.
+
+A row names its code by text, so nothing is imported before it is used; a module that cannot be imported is a backend
+that cannot run. `unsupported(device_type, dtype)` of a row's module (both None: in general, on this machine) returns
+the reason why it cannot, or None.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.errors import config_error
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A way to run an operation: `path` is 'module:function'; `check` the same, or empty where it always can."""
+
+    op: str
+    name: str
+    path: str
+    check: str = ""
+
+    def unsupported(self, device_type: str | None = None, dtype: torch.dtype | None = None) -> str | None:
+        """Why it cannot run on such tensors (None: in general, on this machine); None when it can."""
+        try:
+            if reason := self.check and _load(self.check)(device_type, dtype):
+                return reason
+            _load(self.path)
+        except ImportError as error:
+            return f"cannot be imported ({error})"
+        return None
+
+
+# Per operation in the order `auto` tries them; the last one is the reference and always can.
+TABLE = (
+    Backend("layer_norm", "torch", "hybridpar.ops.norm:layer_norm_torch"),
+    Backend("rms_norm", "torch", "hybridpar.ops.norm:rms_norm_torch"),
+    Backend("gelu", "torch", "hybridpar.ops.activation:gelu_torch"),
+    Backend("swiglu", "torch", "hybridpar.ops.activation:swiglu_torch"),
+    Backend("rotary", "torch", "hybridpar.ops.rotary:rotary_torch"),
+    Backend("attention", "torch", "hybridpar.ops.attention:attention_torch"),
+    Backend("dropout", "cpp", "hybridpar.ops.dropout:dropout_cpp", "hybridpar.ops.dropout:unsupported_cpp"),
+    Backend("dropout", "triton", "hybridpar.kernels.philox:dropout", "hybridpar.kernels.philox:unsupported"),
+    Backend("dropout", "torch", "hybridpar.ops.dropout:dropout_torch"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Which backend `auto` takes for an operation on this machine, and why not the others."""
+
+    op: str
+    active: str
+    rejected: dict[str, str]
+
+
+def ops() -> tuple[str, ...]:
+    """The operations of the table, in its order."""
+    return tuple(dict.fromkeys(row.op for row in TABLE))
+
+
+def backends(op: str) -> tuple[Backend, ...]:
+    """The rows of one operation, the one `auto` prefers first."""
+    return tuple(row for row in TABLE if row.op == op)
+
+
+def resolve(op: str, choice: str, x: Tensor) -> Callable[..., Any]:
+    """The function that runs `op` on tensors like `x`: the backend named, or the first that can for 'auto'.
+
+    Raises: ConfigError if the backend does not exist or cannot run.
+    """
+    return _load(_select(op, choice, x.device.type, x.dtype).path)
+
+
+def select(op: str, choice: str = "auto", device_type: str | None = None, dtype: torch.dtype | None = None) -> Backend:
+    """The row that runs `op` on such tensors (None: in general, on this machine).
+
+    Raises: ConfigError if the operation or backend does not exist, or the backend cannot run.
+    """
+    rows = backends(op)
+    if not rows:
+        raise config_error("kernels", op, "is not an operation", ", ".join(ops()))
+    if choice == "auto":
+        return next(row for row in rows if row.unsupported(device_type, dtype) is None)
+    row = next((row for row in rows if row.name == choice), None)
+    works = ("auto", *(row.name for row in rows if row.unsupported(device_type, dtype) is None))
+    if row is None:
+        names = ", ".join(row.name for row in rows)
+        raise config_error(f"kernels.{op}", choice, f"is not a backend of {op}, which has {names}", works[-1])
+    if reason := row.unsupported(device_type, dtype):
+        raise config_error(f"kernels.{op}", choice, f"cannot run here: {reason}", " or ".join(works))
+    return row
+
+
+def describe(device_type: str | None = None, dtype: torch.dtype | None = None) -> list[Report]:
+    """What `auto` takes for each operation on such tensors (None: in general), and why not what it passed over."""
+    reports = []
+    for op in ops():
+        reasons = {row.name: row.unsupported(device_type, dtype) for row in backends(op)}
+        active = select(op, "auto", device_type, dtype).name
+        reports.append(Report(op, active, {name: reason for name, reason in reasons.items() if reason}))
+    return reports
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _select(op: str, choice: str, device_type: str, dtype: torch.dtype) -> Backend:
+    """`select` once per kind of tensor, and says what it took."""
+    row = select(op, choice, device_type, dtype)
+    _log.info("%s on %s %s: %s backend", op, device_type, dtype, row.name)
+    return row
+
+
+@functools.cache
+def _load(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

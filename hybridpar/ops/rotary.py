@@ -1,0 +1,40 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridpar.ops.registry import resolve
+
+
+def rotary(x: Tensor, base: float = 10000.0, *, offset: int = 0, positions: Tensor | None = None,
+           backend: str = "auto") -> Tensor:
+    """Turns each pair (x[..., i], x[..., i + d/2]) by position * base^(-2i/d): the split-halves order of LLaMA.
+
+    Positions are offset, offset + 1, ... or those given. Angles are computed in float64.
+
+    Shapes: x [b, n, s, d] with d even; positions [s] or [b, s] -> [b, n, s, d].
+    Raises: ValueError for other shapes; ConfigError if the backend cannot run.
+    Source: arXiv 2104.09864.
+    """
+    if x.dim() != 4 or x.shape[-1] % 2:
+        raise ValueError(f"x must be [b, n, s, d] with d even, got {tuple(x.shape)}")
+    b, _, s, _ = x.shape
+    if positions is None:
+        positions = torch.arange(offset, offset + s, device=x.device)
+    elif positions.shape not in ((s,), (b, s)):
+        raise ValueError(f"positions must be [{s}] or [{b}, {s}], got {tuple(positions.shape)}")
+    return resolve("rotary", backend, x)(x, base, positions)
+
+
+def rotary_torch(x: Tensor, base: float, positions: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    frequency = base ** (torch.arange(half, dtype=torch.float64, device=x.device) / -half)
+    angle = positions.double().unsqueeze(-1) * frequency  # [s, d/2] or [b, s, d/2]
+    if angle.dim() == 3:
+        angle = angle.unsqueeze(1)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    x1, x2 = x[..., :half].to(dtype), x[..., half:].to(dtype)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)

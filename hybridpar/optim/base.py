@@ -1,0 +1,124 @@
+"""What every optimizer shares: state per parameter, the update counter, and how gradients are scaled."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridpar.errors import CheckpointError
+from hybridpar.grid import Axis
+from hybridpar.optim.slots import ParameterSlot
+
+
+class OptimSettings(Protocol):
+    """The attributes read here and in schedule.py; `config.OptimConfig` has them."""
+
+    name: str
+    lr: float
+    min_lr: float
+    warmup_steps: int
+    decay: str
+    decay_steps: int
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    momentum: float
+    nesterov: bool
+    clip_grad: float
+
+
+class Optimizer(ABC):
+    """Updates a list of local parameters in place; equal inputs give equal bits.
+
+    State is allocated at the first step, in the parameters' dtype: float32, or float64 where they are float64 (bf16 and
+    fp16 training passes the float32 master copy). `num_updates` counts the steps taken; a skipped one is not counted.
+    """
+
+    state_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimSettings, tp: Axis):
+        self.slots = tuple(slots)
+        self.settings = settings
+        self.tp = tp
+        self.num_updates = 0
+        self._state: dict[str, list[Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], *, lr: float,
+             gradient_scale: float | Tensor = 1.0) -> None:
+        """Applies one update with `gradients * gradient_scale` (clip coefficient over loss scale).
+
+        The contents of `gradients` are used up: they may be scaled, or serve as scratch space.
+        Shapes: parameters and gradients as the slots' local shapes, in their order; contiguous, of one dtype.
+        Collectives: LAMB all-reduces once over tp; the others none.
+        """
+        assert len(parameters) == len(gradients) == len(self.slots), (len(parameters), len(gradients), len(self.slots))
+        self.num_updates += 1
+        if parameters:  # all ranks of a tp line hold the same parameters, so none of them calls a collective
+            self.allocate(parameters[0].device, parameters[0].dtype)
+            self._update(list(parameters), list(gradients), lr, gradient_scale)
+
+    @abstractmethod
+    def _update(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, scale: float | Tensor) -> None: ...
+
+    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Creates the state that is missing, as zeros."""
+        assert dtype in (torch.float32, torch.float64), f"optimizers run on float32 or float64 masters, not {dtype}"
+        for name in self.state_names:
+            if name not in self._state:
+                self._state[name] = [torch.zeros(slot.shape, device=device, dtype=dtype) for slot in self.slots]
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The state by '<parameter>.<state>', shaped as the local parameter; empty before it is allocated."""
+        return {f"{slot.name}.{name}": tensor for name, tensors in self._state.items()
+                for slot, tensor in zip(self.slots, tensors, strict=True)}
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
+        """Adopts `tensors` (not copied; names as in `state_tensors`) as the state after `num_updates` steps.
+
+        With `num_updates` 0 there is nothing to load and the state starts afresh.
+        Raises: CheckpointError if one is missing or has another shape than its parameter.
+        """
+        self._state = {}
+        self.num_updates = num_updates
+        if num_updates == 0:
+            return
+        loaded: dict[str, list[Tensor]] = {name: [] for name in self.state_names}
+        for name in self.state_names:
+            for slot in self.slots:
+                key = f"{slot.name}.{name}"
+                if key not in tensors:
+                    raise CheckpointError(f"optimizer state {key} is missing")
+                if tuple(tensors[key].shape) != slot.shape:
+                    raise CheckpointError(
+                        f"optimizer state {key} has shape {tuple(tensors[key].shape)}, the parameter {slot.shape}")
+                loaded[name].append(tensors[key].contiguous())
+        self._state = loaded
+
+    def _groups(self, *columns: Sequence[Tensor]) -> list[tuple[float, list[list[Tensor]]]]:
+        """The columns (lists by slot) as at most two groups: weight decay, then its parts of each column."""
+        decay = self.settings.weight_decay
+        groups: dict[float, list[list[Tensor]]] = {}
+        for i, slot in enumerate(self.slots):
+            group = groups.setdefault(decay if slot.placement.weight_decay else 0.0, [[] for _ in columns])
+            for parts, column in zip(group, columns, strict=True):
+                parts += slot.elementwise_parts(column[i])
+        return list(groups.items())
+
+
+def scale_for_fused(gradients: list[Tensor], scale: float | Tensor) -> Tensor | None:
+    """What a fused kernel is to divide the gradients by (its `grad_scale`), or None.
+
+    The kernels know a float32 divisor only, too coarse for float64 gradients: those are scaled here, in place.
+    """
+    if not isinstance(scale, Tensor) and scale == 1.0:
+        return None
+    if gradients[0].dtype == torch.float64:
+        torch._foreach_mul_(gradients, scale)
+        return None
+    scale = torch.as_tensor(scale, dtype=torch.float64, device=gradients[0].device)
+    return scale.reciprocal().float()

@@ -1,0 +1,25 @@
+"""The table of optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridpar.errors import config_error
+from hybridpar.grid import Axis
+from hybridpar.optim.adamw import AdamW
+from hybridpar.optim.base import Optimizer, OptimSettings
+from hybridpar.optim.lamb import Lamb
+from hybridpar.optim.sgd import SGD
+from hybridpar.optim.slots import ParameterSlot
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "lamb": Lamb, "sgd": SGD}
+
+
+def build_optimizer(settings: OptimSettings, slots: Sequence[ParameterSlot], tp: Axis) -> Optimizer:
+    """The optimizer that `settings.name` names, for this rank's parameters.
+
+    Raises: ConfigError if there is none of that name.
+    """
+    if settings.name not in OPTIMIZERS:
+        raise config_error("optim.name", settings.name, f"must be one of {', '.join(OPTIMIZERS)}", "adamw")
+    return OPTIMIZERS[settings.name](slots, settings, tp)

@@ -1,0 +1,38 @@
+"""SGD with momentum on torch's fused kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybridpar.errors import config_error
+from hybridpar.grid import Axis
+from hybridpar.optim.base import Optimizer, OptimSettings, scale_for_fused
+from hybridpar.optim.slots import ParameterSlot
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent as torch.optim.SGD: (Nesterov) momentum without dampening, no state without it.
+
+    Weight decay is L2: it is added to the gradient before the momentum, not decoupled.
+    Raises: ConfigError if `nesterov` is asked for without momentum.
+    """
+
+    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimSettings, tp: Axis):
+        super().__init__(slots, settings, tp)
+        if settings.nesterov and settings.momentum <= 0:
+            raise config_error("optim.momentum", settings.momentum, "Nesterov needs momentum above 0", "0.9")
+        if settings.momentum > 0:
+            self.state_names = ("momentum",)  # type: ignore[misc]
+
+    def _update(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
+        divisor = scale_for_fused(gradients, scale)
+        momenta = [self._state["momentum"]] if self.state_names else []
+        for decay, (values, grads, *rest) in self._groups(parameters, gradients, *momenta):
+            torch._fused_sgd_(
+                values, grads, rest[0] if rest else [], weight_decay=decay, momentum=self.settings.momentum, lr=lr,
+                dampening=0.0, nesterov=self.settings.nesterov, maximize=False,
+                is_first_step=False,  # momentum starts as zeros, which says the same
+                grad_scale=divisor, found_inf=None)

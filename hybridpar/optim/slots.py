@@ -1,0 +1,92 @@
+"""What an optimizer needs to know of a parameter before it sees a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+
+from torch import Tensor
+
+from hybridpar.grid import Axis
+from hybridpar.nn.placement import Placement, Range, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlot:
+    """One parameter as one tp rank holds it.
+
+    `segments` are half-open ranges of the local tensor's split dimension, in order, cut so that each is held by one
+    set of tp ranks; a single one that covers the tensor where no rows are shared. `counted` are those this rank counts
+    in a sum over the tp axis: every element of the global parameter is counted by exactly one tp rank (a replicated
+    parameter by rank 0, a shared row by its first holder, as in Shard.owned).
+    """
+
+    name: str
+    placement: Placement
+    tp_rank: int = 0
+    segments: tuple[Range, ...] = field(init=False)
+    counted: tuple[Range, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        shard = self.placement.shard
+        if shard is None:
+            rows = self.shape[0] if self.shape else 1
+            segments = [((0, rows), self.tp_rank == 0)]
+        else:
+            segments = _segments(shard, self.tp_rank)
+        object.__setattr__(self, "segments", tuple(s for s, _ in segments))
+        object.__setattr__(self, "counted", tuple(s for s, owned in segments if owned))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the local tensor."""
+        return self.placement.local_shape(self.tp_rank)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def dim(self) -> int:
+        return 0 if self.placement.shard is None else self.placement.shard.dim
+
+    def counted_parts(self, x: Tensor) -> list[Tensor]:
+        """Views of the parts of a local tensor that this rank counts; the tensor itself where it counts all of it."""
+        if self.counted == self.segments:
+            return [x]
+        return [x.narrow(self.dim, start, stop - start) for start, stop in self.counted]
+
+    def elementwise_parts(self, x: Tensor) -> list[Tensor]:
+        """Views to run an elementwise kernel over, so that rows shared by several ranks stay equal bit for bit.
+
+        Vector kernels may round the last few elements of a tensor differently from the others. A shared run of rows is
+        therefore a part of its own: it then has the same extent on every holder, wherever it lies in the local tensor.
+        Splits along other dimensions than 0 would not be contiguous and stay whole.
+        """
+        if len(self.segments) == 1 or self.dim != 0:
+            return [x]
+        return list(x.split([stop - start for start, stop in self.segments]))
+
+
+def make_slots(placements: Iterable[tuple[str, Placement]], tp: Axis) -> tuple[ParameterSlot, ...]:
+    """The slots of named parameters on this rank of the tp axis."""
+    return tuple(ParameterSlot(name, placement, tp.rank) for name, placement in placements)
+
+
+def _segments(shard: Shard, rank: int) -> list[tuple[Range, bool]]:
+    """Local ranges and whether `rank` is the first holder; adjacent ones are joined where nothing is shared."""
+    cuts = sorted({edge for ranges in shard.ranges for r in ranges for edge in r})
+    segments: list[tuple[Range, bool]] = []
+    shared = False
+    position = 0
+    for start, stop in shard.ranges[rank]:
+        edges = [start, *(c for c in cuts if start < c < stop), stop]
+        for a, b in pairwise(edges):
+            holders = [r for r, ranges in enumerate(shard.ranges) if any(x <= a and b <= y for x, y in ranges)]
+            if a < b:
+                segments.append(((position, position + b - a), holders[0] == rank))
+                shared |= len(holders) > 1
+            position += b - a
+    return segments if shared else [((0, position), True)]

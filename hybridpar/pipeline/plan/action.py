@@ -1,0 +1,103 @@
+"""Action: one thing a rank does, as data. A plan is a sequence of them for each rank (pipeline stage).
+
+    F12@1v3     stage 1 runs micro-batch 12 forward with weights W(3)        I, W: backward split into input and
+    B12@1v3     ... and backward, with the same weights                      weight gradient (no schedule uses them yet)
+    RECV_F12@1  posts the receive of its input       SEND_F12@1  sends its output on
+    RECV_B12@1  posts the receive of its gradient    SEND_B12@1  sends its input's gradient back
+    REDUCE4@1   starts the reduction of batch 4's gradients over replicas (and of tied embeddings over the end stages)
+    NORM4@1     starts the grid-wide reduction of batch 4: gradient norm, loss, inf check
+    UPDATE4@1   waits for that, and makes W(5) of W(4)
+
+Only F, B (I, W) and UPDATE take time on the rank; the others start something and return.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from hybridpar.errors import config_error
+
+
+class Kind(str, Enum):
+    """What an action does."""
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE = "REDUCE"
+    NORM = "NORM"
+    UPDATE = "UPDATE"
+
+    __hash__ = str.__hash__  # Enum's own is a Python function, and actions are hashed by the million
+    __str__ = str.__str__
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+PER_BATCH = frozenset({Kind.REDUCE, Kind.NORM, Kind.UPDATE})  # their `microbatch` is a batch number
+NO_VERSION = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of one rank; prints as, for example, `F12@1v3`.
+
+    `microbatch` counts from 0 over the whole run (its batch is microbatch // m); REDUCE, NORM and UPDATE hold the
+    batch number there. `version` is the weight version an F or B uses, and the one an UPDATE makes (batch + 1).
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    version: int = NO_VERSION
+
+    def __str__(self) -> str:
+        text = f"{self.kind.value}{self.microbatch}@{self.stage}"
+        return text if self.version == _implied_version(self.kind, self.microbatch) else f"{text}v{self.version}"
+
+
+Plan = Mapping[int, Sequence[Action]]  # by rank on the pipeline axis, which is the stage
+
+_KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
+_PATTERN = re.compile(rf"({_KINDS})(\d+)@(\d+)(?:v(-?\d+))?")
+
+
+def _implied_version(kind: Kind, microbatch: int) -> int:
+    """The version that the text form leaves out."""
+    return microbatch + 1 if kind is Kind.UPDATE else NO_VERSION
+
+
+def parse_action(text: str) -> Action:
+    """The action that prints as `text`.
+
+    Raises: ConfigError if no action does.
+    """
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise config_error(
+            "action", text, f"must be KIND MICROBATCH @ STAGE [v VERSION] without spaces, KIND one of "
+            f"{', '.join(kind.value for kind in Kind)}", "F12@1v3 or SEND_F12@1",
+        )
+    kind, microbatch = Kind(match[1]), int(match[2])
+    version = _implied_version(kind, microbatch) if match[4] is None else int(match[4])
+    return Action(kind, int(match[3]), microbatch, version)
+
+
+def format_actions(actions: Iterable[Action]) -> str:
+    """Actions as text, separated by blanks."""
+    return " ".join(map(str, actions))
+
+
+def parse_actions(text: str) -> tuple[Action, ...]:
+    """Inverse of `format_actions`; any white space separates.
+
+    Raises: ConfigError at the first word that is not an action.
+    """
+    return tuple(map(parse_action, text.split()))

@@ -1,0 +1,239 @@
+"""Proves that the lists of all ranks fit together, before anything runs.
+
+    exactly once    every rank has exactly the actions that the schedule asks of it, with the versions it defines
+    order           an action comes after those on its rank that it needs; collectives come in the order of batches
+    transfers       sends and receives of each link come in one order (NCCL has no tags: the i-th meets the i-th)
+    memory          activations, weight versions and gradients alive at once stay within the schedule's bounds
+    no deadlock     the plan runs to its end in the simulator, under the executor's rules
+
+Together these give happens-before: F(k) of a stage waits for a receive that F(k) of the stage before it fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridpar.errors import HybridparError
+from hybridpar.pipeline.plan.action import PER_BATCH, Action, Kind, Plan
+from hybridpar.pipeline.plan.liveness import Live, live_counts
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule
+from hybridpar.pipeline.plan.simulate import Costs, StuckError, simulate
+
+
+class PlanError(HybridparError):
+    """A plan is wrong. `cells` are the (rank, step) at fault; the message draws them."""
+
+    def __init__(self, reason: str, plan: Plan, cells: Sequence[tuple[int, int]]):
+        self.reason, self.cells = reason, tuple(cells)
+        super().__init__(f"{reason}\n\n{draw_steps(plan, cells)}")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What was proven: the range of batches, and what each rank holds at once at most."""
+
+    schedule: str
+    sizes: Sizes
+    first_batch: int
+    num_batches: int
+    num_actions: int
+    peaks: tuple[Live, ...]  # by rank
+
+    def __str__(self) -> str:
+        worst = Live()
+        for peak in self.peaks:
+            worst = worst.peak(peak)
+        return (
+            f"{self.schedule}, {self.sizes.num_stages} stages, {self.sizes.num_microbatches} micro-batches, batches "
+            f"{self.first_batch} to {self.first_batch + self.num_batches - 1}: {self.num_actions} actions are right; "
+            f"at most {worst.activations} activations, {worst.versions} weight versions, {worst.gradients} gradients"
+        )
+
+
+def check(
+    plan: Plan, sizes: Sizes, schedule: str | Schedule, first_batch: int | None = None, num_batches: int | None = None
+) -> CheckReport:
+    """Proves that `plan` runs the given range of batches (default: the one its forwards span) by the schedule's rules.
+
+    Raises: PlanError at the first fault, with the place drawn; ConfigError if the schedule cannot run on these sizes.
+    """
+    schedule = find_schedule(schedule)
+    schedule.check_sizes(sizes)
+    if sorted(plan) != list(range(sizes.num_stages)):
+        raise PlanError(f"ranks are {sorted(plan)}, but there are {sizes.num_stages} stages", plan, [])
+    batches = _range_of_batches(plan, sizes, first_batch, num_batches)
+    with_norm = any(action.kind is Kind.NORM for action in plan[0])
+    for rank in range(sizes.num_stages):
+        _check_complete(plan, rank, _expected(schedule, sizes, rank, batches, with_norm))
+        _check_order(plan, rank, sizes, batches.start, with_norm)
+    for rank in range(sizes.num_stages - 1):
+        _check_link(plan, rank, Kind.SEND_F, rank + 1, Kind.RECV_F)
+        _check_link(plan, rank + 1, Kind.SEND_B, rank, Kind.RECV_B)
+    peaks = tuple(_check_memory(plan, rank, schedule, sizes, batches.stop) for rank in range(sizes.num_stages))
+    try:
+        simulate(plan, Costs(tied=True, blocking_norm=True))
+    except StuckError as error:
+        cells = [(rank, step) for rank, (step, _) in error.waiting.items()]
+        reasons = "; ".join(f"rank {rank} at step {step}: {why}" for rank, (step, why) in error.waiting.items())
+        raise PlanError(f"deadlock: {reasons}", plan, cells) from None
+    return CheckReport(
+        schedule.name, sizes, batches.start, len(batches), sum(map(len, plan.values())), peaks,
+    )
+
+
+def _range_of_batches(plan: Plan, sizes: Sizes, first_batch: int | None, num_batches: int | None) -> range:
+    microbatches = [action.microbatch for actions in plan.values() for action in actions if action.kind is Kind.F]
+    if first_batch is None:
+        first_batch = min(microbatches, default=0) // sizes.num_microbatches
+    if num_batches is None:
+        num_batches = max(microbatches, default=-1) // sizes.num_microbatches + 1 - first_batch
+    return range(first_batch, first_batch + num_batches)
+
+
+def _expected(schedule: Schedule, sizes: Sizes, rank: int, batches: range, with_norm: bool) -> Iterator[Action]:
+    """Everything that `rank` has to do, in no particular order."""
+    m = sizes.num_microbatches
+    first, last = rank == 0, rank == sizes.num_stages - 1
+    transfers = [Kind.RECV_F, Kind.SEND_B] * (not first) + [Kind.SEND_F, Kind.RECV_B] * (not last)
+    for k in range(batches.start * m, batches.stop * m):
+        version = schedule.version(sizes, rank, k, batches.start)
+        yield Action(Kind.F, rank, k, version)
+        yield Action(Kind.B, rank, k, version)
+        for kind in transfers:
+            yield Action(kind, rank, k)
+    for t in batches:
+        yield Action(Kind.REDUCE, rank, t)
+        yield Action(Kind.UPDATE, rank, t, t + 1)
+        if with_norm:
+            yield Action(Kind.NORM, rank, t)
+
+
+def _check_complete(plan: Plan, rank: int, expected: Iterator[Action]) -> None:
+    """Every expected action once, and no other."""
+    missing = {(action.kind, action.microbatch): action for action in expected}
+    done: dict[tuple[Kind, int], int] = {}
+    for step, action in enumerate(plan[rank]):
+        key = (action.kind, action.microbatch)
+        if action.stage != rank:
+            raise PlanError(f"{action} is on rank {rank}, not on its own", plan, [(rank, step)])
+        if key in done:
+            raise PlanError(f"{action} comes twice", plan, [(rank, done[key]), (rank, step)])
+        if key not in missing:
+            raise PlanError(f"{action} does not belong in this plan", plan, [(rank, step)])
+        if action.version != missing[key].version:
+            raise PlanError(f"{action} has the wrong version; {missing[key]} is right", plan, [(rank, step)])
+        done[key] = step
+        del missing[key]
+    if missing:
+        action = next(iter(missing.values()))
+        raise PlanError(f"{action} is missing", plan, [(rank, _related_step(plan[rank], action))])
+
+
+def _related_step(actions: Sequence[Action], missing: Action) -> int:
+    """A step near the place where `missing` should be: the first that has to do with the same micro-batch or batch."""
+    for step, action in enumerate(actions):
+        same_sort = (action.kind in PER_BATCH) == (missing.kind in PER_BATCH)
+        if same_sort and action.microbatch == missing.microbatch:
+            return step
+    return max(len(actions) - 1, 0)
+
+
+def _check_order(plan: Plan, rank: int, sizes: Sizes, first_batch: int, with_norm: bool) -> None:
+    """What an action needs on its own rank comes before it."""
+    steps = {(action.kind, action.microbatch): step for step, action in enumerate(plan[rank])}
+    for step, action in enumerate(plan[rank]):
+        for kind, number in _needs(action, sizes, first_batch, with_norm):
+            if steps[kind, number] > step:
+                raise PlanError(
+                    f"{action} comes before {plan[rank][steps[kind, number]]}, which it needs", plan,
+                    [(rank, step), (rank, steps[kind, number])],
+                )
+
+
+def _needs(action: Action, sizes: Sizes, first_batch: int, with_norm: bool) -> Iterator[tuple[Kind, int]]:
+    """Kind and number of the actions that come before this one on its rank."""
+    m, k = sizes.num_microbatches, action.microbatch
+    match action.kind:
+        case Kind.F:
+            if action.stage > 0:
+                yield Kind.RECV_F, k
+            if action.version > first_batch:
+                yield Kind.UPDATE, action.version - 1
+        case Kind.B:
+            yield Kind.F, k
+            if action.stage < sizes.num_stages - 1:
+                yield Kind.RECV_B, k
+        case Kind.SEND_F:
+            yield Kind.F, k
+        case Kind.SEND_B:
+            yield Kind.B, k
+        case Kind.REDUCE:
+            for microbatch in range(k * m, (k + 1) * m):
+                yield Kind.B, microbatch
+        case Kind.NORM:
+            yield Kind.REDUCE, k
+        case Kind.UPDATE:
+            yield (Kind.NORM if with_norm else Kind.REDUCE), k
+    if action.kind in PER_BATCH and k > first_batch:
+        yield action.kind, k - 1
+
+
+def _check_link(plan: Plan, sender: int, send: Kind, receiver: int, receive: Kind) -> None:
+    """The i-th send of one rank is the i-th receive of its neighbour."""
+    sent = [step for step, action in enumerate(plan[sender]) if action.kind is send]
+    received = [step for step, action in enumerate(plan[receiver]) if action.kind is receive]
+    for i, j in zip(sent, received, strict=True):
+        one, other = plan[sender][i], plan[receiver][j]
+        if one.microbatch != other.microbatch:
+            raise PlanError(
+                f"{one} of rank {sender} would meet {other} of rank {receiver}", plan, [(sender, i), (receiver, j)]
+            )
+
+
+def _check_memory(plan: Plan, rank: int, schedule: Schedule, sizes: Sizes, next_batch: int) -> Live:
+    """Peaks of one rank, which are within bounds. The versions that the next batch needs count to the end."""
+    first_needed = schedule.version(sizes, rank, next_batch * sizes.num_microbatches, next_batch)
+    keep = range(first_needed, next_batch + 1)
+    bound = Live(
+        schedule.max_live_activations(sizes, rank), schedule.max_live_versions(sizes, rank),
+        schedule.num_gradient_buffers,
+    )
+    peak = Live()
+    for step, live in enumerate(live_counts(plan[rank], sizes.num_microbatches, keep)):
+        peak = peak.peak(live)
+        if peak.peak(bound) != bound:
+            raise PlanError(
+                f"rank {rank} holds {live} after {plan[rank][step]}, but schedule {schedule.name} allows {bound}",
+                plan, [(rank, step)],
+            )
+    return peak
+
+
+def draw_steps(plan: Plan, marked: Sequence[tuple[int, int]] = (), *, num_steps: int = 9, num_ranks: int = 8) -> str:
+    """The lists of some ranks, around the marked (rank, step) cells, which are in >brackets<.
+
+    A rank without a mark shows the steps that have to do with what the first mark has.
+    """
+    if not plan or not any(plan.values()):
+        return "(an empty plan)"
+    marks: Mapping[int, list[int]] = {rank: [s for r, s in marked if r == rank] for rank in plan}
+    centre_rank = marked[0][0] if marked else min(plan)
+    centre = plan[centre_rank][marked[0][1]] if marked and plan[centre_rank] else None
+    order = sorted(plan, key=lambda rank: (abs(rank - centre_rank), rank))
+    lines = []
+    for rank in sorted(order[:num_ranks]):
+        actions = plan[rank]
+        middle = marks[rank][0] if marks[rank] else _related_step(actions, centre) if centre else 0
+        start = max(0, min(middle - num_steps // 2, len(actions) - num_steps))
+        cells = [
+            f">{action}<" if step in marks[rank] else f" {action} "
+            for step, action in enumerate(actions[start : start + num_steps], start)
+        ]
+        far = [f"... step {s}: >{actions[s]}<" for s in marks[rank] if not start <= s < start + num_steps]
+        lines.append((f"rank {rank}, step {start}:", cells, " ".join(far)))
+    heading = max(len(line[0]) for line in lines)
+    width = max((len(cell) for line in lines for cell in line[1]), default=0)
+    return "\n".join(
+        f"{name:<{heading}} {''.join(cell.ljust(width) for cell in cells)} {far}".rstrip() for name, cells, far in lines
+    )

@@ -1,0 +1,181 @@
+"""Walks one rank's action list. Holds no ordering rule: what happens when is the plan's, this file says only how.
+
+    F       wait for its receive, bind the version, run the stage, keep the graph
+    B       wait for its receive, bind the version (recomputation), run backward, keep the input's gradient
+    RECV_*  post the receive        SEND_*  start the send        REDUCE NORM UPDATE   handed to the batch hooks
+
+It is the only place that waits for other stages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hybridpar.comm.p2p import irecv, isend
+from hybridpar.grid import Axis
+from hybridpar.pipeline.plan.action import Action, Kind
+from hybridpar.models.blocks import Losses, MicroBatch
+from hybridpar.pipeline.run.stage import Stage
+from hybridpar.pipeline.run.weights import WeightStore
+from hybridpar.random import RandomKey
+
+
+class Source(Protocol):
+    """Where micro-batches come from; every stage reads the same ones."""
+
+    def microbatch(self, number: int) -> tuple[MicroBatch, RandomKey | None]: ...
+
+
+@dataclass(frozen=True)
+class BatchHooks:
+    """What sits above the pipeline."""
+
+    before_backward: Callable[[Action], float]
+    """Points gradients at the right buffer; returns the factor that the loss's gradient starts from (the loss scale)."""
+    reduce: Callable[[int], None]
+    norm: Callable[[int], None]
+    update: Callable[[int], None]
+
+
+def _refuse(_: object) -> float:
+    raise AssertionError("a forward-only plan has no batch actions")
+
+
+NO_HOOKS = BatchHooks(_refuse, _refuse, _refuse, _refuse)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The pipeline's neighbours and what travels between them: one activation [b, s, h]."""
+
+    pp: Axis
+    reverse: Axis
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(slots=True)
+class Event:
+    """One executed action on this rank's clock (seconds): when it started, when its wait was over, when it ended."""
+
+    action: Action
+    start: float
+    ready: float
+    end: float
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A micro-batch between its forward and its backward."""
+
+    input: Tensor | None
+    edge: GradientEdge | None  # the output's place in the graph: the output itself is not kept
+
+
+class Executor:
+    """Runs the actions of one rank against its stage, its weights and its neighbours."""
+
+    def __init__(self, stage: Stage, weights: WeightStore, lane: Lane, num_microbatches: int):
+        self.stage, self.weights, self.lane = stage, weights, lane
+        self.num_microbatches = num_microbatches
+        self.losses: dict[int, Losses] = {}
+        """Sum of the partial losses of each batch so far (last stage only); whoever reads a batch's entry takes it out."""
+        self.peak_in_flight = 0
+        self.events: deque[Event] | None = None
+        self._flight: dict[int, InFlight] = {}
+        self._received: dict[tuple[Kind, int], tuple[object, Tensor]] = {}
+        self._outputs: dict[tuple[Kind, int], Tensor] = {}
+        self._sends: deque[object] = deque()
+        self._table: dict[Kind, Callable[[Action], None]] = {
+            Kind.F: self._forward, Kind.B: self._backward,
+            Kind.RECV_F: self._post_receive, Kind.RECV_B: self._post_receive,
+            Kind.SEND_F: self._send, Kind.SEND_B: self._send,
+            Kind.REDUCE: lambda a: self._hooks.reduce(a.microbatch),
+            Kind.NORM: lambda a: self._hooks.norm(a.microbatch),
+            Kind.UPDATE: lambda a: self._hooks.update(a.microbatch),
+        }
+
+    def run(self, actions: Iterable[Action], source: Source, hooks: BatchHooks) -> None:
+        """Executes the actions in order; at the end nothing is in flight."""
+        self._source, self._hooks = source, hooks
+        for action in actions:
+            if self.events is None:
+                self._table[action.kind](action)
+            else:
+                self._ready = start = time.perf_counter()
+                self._table[action.kind](action)
+                self.events.append(Event(action, start, self._ready, time.perf_counter()))
+        while self._sends:
+            self._sends.popleft().wait()
+        assert not (self._flight or self._received or self._outputs), "the plan left micro-batches in flight"
+
+    def _forward(self, action: Action) -> None:
+        k = action.microbatch
+        batch, key = self._source.microbatch(k)
+        x = self._take(Kind.RECV_F, k)
+        self.weights.bind(action.version)
+        grad = torch.is_grad_enabled()
+        if x is not None and grad:
+            x.requires_grad_()
+        out = self.stage(x, batch, key)
+        if isinstance(out, dict):
+            self._add_losses(k // self.num_microbatches, out)
+            out = sum(out.values())
+        else:
+            self._outputs[Kind.SEND_F, k] = out.detach()
+        if grad:
+            self._flight[k] = InFlight(x, get_gradient_edge(out))
+            self.peak_in_flight = max(self.peak_in_flight, len(self._flight))
+
+    def _backward(self, action: Action) -> None:
+        k = action.microbatch
+        factor = self._hooks.before_backward(action)
+        flight = self._flight.pop(k)
+        gradient = self._take(Kind.RECV_B, k)
+        if gradient is None:
+            gradient = torch.tensor(factor, dtype=self._loss_dtype, device=self.lane.device)
+        self.weights.bind(action.version)
+        torch.autograd.backward(flight.edge, gradient)
+        if flight.input is not None:
+            assert flight.input.grad is not None
+            self._outputs[Kind.SEND_B, k] = flight.input.grad
+
+    def _add_losses(self, batch: int, losses: Losses) -> None:
+        total = self.losses.setdefault(batch, {})
+        for name, value in losses.items():
+            total[name] = total[name] + value.detach() if name in total else value.detach()
+            self._loss_dtype = value.dtype
+
+    def _post_receive(self, action: Action) -> None:
+        lane = self.lane
+        buffer = torch.empty(lane.shape, dtype=lane.dtype, device=lane.device)
+        axis, source = (lane.pp, -1) if action.kind is Kind.RECV_F else (lane.reverse, 1)
+        work = irecv(buffer, axis.rank + source, axis)
+        self._received[action.kind, action.microbatch] = (work, buffer)
+
+    def _take(self, kind: Kind, k: int) -> Tensor | None:
+        """The received tensor, once it is here; None where this stage receives nothing of that kind."""
+        if (entry := self._received.pop((kind, k), None)) is None:
+            return None
+        work, buffer = entry
+        work.wait()
+        self._ready = time.perf_counter()
+        return buffer
+
+    def _send(self, action: Action) -> None:
+        lane = self.lane
+        axis, to = (lane.pp, 1) if action.kind is Kind.SEND_F else (lane.reverse, -1)
+        tensor = self._outputs.pop((action.kind, action.microbatch)).contiguous()
+        self._sends.append(isend(tensor, axis.rank + to, axis))
+        # by the time this many later messages have left, a neighbour in step has taken the oldest: this wait is free
+        if len(self._sends) > 2 * lane.pp.size:
+            self._sends.popleft().wait()

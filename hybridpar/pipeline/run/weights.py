@@ -1,0 +1,109 @@
+"""The live versions of one stage's weights: flat buffers, bound to the modules by pointer.
+
+                 version t        version t+1
+    master  ........................[=======]      fp32 (mixed precision only): always the newest
+    working [=======]...............[=======]      what micro-batches run on; version v lives in buffer v % n
+    leaves   views of a working buffer; an in-flight micro-batch keeps the leaves it ran on through its autograd graph
+
+A switch of version rebinds pointers. Making version t+1 writes the buffer of version t+1-n, whose last backward is over
+(the plan's check proves it; autograd's own version counters would raise if it were not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.dp.buckets import FlatLayout
+from hybridpar.nn.placement import Placement, named_placements
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class WeightStore:
+    """Allocates a stage built on the meta device and owns every version of its parameters.
+
+    dtype: what micro-batches compute in. bf16 and fp16 add one fp32 master copy, on which the optimizer works.
+    """
+
+    def __init__(self, stage: nn.Module, num_versions: int, dtype: torch.dtype, device: torch.device):
+        self.placements: dict[str, Placement] = {}
+        by_id: dict[int, str] = {}
+        parameters: dict[str, Tensor] = {}
+        for name, parameter, placement in named_placements(stage):
+            self.placements[name], by_id[id(parameter)], parameters[name] = placement, name, parameter
+        self.dtype = dtype
+        self.master_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
+        self.layout = FlatLayout.of(parameters, self.master_dtype, offset_dtype=dtype)
+        self.buffers = [torch.zeros(self.layout.numel, dtype=dtype, device=device) for _ in range(num_versions)]
+        self.leaves = [
+            {name: view.detach().requires_grad_() for name, view in self.layout.views(flat).items()}
+            for flat in self.buffers
+        ]
+        self.master = (
+            torch.zeros(self.layout.numel, dtype=self.master_dtype, device=device) if dtype != self.master_dtype else None
+        )
+        # every place in the module tree that holds a parameter; a tied one has several
+        self._places = [
+            (module._parameters, key, by_id[id(parameter)])
+            for module in stage.modules() for key, parameter in module._parameters.items() if parameter is not None
+        ]
+        self._bound: int | None = None
+        self.newest = 0
+        self.bind(0)
+
+    @property
+    def num_versions(self) -> int:
+        return len(self.buffers)
+
+    def slot(self, version: int) -> int:
+        return version % self.num_versions
+
+    def leaves_of(self, version: int) -> dict[str, Tensor]:
+        """The differentiable parameters of a live version, by name."""
+        assert self.newest - self.num_versions < version <= self.newest, f"version {version} is not live"
+        return self.leaves[self.slot(version)]
+
+    def bind(self, version: int) -> None:
+        """Points the modules at `version`; copies nothing."""
+        if (slot := self.slot(version)) == self._bound:
+            return
+        leaves = self.leaves_of(version)
+        for table, key, name in self._places:
+            table[key] = leaves[name]  # type: ignore[assignment]
+        self._bound = slot
+
+    def parameters_of_optimizer(self) -> dict[str, Tensor]:
+        """What the optimizer works on, by name: the master, else the newest version itself (no autograd history)."""
+        flat = self.buffers[self.slot(self.newest)] if self.master is None else self.master
+        return self.layout.views(flat)
+
+    @torch.no_grad()
+    def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
+        """Sets the newest version: `write` fills the tensors it is given (fp32, or fp64 in an fp64 run)."""
+        write(self.parameters_of_optimizer())
+        if self.master is not None:
+            self.buffers[self.slot(self.newest)].copy_(self.master)
+
+    @torch.no_grad()
+    def advance(self, update: Callable[[list[Tensor]], None] | None) -> None:
+        """Makes version newest + 1 by `update` in place on a copy of the newest; None: the new version is equal."""
+        old, new = self.buffers[self.slot(self.newest)], self.buffers[self.slot(self.newest + 1)]
+        self.newest += 1
+        if self.master is None and new is not old:
+            new.copy_(old)
+        if update is not None:
+            update(list(self.parameters_of_optimizer().values()))
+        if self.master is not None and (update is not None or new is not old):
+            new.copy_(self.master)
+
+    def reset(self, newest: int, versions: dict[int, dict[str, Tensor]]) -> None:
+        """Takes `versions` (all live ones, by number) as they are, `newest` the last of them."""
+        self.newest = newest
+        for version, tensors in versions.items():
+            for name, leaf in self.leaves_of(version).items():
+                leaf.data.copy_(tensors[name])
+        self._bound = None
+        self.bind(newest)

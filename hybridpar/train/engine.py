@@ -1,0 +1,243 @@
+"""One rank's training engine: a stage, its weights, its gradients, its optimizer, and the batches they run on.
+
+    batch t:  F B F B ... last B      REDUCE      NORM                          UPDATE
+              accumulate gradients    dp, ends    one all-reduce over the grid: wait for it; clip; optimizer makes W(t+1)
+              (buffer t mod n)        started     norm, losses, stop request    or skips where the norm is not finite
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm.collectives import all_reduce, all_reduce_async
+from hybridpar.config import Config
+from hybridpar.dp.accumulate import GradientAccumulator
+from hybridpar.dp.reducer import GradientReducer
+from hybridpar.grid import ProcessGrid
+from hybridpar.models.build import build_blocks, loss_names, parse_layers
+from hybridpar.models.cost import stage_split
+from hybridpar.nn.init import initialize
+from hybridpar.nn.placement import reduce_shared_gradients
+from hybridpar.optim import ParameterSlot, build_optimizer
+from hybridpar.optim.loss_scale import LossScaler
+from hybridpar.optim.norm import clip_scale, squared_norm
+from hybridpar.optim.schedule import learning_rate
+from hybridpar.pipeline.plan.action import Action, Kind
+from hybridpar.pipeline.plan.passes import forward_actions, lower
+from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
+from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor, Lane
+from hybridpar.pipeline.run.stage import Stage
+from hybridpar.pipeline.run.weights import WeightStore
+from hybridpar.random import RandomKey
+
+BATCH_KINDS = frozenset({Kind.REDUCE, Kind.NORM, Kind.UPDATE})
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+class Loader(Protocol):
+    """Micro-batches as a pure function of (batch, index): any rank may ask for any, in any order."""
+
+    def microbatch(self, batch: int, index: int) -> dict[str, Tensor]: ...
+    def first_sample(self, index: int) -> int: ...
+    def num_targets(self, batch: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step came to, equal on all ranks. `grad_norm` is before clipping."""
+
+    step: int
+    losses: dict[str, float]
+    grad_norm: float
+    lr: float
+    loss_scale: float
+    skipped: bool
+
+    @property
+    def loss(self) -> float:
+        return sum(self.losses.values())
+
+
+class Engine:
+    """Builds this rank's part of the model of `config` on `grid` and trains it.
+
+    Collectives: every method that is not a property must be called on all ranks of the grid.
+    """
+
+    def __init__(self, config: Config, grid: ProcessGrid, device: torch.device):
+        self.config, self.grid, self.device = config, grid, device
+        model, pipeline = config.model, config.pipeline
+        self.sizes = Sizes(grid.pp.size, pipeline.num_microbatches)
+        self.schedule = SCHEDULES[pipeline.schedule]
+        self.split = stage_split(model, grid.pp.size, pipeline.split)
+        self.loss_names = loss_names(model)
+        dtype = DTYPES[config.train.dtype]
+        blocks = build_blocks(model, grid.tp, self.split[grid.pp.rank], dtype=dtype)
+        layers = parse_layers(pipeline.recompute, model.num_layers)
+        self.stage = Stage(blocks, layers & blocks.keys())
+        self.weights = WeightStore(self.stage, self.schedule.max_live_versions(self.sizes, grid.pp.rank), dtype, device)
+        self.slots = [
+            ParameterSlot(name, placement, grid.tp.rank) for name, placement in self.weights.placements.items()
+        ]
+        self.weights.fill(lambda tensors: initialize(
+            [(s.name, tensors[s.name], s.placement) for s in self.slots], config.train.seed, grid.tp.rank))
+        layout = self.weights.layout
+        # a weight tied across stages is summed over both its holders and all their replicas at once
+        tied = {s.name for s in self.slots if s.placement.tied and grid.pp.size > 1}
+        self.reducers = (
+            GradientReducer(layout, grid.dp, skip=tied),
+            GradientReducer(layout, grid.ends, skip=self.weights.placements.keys() - tied),
+        )
+        self.gradients = GradientAccumulator(layout, device, num_buffers=self.schedule.num_gradient_buffers)
+        self.optimizer = build_optimizer(config.optim, self.slots, grid.tp)
+        self.scaler = LossScaler(config.optim.loss_scale, dynamic=True) if dtype == torch.float16 else LossScaler()
+        shape = (config.train.micro_batch_size, model.seq_length, model.hidden_size)
+        self.executor = Executor(
+            self.stage, self.weights, Lane(grid.pp, grid.pp_reverse, shape, dtype, device), pipeline.num_microbatches)
+        self._scales = {0: self.scaler.scale}
+        """The loss scale that came with each version of the weights."""
+        self._pending: dict[int, tuple[Tensor, object]] = {}
+        self.stop_requested = False
+        self.batches_done = 0
+
+    def train(self, loader: Loader, num_batches: int, on_step: Callable[[StepResult], None],
+              on_gradients: Callable[[int, dict[str, Tensor]], None] | None = None) -> None:
+        """Runs `num_batches` batches from where training stands, then drains; `on_step` is called after every update,
+        `on_gradients(batch, gradients)` before it: summed over the whole batch, not clipped, to be copied if kept.
+
+        Ends early, on the same batch on all ranks, when any rank has set `stop_requested`.
+        """
+        first = self.batches_done
+        self._first, self._end = first, first + num_batches
+        self._on_step, self._on_gradients = on_step, on_gradients
+        actions = lower(
+            self.config.pipeline.schedule, self.sizes, self.grid.pp.rank, first, num_batches,
+            clip=self.config.optim.clip_grad > 0)
+        hooks = BatchHooks(self._before_backward, self._reduce, self._norm, self._update)
+        self.executor.run(self._until_end(actions), _Source(self, loader, training=True), hooks)
+
+    def _until_end(self, actions: Iterable[Action]) -> Iterator[Action]:
+        """The plan without the batches that a stop request has cut off: draining is leaving out what is not begun."""
+        m = self.sizes.num_microbatches
+        for action in actions:
+            batch = action.microbatch if action.kind in BATCH_KINDS else action.microbatch // m
+            if batch < self._end:
+                yield action
+            elif self.batches_done >= self._end:
+                return
+
+    # -- what the plan's batch actions mean ------------------------------------------------------------------------
+
+    def _before_backward(self, action: Action) -> float:
+        batch, index = divmod(action.microbatch, self.sizes.num_microbatches)
+        buffer = self.gradients.buffer_index(batch)
+        if index == 0:
+            self.gradients.zero(buffer)
+        self.gradients.bind(self.weights.leaves_of(action.version), buffer)
+        if index == self.sizes.num_microbatches - 1:
+            for reducer in self.reducers:
+                reducer.arm(self.gradients.buffers[buffer])
+            self.gradients.arm(self._ready)
+        return self._scale(batch)
+
+    def _scale(self, batch: int) -> float:
+        """The loss scale of a batch: the one that came with the version that its loss was computed on."""
+        last = self.sizes.num_stages - 1
+        return self._scales[self.schedule.version(
+            self.sizes, last, batch * self.sizes.num_microbatches, self._first)]
+
+    def _reduce(self, batch: int) -> None:
+        self.gradients.disarm()
+        for reducer in self.reducers:
+            reducer.flush()
+
+    def _ready(self, name: str) -> None:
+        for reducer in self.reducers:
+            reducer.ready(name)
+
+    def _norm(self, batch: int) -> None:
+        for reducer in self.reducers:
+            reducer.wait()
+        gradients = self._gradient_list(batch)
+        reduce_shared_gradients(zip(gradients, (s.placement for s in self.slots), strict=True), self.grid.tp)
+        totals = torch.zeros(2 + len(self.loss_names), dtype=torch.float64, device=self.device)
+        totals[0] = squared_norm(
+            gradients, self.slots, dp_rank=self.grid.dp.rank, counts_tied=self.grid.pp.is_first)
+        totals[1] = float(self.stop_requested)
+        losses = self.executor.losses.pop(batch, {})
+        if self.grid.tp.is_first:
+            for i, name in enumerate(self.loss_names):
+                totals[2 + i] = losses.get(name, 0.0)
+        self._pending[batch] = totals, all_reduce_async(totals, self.grid.world)
+
+    def _update(self, batch: int) -> None:
+        totals, work = self._pending.pop(batch)
+        work.wait()
+        squared, stop, *losses = totals.tolist()
+        scale = self._scale(batch)
+        norm = math.sqrt(squared) / scale
+        optim = self.config.optim
+        lr = learning_rate(batch, optim, self.config.train.num_steps)
+        finite = math.isfinite(norm)
+        if self._on_gradients is not None:
+            self._on_gradients(batch, self.gradients.views(self.gradients.buffer_index(batch)))
+        if finite:
+            factor = clip_scale(norm, optim.clip_grad) / scale
+            gradients = self._gradient_list(batch)
+            self.weights.advance(lambda parameters: self.optimizer.step(
+                parameters, gradients, lr=lr, gradient_scale=factor))
+        else:
+            self.weights.advance(None)
+        self.scaler.update(found_inf=not finite, scale=scale)
+        self._scales[batch + 1] = self.scaler.scale
+        self._scales.pop(batch - self.sizes.num_stages, None)
+        self.batches_done = batch + 1
+        if stop:  # no rank has begun batch + 3 when any has applied this update
+            self._end = min(self._end, batch + 3)
+        self._on_step(StepResult(
+            batch + 1, dict(zip(self.loss_names, losses, strict=True)), norm, lr, scale, skipped=not finite))
+
+    def _gradient_list(self, batch: int) -> list[Tensor]:
+        return list(self.gradients.views(self.gradients.buffer_index(batch)).values())
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, loader: Loader, num_batches: int) -> dict[str, float]:
+        """Mean partial losses of the newest weights over the first `num_batches` batches of `loader`, without dropout."""
+        assert self.batches_done == self.weights.newest, "evaluation needs a drained pipeline"
+        m = self.sizes.num_microbatches
+        actions = forward_actions(self.sizes, self.grid.pp.rank, num_batches * m)
+        newest = (replace(a, version=self.weights.newest) for a in actions)
+        self.executor.run(newest, _Source(self, loader, training=False), NO_HOOKS)
+        totals = torch.zeros(len(self.loss_names), dtype=torch.float64, device=self.device)
+        for batch in range(num_batches):
+            losses = self.executor.losses.pop(batch, {})
+            if self.grid.tp.is_first:
+                totals += torch.tensor([float(losses.get(n, 0.0)) for n in self.loss_names], dtype=torch.float64).to(self.device)
+        all_reduce(totals, self.grid.world)
+        return dict(zip(self.loss_names, (totals / num_batches).tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The micro-batches of a loader as the executor asks for them, on the device, with their dropout key."""
+
+    engine: Engine
+    loader: Loader
+    training: bool
+
+    def microbatch(self, number: int) -> tuple[dict[str, Tensor], RandomKey | None]:
+        engine = self.engine
+        batch, index = divmod(number, engine.sizes.num_microbatches)
+        tensors = {n: t.to(engine.device) for n, t in self.loader.microbatch(batch, index).items()}
+        tensors["num_targets"] = torch.tensor(float(self.loader.num_targets(batch)), dtype=torch.float64)
+        tensors["num_samples"] = torch.tensor(float(engine.config.global_batch_size), dtype=torch.float64)
+        key = RandomKey(engine.config.train.seed, batch, self.loader.first_sample(index)) if self.training else None
+        return tensors, key

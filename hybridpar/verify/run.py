@@ -1,0 +1,239 @@
+"""`hybridpar verify`: the same few batches on a process grid and in one process, in float64, tensor by tensor.
+
+Compared for every batch: loss, global gradient norm, every gradient (summed over micro-batches and replicas, before
+clipping), every updated weight; and before the first: that all weights start from the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from hybridpar.comm import gather_objects
+from hybridpar.config import Config
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.errors import ConfigError, HybridparError, Problem
+from hybridpar.grid import ProcessGrid
+from hybridpar.nn.placement import Placement
+from hybridpar.train.engine import Engine, StepResult
+from hybridpar.verify.oracle import Oracle, OracleStep
+
+TOLERANCE = 1e-9
+"""Largest relative difference in float64: sums in another order differ by some 1e-13 here, a wrong term by 1e-5 or more."""
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one tensor is off, relative to the largest element of the expected one."""
+
+    batch: int
+    what: str
+    name: str
+    error: float
+
+
+@dataclass
+class Report:
+    """The outcome: the worst difference of each kind, and the first tensor beyond the tolerance (None: they agree)."""
+
+    grid: dict[str, int]
+    num_batches: int
+    worst: dict[str, Difference] = field(default_factory=dict)
+    first_divergence: Difference | None = None
+    tensors_compared: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.first_divergence is None
+
+    def add(self, batch: int, what: str, name: str, error: float, tolerance: float = TOLERANCE) -> None:
+        """Notes one comparison."""
+        self.tensors_compared += 1
+        difference = Difference(batch, what, name, error)
+        if what not in self.worst or not error <= self.worst[what].error:
+            self.worst[what] = difference
+        if not error <= tolerance and self.first_divergence is None:
+            self.first_divergence = difference
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        first = self.first_divergence
+        return {
+            "ok": self.ok, "grid": self.grid, "batches": self.num_batches, "tensors_compared": self.tensors_compared,
+            "tolerance": TOLERANCE,
+            "worst": {w: {"tensor": d.name, "batch": d.batch, "relative_error": d.error} for w, d in self.worst.items()},
+            "first_divergence": first and {
+                "what": first.what, "tensor": first.name, "batch": first.batch, "relative_error": first.error},
+        }
+
+
+@dataclass
+class GridRun:
+    """What a grid computed: one entry a batch, tensors assembled from their shards."""
+
+    initial: Tensors
+    losses: list[float]
+    norms: list[float]
+    gradients: list[Tensors]
+    weights: list[Tensors]
+    disagreements: list[str]
+    """Replicas (over dp, tp or of tied weights) that are not equal bit for bit, by name."""
+
+
+def verify(config: Config, grid: Mapping[str, int], num_batches: int = 4) -> Report:
+    """Trains `num_batches` batches on `grid` ({'tp': 2, 'pp': 2, 'dp': 2}) in as many local processes, and compares.
+
+    The model, schedule, optimizer and micro-batches are those of `config`, the precision is float64, the data random
+    (with padding that differs from sample to sample).
+    Raises: ConfigError; HybridparError with the traceback of a rank that failed.
+    """
+    sizes = {axis: int(grid.get(axis, 1)) for axis in ("tp", "pp", "dp")}
+    if unknown := set(grid) - set(sizes):
+        raise ConfigError(*(Problem("grid", axis, "is not an axis", "tp, pp or dp") for axis in sorted(unknown)))
+    config = replace(
+        config, parallel=replace(config.parallel, **sizes), train=replace(config.train, dtype="fp64", device="cpu"))
+    run = run_grid(config, num_batches)
+    return compare(config, run, num_batches)
+
+
+def run_grid(config: Config, num_batches: int) -> GridRun:
+    """Runs the engine on config.parallel in fresh local Gloo processes. Raises: HybridparError if a rank failed."""
+    num_ranks = config.parallel.tp * config.parallel.pp * config.parallel.dp
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(
+            _rank_main, (num_ranks, folder, config, num_batches), num_ranks, join=False, start_method="fork")
+        assert context is not None
+        try:
+            while not context.join():
+                pass
+        except mp.ProcessExitedException:
+            pass
+        errors = sorted(Path(folder).glob("error*"), key=lambda p: ("Connection" in (t := p.read_text()), len(t)))
+        if errors:
+            raise HybridparError(f"verify: {errors[0].name.replace('error', 'rank ')} failed:\n{errors[0].read_text()}")
+        return torch.load(Path(folder, "result"), weights_only=False)
+
+
+def _rank_main(rank: int, num_ranks: int, folder: str, config: Config, num_batches: int) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks,
+            timeout=timedelta(seconds=config.train.timeout_s))
+        result = _train(config, num_batches)
+        if rank == 0:
+            torch.save(result, Path(folder, "result"))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f"error{rank}").write_text(traceback.format_exc())
+        os._exit(1)
+
+
+def _train(config: Config, num_batches: int) -> GridRun | None:
+    parallel = config.parallel
+    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
+    engine = Engine(config, grid, torch.device("cpu"))
+    loader = SyntheticLoader(
+        config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size,
+        config.train.seed)
+    snapshots: list[Tensors] = [_copy(engine.weights.parameters_of_optimizer())]
+    gradients: list[Tensors] = []
+    steps: list[StepResult] = []
+
+    def on_step(step: StepResult) -> None:
+        steps.append(step)
+        snapshots.append(_copy(engine.weights.parameters_of_optimizer()))
+
+    engine.train(loader, num_batches, on_step, on_gradients=lambda batch, tensors: gradients.append(_copy(tensors)))
+    mine = [*snapshots, *gradients]
+    everyone = gather_objects((grid.pp.rank, grid.dp.rank, grid.tp.rank, engine.weights.placements, mine), grid.world)
+    if grid.rank != 0:
+        return None
+    disagreements: list[str] = []
+    merged = [_assemble([(pp, dp, tp, placements, all_[i]) for pp, dp, tp, placements, all_ in everyone], disagreements)
+              for i in range(len(mine))]
+    n = len(snapshots)
+    return GridRun(merged[0], [s.loss for s in steps], [s.grad_norm for s in steps], merged[n:], merged[1:n],
+                   sorted(set(disagreements)))
+
+
+def _copy(tensors: Mapping[str, Tensor]) -> Tensors:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _assemble(parts: list[tuple[int, int, int, dict[str, Placement], Tensors]], disagreements: list[str]) -> Tensors:
+    """The global tensors from the local ones of all ranks; notes replicas that differ by a bit."""
+    shards: dict[str, dict[int, Tensor]] = {}
+    placements: dict[str, Placement] = {}
+    for _, _, tp, stage_placements, tensors in parts:
+        for name, tensor in tensors.items():
+            placements[name] = stage_placements[name]
+            known = shards.setdefault(name, {}).setdefault(tp, tensor)
+            if not torch.equal(known, tensor):
+                disagreements.append(name)
+    full: Tensors = {}
+    tied: dict[str, Tensor] = {}
+    for name, by_rank in shards.items():
+        place, locals_ = placements[name], [by_rank[r] for r in sorted(by_rank)]
+        full[name] = place.assemble(locals_)
+        if any(not torch.equal(place.take(full[name], r), local) for r, local in enumerate(locals_)):
+            disagreements.append(name)
+        if place.tied and not torch.equal(tied.setdefault(place.tied, full[name]), full[name]):
+            disagreements.append(name)
+    return full
+
+
+def compare(config: Config, run: GridRun, num_batches: int) -> Report:
+    """Trains the oracle on the same batches and compares everything with what the grid computed."""
+    from hybridpar.models.cost import stage_split
+    from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
+
+    parallel, m = config.parallel, config.pipeline.num_microbatches
+    sizes = Sizes(parallel.pp, m)
+    schedule = SCHEDULES[config.pipeline.schedule]
+    stage_of = {b: r for r, blocks in enumerate(stage_split(config.model, parallel.pp, config.pipeline.split)) for b in blocks}
+    oracle = Oracle(config, lambda block, t, j: schedule.version(sizes, stage_of[block], t * m + j, 0), m)
+    loader = SyntheticLoader(
+        config.model, config.train.micro_batch_size, m * parallel.dp, 0, 1, config.train.seed)
+    report = Report({"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp}, num_batches)
+    for name in run.disagreements:
+        report.add(0, "replicas", name, float("inf"))
+    for name, tensor in run.initial.items():
+        report.add(0, "init", name, relative_error(tensor, oracle.history[0][name]), tolerance=0.0)
+    for t in range(num_batches):
+        step = oracle.step(t, loader, parallel.dp)
+        _compare_step(report, t, run, step)
+    return report
+
+
+def _compare_step(report: Report, t: int, run: GridRun, step: OracleStep) -> None:
+    report.add(t, "loss", "loss", abs(run.losses[t] - step.loss) / abs(step.loss))
+    report.add(t, "grad_norm", "grad_norm", abs(run.norms[t] - step.grad_norm) / step.grad_norm)
+    for name, tensor in run.gradients[t].items():
+        # a gradient that is zero in exact arithmetic is rounding noise: measure it against the whole gradient
+        report.add(t, "gradient", name, relative_error(tensor, step.gradients[name], 1e-3 * step.grad_norm))
+    for name, tensor in run.weights[t].items():
+        report.add(t, "weight", name, relative_error(tensor, step.weights[name]))
+
+
+def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Largest difference over the largest expected element (or `floor`); 0 for equal bits, inf for another shape or NaN."""
+    if actual.shape != expected.shape or torch.isnan(actual).any():
+        return float("inf")
+    if torch.equal(actual, expected):
+        return 0.0
+    return float((actual - expected).abs().max()) / max(float(expected.abs().max()), floor, 1e-300)

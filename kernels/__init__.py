@@ -1,0 +1,1 @@
+"""Triton kernels. Each module is complete in itself and needs only torch and triton; nothing of hybridpar."""

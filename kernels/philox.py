@@ -1,0 +1,127 @@
+"""Philox4x32-10 on the GPU: random bits and dropout, a quarter of a generator call for each element.
+
+Both treat [num_samples, rows, cols]: element (i, r, c) has 32 bits, word index % 4 of the generator's output for
+
+    key (key0, key1)    counter (index // 4 low, index // 4 high, step, sample + i)    index = start + r * stride + c
+
+Traffic: bits writes 4 bytes an element; dropout reads and writes the element. Arithmetic: about 25 integer operations
+an element, so 16-bit dropout is bound by neither alone.
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_MAX_QUADS = 256  # counters a program: 1024 elements, 8 a thread
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_WORDS = ("key0", "key1", "step", "sample", "threshold")
+_PLAIN = [*_WORDS, "start", "stride", "scale"]  # vary from call to call: compile once for all values
+
+
+def unsupported(device_type: str | None, dtype: torch.dtype | None) -> str | None:
+    """Why `dropout` cannot run on such tensors (None: in general, on this machine); None when it can."""
+    if device_type not in (None, "cuda"):
+        return f"Triton runs on a GPU, not on {device_type}"
+    if dtype not in (None, *_DTYPES):
+        return f"has no {dtype} version"
+    return None if torch.cuda.is_available() else "no GPU here"
+
+
+def dropout(x: Tensor, key0: int, key1: int, step: int, sample: int, threshold: int, scale: float, stride: int,
+            start: int) -> Tensor:
+    """x * scale where the element's bits are at least `threshold`, otherwise 0.
+
+    Shapes: x [num_samples, rows, cols], contiguous -> the same.
+    """
+    assert x.dim() == 3 and x.is_contiguous(), f"x must be contiguous [num_samples, rows, cols], got {x.shape}"
+    out = torch.empty_like(x)
+    _launch(dropout_kernel, (x, out), x.shape, stride, start, _signed(key0, key1, step, sample, threshold), scale)
+    return out
+
+
+def random_bits(key0: int, key1: int, step: int, sample: int, *, shape: tuple[int, int, int], stride: int, start: int,
+                device: str | torch.device = "cuda") -> Tensor:
+    """32 random bits an element. Shapes: shape is [num_samples, rows, cols]; returns int32 of that shape."""
+    out = torch.empty(shape, dtype=torch.int32, device=device)
+    _launch(bits_kernel, (out,), shape, stride, start, _signed(key0, key1, step, sample))
+    return out
+
+
+def _launch(kernel, tensors, shape, stride: int, start: int, words: list[int], *rest: float) -> None:
+    num_samples, rows, cols = shape
+    if 0 in shape:
+        return
+    if stride == cols:  # rows follow each other without a gap
+        rows, cols = 1, rows * cols
+    quads = min(_MAX_QUADS, triton.next_power_of_2((cols + 6) // 4))
+    blocks = triton.cdiv((cols + 6) // 4, quads)
+    device = tensors[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[(num_samples * rows * blocks,)](*tensors, *words, *rest, rows, cols, stride, start, blocks, QUADS=quads)
+
+
+def _signed(*words: int) -> list[int]:
+    """The same 32 bits as int32, so that an argument always has one type."""
+    return [word - (1 << 32) if word >= 1 << 31 else word for word in words]
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def dropout_kernel(x_ptr, out_ptr, key0, key1, step, sample, threshold, scale, rows, cols, stride, start, blocks,
+                   QUADS: tl.constexpr):
+    row, col, quad, i = _place(rows, stride, start, blocks, QUADS)
+    bits = _generate(quad, key0, key1, step, sample + i)
+    inside = (col >= 0) & (col < cols)
+    x = tl.load(x_ptr + row * cols + col, mask=inside, other=0.0)
+    kept = (x.to(tl.float32) * scale).to(x.dtype)
+    keep = bits >= threshold.to(tl.uint32, bitcast=True)
+    tl.store(out_ptr + row * cols + col, tl.where(keep, kept, tl.zeros_like(kept)), mask=inside)
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def bits_kernel(out_ptr, key0, key1, step, sample, rows, cols, stride, start, blocks, QUADS: tl.constexpr):
+    row, col, quad, i = _place(rows, stride, start, blocks, QUADS)
+    bits = _generate(quad, key0, key1, step, sample + i)
+    tl.store(out_ptr + row * cols + col, bits.to(tl.int32, bitcast=True), mask=(col >= 0) & (col < cols))
+
+
+@triton.jit
+def _place(rows, stride, start, blocks, QUADS: tl.constexpr):
+    """This program's row of all, its columns (some of the first and last are outside), its counters, its sample."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program // blocks
+    first = start.to(tl.int64) + row % rows * stride
+    quad = first // 4 + program % blocks * QUADS
+    col = quad * 4 - first + tl.arange(0, 4 * QUADS)
+    return row, col, quad + tl.arange(0, QUADS), (row // rows).to(tl.int32)
+
+
+@triton.jit
+def _generate(quad, key0, key1, step, sample):
+    """The words of the counters in `quad`, those of one counter next to each other; uint32 [4 * len(quad)]."""
+    zero = tl.zeros_like(quad).to(tl.uint32)
+    c0 = quad.to(tl.uint32)
+    c1 = (quad >> 32).to(tl.uint32)
+    c2 = zero + step.to(tl.uint32, bitcast=True)
+    c3 = zero + sample.to(tl.uint32, bitcast=True)
+    k0 = zero + key0.to(tl.uint32, bitcast=True)
+    k1 = zero + key1.to(tl.uint32, bitcast=True)
+    m0 = tl.full(quad.shape, 0xD2511F53, tl.uint32)
+    m1 = tl.full(quad.shape, 0xCD9E8D57, tl.uint32)
+    for _ in tl.static_range(10):
+        high0 = tl.umulhi(m0, c0)
+        high1 = tl.umulhi(m1, c2)
+        low0 = tl.mul(m0, c0, sanitize_overflow=False)
+        low1 = tl.mul(m1, c2, sanitize_overflow=False)
+        c0 = high1 ^ c1 ^ k0
+        c2 = high0 ^ c3 ^ k1
+        c1 = low1
+        c3 = low0
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))

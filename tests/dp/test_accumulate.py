@@ -1,0 +1,137 @@
+import gc
+import weakref
+
+import pytest
+import torch
+
+from hybridpar.dp import FlatLayout, GradientAccumulator
+
+SHAPES = {"w": (4, 3), "b": (3,), "tied": (5, 4), "unused": (2,)}
+
+
+def make_leaves(dtype, seed=0):
+    """Leaves that are views into one flat buffer, as the weight store makes them."""
+    layout = FlatLayout(list(SHAPES), list(SHAPES.values()), dtype)
+    flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return {name: view.detach().requires_grad_() for name, view in layout.views(flat).items()}
+
+
+def make_accumulator(dtype, num_buffers=1):
+    return GradientAccumulator(FlatLayout(list(SHAPES), list(SHAPES.values()), dtype), num_buffers=num_buffers)
+
+
+def loss(leaves, ids):
+    """Uses `tied` twice and `unused` not at all."""
+    x = leaves["tied"][ids]
+    y = torch.tanh(x @ leaves["w"] + leaves["b"])
+    return (y @ leaves["w"].t() @ leaves["tied"].t()).square().mean()
+
+
+IDS = [torch.tensor([0, 1, 1]), torch.tensor([4, 2]), torch.tensor([3])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autograd_adds_in_place_into_the_flat_buffer(dtype):
+    leaves, accumulator = make_leaves(dtype), make_accumulator(dtype)
+    wanted = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    for ids in IDS:
+        for name, g in zip(leaves, torch.autograd.grad(loss(leaves, ids), list(leaves.values()), allow_unused=True),
+                           strict=True):
+            if g is not None:
+                wanted[name] += g
+    accumulator.bind(leaves, 0)
+    for ids in IDS:
+        loss(leaves, ids).backward()
+    for name, view in accumulator.views(0).items():
+        assert leaves[name].grad.data_ptr() == view.data_ptr()
+        assert torch.equal(view, wanted[name])
+    assert view.untyped_storage().data_ptr() == accumulator.buffers[0].data_ptr()
+    accumulator.zero(0)
+    assert (leaves["w"].grad == 0).all()
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_low_precision_gradients_add_up_in_float32(low):
+    leaves, accumulator = make_leaves(low), make_accumulator(torch.float32)
+    wanted = {name: torch.zeros(leaf.shape) for name, leaf in leaves.items()}
+    for ids in IDS:
+        for name, g in zip(leaves, torch.autograd.grad(loss(leaves, ids), list(leaves.values()), allow_unused=True),
+                           strict=True):
+            if g is not None:
+                wanted[name] += g.float()
+    accumulator.bind(leaves, 0)
+    for ids in IDS:
+        loss(leaves, ids).backward()
+        assert all(leaf.grad is None for leaf in leaves.values())
+    for name, view in accumulator.views(0).items():
+        assert torch.equal(view, wanted[name])
+
+
+@pytest.mark.parametrize("leaf_dtype", [torch.float32, torch.bfloat16])
+def test_reports_each_used_parameter_once_and_only_when_armed(leaf_dtype):
+    leaves, accumulator = make_leaves(leaf_dtype), make_accumulator(torch.float32)
+    accumulator.bind(leaves, 0)
+    final = []
+    loss(leaves, IDS[0]).backward()
+    accumulator.arm(final.append)
+    accumulator.bind(leaves, 0)  # binding again registers no second hook
+    loss(leaves, IDS[1]).backward()
+    accumulator.disarm()
+    loss(leaves, IDS[2]).backward()
+    assert sorted(final) == ["b", "tied", "w"]
+
+
+def test_the_gradient_is_final_when_reported():
+    leaves, accumulator = make_leaves(torch.float32), make_accumulator(torch.float32)
+    accumulator.bind(leaves, 0)
+    seen = {}
+    accumulator.arm(lambda name: seen.__setitem__(name, accumulator.views(0)[name].clone()))
+    loss(leaves, IDS[0]).backward()
+    assert set(seen) == {"w", "b", "tied"}
+    for name, value in seen.items():
+        assert torch.equal(value, accumulator.views(0)[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_versions_share_the_buffers_of_two_batches(dtype):
+    """2BW: versions alternate with buffers; batches 0 and 1 both run on the first version."""
+    versions = [make_leaves(dtype, seed) for seed in (0, 1)]
+    accumulator = make_accumulator(torch.float32, num_buffers=2)
+    for batch, version in [(0, 0), (1, 0), (2, 1), (3, 0)]:
+        index = accumulator.buffer_index(batch)
+        other = accumulator.buffers[1 - index].clone()
+        accumulator.zero(index)
+        accumulator.bind(versions[version], index)
+        alone = make_accumulator(torch.float32)
+        copy = {name: leaf.detach().clone().requires_grad_() for name, leaf in versions[version].items()}
+        alone.bind(copy, 0)
+        for ids in IDS:
+            loss(versions[version], ids).backward()
+            loss(copy, ids).backward()
+        assert torch.equal(accumulator.buffers[index], alone.buffers[0])
+        assert torch.equal(accumulator.buffers[1 - index], other)
+
+
+def test_recomputation_reports_once():
+    leaves, accumulator = make_leaves(torch.float32), make_accumulator(torch.float32)
+    accumulator.bind(leaves, 0)
+    final = []
+    accumulator.arm(final.append)
+    torch.utils.checkpoint.checkpoint(loss, leaves, IDS[0], use_reentrant=False).backward()
+    assert sorted(final) == ["b", "tied", "w"]
+
+
+def test_leaves_are_not_kept_alive():
+    leaves, accumulator = make_leaves(torch.bfloat16), make_accumulator(torch.float32)
+    accumulator.bind(leaves, 0)
+    gone = weakref.ref(leaves["w"])
+    del leaves
+    gc.collect()
+    assert gone() is None
+
+
+def test_leaves_must_match_the_layout():
+    leaves, accumulator = make_leaves(torch.float32), make_accumulator(torch.float32)
+    del leaves["b"]
+    with pytest.raises(AssertionError, match=r"\['b'\]"):
+        accumulator.bind(leaves, 0)

@@ -1,0 +1,67 @@
+from itertools import pairwise
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridpar.dp import FlatLayout
+
+SHAPES = {"a": (3, 5), "b": (1,), "c": (0, 4), "d": (), "e": (17,), "f": (2, 2, 2)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_views_are_aligned_and_disjoint(dtype):
+    layout = FlatLayout(list(SHAPES), list(SHAPES.values()), dtype)
+    flat = layout.zeros()
+    for i, (name, view) in enumerate(layout.views(flat).items()):
+        assert tuple(view.shape) == SHAPES[name]
+        assert view.storage_offset() * view.element_size() % 64 == 0
+        assert (view == 0).all()
+        view += i + 1
+    assert flat.sum() == sum((i + 1) * prod(s) for i, s in enumerate(SHAPES.values()))
+    assert flat.numel() == layout.numel
+
+
+def test_master_and_working_copy_share_offsets():
+    master = FlatLayout(list(SHAPES), list(SHAPES.values()), torch.float32, torch.bfloat16)
+    working = FlatLayout(list(SHAPES), list(SHAPES.values()), torch.bfloat16)
+    assert master.offsets == working.offsets
+    assert master.numel == working.numel
+    assert working.with_dtype(torch.float32).offsets == master.offsets
+    assert working.with_dtype(torch.float32).zeros().dtype == torch.float32
+
+
+def test_nothing_is_a_layout_too():
+    layout = FlatLayout([], [], torch.float32)
+    assert layout.numel == 0
+    assert layout.views(layout.zeros()) == {}
+    assert layout.buckets(100) == ()
+
+
+def test_names_must_be_unique():
+    with pytest.raises(AssertionError, match="unique"):
+        FlatLayout(["a", "a"], [(1,), (1,)], torch.float32)
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes=st.lists(st.integers(0, 100), max_size=12), bucket_bytes=st.integers(1, 2000), data=st.data())
+def test_buckets_cover_what_is_not_skipped_from_the_end(sizes, bucket_bytes, data):
+    names = [f"p{i}" for i in range(len(sizes))]
+    skip = data.draw(st.sets(st.sampled_from(names))) if names else set()
+    layout = FlatLayout(names, [(s,) for s in sizes], torch.float32)
+    buckets = layout.buckets(bucket_bytes, skip)
+    assert [n for b in reversed(buckets) for n in b.names] == [n for n in names if n not in skip]
+    flat = torch.zeros(layout.numel)
+    for bucket in buckets:
+        flat[bucket.start : bucket.stop] += 1
+        if bucket_bytes <= 64:
+            assert sum(sizes[names.index(n)] > 0 for n in bucket.names) <= 1
+    for name, view in layout.views(flat).items():
+        assert (view == float(name not in skip)).all()
+    assert [b.start for b in buckets] == sorted((b.start for b in buckets), reverse=True)
+    assert all(later.stop <= earlier.start for earlier, later in pairwise(buckets))
+    if not skip and buckets:
+        assert buckets[0].stop == layout.numel
+        assert buckets[-1].start == 0
