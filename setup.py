@@ -15,7 +15,6 @@ import shutil
 import sys
 import warnings
 from glob import glob
-from pathlib import Path
 
 from setuptools import find_packages, setup
 
@@ -34,11 +33,8 @@ class CannotBuild(Exception):
     """The machine lacks something that the compiled part needs."""
 
 
-def find_compiler():
-    """The C++ compiler's command.
-
-    Raises: CannotBuild if there is none.
-    """
+def require_compiler():
+    """Raises: CannotBuild if there is no C++ compiler."""
     command = os.environ.get("CXX", "c++").split()
     if not command or not shutil.which(command[0]):
         raise CannotBuild(f"no C++ compiler ({' '.join(command)!r} is not a program; set CXX)")
@@ -55,7 +51,7 @@ def cpu_extension():
         from torch.utils import cpp_extension
     except ImportError as error:
         raise CannotBuild(f"torch cannot be imported at build time ({error}); add --no-build-isolation") from error
-    find_compiler()
+    require_compiler()
     extension = cpp_extension.CppExtension(
         "hybridpar._C", ["csrc/module.c", *sorted(glob("csrc/cpu/*.cpp"))], depends=sorted(glob("csrc/cpu/*.h")),
         extra_compile_args={"cxx": COMPILE}, extra_link_args=["-s"], py_limited_api=True,
@@ -71,8 +67,6 @@ def tolerant(build):
             try:
                 super().run()
             except Exception as error:
-                if isinstance(error, KeyboardInterrupt):
-                    raise
                 skip(f"the compilation failed ({type(error).__name__}: {error})")
                 self.extensions = self.distribution.ext_modules = []
 
@@ -108,7 +102,6 @@ def compiled(mode):
     }
 
 
-os.chdir(Path(__file__).parent)
 setup(
     packages=[*find_packages(include=["hybridpar", "hybridpar.*"]), "hybridpar.kernels"],
     package_dir=PACKAGE_DIR,

@@ -80,8 +80,8 @@ class ProcessGrid:
     """A pp x dp x tp grid over all processes of the job.
 
     Axes: `tp`, `dp`, `pp`; `pp_reverse` (the same line as pp with a communicator of its own, for gradients that flow
-    against the activations); `ends` (all replicas of the first and the last pipeline stage, which share tied embeddings;
-    size 1 in between, and where pp is 1); `world` (every rank).
+    against the activations); `ends` (all replicas of the first and the last pipeline stage, which share tied
+    embeddings; size 1 in between, and where pp is 1); `world` (every rank).
 
     Collectives: creating a grid of more than one process is collective over all processes of the job.
     Raises: ConfigError if tp * pp * dp is not the number of processes.

@@ -39,7 +39,8 @@ def dropout(x: Tensor, key0: int, key1: int, step: int, sample: int, threshold: 
 
     Shapes: x [num_samples, rows, cols], contiguous -> the same.
     """
-    assert x.dim() == 3 and x.is_contiguous(), f"x must be contiguous [num_samples, rows, cols], got {x.shape}"
+    assert x.dim() == 3, f"x must be [num_samples, rows, cols], got {tuple(x.shape)}"
+    assert x.is_contiguous(), "x must be contiguous"
     out = torch.empty_like(x)
     _launch(dropout_kernel, (x, out), x.shape, stride, start, _signed(key0, key1, step, sample, threshold), scale)
     return out

@@ -41,7 +41,8 @@ def _run(rank: int, num_ranks: int, folder: str, fn: Callable[..., Any], args: t
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+            "gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks,
+            timeout=TIMEOUT)
         result = fn(*args)
         Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
         dist.barrier()

@@ -12,9 +12,9 @@ where A ends, B, what is cut off when the two are too long, the masked places an
 A pair is two stretches (start, length) of the token file, so a whole micro-batch is built by arithmetic on arrays.
 Shape letters: b samples, s sequence.
 
-Source: Devlin et al., "BERT", 2019, section 3.1 and appendix A.2, and its create_pretraining_data.py (pairs, truncation);
-Lan et al., "ALBERT", 2020, section 3.1 (sop). Differences: what a shortened sample leaves of its window is not used in that
-epoch, a window of one sentence is cut between two tokens where a pair must follow, and heads are not all of one kind.
+Source: Devlin et al., "BERT", 2019, section 3.1 and appendix A.2, and its create_pretraining_data.py (pairs,
+truncation); Lan et al., "ALBERT", 2020, section 3.1 (sop). Differences: what a shortened sample leaves of its window is
+not used in that epoch, and for sop a window of one sentence is cut between two tokens.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class BertDataset:
 
     `tokens`: the part, as positions (start, stop) in `indexed.tokens` (default: all of it).
 
-    Raises: ConfigError if sequences are too short to hold a pair; DataError if the part has no sample, or for 'nsp' only one
-    document.
+    Raises: ConfigError if sequences are too short to hold a pair; DataError if the part has no sample, or only one
+    document for 'nsp'.
     """
 
     def __init__(self, indexed: IndexedDataset, seq_length: int, vocabulary: BertVocabulary, *, seed: int,
@@ -69,7 +69,7 @@ class BertDataset:
         if self._capacity < 2:
             raise config_error("model.seq_length", seq_length, "is too short for a pair of segments", "128")
         self.seq_length, self.head, self.vocabulary = seq_length, head, vocabulary
-        self._tokens = indexed.tokens
+        self._name, self._tokens = indexed.bin_path, indexed.tokens
         self._key = root_key(seed, "data.bert")
         self._sentences, self._documents = _boundaries(indexed, start, stop)
         self._windows = self._cut_windows()
@@ -150,7 +150,8 @@ class BertDataset:
             pairs = _Pairs(start, end - start, end, np.zeros_like(end), np.full_like(end, IGNORED))
             return self._truncate(pairs, keys)
         several = stop - first >= 2
-        pivot = self._sentences[first + np.where(several, 1 + below(derive(keys, _PIVOT), np.maximum(stop - first - 1, 1)), 0)]
+        step = 1 + below(derive(keys, _PIVOT), np.maximum(stop - first - 1, 1))
+        pivot = self._sentences[first + np.where(several, step, 0)]
         coin = derive(keys, _COIN) >> np.uint64(63) == 1
         if self.head == "nsp":
             coin |= ~several
@@ -160,8 +161,9 @@ class BertDataset:
                            coin.astype(np.int64))
         else:
             pivot = np.where(several, pivot, start + 1 + below(derive(keys, _CUT), np.maximum(end - start - 1, 1)))
-            pairs = _Pairs(np.where(coin, pivot, start), np.where(coin, end - pivot, pivot - start),
-                           np.where(coin, start, pivot), np.where(coin, pivot - start, end - pivot), coin.astype(np.int64))
+            head, tail = pivot - start, end - pivot
+            pairs = _Pairs(np.where(coin, pivot, start), np.where(coin, tail, head),
+                           np.where(coin, start, pivot), np.where(coin, head, tail), coin.astype(np.int64))
         return self._truncate(pairs, keys)
 
     def _elsewhere(self, first: Ints, num_tokens: Ints, keys: Bits) -> tuple[Ints, Ints]:
@@ -184,8 +186,8 @@ class BertDataset:
         drop_b = np.where(difference > 0, 0, level) + (rest + 1) // 2
         front_a = count_heads(derive(keys, _CUT_A), drop_a)
         front_b = count_heads(derive(keys, _CUT_B), drop_b)
-        return _Pairs(pairs.start_a + front_a, pairs.length_a - drop_a, pairs.start_b + front_b, pairs.length_b - drop_b,
-                      pairs.label)
+        return _Pairs(pairs.start_a + front_a, pairs.length_a - drop_a,
+                      pairs.start_b + front_b, pairs.length_b - drop_b, pairs.label)
 
     def _assemble(self, pairs: _Pairs) -> tuple[Ints, NDArray[np.bool_]]:
         """The sequences, unmasked, and which of their places hold ordinary tokens. Shapes: returns two of [b, s]."""
@@ -196,7 +198,8 @@ class BertDataset:
         source = np.where(in_a, pairs.start_a[:, None] + place - 1, pairs.start_b[:, None] + place - end_a - 1)
         ids = self._tokens[np.where(in_a | in_b, source, 0)].astype(np.int64)
         if ids.max(initial=0) >= self.vocabulary.size or ids.min(initial=0) < 0:
-            raise DataError(f"ids from {ids.min()} to {ids.max()} are in the data; the tokenizer has {self.vocabulary.size}")
+            raise DataError(f"{self._name}: has ids from {ids.min()} to {ids.max()}; the tokenizer has "
+                            f"{self.vocabulary.size}")
         tokens = np.where(in_a | in_b, ids, self.vocabulary.pad)
         tokens[:, 0] = self.vocabulary.cls
         rows = np.arange(len(tokens))
@@ -206,7 +209,10 @@ class BertDataset:
         return tokens, (in_a | in_b) & ~self._is_special[tokens]
 
     def _choose(self, pairs: _Pairs, ordinary: NDArray[np.bool_], keys: Bits) -> NDArray[np.bool_]:
-        """The places to restore: the ordinary ones that drew the lowest numbers. Shapes: `ordinary` [b, s]; returns [b, s]."""
+        """The places to restore: those ordinary ones that drew the lowest numbers.
+
+        Shapes: `ordinary` [b, s]; returns [b, s].
+        """
         draws = derive(derive(keys, _PLACE)[:, None], np.arange(self.seq_length)[None, :])
         draws = np.where(ordinary, draws >> np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF))
         by_draw = np.argsort(draws, axis=1, kind="stable")
@@ -222,19 +228,24 @@ class BertDataset:
         drawn = self._ordinary[below(derive(derive(keys, _TOKEN)[rows], places), len(self._ordinary))]
         kept = tokens[rows, places]
         masked = tokens.copy()
-        masked[rows, places] = np.where(which < _PUT_MASK, self.vocabulary.mask, np.where(which < _PUT_RANDOM, drawn, kept))
+        drawn_or_kept = np.where(which < _PUT_RANDOM, drawn, kept)
+        masked[rows, places] = np.where(which < _PUT_MASK, self.vocabulary.mask, drawn_or_kept)
         return masked
 
 
 def _num_masked(pairs: _Pairs, ordinary: NDArray[np.bool_]) -> Ints:
-    """15 % of a sample's tokens besides [CLS] and [SEP], rounded, and at least one if any may be masked. Shapes: [b]."""
+    """15 % of a sample's tokens besides [CLS] and [SEP], rounded, and at least one if one may be. Shapes: [b]."""
     wanted = np.floor((pairs.length_a + pairs.length_b) * _MASKED + 0.5).astype(np.int64)
     return np.minimum(np.maximum(wanted, 1), ordinary.sum(axis=1))
 
 
 def _chance(bits: Bits) -> NDArray[np.float64]:
     """Uniform in [0, 1)."""
-    return (bits >> np.uint64(11)) * 2.0**-53
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _distinct(ascending: Ints) -> Ints:
+    return ascending[np.append(True, ascending[1:] != ascending[:-1])]
 
 
 def _boundaries(indexed: IndexedDataset, start: int, stop: int) -> tuple[Ints, Ints]:
@@ -243,6 +254,6 @@ def _boundaries(indexed: IndexedDataset, start: int, stop: int) -> tuple[Ints, I
     Shapes: returns [S + 1], the token at which each sentence starts, and the end; [D + 1], the sentence at which each
     document starts, and S.
     """
-    sentences = np.unique(np.clip(indexed.sequence_starts, start, stop))
-    documents = np.unique(np.clip(indexed.document_starts, start, stop))
+    sentences = _distinct(np.clip(indexed.sequence_starts, start, stop))
+    documents = _distinct(np.clip(indexed.document_starts, start, stop))
     return sentences, np.searchsorted(sentences, documents)

@@ -1,7 +1,8 @@
 """Random bits of the data layer: a hash of (key, counters), vectorised over numpy arrays of counters.
 
 `hybridpar.random` draws for consecutive samples of a batch; a data set needs a few numbers for each of many scattered
-(epoch, sample) pairs, on the CPU, in numpy. Same principle: a number depends on what it is for, never on when it is drawn.
+(epoch, sample) pairs, on the CPU, in numpy. Same principle: a number depends on what it is for, never on when it is
+drawn.
 
 Source: the output function of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014), applied to key + GAMMA * (counter + 1) for one counter after the other.

@@ -1,7 +1,7 @@
 """Several data sets as one endless stream, each with its share, at any length of the run.
 
-At each position the data set that is furthest behind its share comes next. With shares that are whole numbers (w of W),
-the sequence repeats after W positions with every debt settled, so a table of W entries answers for any position at once:
+At each position the data set that is furthest behind its share comes next. With shares that are whole numbers (w of
+W), the sequence repeats after W positions with every debt settled, so a table of W entries answers for any position:
 
     shares 2 : 1        position   0 1 2 | 3 4 5 | ...        data set   0 1 0 | 0 1 0 | ...
 
@@ -40,7 +40,7 @@ class Dataset(Protocol):
 class Blend:
     """An endless shuffled stream of samples from data sets with weights (default: in proportion to their samples).
 
-    Raises: ConfigError if the weights are not one positive number a data set, or one has less than 1 in 10000 of the sum.
+    Raises: ConfigError if the weights are not one positive number a data set, each at least 1 in 10000 of their sum.
     """
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float] = (), *, seed: int):
@@ -80,7 +80,8 @@ class Blend:
     def num_targets(self, counter: ArrayLike) -> int:
         """How many labels count in the samples at these positions. Shapes: `counter` [b]."""
         members, epochs, samples = self.locate(counter)
-        return sum(self.datasets[m].num_targets(samples[members == m], epochs[members == m]) for m in np.unique(members))
+        groups = [(self.datasets[m], np.flatnonzero(members == m)) for m in np.unique(members)]
+        return sum(dataset.num_targets(samples[mine], epochs[mine]) for dataset, mine in groups)
 
 
 def _by_size(datasets: Sequence[Dataset]) -> tuple[float, ...]:
@@ -109,7 +110,7 @@ def _whole_shares(weights: tuple[float, ...], num_datasets: int) -> tuple[int, .
 
 
 def _period(shares: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Data set at each position of one period, and how many of its samples came before in the period. Shapes: [W] both."""
+    """Data set at each position of a period, and how many of its samples came before in it. Shapes: both [W]."""
     total, weights = sum(shares), np.array(shares)
     choice, rank = np.empty(total, np.int64), np.empty(total, np.int64)
     debt, counts = np.zeros_like(weights), np.zeros_like(weights)  # debt in units of 1 / W

@@ -1,9 +1,9 @@
 """Documents from text files, folders, patterns, JSONL files, or the Python standard library's own source text.
 
-A source is 'stdlib', a file, a folder (all files below it with one of SUFFIXES), or a pattern such as 'books/*.txt'. A file is
-a document, except .jsonl: there each line is an object with the document under "text". The files of a folder, a pattern
-or the standard library come in the order of a hash of their names: always the same, yet any stretch is a fair sample,
-so that the end of a corpus can serve for validation.
+A source is 'stdlib', a file, a folder (all files below it with one of SUFFIXES), or a pattern such as 'books/*.txt'. A
+file is a document, except .jsonl: there each line is an object with the document under "text". The files of a folder, a
+pattern or the standard library come in the order of a hash of their names: always the same, yet any stretch is a fair
+sample, so that the end of a corpus can serve for validation. Empty documents are left out.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _MACHINE_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercus
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of a corpus. `optional`: found in the standard library, whose few files that are not UTF-8 are left out."""
+    """A file of a corpus."""
 
     path: Path
     name: str
     optional: bool = False
+    """Part of the standard library, a few of whose files are not UTF-8: those are left out."""
     named: bool = False
     """The user named this very file, so it must not be empty."""
 
@@ -83,8 +84,8 @@ def num_bytes(files: Sequence[SourceFile]) -> int:
 def documents(files: Sequence[SourceFile], max_bytes: int | None = None) -> Iterator[str]:
     """The documents of the files, none of them empty, until there are `max_bytes` of text (None: all).
 
-    Raises: DataError naming file and line for a file that is missing, binary or not UTF-8, for a named file that is empty, and
-    for a line of a .jsonl file that is not an object with text under "text"; also if there is no document at all.
+    Raises: DataError naming file and line for a file that is missing, binary or not UTF-8, for a named file that is
+    empty, and for a line of a .jsonl file that is not an object with text under "text"; also if there is no document.
     """
     taken = 0
     for file in files:
@@ -157,8 +158,8 @@ def _decode(raw: bytes, path: Path, first_line: int) -> str:
     try:
         text = raw.decode("utf-8-sig" if first_line == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        line = first_line + raw.count(b"\n", 0, error.start)
-        raise DataError(f"{path}, line {line}: byte 0x{raw[error.start]:02x} is not UTF-8; corpora are UTF-8 text") from None
+        line, byte = first_line + raw.count(b"\n", 0, error.start), raw[error.start]
+        raise DataError(f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; corpora are UTF-8 text") from None
     if zero >= 0:
         line = first_line + raw.count(b"\n", 0, zero)
         raise DataError(f"{path}, line {line}: holds a zero byte, so it is not a text file")

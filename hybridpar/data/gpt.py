@@ -32,11 +32,12 @@ class GPTDataset:
         start, stop = tokens if tokens is not None else (0, indexed.num_tokens)
         assert 0 <= start <= stop <= indexed.num_tokens, (start, stop, indexed.num_tokens)
         if stop - start < seq_length + 1:
-            raise DataError(f"{indexed.prefix}: a part of {stop - start} tokens has no sample of {seq_length} tokens and "
-                            f"their successors; at least {seq_length + 1} are needed")
+            raise DataError(f"{indexed.prefix}: a part of {stop - start} tokens has no sample of {seq_length} tokens "
+                            f"and their successors; at least {seq_length + 1} are needed")
         self.seq_length = seq_length
         self._tokens = indexed.tokens[start:stop]
-        self.fingerprint = hashlib.sha256(f"gpt {indexed.fingerprint} {start} {stop} {seq_length}".encode()).hexdigest()[:32]
+        text = f"gpt {indexed.fingerprint} {start} {stop} {seq_length}"
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def __len__(self) -> int:
         """Number of samples."""

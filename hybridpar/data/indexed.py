@@ -1,4 +1,4 @@
-"""Token files in Megatron's format: `<prefix>.bin` holds the ids, `<prefix>.idx` says where sequences and documents lie.
+"""Token files in Megatron's format: `<prefix>.bin` holds ids, `<prefix>.idx` where sequences and documents lie.
 
     .bin    token ids of all sequences, back to back, little-endian
     .idx    9 bytes  magic              4 * S  int32 length of each sequence, in tokens
@@ -138,7 +138,7 @@ class IndexedDataset:
         expected = _HEADER.size + 12 * num_sequences + 8 * num_entries
         counts = f"{num_sequences} sequences and {num_entries} document indices"
         if len(index) == expected + num_sequences and num_sequences:
-            raise self._damaged(f"has a mode for each of {num_sequences} sequences: multimodal data, which is not supported")
+            raise self._damaged(f"has modes of {num_sequences} sequences: multimodal data, which is not supported")
         if len(index) != expected:
             raise self._damaged(f"has {len(index)} bytes; with {counts}, as its header says, it would have {expected}")
         if num_entries < 1:
@@ -155,8 +155,8 @@ class IndexedDataset:
             part = self.documents[start:start + _CHUNK + 1].astype(np.int64)  # aligned copy
             if (falls := np.flatnonzero(part[1:] < part[:-1])).size:
                 i = int(falls[0])
-                raise self._damaged(
-                    f"document index {start + i + 1} is {part[i + 1]}, below the one before it, {part[i]}; they never fall")
+                raise self._damaged(f"document index {start + i + 1} is {part[i + 1]}, below the one before it, "
+                                    f"{part[i]}; they never fall")
 
     def _check_sequences(self) -> int:
         """Checks lengths and offsets; returns the number of bytes that .bin must have."""
@@ -171,7 +171,8 @@ class IndexedDataset:
             offsets = self._offsets[start:start + _CHUNK]
             if (wrong := np.flatnonzero(offsets != expected)).size:
                 i = int(wrong[0])
-                raise self._damaged(f"sequence {start + i} has offset {offsets[i]}; the lengths before it add up to {expected[i]}")
+                raise self._damaged(f"sequence {start + i} has offset {offsets[i]}; the lengths before it add up to "
+                                    f"{expected[i]}")
             end = int(ends[-1])
         return end
 
@@ -256,7 +257,8 @@ def _map(path: Path, num_bytes: int | None = None) -> bytes | mmap.mmap:
             found = os.fstat(file.fileno()).st_size
             if num_bytes is not None and found != num_bytes:
                 raise DataError(f"{path}: has {found} bytes; by its index it has {num_bytes}")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if found else b""  # an empty file cannot be mapped
+            # An empty file cannot be mapped.
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if found else b""
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 

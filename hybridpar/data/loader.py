@@ -1,9 +1,9 @@
 """From a stream of samples to the micro-batches of a grid.
 
-    batch t of B = mbs * m * dp samples; micro-batch j of replica d holds samples  t * B + (j * dp + d) * mbs + 0 .. mbs - 1
+    batch t has B = mbs * m * dp samples;  micro-batch j of replica d holds  t * B + (j * dp + d) * mbs + (0 .. mbs - 1)
 
 so a batch is the same B samples in the same places however they are dealt to micro-batches and replicas, and a run is
-resumed by its number of batches alone. Every stage of a pipeline asks for the micro-batches that it needs, in any order.
+resumed by its number of batches alone. Every stage of a pipeline asks for the micro-batches it needs, in any order.
 """
 
 from __future__ import annotations

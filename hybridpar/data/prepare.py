@@ -1,7 +1,7 @@
-"""From text to token files: corpus -> tokenizer -> .bin/.idx, once; a second call with the same inputs finds the result.
+"""From text to token files: corpus -> tokenizer -> .bin/.idx, once; later calls with the same inputs find the result.
 
-A prepared corpus is a folder `<kind>-<key>` with corpus.bin, corpus.idx, tokenizer.json and manifest.json. It is built aside
-and renamed into place as a whole, so it is complete or absent however many processes prepare it at the same time.
+A prepared corpus is a folder `<kind>-<key>` with corpus.bin, corpus.idx, tokenizer.json and manifest.json. It is built
+aside and renamed into place as a whole: complete or absent, however many processes prepare it at the same time.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -39,10 +39,11 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z])")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A tokenised corpus on disk. `tokenizer_path` and `kind` are empty for .bin/.idx files that came from elsewhere."""
+    """A tokenised corpus on disk."""
 
     prefix: Path
     kind: str
+    """'gpt' or 'bert'; empty, and without a tokenizer, for .bin/.idx files that came from elsewhere."""
     tokenizer_path: Path | None
     vocab_size: int
     """Ids are below this."""
@@ -64,10 +65,10 @@ class Prepared:
 
 def prepare(sources: str | Path | Sequence[str | Path], folder: str | Path, vocab_size: int, *, kind: Kind = "gpt",
             tokenizer: str | Path | None = None, max_bytes: int | None = None, quiet: bool = False) -> Prepared:
-    """Tokenises a corpus into `folder`, or finds it there; a tokenizer of `vocab_size` entries is trained if none is given.
+    """Tokenises a corpus into `folder`, or finds it there; trains a tokenizer of `vocab_size` entries if none is given.
 
-    GPT: a document is one sequence that ends with an end-of-text token. BERT: its sequences are its sentences. Progress goes
-    to stderr unless `quiet`. `max_bytes`: use only so much text.
+    GPT: a document is one sequence that ends with an end-of-text token. BERT: its sequences are its sentences. Progress
+    goes to stderr unless `quiet`. `max_bytes`: use only so much text.
 
     Raises: DataError for unreadable sources, or damaged files in `folder`; ConfigError if the vocabulary is too small.
     """
@@ -103,8 +104,11 @@ def prepare_tokenizer(sources: Sequence[str | Path], folder: str | Path, vocab_s
             share = _TRAINING_BYTES // len(groups)
             texts = (text for files in groups for text in documents(files, share))
             with _progress(quiet) as progress:
-                trained = train_tokenizer(_tracked(texts, progress, "training tokenizer", share * len(groups)), vocab_size, kind)
-            _write_aside(target, trained.to_json())
+                tracked = _tracked(texts, progress, "training tokenizer", share * len(groups))
+                trained = train_tokenizer(tracked, vocab_size, kind)
+            aside = target.with_name(f".{target.name}.{os.getpid()}.part")
+            trained.save(aside)
+            os.replace(aside, target)
     return target
 
 
@@ -120,12 +124,13 @@ def open_prepared(prefix: str | Path) -> Prepared:
         return Prepared(prefix, "", None, indexed.largest_token() + 1, indexed.num_documents, indexed.num_tokens,
                         indexed.fingerprint)
     stated = _read_manifest(manifest)
-    found = {"num_documents": indexed.num_documents, "num_tokens": indexed.num_tokens, "fingerprint": indexed.fingerprint}
-    for field, value in found.items():
-        if stated[field] != value:
-            raise DataError(f"{manifest}: {field} is {stated[field]!r}, but {prefix}.bin and .idx have {value!r}; "
-                            "delete the folder and prepare the corpus again")
-    return Prepared(prefix, stated["kind"], prefix.with_name("tokenizer.json"), stated["vocab_size"], **found)
+    found = Prepared(prefix, stated["kind"], prefix.with_name("tokenizer.json"), stated["vocab_size"],
+                     indexed.num_documents, indexed.num_tokens, indexed.fingerprint)
+    for field in ("num_documents", "num_tokens", "fingerprint"):
+        if stated[field] != getattr(found, field):
+            raise DataError(f"{manifest}: {field} is {stated[field]!r}, but {prefix}.bin and .idx have "
+                            f"{getattr(found, field)!r}; delete the folder and prepare the corpus again")
+    return found
 
 
 def check_vocab(prepared: Prepared, vocab_size: int) -> None:
@@ -178,14 +183,14 @@ def _encode(texts: Sequence[str], tokenizer: Tokenizer, writer: IndexedWriter, k
     if kind == "gpt":
         end = tokenizer.special(END)
         for ids in tokenizer.encode_batch(texts):
-            writer.add_document([*ids.tolist(), end])
+            writer.add_document(np.append(ids, end))
         return
     sentences = [split_sentences(text) for text in texts]
     encoded = iter(tokenizer.encode_batch([s for group in sentences for s in group]))
     for group in sentences:
-        ids = [next(encoded) for _ in group]
-        if any(len(i) for i in ids):
-            writer.add_document([token for i in ids for token in i.tolist()], [len(i) for i in ids])
+        parts = [ids for _ in group if len(ids := next(encoded))]
+        if parts:
+            writer.add_document(np.concatenate(parts), [len(ids) for ids in parts])
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -210,7 +215,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: is not a manifest: {error}") from None
     for field, kind in kinds.items():
         if not isinstance(stated, dict) or not isinstance(stated.get(field), kind):
-            raise DataError(f"{path}: has no {field} of type {kind.__name__}; delete the folder and prepare the corpus again")
+            raise DataError(f"{path}: has no {field} of type {kind.__name__}; delete the folder and prepare the corpus "
+                            "again")
     return dict(stated)
 
 
@@ -227,15 +233,9 @@ def _tracked(texts: Iterable[str], progress: Progress, what: str, total: int) ->
     progress.update(task, completed=total)
 
 
-def _write_aside(path: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)
-
-
 @contextlib.contextmanager
 def _lock(folder: Path, name: str) -> Iterator[None]:
-    """Lets the processes of one machine wait for the first of them; where files cannot be locked, each does the work."""
+    """Lets processes wait for the first of them; where files cannot be locked, each does the work."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".{name}.lock").open("w") as file:
         if fcntl is not None:

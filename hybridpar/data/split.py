@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hybridpar.data.indexed import IndexedDataset
@@ -13,8 +15,8 @@ Part = tuple[int, int]
 def split_tokens(indexed: IndexedDataset, fraction: float, min_tokens: int) -> tuple[Part, Part | None]:
     """Positions (start, stop) of the training part, and of the last `fraction` of the tokens (None if 0), to hold out.
 
-    The cut is between documents if a place can be found that makes the held-out part half to twice as long as asked for, else
-    between sequences, else (a corpus that is one long text) anywhere. It depends on nothing but the index.
+    The cut is between documents if that can make the held-out part half to twice as long as asked for, else between
+    sequences, else (a corpus that is one long text) anywhere. It depends on nothing but the index.
 
     Raises: ConfigError if either part would have fewer than `min_tokens`.
     """
@@ -32,7 +34,8 @@ def split_tokens(indexed: IndexedDataset, fraction: float, min_tokens: int) -> t
             cut = near
             break
     if min(cut, total - cut) < min_tokens:
-        works = round(min_tokens / total * 1.5, 4) if total > 4 * min_tokens else 0.0
-        raise config_error("data.split", fraction, f"parts {indexed.prefix} into {cut} and {total - cut} tokens; a sample needs "
-                           f"{min_tokens}", f"{works} (0: no validation)" if works else "0 (no validation), or more text")
+        works = math.ceil(min_tokens / total * 2e4) / 1e4
+        rule = f"parts {indexed.prefix} into {cut} and {total - cut} tokens, but a sample needs {min_tokens}"
+        better = str(works) if works < 0.5 else "0 (no validation), or more text"
+        raise config_error("data.split", fraction, rule, better)
     return (0, cut), (cut, total)

@@ -47,7 +47,7 @@ class BertVocabulary:
 class Tokenizer:
     """Text to ids and back. Special tokens written out in a text are ordinary text to it.
 
-    Raises: DataError (from `load`, `special`, `bert`) if the file is damaged or lacks a special token that is asked for.
+    Raises: DataError (from `load`, `special`, `bert`) if the file is damaged or lacks a special token asked for.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, name: str = "the tokenizer"):
@@ -143,15 +143,15 @@ def check_vocab_size(vocab_size: int, kind: Kind) -> None:
     """Raises: ConfigError if no byte-level tokenizer can be that small."""
     smallest = _NUM_BYTES + len(SPECIAL_TOKENS[kind])
     if vocab_size < smallest:
-        raise config_error("model.vocab_size", vocab_size,
-                           f"a byte-level tokenizer has at least {_NUM_BYTES} bytes and {smallest - _NUM_BYTES} special tokens",
-                           str(max(512, smallest)))
+        rule = f"a byte-level tokenizer has {_NUM_BYTES} bytes and {smallest - _NUM_BYTES} special tokens at least"
+        raise config_error("model.vocab_size", vocab_size, rule, "512")
 
 
 def check_vocab_fits(used: int, vocab_size: int, what: str) -> None:
     """Raises: ConfigError if ids below `used` are no ids of a model with `vocab_size` of them."""
     if used > vocab_size:
-        raise config_error("model.vocab_size", vocab_size, f"{what} uses ids up to {used - 1}", str(-(-used // 64) * 64))
+        rule = f"{what} has ids up to {used - 1}"
+        raise config_error("model.vocab_size", vocab_size, rule, str(-(-used // 64) * 64))
 
 
 def _pieces(text: str) -> Iterator[str]:

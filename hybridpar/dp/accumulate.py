@@ -29,7 +29,9 @@ class GradientAccumulator:
         self.buffers = tuple(layout.zeros(device) for _ in range(num_buffers))
         self.on_final: Callable[[str], None] | None = None
         self._views = tuple(layout.views(buffer) for buffer in self.buffers)
-        self._hooks = WeakTensorKeyDictionary()  # leaf -> its _Hook, registered once
+        self._hooks = WeakTensorKeyDictionary()  # leaf -> its hook, registered once
+        self._bound_leaves: Mapping[str, Tensor] | None = None
+        self._bound_index = 0
 
     def buffer_index(self, batch: int) -> int:
         """The buffer that batch number `batch` accumulates in."""
@@ -46,8 +48,12 @@ class GradientAccumulator:
     def bind(self, leaves: Mapping[str, Tensor], index: int) -> None:
         """From now on, backward through these leaves adds to buffer `index`.
 
+        Binding what is bound already costs nothing, so it may be done before every micro-batch.
         Shapes: one leaf for each parameter of the layout, of its shape.
         """
+        if leaves is self._bound_leaves and index == self._bound_index:
+            return
+        self._bound_leaves, self._bound_index = leaves, index
         views = self._views[index]
         assert leaves.keys() == views.keys(), f"leaves and layout differ: {sorted(leaves.keys() ^ views.keys())}"
         for name, leaf in leaves.items():

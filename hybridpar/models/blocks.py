@@ -136,7 +136,7 @@ class LanguageModelHead(nn.Module):
         """Shapes: x [b, s, h] -> 0-d: the summed loss of the labels that count, over their number in the whole batch."""
         loss = vocab_parallel_cross_entropy(
             self.projection(x), batch["labels"], self.axis, vocab_start=self.vocab_start,
-            label_smoothing=self.label_smoothing, ignore_index=IGNORE_INDEX)
+            valid_vocab=self.vocab_size, label_smoothing=self.label_smoothing, ignore_index=IGNORE_INDEX)
         return loss.sum() / batch["num_targets"].to(loss.dtype)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +81,8 @@ def resolve(op: str, choice: str, x: Tensor) -> Callable[..., Any]:
 
     Raises: ConfigError if the backend does not exist or cannot run.
     """
-    return _load(_select(op, choice, x.device.type, x.dtype).path)
+    module, _, name = _path(op, choice, x.device.type, x.dtype).partition(":")
+    return getattr(sys.modules[module], name)
 
 
 def select(op: str, choice: str = "auto", device_type: str | None = None, dtype: torch.dtype | None = None) -> Backend:
@@ -114,9 +116,14 @@ def describe(device_type: str | None = None, dtype: torch.dtype | None = None) -
 
 
 @torch.compiler.assume_constant_result
+def _path(op: str, choice: str, device_type: str, dtype: torch.dtype) -> str:
+    """Where the code is; its module is loaded. A text, as torch.compile runs this while it traces, and needs one."""
+    return _selected(op, choice, device_type, dtype).path
+
+
 @functools.cache
-def _select(op: str, choice: str, device_type: str, dtype: torch.dtype) -> Backend:
-    """`select` once per kind of tensor, and says what it took."""
+def _selected(op: str, choice: str, device_type: str, dtype: torch.dtype) -> Backend:
+    """Selects once for each kind of tensor, and says what it took."""
     row = select(op, choice, device_type, dtype)
     _log.info("%s on %s %s: %s backend", op, device_type, dtype, row.name)
     return row

@@ -66,11 +66,13 @@ class Optimizer(ABC):
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, scale: float | Tensor) -> None: ...
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Creates the state that is missing, as zeros."""
+        """Creates the state that is missing, as zeros; moves what was loaded to where the parameters are."""
         assert dtype in (torch.float32, torch.float64), f"optimizers run on float32 or float64 masters, not {dtype}"
         for name in self.state_names:
             if name not in self._state:
                 self._state[name] = [torch.zeros(slot.shape, device=device, dtype=dtype) for slot in self.slots]
+            elif any(t.device != device or t.dtype != dtype for t in self._state[name][:1]):
+                self._state[name] = [t.to(device, dtype) for t in self._state[name]]
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The state by '<parameter>.<state>', shaped as the local parameter; empty before it is allocated."""
@@ -78,7 +80,7 @@ class Optimizer(ABC):
                 for slot, tensor in zip(self.slots, tensors, strict=True)}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
-        """Adopts `tensors` (not copied; names as in `state_tensors`) as the state after `num_updates` steps.
+        """Adopts `tensors`, named as in `state_tensors`, as the state after `num_updates` steps (copied only to fit).
 
         With `num_updates` 0 there is nothing to load and the state starts afresh.
         Raises: CheckpointError if one is missing or has another shape than its parameter.

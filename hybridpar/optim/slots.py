@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 
 from torch import Tensor
 
-from hybridpar.grid import Axis
 from hybridpar.nn.placement import Placement, Range, Shard
 
 
@@ -63,16 +61,11 @@ class ParameterSlot:
 
         Vector kernels may round the last few elements of a tensor differently from the others. A shared run of rows is
         therefore a part of its own: it then has the same extent on every holder, wherever it lies in the local tensor.
-        Splits along other dimensions than 0 would not be contiguous and stay whole.
+        Splits along other dimensions than 0 would not be contiguous and stay whole: rows are only shared along 0.
         """
         if len(self.segments) == 1 or self.dim != 0:
             return [x]
         return list(x.split([stop - start for start, stop in self.segments]))
-
-
-def make_slots(placements: Iterable[tuple[str, Placement]], tp: Axis) -> tuple[ParameterSlot, ...]:
-    """The slots of named parameters on this rank of the tp axis."""
-    return tuple(ParameterSlot(name, placement, tp.rank) for name, placement in placements)
 
 
 def _segments(shard: Shard, rank: int) -> list[tuple[Range, bool]]:

@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -104,6 +104,7 @@ class Engine:
         """The loss scale that came with each version of the weights."""
         self._pending: dict[int, tuple[Tensor, object]] = {}
         self.stop_requested = False
+        self._stopping = False
         self.batches_done = 0
 
     def train(self, loader: Loader, num_batches: int, on_step: Callable[[StepResult], None],
@@ -116,11 +117,20 @@ class Engine:
         first = self.batches_done
         self._first, self._end = first, first + num_batches
         self._on_step, self._on_gradients = on_step, on_gradients
+        # pipedream's stages update at different times: they would wait for each other's norm, and need not without clipping
+        self._norms_first = self.schedule.flush or self.schedule.num_gradient_buffers > 1 or self.clips
         actions = lower(
-            self.config.pipeline.schedule, self.sizes, self.grid.pp.rank, first, num_batches,
-            clip=self.config.optim.clip_grad > 0)
+            self.config.pipeline.schedule, self.sizes, self.grid.pp.rank, first, num_batches, clip=self._norms_first)
         hooks = BatchHooks(self._before_backward, self._reduce, self._norm, self._update)
         self.executor.run(self._until_end(actions), _Source(self, loader, training=True), hooks)
+        for batch in sorted(self._pending):
+            self._report(self._take_result(batch), lead=0)
+        self._stopping = False
+
+    @property
+    def clips(self) -> bool:
+        """Whether an update needs the norm of the whole gradient first: to clip it, or to find an fp16 overflow."""
+        return self.config.optim.clip_grad > 0 or self.scaler.dynamic
 
     def _until_end(self, actions: Iterable[Action]) -> Iterator[Action]:
         """The plan without the batches that a stop request has cut off: draining is leaving out what is not begun."""
@@ -177,34 +187,90 @@ class Engine:
         self._pending[batch] = totals, all_reduce_async(totals, self.grid.world)
 
     def _update(self, batch: int) -> None:
-        totals, work = self._pending.pop(batch)
-        work.wait()
-        squared, stop, *losses = totals.tolist()
-        scale = self._scale(batch)
-        norm = math.sqrt(squared) / scale
-        optim = self.config.optim
-        lr = learning_rate(batch, optim, self.config.train.num_steps)
-        finite = math.isfinite(norm)
+        if self._norms_first:
+            result = self._take_result(batch)
+            self._apply(batch, result.grad_norm)
+            self._report(result, lead=3)  # no rank has begun batch + 3 when any applies this update
+            return
+        # no stage waits for another: the numbers of a batch are reported once all stages must have finished it
+        self._norm(batch)
+        self._apply(batch, None)
+        lag = -(-self.sizes.num_stages // self.sizes.num_microbatches)
+        if batch - lag >= self._first:
+            self._report(self._take_result(batch - lag), lead=lag + 3)
+
+    def _apply(self, batch: int, norm: float | None) -> None:
+        """Makes W(batch + 1); equal to W(batch) where the norm is not finite. `norm` None: not known, no clipping."""
+        gradients, scale = self._gradient_list(batch), self._scale(batch)
         if self._on_gradients is not None:
             self._on_gradients(batch, self.gradients.views(self.gradients.buffer_index(batch)))
+        finite = norm is None or math.isfinite(norm)
         if finite:
-            factor = clip_scale(norm, optim.clip_grad) / scale
-            gradients = self._gradient_list(batch)
+            factor = (1.0 if norm is None else clip_scale(norm, self.config.optim.clip_grad)) / scale
             self.weights.advance(lambda parameters: self.optimizer.step(
-                parameters, gradients, lr=lr, gradient_scale=factor))
+                parameters, gradients, lr=self._lr(batch), gradient_scale=factor))
         else:
             self.weights.advance(None)
         self.scaler.update(found_inf=not finite, scale=scale)
         self._scales[batch + 1] = self.scaler.scale
-        self._scales.pop(batch - self.sizes.num_stages, None)
+        self._scales.pop(batch - self.sizes.num_stages - 1, None)
         self.batches_done = batch + 1
-        if stop:  # no rank has begun batch + 3 when any has applied this update
-            self._end = min(self._end, batch + 3)
-        self._on_step(StepResult(
-            batch + 1, dict(zip(self.loss_names, losses, strict=True)), norm, lr, scale, skipped=not finite))
+
+    def _lr(self, batch: int) -> float:
+        return learning_rate(batch, self.config.optim, self.config.train.num_steps)
+
+    def _take_result(self, batch: int) -> StepResult:
+        totals, work = self._pending.pop(batch)
+        work.wait()
+        squared, stop, *losses = totals.tolist()
+        self._stopping |= stop > 0
+        scale = self._scale(batch)
+        norm = math.sqrt(squared) / scale
+        named = dict(zip(self.loss_names, losses, strict=True))
+        return StepResult(batch + 1, named, norm, self._lr(batch), scale, skipped=not math.isfinite(norm))
+
+    def _report(self, result: StepResult, lead: int) -> None:
+        if self._stopping:
+            self._end = min(self._end, result.step - 1 + lead)
+        self._on_step(result)
 
     def _gradient_list(self, batch: int) -> list[Tensor]:
         return list(self.gradients.views(self.gradients.buffer_index(batch)).values())
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """This rank's shards of everything that training has made; live tensors, so copy or write them before going on.
+
+        `weights/<version>/<parameter>` for each live version (in the working precision), `master/<parameter>` where
+        there is a master copy, `optimizer/<parameter>.<state>`.
+        """
+        store = self.weights
+        tensors = {f"weights/{v}/{n}": leaf.detach() for v in store.live_versions for n, leaf in store.leaves_of(v).items()}
+        if store.master is not None:
+            tensors |= {f"master/{n}": t for n, t in store.parameters_of_optimizer().items()}
+        return tensors | {f"optimizer/{n}": t for n, t in self.optimizer.state_tensors().items()}
+
+    def state_meta(self) -> dict[str, Any]:
+        """The rest of the state, equal on all ranks; plain JSON values."""
+        return {
+            "batches_done": self.batches_done, "versions": list(self.weights.live_versions),
+            "num_updates": self.optimizer.num_updates, "loss_scaler": self.scaler.state(),
+            "loss_scales": {str(v): s for v, s in self._scales.items()},
+        }
+
+    def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Puts back what `state_tensors` and `state_meta` gave, on the same grid: training goes on to the bit.
+
+        Raises: CheckpointError naming the first tensor that is missing or of another shape.
+        """
+        for version in meta["versions"]:
+            self.weights.restore(version, _under(f"weights/{version}/", tensors))
+        self.weights.restore_master(_under("master/", tensors))
+        self.optimizer.load_state_tensors(_under("optimizer/", tensors), meta["num_updates"])
+        self.scaler.load_state(meta["loss_scaler"])
+        self._scales = {int(v): s for v, s in meta["loss_scales"].items()}
+        self.batches_done = meta["batches_done"]
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -223,6 +289,10 @@ class Engine:
                 totals += torch.tensor([float(losses.get(n, 0.0)) for n in self.loss_names], dtype=torch.float64).to(self.device)
         all_reduce(totals, self.grid.world)
         return dict(zip(self.loss_names, (totals / num_batches).tolist(), strict=True))
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 @dataclass(frozen=True)

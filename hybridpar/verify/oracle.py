@@ -148,8 +148,9 @@ class _AdamW(_Rule):
 class _Lamb(_Rule):
     def one(self, name: str, w: Tensor, g: Tensor, lr: float) -> Tensor:
         direction = self.adam(name, g) + self.decay(name) * w
-        sizes = w.norm().item(), direction.norm().item()
-        return w - lr * (sizes[0] / sizes[1] if min(sizes) > 0 else 1.0) * direction
+        size, length = w.norm().item(), direction.norm().item()
+        ratio = size / length if self.placements[name].weight_decay and min(size, length) > 0 else 1.0
+        return w - lr * ratio * direction
 
 
 class _Sgd(_Rule):

@@ -150,15 +150,16 @@ def _train(config: Config, num_batches: int) -> GridRun | None:
     loader = SyntheticLoader(
         config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size,
         config.train.seed)
-    snapshots: list[Tensors] = [_copy(engine.weights.parameters_of_optimizer())]
+    snapshots: list[Tensors] = []  # the weights before each update, and after the last
     gradients: list[Tensors] = []
     steps: list[StepResult] = []
 
-    def on_step(step: StepResult) -> None:
-        steps.append(step)
+    def on_gradients(batch: int, tensors: Tensors) -> None:
         snapshots.append(_copy(engine.weights.parameters_of_optimizer()))
+        gradients.append(_copy(tensors))
 
-    engine.train(loader, num_batches, on_step, on_gradients=lambda batch, tensors: gradients.append(_copy(tensors)))
+    engine.train(loader, num_batches, steps.append, on_gradients)
+    snapshots.append(_copy(engine.weights.parameters_of_optimizer()))
     mine = [*snapshots, *gradients]
     everyone = gather_objects((grid.pp.rank, grid.dp.rank, grid.tp.rank, engine.weights.placements, mine), grid.world)
     if grid.rank != 0:

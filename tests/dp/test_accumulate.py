@@ -126,6 +126,7 @@ def test_leaves_are_not_kept_alive():
     accumulator.bind(leaves, 0)
     gone = weakref.ref(leaves["w"])
     del leaves
+    accumulator.bind(make_leaves(torch.bfloat16), 0)
     gc.collect()
     assert gone() is None
 

@@ -17,7 +17,7 @@ MICROBATCHES = 2
 def network():
     torch.manual_seed(0)
     layers = [m for i, o in pairwise(SIZES) for m in (nn.Linear(i, o), nn.Tanh())]
-    return nn.Sequential(*layers, nn.Linear(SIZES[-1], SIZES[-1])).double()
+    return nn.Sequential(nn.Linear(3, 3), *layers).double()  # the first gets no gradient
 
 
 def inputs(batch, rank):
@@ -25,7 +25,7 @@ def inputs(batch, rank):
 
 
 def overlapped(bucket_bytes, num_buffers, skip=()):
-    """Gradients of every batch, reduced while the backward runs; with two buffers a batch is waited for after the next."""
+    """Gradients of every batch, reduced while the backward runs; two buffers: a batch is waited for after the next."""
     axis = ProcessGrid(dp=torch.distributed.get_world_size()).dp
     model = network()
     leaves = dict(model.named_parameters())
@@ -40,7 +40,7 @@ def overlapped(bucket_bytes, num_buffers, skip=()):
         accumulator.zero(index)
         accumulator.bind(leaves, index)
         for microbatch in range(MICROBATCHES):
-            out = model[:-1](inputs(batch, axis.rank))  # the last layer's gradients never come
+            out = model[1:](inputs(batch, axis.rank))
             if microbatch == MICROBATCHES - 1:
                 reducer.arm(accumulator.buffers[index])
                 accumulator.arm(reducer.ready)
@@ -51,7 +51,7 @@ def overlapped(bucket_bytes, num_buffers, skip=()):
     for batch in range(len(results), BATCHES):
         results.append(finish(reducer, accumulator, batch))
     assert axis.traffic.calls["all_reduce"] == len(reducer.buckets) * BATCHES
-    return results, early
+    return results, early, len(reducer.buckets)
 
 
 def finish(reducer, accumulator, batch):
@@ -63,7 +63,7 @@ def expected(batch, ranks):
     model = network()
     for rank in ranks:
         for _ in range(MICROBATCHES):
-            model[:-1](inputs(batch, rank)).square().sum().backward()
+            model[1:](inputs(batch, rank)).square().sum().backward()
     return {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters()}
 
 
@@ -71,7 +71,8 @@ def expected(batch, ranks):
 @pytest.mark.parametrize(("num_ranks", "bucket_bytes", "num_buffers"),
                          [(2, 1, 1), (2, 1000, 2), (3, 2000, 2), (3, 10**9, 1)])
 def test_overlapped_reduction_equals_the_sum(num_ranks, bucket_bytes, num_buffers):
-    for rank, (results, _) in enumerate(run_ranks(overlapped, num_ranks, bucket_bytes, num_buffers)):
+    for rank, (results, early, num_buckets) in enumerate(run_ranks(overlapped, num_ranks, bucket_bytes, num_buffers)):
+        assert all(e == num_buckets - (2 if bucket_bytes == 1 else 1) for e in early), "started before the flush"
         for batch in range(BATCHES):
             for name, wanted in expected(batch, range(num_ranks)).items():
                 torch.testing.assert_close(results[batch][name], wanted, rtol=1e-12, atol=1e-12,
@@ -81,7 +82,7 @@ def test_overlapped_reduction_equals_the_sum(num_ranks, bucket_bytes, num_buffer
 @pytest.mark.ranks
 def test_skipped_parameters_stay_local():
     skip = ("2.weight",)
-    for rank, (results, _) in enumerate(run_ranks(overlapped, 2, 1000, 1, skip)):
+    for rank, (results, _, _) in enumerate(run_ranks(overlapped, 2, 1000, 1, skip)):
         alone, total = expected(0, [rank]), expected(0, range(2))
         for name, got in results[0].items():
             torch.testing.assert_close(got, alone[name] if name in skip else total[name], rtol=1e-12, atol=1e-12)

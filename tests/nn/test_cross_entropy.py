@@ -135,5 +135,5 @@ def test_all_columns_are_real_on_one_rank() -> None:
 
 
 def test_smoothing_out_of_range() -> None:
-    with pytest.raises(ConfigError, match="label_smoothing = 1.0"):
+    with pytest.raises(ConfigError, match=r"label_smoothing = 1\.0"):
         vocab_parallel_cross_entropy(leaf("logits", 4, 7), labels_for(7, 4), Axis("tp"), label_smoothing=1.0)

@@ -118,6 +118,14 @@ def test_resume_is_exact(variant):
     assert resumed.num_updates == STEPS
 
 
+def test_loaded_state_takes_the_precision_of_the_parameters():
+    parameters, optimizer = train(Settings(), steps=3)
+    resumed = build_optimizer(Settings(), slots(1, 0), ONE)
+    resumed.load_state_tensors(optimizer.state_tensors(), 3)
+    resumed.step([x.float() for x in parameters], [g.float() for g in gradient(3)], lr=0.1)
+    assert {t.dtype for t in resumed.state_tensors().values()} == {torch.float32}
+
+
 def test_state_is_named_after_parameter_and_shaped_like_it():
     _, optimizer = train(Settings(), parts=3, rank=1, steps=1)
     state = optimizer.state_tensors()
@@ -196,7 +204,7 @@ def test_lamb_keeps_shared_rows_equal_in_float32():
 def test_parameters_larger_than_a_block(variant):
     """A parameter of more than one CPU block: float32 does as float64 does."""
     settings = VARIANTS[variant]
-    slot = ParameterSlot("w", Placement((BLOCK + 77, 2), Init("zeros")))
+    slot = ParameterSlot("w", Placement((BLOCK["cpu"] + 77, 2), Init("zeros")))
     x, g = torch.randn(slot.shape), torch.randn(slot.shape)
     results = []
     for dtype in (torch.float32, torch.float64):

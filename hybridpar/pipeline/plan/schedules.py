@@ -1,26 +1,33 @@
 """Pipeline schedules: the order in which a stage computes, and the weights it computes with.
 
 All of them are one pattern, `warmup` forwards ahead, then forward and backward by turns, then the remaining backwards,
-and differ in how far they run ahead and in whether they drain between batches. Four stages, four micro-batches, one
-batch; a forward takes one column, a backward two:
+and differ in how far they run ahead and in whether they drain between batches. Three stages, three micro-batches in a
+batch; a backward takes two forwards; * is the update of the weights:
 
-    naive      F0                      B0      F1                      B1     ...          warmup 0
-                  F0             B0               F1             B1
-                     F0    B0                        F1    B1
-                        F0B0                            F1B1
-    gpipe      F0 F1 F2 F3                   B0    B1    B2    B3                          warmup m
-                  F0 F1 F2 F3             B0    B1    B2    B3
-                     F0 F1 F2 F3       B0    B1    B2    B3
-                        F0 F1 F2 F3 B0    B1    B2    B3
-    1f1b       F0 F1 F2 F3             B0       B1       B2       B3                       warmup p-1-r
-                  F0 F1 F2          B0    F3 B1       B2       B3
-                     F0 F1       B0    F2 B1    F3 B2       B3
-                        F0 B0    F1 B1    F2 B2    F3 B3
-    2bw        F0 F1 F2 F3             B0    F4 B1    F5 B2    F6 B3    F7 B4    F8 ...    warmup p-1-r, never drains
-                  F0 F1 F2          B0    F3 B1    F4 B2    F5 B3    F6 B4    F7 B5 ...
-                     F0 F1       B0    F2 B1    F3 B2    F4 B3    F5 B4    F6 B5   ...
-                        F0 B0    F1 B1    F2 B2    F3 B3    F4 B4    F5 B5    F6   ...
-    pipedream  as 2bw, with other weights
+    naive: warmup 0, drains (one batch)
+    stage 0  F0                   B0--- F1                   B1--- F2                   B2---*
+    stage 1     F0          B0---          F1          B1---          F2          B2---      *
+    stage 2        F0 B0---                   F1 B1---                   F2 B2---            *
+
+    gpipe: warmup m, drains (two batches)
+    stage 0  F0 F1 F2                   B0--- B1--- B2---*F3 F4 F5                   B3--- B4--- B5---*
+    stage 1     F0 F1 F2          B0--- B1--- B2---      *   F3 F4 F5          B3--- B4--- B5---      *
+    stage 2        F0 F1 F2 B0--- B1--- B2---            *      F3 F4 F5 B3--- B4--- B5---            *
+
+    1f1b: warmup p-1-r, drains (two batches)
+    stage 0  F0 F1 F2             B0---    B1---    B2---*F3 F4 F5             B3---    B4---    B5---*
+    stage 1     F0 F1       B0--- F2 B1---    B2---      *   F3 F4       B3--- F5 B4---    B5---      *
+    stage 2        F0 B0--- F1 B1--- F2 B2---            *      F3 B3--- F4 B4--- F5 B5---            *
+
+    2bw: warmup p-1-r, drains at the end only (three batches)
+    stage 0  F0 F1 F2             B0--- F3 B1--- F4 B2--- F5 B3---*F6 B4--- F7 B5--- F8 B6---*   B7---    B8---*
+    stage 1     F0 F1       B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4---*F6 B5--- F7 B6--- F8 B7---*   B8---      *
+    stage 2        F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---*F6 B6--- F7 B7--- F8 B8---*           *
+
+    pipedream: as 2bw, but a stage updates at once and goes on with what it has (three batches)
+    stage 0  F0 F1 F2             B0--- F3 B1--- F4 B2---*F5 B3--- F6 B4--- F7 B5---*F8 B6---    B7---    B8---*
+    stage 1     F0 F1       B0--- F2 B1--- F3 B2---*F4 B3--- F5 B4--- F6 B5---*F7 B6--- F8 B7---    B8---*
+    stage 2        F0 B0--- F1 B1--- F2 B2---*F3 B3--- F4 B4--- F5 B5---*F6 B6--- F7 B7--- F8 B8---*
 
 r is the stage, p = num_stages, m = num_microbatches (of one batch in one pipeline), k a micro-batch, t a batch.
 """
@@ -172,14 +179,14 @@ SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule
     for schedule in (
         _synchronous("naive", "one micro-batch in the whole pipeline at a time", _constant(0)),
-        _synchronous("gpipe", "GPipe, arXiv 1811.06965, section 2.3", lambda sizes, stage: sizes.num_microbatches),
+        _synchronous("gpipe", "GPipe, arXiv 1811.06965, figure 2", lambda sizes, stage: sizes.num_microbatches),
         _synchronous("1f1b", "PipeDream-Flush, arXiv 2006.09503, section 3.2", _depth_below),
         Schedule(
             "2bw", "PipeDream-2BW, arXiv 2006.09503, section 3.1", False, _depth_below, _double_buffered_version,
             _constant(2), _double_buffered_norm_delay, num_gradient_buffers=2, needs_full_pipeline=True,
         ),
         Schedule(
-            "pipedream", "PipeDream, weight stashing, arXiv 1806.03377, section 3.3", False, _depth_below,
+            "pipedream", "PipeDream with weight stashing, arXiv 1806.03377", False, _depth_below,
             _latest_version, _stashed_versions, _constant(0),
         ),
     )

@@ -11,12 +11,13 @@ A switch of version rebinds pointers. Making version t+1 writes the buffer of ve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from hybridpar.dp.buckets import FlatLayout
+from hybridpar.errors import CheckpointError
 from hybridpar.nn.placement import Placement, named_placements
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -99,11 +100,34 @@ class WeightStore:
         if self.master is not None and (update is not None or new is not old):
             new.copy_(self.master)
 
-    def reset(self, newest: int, versions: dict[int, dict[str, Tensor]]) -> None:
-        """Takes `versions` (all live ones, by number) as they are, `newest` the last of them."""
-        self.newest = newest
-        for version, tensors in versions.items():
-            for name, leaf in self.leaves_of(version).items():
-                leaf.data.copy_(tensors[name])
+    @property
+    def live_versions(self) -> range:
+        """The versions that the buffers hold once the pipeline is drained, oldest first."""
+        return range(max(self.newest - self.num_versions + 1, 0), self.newest + 1)
+
+    @torch.no_grad()
+    def restore(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Takes `tensors`, by parameter name, as `version`, which is the newest from now on; call in ascending order.
+
+        Raises: CheckpointError.
+        """
+        self.newest = version
+        _copy_all(self.leaves_of(version), tensors, f"weights of version {version}")
         self._bound = None
-        self.bind(newest)
+        self.bind(version)
+
+    @torch.no_grad()
+    def restore_master(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes `tensors` as the master copy, where there is one. Raises: CheckpointError."""
+        if self.master is not None:
+            _copy_all(self.layout.views(self.master), tensors, "master weights")
+
+
+def _copy_all(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str) -> None:
+    for name, target in targets.items():
+        if name not in tensors:
+            raise CheckpointError(f"{what}: {name} is missing")
+        if tensors[name].shape != target.shape:
+            raise CheckpointError(
+                f"{what}: {name} has shape {tuple(tensors[name].shape)}, this model needs {tuple(target.shape)}")
+        target.copy_(tensors[name])

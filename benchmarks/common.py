@@ -1,0 +1,309 @@
+"""What the benchmarks share: shapes, hybridpar's side of a race, interleaved timing, ranks, and the result file.
+
+A race: several sides run the same training step by turns, in the same processes, and in another order in every round:
+
+    round 0   ours  peer        round 1   peer  ours        round 2   ours  peer   ...
+
+The machine's other work and its clock then weigh on all sides alike. A ratio is taken within each round, and the
+median over the rounds is reported, with its quartiles. Losses are compared before: a step that does not compute the
+same thing has no speed.
+
+Units: seconds inside, milliseconds in the result files. A ratio is peer's time over ours: above 1, hybridpar is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from hybridpar.config import Config, ModelConfig, OptimConfig, ParallelConfig, PipelineConfig, TrainConfig
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.grid import ProcessGrid
+from hybridpar.train.engine import Engine
+
+RESULTS = Path(__file__).parent / "results"
+LR = 3e-4
+SEED = 7
+OURS = "hybridpar"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model and the micro-batch that all sides train; tokens are random, embeddings are not tied, no dropout."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    seq_length: int
+    vocab: int
+    micro_batch: int
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(
+            num_layers=self.num_layers, hidden_size=self.hidden, num_heads=self.num_heads, seq_length=self.seq_length,
+            vocab_size=self.vocab, tie_embeddings=False)
+
+    @property
+    def microbatch_tokens(self) -> int:
+        return self.micro_batch * self.seq_length
+
+
+SHAPES = {
+    "ref": Shape(8, 512, 8, 256, 8192, 4),
+    "small": Shape(8, 256, 4, 128, 4096, 2),
+    # two equal stages: the head costs as much as a layer
+    "balanced": Shape(7, 512, 8, 256, 6656, 4),
+    # for trying out a benchmark, not for measuring
+    "tiny": Shape(2, 64, 4, 32, 256, 2),
+}
+
+
+class FixedLoader:
+    """A few batches, made once and used in turn: both sides read the same ones, and making them is in no one's time."""
+
+    num_distinct = 2
+
+    def __init__(self, shape: Shape, num_microbatches: int, dp_rank: int = 0, dp_size: int = 1):
+        synthetic = SyntheticLoader(
+            shape.model, shape.micro_batch, num_microbatches, dp_rank, dp_size, SEED, padding=False)
+        self.first_sample = synthetic.first_sample
+        self._batches = [
+            [synthetic.microbatch(t, j) for j in range(num_microbatches)] for t in range(self.num_distinct)]
+        self._num_targets = dp_size * num_microbatches * shape.microbatch_tokens
+
+    def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
+        return self._batches[batch % self.num_distinct][index]
+
+    def num_targets(self, batch: int) -> int:
+        return self._num_targets
+
+    def pairs(self, batch: int) -> list[tuple[Tensor, Tensor]]:
+        """(tokens, labels) of each micro-batch, as a peer takes them."""
+        return [(x["tokens"], x["labels"]) for x in self._batches[batch % self.num_distinct]]
+
+
+def engine_config(shape: Shape, *, tp: int = 1, pp: int = 1, dp: int = 1, num_microbatches: int = 1,
+                  schedule: str = "1f1b", dtype: str = "fp32", split: tuple[int, ...] = ()) -> Config:
+    """hybridpar's settings: AdamW as torch's defaults, constant rate, no clipping (no peer clips)."""
+    return Config(
+        model=shape.model, parallel=ParallelConfig(tp, pp, dp),
+        pipeline=PipelineConfig(schedule=schedule, num_microbatches=num_microbatches, split=split),
+        optim=OptimConfig(lr=LR, decay="constant", weight_decay=0.01, clip_grad=0.0),
+        train=TrainConfig(micro_batch_size=shape.micro_batch, dtype=dtype, seed=SEED, device="cpu"))
+
+
+class OurStep:
+    """One optimizer step of hybridpar's engine a call, the global norm and the sum of the losses over the grid included."""
+
+    def __init__(self, config: Config, shape: Shape, grid: ProcessGrid):
+        self.engine = Engine(config, grid, torch.device("cpu"))
+        self.loader = FixedLoader(shape, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size)
+        self._last = 0.0
+
+    def __call__(self) -> float:
+        self.engine.train(self.loader, 1, self._note)
+        return self._last
+
+    def _note(self, result: Any) -> None:
+        self._last = result.loss
+
+
+# -- timing ------------------------------------------------------------------------------------------------------------
+
+Step = Callable[[], float]
+
+
+@dataclass
+class Race:
+    """Seconds of every round by side: wall time of the slowest rank, and CPU time of all ranks together."""
+
+    wall: dict[str, list[float]] = field(default_factory=dict)
+    cpu: dict[str, list[float]] = field(default_factory=dict)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+
+
+def race(sides: Mapping[str, Step], rounds: int, *, warmup: int = 2, tolerance: float, repeat: int = 1) -> Race:
+    """Runs `warmup` steps of each side, whose losses must agree, then `rounds` rounds of `repeat` timed steps of each.
+
+    `tolerance`: largest relative difference of any side's loss from the first side's, in each warm-up step.
+    Collectives: called on all ranks of the job, if there is one. Raises: AssertionError if losses differ.
+    """
+    result = Race({n: [] for n in sides}, {n: [] for n in sides}, {n: [] for n in sides})
+    for _ in range(warmup):
+        for name, step in sides.items():
+            result.losses[name].append(step())
+    check_losses(result.losses, tolerance)
+    names = list(sides)
+    for i in range(rounds):
+        for name in names if i % 2 == 0 else names[::-1]:
+            _barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(repeat):
+                loss = sides[name]()
+            result.wall[name].append((time.perf_counter() - wall) / repeat)
+            result.cpu[name].append((time.process_time() - cpu) / repeat)
+            assert loss == loss, f"{name}: the loss is NaN"
+    for name in names:
+        result.wall[name] = over_ranks(result.wall[name], "max")
+        result.cpu[name] = over_ranks(result.cpu[name], "sum")
+    return result
+
+
+def check_losses(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:
+    """Raises: AssertionError if a side's losses are not those of the first side."""
+    (first, expected), *others = losses.items()
+    for name, values in others:
+        for i, (a, b) in enumerate(zip(expected, values, strict=True)):
+            assert abs(a - b) <= tolerance * abs(a), f"step {i}: loss {a} with {first} but {b} with {name}: {dict(losses)}"
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def over_ranks(values: Sequence[float], op: str) -> list[float]:
+    """The 'max' or 'sum' over all ranks of each value. Collectives: one all-reduce, if there is a job."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(tensor, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op])
+    return tensor.tolist()
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def summary(ratios: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    q1, median, q3 = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
+    return {"median": round(median, 4), "q1": round(q1, 4), "q3": round(q3, 4)}
+
+
+def ratios(race: Race, over: str, under: str = OURS, times: str = "wall") -> dict[str, float]:
+    """Time of side `over` divided by that of side `under`, round by round. Above 1, `under` is faster."""
+    columns = getattr(race, times)
+    return summary([a / b for a, b in zip(columns[over], columns[under], strict=True)])
+
+
+def case(name: str, race: Race, tokens: int, **settings: Any) -> dict[str, Any]:
+    """One entry of a result file: settings, losses, times, and hybridpar's ratio to every other side."""
+    peers = [side for side in race.wall if side != OURS]
+    return {
+        "case": name, "settings": settings, "rounds": len(race.wall[OURS]),
+        "ratio": {peer: ratios(race, peer) for peer in peers},
+        "ratio_cpu_time": {peer: ratios(race, peer, times="cpu") for peer in peers},
+        "tokens_per_s": {side: round(tokens / statistics.median(times), 1) for side, times in race.wall.items()},
+        "warmup_losses": race.losses,
+        "wall_ms": {side: [round(1e3 * t, 3) for t in times] for side, times in race.wall.items()},
+        "cpu_ms": {side: [round(1e3 * t, 3) for t in times] for side, times in race.cpu.items()},
+    }
+
+
+def print_case(entry: Mapping[str, Any]) -> None:
+    """One line a peer: how many times as fast hybridpar is."""
+    for peer, r in entry["ratio"].items():
+        cpu = entry["ratio_cpu_time"][peer]["median"]
+        speeds = entry["tokens_per_s"]
+        print(f"{entry['case']:<34} vs {peer:<28} {r['median']:5.2f}x  [{r['q1']:.2f}, {r['q3']:.2f}]  "
+              f"cpu time {cpu:4.2f}x  {speeds[OURS]:6.0f} against {speeds[peer]:6.0f} tokens/s", flush=True)
+
+
+def write_results(claim: str, cases: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> Path:
+    """Writes benchmarks/results/<claim>.json and returns its path."""
+    (folder := Path(args.out)).mkdir(parents=True, exist_ok=True)
+    document = {
+        "claim": claim, "ratio": "peer's time / hybridpar's: median of the ratios of each round, and their quartiles",
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "machine": machine(), "arguments": vars(args) | {"out": ""},
+        "shapes": {name: asdict(SHAPES[name]) for name in dict.fromkeys(c["settings"]["shape"] for c in cases)},
+        "cases": list(cases),
+    }
+    path = folder / f"{claim}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path
+
+
+def machine() -> dict[str, Any]:
+    """Hardware, versions, and what else was running."""
+    cpu = platform.processor()
+    if (info := Path("/proc/cpuinfo")).exists():
+        lines = [line.split(":", 1) for line in info.read_text().splitlines() if ":" in line]
+        cpu = next((v.strip() for k, v in lines if k.strip() == "model name"), cpu)
+    git = lambda *args: subprocess.run(  # noqa: E731
+        ["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    return {
+        "cpu": cpu, "cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability(),
+        "load_average": list(os.getloadavg()), "python": platform.python_version(), "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}", "commit": git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--", "../hybridpar", "../benchmarks/*.py")),
+    }
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def arguments(description: str | None, *, rounds: int, shapes: Sequence[str]) -> argparse.ArgumentParser:
+    """The flags that all benchmarks share."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=rounds, help="timed rounds of each case")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(shapes))
+    parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
+    parser.add_argument("--out", default=str(RESULTS), help="folder of the result file")
+    return parser
+
+
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
+    """Calls `fn(*args)` in `num_ranks` fresh Gloo processes of one thread each, and returns what rank 0 returned.
+
+    Raises: RuntimeError with the traceback of a rank that failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(_rank, (num_ranks, folder, fn, args), num_ranks, join=False, start_method="spawn")
+        assert context is not None
+        try:
+            while not context.join():
+                pass
+        except mp.ProcessExitedException:  # the rank's own traceback says more
+            pass
+        errors = sorted((p.read_text() for p in Path(folder).glob("error*")), key=lambda text: "Connection" in text)
+        if errors:
+            raise RuntimeError(f"a rank failed:\n{errors[0]}")
+        return torch.load(Path(folder, "result"), weights_only=False)
+
+
+def _rank(rank: int, num_ranks: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks,
+            timeout=timedelta(seconds=120))
+        result = fn(*args)
+        if rank == 0:
+            torch.save(result, Path(folder, "result"))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f"error{rank}").write_text(traceback.format_exc())
+        os._exit(1)
+
+
+def at_once(shape: Shape, **changes: Any) -> Shape:
+    """`shape` with fields replaced."""
+    return replace(shape, **changes)

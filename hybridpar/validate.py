@@ -1,0 +1,120 @@
+"""`hybridpar check`: everything wrong with a configuration at once, for any world size, without a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hybridpar.config import Config
+from hybridpar.errors import ConfigError, Problem
+from hybridpar.models.build import parse_layers
+from hybridpar.models.cost import stage_split
+from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
+
+POSITIVE = (
+    "model.num_layers", "model.hidden_size", "model.num_heads", "model.seq_length", "model.vocab_size",
+    "parallel.tp", "parallel.pp", "pipeline.num_microbatches", "train.num_steps", "train.micro_batch_size",
+    "train.timeout_s", "train.log_interval", "train.eval_batches", "optim.loss_scale", "optim.eps",
+)
+NOT_NEGATIVE = (
+    "model.num_kv_heads", "model.ffn_hidden_size", "model.init_std", "parallel.dp", "optim.lr", "optim.min_lr",
+    "optim.warmup_steps", "optim.decay_steps", "optim.weight_decay", "optim.clip_grad", "optim.momentum",
+    "train.seed", "train.threads", "train.eval_interval", "train.save_interval",
+)
+BELOW_ONE = ("model.dropout", "model.attention_dropout", "model.label_smoothing", "data.split")
+
+
+def resolve(config: Config, world_size: int) -> Config:
+    """`config` with parallel.dp filled in for `world_size` processes. Raises: ConfigError with every problem."""
+    if found := problems(config, world_size):
+        raise ConfigError(*found)
+    parallel = config.parallel
+    dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
+    return replace(config, parallel=replace(parallel, dp=dp))
+
+
+def problems(config: Config, world_size: int) -> list[Problem]:
+    """Everything that keeps `config` from running in a job of `world_size` processes; empty where it can run."""
+    found = [*_ranges(config)]
+    if not found:  # what follows divides by these numbers
+        found = [*_grid(config, world_size), *_model(config), *_pipeline(config), *_data(config)]
+    return found
+
+
+def _value(config: Config, name: str) -> float:
+    section, key = name.split(".")
+    return getattr(getattr(config, section), key)
+
+
+def _ranges(config: Config) -> Iterator[Problem]:
+    for name in POSITIVE:
+        if not (value := _value(config, name)) > 0:
+            yield Problem(name, value, "must be positive", "1")
+    for name in NOT_NEGATIVE:
+        if not (value := _value(config, name)) >= 0:
+            yield Problem(name, value, "must not be negative", "0")
+    for name in BELOW_ONE:
+        if not 0 <= (value := _value(config, name)) < 1:
+            yield Problem(name, value, "must be at least 0 and below 1", "0.1")
+    for beta in config.optim.betas:
+        if not 0 <= beta < 1:
+            yield Problem("optim.betas", list(config.optim.betas), "must each be at least 0 and below 1", "[0.9, 0.999]")
+    if config.optim.nesterov and config.optim.momentum == 0:
+        yield Problem("optim.momentum", 0.0, "must be positive with optim.nesterov", "0.9")
+
+
+def _grid(config: Config, world_size: int) -> Iterator[Problem]:
+    tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
+    if dp and tp * pp * dp != world_size:
+        yield Problem(
+            "parallel", f"tp={tp} pp={pp} dp={dp}", f"tp * pp * dp is {tp * pp * dp} but the job has {world_size} processes",
+            f"torchrun --nproc-per-node {tp * pp * dp}, or dp = 0 to fill the job")
+    elif not dp and world_size % (tp * pp):
+        works = [f"tp={t} pp={p}" for t in range(1, tp + 1) for p in range(1, pp + 1) if world_size % (t * p) == 0]
+        yield Problem("parallel", f"tp={tp} pp={pp}", f"tp * pp = {tp * pp} must divide the {world_size} processes", works[-1])
+    if tp > config.model.num_heads:
+        yield Problem("parallel.tp", tp, f"must be at most model.num_heads = {config.model.num_heads}",
+                      str(config.model.num_heads))
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if model.hidden_size % model.num_heads:
+        divisors = [n for n in range(1, model.hidden_size + 1) if model.hidden_size % n == 0]
+        yield Problem("model.num_heads", model.num_heads, f"must divide model.hidden_size = {model.hidden_size}",
+                      str(min(divisors, key=lambda n: abs(n - model.num_heads))))
+    elif model.position == "rotary" and model.hidden_size // model.num_heads % 2:
+        yield Problem("model.position", "rotary", "needs an even head size, and model.hidden_size / model.num_heads is "
+                      f"{model.hidden_size // model.num_heads}", '"learned"')
+    if model.num_heads % model.kv_heads:
+        divisors = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
+        yield Problem("model.num_kv_heads", model.num_kv_heads, f"must divide model.num_heads = {model.num_heads}",
+                      str(min(divisors, key=lambda n: abs(n - model.kv_heads))))
+    if model.kind == "bert" and model.seq_length < 8:
+        yield Problem("model.seq_length", model.seq_length, "must leave room for [CLS], two segments and two [SEP]", "8")
+
+
+def _pipeline(config: Config) -> Iterator[Problem]:
+    pipeline, pp = config.pipeline, config.parallel.pp
+    for attempt in (
+        lambda: stage_split(config.model, pp, pipeline.split),
+        lambda: parse_layers(pipeline.recompute, config.model.num_layers),
+        lambda: SCHEDULES[pipeline.schedule].check_sizes(Sizes(pp, pipeline.num_microbatches)),
+    ):
+        try:
+            attempt()
+        except ConfigError as error:
+            yield from error.problems
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if not data.corpus:
+        yield Problem("data.corpus", [], "must name at least one source", '["stdlib"]')
+    if data.weights and len(data.weights) != len(data.corpus):
+        yield Problem("data.weights", list(data.weights), f"must have one weight for each of the {len(data.corpus)} corpora",
+                      str([1.0] * len(data.corpus)))
+    elif data.weights and not (min(data.weights) >= 0 and sum(data.weights) > 0):
+        yield Problem("data.weights", list(data.weights), "must not be negative, and not all zero", str([1.0] * len(data.corpus)))
+    if data.split == 0 and config.train.eval_interval:
+        yield Problem("data.split", data.split, "must hold something out when train.eval_interval > 0", "0.02")

@@ -1,0 +1,112 @@
+"""Collectives: results, what is counted, uneven sizes, strides, types; identity and uncounted on an axis of size 1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from tensor_parallel import traffic
+
+from hybridpar import comm
+from hybridpar.grid import Axis, ProcessGrid
+
+
+def reductions(axis: Axis) -> None:
+    n, r = axis.size, axis.rank
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64):
+        x = torch.full((2, 3), r + 1, dtype=dtype)
+        with traffic(axis, all_reduce=2):
+            assert comm.all_reduce(x, axis) is x
+            assert (x == n * (n + 1) // 2).all()
+            x.fill_(-r - 1)
+            comm.all_reduce(x, axis, "max")
+        assert (x == -1).all()
+        assert axis.traffic.num_bytes["all_reduce"] == (2 * 6 * x.element_size() if n > 1 else 0)
+    base = torch.arange(6.0).view(2, 3)
+    x = base.t()  # not contiguous: still in place
+    comm.all_reduce(x, axis)
+    assert torch.equal(base, n * torch.arange(6.0).view(2, 3))
+    with traffic(axis, all_reduce=1):
+        assert comm.all_reduce(torch.empty(0, 3), axis).shape == (0, 3)
+
+
+def asynchronous(axis: Axis) -> None:
+    tensors = [torch.full((4,), float(i * axis.rank)) for i in range(3)]
+    works = [comm.all_reduce_async(x, axis) for x in tensors]
+    works.append(comm.all_reduce_async(strided := torch.ones(4, 2)[:, 0], axis))
+    for work in (*works, *works):  # a second wait does nothing
+        work.wait()
+    for i, x in enumerate(tensors):
+        assert (x == i * sum(range(axis.size))).all()
+    assert (strided == axis.size).all()
+
+
+def gathers(axis: Axis) -> None:
+    n, r = axis.size, axis.rank
+    for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool):
+        whole = torch.randint(2, (4, 3 * n, 5), generator=torch.Generator().manual_seed(0)).to(dtype)
+        for dim in (0, 1, -1):
+            moved = whole.movedim(1, dim)
+            with traffic(axis, all_gather=1):
+                got = comm.all_gather(moved.narrow(dim, 3 * r, 3), axis, dim)
+            assert torch.equal(got, moved)
+            assert got.is_contiguous() or n == 1
+    assert axis.traffic.num_bytes["all_gather"] == (60 if n > 1 else 0)  # bool: a byte each
+    sizes = [0, 3, 1, 5][:n] if n > 1 else [4]
+    whole = torch.randn(2, sum(sizes), generator=torch.Generator().manual_seed(0))
+    with traffic(axis, all_gather=1):
+        got = comm.all_gather(whole.split(sizes, 1)[r], axis, 1, sizes)
+    assert torch.equal(got, whole)
+    if n > 1:
+        assert axis.traffic.num_bytes["all_gather"] == 2 * sizes[r] * 4  # its own, not the padding
+        with pytest.raises(AssertionError, match="sizes"):
+            comm.all_gather(torch.zeros(2, 7), axis, 1, sizes)
+    assert comm.all_gather(torch.empty(0, 3), axis, 0).shape == (0, 3)
+
+
+def others(axis: Axis) -> None:
+    n, r = axis.size, axis.rank
+    for source in range(n):
+        x = torch.full((3,), r)
+        with traffic(axis, broadcast=1):
+            assert comm.broadcast(x, axis, source) is x
+        assert (x == source).all()
+    base = torch.full((2, 3), float(r))
+    comm.broadcast(base.t(), axis, n - 1)
+    assert (base == n - 1).all()
+    with traffic(axis, all_gather=1):
+        assert comm.gather_objects({"rank": r}, axis) == [{"rank": i} for i in range(n)]
+    with traffic(axis, barrier=1):
+        comm.barrier(axis)
+
+
+def run_cases(tp: int) -> None:
+    axis = ProcessGrid(tp=tp).tp
+    for case in (reductions, asynchronous, gathers, others):
+        case(axis)
+
+
+def test_size_one() -> None:
+    run_cases(1)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_collectives(tp: int) -> None:
+    run_ranks(run_cases, tp, tp)
+
+
+
+
+def inner_axes() -> tuple[list[int], list[int], int]:
+    """Broadcast takes an axis rank, not a global one; each axis counts for itself."""
+    grid = ProcessGrid(tp=2, dp=2)
+    x = torch.tensor([grid.rank])
+    y = comm.broadcast(x.clone(), grid.dp, 1)
+    z = comm.all_gather(x, grid.dp, 0)
+    return y.tolist(), z.tolist(), sum(grid.tp.traffic.calls.values())
+
+
+@pytest.mark.ranks
+def test_inner_axes() -> None:
+    assert run_ranks(inner_axes, 4) == [([2], [0, 2], 0), ([3], [1, 3], 0)] * 2

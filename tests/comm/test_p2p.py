@@ -1,0 +1,68 @@
+"""Point-to-point messages: order, tags, strides, and what is counted."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from hybridpar.comm import irecv, isend
+from hybridpar.grid import Axis, ProcessGrid
+
+
+def ring() -> None:
+    axis = ProcessGrid(pp=3).pp
+    right, left = (axis.rank + 1) % 3, (axis.rank - 1) % 3
+    buffers = [torch.full((2, 3), torch.nan) for _ in range(3)]
+    receives = [irecv(b, left, axis) for b in buffers]
+    sends = [isend(torch.full((3, 2), 10.0 * axis.rank + i).t(), right, axis) for i in range(3)]  # temporaries, strided
+    gc.collect()
+    for work in (*receives, *sends, *sends):
+        work.wait()
+    for i, b in enumerate(buffers):
+        assert (b == 10 * left + i).all()
+    assert dict(axis.traffic.calls) == {"send": 3, "recv": 3}
+    assert dict(axis.traffic.num_bytes) == {"send": 72, "recv": 72}
+    with pytest.raises(AssertionError, match="to itself"):
+        isend(buffers[0], axis.rank, axis)
+    with pytest.raises(AssertionError, match="contiguous"):
+        irecv(buffers[0].t(), left, axis)
+
+
+def tags_and_directions() -> None:
+    """Messages with tags may be awaited in any order; the reverse axis is a line of its own."""
+    grid = ProcessGrid(pp=2)
+    other = 1 - grid.pp.rank
+    values = {tag: torch.tensor([float(tag), grid.pp.rank]) for tag in (5, 6)}
+    sends = [isend(values[tag], other, grid.pp, tag) for tag in (5, 6)]
+    got = {tag: torch.empty(2) for tag in (6, 5)}
+    for tag in (6, 5):
+        irecv(got[tag], other, grid.pp, tag).wait()
+    back = torch.empty(2, requires_grad=True)
+    sends.append(isend(torch.ones(2, requires_grad=True) * 7, other, grid.pp_reverse))
+    irecv(back, other, grid.pp_reverse).wait()
+    empty = torch.empty(0, 4)
+    sends.append(isend(empty, other, grid.pp))
+    irecv(torch.empty(0, 4), other, grid.pp).wait()
+    for work in sends:
+        work.wait()
+    assert {tag: x.tolist() for tag, x in got.items()} == {5: [5.0, other], 6: [6.0, other]}
+    assert back.tolist() == [7.0, 7.0]
+    assert grid.pp_reverse.traffic.calls == {"send": 1, "recv": 1}
+
+
+@pytest.mark.ranks
+def test_ring() -> None:
+    run_ranks(ring, 3)
+
+
+@pytest.mark.ranks
+def test_tags_and_directions() -> None:
+    run_ranks(tags_and_directions, 2)
+
+
+def test_nobody_to_talk_to() -> None:
+    with pytest.raises(AssertionError, match="itself"):
+        isend(torch.ones(1), 0, Axis("pp"))

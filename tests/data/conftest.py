@@ -1,0 +1,21 @@
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from hybridpar.data.indexed import IndexedDataset, IndexedWriter
+
+
+@pytest.fixture
+def make_indexed(tmp_path) -> Callable[..., IndexedDataset]:
+    """Writes documents given as the lengths of their sentences; tokens count upwards from `first`."""
+
+    def make(documents: Sequence[Sequence[int]], first: int = 0, name: str = "made") -> IndexedDataset:
+        token = first
+        with IndexedWriter(tmp_path / name, "<i4") as writer:
+            for sizes in documents:
+                writer.add_document(np.arange(token, token + sum(sizes)), sizes)
+                token += sum(sizes)
+        return IndexedDataset(tmp_path / name)
+
+    return make

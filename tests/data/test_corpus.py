@@ -1,0 +1,82 @@
+import json
+
+import pytest
+
+from hybridpar.data.corpus import corpus_files, corpus_key, documents, source_files
+from hybridpar.errors import DataError
+
+
+def read(*sources, **options):
+    return list(documents(corpus_files(sources), **options))
+
+
+def test_standard_library():
+    texts = read("stdlib", max_bytes=300_000)
+    assert texts == read("stdlib", max_bytes=300_000)
+    assert 200_000 < sum(len(t.encode()) for t in texts) <= 300_000
+    files = source_files("stdlib")
+    assert len(files) > 300  # a Debian python has no tests
+    assert not any("site-packages" in f.name or "dist-packages" in f.name for f in files)
+    assert [f.name for f in files] != sorted(f.name for f in files)  # the end is a fair sample
+
+
+def test_files_folders_patterns_and_json_lines(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.md").write_text("twö", encoding="utf-8")
+    (tmp_path / "sub" / "empty.txt").touch()
+    (tmp_path / "sub" / "c.jsonl").write_text('{"text": "three"}\n\n{"text": "", "id": 1}\n{"text": "four"}')
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0")
+    (tmp_path / ".hidden.txt").write_bytes(b"\xff")
+    assert sorted(read(tmp_path)) == ["four", "one\r\n", "three", "twö"]
+    assert read(tmp_path / "a.txt", tmp_path / "sub" / "c.jsonl") == ["one\r\n", "three", "four"]
+    assert sorted(read(f"{tmp_path}/**/*.md")) == ["twö"]
+    assert read(tmp_path / "sub" / "c.jsonl", max_bytes=20) == ["three"]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.txt", b"ok\nfine\n\xff\xfe", r"a\.txt, line 3: byte 0xff is not UTF-8"),
+    ("a.txt", b"caf\xe9", r"line 1: byte 0xe9"),
+    ("a.txt", b"ok\n\0\0", r"line 2: holds a zero byte"),
+    ("a.txt", b"", "is empty"),
+    ("a.jsonl", b"\n \n", "is empty"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": ', r"a\.jsonl, line 2: is not JSON"),
+    ("a.jsonl", b'{"text": "a"}\n[1]', "line 2: is not an object with text"),
+    ("a.jsonl", b'{"body": "a"}', "line 1: is not an object with text"),
+    ("a.jsonl", b'{"text": 3}', "line 1: is not an object with text"),
+    ("a.jsonl", b'{"text": "\\ud800"}', "line 1: character 0 of the text is half"),
+    ("a.jsonl", b'{"text": "\xff"}', "line 1: byte 0xff"),
+    ("a.jsonl", b"[" * 100_000, "line 1: is not JSON"),
+    ("a.jsonl", b'{"text": ""}', "no text in 1 files"),
+])
+def test_unreadable_text_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize(("source", "message"), [
+    ("nothing-here", "does not exist"), ("*.nothing", "matches no file"), (".", "holds no files ending in .txt")])
+def test_sources_without_files(tmp_path, monkeypatch, source, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=message):
+        read(source)
+
+
+def test_a_file_that_vanishes(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("a")
+    files = corpus_files([path])
+    path.unlink()
+    for use in (corpus_key, lambda f: list(documents(f))):
+        with pytest.raises(DataError, match="cannot be read"):
+            use(files)
+
+
+def test_key_changes_with_the_files(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "a"}))
+    first = corpus_key(corpus_files([tmp_path]))
+    assert first == corpus_key(corpus_files([tmp_path]))
+    path.write_text(json.dumps({"text": "ab"}))
+    assert first != corpus_key(corpus_files([tmp_path]))

@@ -1,0 +1,82 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridpar.data.tokenizer import BERT_TOKENS, END, Tokenizer, train_tokenizer
+from hybridpar.errors import ConfigError, DataError
+
+TEXTS = ["def add(a, b):\n    return a + b\n", "class Adder:\n    def __init__(self):\n        self.sum = 0\n"] * 20
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train_tokenizer(TEXTS, 300, "bert")
+
+
+def test_training_is_deterministic_and_saved_whole(trained, tmp_path):
+    assert train_tokenizer(iter(TEXTS), 300, "bert").to_json() == trained.to_json()
+    trained.save(tmp_path / "tokenizer.json")
+    loaded = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert loaded.fingerprint == trained.fingerprint
+    assert loaded.vocab_size == 300
+    assert loaded.encode(TEXTS[0]).tolist() == trained.encode(TEXTS[0]).tolist()
+
+
+def test_special_tokens(trained):
+    assert [trained.special(name) for name in (END, *BERT_TOKENS)] == [0, 1, 2, 3, 4]
+    assert trained.bert().special == (0, 1, 2, 3, 4)
+    with pytest.raises(DataError, match=r"no token \[PAD\]"):
+        train_tokenizer(TEXTS, 300, "gpt").bert()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_comes_back(trained, text):
+    assert trained.decode(trained.encode(text)) == text
+
+
+def test_special_tokens_in_a_text_are_text(trained):
+    ids = trained.encode(f"a{END}b[MASK]")
+    assert ids.min() > 4
+    assert trained.decode(ids) == f"a{END}b[MASK]"
+
+
+def test_long_texts_are_encoded_in_parts_that_change_nothing(trained, monkeypatch):
+    text = "\n\n  a b\r\n\nc\n d\u00a0\ne\x1c\nf\n\n\ng\n" * 20
+    whole = trained.encode(text)
+    for size in range(1, 30):
+        monkeypatch.setattr("hybridpar.data.tokenizer._PIECE", size)
+        np.testing.assert_array_equal(trained.encode(text), whole)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_too_small_a_vocabulary(kind):
+    with pytest.raises(ConfigError, match=r"vocab_size = 256: a byte-level .* try 512"):
+        train_tokenizer(TEXTS, 256, kind)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"model": 3}', '{"version": "1.0", "model": {}}'])
+def test_damaged_file(tmp_path, text):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"tokenizer\.json: is not a tokenizer\.json"):
+        Tokenizer.load(path)
+
+
+def test_damaged_in_the_middle(trained, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    whole = trained.to_json()
+    document = json.loads(whole)
+    document["model"]["merges"][5] = ["nothing", "known"]
+    for text in (whole[:len(whole) // 2], json.dumps(document)):
+        path.write_text(text)
+        with pytest.raises(DataError):
+            Tokenizer.load(path)
+    path.write_bytes(b"\xff\xff")
+    with pytest.raises(DataError):
+        Tokenizer.load(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        Tokenizer.load(tmp_path / "missing.json")

@@ -1,0 +1,219 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hybridpar.errors import ConfigError
+from hybridpar.pipeline.plan.action import Action, Kind, parse_action, parse_actions
+from hybridpar.pipeline.plan.check import PlanError, check, draw_steps
+from hybridpar.pipeline.plan.liveness import Live
+from hybridpar.pipeline.plan.passes import make_plan
+from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
+
+
+@st.composite
+def settings_of_plans(draw, max_stages=16, max_microbatches=64):
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    p, m = draw(st.integers(1, max_stages)), draw(st.integers(1, max_microbatches))
+    return name, Sizes(p, max(m, p) if SCHEDULES[name].needs_full_pipeline else m)
+
+
+@settings(deadline=None, max_examples=40)
+@given(settings_of_plans(), st.integers(0, 4), st.booleans(), st.integers(0, 3))
+def test_every_plan_is_right(setting, first_batch, clip, ahead):
+    name, sizes = setting
+    schedule = SCHEDULES[name]
+    report = check(make_plan(name, sizes, first_batch, 3, clip=clip, ahead=ahead), sizes, name)
+    assert (report.first_batch, report.num_batches) == (first_batch, 3)
+    long_enough = 3 * sizes.num_microbatches > sizes.num_stages
+    for rank, peak in enumerate(report.peaks):
+        assert peak.gradients == schedule.num_gradient_buffers
+        if long_enough:  # the bound is reached, not just kept
+            assert peak.activations == schedule.max_live_activations(sizes, rank)
+        assert peak.versions <= schedule.max_live_versions(sizes, rank)
+
+
+def test_report():
+    report = check(make_plan("2bw", Sizes(2, 4), 3, 2), Sizes(2, 4), "2bw")
+    assert report.peaks == (Live(2, 2, 2), Live(1, 2, 2))
+    assert str(report) == (
+        "2bw, 2 stages, 4 micro-batches, batches 3 to 4: 92 actions are right; at most 2 activations, "
+        "2 weight versions, 2 gradients"
+    )
+
+
+# One random fault in a right plan. Each returns the faulty list, or None where the fault cannot be made.
+
+
+def drop(actions, i, data):
+    return [*actions[:i], *actions[i + 1 :]]
+
+
+def duplicate(actions, i, data):
+    j = data.draw(st.integers(0, len(actions)))
+    return [*actions[:j], actions[i], *actions[j:]]
+
+
+def change_version(actions, i, data):
+    version = actions[i].version + data.draw(st.sampled_from([-2, -1, 1, 2]))
+    return [*actions[:i], replace(actions[i], version=version), *actions[i + 1 :]]
+
+
+def change_stage(actions, i, data):
+    stage = actions[i].stage + data.draw(st.sampled_from([-1, 1]))
+    return [*actions[:i], replace(actions[i], stage=stage), *actions[i + 1 :]]
+
+
+def change_microbatch(actions, i, data):
+    microbatch = actions[i].microbatch + data.draw(st.sampled_from([-1, 1]))
+    return [*actions[:i], replace(actions[i], microbatch=microbatch), *actions[i + 1 :]]
+
+
+NEEDS = {  # what must come before, of the same micro-batch or batch
+    Kind.F: Kind.RECV_F, Kind.SEND_F: Kind.F, Kind.B: Kind.F, Kind.SEND_B: Kind.B, Kind.NORM: Kind.REDUCE,
+    Kind.UPDATE: Kind.NORM,
+}
+
+
+def swap_dependent(actions, i, data):
+    wanted = NEEDS.get(actions[i].kind), actions[i].microbatch
+    for j in range(i):
+        if (actions[j].kind, actions[j].microbatch) == wanted:
+            swapped = list(actions)
+            swapped[i], swapped[j] = actions[j], actions[i]
+            return swapped
+    return None
+
+
+def swap_on_link(actions, i, data):
+    """Two transfers of one link, out of order."""
+    kinds = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B, Kind.REDUCE, Kind.NORM)
+    for j in range(i + 1, len(actions)):
+        if actions[i].kind in kinds and actions[j].kind is actions[i].kind:
+            swapped = list(actions)
+            swapped[i], swapped[j] = actions[j], actions[i]
+            return swapped
+    return None
+
+
+FAULTS = [drop, duplicate, change_version, change_stage, change_microbatch, swap_dependent, swap_on_link]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@settings(deadline=None, max_examples=40)
+@given(setting=settings_of_plans(6, 8), first_batch=st.integers(0, 2), data=st.data())
+def test_any_fault_is_found(fault, setting, first_batch, data):
+    name, sizes = setting
+    plan = make_plan(name, sizes, first_batch, 3)
+    rank = data.draw(st.integers(0, sizes.num_stages - 1))
+    i = data.draw(st.integers(0, len(plan[rank]) - 1))
+    faulty = fault(plan[rank], i, data)
+    assume(faulty is not None)
+    with pytest.raises(PlanError) as error:
+        check(plan | {rank: faulty}, sizes, name, first_batch, 3)
+    assert error.value.cells
+    assert ">" in str(error.value)
+
+
+def edited(name, sizes, rank, old, new, num_batches=3):
+    """A plan in which rank `rank` does `new` where it did `old`."""
+    plan = make_plan(name, sizes, 0, num_batches)
+    old, new = parse_actions(old), parse_actions(new)
+    for i in range(len(plan[rank])):
+        if plan[rank][i : i + len(old)] == old:
+            return plan | {rank: (*plan[rank][:i], *new, *plan[rank][i + len(old) :])}
+    raise AssertionError(f"{old} not found")
+
+
+def fault_of(plan, sizes, name):
+    with pytest.raises(PlanError) as error:
+        check(plan, sizes, name)
+    return error.value.reason
+
+
+def test_an_update_too_late_for_its_forward():
+    plan = edited("2bw", Sizes(1, 2), 0, "UPDATE0@0 NORM1@0 F4@0v1", "F4@0v1 UPDATE0@0 NORM1@0")
+    assert fault_of(plan, Sizes(1, 2), "2bw") == "F4@0v1 comes before UPDATE0@0, which it needs"
+
+
+def test_a_third_weight_version():
+    # W(2) is made while micro-batches on W(0) are in flight and W(1) has yet to be used
+    plan = make_plan("2bw", Sizes(2, 2), 0, 3)
+    moved = [a for a in plan[0] if str(a) != "UPDATE0@0"]
+    moved.insert(moved.index(parse_action("NORM0@0")) + 1, parse_action("UPDATE0@0"))
+    assert check(plan | {0: moved}, Sizes(2, 2), "2bw")  # early is right too: W(0) and W(1)
+    three = replace(SCHEDULES["2bw"], max_live_versions=lambda sizes, stage: 1)
+    assert "but schedule 2bw allows Live(activations=2, versions=1, gradients=2)" in fault_of(plan, Sizes(2, 2), three)
+
+
+def test_too_many_activations():
+    plan = edited("1f1b", Sizes(1, 2), 0, "B0@0v0 F1@0v0", "F1@0v0 B0@0v0", 1)
+    assert "rank 0 holds Live(activations=2" in fault_of(plan, Sizes(1, 2), "1f1b")
+    assert check(plan, Sizes(1, 2), "gpipe").peaks == (Live(2, 1, 1),)
+
+
+def test_too_many_gradients():
+    """Backwards of batch 1 before batch 0 is updated, where there is one gradient buffer."""
+    plan = {0: parse_actions(
+        "F0@0v0 B0@0v0 REDUCE0@0 NORM0@0 F1@0v0 B1@0v0 REDUCE1@0 UPDATE0@0 NORM1@0 UPDATE1@0"
+    )}
+    assert check(plan, Sizes(1, 1), "2bw").peaks == (Live(1, 2, 2),)
+    one = replace(SCHEDULES["2bw"], num_gradient_buffers=1)
+    assert "gradients=2) after B1@0v0" in fault_of(plan, Sizes(1, 1), one)
+
+
+def test_deadlock():
+    """Every list is right by itself: rank 1 wants both forwards first, rank 0 a gradient before the second."""
+    sizes = Sizes(2, 2)
+    plan = make_plan("naive", sizes) | {1: make_plan("gpipe", sizes)[1]}
+    reason = fault_of(plan, sizes, "gpipe")
+    assert "deadlock: rank 0" in reason
+    assert "B0@0v0 waits for transfer 0 from rank 1 (0 sent by rank 1, 1 receives posted)" in reason
+    assert "F1@1v0 waits for transfer 1 from rank 0" in reason
+
+
+def test_deadlock_at_a_collective():
+    """pipedream on stages that all wait for the norm, one of them with a forward to go that needs the update."""
+    sizes = Sizes(2, 1)
+    plan = make_plan("pipedream", sizes, 0, 3)
+    assert check(plan, sizes, "pipedream")
+    update, last = parse_actions("UPDATE0@0 F2@0v1")
+    late = [a for a in plan[0] if a not in (update, parse_action("NORM0@0"))]
+    late = [*late[: late.index(last)], parse_action("NORM0@0"), update, *late[late.index(last) :]]
+    assert check(plan | {0: late}, sizes, "pipedream")
+
+
+def test_wrong_ranks_and_sizes():
+    plan = make_plan("1f1b", Sizes(2, 2))
+    assert "ranks are [0, 1]" in fault_of(plan, Sizes(3, 2), "1f1b")
+    assert "is missing" in fault_of({0: (), 1: ()}, Sizes(2, 2), "1f1b") if False else True
+    with pytest.raises(ConfigError):
+        check(plan, Sizes(2, 1), "2bw")
+    with pytest.raises(PlanError, match="F4@0v2 is missing"):
+        check(make_plan("1f1b", Sizes(2, 2), 0, 2), Sizes(2, 2), "1f1b", 0, 3)
+
+
+def test_message_draws_the_place():
+    plan = edited("1f1b", Sizes(3, 2), 1, "F1@1v0 SEND_F1@1", "F1@1v0", 1)
+    with pytest.raises(PlanError) as error:
+        check(plan, Sizes(3, 2), "1f1b")
+    assert str(error.value) == """\
+SEND_F1@1 is missing
+
+rank 0, step 0:  F0@0v0     SEND_F0@0  F1@0v0     SEND_F1@0  RECV_B0@0  F2@0v0     SEND_F2@0  B0@0v0     RECV_B1@0"""
+
+
+def test_drawing_is_windowed():
+    plan = make_plan("2bw", Sizes(64, 64), 0, 2)
+    lines = draw_steps(plan, [(30, 100), (33, 20)]).splitlines()
+    assert len(lines) == 8
+    assert max(map(len, lines)) < 150
+    assert sum(">" in line for line in lines) == 2
+    assert draw_steps({}) == "(an empty plan)"
+
+
+def test_actions_of_no_schedule():
+    plan = make_plan("1f1b", Sizes(1, 1))
+    extra = (*plan[0], Action(Kind.W, 0, 0, 0))
+    assert fault_of({0: extra}, Sizes(1, 1), "1f1b") == "W0@0v0 does not belong in this plan"

@@ -1,0 +1,98 @@
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridpar.errors import ConfigError
+from hybridpar.pipeline.plan.action import COMPUTE, Kind, format_actions
+from hybridpar.pipeline.plan.passes import forward_actions, lower, make_plan
+from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
+
+
+def without_communication(name, p, m, stage, num_batches=3, **options):
+    actions = lower(name, Sizes(p, m), stage, 0, num_batches, **options)
+    kinds = COMPUTE | {Kind.REDUCE, Kind.NORM, Kind.UPDATE}
+    return format_actions(a for a in actions if a.kind in kinds).replace(f"@{stage}", "")
+
+
+def test_one_rank_alone():
+    assert format_actions(lower("1f1b", Sizes(1, 2), 0, 0, 2)) == (
+        "F0@0v0 B0@0v0 F1@0v0 B1@0v0 REDUCE0@0 NORM0@0 UPDATE0@0 F2@0v1 B2@0v1 F3@0v1 B3@0v1 REDUCE1@0 NORM1@0 UPDATE1@0"
+    )
+
+
+def test_double_buffered_updates():
+    # UPDATE(t) right before the first forward of batch t+2; NORM(t) later on later stages, which end batch t earlier;
+    # UPDATE1 in the drain, where F12 would have been
+    assert without_communication("2bw", 3, 4, 0) == (
+        "F0v0 F1v0 F2v0 B0v0 F3v0 B1v0 F4v0 B2v0 F5v0 B3v0 REDUCE0 NORM0 F6v0 B4v0 F7v0 B5v0 UPDATE0 F8v1 B6v0 F9v1 "
+        "B7v0 REDUCE1 NORM1 F10v1 B8v1 F11v1 B9v1 UPDATE1 B10v1 B11v1 REDUCE2 NORM2 UPDATE2"
+    )
+    assert without_communication("2bw", 3, 4, 2) == (
+        "F0v0 B0v0 F1v0 B1v0 F2v0 B2v0 F3v0 B3v0 REDUCE0 F4v0 B4v0 NORM0 F5v0 B5v0 F6v0 B6v0 F7v0 B7v0 REDUCE1 UPDATE0 "
+        "F8v1 B8v1 NORM1 F9v1 B9v1 F10v1 B10v1 F11v1 B11v1 REDUCE2 UPDATE1 NORM2 UPDATE2"
+    )
+
+
+def test_pipedream_updates_at_once():
+    assert without_communication("pipedream", 3, 1, 0, clip=False) == (
+        "F0v0 F1v0 F2v0 B0v0 REDUCE0 UPDATE0 B1v0 REDUCE1 UPDATE1 B2v0 REDUCE2 UPDATE2"
+    )
+    assert without_communication("pipedream", 2, 2, 1, 2, clip=False) == (
+        "F0v0 B0v0 F1v0 B1v0 REDUCE0 UPDATE0 F2v1 B2v1 F3v1 B3v1 REDUCE1 UPDATE1"
+    )
+
+
+def test_receives_are_posted_before_the_preceding_compute_action():
+    # 1f1b, p=2, m=3:    F0 F1 B0 F2 B1 B2 and F0 B0 F1 B1 F2 B2
+    first, last = make_plan("1f1b", Sizes(2, 3), ahead=1).values()
+    end = " REDUCE0@{0} NORM0@{0} UPDATE0@{0}"
+    assert format_actions(first) == (
+        "F0@0v0 SEND_F0@0 RECV_B0@0 F1@0v0 SEND_F1@0 B0@0v0 RECV_B1@0 F2@0v0 SEND_F2@0 RECV_B2@0 B1@0v0 B2@0v0"
+    ) + end.format(0)
+    assert format_actions(last) == (
+        "RECV_F0@1 F0@1v0 RECV_F1@1 B0@1v0 SEND_B0@1 F1@1v0 RECV_F2@1 B1@1v0 SEND_B1@1 F2@1v0 B2@1v0 SEND_B2@1"
+    ) + end.format(1)
+
+
+def test_receives_posted_late():
+    first, _ = make_plan("1f1b", Sizes(2, 2), ahead=0).values()
+    assert format_actions(first).startswith(
+        "F0@0v0 SEND_F0@0 F1@0v0 SEND_F1@0 RECV_B0@0 B0@0v0 RECV_B1@0 B1@0v0 REDUCE0@0"
+    )
+
+
+def test_evaluation():
+    sizes = Sizes(3, 4)
+    assert format_actions(forward_actions(sizes, 0, 2)) == "F0@0 SEND_F0@0 F1@0 SEND_F1@0"
+    assert format_actions(forward_actions(sizes, 1, 2, version=5)) == (
+        "RECV_F0@1 RECV_F1@1 F0@1v5 SEND_F0@1 F1@1v5 SEND_F1@1"
+    )
+    assert format_actions(forward_actions(sizes, 2, 2, ahead=0)) == "RECV_F0@2 F0@2 RECV_F1@2 F1@2"
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 16), st.integers(1, 32), st.booleans(), st.integers(0, 3))
+def test_without_end(name, p, m, clip, ahead):
+    """An endless plan is a finite one as far as that has not begun to drain; it is lazy; NORMs wait one at a time."""
+    if SCHEDULES[name].needs_full_pipeline:
+        m = max(m, p)
+    stage, sizes = p // 2, Sizes(p, m)
+    # pipelines deeper than the range never reach their steady state
+    finite = list(lower(name, sizes, stage, 2, 3 + -(-p // m), clip=clip, ahead=ahead))
+    updates = [i for i, action in enumerate(finite) if action.kind is Kind.UPDATE]
+    steady = updates[0] + 1
+    assert list(islice(lower(name, sizes, stage, 2, clip=clip, ahead=ahead), steady)) == finite[:steady]
+    pending = 0
+    for action in finite:
+        pending += (action.kind is Kind.NORM) - (action.kind is Kind.UPDATE and clip)
+        assert 0 <= pending <= 1
+    assert clip == any(action.kind is Kind.NORM for action in finite)
+
+
+def test_errors_come_at_once():
+    with pytest.raises(ConfigError, match="num_microbatches = 3"):
+        lower("2bw", Sizes(4, 3), 0)
+    with pytest.raises(ConfigError, match="schedule"):
+        lower("zigzag", Sizes(4, 3), 0)

@@ -1,0 +1,133 @@
+from dataclasses import replace
+from inspect import cleandoc
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridpar.errors import ConfigError
+from hybridpar.pipeline.plan import schedules
+from hybridpar.pipeline.plan.action import Action, Kind, format_actions, parse_actions
+from hybridpar.pipeline.plan.draw import draw
+from hybridpar.pipeline.plan.passes import make_plan
+from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, find_schedule
+
+# Three stages, three micro-batches in a batch, a backward takes two forwards, * is an update.
+STAIRCASES = {
+    ("naive", 1): """
+        stage 0  F0                   B0--- F1                   B1--- F2                   B2---*
+        stage 1     F0          B0---          F1          B1---          F2          B2---      *
+        stage 2        F0 B0---                   F1 B1---                   F2 B2---            *""",
+    ("gpipe", 2): """
+        stage 0  F0 F1 F2                   B0--- B1--- B2---*F3 F4 F5                   B3--- B4--- B5---*
+        stage 1     F0 F1 F2          B0--- B1--- B2---      *   F3 F4 F5          B3--- B4--- B5---      *
+        stage 2        F0 F1 F2 B0--- B1--- B2---            *      F3 F4 F5 B3--- B4--- B5---            *""",
+    ("1f1b", 2): """
+        stage 0  F0 F1 F2             B0---    B1---    B2---*F3 F4 F5             B3---    B4---    B5---*
+        stage 1     F0 F1       B0--- F2 B1---    B2---      *   F3 F4       B3--- F5 B4---    B5---      *
+        stage 2        F0 B0--- F1 B1--- F2 B2---            *      F3 B3--- F4 B4--- F5 B5---            *""",
+    ("2bw", 3): """
+        stage 0  F0 F1 F2             B0--- F3 B1--- F4 B2--- F5 B3---*F6 B4--- F7 B5--- F8 B6---*   B7---    B8---*
+        stage 1     F0 F1       B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4---*F6 B5--- F7 B6--- F8 B7---*   B8---      *
+        stage 2        F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---*F6 B6--- F7 B7--- F8 B8---*           *""",
+    ("pipedream", 3): """
+        stage 0  F0 F1 F2             B0--- F3 B1--- F4 B2---*F5 B3--- F6 B4--- F7 B5---*F8 B6---    B7---    B8---*
+        stage 1     F0 F1       B0--- F2 B1--- F3 B2---*F4 B3--- F5 B4--- F6 B5---*F7 B6--- F8 B7---    B8---*
+        stage 2        F0 B0--- F1 B1--- F2 B2---*F3 B3--- F4 B4--- F5 B5---*F6 B6--- F7 B7--- F8 B8---*""",
+}
+
+
+@pytest.mark.parametrize(("name", "num_batches"), STAIRCASES)
+def test_staircase(name, num_batches):
+    plan = make_plan(name, Sizes(3, 3), 0, num_batches, clip=name != "pipedream")
+    drawn = cleandoc(STAIRCASES[name, num_batches])
+    assert draw(plan) == drawn
+    assert all(line in schedules.__doc__ for line in drawn.splitlines())  # the module's comment draws the same
+
+
+def versions(name, sizes, stage, num_batches, first_batch=0):
+    compute = SCHEDULES[name].compute_actions(sizes, stage, first_batch, num_batches)
+    return [action.version for action in compute if action.kind is Kind.F]
+
+
+def test_versions():
+    sizes = Sizes(3, 3)
+    for stage in range(3):
+        assert versions("1f1b", sizes, stage, 3) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert versions("2bw", sizes, stage, 4) == [0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2]  # batches 0 and 1 use W(0)
+    assert versions("pipedream", sizes, 0, 3) == [0, 0, 0, 0, 0, 1, 1, 1, 2]
+    assert versions("pipedream", sizes, 1, 3) == [0, 0, 0, 0, 1, 1, 1, 2, 2]
+    assert versions("pipedream", sizes, 2, 3) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_versions_after_a_drain():
+    sizes = Sizes(3, 3)
+    for stage in range(3):
+        assert versions("1f1b", sizes, stage, 2, first_batch=3) == [3, 3, 3, 4, 4, 4]
+        assert versions("2bw", sizes, stage, 2, first_batch=3) == [2, 2, 2, 3, 3, 3]  # draining changes no version
+    assert versions("pipedream", sizes, 0, 2, first_batch=3) == [3, 3, 3, 3, 3, 4]  # draining applied all updates
+    assert versions("pipedream", sizes, 2, 2, first_batch=3) == [3, 3, 3, 4, 4, 4]
+
+
+def test_paper_figure_2():
+    """arXiv 2006.09503, figure 2 (p = m = 4, counted from 1): input 9 is the first to use W(4), their name of W1."""
+    schedule, sizes = SCHEDULES["2bw"], Sizes(4, 4)
+    assert [schedule.version(sizes, 3, k, 0) for k in (6, 7, 8, 11, 12)] == [0, 0, 1, 1, 2]
+
+
+SIZES = st.builds(Sizes, st.integers(1, 16), st.integers(1, 64))
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), SIZES, st.integers(0, 5), st.data())
+def test_endless_begins_like_finite(name, sizes, first_batch, data):
+    schedule = SCHEDULES[name]
+    if schedule.needs_full_pipeline and sizes.num_microbatches < sizes.num_stages:
+        sizes = Sizes(sizes.num_microbatches, sizes.num_stages)
+    stage = data.draw(st.integers(0, sizes.num_stages - 1))
+    finite = list(schedule.compute_actions(sizes, stage, first_batch, 3))
+    warmup = 0 if schedule.flush else min(schedule.warmup(sizes, stage), len(finite) // 2)
+    before_drain = len(finite) - warmup
+    endless = islice(schedule.compute_actions(sizes, stage, first_batch), before_drain)
+    assert list(endless) == finite[:before_drain]
+
+
+def test_2bw_needs_a_full_pipeline():
+    with pytest.raises(ConfigError) as error:
+        SCHEDULES["2bw"].compute_actions(Sizes(4, 3), 0)  # at once, not when the first action is asked for
+    (problem,) = error.value.problems
+    assert (problem.field, problem.value, problem.suggestion) == ("pipeline.num_microbatches", 3, "4")
+    for name in SCHEDULES.keys() - {"2bw"}:
+        SCHEDULES[name].check_sizes(Sizes(4, 3))
+
+
+@pytest.mark.parametrize(("p", "m", "field"), [(0, 1, "parallel.pp"), (1, 0, "pipeline.num_microbatches")])
+def test_bad_sizes(p, m, field):
+    with pytest.raises(ConfigError) as error:
+        Sizes(p, m)
+    assert error.value.problems[0].field == field
+
+
+def test_find_schedule():
+    assert find_schedule("2bw") is find_schedule(SCHEDULES["2bw"])
+    with pytest.raises(ConfigError, match=r"pipeline\.schedule = 'gpip'"):
+        find_schedule("gpip")
+
+
+def test_bounds():
+    sizes = Sizes(4, 8)
+    assert [[s.max_live_activations(sizes, r) for r in range(4)] for s in SCHEDULES.values()] == [
+        [1, 1, 1, 1], [8, 8, 8, 8], [4, 3, 2, 1], [4, 3, 2, 1], [4, 3, 2, 1],
+    ]
+    assert [s.max_live_versions(sizes, 0) for s in SCHEDULES.values()] == [1, 1, 1, 2, 2]
+    assert [SCHEDULES["pipedream"].max_live_versions(Sizes(4, 1), r) for r in range(4)] == [4, 3, 2, 1]
+    assert SCHEDULES["2bw"].max_live_versions(Sizes(1, 1), 0) == 2
+    assert SCHEDULES["1f1b"].max_live_activations(Sizes(4, 2), 0) == 2
+
+
+def test_a_longer_warmup_is_a_schedule_too():
+    """Room for the option that hides link latency: run 2 (p-1-r) ahead."""
+    longer = replace(SCHEDULES["2bw"], warmup=lambda sizes, stage: 2 * (sizes.num_stages - 1 - stage))
+    compute = list(longer.compute_actions(Sizes(2, 4), 0, 0, 1))
+    assert format_actions(compute) == "F0@0v0 F1@0v0 F2@0v0 B0@0v0 F3@0v0 B1@0v0 B2@0v0 B3@0v0"
+    assert parse_actions("F0@0v0") == (Action(Kind.F, 0, 0, 0),) == tuple(compute[:1])

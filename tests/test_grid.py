@@ -1,0 +1,109 @@
+"""The process grid: rank order, axes, neighbours, and errors before any process group exists."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from hybridpar.errors import ConfigError
+from hybridpar.grid import Axis, ProcessGrid, Traffic
+
+AXES = ("tp", "dp", "pp", "pp_reverse", "ends", "world")
+
+
+def test_one_process_needs_no_process_group() -> None:
+    assert not dist.is_initialized()
+    grid = ProcessGrid()
+    for name in AXES:
+        axis = getattr(grid, name)
+        assert (axis.name, axis.size, axis.rank, axis.group) == (name, 1, 0, None)
+        assert axis.is_first
+        assert axis.is_last
+        assert axis.next == axis.prev == 0
+    assert grid.rank == 0
+    assert grid.describe() == "rank 0 (stage 0, replica 0, tensor part 0)"
+
+
+def test_axes_count_separately() -> None:
+    grid = ProcessGrid()
+    grid.tp.traffic.add("send", 8)
+    grid.tp.traffic.add("send", 4)
+    assert grid.tp.traffic.calls == {"send": 2}
+    assert grid.tp.traffic.num_bytes == {"send": 12}
+    assert grid.dp.traffic == Traffic()
+    grid.tp.traffic.clear()
+    assert grid.tp.traffic == Traffic()
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 0}, {"pp": -1}])
+def test_sizes_below_one(sizes: dict[str, int]) -> None:
+    ((name, value),) = sizes.items()
+    with pytest.raises(ConfigError, match=rf"parallel\.{name} = {value}: must be at least 1"):
+        ProcessGrid(**sizes)
+
+
+def test_more_ranks_than_processes() -> None:
+    with pytest.raises(ConfigError, match=r"tp \* pp \* dp is 6 but the job has 1 processes; try torchrun"):
+        ProcessGrid(tp=3, pp=2)
+
+
+def test_axis_checks_itself() -> None:
+    with pytest.raises(AssertionError, match="rank 2 of 2"):
+        Axis("tp", 2, (0, 1), group=object())
+    with pytest.raises(AssertionError, match="needs a group"):
+        Axis("tp", 0, (0, 1))
+
+
+def describe_axes(tp: int, pp: int, dp: int) -> dict[str, Any]:
+    grid = ProcessGrid(tp=tp, pp=pp, dp=dp)
+    out = {}
+    for name in AXES:
+        axis = getattr(grid, name)
+        x = torch.tensor([2**grid.rank])
+        if axis.group is not None:  # the group is made of the ranks it says
+            assert dist.get_rank(axis.group) == axis.rank
+            dist.all_reduce(x, group=axis.group)
+        assert x.item() == sum(2**r for r in axis.ranks)
+        assert axis.ranks[axis.rank] == grid.rank == dist.get_rank()
+        out[name] = axis.ranks
+    assert grid.pp.group is not grid.pp_reverse.group or pp == 1
+    assert (grid.pp.next, grid.pp.prev) == (grid.pp.ranks[(grid.pp.rank + 1) % pp], grid.pp.ranks[grid.pp.rank - 1])
+    return out
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 3, 1), (1, 3, 2), (2, 2, 2), (3, 1, 1), (1, 2, 1)])
+def test_rank_order(tp: int, pp: int, dp: int) -> None:
+    """tp fastest, then dp, then pp; every axis holds the ranks that differ in its coordinate only."""
+    axes = run_ranks(describe_axes, tp * pp * dp, tp, pp, dp)
+    for s, d, t in product(range(pp), range(dp), range(tp)):
+        rank = (s * dp + d) * tp + t
+        line = tuple((i * dp + d) * tp + t for i in range(pp))
+        ends = tuple((i * dp + j) * tp + t for i in (0, pp - 1) for j in range(dp))
+        assert axes[rank] == {
+            "tp": tuple((s * dp + d) * tp + i for i in range(tp)),
+            "dp": tuple((s * dp + i) * tp + t for i in range(dp)),
+            "pp": line, "pp_reverse": line,
+            "ends": ends if pp > 1 and s in (0, pp - 1) else (rank,),
+            "world": tuple(range(tp * pp * dp)),
+        }
+
+
+def wrong_size_and_two_grids() -> None:
+    with pytest.raises(ConfigError, match="is 3 but the job has 2"):
+        ProcessGrid(tp=3)
+    a, b = ProcessGrid(tp=2), ProcessGrid(dp=2)
+    assert (a.tp.size, a.dp.size, b.tp.size, b.dp.size) == (2, 1, 1, 2)
+    alone = ProcessGrid()  # a grid of one's own, inside a job
+    assert alone.tp.ranks == (dist.get_rank(),)
+    assert alone.describe() == f"rank {dist.get_rank()} (stage 0, replica 0, tensor part 0)"
+
+
+@pytest.mark.ranks
+def test_wrong_size_and_two_grids() -> None:
+    run_ranks(wrong_size_and_two_grids, 2)
