@@ -1,7 +1,7 @@
 """Data: text -> tokens on disk -> samples -> micro-batches.
 
     open_data    config -> prepared corpora, training and validation streams; calls everything below
-    prepare      corpus.py, tokenizer.py -> indexed.py: text to a .bin/.idx pair, once
+    prepare      corpus.py, tokenizer.py -> indexed.py: text to a .bin/.idx pair, once (prepared.py)
     datasets     gpt.py, bert.py: samples of a part (split.py) of a pair
     Blend        order.py, blend.py: an endless shuffled stream of samples, from any position
     BatchLoader  the stream dealt out as micro-batches
@@ -14,7 +14,7 @@ from hybridpar.data.gpt import GPTDataset
 from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from hybridpar.data.loader import BatchLoader
 from hybridpar.data.order import SampleOrder
-from hybridpar.data.prepare import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer
+from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer
 from hybridpar.data.split import split_tokens
 from hybridpar.data.tokenizer import BertVocabulary, Tokenizer, train_tokenizer
 

@@ -10,7 +10,7 @@ from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
 from hybridpar.data.gpt import GPTDataset
 from hybridpar.data.indexed import is_indexed
-from hybridpar.data.prepare import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer
+from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer
 from hybridpar.data.split import Part, split_tokens
 from hybridpar.data.tokenizer import Tokenizer
 from hybridpar.errors import ConfigError, Problem, config_error

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hybridpar.dp.buckets import FlatLayout
+from hybridpar.nn.layout import FlatLayout
 
 
 class GradientAccumulator:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from hybridpar.comm.collectives import Work, all_reduce_async
-from hybridpar.dp.buckets import FlatLayout
+from hybridpar.nn.layout import FlatLayout
 from hybridpar.grid import Axis
 
 
@@ -19,19 +19,17 @@ class GradientReducer:
     GradientAccumulator.arm), `flush()` after it for those that got none, `wait()` before the sums are used. A batch may
     be armed while the reduction of an earlier one, flushed but not waited for, is still under way in another buffer.
 
-    Parameters in `skip` are left alone: tied ones, which are summed over the `ends` axis instead.
+    `routes`: by parameter, the axis to sum over, and any value that must not share a bucket with another one.
 
-    Collectives: one all-reduce over `axis` for each bucket, in the order of the layout's buckets on every rank: a
+    Collectives: one all-reduce for each bucket over its axis, in the order of the layout's buckets on every rank: a
     bucket that fills early is held back until those before it have started. On an axis of size 1 nothing is sent.
     """
 
-    def __init__(self, layout: FlatLayout, axis: Axis, bucket_bytes: int = 25 * 2**20,
-                 skip: Collection[str] = ()):
+    def __init__(self, layout: FlatLayout, routes: Mapping[str, tuple[Axis, object]], bucket_bytes: int = 25 * 2**20):
         self.layout = layout
-        self.axis = axis
-        self.buckets = layout.buckets(bucket_bytes, skip)
+        self.buckets = layout.buckets(bucket_bytes, lambda name: (routes[name][0].name, routes[name][1]))
+        self._axes = [routes[bucket.names[0]][0] for bucket in self.buckets]
         self._bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
-        self._skip = frozenset(skip)
         self._flat: Tensor | None = None  # the buffer of the armed batch
         self._missing: list[set[str]] = []  # by bucket: parameters whose gradient is not final
         self._next = 0  # the bucket to start next
@@ -52,8 +50,6 @@ class GradientReducer:
 
     def ready(self, name: str) -> None:
         """The gradient of this parameter is final; starts what that completes."""
-        if name in self._skip:
-            return
         missing = self._missing[self._bucket_of[name]]
         missing.remove(name)  # fails if the gradient was called final before
         if not missing:
@@ -81,5 +77,5 @@ class GradientReducer:
         assert self._flat is not None, "ready() without arm()"
         while self._next < len(self.buckets) and not self._missing[self._next]:
             bucket = self.buckets[self._next]
-            self._started[-1].append(all_reduce_async(self._flat[bucket.start : bucket.stop], self.axis))
+            self._started[-1].append(all_reduce_async(self._flat[bucket.start : bucket.stop], self._axes[self._next]))
             self._next += 1

@@ -39,7 +39,8 @@ def dropout(x: Tensor, p: float, key: RandomKey | None, site: int, *, inner_size
     words = random.philox_key(key.seed, site)
     stride = x.shape[-1] if inner_size is None else inner_size
     random.check_counters(key.step, key.sample, x.shape[0], 1, x.shape[-1], stride, inner_start)
-    mask = _Mask(words[0], words[1], key.step, key.sample, round(p * 2.0**32), 1.0 / (1.0 - p), stride, inner_start)
+    threshold = min(round(p * 2.0**32), (1 << 32) - 1)
+    mask = _Mask(words[0], words[1], key.step, key.sample, threshold, 1.0 / (1.0 - p), stride, inner_start)
     return _Dropout.apply(x, mask, backend)
 
 

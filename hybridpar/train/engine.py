@@ -19,11 +19,11 @@ from hybridpar.comm.collectives import all_reduce, all_reduce_async
 from hybridpar.config import Config
 from hybridpar.dp.accumulate import GradientAccumulator
 from hybridpar.dp.reducer import GradientReducer
-from hybridpar.grid import ProcessGrid
+from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.models.build import build_blocks, loss_names, parse_layers
 from hybridpar.models.cost import stage_split
 from hybridpar.nn.init import initialize
-from hybridpar.nn.placement import reduce_shared_gradients
+from hybridpar.nn.placement import Placement, reduce_shared_gradients
 from hybridpar.optim import ParameterSlot, build_optimizer
 from hybridpar.optim.loss_scale import LossScaler
 from hybridpar.optim.norm import clip_scale, squared_norm
@@ -88,12 +88,7 @@ class Engine:
         self.weights.fill(lambda tensors: initialize(
             [(s.name, tensors[s.name], s.placement) for s in self.slots], config.train.seed, grid.tp.rank))
         layout = self.weights.layout
-        # a weight tied across stages is summed over both its holders and all their replicas at once
-        tied = {s.name for s in self.slots if s.placement.tied and grid.pp.size > 1}
-        self.reducers = (
-            GradientReducer(layout, grid.dp, skip=tied),
-            GradientReducer(layout, grid.ends, skip=self.weights.placements.keys() - tied),
-        )
+        self.reducer = GradientReducer(layout, {s.name: self._route(s.placement) for s in self.slots})
         self.gradients = GradientAccumulator(layout, device, num_buffers=self.schedule.num_gradient_buffers)
         self.optimizer = build_optimizer(config.optim, self.slots, grid.tp)
         self.scaler = LossScaler(config.optim.loss_scale, dynamic=True) if dtype == torch.float16 else LossScaler()
@@ -142,6 +137,16 @@ class Engine:
             elif self.batches_done >= self._end:
                 return
 
+    def _route(self, placement: Placement) -> tuple[Axis, object]:
+        """Which ranks a gradient is summed over, and what it may share a message with.
+
+        A weight tied across stages is summed over both its holders and all their replicas at once. Replicated
+        parameters are apart from split ones: the order in which Gloo adds depends on the place in the message, and they
+        must come out equal on all tp ranks, whose split parameters differ in size.
+        """
+        tied = placement.tied and self.grid.pp.size > 1
+        return self.grid.ends if tied else self.grid.dp, placement.shard is None
+
     # -- what the plan's batch actions mean ------------------------------------------------------------------------
 
     def _before_backward(self, action: Action) -> float:
@@ -151,9 +156,8 @@ class Engine:
             self.gradients.zero(buffer)
         self.gradients.bind(self.weights.leaves_of(action.version), buffer)
         if index == self.sizes.num_microbatches - 1:
-            for reducer in self.reducers:
-                reducer.arm(self.gradients.buffers[buffer])
-            self.gradients.arm(self._ready)
+            self.reducer.arm(self.gradients.buffers[buffer])
+            self.gradients.arm(self.reducer.ready)
         return self._scale(batch)
 
     def _scale(self, batch: int) -> float:
@@ -164,16 +168,10 @@ class Engine:
 
     def _reduce(self, batch: int) -> None:
         self.gradients.disarm()
-        for reducer in self.reducers:
-            reducer.flush()
-
-    def _ready(self, name: str) -> None:
-        for reducer in self.reducers:
-            reducer.ready(name)
+        self.reducer.flush()
 
     def _norm(self, batch: int) -> None:
-        for reducer in self.reducers:
-            reducer.wait()
+        self.reducer.wait()
         gradients = self._gradient_list(batch)
         reduce_shared_gradients(zip(gradients, (s.placement for s in self.slots), strict=True), self.grid.tp)
         totals = torch.zeros(2 + len(self.loss_names), dtype=torch.float64, device=self.device)

@@ -6,12 +6,17 @@ import torch
 from ranks import run_ranks
 from torch import nn
 
-from hybridpar.dp import FlatLayout, GradientAccumulator, GradientReducer
+from hybridpar.dp import GradientAccumulator, GradientReducer
 from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.nn.layout import FlatLayout
 
 SIZES = [7, 16, 33, 16, 5]
 BATCHES = 3
 MICROBATCHES = 2
+
+
+def one_axis(layout, axis):
+    return dict.fromkeys(layout.names, (axis, None))
 
 
 def network():
@@ -24,14 +29,15 @@ def inputs(batch, rank):
     return torch.randn(4, SIZES[0], generator=torch.Generator().manual_seed(10 * batch + rank), dtype=torch.float64)
 
 
-def overlapped(bucket_bytes, num_buffers, skip=()):
+def overlapped(bucket_bytes, num_buffers, local=()):
     """Gradients of every batch, reduced while the backward runs; two buffers: a batch is waited for after the next."""
     axis = ProcessGrid(dp=torch.distributed.get_world_size()).dp
     model = network()
     leaves = dict(model.named_parameters())
     layout = FlatLayout.of(leaves, torch.float64)
     accumulator = GradientAccumulator(layout, num_buffers=num_buffers)
-    reducer = GradientReducer(layout, axis, bucket_bytes, skip)
+    routes = {name: (Axis("alone") if name in local else axis, None) for name in leaves}
+    reducer = GradientReducer(layout, routes, bucket_bytes)
     results, early = [], []
     for batch in range(BATCHES):
         index = accumulator.buffer_index(batch)
@@ -50,7 +56,7 @@ def overlapped(bucket_bytes, num_buffers, skip=()):
         reducer.flush()
     for batch in range(len(results), BATCHES):
         results.append(finish(reducer, accumulator, batch))
-    assert axis.traffic.calls["all_reduce"] == len(reducer.buckets) * BATCHES
+    assert axis.traffic.calls["all_reduce"] == (len(reducer.buckets) - len(local)) * BATCHES
     return results, early, len(reducer.buckets)
 
 
@@ -80,12 +86,12 @@ def test_overlapped_reduction_equals_the_sum(num_ranks, bucket_bytes, num_buffer
 
 
 @pytest.mark.ranks
-def test_skipped_parameters_stay_local():
-    skip = ("2.weight",)
-    for rank, (results, _, _) in enumerate(run_ranks(overlapped, 2, 1000, 1, skip)):
+def test_each_parameter_is_summed_over_its_own_axis():
+    local = ("3.weight",)
+    for rank, (results, _, _) in enumerate(run_ranks(overlapped, 2, 1000, 1, local)):
         alone, total = expected(0, [rank]), expected(0, range(2))
         for name, got in results[0].items():
-            torch.testing.assert_close(got, alone[name] if name in skip else total[name], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(got, alone[name] if name in local else total[name], rtol=1e-12, atol=1e-12)
 
 
 def shuffled(num_buckets):
@@ -93,7 +99,7 @@ def shuffled(num_buckets):
     axis = ProcessGrid(dp=torch.distributed.get_world_size()).dp
     names = [f"p{i}" for i in range(num_buckets)]
     layout = FlatLayout(names, [(3 + i,) for i in range(num_buckets)], torch.float32)
-    reducer = GradientReducer(layout, axis, bucket_bytes=1)
+    reducer = GradientReducer(layout, one_axis(layout, axis), bucket_bytes=1)
     assert len(reducer.buckets) == num_buckets
     flat = layout.zeros()
     views = layout.views(flat)
@@ -119,7 +125,7 @@ def test_buckets_start_in_one_order_whatever_the_order_of_gradients():
 
 def test_starts_early_and_in_order():
     layout = FlatLayout(["a", "b", "c"], [(4,)] * 3, torch.float32)
-    reducer = GradientReducer(layout, Axis("dp"), bucket_bytes=1)
+    reducer = GradientReducer(layout, one_axis(layout, Axis("dp")), bucket_bytes=1)
     reducer.arm(layout.zeros())
     reducer.ready("b")
     assert reducer._next == 0  # held back: c comes first
@@ -131,7 +137,7 @@ def test_starts_early_and_in_order():
 
 def test_one_replica_needs_no_special_case():
     layout = FlatLayout(["a", "b"], [(4,)] * 2, torch.float32)
-    reducer = GradientReducer(layout, Axis("dp"))
+    reducer = GradientReducer(layout, one_axis(layout, Axis("dp")))
     flat = torch.ones(layout.numel)
     reducer.wait()  # nothing under way
     reducer.arm(flat)
@@ -144,7 +150,7 @@ def test_one_replica_needs_no_special_case():
 
 def test_misuse_fails():
     layout = FlatLayout(["a", "b"], [(4,)] * 2, torch.float32)
-    reducer = GradientReducer(layout, Axis("dp"))
+    reducer = GradientReducer(layout, one_axis(layout, Axis("dp")))
     reducer.arm(layout.zeros())
     with pytest.raises(AssertionError, match="not flushed"):
         reducer.arm(layout.zeros())

@@ -40,7 +40,9 @@ def draw(drawn: Plan | Timeline, *, unit: float | None = None) -> str:
          for label, start, end in row if label != "*"), default=3,
     )
     name = len(f"stage {max(rows, default=0)}") + 2
-    return "\n".join(f"{f'stage {rank}':<{name}}{_text_row(row, unit, width)}" for rank, row in rows.items())
+    return "\n".join(
+        f"{f'stage {rank}':<{name}}{_text_row(row, unit, width)}".rstrip() for rank, row in rows.items()
+    )
 
 
 def _text_items(timeline: Timeline, rank: int) -> Iterator[tuple[str, float, float]]:
@@ -68,7 +70,7 @@ def _text_row(row: list[tuple[str, float, float]], unit: float, width: int) -> s
             put(max(position - 1, 0), label)
         else:
             put(position, label.ljust(column(end) - position - 1, "-"))
-    return "".join(line).rstrip()
+    return "".join(line)
 
 
 # SVG
@@ -125,17 +127,15 @@ def draw_svg(drawn: Plan | Timeline, *, title: str = "", width: int = 1200) -> s
     ranks = sorted(timeline.plan)
     span = timeline.makespan or 1.0
     scale = _scale(timeline, (width - _LEFT - _RIGHT) / span)
-    parts = []
-    for rank in ranks:
-        parts += _svg_row(timeline, rank, scale)
-    bottom = _TOP + len(ranks) * _PITCH
+    rows = [part for rank in ranks for part in _svg_row(timeline, rank, scale)]
+    axis = _TOP + len(ranks) * _PITCH
     full_width = max(scale.x(span) + _RIGHT, 640)
-    legend, bottom = _svg_legend(timeline, bottom + 42, full_width)
+    legend, bottom = _svg_legend(timeline, axis + 42, full_width)
     heading = title or f"{len(ranks)} stages, makespan {span:.6g}"
     body = "\n".join([
         f'<text class="title" x="{_LEFT}" y="30">{escape(heading)}</text>',
         f'<text class="muted" x="{scale.x(span) + 12:.1f}" y="{_TOP - 10}">idle</text>',
-        *parts, *_svg_axis(scale, span, _TOP + len(ranks) * _PITCH), *legend,
+        *rows, *_svg_axis(scale, span, axis), *legend,
     ])
     return _SVG.format(width=round(full_width), height=round(bottom), ink=_INK, muted=_MUTED, body=body)
 

@@ -106,23 +106,26 @@ class Schedule:
         self.check_sizes(sizes)
         assert 0 <= stage < sizes.num_stages, f"stage {stage} of {sizes.num_stages}"
         m, warmup = sizes.num_microbatches, self.warmup(sizes, stage)
-        batches = count(first_batch) if num_batches is None else range(first_batch, first_batch + num_batches)
+        order: Iterator[tuple[Kind, int]]
         if self.flush:
-            order = (step for t in batches for step in _one_forward_one_backward(warmup, range(t * m, (t + 1) * m)))
-        elif num_batches is None:
-            order = _one_forward_one_backward(warmup, first_batch * m)
+            batches = _count(first_batch, num_batches)
+            order = (step for t in batches for step in _one_forward_one_backward(warmup, t * m, m))
         else:
-            order = _one_forward_one_backward(warmup, range(first_batch * m, (first_batch + num_batches) * m))
+            num_microbatches = None if num_batches is None else num_batches * m
+            order = _one_forward_one_backward(warmup, first_batch * m, num_microbatches)
         return (Action(kind, stage, k, self.version(sizes, stage, k, first_batch)) for kind, k in order)
 
 
-def _one_forward_one_backward(warmup: int, microbatches: range | int) -> Iterator[tuple[Kind, int]]:
+def _count(first: int, num: int | None) -> Iterator[int]:
+    return count(first) if num is None else iter(range(first, first + num))
+
+
+def _one_forward_one_backward(warmup: int, first: int, num: int | None) -> Iterator[tuple[Kind, int]]:
     """`warmup` forwards, then a forward and a backward by turns, then the backwards that are left.
 
-    An int as `microbatches` means from there on, without end.
+    Micro-batches [first, first + num), or without end.
     """
-    endless = isinstance(microbatches, int)
-    forwards, backwards = (count(microbatches) if endless else iter(microbatches) for _ in range(2))
+    forwards, backwards = _count(first, num), _count(first, num)
     for k in islice(forwards, warmup):
         yield Kind.F, k
     for k in forwards:

@@ -303,6 +303,7 @@ class _Machine:
             sender, n = missing.sender.index, missing.num_used
             what = f"{len(missing.sent)} sent by rank {sender}, {len(missing.posted)} receives posted"
             return f"{action} waits for transfer {n} from rank {sender} ({what})"
+        assert missing is not None, f"rank {rank.index} is not waiting"
         there = {member.index for member, _ in missing.issued}
         kind, batch = next((k, b) for (k, b, _), meeting in self.meetings.items() if meeting is missing)
         absent = [r.index for r in self.ranks if r.index not in there]

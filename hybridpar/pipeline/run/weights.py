@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from hybridpar.dp.buckets import FlatLayout
+from hybridpar.nn.layout import FlatLayout
 from hybridpar.errors import CheckpointError
 from hybridpar.nn.placement import Placement, named_placements
 
@@ -33,7 +33,7 @@ class WeightStore:
         self.placements: dict[str, Placement] = {}
         by_id: dict[int, str] = {}
         parameters: dict[str, Tensor] = {}
-        for name, parameter, placement in named_placements(stage):
+        for name, parameter, placement in sorted(named_placements(stage), key=lambda item: _group(item[2])):
             self.placements[name], by_id[id(parameter)], parameters[name] = placement, name, parameter
         self.dtype = dtype
         self.master_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
@@ -121,6 +121,11 @@ class WeightStore:
         """Takes `tensors` as the master copy, where there is one. Raises: CheckpointError."""
         if self.master is not None:
             _copy_all(self.layout.views(self.master), tensors, "master weights")
+
+
+def _group(placement: Placement) -> int:
+    """Tied parameters first, then replicated, then split ones: each kind is contiguous, as gradients are reduced by kind."""
+    return 0 if placement.tied else 1 if placement.shard is None else 2
 
 
 def _copy_all(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str) -> None:

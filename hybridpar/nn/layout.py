@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -63,24 +63,20 @@ class FlatLayout:
         return {name: flat[offset : offset + prod(shape)].view(shape)
                 for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True)}
 
-    def buckets(self, bucket_bytes: int, skip: Collection[str] = ()) -> tuple[Bucket, ...]:
+    def buckets(self, bucket_bytes: int, group: Callable[[str], object] = lambda name: None) -> tuple[Bucket, ...]:
         """The buffer cut into contiguous ranges of at least `bucket_bytes`, in the order a backward fills them.
 
         The first bucket is the end of the buffer, since gradients become ready in reverse order of registration. A
-        bucket closes once it has reached the size; what is left at the front may be smaller. Parameters in `skip` are
-        in no bucket.
+        bucket closes once it has reached the size, and before a parameter of another `group`.
         """
         buckets: list[Bucket] = []
         names: list[str] = []
         stop = self.numel
         for i in reversed(range(len(self.names))):
             start = self.offsets[i]
-            if self.names[i] in skip:
-                stop = start
-                continue
             names.append(self.names[i])
             full = (stop - start) * self.dtype.itemsize >= bucket_bytes
-            if full or i == 0 or self.names[i - 1] in skip:
+            if full or i == 0 or group(self.names[i - 1]) != group(self.names[i]):
                 buckets.append(Bucket(start, stop, tuple(reversed(names))))
                 names, stop = [], start
         return tuple(buckets)

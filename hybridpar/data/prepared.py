@@ -34,7 +34,7 @@ except ImportError:  # Windows
 _FORMAT = 1
 _TRAINING_BYTES = 16 << 20  # text that a tokenizer is trained on; more changes its merges little
 _BATCH_BYTES, _BATCH_TEXTS = 4 << 20, 2048  # encoded at a time
-_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z])")
+_SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[\"'(\[]*[A-Z])")
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def _progress(quiet: bool) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True)
+    return Progress(*columns, console=Console(stderr=True), disable=quiet)
 
 
 def _tracked(texts: Iterable[str], progress: Progress, what: str, total: int) -> Iterator[str]:

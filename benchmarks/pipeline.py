@@ -1,0 +1,199 @@
+"""Claims: with two pipeline stages, hybridpar's 1f1b and gpipe are faster than torch.distributed.pipelining's, and its
+2bw comes close to two independent cores.
+
+    python -m benchmarks.pipeline
+
+The peers are Schedule1F1B and ScheduleGPipe over the plain GPT, cut into the same blocks, AdamW on both sides. One
+thread a rank, Gloo. 'bf16': hybridpar with bf16 weights and activations, fp32 masters; the peer with fp32 weights under
+bf16 autocast (so it sends fp32 activations).
+
+The ideal that 2bw is held against: both ranks at once run forward and backward of their own stage, m times, with
+neither communication nor waiting, nor optimizer; the slower one counts. `ideal with update` adds what one rank must do for
+each batch besides: gradient norm and optimizer. Its rounds alternate with those of 2bw, on the very same stage and
+weights. 2bw is timed in its steady state, from the end of one batch to the end of another `batches` later; its start
+and its drain, which a run pays once, are left out (they are reported as `including fill and drain`).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from benchmarks.common import (
+    OURS,
+    SHAPES,
+    FixedLoader,
+    OurStep,
+    Race,
+    Shape,
+    Step,
+    arguments,
+    case,
+    engine_config,
+    over_ranks,
+    print_case,
+    race,
+    run_ranks,
+    write_results,
+)
+from benchmarks.plain import PlainGPT, adamw, cross_entropy
+from hybridpar.grid import ProcessGrid
+from hybridpar.models.cost import stage_split
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
+PEERS = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+IDEAL, IDEAL_UPDATE, WITH_DRAIN = "ideal", "ideal with update", "including fill and drain"
+
+
+class TorchPipelineStep:
+    """One optimizer step of torch.distributed.pipelining on this rank's blocks."""
+
+    def __init__(self, shape: Shape, schedule: str, m: int, dtype: str):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.last = rank == size - 1
+        self.model = PlainGPT(shape, stage_split(shape.model, size)[rank], autocast=dtype == "bf16")
+        stage = PipelineStage(self.model, rank, size, torch.device("cpu"))
+        self.schedule = PEERS[schedule](stage, m, loss_fn=cross_entropy)
+        self.optimizer = adamw(self.model.parameters())
+        self.batches = [tuple(torch.cat(column) for column in zip(*FixedLoader(shape, m).pairs(t), strict=True))
+                        for t in range(FixedLoader.num_distinct)]
+        self.step = 0
+
+    def __call__(self) -> float:
+        tokens, labels = self.batches[self.step % len(self.batches)]
+        self.step += 1
+        losses: list[Tensor] = []
+        arguments = (tokens,) if dist.get_rank() == 0 else ()
+        self.schedule.step(*arguments, **({"target": labels, "losses": losses} if self.last else {}),
+                           return_outputs=False)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+        dist.all_reduce(loss)  # hybridpar's step ends with every rank knowing the loss
+        return float(loss)
+
+
+def measure(shape_name: str, dtype: str, m: int, schedule: str, rounds: int) -> dict[str, Any]:
+    """Races hybridpar and torch.distributed.pipelining. Collectives: called on all ranks."""
+    shape, size = SHAPES[shape_name], dist.get_world_size()
+    config = engine_config(shape, pp=size, num_microbatches=m, schedule=schedule, dtype=dtype)
+    sides: dict[str, Step] = {
+        OURS: OurStep(config, shape, ProcessGrid(pp=size)),
+        PEERS[schedule].__name__: TorchPipelineStep(shape, schedule, m, dtype),
+    }
+    result = race(sides, rounds, tolerance=TOLERANCE[dtype])
+    return case(f"{shape_name} {dtype} pp={size} {schedule} m={m}", result, m * shape.microbatch_tokens,
+                shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule=schedule, threads=1,
+                blocks_of_each_stage=[len(blocks) for blocks in stage_split(shape.model, size)])
+
+
+class StageAlone:
+    """What one rank of the ideal does: its own engine's stage, on inputs that are simply there."""
+
+    def __init__(self, ours: OurStep, shape: Shape, m: int, dtype: str):
+        self.engine, self.m = ours.engine, m
+        kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        stages = self.engine.grid.pp
+        hidden = (shape.micro_batch, shape.seq_length, shape.hidden)
+        self.input = None if stages.is_first else torch.randn(hidden, dtype=kind)
+        self.gradient = None if stages.is_last else torch.randn(hidden, dtype=kind) * 1e-3
+        self.batch = ours.loader.microbatch(0, 0) | {
+            "num_targets": torch.tensor(float(m * shape.microbatch_tokens), dtype=torch.float64)}
+
+    def compute(self) -> None:
+        """m times forward and backward."""
+        engine = self.engine
+        for _ in range(self.m):
+            x = self.input.clone().requires_grad_() if self.input is not None else None
+            out = engine.stage(x, self.batch, None)
+            (sum(out.values()) if isinstance(out, dict) else out).backward(self.gradient)
+
+    def update(self) -> None:
+        """The gradient norm and one update, which changes nothing: its gradients are emptied before."""
+        engine = self.engine
+        engine.gradients.zero(0)
+        gradients = engine._gradient_list(0)
+        torch.stack([g.norm() for g in gradients]).norm()
+        parameters = list(engine.weights.parameters_of_optimizer().values())
+        engine.optimizer.step(parameters, gradients, lr=0.0)
+
+
+def measure_2bw(shape_name: str, dtype: str, m: int, batches: int, rounds: int) -> dict[str, Any]:
+    """Times 2bw's steady state and the ideal by turns. Collectives: called on all ranks."""
+    shape, size = SHAPES[shape_name], dist.get_world_size()
+    config = engine_config(shape, pp=size, num_microbatches=m, schedule="2bw", dtype=dtype)
+    ours = OurStep(config, shape, ProcessGrid(pp=size))
+    alone = StageAlone(ours, shape, m, dtype)
+    names = (OURS, IDEAL, IDEAL_UPDATE, WITH_DRAIN)
+    result = Race({n: [] for n in names}, {n: [] for n in names}, {OURS: [ours(), ours()]})
+
+    def pipeline(_: int) -> None:
+        ends: list[float] = []
+        losses: list[float] = []
+        start, cpu = time.perf_counter(), time.process_time()
+        ours.engine.train(
+            ours.loader, batches + 1, lambda r: (ends.append(time.perf_counter()), losses.append(r.loss)))
+        stop, stop_cpu = time.perf_counter(), time.process_time()
+        result.wall[OURS].append((ends[-1] - ends[0]) / batches)
+        result.wall[WITH_DRAIN].append((stop - start) / (batches + 1))
+        for name in (OURS, WITH_DRAIN):
+            result.cpu[name].append((stop_cpu - cpu) / (batches + 1))
+
+    def ideal(_: int) -> None:
+        start, cpu = time.perf_counter(), time.process_time()
+        for _ in range(batches):
+            alone.compute()
+        middle, middle_cpu = time.perf_counter(), time.process_time()
+        alone.update()
+        stop, stop_cpu = time.perf_counter(), time.process_time()
+        result.wall[IDEAL].append((middle - start) / batches)
+        result.wall[IDEAL_UPDATE].append((middle - start) / batches + stop - middle)
+        result.cpu[IDEAL].append((middle_cpu - cpu) / batches)
+        result.cpu[IDEAL_UPDATE].append((middle_cpu - cpu) / batches + stop_cpu - middle_cpu)
+
+    ideal(0)
+    pipeline(0)
+    for times in (*result.wall.values(), *result.cpu.values()):
+        times.clear()
+    for i in range(rounds):
+        for run in (pipeline, ideal) if i % 2 == 0 else (ideal, pipeline):
+            dist.barrier()
+            run(i)
+    for name in names:
+        result.wall[name] = over_ranks(result.wall[name], "max")
+        result.cpu[name] = over_ranks(result.cpu[name], "sum")
+    busy = [statistics.median(result.wall[IDEAL])]
+    return case(f"{shape_name} {dtype} pp={size} 2bw m={m}", result, m * shape.microbatch_tokens,
+                shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule="2bw", threads=1,
+                batches_of_a_round=batches, ideal_s=busy,
+                blocks_of_each_stage=[len(blocks) for blocks in stage_split(shape.model, size)])
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=9, shapes=["balanced", "small"])
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--schedules", nargs="+", choices=[*PEERS, "2bw"], default=[*PEERS, "2bw"])
+    parser.add_argument("--batches", type=int, default=3, help="batches of a timed round of 2bw")
+    args = parser.parse_args()
+    cases = []
+    for shape in args.shapes:
+        for dtype in args.dtypes:
+            for schedule in args.schedules:
+                for m in args.microbatches:
+                    if schedule == "2bw":
+                        entry = run_ranks(measure_2bw, 2, shape, dtype, m, args.batches, args.rounds)
+                    else:
+                        entry = run_ranks(measure, 2, shape, dtype, m, schedule, args.rounds)
+                    cases.append(entry)
+                    print_case(entry)
+    print(write_results("pipeline", cases, args))
+
+
+if __name__ == "__main__":
+    main()

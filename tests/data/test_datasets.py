@@ -1,0 +1,89 @@
+import json
+
+import pytest
+
+from hybridpar.config import DataConfig, ModelConfig
+from hybridpar.data import BatchLoader, BertDataset, GPTDataset, IndexedWriter, open_data
+from hybridpar.errors import ConfigError, DataError
+
+MODEL = {"vocab_size": 400, "seq_length": 32}
+
+
+@pytest.fixture
+def texts(tmp_path):
+    for name in ("one", "two"):
+        lines = [f"The {name} text, number {i}.\nIt has\nfour lines.\n{'Long! ' * (i % 9)}" for i in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in lines))
+    return tuple(str(tmp_path / f"{name}.jsonl") for name in ("one", "two"))
+
+
+@pytest.mark.parametrize(("kind", "dataset"), [("gpt", GPTDataset), ("bert", BertDataset)])
+def test_text_without_weights_is_one_corpus(texts, tmp_path, kind, dataset):
+    data = open_data(ModelConfig(kind=kind, **MODEL), DataConfig(texts, split=0.1), tmp_path / "c", seed=1, quiet=True)
+    assert len(data.prepared) == len(data.train.datasets) == 1
+    assert data.prepared[0].num_documents == 120
+    assert isinstance(data.train.datasets[0], dataset)
+    assert len(data.valid.datasets[0]) * 4 < len(data.train.datasets[0])
+    batch = BatchLoader(data.train, micro_batch_size=2, num_microbatches=1).microbatch(0, 0)
+    assert batch["tokens"].shape == (2, 32)
+    assert batch["tokens"].max() < data.tokenizer.vocab_size <= 400
+
+
+def test_weights_blend_corpora_that_share_a_tokenizer(texts, tmp_path):
+    config = DataConfig(texts, weights=(3.0, 1.0), split=0.1)
+    data = open_data(ModelConfig(**MODEL), config, tmp_path / "c", seed=1, quiet=True)
+    assert data.train.shares == data.valid.shares == (3, 1)
+    assert len({p.tokenizer().fingerprint for p in data.prepared}) == 1
+
+
+def test_prepared_corpora_can_be_named(texts, tmp_path):
+    config = DataConfig(texts[:1], split=0)
+    first = open_data(ModelConfig(**MODEL), config, tmp_path / "c", seed=1, quiet=True)
+    assert first.valid is None
+    for name in (str(first.prepared[0].prefix), f"{first.prepared[0].prefix}.bin"):
+        again = open_data(ModelConfig(**MODEL), DataConfig((name,), split=0), tmp_path / "d", seed=1, quiet=True)
+        assert again.train.fingerprint == first.train.fingerprint
+        assert again.tokenizer is None or again.tokenizer.fingerprint == first.tokenizer.fingerprint
+    mixed = open_data(ModelConfig(**MODEL), DataConfig((name, texts[1]), split=0), tmp_path / "d", seed=1, quiet=True)
+    assert len(mixed.train.datasets) == 2
+    assert mixed.tokenizer.fingerprint == first.tokenizer.fingerprint
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    with IndexedWriter(tmp_path / "theirs", "<u2") as writer:
+        writer.add_document(range(300), [10] * 30)
+    return str(tmp_path / "theirs")
+
+
+def test_files_of_megatron(theirs, tmp_path):
+    data = open_data(ModelConfig(**MODEL), DataConfig((theirs,), split=0.2), tmp_path, seed=1)
+    assert data.tokenizer is None
+    assert len(data.train.datasets[0]) == 7
+    with pytest.raises(ConfigError, match=r"data\.tokenizer = '': is needed: BERT"):
+        open_data(ModelConfig(kind="bert", **MODEL), DataConfig((theirs,), split=0.2), tmp_path, seed=1)
+    with pytest.raises(ConfigError, match=r"vocab_size = 299"):
+        open_data(ModelConfig(vocab_size=299, seq_length=32), DataConfig((theirs,), split=0), tmp_path, seed=1)
+
+
+def test_what_does_not_go_together(texts, theirs, tmp_path):
+    def opened(kind="gpt", corpus=texts, split=0.1, **options):
+        config = DataConfig(corpus, split=split, **options)
+        return open_data(ModelConfig(kind=kind, **MODEL), config, tmp_path / "c", seed=1, quiet=True)
+
+    with pytest.raises(ConfigError, match=r"data\.weights = \(1\.0,\): must have one weight for each of 2"):
+        opened(weights=(1.0,))
+    with pytest.raises(ConfigError, match="names no corpus"):
+        opened(corpus=())
+    with pytest.raises(ConfigError, match=r"data\.tokenizer = '': is needed for .*one\.jsonl"):
+        opened(corpus=(texts[0], theirs))
+    with pytest.raises(DataError, match="does not exist"):
+        opened(corpus=("missing.txt",))
+    gpt = str(opened().prepared[0].prefix)
+    with pytest.raises(ConfigError, match="was prepared for gpt, this is bert"):
+        opened(kind="bert", corpus=(gpt,), tokenizer=str(opened(kind="bert").prepared[0].tokenizer_path))
+    other = str(opened(corpus=texts[:1]).prepared[0].tokenizer_path)
+    with pytest.raises(ConfigError, match="is not the tokenizer that"):
+        opened(corpus=(gpt,), tokenizer=other)
+    with pytest.raises(ConfigError, match=r"data\.split"):
+        opened(corpus=(gpt,), split=0.001)

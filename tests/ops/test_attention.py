@@ -1,0 +1,132 @@
+import math
+
+import pytest
+import torch
+
+from hybridpar import random
+from hybridpar.errors import ConfigError
+from hybridpar.ops import attention, dropout
+from hybridpar.random import RandomKey
+
+KEY, SITE = RandomKey(5, 6, 70), random.site("test.attention")
+
+
+def heads(b, n, n_kv, s, d, dtype=torch.float64):
+    g = torch.Generator().manual_seed(s)
+    return [torch.randn(b, m, s, d, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for m in (n, n_kv, n_kv)]
+
+
+def by_loops(q, k, v, *, causal, padding_mask=None, kv_index=None, keep=None):
+    """One query at a time. `keep` [b, n, s, s] multiplies the softmax."""
+    b, n, s, d = q.shape
+    kv_index = kv_index or [i * k.shape[1] // n for i in range(n)]
+    rows = []
+    for i, h, at in torch.cartesian_prod(torch.arange(b), torch.arange(n), torch.arange(s)).tolist():
+        keys = [j for j in range(s) if (not causal or j <= at) and (padding_mask is None or padding_mask[i, j])]
+        if not keys:
+            rows.append(torch.zeros(d, dtype=q.dtype))
+            continue
+        weights = (k[i, kv_index[h], keys] @ q[i, h, at] / math.sqrt(d)).softmax(-1)
+        if keep is not None:
+            weights = weights * keep[i, h, at, keys]
+        rows.append(weights @ v[i, kv_index[h], keys])
+    return torch.stack(rows).view(b, n, s, d)
+
+
+PADDING = torch.tensor([[True] * 7, [True] * 4 + [False] * 3, [False] * 3 + [True] * 4, [False] * 7])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize(("n", "n_kv", "kv_index"), [(3, 3, None), (4, 2, None), (5, 1, None), (5, 2, [0, 0, 0, 1, 1]),
+                                                     (2, 3, [2, 0]), (3, 3, [2, 1, 0])])
+def test_against_loops_with_gradients(causal, padded, p, n, n_kv, kv_index):
+    tensors = heads(4, n, n_kv, 7, 6)
+    mask = PADDING if padded else None
+    out = attention(*tensors, causal=causal, padding_mask=mask, kv_index=kv_index, dropout_p=p, key=KEY, site=SITE)
+    keep = dropout(torch.ones(4, n, 7, 7, dtype=torch.float64), p, KEY, SITE)
+    expected = by_loops(*tensors, causal=causal, padding_mask=mask, kv_index=kv_index, keep=keep)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    seed = torch.randn_like(out)
+    for got, want in zip(torch.autograd.grad(out, tensors, seed), torch.autograd.grad(expected, tensors, seed),
+                         strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_rows_without_keys_are_zero_and_have_no_gradient(dtype, causal, p):
+    q, k, v = heads(4, 2, 2, 7, 8, dtype)
+    out = attention(q, k, v, causal=causal, padding_mask=PADDING, dropout_p=p, key=KEY, site=SITE)
+    assert out.dtype == dtype
+    blind = torch.zeros(4, 7, dtype=torch.bool)
+    blind[3] = True
+    if causal:
+        blind[2, :3] = True
+    assert (out.transpose(1, 2)[blind] == 0).all()
+    out.sum().backward()
+    assert all(t.grad.isfinite().all() for t in (q, k, v))
+    assert (q.grad.transpose(1, 2)[blind] == 0).all()
+    assert (k.grad.transpose(1, 2)[~PADDING] == 0).all()
+    assert (v.grad.transpose(1, 2)[~PADDING] == 0).all()
+
+
+def test_padding_does_not_leak():
+    q, k, v = (t.detach() for t in heads(4, 2, 2, 7, 8))
+    out = attention(q, k, v, causal=False, padding_mask=PADDING)
+    noise = torch.where(PADDING[:, None, :, None], 0.0, 100.0)
+    assert torch.equal(attention(q, k + noise, v - noise, causal=False, padding_mask=PADDING), out)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_ranks_and_micro_batches_compute_parts_of_the_whole(p):
+    q, k, v = (t.detach() for t in heads(4, 5, 5, 7, 6))
+    whole = attention(q, k, v, causal=True, dropout_p=p, key=KEY, site=SITE)
+    for a, b in ((0, 1), (1, 4)):
+        for start, stop in ((0, 2), (2, 5)):
+            part = attention(*(t[a:b, start:stop] for t in (q, k, v)), causal=True, dropout_p=p,
+                             key=RandomKey(5, 6, 70 + a), site=SITE, head_start=start)
+            torch.testing.assert_close(part, whole[a:b, start:stop], rtol=1e-13, atol=1e-13)
+
+
+def test_evaluation_has_no_dropout():
+    q, k, v = heads(2, 2, 2, 5, 4)
+    plain = attention(q, k, v, causal=True)
+    assert torch.equal(attention(q, k, v, causal=True, dropout_p=0.5, key=None, site=SITE), plain)
+    assert not torch.equal(attention(q, k, v, causal=True, dropout_p=0.5, key=KEY, site=SITE), plain)
+
+
+def test_a_rank_without_heads():
+    q, k, v = heads(2, 0, 0, 5, 4)
+    assert attention(q, k, v, causal=True, dropout_p=0.5, key=KEY).shape == (2, 0, 5, 4)
+
+
+def test_compiles():
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    tensors = heads(4, 4, 2, 7, 6)
+    for kwargs in ({"causal": True}, {"causal": False, "padding_mask": PADDING, "dropout_p": 0.5, "key": KEY}):
+        torch.testing.assert_close(compiled(*tensors, **kwargs), attention(*tensors, **kwargs))
+
+
+def test_bad_input():
+    q, k, v = (torch.ones(2, n, 3, 4) for n in (4, 2, 2))
+    with pytest.raises(ValueError, match=r"expected q \[b, n, s, d\]"):
+        attention(q[0], k[0], v[0], causal=True)
+    with pytest.raises(ValueError, match=r"expected q \[b, n, s, d\]"):
+        attention(q, k, v[:, :1], causal=True)
+    with pytest.raises(ValueError, match="agree"):
+        attention(q, k[..., :3], v[..., :3], causal=True)
+    with pytest.raises(ValueError, match="give kv_index"):
+        attention(q[:, :3], k, v, causal=True)
+    with pytest.raises(ValueError, match="kv_index must have 4 entries from 0 to 1"):
+        attention(q, k, v, causal=True, kv_index=[0, 1, 2, 0])
+    with pytest.raises(ValueError, match="padding_mask must be bool"):
+        attention(q, k, v, causal=True, padding_mask=torch.ones(2, 3))
+    with pytest.raises(ValueError, match="padding_mask must be bool"):
+        attention(q, k, v, causal=True, padding_mask=torch.ones(2, 4, dtype=torch.bool))
+    with pytest.raises(ConfigError, match="less than 1"):
+        attention(q, k, v, causal=True, dropout_p=1.0, key=KEY)
+    with pytest.raises(ConfigError, match="less than 1"):
+        attention(q, k, v, causal=True, dropout_p=-1.0)

@@ -1,0 +1,72 @@
+import importlib
+
+import pytest
+import torch
+
+from hybridpar import native, ops
+from hybridpar.errors import ConfigError
+from hybridpar.ops import registry
+from hybridpar.ops.registry import Backend, describe, select
+
+
+def test_every_row_names_code_that_exists():
+    for row in registry.TABLE:
+        for path in filter(None, (row.path, row.check)):
+            module, _, name = path.partition(":")
+            if module == "hybridpar.kernels.philox":
+                pytest.importorskip("triton")
+            assert callable(getattr(importlib.import_module(module), name)), path
+
+
+def test_every_op_is_public_and_ends_with_its_reference():
+    assert set(registry.ops()) == set(ops.__all__)
+    for op in registry.ops():
+        assert registry.backends(op)[-1].name == "torch"
+        assert not registry.backends(op)[-1].check
+
+
+def test_auto_takes_the_first_that_can(monkeypatch):
+    rows = [Backend("op", "broken", "hybridpar.nowhere:f"), Backend("op", "picky", "math:sqrt", "tests_only:check"),
+            Backend("op", "good", "math:sqrt"), Backend("op", "torch", "math:floor")]
+    monkeypatch.setattr(registry, "TABLE", tuple(rows))
+    monkeypatch.setattr(registry, "_load", fake_load)
+    assert select("op").name == "good"
+    assert select("op", device_type="tpu").name == "picky"
+    (report,) = describe()
+    assert (report.op, report.active) == ("op", "good")
+    assert report.rejected == {"broken": "cannot be imported (no nowhere)", "picky": "wants a tpu, not None"}
+
+
+def fake_load(path):
+    if path == "tests_only:check":
+        return lambda device, dtype: None if device == "tpu" else f"wants a tpu, not {device}"
+    if "nowhere" in path:
+        raise ImportError("no nowhere")
+    return abs
+
+
+def test_a_named_backend_that_cannot_run_says_why():
+    with pytest.raises(ConfigError, match=r"kernels\.dropout = 'triton': cannot run here: .*; try auto or"):
+        select("dropout", "triton", "cpu", torch.float32)
+    with pytest.raises(ConfigError, match=r"'apex': is not a backend of dropout, which has cpp, triton, torch"):
+        select("dropout", "apex")
+    with pytest.raises(ConfigError, match="is not an operation"):
+        select("convolution")
+    with pytest.raises(ConfigError, match="has no torch.int32 version"):
+        select("dropout", "cpp", "cpu", torch.int32)
+
+
+def test_without_the_extension_everything_runs_on_torch(monkeypatch):
+    monkeypatch.setattr(native, "missing", lambda: "the extension is not built")
+    assert select("dropout", "auto", "cpu", torch.float32).name == "torch"
+    with pytest.raises(ConfigError, match="not built"):
+        select("dropout", "cpp", "cpu", torch.float32)
+
+
+def test_the_choice_is_logged_once(caplog):
+    registry._selected.cache_clear()
+    x = torch.ones(2, 3)
+    with caplog.at_level("INFO", "hybridpar.ops.registry"):
+        for _ in range(3):
+            ops.gelu(x)
+    assert [r.getMessage() for r in caplog.records] == ["gelu on cpu torch.float32: torch backend"]

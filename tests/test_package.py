@@ -1,0 +1,95 @@
+"""What an installation must offer, and how setup.py behaves where something is missing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridpar import native
+
+ROOT = Path(__file__).parents[1]
+needs_source = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="runs in a checkout")
+
+
+def python(code, *, cwd, **env):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **env})
+
+
+def build(**env):
+    """Asks setup.py for its name, which makes it decide what to build; returns exit status and stderr."""
+    run = subprocess.run([sys.executable, "setup.py", "--name"], capture_output=True, text=True, cwd=ROOT, timeout=120,
+                         env={**os.environ, **env})
+    return run.returncode, run.stderr
+
+
+def test_kernels_are_part_of_the_package(tmp_path):
+    code = "import hybridpar.kernels as k, sys; print(k.__name__, 'kernels' in sys.modules)"
+    for cwd in (tmp_path, ROOT):
+        run = python(code, cwd=cwd, PYTHONPATH=str(ROOT))
+        assert run.stdout.split() == ["hybridpar.kernels", "False"], run.stderr
+
+
+def test_kernels_import_nothing_of_hybridpar():
+    for file in (ROOT / "kernels").rglob("*.py"):
+        for line in file.read_text().splitlines():
+            assert not line.lstrip().startswith(("import hybridpar", "from hybridpar")), f"{file.name}: {line}"
+
+
+def test_importing_loads_no_extension(tmp_path):
+    code = "import hybridpar.ops, hybridpar.random, sys; print([m for m in sys.modules if '_C' in m and 'hybridpar' in m])"
+    run = python(code, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert run.stdout.strip() == "[]", run.stderr
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_extension_has_every_operator_on_the_cpu():
+    import torch
+
+    for name in native._FAKES:
+        keys = ("CPU", "CompositeExplicitAutograd")
+        assert any(torch._C._dispatch_has_kernel_for_dispatch_key(f"hybridpar::{name}", key) for key in keys), name
+
+
+def test_a_missing_or_old_extension_is_a_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hybridpar._C", None)
+    assert "not built" in native._load.__wrapped__()
+    monkeypatch.setitem(sys.modules, "hybridpar._C", sys)
+    monkeypatch.setattr(native, "_FAKES", {"from_the_future": lambda: None})
+    assert "build it again" in native._load.__wrapped__()
+
+
+@needs_source
+def test_modes_that_cannot_be_met_fail_and_say_why():
+    for env, message in [
+        ({"HYBRIDPAR_BUILD": "gpu"}, "must be one of auto, cpu, cuda, none"),
+        ({"HYBRIDPAR_BUILD": "cuda"}, "no CUDA operators"),
+        ({"HYBRIDPAR_BUILD": "cpu", "CXX": "/nowhere/c++"}, "no C++ compiler"),
+    ]:
+        status, stderr = build(**env)
+        assert status != 0, env
+        assert message in stderr, (env, stderr)
+
+
+@needs_source
+def test_auto_goes_on_without_a_compiler_and_says_so():
+    status, stderr = build(HYBRIDPAR_BUILD="auto", CXX="/nowhere/c++")
+    assert status == 0, stderr
+    assert "building without the compiled operators: no C++ compiler" in stderr
+
+
+@needs_source
+def test_auto_goes_on_without_torch_and_says_so(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('hidden by the test')\n")
+    status, stderr = build(HYBRIDPAR_BUILD="auto", PYTHONPATH=str(tmp_path))
+    assert status == 0, stderr
+    assert "torch cannot be imported at build time" in stderr
+
+
+@needs_source
+def test_none_builds_nothing_without_a_word():
+    status, stderr = build(HYBRIDPAR_BUILD="none")
+    assert status == 0
+    assert "compiled operators" not in stderr
