@@ -45,4 +45,8 @@ def _dropout_fake(x: Tensor, key0: int, key1: int, step: int, sample: int, thres
 
 
 # What tracing (torch.compile, meta tensors) needs to know of each operator: shape and type of what it returns.
-_FAKES: dict[str, Callable[..., Tensor]] = {"philox_bits": _bits_fake, "philox_normal": _normal_fake, "philox_dropout": _dropout_fake}
+_FAKES: dict[str, Callable[..., Tensor]] = {
+    "philox_bits": _bits_fake,
+    "philox_normal": _normal_fake,
+    "philox_dropout": _dropout_fake,
+}

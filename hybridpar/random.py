@@ -106,24 +106,25 @@ def bits_reference(key: tuple[int, int], step: int, sample: int, *, num_samples:
     check_counters(step, sample, num_samples, rows, cols, stride, start)
     device = torch.device(device)
     out = torch.empty((num_samples, rows, cols), dtype=torch.int32, device=device)
+    steps = torch.full((1,), step, device=device)
     for i, r, c in _pieces(num_samples, rows, cols, _CHUNK.get(device.type, _CHUNK_DEVICE)):
-        samples = torch.arange(sample + i.start, sample + i.stop, device=device).view(-1, 1, 1)
+        samples = torch.arange(i.start, i.stop, device=device).view(-1, 1, 1) + sample
         first = start + c.start + stride * torch.arange(r.start, r.stop, device=device).view(1, -1, 1)
         width = c.stop - c.start
         quads = (first >> 2) + torch.arange((width + 6) // 4, device=device)  # 3 more than width: any alignment
-        words = torch.stack(philox((quads & _MASK, quads >> 32, step, samples), key), dim=-1).flatten(-2)
+        words = torch.stack(philox((quads & _MASK, quads >> 32, steps, samples), key), dim=-1).flatten(-2)
         pick = (first & 3) + torch.arange(width, device=device)
         out[i, r, c] = words.gather(-1, pick.expand(words.shape[0], -1, -1)).to(torch.int32)
     return out
 
 
-def philox(counter: tuple[Tensor, Tensor, int, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
     """Philox4x32-10: four words of output for each counter.
 
     Words are int64 in [0, 2**32): the signed product of two of them wraps, but its bits are those of the exact one.
     Shapes: the counter's parts broadcast; returns four tensors of their common shape.
     """
-    c0, c1, c2, c3 = torch.broadcast_tensors(*(torch.as_tensor(c, device=counter[0].device) for c in counter))
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = key
     for _ in range(_ROUNDS):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from hybridpar.comm import gather_objects
 from hybridpar.config import Config
 from hybridpar.errors import CheckpointError
 from hybridpar.grid import ProcessGrid
-from hybridpar.nn.placement import Placement
+from hybridpar.optim import ParameterSlot
 
 
 class Trainee(Protocol):
@@ -38,7 +38,7 @@ class Trainee(Protocol):
     @property
     def batches_done(self) -> int: ...
     @property
-    def placements(self) -> Mapping[str, Placement]: ...
+    def slots(self) -> Sequence[ParameterSlot]: ...
     def state_tensors(self) -> dict[str, Tensor]: ...
     def state_meta(self) -> dict[str, Any]: ...
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None: ...
@@ -89,10 +89,8 @@ def _on(grid: ProcessGrid, here: bool, action: Callable[[], Any]) -> list[Any]:
 def _write_shard(folder: Path, engine: Trainee) -> ShardFile:
     pp, tp = engine.grid.pp.rank, engine.grid.tp.rank
     path = folder / f"pp{pp}-tp{tp}.safetensors"
-    header = {
-        "state": json.dumps(engine.state_meta()), "placements": json.dumps(placements_to_plain(engine.placements)),
-        "tp_rank": str(tp),
-    }
+    placements = placements_to_plain({slot.name: slot.placement for slot in engine.slots})
+    header = {"state": json.dumps(engine.state_meta()), "placements": json.dumps(placements)}
     save_file({name: tensor.contiguous() for name, tensor in engine.state_tensors().items()}, path, metadata=header)
     sync(path)
     return ShardFile(path.name, pp, tp, path.stat().st_size, sha256(path))

@@ -38,11 +38,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, padding_mask: Te
             raise ValueError(f"kv_index must have {n} entries from 0 to {n_kv - 1}, got {list(kv_index)}")
     elif n_kv == 0 or n % n_kv:
         raise ValueError(f"{n} query heads are no multiple of {n_kv} key heads; give kv_index")
-    elif n != n_kv:
-        kv_index = [i * n_kv // n for i in range(n)]
-    if kv_index is not None and list(kv_index) != list(range(n_kv)):
+    if kv_index is not None:
         index = torch.tensor(kv_index, device=q.device)
         k, v = k.index_select(1, index), v.index_select(1, index)
+    elif n != n_kv:
+        k, v = (x.unsqueeze(2).expand(-1, -1, n // n_kv, -1, -1).flatten(1, 2) for x in (k, v))
 
     def drop(probabilities: Tensor) -> Tensor:
         s = probabilities.shape[-1]

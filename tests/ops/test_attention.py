@@ -13,7 +13,8 @@ KEY, SITE = RandomKey(5, 6, 70), random.site("test.attention")
 
 def heads(b, n, n_kv, s, d, dtype=torch.float64):
     g = torch.Generator().manual_seed(s)
-    return [torch.randn(b, m, s, d, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for m in (n, n_kv, n_kv)]
+    shapes = [(b, m, s, d) for m in (n, n_kv, n_kv)]
+    return [torch.randn(x, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for x in shapes]
 
 
 def by_loops(q, k, v, *, causal, padding_mask=None, kv_index=None, keep=None):
@@ -129,4 +130,4 @@ def test_bad_input():
     with pytest.raises(ConfigError, match="less than 1"):
         attention(q, k, v, causal=True, dropout_p=1.0, key=KEY)
     with pytest.raises(ConfigError, match="less than 1"):
-        attention(q, k, v, causal=True, dropout_p=-1.0)
+        attention(q, k, v, causal=True, dropout_p=-1.0, key=KEY)

@@ -52,7 +52,7 @@ def test_a_named_backend_that_cannot_run_says_why():
         select("dropout", "apex")
     with pytest.raises(ConfigError, match="is not an operation"):
         select("convolution")
-    with pytest.raises(ConfigError, match="has no torch.int32 version"):
+    with pytest.raises(ConfigError, match=r"has no torch\.int32 version"):
         select("dropout", "cpp", "cpu", torch.int32)
 
 

@@ -52,9 +52,13 @@ class CheckReport:
 
 
 def check(
-    plan: Plan, sizes: Sizes, schedule: str | Schedule, first_batch: int | None = None, num_batches: int | None = None
+    plan: Plan, sizes: Sizes, schedule: str | Schedule, first_batch: int | None = None, num_batches: int | None = None,
+    *, serial_links: bool = True,
 ) -> CheckReport:
     """Proves that `plan` runs the given range of batches (default: the one its forwards span) by the schedule's rules.
+
+    The transport is the strictest one that can occur (see simulate): the end stages meet in REDUCE, NORM waits for its
+    REDUCE, and, unless `serial_links` is off, the transfers of a rank on one axis wait for each other.
 
     Raises: PlanError at the first fault, with the place drawn; ConfigError if the schedule cannot run on these sizes.
     """
@@ -72,7 +76,7 @@ def check(
         _check_link(plan, rank + 1, Kind.SEND_B, rank, Kind.RECV_B)
     peaks = tuple(_check_memory(plan, rank, schedule, sizes, batches.stop) for rank in range(sizes.num_stages))
     try:
-        simulate(plan, Costs(tied=True, blocking_norm=True))
+        simulate(plan, Costs(tied=True, blocking_norm=True, serial_links=serial_links))
     except StuckError as error:
         cells = [(rank, step) for rank, (step, _) in error.waiting.items()]
         reasons = "; ".join(f"rank {rank} at step {step}: {why}" for rank, (step, why) in error.waiting.items())

@@ -11,7 +11,8 @@ from html import escape
 from math import floor
 
 from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind, Plan
-from hybridpar.pipeline.plan.simulate import Timeline, simulate
+from hybridpar.pipeline.plan.simulate import simulate
+from hybridpar.pipeline.plan.timeline import Timeline
 
 
 def _as_timeline(drawn: Plan | Timeline) -> Timeline:

@@ -74,7 +74,9 @@ def add_communication(actions: Iterable[Action], sizes: Sizes, *, ahead: int = 1
     """Adds to one rank's actions the receive of what each F and B needs, and the send of what it makes.
 
     A send directly follows its F or B. A receive is posted `ahead` compute actions before its use, that is, before the
-    compute action `ahead` places earlier starts, so the transfer overlaps with it (0: right before its use).
+    compute action `ahead` places earlier starts, so the transfer overlaps with it (0: right before its use). More
+    than 1 can deadlock where all transfers of a rank on one axis share a queue, as with NCCL: a send then stands behind
+    a receive that its own effect must fill. `check` finds out.
     """
     window: deque[Action] = deque()
     num_compute = 0  # in the window
@@ -115,22 +117,24 @@ def _sends(action: Action, sizes: Sizes) -> Iterator[Action]:
 
 def lower(
     schedule: str | Schedule, sizes: Sizes, stage: int, first_batch: int = 0, num_batches: int | None = None, *,
-    clip: bool = True, ahead: int = 1,
+    clip: bool = True, ahead: int | None = None,
 ) -> Iterator[Action]:
     """Yields everything that one rank does for batches [first_batch, first_batch + num_batches), lazily.
 
-    The pipeline is drained and all updates are applied at both ends of the range; None means without end.
+    The pipeline is drained and all updates are applied at both ends of the range; None means without end. `ahead`:
+    see `add_communication`; None is what the schedule can bear on every transport.
 
     Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes.
     """
     schedule = find_schedule(schedule)
     compute = schedule.compute_actions(sizes, stage, first_batch, num_batches)
+    ahead = schedule.receive_ahead if ahead is None else ahead
     return add_communication(add_updates(compute, schedule, sizes, first_batch, clip=clip), sizes, ahead=ahead)
 
 
 def make_plan(
     schedule: str | Schedule, sizes: Sizes, first_batch: int = 0, num_batches: int = 1, *, clip: bool = True,
-    ahead: int = 1,
+    ahead: int | None = None,
 ) -> dict[int, tuple[Action, ...]]:
     """The lists of all ranks, for check, simulate and draw; a rank that runs needs only its own `lower`."""
     return {

@@ -78,6 +78,7 @@ class Schedule:
     max_live_versions: SizeOf
     norm_delay: SizeOf
     num_gradient_buffers: int = 1
+    receive_ahead: int = 1  # post receives this many compute actions before their use (passes.add_communication)
     needs_full_pipeline: bool = False  # m >= p
 
     def max_live_activations(self, sizes: Sizes, stage: int) -> int:
@@ -191,6 +192,9 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule(
             "pipedream", "PipeDream with weight stashing, arXiv 1806.03377", False, _depth_below,
             _latest_version, _stashed_versions, _constant(0),
+            # Receives posted early may stand before a send that another stage needs for its update, which this one
+            # waits for: check finds that deadlock where an axis has one communicator.
+            receive_ahead=0,
         ),
     )
 }

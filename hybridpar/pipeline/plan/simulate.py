@@ -4,7 +4,9 @@ The rules are those of the executor, so a plan that ends here cannot deadlock th
 
     F, B      wait for their receive, then take the rank's time
     SEND      returns at once. A transfer starts when it was sent, the receive is posted and the one before it on
-              that link is over (NCCL and Gloo have no mailbox), and takes `transfer`; it arrives `latency` later
+              that link is over (there is no mailbox), and takes `transfer`; it arrives `latency` later. With
+              `serial_links`, all transfers of a rank on one axis, SEND_F and RECV_F, or SEND_B and RECV_B, go one by
+              one in the order they were issued: so does NCCL where the axis has one communicator
     RECV      posts the receive, returns at once
     REDUCE    returns at once, ends `reduce` later; with `tied` the end stages meet in it
     NORM      returns at once, ends `norm` after the last stage has issued it and ended its REDUCE
@@ -21,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridpar.errors import HybridparError
-from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind, Plan
-from hybridpar.pipeline.plan.liveness import Live, peak_live
+from hybridpar.pipeline.plan.action import Action, Kind, Plan
+from hybridpar.pipeline.plan.timeline import Timeline
 
 PerStage = float | Sequence[float]  # one number for all stages, or one for each
 
@@ -35,6 +37,7 @@ class Costs:
     the replicas. norm: the grid-wide reduction. transfer: how long one activation occupies a link; latency: from its
     leaving to its arrival. tied: REDUCE also meets over the first and the last stage (tied embeddings).
     blocking_norm: NORM waits for its REDUCE (a CPU rank that must read the result) instead of queueing behind it.
+    serial_links: the transfers of a rank on one axis share a queue.
     """
 
     forward: PerStage = 1.0
@@ -46,6 +49,7 @@ class Costs:
     latency: float = 0.0
     tied: bool = False
     blocking_norm: bool = False
+    serial_links: bool = False
 
 
 class StuckError(HybridparError):
@@ -55,54 +59,6 @@ class StuckError(HybridparError):
         self.waiting = waiting
         rank, (step, reason) = next(iter(waiting.items()))
         super().__init__(f"{len(waiting)} ranks wait forever; rank {rank}, step {step}: {reason}")
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """When each action of a plan ran: `starts[rank][i]` to `ends[rank][i]` for `plan[rank][i]`.
-
-    SEND, RECV, REDUCE and NORM start when the rank issues them and end when they are complete; meanwhile the rank
-    does other things.
-    """
-
-    plan: Plan
-    starts: Mapping[int, Sequence[float]]
-    ends: Mapping[int, Sequence[float]]
-    makespan: float
-
-    def busy(self, rank: int) -> float:
-        """Time that the rank computes or updates."""
-        return sum(
-            end - start
-            for action, start, end in zip(self.plan[rank], self.starts[rank], self.ends[rank], strict=True)
-            if action.kind in _TAKES_TIME
-        )
-
-    def idle_share(self, rank: int) -> float:
-        """Share of the makespan that the rank does nothing (its bubble)."""
-        return 1 - self.busy(rank) / self.makespan if self.makespan else 0.0
-
-    def step_time(self, num_microbatches: int) -> float:
-        """Steady-state time of a batch: from the start of its first forward on rank 0 to that of the next batch.
-
-        Mean over the second half of the plan without its last batch, so fill and drain do not count; needs at least
-        four batches, and schedules with a long pipeline of few micro-batches need more to settle.
-        """
-        starts = [
-            start
-            for action, start in zip(self.plan[0], self.starts[0], strict=True)
-            if action.kind is Kind.F and action.microbatch % num_microbatches == 0
-        ]
-        assert len(starts) >= 4, f"{len(starts)} batches: a steady state shows in 4 or more"
-        middle = len(starts) // 2
-        return (starts[-1] - starts[middle]) / (len(starts) - 1 - middle)
-
-    def peak_live(self, rank: int, num_microbatches: int) -> Live:
-        """The most activations, weight versions and gradients that the rank holds at once."""
-        return peak_live(self.plan[rank], num_microbatches)
-
-
-_TAKES_TIME = COMPUTE | {Kind.UPDATE}
 
 
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
@@ -134,16 +90,25 @@ class _Rank:
 
 
 @dataclass(slots=True, eq=False)
+class _Queue:
+    """Transfers that one rank has issued and that wait for each other: channel, and step of the rank."""
+
+    pending: deque[tuple[_Channel, int]] = field(default_factory=deque)
+    free: float = 0.0  # when the last one was over
+
+
+@dataclass(slots=True, eq=False)
 class _Channel:
     """What flows one way between two neighbours, in order: the i-th send meets the i-th receive."""
 
     sender: _Rank
     receiver: _Rank
-    sent: list[int] = field(default_factory=list)  # steps of the sender
-    posted: list[int] = field(default_factory=list)  # steps of the receiver
-    arrivals: list[float] = field(default_factory=list)
+    sends: _Queue
+    receives: _Queue
+    num_sent: int = 0
+    num_posted: int = 0
     num_used: int = 0
-    free: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -163,8 +128,7 @@ class _Machine:
         p = len(plan)
         self.costs = costs
         self.ranks = [_Rank(r, plan[r]) for r in range(p)]
-        forward: list = [_Channel(self.ranks[r - 1], self.ranks[r]) if r else None for r in range(p)]
-        backward: list = [_Channel(self.ranks[r + 1], self.ranks[r]) if r < p - 1 else None for r in range(p)]
+        forward, backward = self._channels(-1), self._channels(1)
         self.incoming = {Kind.F: forward, Kind.B: backward, Kind.RECV_F: forward, Kind.RECV_B: backward}
         self.outgoing = {Kind.SEND_F: [*forward[1:], None], Kind.SEND_B: [None, *backward[:-1]]}
         self.durations = {
@@ -178,6 +142,16 @@ class _Machine:
             Kind.REDUCE: self._reduce, Kind.NORM: self._norm,
         }
         self.runnable = deque(self.ranks)
+
+    def _channels(self, towards: int) -> list[_Channel | None]:
+        """What each rank receives from the neighbour at that side."""
+        queues = [_Queue() for _ in self.ranks]  # one for what a rank sends and receives
+        apart = [_Queue() for _ in self.ranks] if not self.costs.serial_links else queues
+        return [
+            _Channel(self.ranks[r + towards], self.ranks[r], apart[r + towards], queues[r])
+            if 0 <= r + towards < len(self.ranks) else None
+            for r in range(len(self.ranks))
+        ]
 
     def run(self) -> None:
         handlers = self.handlers
@@ -210,14 +184,16 @@ class _Machine:
         channel = self.outgoing[action.kind][rank.index]
         assert channel is not None, f"{action} has no stage to send to"
         self._issue(rank)
-        channel.sent.append(step)
+        channel.num_sent += 1
+        channel.sends.pending.append((channel, step))
         self._transfer(channel)
 
     def _receive(self, rank: _Rank, action: Action, step: int) -> None:
         channel = self.incoming[action.kind][rank.index]
         assert channel is not None, f"{action} has no stage to receive from"
         self._issue(rank)
-        channel.posted.append(step)
+        channel.num_posted += 1
+        channel.receives.pending.append((channel, step))
         self._transfer(channel)
 
     def _issue(self, rank: _Rank) -> None:
@@ -226,16 +202,25 @@ class _Machine:
         rank.ends.append(rank.clock)
 
     def _transfer(self, channel: _Channel) -> None:
-        """Matches the next send and receive, once both are there."""
-        i = len(channel.arrivals)
-        if i >= len(channel.sent) or i >= len(channel.posted):
-            return
-        sender, receiver, sent, posted = channel.sender, channel.receiver, channel.sent[i], channel.posted[i]
-        channel.free = max(sender.starts[sent], receiver.starts[posted], channel.free) + self.costs.transfer
-        arrival = channel.free + self.costs.latency
-        sender.ends[sent] = receiver.ends[posted] = arrival
-        channel.arrivals.append(arrival)
-        self._wake(receiver, channel)
+        """Runs the channel's next transfer if it is first in line at both ends, and those that it was in the way of."""
+        freed = [channel]
+        while freed:
+            channel = freed.pop()
+            sends, receives = channel.sends, channel.receives
+            if not sends.pending or not receives.pending:
+                continue
+            (first, sent), (other, posted) = sends.pending[0], receives.pending[0]
+            if first is not channel or other is not channel:
+                continue
+            sends.pending.popleft()
+            receives.pending.popleft()
+            sender, receiver = channel.sender, channel.receiver
+            over = max(sender.starts[sent], receiver.starts[posted], sends.free, receives.free) + self.costs.transfer
+            sends.free = receives.free = over
+            sender.ends[sent] = receiver.ends[posted] = over + self.costs.latency
+            channel.arrivals.append(over + self.costs.latency)
+            self._wake(receiver, channel)
+            freed += [queue.pending[0][0] for queue in (sends, receives) if queue.pending]
 
     def _reduction(self, rank: _Rank, batch: int) -> _Meeting:
         """The REDUCE of that batch that this rank takes part in."""
@@ -301,7 +286,7 @@ class _Machine:
         action, missing = rank.actions[len(rank.starts)], rank.waits_for
         if isinstance(missing, _Channel):
             sender, n = missing.sender.index, missing.num_used
-            what = f"{len(missing.sent)} sent by rank {sender}, {len(missing.posted)} receives posted"
+            what = f"{missing.num_sent} sent, {missing.num_posted} receives posted"
             return f"{action} waits for transfer {n} from rank {sender} ({what})"
         assert missing is not None, f"rank {rank.index} is not waiting"
         there = {member.index for member, _ in missing.issued}

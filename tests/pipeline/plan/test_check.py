@@ -20,11 +20,12 @@ def settings_of_plans(draw, max_stages=16, max_microbatches=64):
 
 
 @settings(deadline=None, max_examples=40)
-@given(settings_of_plans(), st.integers(0, 4), st.booleans(), st.integers(0, 3))
+@given(settings_of_plans(), st.integers(0, 4), st.booleans(), st.sampled_from([None, 0, 1, 3]))
 def test_every_plan_is_right(setting, first_batch, clip, ahead):
     name, sizes = setting
     schedule = SCHEDULES[name]
-    report = check(make_plan(name, sizes, first_batch, 3, clip=clip, ahead=ahead), sizes, name)
+    plan = make_plan(name, sizes, first_batch, 3, clip=clip, ahead=ahead)
+    report = check(plan, sizes, name, serial_links=ahead in (None, 0))
     assert (report.first_batch, report.num_batches) == (first_batch, 3)
     long_enough = 3 * sizes.num_microbatches > sizes.num_stages
     for rank, peak in enumerate(report.peaks):
@@ -178,8 +179,16 @@ def test_deadlock():
     plan = make_plan("naive", sizes) | {1: make_plan("gpipe", sizes)[1]}
     reason = fault_of(plan, sizes, "gpipe")
     assert "deadlock: rank 0" in reason
-    assert "B0@0v0 waits for transfer 0 from rank 1 (0 sent by rank 1, 1 receives posted)" in reason
+    assert "B0@0v0 waits for transfer 0 from rank 1 (0 sent, 1 receives posted)" in reason
     assert "F1@1v0 waits for transfer 1 from rank 0" in reason
+
+
+def test_deadlock_of_a_shared_queue():
+    """Stage 1 posts RECV_F1 before SEND_F0, and one queue serves both; naive has no F1 before F0 is through."""
+    sizes = Sizes(3, 2)
+    plan = make_plan("naive", sizes, ahead=2)
+    assert check(plan, sizes, "naive", serial_links=False)
+    assert "deadlock: rank 0" in fault_of(plan, sizes, "naive")
 
 
 def test_deadlock_at_a_collective():

@@ -1,0 +1,79 @@
+"""The folder of a run.
+
+    runs/<name>/
+        config.toml       the configuration, complete      metrics.jsonl    a line a step, and a line an evaluation
+        plan.svg          the schedule, simulated          trace.json       a few batches on all ranks (ui.perfetto.dev)
+        executed.svg      the same batches, drawn          loss.png         where matplotlib is installed
+        tokenizer.json    of the corpus                    sample.txt       GPT: text from the trained model
+        checkpoints/      the newest two                   tensorboard/     where tensorboard is installed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridpar.checkpoint import check_compatible, saved_steps
+from hybridpar.checkpoint.files import write_text
+from hybridpar.config import Config, load_toml, to_mapping, to_toml
+from hybridpar.errors import CheckpointError, ConfigError, config_error
+
+CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
+
+
+def find_run(config: Config) -> tuple[int, list[str]]:
+    """The newest step saved in the folder (0: none), and what has changed in the configuration since, as lines.
+
+    Changes nothing. Raises: CheckpointError if the folder holds a run that `config` cannot go on with.
+    """
+    folder = config.run.folder
+    if folder.exists() and not folder.is_dir():
+        raise config_error("run.name", config.run.name, f"{folder} is a file")
+    steps = saved_steps(folder / CHECKPOINTS)
+    path = folder / CONFIG
+    if not path.exists():
+        if steps:
+            raise CheckpointError(f"{folder} has checkpoints but no {CONFIG}; choose another run.name")
+        return 0, []
+    try:
+        before = load_toml(path)
+    except ConfigError as error:
+        raise CheckpointError(f"{path} cannot be understood ({error}); choose another run.name") from None
+    check_compatible(before, config, folder)
+    old, new = to_mapping(before), to_mapping(config)
+    changed = [
+        f"{section}.{key}: {old[section].get(key)!r} -> {value!r}"
+        for section, table in new.items() if section != "run" for key, value in table.items()
+        if old[section].get(key) != value
+    ]
+    return (steps[0] if steps else 0), changed
+
+
+def begin(config: Config, tokenizer: str | None) -> None:
+    """Creates the folder and what is in it from the start."""
+    folder = config.run.folder
+    (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    write_text(folder / CONFIG, to_toml(config))
+    if tokenizer is not None:
+        write_text(folder / TOKENIZER, tokenizer)
+
+
+@contextlib.contextmanager
+def in_use(folder: Path) -> Iterator[None]:
+    """Holds the folder for one job at a time, where files can be locked; a killed job gives it up.
+
+    Raises: ConfigError if another job has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        with contextlib.suppress(ImportError):  # Windows
+            fcntl = importlib.import_module("fcntl")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise config_error("run.name", folder.name, f"another job is training in {folder} right now") from None
+            except OSError:  # a file system without locks
+                pass
+        yield

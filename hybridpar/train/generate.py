@@ -1,0 +1,109 @@
+"""Samples text from a checkpoint of a GPT, on one process.
+
+The whole window is computed again for every token; a text longer than seq_length slides through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridpar.checkpoint import load_full, newest
+from hybridpar.checkpoint.manifest import MANIFEST
+from hybridpar.config import ModelConfig
+from hybridpar.data.tokenizer import END, Tokenizer
+from hybridpar.errors import CheckpointError, config_error
+from hybridpar.grid import Axis
+from hybridpar.models.build import build_blocks
+from hybridpar.pipeline.run.stage import Stage
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. `temperature` 0: the likeliest one. `top_k` 0: all are candidates."""
+
+    max_tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 40
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_tokens", self.max_tokens), ("temperature", self.temperature), ("top_k", self.top_k)):
+            if value < 0:
+                raise config_error(name, value, "must not be negative", str(getattr(type(self), name)))
+
+
+class Generator:
+    """A GPT whose weights are all in this process, and its tokenizer."""
+
+    def __init__(self, model: ModelConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer):
+        self.model, self.tokenizer = model, tokenizer
+        self.stage = Stage(build_blocks(model, Axis("tp"), range(model.num_blocks), device="cpu", dtype=torch.float32))
+        with torch.no_grad():
+            for name, parameter in self.stage.named_parameters():
+                if name not in weights:
+                    raise CheckpointError(f"the checkpoint has no {name}")
+                parameter.copy_(weights[name])
+
+    @staticmethod
+    def load(path: str | Path, say: Callable[[str], None]) -> Generator:
+        """From a run folder (its newest checkpoint that is whole) or from one checkpoint in it.
+
+        Raises: CheckpointError if there is none; ConfigError if it is not a GPT; DataError for a damaged tokenizer.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: is not a run folder, nor a checkpoint in one")
+        folder = path if (path / MANIFEST).is_file() else newest(path / "checkpoints", say)
+        config, weights = load_full(folder)
+        if config.model.kind != "gpt":
+            raise config_error("checkpoint", str(path), f"holds a {config.model.kind}; only a gpt generates text")
+        tokenizer = folder.parent.parent / "tokenizer.json"
+        if not tokenizer.is_file():
+            raise CheckpointError(f"{tokenizer}: does not exist (the corpus came tokenised, without a tokenizer); put it there")
+        return Generator(config.model, weights, Tokenizer.load(tokenizer))
+
+    @torch.no_grad()
+    def next_logits(self, tokens: list[int]) -> Tensor:
+        """Shapes: returns [v], for what follows the last seq_length of `tokens`."""
+        window = torch.tensor([tokens[-self.model.seq_length:]])
+        *blocks, head = self.stage.blocks.values()
+        x = None
+        for block in blocks:
+            x = block(x, {"tokens": window}, None)
+        assert x is not None
+        return head.logits(x[:, -1])[0, : self.tokenizer.vocab_size]  # type: ignore[operator]
+
+    def generate(self, prompt: str, sampling: Sampling) -> Iterator[str]:
+        """Yields the continuation of `prompt` (a new document where it is empty), piece by piece, until its end."""
+        end = self.tokenizer.special(END)
+        tokens = [int(i) for i in self.tokenizer.encode(prompt)] or [end]
+        random = torch.Generator().manual_seed(sampling.seed)
+        made: list[int] = []
+        shown = 0
+        for _ in range(sampling.max_tokens):
+            token = choose(self.next_logits(tokens), sampling, random)
+            if token == end:
+                break
+            tokens.append(token)
+            made.append(token)
+            text = self.tokenizer.decode(made)
+            if not text.endswith("\ufffd"):  # otherwise in the middle of a character
+                yield text[shown:]
+                shown = len(text)
+        if made and (rest := self.tokenizer.decode(made)[shown:]):
+            yield rest
+
+
+def choose(logits: Tensor, sampling: Sampling, random: torch.Generator) -> int:
+    """One token. Shapes: logits [v]."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    if 0 < sampling.top_k < len(logits):
+        least = logits.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return int(torch.multinomial(torch.softmax(logits.double() / sampling.temperature, 0), 1, generator=random))

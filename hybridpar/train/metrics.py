@@ -1,0 +1,111 @@
+"""The numbers of a run: one JSON object a line, memory, and the share of the machine's arithmetic that training uses."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hybridpar.checkpoint.files import write_text
+from hybridpar.comm import all_reduce, barrier
+from hybridpar.config import Config
+from hybridpar.grid import Axis
+
+# Dense peak in FLOP/s of 16-bit matrix products, from NVIDIA's data sheets; the first name found in the device's counts.
+_GPU_PEAKS = (
+    ("H200", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12), ("GH200", 989e12), ("B200", 2250e12),
+    ("A100", 312e12), ("A10G", 70e12), ("A10", 125e12), ("A30", 165e12), ("A40", 150e12), ("L40S", 362e12), ("L40", 181e12),
+    ("L4", 121e12), ("V100", 125e12), ("T4", 65e12),
+)
+_PROBE_SIZE, _PROBE_SECONDS = 512, 0.15
+
+
+class MetricsLog:
+    """`metrics.jsonl`: appended to as training goes, and first cut back to what came before a resumed step.
+
+    A number that is not finite is written as null, which JSON has.
+    """
+
+    def __init__(self, path: Path, resumed_step: int):
+        kept = [line for line in read_metrics(path) if line["step"] <= resumed_step] if resumed_step else []
+        write_text(path, "".join(_line(line) for line in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, values: dict[str, Any]) -> None:
+        self._file.write(_line(values))
+        self._file.flush()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The objects of a metrics.jsonl; a last line that a killed process left unfinished is left out."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+def _line(values: dict[str, Any]) -> str:
+    return json.dumps(_finite(values)) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(v) for name, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Most memory that this process has held, in MiB: on its GPU, or in RAM where it computes there."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def peak_flops(config: Config, device: torch.device, world: Axis) -> tuple[float, str]:
+    """Matrix-product FLOP/s of all processes together, and where the number comes from.
+
+    Known GPUs in 16 bit: their data sheet; otherwise measured, on all processes at the same time.
+    Collectives: on all ranks of the job.
+    """
+    if device.type == "cuda" and config.train.dtype in ("bf16", "fp16"):
+        name = torch.cuda.get_device_name(device)
+        for known, peak in _GPU_PEAKS:
+            if known in name:
+                return peak * world.size, f"{known} data sheet x {world.size}"
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[config.train.dtype]
+    barrier(world)
+    total = torch.tensor(_probe(dtype, device), dtype=torch.float64, device=device)
+    all_reduce(total, world)
+    return float(total), f"{config.train.dtype} matrix products of size {_PROBE_SIZE} measured on {world.size} processes"
+
+
+def _probe(dtype: torch.dtype, device: torch.device) -> float:
+    size = _PROBE_SIZE * (8 if device.type == "cuda" else 1)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = a @ b
+    start, done = time.perf_counter(), 0
+    while (seconds := time.perf_counter() - start) < _PROBE_SECONDS:
+        torch.mm(a, b, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        done += 1
+    return done * 2 * size**3 / seconds
