@@ -16,13 +16,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import tyro
-from tyro.conf import Positional, arg
+from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Positional, arg
 
 from hybridpar import __version__
 from hybridpar.config import Config, Launch, load_toml
@@ -31,15 +31,17 @@ from hybridpar.errors import ConfigError, HybridparError, config_error
 _GRACE_S = 2.0
 """How long a rank that lost contact outlives the one that died, so that the launcher sees and names that one first."""
 
-Path_ = Annotated[Path, arg(metavar="CONFIG.toml")]
+ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
+Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
+"""Every `--section.key`, over what the file says."""
 
 
 @dataclass(frozen=True)
 class Train:
     """Train a model; go on from the last checkpoint where the run folder has one."""
 
-    path: Positional[Path_]
-    config: Annotated[Config, arg(name="")]
+    path: ConfigFile
+    config: Overrides
     json: bool = False
     """One JSON object on stdout at the end."""
 
@@ -56,8 +58,8 @@ class Train:
 class Verify:
     """Compare a few batches on a process grid with the same ones in one process, in float64, tensor by tensor."""
 
-    path: Positional[Path_]
-    config: Annotated[Config, arg(name="")]
+    path: ConfigFile
+    config: Overrides
     grid: str = ""
     """Such as tp=2,pp=2,dp=2; axes left out are 1. Empty: the grid of the configuration."""
     batches: int = 4
@@ -90,8 +92,8 @@ class Verify:
 class Check:
     """Report everything wrong with a configuration at once, for any number of processes, without starting any."""
 
-    path: Positional[Path_]
-    config: Annotated[Config, arg(name="")]
+    path: ConfigFile
+    config: Overrides
     world_size: int = 0
     """Processes of the pretended job; 0: as many as the grid has."""
     json: bool = False
@@ -121,8 +123,8 @@ class Check:
 class Simulate:
     """Draw the pipeline schedule of a configuration, and say how long stages would be idle."""
 
-    path: Positional[Path_]
-    config: Annotated[Config, arg(name="")]
+    path: ConfigFile
+    config: Overrides
     svg: str = ""
     """Also write a picture to this file."""
     batches: int = 2
@@ -222,3 +224,118 @@ class Generate:
 COMMANDS: dict[str, type[Any]] = {
     "train": Train, "verify": Verify, "check": Check, "simulate": Simulate, "preprocess": Preprocess, "generate": Generate,
 }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; what is wrong is said once, in one message. Returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    launch = Launch.from_environment()
+    try:
+        return _parse(args, launch.rank == 0).run(launch)
+    except HybridparError as error:
+        return _report(error, launch, as_json="--json" in args)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parse(args: list[str], speaks: bool) -> Any:
+    """The command as its dataclass. Exits: with 0 after --help or --version, with 2 if the command line is wrong."""
+    if not args or args[0] in ("-h", "--help"):
+        print(_help(), file=sys.stdout if args else sys.stderr)
+        raise SystemExit(0 if args else 2)
+    if args[0] == "--version":
+        print(__version__)
+        raise SystemExit(0)
+    name, rest = args[0], args[1:]
+    if name not in COMMANDS:
+        _refuse(f"{name} is not a command", name, COMMANDS, speaks)
+    command = COMMANDS[name]
+    known = flags_of(command)
+    helps = bool({"-h", "--help"} & set(rest))
+    for flag in (a.partition("=")[0] for a in rest if a.startswith("--") and a != "--help"):
+        if flag[2:].replace("-", "_") not in known:
+            _refuse(f"hybridpar {name}: unknown flag {flag}", flag[2:].replace("-", "_"), known, speaks, "--")
+    default: Any = tyro.MISSING
+    if command.__dataclass_fields__.keys() >= {"path", "config"}:
+        if not helps and (not rest or rest[0].startswith("-")):
+            _refuse(f"hybridpar {name}: the first argument must be a configuration file", "", (), speaks)
+        default = command(path=Path("CONFIG.toml") if helps else Path(rest[0]), config=Config() if helps else load_toml(rest[0]))
+    return tyro.cli(
+        command, prog=f"hybridpar {name}", args=rest, default=default, use_underscores=True, console_outputs=speaks,
+        config=(FlagCreatePairsOff,))
+
+
+def flags_of(command: type[Any]) -> set[str]:
+    """The names of a command's flags, without dashes: its own and `section.key`."""
+    names = {f.name for f in dataclasses.fields(command)} - {"path", "config", "sources"}
+    if "config" in command.__dataclass_fields__:
+        names |= {f"{s.name}.{k.name}" for s in dataclasses.fields(Config) for k in dataclasses.fields(s.default_factory)}  # type: ignore[arg-type]
+    return names
+
+
+def _help() -> str:
+    lines = [f"  {name:<11} {command.__doc__}" for name, command in COMMANDS.items()]
+    return "\n".join([
+        "hybridpar: train GPT and BERT with tensor, pipeline and data parallelism", "", *lines, "",
+        "hybridpar COMMAND --help tells more. Flags are --section.key value, over what CONFIG.toml says."])
+
+
+def _refuse(text: str, word: str, known: Any, speaks: bool, dashes: str = "") -> None:
+    """Says what is wrong with the command line, and the nearest thing that exists; exits with 2."""
+    near = difflib.get_close_matches(word, list(known), 1, cutoff=0.5) or [
+        k for k in known if word and k.rpartition(".")[2] == word.rpartition(".")[2]]
+    hint = f"; did you mean {dashes}{near[0]}?" if near else f"; there are {', '.join(known)}" if known and not dashes else ""
+    if speaks:
+        print(f"{text}{hint}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _report(error: HybridparError, launch: Launch, *, as_json: bool) -> int:
+    """Prints an error once: by rank 0 where all ranks have it, by the one rank that it is of, which then ends."""
+    alone = any(base.__name__ == "RankError" for base in type(error).__mro__)
+    if alone or launch.rank == 0:
+        several = isinstance(error, ConfigError) and len(error.problems) > 1
+        print(f"hybridpar: {f'{len(error.problems)} problems:' + chr(10) if several else ''}{error}", file=sys.stderr, flush=True)
+    if as_json and launch.rank == 0:
+        problems = [
+            {"field": p.field, "value": p.value, "rule": p.rule, "suggestion": p.suggestion} for p in error.problems
+        ] if isinstance(error, ConfigError) else []
+        print(json.dumps({"ok": False, "error": str(error), "problems": problems}, default=str), flush=True)
+    if alone and launch.world_size > 1:
+        if type(error).__name__ == "LostContactError":
+            time.sleep(_GRACE_S)
+        os._exit(1)  # communicators would wait for ranks that are gone
+    return 1
+
+
+def _check_or_raise(config: Config, world_size: int = 0) -> Config:
+    """The configuration with its grid filled in (world_size 0: as many processes as it has). Raises: ConfigError."""
+    from hybridpar.validate import resolve
+
+    parallel = config.parallel
+    return resolve(config, world_size or max(1, parallel.tp * parallel.pp * max(parallel.dp, 1)))
+
+
+def parse_grid(text: str) -> dict[str, int]:
+    """'tp=2,pp=2,dp=2' as numbers by axis. Raises: ConfigError."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in ("tp", "pp", "dp") or not size.isdigit() or int(size) < 1 or axis in sizes:
+            raise config_error("grid", text, "must be sizes of tp, pp and dp", "tp=2,pp=2,dp=2")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def count_parameters(config: Config) -> int:
+    """Parameters of the whole model, tied ones once; nothing is allocated."""
+    from hybridpar.grid import Axis
+    from hybridpar.models.build import build_blocks
+    from hybridpar.pipeline.run.stage import Stage
+
+    stage = Stage(build_blocks(config.model, Axis("tp"), range(config.model.num_blocks)))
+    return sum(p.numel() for p in stage.parameters())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

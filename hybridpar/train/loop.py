@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import time
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -32,7 +31,7 @@ from hybridpar.train import trace
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.failure import describe_failure
 from hybridpar.train.launch import Job, choose_device, set_threads
-from hybridpar.train.metrics import MetricsLog, peak_flops, peak_memory_mb, read_metrics
+from hybridpar.train.metrics import BatchClock, MetricsLog, peak_flops, peak_memory_mb, read_metrics
 from hybridpar.train.plot import TensorBoard, plot_loss
 from hybridpar.train.preview import preview
 from hybridpar.train.progress import Reporter, make_reporter
@@ -148,7 +147,7 @@ class Run:
         self.config, self.engine, self.grid, self.reporter = config, engine, engine.grid, reporter
         self.folder, self.resumed = config.run.folder, resumed
         self.corpus = data.train.fingerprint
-        self.loader = self._loader(data.train)
+        self.clock = BatchClock(self._loader(data.train))
         self.valid_loader = None if data.valid is None else self._loader(data.valid)
         self.writes = self.grid.rank == 0
         self.metrics = MetricsLog(self.folder / run_folder.METRICS, resumed) if self.writes else None
@@ -217,16 +216,15 @@ class Run:
         trace_now = not self.traced and (num_batches > trace.WARMUP + trace.BATCHES or stop == self.config.train.num_steps)
         if trace_now:
             self.recorder = trace.Recorder(engine.executor, engine.batches_done, num_batches)
-        self._last = time.perf_counter()
-        engine.train(self.loader, num_batches, self._on_step)
+        engine.train(self.clock, num_batches, self._on_step)
+        self.clock.stop()
         if self.recorder is not None:
             self.recorder.close()
             self._write_trace(self.recorder)
             self.recorder, self.traced = None, True
 
     def _on_step(self, result: StepResult) -> None:
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
+        seconds = self.clock.seconds(result.step - 1)
         if self.recorder is not None:
             self.recorder.after_step(result.step)
         self.loss = result.loss

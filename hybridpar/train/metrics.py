@@ -12,10 +12,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridpar.checkpoint.files import write_text
 from hybridpar.comm import all_reduce, barrier
 from hybridpar.config import Config
+from hybridpar.data import BatchLoader
 from hybridpar.grid import Axis
 
 # Dense peak in FLOP/s of 16-bit matrix products, from NVIDIA's data sheets; the first name found in the device's counts.
@@ -70,6 +72,30 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(v) for name, v in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class BatchClock:
+    """A loader that notes when each batch begins on this rank, which is when its first micro-batch is asked for.
+
+    The time between updates would not do: in a pipeline that never drains they come late, and the last two together.
+    """
+
+    def __init__(self, loader: BatchLoader):
+        self._loader = loader
+        self._starts: dict[int, float] = {}
+        self.first_sample, self.num_targets = loader.first_sample, loader.num_targets
+
+    def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
+        self._starts.setdefault(batch, time.perf_counter())
+        return self._loader.microbatch(batch, index)
+
+    def seconds(self, batch: int) -> float:
+        """From the start of `batch` to that of the next, or until now where none has started."""
+        return self._starts.get(batch + 1, time.perf_counter()) - self._starts.pop(batch)
+
+    def stop(self) -> None:
+        """Forgets what was noted, after the last batch of a stretch."""
+        self._starts.clear()
 
 
 def peak_memory_mb(device: torch.device) -> float:
