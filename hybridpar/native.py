@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 
-@torch.compiler.assume_constant_result
 def missing() -> str | None:
     """Why the operators `torch.ops.hybridpar.*` cannot be used here; None when they can. Loads them on first use."""
     return _load()
+
+
+# what torch.compiler.assume_constant_result does, without its import of the whole compiler (a second at every start)
+missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

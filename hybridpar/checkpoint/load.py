@@ -40,12 +40,13 @@ def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None])
     steps = gather_objects(saved_steps(root), grid.world)[0]
     for step in steps:
         folder = folder_of(root, step)
-        damage, mismatch, shard = "", "", None
+        damage, mismatch = "", ""
         try:
             manifest = read_manifest(folder)
             mismatch = _mismatch(manifest, engine.config, corpus, folder)
             if not mismatch:
-                shard = read_shard(folder, find_shard(manifest, grid.pp.rank, grid.tp.rank, folder))
+                tensors, state, _ = read_shard(folder, find_shard(manifest, grid.pp.rank, grid.tp.rank, folder))
+                engine.load_state(tensors, state)
         except CheckpointError as error:
             damage = str(error)
         outcomes = gather_objects((damage, mismatch), grid.world)
@@ -54,8 +55,6 @@ def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None])
         if damages := [text for text, _ in outcomes if text]:
             say(f"{damages[0]}: passed over")
             continue
-        assert shard is not None
-        engine.load_state(shard[0], shard[1])
         return step
     if steps:
         raise CheckpointError(f"{root}: none of the {len(steps)} checkpoints is whole; move them away to start again")

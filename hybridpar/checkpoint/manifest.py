@@ -93,15 +93,15 @@ def check_compatible(saved: Config, wanted: Config, where: Path) -> None:
     old, new = to_mapping(saved), to_mapping(wanted)
     if (grids := (_grid(old), _grid(new)))[0] != grids[1]:
         raise CheckpointError(
-            f"{where} was made on the grid {grids[0]}, this job is {grids[1]}; a checkpoint goes on on its own grid only: "
-            "use that one, or another run.name")
+            f"{where} was made on the grid {grids[0]}, this job is {grids[1]}; training goes on "
+            "on the same grid only: use that one, or another run.name")
     changed = [
         f"{section}.{key} is {old[section].get(key)!r} there and {new[section].get(key)!r} here"
         for section, keys in FIXED.items() for key in keys or new[section]
         if old[section].get(key) != new[section].get(key)
     ]
     if changed:
-        raise CheckpointError(f"{where} belongs to another run: {'; '.join(changed)}. Choose another run.name to keep both")
+        raise CheckpointError(f"{where} belongs to another run: {'; '.join(changed)}. Choose another run.name")
 
 
 def _grid(config: Mapping[str, Any]) -> str:

@@ -73,7 +73,7 @@ def save(root: Path, engine: Trainee, corpus: str) -> Path:
 
 
 def _on(grid: ProcessGrid, here: bool, action: Callable[[], Any]) -> list[Any]:
-    """What `action` returned on the ranks where `here` is true (None elsewhere), in rank order; fails on all at once."""
+    """What `action` returned on the ranks where `here` is true (else None), in rank order; fails on all at once."""
     result, failure = None, ""
     if here:
         try:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from hybridpar.comm import all_reduce_async, gather_from, reduce_from_, scatter_to
 from hybridpar.grid import Axis
+from hybridpar.nn import matmul
 from hybridpar.nn.placement import Init, ParallelModule, Placement, Shard
 
 Device = str | torch.device | None
@@ -85,8 +86,8 @@ class RowParallelLinear(ParallelModule):
         if self.scatter_sizes is not None:
             x = scatter_to(x, self.axis, -1, self.scatter_sizes)
         if self.axis.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = reduce_from_(F.linear(x, self.weight), self.axis)
+            return local_linear(x, self.weight, self.bias)
+        y = reduce_from_(local_linear(x, self.weight), self.axis)
         return y if self.bias is None else y.add_(self.bias)
 
 
@@ -96,19 +97,28 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) ->
     Shapes: x [.., i], weight [o_local, i], bias [o_local] -> [.., o_local].
     Collectives: forward none, backward one all-reduce if x requires a gradient.
     """
-    if axis.size == 1 or not x.requires_grad:
-        return F.linear(x, weight, bias)
-    return _ColumnLinear.apply(x, weight, bias, axis)
+    if weight.dtype in (torch.float32, torch.float64) or (axis.size > 1 and x.requires_grad):
+        return _Linear.apply(x, weight, bias, axis)
+    return F.linear(x, weight, bias)
 
 
-class _ColumnLinear(Function):
+def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b. Shapes: x [.., i], weight [o, i], bias [o] -> [.., o]. Collectives: none."""
+    return column_linear(x, weight, bias, _ALONE)
+
+
+_ALONE = Axis("alone")
+
+
+class _Linear(Function):
     """Starts the all-reduce of dx as soon as it is known, and computes dW and db meanwhile."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis = axis
-        return F.linear(x, weight, bias)
+        # the leaf itself: recomputation would bring back a copy, without its .grad
+        ctx.axis, ctx.leaf = axis, weight
+        return matmul.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -116,9 +126,14 @@ class _ColumnLinear(Function):
         x, weight = ctx.saved_tensors
         num_rows = x.shape[:-1].numel()
         dy2 = dy.reshape(num_rows, dy.shape[-1])
-        dx = (dy2 @ weight).view(x.shape)
-        work = all_reduce_async(dx, ctx.axis)
-        dw = dy2.t() @ x.reshape(num_rows, x.shape[-1]) if ctx.needs_input_grad[1] else None
-        db = dy2.sum(0) if ctx.needs_input_grad[2] else None
-        work.wait()
+        dx = dw = db = work = None
+        if ctx.needs_input_grad[0]:
+            dx = matmul.input_gradient(dy2, weight).view(x.shape)
+            work = all_reduce_async(dx, ctx.axis)
+        if ctx.needs_input_grad[1]:
+            dw = matmul.weight_gradient(dy2, x.reshape(num_rows, x.shape[-1]), ctx.leaf)
+        if ctx.needs_input_grad[2]:
+            db = dy2.sum(0)
+        if work is not None:
+            work.wait()
         return dx, dw, db, None

@@ -8,30 +8,23 @@ from types import FrameType, TracebackType
 import torch.distributed as dist
 
 from hybridpar.errors import HybridparError
-from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.grid import Axis
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.run.executor import Executor
+from hybridpar.train.errors import LostContactError, RankError
 
 # How Gloo words a connection that broke or stayed silent; its errors are plain RuntimeErrors.
 _GLOO = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "gloo/transport", "Socket closed")
 
 
-class RankError(HybridparError):
-    """Something that went wrong on this rank alone; the message names the rank. The others learn it by losing contact."""
-
-
-class LostContactError(RankError):
-    """Another rank died or hangs, so this one cannot go on. A consequence, never the cause."""
-
-
-def describe_failure(error: Exception, grid: ProcessGrid) -> RankError:
-    """One line for an exception that ended training on this rank; a traceback is added where it is a defect."""
+def describe_failure(error: Exception, who: str) -> RankError:
+    """One line for an exception that ended training on the rank `who`; a traceback is added where it is a defect."""
     if is_lost_contact(error):
-        return LostContactError(f"{grid.describe()} lost contact with another rank{_situation(error.__traceback__)}")
+        return LostContactError(f"{who} lost contact with another rank{_situation(error.__traceback__)}")
     if isinstance(error, HybridparError):
-        return RankError(f"{grid.describe()}: {error}")
-    where = f"{grid.describe()} failed{_situation(error.__traceback__)}"
-    return RankError(f"{where}:\n{''.join(traceback.format_exception(error)).rstrip()}")
+        return RankError(f"{who}: {error}")
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return RankError(f"{who} failed{_situation(error.__traceback__)}:\n{trace}")
 
 
 def is_lost_contact(error: BaseException) -> bool:
@@ -42,7 +35,7 @@ def is_lost_contact(error: BaseException) -> bool:
 
 
 def _situation(trace: TracebackType | None) -> str:
-    """What this rank was doing, read from the frames of the traceback: ' while waiting for RECV_F of micro-batch 3 ...'."""
+    """What this rank was doing, by the traceback's frames: ' while waiting for RECV_F of micro-batch 3 ...'."""
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     action = _local(frames, "action", Action)
     if (take := _frame_of(frames, Executor._take)) is not None:
@@ -50,7 +43,9 @@ def _situation(trace: TracebackType | None) -> str:
         axis, step = (lane.pp, -1) if kind is Kind.RECV_F else (lane.reverse, 1)
         return f" while waiting for {kind} of micro-batch {k} from rank {axis.ranks[axis.rank + step]}"
     axis = _local(frames, "axis", Axis)
-    over = f" in a collective over {axis.name} (ranks {', '.join(map(str, axis.ranks))})" if axis else ""
+    over = ""
+    if isinstance(axis, Axis):
+        over = f" in communication over {axis.name} (ranks {', '.join(map(str, axis.ranks))})"
     return f"{over} during {action}" if action else over
 
 

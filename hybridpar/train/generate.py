@@ -64,7 +64,7 @@ class Generator:
             raise config_error("checkpoint", str(path), f"holds a {config.model.kind}; only a gpt generates text")
         tokenizer = folder.parent.parent / "tokenizer.json"
         if not tokenizer.is_file():
-            raise CheckpointError(f"{tokenizer}: does not exist (the corpus came tokenised, without a tokenizer); put it there")
+            raise CheckpointError(f"{tokenizer}: is missing; the corpus came without one, so put it there")
         return Generator(config.model, weights, Tokenizer.load(tokenizer))
 
     @torch.no_grad()

@@ -1,13 +1,14 @@
 """From launched processes to one job: device, threads, agreement before there is a process group, and the group itself.
 
-Ranks agree through the launcher's key-value store, which has no time limit to speak of, so that one of them may prepare
-data for an hour while the others wait. The process group comes after that, with train.timeout_s.
+Ranks agree through the launcher's key-value store without a time limit, so that one of them may prepare data for an
+hour while the others wait. The process group comes after that, with train.timeout_s.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,10 +18,11 @@ import torch.distributed as dist
 
 from hybridpar.config import Launch
 from hybridpar.errors import HybridparError, config_error
+from hybridpar.train.errors import LostContactError
 
 T = TypeVar("T")
-PATIENCE = timedelta(days=2)
-"""How long ranks wait for each other before training: the launcher ends a job whose ranks die, a slow one may be slow."""
+_POLL_S = 0.02, 0.5
+"""First and longest pause between two looks into the store."""
 
 
 class Job:
@@ -39,7 +41,7 @@ class Job:
         """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names."""
         if launch.world_size == 1:
             return Job(launch)
-        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=PATIENCE))
+        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size))
         return Job(launch, dist.PrefixStore("hybridpar", store))
 
     def together(self, action: Callable[[], T], *, here: bool = True) -> T | None:
@@ -89,11 +91,15 @@ class Job:
         if self.store is None:
             return [value]
         place, self._rounds = self._rounds, self._rounds + 1
-        self.store.set(f"{place}/{self.launch.rank}", json.dumps(value))
-        if self.launch.rank == 0:
-            everyone = [json.loads(self.store.get(f"{place}/{rank}")) for rank in range(self.launch.world_size)]
-            self.store.set(f"{place}/all", json.dumps(everyone))
-        return json.loads(self.store.get(f"{place}/all"))
+        rank, store = self.launch.rank, self.store
+        try:
+            store.set(f"{place}/{rank}", json.dumps(value))
+            if rank == 0:
+                everyone = [_await(store, f"{place}/{other}") for other in range(self.launch.world_size)]
+                store.set(f"{place}/all", json.dumps(everyone))
+            return _await(store, f"{place}/all")
+        except dist.DistError as error:
+            raise LostContactError(f"rank {rank} lost contact with the launcher's store ({error})") from None
 
     def start_group(self, device: torch.device, timeout_s: float) -> None:
         """Creates the process group: Gloo on CPU, NCCL on GPUs. Communication gives up after `timeout_s` seconds."""
@@ -106,10 +112,19 @@ class Job:
             device_id=device if cuda else None)
 
     def end_group(self) -> None:
-        """Leaves the process group after everyone has got here."""
-        if dist.is_initialized():
+        """Leaves the process group, where there is one, after everyone has got here."""
+        if self.store is not None and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
+
+
+def _await(store: dist.Store, key: str) -> Any:
+    """The value of a key once it is there; Ctrl-C works meanwhile."""
+    pause, longest = _POLL_S
+    while not store.check([key]):
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return json.loads(store.get(key))
 
 
 def choose_device(wanted: str, launch: Launch) -> torch.device:

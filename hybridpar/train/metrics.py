@@ -1,4 +1,4 @@
-"""The numbers of a run: one JSON object a line, memory, and the share of the machine's arithmetic that training uses."""
+"""The numbers of a run: one JSON object a line, time, memory, and the share of the machine's arithmetic in use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import resource
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,12 +18,13 @@ from hybridpar.comm import all_reduce, barrier
 from hybridpar.config import Config
 from hybridpar.data import BatchLoader
 from hybridpar.grid import Axis
+from hybridpar.train.engine import DTYPES
 
-# Dense peak in FLOP/s of 16-bit matrix products, from NVIDIA's data sheets; the first name found in the device's counts.
+# Dense peak FLOP/s of 16-bit matrix products, from NVIDIA's data sheets; the first name in the device's name counts.
 _GPU_PEAKS = (
-    ("H200", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12), ("GH200", 989e12), ("B200", 2250e12),
-    ("A100", 312e12), ("A10G", 70e12), ("A10", 125e12), ("A30", 165e12), ("A40", 150e12), ("L40S", 362e12), ("L40", 181e12),
-    ("L4", 121e12), ("V100", 125e12), ("T4", 65e12),
+    ("H200", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12), ("GH200", 989e12),
+    ("B200", 2250e12), ("A100", 312e12), ("A10G", 70e12), ("A10", 125e12), ("A30", 165e12), ("A40", 150e12), 
+    ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12), ("V100", 125e12), ("T4", 65e12),
 )
 _PROBE_SIZE, _PROBE_SECONDS = 512, 0.15
 
@@ -44,10 +44,7 @@ class MetricsLog:
         self._file.write(_line(values))
         self._file.flush()
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
         self._file.close()
 
 
@@ -117,11 +114,11 @@ def peak_flops(config: Config, device: torch.device, world: Axis) -> tuple[float
         for known, peak in _GPU_PEAKS:
             if known in name:
                 return peak * world.size, f"{known} data sheet x {world.size}"
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[config.train.dtype]
+    dtype = DTYPES[config.train.dtype]
     barrier(world)
     total = torch.tensor(_probe(dtype, device), dtype=torch.float64, device=device)
     all_reduce(total, world)
-    return float(total), f"{config.train.dtype} matrix products of size {_PROBE_SIZE} measured on {world.size} processes"
+    return float(total), f"{config.train.dtype} matrix products, measured on {world.size} processes at once"
 
 
 def _probe(dtype: torch.dtype, device: torch.device) -> float:

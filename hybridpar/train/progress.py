@@ -7,8 +7,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,13 +23,12 @@ class Status:
 
     total: int
     step: int = 0
-    loss: float | None = None
     val_loss: float | None = None
     row: dict[str, Any] = field(default_factory=dict)
     ends: deque[float] = field(default_factory=lambda: deque(maxlen=_ETA_STEPS + 1))
 
     def update(self, row: dict[str, Any]) -> None:
-        self.step, self.loss, self.row = row["step"], row["loss"], row
+        self.step, self.row = row["step"], row
         self.ends.append(time.monotonic())
 
     def eta(self) -> str:
@@ -42,30 +40,38 @@ class Status:
 
     def text(self) -> str:
         row = self.row
-        parts = [f"loss {self.loss:.4f}" if self.loss is not None else "starting"]
+        if not row:
+            return "starting"
+        parts = [f"loss {row['loss']:.4f}"]
         if self.val_loss is not None:
             parts.append(f"val {self.val_loss:.4f}")
-        if row:
-            norm = row["grad_norm"]
-            parts += [f"grad norm {norm:.3f}" if norm is not None else "grad norm -", f"lr {row['lr']:.2e}",
-                      f"{row['tokens_per_s']:,.0f} tokens/s", f"{row['step_ms']:,.0f} ms", f"MFU {100 * row['mfu']:.1f} %",
-                      f"{row['memory_mb']:,.0f} MiB", f"ETA {self.eta()}"]
-            parts += ["SKIPPED (gradients not finite)"] if row.get("skipped") else []
+        parts += [
+            f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{row['tokens_per_s']:,.0f} tokens/s",
+            f"{row['step_ms']:,.0f} ms", f"MFU {100 * row['mfu']:.1f} %", f"{row['memory_mb']:,.0f} MiB",
+            f"ETA {self.eta()}",
+        ]
+        if row.get("skipped"):
+            parts.append("SKIPPED (gradients not finite)")
         return "  ".join(parts)
 
 
-class Reporter(Protocol):
-    """Takes what happens in a run; `say` is a line of its own."""
+class Reporter:
+    """Takes what happens in a run, and keeps it to itself: that of all ranks but the first."""
 
-    def say(self, text: str) -> None: ...
-    def step(self, row: dict[str, Any]) -> None: ...
-    def evaluation(self, step: int, val_loss: float) -> None: ...
-    def __enter__(self) -> Reporter: ...
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None: ...
+    def say(self, text: str) -> None:
+        """A line of its own."""
+
+    def step(self, row: dict[str, Any]) -> None:
+        """The numbers of a step, as in metrics.jsonl."""
+
+    def evaluation(self, step: int, val_loss: float) -> None:
+        """A validation loss."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
 
 
-class PlainReporter:
+class PlainReporter(Reporter):
     """A line for the first and the last step, for evaluations, and otherwise every other second."""
 
     def __init__(self, total: int):
@@ -85,14 +91,8 @@ class PlainReporter:
         self.status.val_loss = val_loss
         self.say(f"step {step}/{self.status.total}  validation loss {val_loss:.4f}")
 
-    def __enter__(self) -> PlainReporter:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        pass
-
-
-class BarReporter:
+class BarReporter(Reporter):
     """A bar that stays at the bottom of a terminal, and lines above it."""
 
     def __init__(self, total: int):
@@ -101,6 +101,7 @@ class BarReporter:
             BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"), console=Console(stderr=True),
             refresh_per_second=4)
         self._task = self._progress.add_task("starting", total=total)
+        self._progress.start()
 
     def say(self, text: str) -> None:
         self._progress.console.print(escape(text), highlight=False)
@@ -114,37 +115,15 @@ class BarReporter:
         self.say(f"step {step}: validation loss {val_loss:.4f}")
         self._show()
 
+    def close(self) -> None:
+        self._progress.stop()
+
     def _show(self) -> None:
         self._progress.update(self._task, completed=self.status.step, description=escape(self.status.text()))
 
-    def __enter__(self) -> BarReporter:
-        self._progress.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._progress.stop()
-
-
-class SilentReporter:
-    """Of all ranks but the first."""
-
-    def say(self, text: str) -> None:
-        pass
-
-    def step(self, row: dict[str, Any]) -> None:
-        pass
-
-    def evaluation(self, step: int, val_loss: float) -> None:
-        pass
-
-    def __enter__(self) -> SilentReporter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        pass
-
 
 def make_reporter(rank: int, total: int) -> Reporter:
+    """The one for this rank and this terminal; `total`: steps of the run."""
     if rank != 0:
-        return SilentReporter()
+        return Reporter()
     return BarReporter(total) if sys.stderr.isatty() else PlainReporter(total)

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class StopSignals:
-    """While entered, calls `on_first` once with the number of the first signal, and keeps it in `number` (0: none)."""
+@dataclass
+class StopWish:
+    """`number` of the signal that came (0: none)."""
 
-    def __init__(self, on_first: Callable[[int], None]):
-        self.number = 0
-        self._on_first = on_first
-        self._before: dict[int, object] = {}
+    number: int = 0
 
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+@contextlib.contextmanager
+def noting_signals(on_first: Callable[[int], None]) -> Iterator[StopWish]:
+    """While entered, a first signal is noted and `on_first` called with its number; a second ends the process."""
+    wish = StopWish()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.number:
+    def handle(number: int, frame: FrameType | None) -> None:
+        if wish.number:
             os._exit(128 + number)
-        self.number = number
-        self._on_first(number)
+        wish.number = number
+        on_first(number)
+
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals nowhere else
+        yield wish
+        return
+    before = [(number, signal.signal(number, handle)) for number in SIGNALS]
+    try:
+        yield wish
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

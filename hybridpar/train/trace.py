@@ -82,7 +82,7 @@ def gather(recorder: Recorder, grid: ProcessGrid) -> list[RankEvents]:
 
 
 def write_trace(ranks: Sequence[RankEvents], path: Path) -> None:
-    """Writes Chrome's trace format: a process for each rank, a slice for each action and each wait, arrows for transfers."""
+    """Writes Chrome's trace format: a process for each rank, a slice for each action and wait, arrows for transfers."""
     entries = [entry for rank in ranks for entry in (*_named(rank), *_slices(rank))]
     write_text(path, json.dumps({"traceEvents": [*entries, *_arrows(ranks)], "displayTimeUnit": "ms"}))
 
@@ -104,7 +104,8 @@ def _slices(rank: RankEvents) -> Iterator[dict[str, Any]]:
 
 
 def _slice(rank: int, name: str, category: str, start: float, end: float) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "cat": category, "pid": rank, "tid": 0, "ts": start * 1e6, "dur": (end - start) * 1e6}
+    micro = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+    return {"ph": "X", "name": name, "cat": category, "pid": rank, "tid": 0} | micro
 
 
 def _arrows(ranks: Sequence[RankEvents]) -> Iterator[dict[str, Any]]:

@@ -12,12 +12,14 @@ A switch of version rebinds pointers. Making version t+1 writes the buffer of ve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from hybridpar.nn.layout import FlatLayout
 from hybridpar.errors import CheckpointError
+from hybridpar.nn.matmul import IN_PLACE
 from hybridpar.nn.placement import Placement, named_placements
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -43,6 +45,9 @@ class WeightStore:
             {name: view.detach().requires_grad_() for name, view in self.layout.views(flat).items()}
             for flat in self.buffers
         ]
+        if dtype == self.master_dtype:
+            for leaf in chain.from_iterable(leaves.values() for leaves in self.leaves):
+                setattr(leaf, IN_PLACE, True)
         self.master = (
             torch.zeros(self.layout.numel, dtype=self.master_dtype, device=device) if dtype != self.master_dtype else None
         )

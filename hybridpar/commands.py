@@ -1,0 +1,247 @@
+"""The commands of the command line: a dataclass each, whose fields are its flags and whose `run` returns the exit code.
+
+What a command needs is imported when it runs, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import FlagConversionOff, Positional, arg
+
+from hybridpar.config import Config, Launch
+from hybridpar.errors import config_error
+
+ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
+Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
+"""The configuration: the file's, with every `--section.key` over it."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model; go on from the last checkpoint where the run folder has one."""
+
+    path: ConfigFile
+    config: Overrides
+    json: bool = False
+    """One JSON object on stdout at the end."""
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.train.loop import train
+
+        outcome = train(self.config, launch)
+        if self.json and launch.rank == 0:
+            print(json.dumps(outcome.as_json()))
+        return outcome.exit_code
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Compare a few batches on a process grid with the same ones in one process, in float64, tensor by tensor."""
+
+    path: ConfigFile
+    config: Overrides
+    grid: str = ""
+    """Such as tp=2,pp=2,dp=2; axes left out are 1. Empty: the grid of the configuration."""
+    batches: int = 4
+    json: bool = False
+    """The report as one JSON object on stdout."""
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.verify.run import verify
+
+        parallel = self.config.parallel
+        own = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)}
+        sizes = {"tp": 1, "pp": 1, "dp": 1} | parse_grid(self.grid) if self.grid else own
+        resolved(replace(self.config, parallel=replace(parallel, **sizes)))
+        if self.batches < 1:
+            raise config_error("batches", self.batches, "must be positive", "4")
+        report = verify(self.config, sizes, self.batches)
+        plain, out = report.as_json(), sys.stderr if self.json else sys.stdout
+        for what, worst in plain["worst"].items():
+            place = f"({worst['tensor']}, batch {worst['batch']})"
+            print(f"{what:<10} worst relative error {worst['relative_error']:.1e}  {place}", file=out)
+        where, first = " ".join(f"{axis}={size}" for axis, size in sizes.items()), plain["first_divergence"]
+        if first is None:
+            print(f"{where}: {plain['tensors_compared']} tensors agree within {plain['tolerance']:g}", file=out)
+        else:
+            much = f"by {first['relative_error']:.1e} (tolerance {plain['tolerance']:g})"
+            what = f"{first['what']} of {first['tensor']}"
+            print(f"{where}: {what} differs first, in batch {first['batch']}, {much}", file=out)
+        if self.json:
+            print(json.dumps(plain))
+        return 0 if report.ok else 1
+
+
+@dataclass(frozen=True)
+class Check:
+    """Report everything wrong with a configuration at once, for any number of processes, without starting any."""
+
+    path: ConfigFile
+    config: Overrides
+    world_size: int = 0
+    """Processes of the pretended job; 0: as many as the grid has."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        config = resolved(self.config, self.world_size)
+        from hybridpar.models.cost import stage_split, training_flops_per_token
+
+        stages = stage_split(config.model, config.parallel.pp, config.pipeline.split)
+        grid, parameters = config.parallel, count_parameters(config)
+        plain = {
+            "ok": True, "grid": asdict(grid), "stages": [[b.start, b.stop] for b in stages], "parameters": parameters,
+            "batch_samples": config.global_batch_size, "batch_tokens": config.batch_tokens,
+            "training_flops_per_token": training_flops_per_token(config.model),
+        }
+        if self.json:
+            print(json.dumps(plain))
+            return 0
+        blocks = ", ".join(f"{b.start}-{b.stop - 1}" for b in stages)
+        print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}, {grid.tp * grid.pp * grid.dp} processes\n"
+              f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head)\n"
+              f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens")
+        return 0
+
+
+@dataclass(frozen=True)
+class Simulate:
+    """Draw the pipeline schedule of a configuration, and say how long stages would be idle."""
+
+    path: ConfigFile
+    config: Overrides
+    svg: str = ""
+    """Also write a picture to this file."""
+    batches: int = 2
+    """Batches to draw."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.pipeline.plan.draw import draw, draw_svg
+        from hybridpar.train.preview import preview
+
+        if self.batches < 1:
+            raise config_error("batches", self.batches, "must be positive", "2")
+        config = resolved(self.config)
+        pipeline, stages = config.pipeline, config.parallel.pp
+        shown = preview(config, self.batches)
+        title = f"{pipeline.schedule}, {stages} stages, {pipeline.num_microbatches} micro-batches a batch"
+        if self.svg:
+            Path(self.svg).write_text(draw_svg(shown.timeline, title=title), encoding="utf-8")
+        out = sys.stderr if self.json else sys.stdout
+        print(f"{title}\n\n{draw(shown.timeline)}\n", file=out)
+        print(f"steady state: a batch takes {shown.step_time:.2f} times the forward of the costliest stage", file=out)
+        for stage in range(stages):
+            print(f"  stage {stage}: idle {100 * shown.bubble[stage]:4.1f} %, at most {shown.peak_activations[stage]} "
+                  f"micro-batches in flight, {shown.peak_versions[stage]} weight versions", file=out)
+        if self.json:
+            print(json.dumps({
+                "ok": True, "schedule": pipeline.schedule, "stages": stages,
+                "num_microbatches": pipeline.num_microbatches, "step_time": shown.step_time, "bubble": shown.bubble,
+                "peak_activations": shown.peak_activations, "peak_versions": shown.peak_versions,
+                "makespan": shown.timeline.makespan, "svg": self.svg or None}))
+        return 0
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """Turn text into a tokenised corpus (.bin, .idx, tokenizer.json) that data.corpus can name."""
+
+    sources: Positional[tuple[str, ...]]
+    """Text files, folders, .jsonl files, or stdlib (the Python standard library's source)."""
+    output: str = "data"
+    """Folder for the result."""
+    vocab_size: int = 8192
+    kind: Literal["gpt", "bert"] = "gpt"
+    tokenizer: str = ""
+    """A tokenizer.json; empty: one is trained on the text."""
+    max_bytes: int = 0
+    """Use only so much of the text; 0: all."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.data import prepare
+
+        if not self.sources:
+            raise config_error("sources", [], "name no text", "hybridpar preprocess stdlib")
+        made = prepare(self.sources, self.output, self.vocab_size, kind=self.kind, tokenizer=self.tokenizer or None,
+                       max_bytes=self.max_bytes or None)
+        plain: dict[str, Any] = {
+            "ok": True, "prefix": str(made.prefix), "tokenizer": str(made.tokenizer_path),
+            "documents": made.num_documents, "tokens": made.num_tokens, "vocab_size": made.vocab_size}
+        counts = f"{made.num_documents:,} documents, {made.num_tokens:,} tokens, vocabulary {made.vocab_size}"
+        print(json.dumps(plain) if self.json else f"{made.prefix}: {counts}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Sample text from a trained GPT."""
+
+    checkpoint: str
+    """A run folder (its newest checkpoint), or one checkpoint in it."""
+    prompt: str = ""
+    max_tokens: int = 200
+    temperature: float = 0.8
+    """0: always the likeliest token."""
+    top_k: int = 40
+    """Candidates for each token; 0: all."""
+    seed: int = 0
+    threads: int = 0
+    """CPU threads; 0: all cores."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.train.generate import Generator, Sampling
+        from hybridpar.train.launch import set_threads
+
+        set_threads(self.threads, launch)
+        sampling = Sampling(self.max_tokens, self.temperature, self.top_k, self.seed)
+        generator = Generator.load(self.checkpoint, lambda text: print(text, file=sys.stderr))
+        pieces = generator.generate(self.prompt, sampling)
+        if self.json:
+            print(json.dumps({"ok": True, "prompt": self.prompt, "text": "".join(pieces)}))
+            return 0
+        print(self.prompt, end="", flush=True)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+        return 0
+
+
+COMMANDS: dict[str, type[Any]] = {
+    kind.__name__.lower(): kind for kind in (Train, Verify, Check, Simulate, Preprocess, Generate)
+}
+
+
+def resolved(config: Config, world_size: int = 0) -> Config:
+    """The configuration with its grid filled in (world_size 0: as many processes as it has). Raises: ConfigError."""
+    from hybridpar.validate import resolve
+
+    parallel = config.parallel
+    return resolve(config, world_size or max(1, parallel.tp * parallel.pp * max(parallel.dp, 1)))
+
+
+def parse_grid(text: str) -> dict[str, int]:
+    """'tp=2,pp=2,dp=2' as numbers by axis. Raises: ConfigError."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in ("tp", "pp", "dp") or not size.isdigit() or int(size) < 1 or axis in sizes:
+            raise config_error("grid", text, "must be sizes of tp, pp and dp", "tp=2,pp=2,dp=2")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def count_parameters(config: Config) -> int:
+    """Parameters of the whole model, tied ones once; nothing is allocated."""
+    from hybridpar.grid import Axis
+    from hybridpar.models.build import build_blocks
+    from hybridpar.pipeline.run.stage import Stage
+
+    stage = Stage(build_blocks(config.model, Axis("tp"), range(config.model.num_blocks)))
+    return sum(p.numel() for p in stage.parameters())

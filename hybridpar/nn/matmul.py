@@ -1,0 +1,50 @@
+"""The matrix products of a linear layer, forward and backward, by the library that is fastest for them.
+
+On CPUs torch hands float32 products to MKL, and bfloat16 ones to oneDNN. oneDNN's float32 products are faster where the
+weight is the second factor: by 9% on an AMD EPYC with AVX-512 (106 against 97 GFLOP/s on one core, 1024x512x2048).
+The weight's gradient is best added by the product itself (`addmm_`): no temporary, no pass over memory to add it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+IN_PLACE = "adds_gradient_in_place"
+"""Attribute of a leaf: its `.grad` is a buffer of its own dtype, to which backward may add at any time.
+
+Whoever sets it promises that gradients are wanted in `.grad` only, never from torch.autograd.grad.
+"""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, outside of autograd. Shapes: x [.., i], weight [o, i], bias [o] -> [.., o]."""
+    if x.dtype == torch.float32 and x.device.type == "cpu" and _has_onednn() and x.numel() and weight.numel():
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    """dy W, outside of autograd. Shapes: dy [rows, o], weight [o, i] -> [rows, i]."""
+    return linear(dy, weight.t())
+
+
+def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """dy^T x as autograd is to have it: where the leaf says IN_PLACE, already added, and nothing in its stead.
+
+    Nothing is an empty sparse tensor, which autograd adds at no cost, and then runs the leaf's hooks: once, when all
+    gradients of this backward have come, also where the weight was used elsewhere too.
+    Shapes: dy [rows, o], x [rows, i] -> [o, i].
+    """
+    if weight.grad is None or not getattr(weight, IN_PLACE, False):
+        return dy.t() @ x
+    weight.grad.addmm_(dy.t(), x)
+    return torch.sparse_coo_tensor(size=weight.shape, dtype=weight.dtype, device=weight.device, check_invariants=False)
+
+
+@cache
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

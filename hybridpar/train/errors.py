@@ -1,0 +1,11 @@
+"""Errors of one rank in the middle of a job. Imports no torch, so that the command line stays quick."""
+
+from hybridpar.errors import HybridparError
+
+
+class RankError(HybridparError):
+    """What went wrong on this rank alone; the message names it. The others learn of it by losing contact."""
+
+
+class LostContactError(RankError):
+    """Another rank died or hangs, so this one cannot go on. A consequence, never the cause."""

@@ -1,0 +1,213 @@
+"""One stretch of training, from a step to the end or to a signal, with its evaluations, checkpoints, logs and pictures.
+
+    step   0 ............. eval ............. eval+save ......... save ........ num_steps
+           eval   one engine.train call     one call          one call        eval, save, pictures
+
+Between two marks the pipeline never drains.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridpar import checkpoint
+from hybridpar.comm import all_reduce
+from hybridpar.config import Config
+from hybridpar.data import BatchLoader, Blend, Data
+from hybridpar.models.cost import training_flops_per_token
+from hybridpar.pipeline.plan.draw import draw_svg
+from hybridpar.train import folder as run_folder
+from hybridpar.train import trace
+from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.metrics import BatchClock, MetricsLog, peak_flops, peak_memory_mb, read_metrics
+from hybridpar.train.plot import TensorBoard, plot_loss
+from hybridpar.train.preview import preview
+from hybridpar.train.progress import Reporter
+from hybridpar.train.stop import noting_signals
+
+_DRAWN_MICROBATCHES = 12
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call of `train` ended. `stopped_by`: number of the signal that ended it early (0: none).
+
+    `loss`, `val_loss`: the last ones of this call; None where it had none.
+    """
+
+    folder: Path
+    step: int
+    num_steps: int
+    resumed_from: int
+    loss: float | None = None
+    val_loss: float | None = None
+    stopped_by: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """0, or by custom 128 + the signal: 130 for Ctrl-C, 143 for SIGTERM."""
+        return 128 + self.stopped_by if self.stopped_by else 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        return {
+            "ok": True, "run": str(self.folder), "step": self.step, "num_steps": self.num_steps,
+            "resumed_from": self.resumed_from, "loss": self.loss, "val_loss": self.val_loss,
+            "stopped_by": signal.Signals(self.stopped_by).name if self.stopped_by else None,
+        }
+
+
+class Run:
+    """What a job does once its engine stands at step `resumed`. Collectives: go() and the constructor, on all ranks."""
+
+    def __init__(self, config: Config, engine: Engine, data: Data, reporter: Reporter, resumed: int):
+        self.config, self.engine, self.grid, self.reporter = config, engine, engine.grid, reporter
+        self.folder, self.resumed, self.corpus = config.run.folder, resumed, data.train.fingerprint
+        self.clock = BatchClock(self._loader(data.train))
+        self.valid_loader = None if data.valid is None else self._loader(data.valid)
+        self.writes = self.grid.rank == 0
+        self.metrics = MetricsLog(self.folder / run_folder.METRICS, resumed) if self.writes else None
+        self.board = TensorBoard(self.folder / "tensorboard", resumed, enabled=self.writes)
+        self.loss: float | None = None
+        self.val_loss: float | None = None
+        self.recorder: trace.Recorder | None = None
+        self.traced = False
+        self.flops_per_token = training_flops_per_token(config.model)
+        self.peak, source = peak_flops(config, engine.device, self.grid.world)
+        reporter.say(f"MFU = tokens/s x {self.flops_per_token:,} FLOP/token (6 N + 12 L h s) / {self.peak / 1e9:,.0f} "
+                     f"GFLOP/s ({source})")
+        if self.writes:
+            self._draw_plan()
+
+    def _loader(self, samples: Blend) -> BatchLoader:
+        return BatchLoader(
+            samples, micro_batch_size=self.config.train.micro_batch_size, dp_rank=self.grid.dp.rank,
+            dp_size=self.grid.dp.size, num_microbatches=self.config.pipeline.num_microbatches)
+
+    def close(self) -> None:
+        """Closes the logs."""
+        self.board.close()
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def go(self) -> Outcome:
+        """Trains to the end, or to a signal; saves and draws; says how it went."""
+        engine, end = self.engine, self.config.train.num_steps
+        stopped_by = 0
+        with noting_signals(self._stop) as wish:
+            if engine.batches_done == 0:
+                self._evaluate()
+            while engine.batches_done < end and not stopped_by:
+                self._train_until(self._next_mark(engine.batches_done))
+                finished = engine.batches_done == end
+                stopped_by = 0 if finished else self._agree(wish.number)
+                if not stopped_by:
+                    self._evaluate()
+                if stopped_by or finished or self._is_multiple(self.config.train.save_interval):
+                    self._save()
+        self._finish(stopped_by)
+        return Outcome(self.folder, engine.batches_done, end, self.resumed, self.loss, self.val_loss, stopped_by)
+
+    def _is_multiple(self, interval: int) -> bool:
+        return interval > 0 and self.engine.batches_done % interval == 0
+
+    def _next_mark(self, step: int) -> int:
+        """The next step at which the pipeline drains."""
+        settings = self.config.train
+        intervals = [n for n in (settings.eval_interval, settings.save_interval) if n]
+        return min([settings.num_steps, *((step // n + 1) * n for n in intervals)])
+
+    def _train_until(self, stop: int) -> None:
+        engine = self.engine
+        num_batches = stop - engine.batches_done
+        # a stretch with a steady state; the last one must do where all are shorter
+        if not self.traced and (num_batches > trace.WARMUP + trace.BATCHES or stop == self.config.train.num_steps):
+            self.recorder = trace.Recorder(engine.executor, engine.batches_done, num_batches)
+        engine.train(self.clock, num_batches, self._on_step)
+        self.clock.stop()
+        if self.recorder is not None:
+            self.recorder.close()
+            self._write_trace(self.recorder)
+            self.recorder, self.traced = None, True
+
+    def _on_step(self, result: StepResult) -> None:
+        if self.recorder is not None:
+            self.recorder.after_step(result.step)
+        seconds = self.clock.seconds(result.step - 1)
+        self.loss, settings = result.loss, self.config.train
+        if self.metrics is None or (result.step % settings.log_interval and result.step != settings.num_steps):
+            return
+        row = self._row(result, seconds)
+        self.metrics.write(row)
+        self.board.write(row)
+        self.reporter.step(row)
+
+    def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
+        tokens = self.config.batch_tokens
+        row: dict[str, Any] = {
+            "step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr,
+            "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds, "consumed_tokens": result.step * tokens,
+            "mfu": tokens / seconds * self.flops_per_token / self.peak, "memory_mb": peak_memory_mb(self.engine.device),
+        }
+        if len(result.losses) > 1:
+            row["losses"] = result.losses
+        if self.engine.scaler.dynamic:
+            row["loss_scale"] = result.loss_scale
+        if result.skipped:
+            row["skipped"] = True
+        return row
+
+    def _evaluate(self) -> None:
+        settings, step = self.config.train, self.engine.batches_done
+        if not settings.eval_interval or not (self._is_multiple(settings.eval_interval) or step == settings.num_steps):
+            return
+        assert self.valid_loader is not None, "validate.py refuses evaluations without data.split"
+        losses = self.engine.evaluate(self.valid_loader, settings.eval_batches)
+        self.val_loss = sum(losses.values())
+        if self.metrics is not None:
+            row: dict[str, Any] = {"step": step, "val_loss": self.val_loss}
+            self.metrics.write(row | ({"val_losses": losses} if len(losses) > 1 else {}))
+            self.board.write(row)
+            self.reporter.evaluation(step, self.val_loss)
+
+    def _save(self) -> None:
+        where = checkpoint.save(self.folder / run_folder.CHECKPOINTS, self.engine, self.corpus)
+        self.reporter.say(f"step {self.engine.batches_done}: saved {where}")
+
+    def _stop(self, number: int) -> None:
+        self.engine.stop_requested = True
+        self.reporter.say(f"{signal.Signals(number).name}: finishing the batches under way, then saving; "
+                          "again to quit at once")
+
+    def _agree(self, number: int) -> int:
+        """The signal that any rank has got (0: none): all leave together, for the same reason."""
+        seen = torch.tensor([number], dtype=torch.int64, device=self.engine.device)
+        return int(all_reduce(seen, self.grid.world, "max"))
+
+    def _draw_plan(self) -> None:
+        schedule, m = self.config.pipeline.schedule, self.config.pipeline.num_microbatches
+        shown = preview(self.config, ceil(_DRAWN_MICROBATCHES / m))
+        title = f"{schedule}, {self.grid.pp.size} stages, {m} micro-batches a batch (simulated)"
+        (self.folder / "plan.svg").write_text(draw_svg(shown.timeline, title=title), encoding="utf-8")
+
+    def _write_trace(self, recorder: trace.Recorder) -> None:
+        ranks = trace.gather(recorder, self.grid)
+        if self.writes and any(rank.events for rank in ranks):
+            trace.write_trace(ranks, self.folder / "trace.json")
+            title = f"{self.config.pipeline.schedule} as it ran (milliseconds)"
+            (self.folder / "executed.svg").write_text(trace.draw_executed(ranks, title), encoding="utf-8")
+
+    def _finish(self, stopped_by: int) -> None:
+        if not self.writes:
+            return
+        rows = read_metrics(self.folder / run_folder.METRICS)
+        if not plot_loss(rows, self.folder / "loss.png", self.config.run.name):
+            self.reporter.say("no loss.png: matplotlib is not installed (pip install 'hybridpar[plot]')")
+        if stopped_by:
+            self.reporter.say(f"stopped after step {self.engine.batches_done}; the same command goes on from there")

@@ -1,0 +1,81 @@
+"""Shared by the tests of whole runs: a small corpus, a small configuration, and torchrun."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TOML = """
+[model]
+num_layers = 2
+hidden_size = 16
+num_heads = 2
+seq_length = 16
+vocab_size = 300
+[pipeline]
+schedule = "{schedule}"
+num_microbatches = 2
+[optim]
+lr = 1e-2
+[train]
+num_steps = 6
+micro_batch_size = 2
+threads = 1
+device = "cpu"
+timeout_s = 30.0
+eval_interval = 3
+eval_batches = 1
+save_interval = 2
+[data]
+corpus = ["{corpus}"]
+split = 0.2
+[run]
+dir = "{runs}"
+"""
+
+
+def write_corpus(path: Path) -> Path:
+    """Some 20 kB of words, always the same."""
+    draw = random.Random(0)
+    words = [f"{a}{b}" for a in "stone river cloud lamp".split() for b in ("", "s", "ed", "ing")]
+    path.write_text("\n".join(" ".join(draw.choice(words) for _ in range(12)).capitalize() + "." for _ in range(300)))
+    return path
+
+
+def write_config(folder: Path, schedule: str = "2bw") -> Path:
+    """A configuration that trains for a second, and its corpus."""
+    path = folder / "tiny.toml"
+    corpus = write_corpus(folder / "corpus.txt")
+    path.write_text(TOML.format(schedule=schedule, corpus=corpus, runs=folder / "runs"))
+    return path
+
+
+def torchrun(num_ranks: int, *args: str | Path) -> subprocess.Popen[str]:
+    """Starts `hybridpar *args` on so many local ranks; what all of them print is in its stdout."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
+               "-m", "hybridpar", *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> tuple[int, str]:
+    """Exit code and output; a job that does not end is killed and fails the test."""
+    try:
+        out, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, out
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(rows: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
+    """Step, loss and gradient norm of each step."""
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
