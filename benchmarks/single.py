@@ -22,8 +22,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import OURS, SHAPES, FixedLoader, OurStep, Shape, Step, arguments, case, engine_config
-from benchmarks.common import print_case, race, write_results
+from benchmarks.common import (
+    OURS,
+    SHAPES,
+    FixedLoader,
+    OurStep,
+    Shape,
+    Step,
+    arguments,
+    case,
+    engine_config,
+    print_case,
+    race,
+    write_results,
+)
 from benchmarks.plain import adamw, cross_entropy, full_weights
 from hybridpar.grid import ProcessGrid
 

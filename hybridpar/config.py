@@ -1,6 +1,6 @@
-"""The configuration: frozen dataclasses, filled from a TOML file and the command line. The only reader of os.environ.
+"""The configuration: frozen dataclasses, filled from a TOML file and flags. The only reader of os.environ.
 
-Resolution order: defaults, then the TOML file, then flags (`--section.key value`). Everything wrong is reported at once.
+Resolution order: defaults, then the TOML file, then flags (`--section.key value`). Errors are reported all at once.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class TrainConfig:
 @dataclass(frozen=True)
 class DataConfig:
     corpus: tuple[str, ...] = ("stdlib",)
-    """Text files, folders, .jsonl files, prefixes of .bin/.idx pairs, or 'stdlib' (the Python standard library's source)."""
+    """Text files, folders, .jsonl files, prefixes of .bin/.idx pairs, or 'stdlib' (the Python library's own source)."""
     weights: tuple[float, ...] = ()
     """Sampling weight of each corpus; empty: all in one."""
     tokenizer: str = ""
@@ -197,14 +197,15 @@ class Launch:
 def load_toml(path: str | Path) -> Config:
     """Reads a TOML file over the defaults.
 
-    Raises: ConfigError naming every unknown section or key (with the nearest known one) and every value of a wrong type.
+    Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type.
     """
     path = Path(path)
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
-        raise ConfigError(Problem("config", str(path), f"cannot be read ({error.strerror})", near[0] if near else "")) from None
+        problem = Problem("config", str(path), f"cannot be read ({error.strerror})", near[0] if near else "")
+        raise ConfigError(problem) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(Problem("config", str(path), f"is not valid TOML: {error}")) from None
     return from_mapping(document)

@@ -58,7 +58,8 @@ def _ranges(config: Config) -> Iterator[Problem]:
             yield Problem(name, value, "must be at least 0 and below 1", "0.1")
     for beta in config.optim.betas:
         if not 0 <= beta < 1:
-            yield Problem("optim.betas", list(config.optim.betas), "must each be at least 0 and below 1", "[0.9, 0.999]")
+            betas = list(config.optim.betas)
+            yield Problem("optim.betas", betas, "must each be at least 0 and below 1", "[0.9, 0.999]")
     if config.optim.nesterov and config.optim.momentum == 0:
         yield Problem("optim.momentum", 0.0, "must be positive with optim.nesterov", "0.9")
 
@@ -67,11 +68,12 @@ def _grid(config: Config, world_size: int) -> Iterator[Problem]:
     tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
     if dp and tp * pp * dp != world_size:
         yield Problem(
-            "parallel", f"tp={tp} pp={pp} dp={dp}", f"tp * pp * dp is {tp * pp * dp} but the job has {world_size} processes",
-            f"torchrun --nproc-per-node {tp * pp * dp}, or dp = 0 to fill the job")
+            "parallel", f"tp={tp} pp={pp} dp={dp}", f"tp * pp * dp is {tp * pp * dp} but the job has {world_size} "
+            "processes", f"torchrun --nproc-per-node {tp * pp * dp}, or dp = 0 to fill the job")
     elif not dp and world_size % (tp * pp):
         works = [f"tp={t} pp={p}" for t in range(1, tp + 1) for p in range(1, pp + 1) if world_size % (t * p) == 0]
-        yield Problem("parallel", f"tp={tp} pp={pp}", f"tp * pp = {tp * pp} must divide the {world_size} processes", works[-1])
+        rule = f"tp * pp = {tp * pp} must divide the {world_size} processes"
+        yield Problem("parallel", f"tp={tp} pp={pp}", rule, works[-1])
     if tp > config.model.num_heads:
         yield Problem("parallel.tp", tp, f"must be at most model.num_heads = {config.model.num_heads}",
                       str(config.model.num_heads))
@@ -91,7 +93,8 @@ def _model(config: Config) -> Iterator[Problem]:
         yield Problem("model.num_kv_heads", model.num_kv_heads, f"must divide model.num_heads = {model.num_heads}",
                       str(min(divisors, key=lambda n: abs(n - model.kv_heads))))
     if model.kind == "bert" and model.seq_length < 8:
-        yield Problem("model.seq_length", model.seq_length, "must leave room for [CLS], two segments and two [SEP]", "8")
+        rule = "must leave room for [CLS], two segments and two [SEP]"
+        yield Problem("model.seq_length", model.seq_length, rule, "8")
 
 
 def _pipeline(config: Config) -> Iterator[Problem]:
@@ -109,12 +112,13 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
+    equal = str([1.0] * len(data.corpus))
     if not data.corpus:
         yield Problem("data.corpus", [], "must name at least one source", '["stdlib"]')
     if data.weights and len(data.weights) != len(data.corpus):
-        yield Problem("data.weights", list(data.weights), f"must have one weight for each of the {len(data.corpus)} corpora",
-                      str([1.0] * len(data.corpus)))
+        rule = f"must have one weight for each of the {len(data.corpus)} corpora"
+        yield Problem("data.weights", list(data.weights), rule, equal)
     elif data.weights and not (min(data.weights) >= 0 and sum(data.weights) > 0):
-        yield Problem("data.weights", list(data.weights), "must not be negative, and not all zero", str([1.0] * len(data.corpus)))
+        yield Problem("data.weights", list(data.weights), "must not be negative, and not all zero", equal)
     if data.split == 0 and config.train.eval_interval:
         yield Problem("data.split", data.split, "must hold something out when train.eval_interval > 0", "0.02")

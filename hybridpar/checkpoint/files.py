@@ -1,10 +1,13 @@
-"""Files that are there completely or not at all."""
+"""Files that are there completely or not at all, and what goes into them."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 _CHUNK = 4 << 20
 
@@ -17,6 +20,19 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+
+
+def to_json(value: Any) -> str:
+    """JSON with null for numbers that are not finite, which it cannot say."""
+    return json.dumps(_finite(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(v) for name, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sync(path: Path) -> None:

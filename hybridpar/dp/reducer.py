@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from hybridpar.comm.collectives import Work, all_reduce_async
-from hybridpar.nn.layout import FlatLayout
 from hybridpar.grid import Axis
+from hybridpar.nn.layout import FlatLayout
 
 
 class GradientReducer:

@@ -74,6 +74,8 @@ class Embedding(nn.Module):
 class SegmentEmbedding(ParallelModule):
     """A vector for each of BERT's two segments, replicated. Shapes: ids [b, s] -> [b, s, h]."""
 
+    weight: Tensor
+
     def __init__(self, hidden: int, axis: Axis, init_std: float, **factory: Any):
         super().__init__(axis)
         self.add_parameter("weight", Placement((2, hidden), Init("normal", init_std)), **factory)
@@ -133,10 +135,11 @@ class LanguageModelHead(nn.Module):
         self.projection.weight = embedding.weight
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        """Shapes: x [b, s, h] -> 0-d: the summed loss of the labels that count, over their number in the whole batch."""
+        """Shapes: x [b, s, h] -> 0-d: the summed loss of the labels that count, over their number in the batch."""
         loss = vocab_parallel_cross_entropy(
             self.projection(x), batch["labels"], self.axis, vocab_start=self.vocab_start,
-            valid_vocab=self.vocab_size, label_smoothing=self.label_smoothing, ignore_index=IGNORE_INDEX)
+            valid_vocab=self.vocab_size, label_smoothing=self.label_smoothing, ignore_index=IGNORE_INDEX,
+            overwrite=True)
         return loss.sum() / batch["num_targets"].to(loss.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -166,6 +169,9 @@ class ReplicatedLinear(ParallelModule):
 
     Shapes: [.., in] -> [.., out].
     """
+
+    weight: Tensor
+    bias: Tensor
 
     def __init__(self, in_features: int, out_features: int, axis: Axis, init_std: float, **factory: Any):
         super().__init__(axis)

@@ -40,8 +40,9 @@ def build_blocks(
         else:
             kind = HEADS[model.kind]
         blocks[number] = kind(model, axis, f"blocks.{number}", device=device, dtype=dtype)
-    if model.tie_embeddings and 0 in blocks and (head := blocks.get(model.num_layers + 1)) is not None:
-        head.language_model.tie(blocks[0].tokens)
+    first, last = blocks.get(0), blocks.get(model.num_layers + 1)
+    if model.tie_embeddings and isinstance(first, Embedding) and isinstance(last, GPTHead | BertHead):
+        last.language_model.tie(first.tokens)
     return blocks
 
 
@@ -62,6 +63,6 @@ def parse_layers(text: str, num_layers: int) -> frozenset[int]:
     except ValueError:
         layers = {-1}
     if not layers or min(layers) < 0 or max(layers) >= num_layers:
-        raise config_error(
-            "pipeline.recompute", text, f"must be 'none', 'all' or layers from 0 to {num_layers - 1} such as '0,2-5'", "'all'")
+        rule = f"must be 'none', 'all' or layers from 0 to {num_layers - 1} such as '0,2-5'"
+        raise config_error("pipeline.recompute", text, rule, "'all'")
     return frozenset(layer + 1 for layer in layers)

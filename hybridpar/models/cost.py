@@ -38,7 +38,7 @@ def forward_flops_per_token(model: ModelConfig) -> tuple[int, ...]:
 
 
 def training_flops_per_token(model: ModelConfig) -> int:
-    """Model operations to train on one token, 3 x forward (backward is twice the forward): 6 N + 12 L h s, as in PaLM."""
+    """Model operations to train on one token: 3 x forward, as a backward is two; that is 6 N + 12 L h s (PaLM)."""
     return 3 * sum(forward_flops_per_token(model))
 
 

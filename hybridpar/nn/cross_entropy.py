@@ -31,7 +31,7 @@ class _Columns:
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, vocab_start: int = 0,
                                  valid_vocab: int | None = None, label_smoothing: float = 0.0,
-                                 ignore_index: int = -100) -> Tensor:
+                                 ignore_index: int = -100, overwrite: bool = False) -> Tensor:
     """The loss of every label: log of the sum of exponentials, less the logit of the label; zero where ignored.
 
     `vocab_start`: global id of this rank's first column. `valid_vocab`: how many ids are real; columns beyond take no
@@ -39,7 +39,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, 
     target puts 1 - e on the label and e / V on every real id, as torch.nn.functional.cross_entropy does.
 
     Holds one buffer the size of the logits in fp32 (fp64) for the backward pass, which turns it into the gradient:
-    it can run once.
+    it can run once. `overwrite`: the buffer may be the logits' own memory, for logits that were just computed and that
+    nobody else holds (nor saved for backward).
 
     Shapes: logits [.., v_local], labels int64 [..], the same on every rank -> [..], fp32, or fp64 for fp64 logits.
     Collectives: forward three all-reduces of a number or (the last, with smoothing) two a label: maximum, sum of
@@ -63,14 +64,15 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, 
         check_range(labels, valid_vocab, "label")
     num_real = min(max(valid_vocab - vocab_start, 0), v_local)
     columns = _Columns(axis, vocab_start, num_real, valid_vocab, label_smoothing)
-    return _CrossEntropy.apply(logits, labels, ignored, columns)
+    return _CrossEntropy.apply(logits, labels, ignored, columns, overwrite)
 
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignored: Tensor, columns: _Columns) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignored: Tensor, columns: _Columns,
+                overwrite: bool) -> Tensor:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        buffer = logits.reshape(labels.numel(), logits.shape[-1]).to(dtype, copy=True)
+        buffer = logits.reshape(labels.numel(), logits.shape[-1]).to(dtype, copy=not overwrite)
         real = buffer[:, : columns.num_real]
         top = real.amax(1) if columns.num_real else buffer.new_full((len(buffer),), -torch.inf)
         all_reduce(top, columns.axis, "max")
@@ -109,7 +111,7 @@ class _CrossEntropy(Function):
             row = torch.arange(len(buffer), device=buffer.device)
             real[row, column] -= ((1 - columns.smoothing) * grad).masked_fill_(elsewhere, 0)
         buffer[:, columns.num_real :] = 0
-        return buffer.to(ctx.dtype).view(ctx.shape), None, None, None
+        return buffer.to(ctx.dtype).view(ctx.shape), None, None, None, None
 
 
 def _own_column(labels: Tensor, columns: _Columns) -> tuple[Tensor, Tensor]:

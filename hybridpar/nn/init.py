@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import prod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpar import random
 from hybridpar.nn.placement import Placement
@@ -15,7 +15,7 @@ _CHUNK = 1 << 20  # numbers drawn at a time: bounds the float64 temporaries
 
 
 @torch.no_grad()
-def initialize(named: Iterable[tuple[str, nn.Parameter, Placement]], seed: int, tp_rank: int) -> None:
+def initialize(named: Iterable[tuple[str, Tensor, Placement]], seed: int, tp_rank: int) -> None:
     """Fills every local parameter in place with its part of the global one; see `named_placements`.
 
     The values depend on the seed and the parameter's name (its tied name where it has one). They are rounded to

@@ -1,7 +1,7 @@
 """Optimizers over placed parameters, gradient norm and clipping, loss scaling, learning-rate schedules."""
 
 from hybridpar.optim.adamw import AdamW
-from hybridpar.optim.base import Optimizer, OptimSettings
+from hybridpar.optim.base import Optimizer
 from hybridpar.optim.lamb import Lamb
 from hybridpar.optim.loss_scale import LossScaler
 from hybridpar.optim.norm import clip_scale, squared_norm
@@ -11,6 +11,6 @@ from hybridpar.optim.sgd import SGD
 from hybridpar.optim.slots import ParameterSlot
 
 __all__ = [
-    "OPTIMIZERS", "SGD", "AdamW", "Lamb", "LossScaler", "OptimSettings", "Optimizer", "ParameterSlot",
+    "OPTIMIZERS", "SGD", "AdamW", "Lamb", "LossScaler", "Optimizer", "ParameterSlot",
     "build_optimizer", "clip_scale", "learning_rate", "squared_norm",
 ]

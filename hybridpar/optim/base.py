@@ -4,31 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from hybridpar.config import OptimConfig
 from hybridpar.errors import CheckpointError
 from hybridpar.grid import Axis
 from hybridpar.optim.slots import ParameterSlot
-
-
-class OptimSettings(Protocol):
-    """The attributes read here and in schedule.py; `config.OptimConfig` has them."""
-
-    name: str
-    lr: float
-    min_lr: float
-    warmup_steps: int
-    decay: str
-    decay_steps: int
-    weight_decay: float
-    betas: tuple[float, float]
-    eps: float
-    momentum: float
-    nesterov: bool
-    clip_grad: float
 
 
 class Optimizer(ABC):
@@ -40,7 +24,7 @@ class Optimizer(ABC):
 
     state_names: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimSettings, tp: Axis):
+    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis):
         self.slots = tuple(slots)
         self.settings = settings
         self.tp = tp

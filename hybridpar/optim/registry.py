@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hybridpar.config import OptimConfig
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.optim.adamw import AdamW
-from hybridpar.optim.base import Optimizer, OptimSettings
+from hybridpar.optim.base import Optimizer
 from hybridpar.optim.lamb import Lamb
 from hybridpar.optim.sgd import SGD
 from hybridpar.optim.slots import ParameterSlot
@@ -15,7 +16,7 @@ from hybridpar.optim.slots import ParameterSlot
 OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "lamb": Lamb, "sgd": SGD}
 
 
-def build_optimizer(settings: OptimSettings, slots: Sequence[ParameterSlot], tp: Axis) -> Optimizer:
+def build_optimizer(settings: OptimConfig, slots: Sequence[ParameterSlot], tp: Axis) -> Optimizer:
     """The optimizer that `settings.name` names, for this rank's parameters.
 
     Raises: ConfigError if there is none of that name.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import cos, pi
 
+from hybridpar.config import OptimConfig
 from hybridpar.errors import config_error
-from hybridpar.optim.base import OptimSettings
 
 # progress from 0 to 1 through the decay -> the share of (lr - min_lr) that is left
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -16,7 +16,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
 }
 
 
-def learning_rate(step: int, settings: OptimSettings, num_steps: int) -> float:
+def learning_rate(step: int, settings: OptimConfig, num_steps: int) -> float:
     """The learning rate of update `step`, which counts from 0.
 
     Rises linearly over `warmup_steps` updates (the first takes lr / warmup_steps, the last lr), then decays from lr to

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybridpar.config import OptimConfig
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
-from hybridpar.optim.base import Optimizer, OptimSettings, scale_for_fused
+from hybridpar.optim.base import Optimizer, scale_for_fused
 from hybridpar.optim.slots import ParameterSlot
 
 
@@ -20,7 +21,7 @@ class SGD(Optimizer):
     Raises: ConfigError if `nesterov` is asked for without momentum.
     """
 
-    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimSettings, tp: Axis):
+    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis):
         super().__init__(slots, settings, tp)
         if settings.nesterov and settings.momentum <= 0:
             raise config_error("optim.momentum", settings.momentum, "Nesterov needs momentum above 0", "0.9")

@@ -1,8 +1,8 @@
 """One rank's training engine: a stage, its weights, its gradients, its optimizer, and the batches they run on.
 
     batch t:  F B F B ... last B      REDUCE      NORM                          UPDATE
-              accumulate gradients    dp, ends    one all-reduce over the grid: wait for it; clip; optimizer makes W(t+1)
-              (buffer t mod n)        started     norm, losses, stop request    or skips where the norm is not finite
+              accumulate gradients    dp, ends    over the grid: norm,          wait; clip; optimizer makes W(t+1),
+              (buffer t mod n)        started     losses, stop request          or W(t) again if the norm is not finite
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridpar.comm.collectives import all_reduce, all_reduce_async
+from hybridpar.comm import Work, all_reduce, all_reduce_async
 from hybridpar.config import Config
 from hybridpar.dp.accumulate import GradientAccumulator
 from hybridpar.dp.reducer import GradientReducer
@@ -97,7 +97,7 @@ class Engine:
             self.stage, self.weights, Lane(grid.pp, grid.pp_reverse, shape, dtype, device), pipeline.num_microbatches)
         self._scales = {0: self.scaler.scale}
         """The loss scale that came with each version of the weights."""
-        self._pending: dict[int, tuple[Tensor, object]] = {}
+        self._pending: dict[int, tuple[Tensor, Work]] = {}
         self.stop_requested = False
         self._stopping = False
         self.batches_done = 0
@@ -112,7 +112,7 @@ class Engine:
         first = self.batches_done
         self._first, self._end = first, first + num_batches
         self._on_step, self._on_gradients = on_step, on_gradients
-        # pipedream's stages update at different times: they would wait for each other's norm, and need not without clipping
+        # pipedream's stages update at different times; without clipping none needs to wait for the others' norm
         self._norms_first = self.schedule.flush or self.schedule.num_gradient_buffers > 1 or self.clips
         actions = lower(
             self.config.pipeline.schedule, self.sizes, self.grid.pp.rank, first, num_batches, clip=self._norms_first)
@@ -244,7 +244,8 @@ class Engine:
         there is a master copy, `optimizer/<parameter>.<state>`.
         """
         store = self.weights
-        tensors = {f"weights/{v}/{n}": leaf.detach() for v in store.live_versions for n, leaf in store.leaves_of(v).items()}
+        tensors = {
+            f"weights/{v}/{n}": leaf.detach() for v in store.live_versions for n, leaf in store.leaves_of(v).items()}
         if store.master is not None:
             tensors |= {f"master/{n}": t for n, t in store.parameters_of_optimizer().items()}
         return tensors | {f"optimizer/{n}": t for n, t in self.optimizer.state_tensors().items()}
@@ -274,7 +275,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, loader: Loader, num_batches: int) -> dict[str, float]:
-        """Mean partial losses of the newest weights over the first `num_batches` batches of `loader`, without dropout."""
+        """Mean partial losses of the newest weights over the first batches of `loader`, without dropout."""
         assert self.batches_done == self.weights.newest, "evaluation needs a drained pipeline"
         m = self.sizes.num_microbatches
         actions = forward_actions(self.sizes, self.grid.pp.rank, num_batches * m)
@@ -284,7 +285,7 @@ class Engine:
         for batch in range(num_batches):
             losses = self.executor.losses.pop(batch, {})
             if self.grid.tp.is_first:
-                totals += torch.tensor([float(losses.get(n, 0.0)) for n in self.loss_names], dtype=torch.float64).to(self.device)
+                totals += totals.new_tensor([float(losses.get(n, 0.0)) for n in self.loss_names])
         all_reduce(totals, self.grid.world)
         return dict(zip(self.loss_names, (totals / num_batches).tolist(), strict=True))
 

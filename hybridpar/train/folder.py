@@ -18,6 +18,7 @@ from pathlib import Path
 from hybridpar.checkpoint import check_compatible, saved_steps
 from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, load_toml, to_mapping, to_toml
+from hybridpar.data import Tokenizer
 from hybridpar.errors import CheckpointError, ConfigError, config_error
 
 CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
@@ -51,23 +52,27 @@ def find_run(config: Config) -> tuple[int, list[str]]:
     return (steps[0] if steps else 0), changed
 
 
-def begin(config: Config, tokenizer: str | None) -> None:
-    """Creates the folder and what is in it from the start."""
+def begin(config: Config, tokenizer: Tokenizer | None) -> None:
+    """Writes what is in the folder from the start."""
     folder = config.run.folder
     (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     write_text(folder / CONFIG, to_toml(config))
     if tokenizer is not None:
-        write_text(folder / TOKENIZER, tokenizer)
+        write_text(folder / TOKENIZER, tokenizer.to_json())
 
 
 @contextlib.contextmanager
 def in_use(folder: Path) -> Iterator[None]:
     """Holds the folder for one job at a time, where files can be locked; a killed job gives it up.
 
-    Raises: ConfigError if another job has it.
+    Raises: ConfigError if another job has it, or it cannot be written to.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise config_error("run.dir", str(folder.parent), f"cannot be written to ({error.strerror})", "runs") from None
+    with file:
         with contextlib.suppress(ImportError):  # Windows
             fcntl = importlib.import_module("fcntl")
             try:

@@ -1,8 +1,8 @@
 """`hybridpar train`: from a configuration to a finished run folder, or to the checkpoint from which it goes on.
 
     resolve, device, threads      each process alone; what is wrong is wrong everywhere
-    run folder, data              together, through the launcher's store; nothing is written before the folder fits
-    process group, engine, load   now there are collectives
+    run folder, data              together, through the launcher's store
+    process group, engine, load   now there are collectives; still nothing in the folder has changed
     run.py                        trains, evaluates, saves, logs
 """
 
@@ -52,13 +52,11 @@ def train(config: Config, launch: Launch) -> Outcome:
     with contextlib.ExitStack() as stack:
         job.together(lambda: stack.enter_context(run_folder.in_use(folder)), here=first)
         data = _open_data(config, job)
-        tokenizer = data.tokenizer.to_json() if data.tokenizer is not None else None
-        job.together(lambda: run_folder.begin(config, tokenizer), here=first)
         reporter = stack.enter_context(contextlib.closing(make_reporter(launch.rank, num_steps)))
         for line in changed:
             reporter.say(f"since the last time: {line}")
         outcome = _train_on_grid(config, data, _Place(job, device, threads), reporter)
-        if first and config.model.kind == "gpt" and tokenizer is not None and not outcome.stopped_by:
+        if first and config.model.kind == "gpt" and data.tokenizer is not None and not outcome.stopped_by:
             _sample(config, reporter)
     return outcome
 
@@ -97,6 +95,8 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         engine = Engine(config, grid, device)
         root = config.run.folder / run_folder.CHECKPOINTS
         resumed = checkpoint.resume(root, engine, data.train.fingerprint, reporter.say)
+        if grid.rank == 0:
+            run_folder.begin(config, data.tokenizer)
         where = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}, {device.type}, {place.threads} threads a process"
         what = f"{config.model.kind}, {config.pipeline.schedule}, {config.train.dtype}"
         how = f"going on after step {resumed}" if resumed else "starting"

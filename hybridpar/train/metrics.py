@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import resource
 import sys
 import time
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.files import to_json, write_text
 from hybridpar.comm import all_reduce, barrier
 from hybridpar.config import Config
 from hybridpar.data import BatchLoader
@@ -37,11 +36,11 @@ class MetricsLog:
 
     def __init__(self, path: Path, resumed_step: int):
         kept = [line for line in read_metrics(path) if line["step"] <= resumed_step] if resumed_step else []
-        write_text(path, "".join(_line(line) for line in kept))
+        write_text(path, "".join(f"{to_json(line)}\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, values: dict[str, Any]) -> None:
-        self._file.write(_line(values))
+        self._file.write(f"{to_json(values)}\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -59,16 +58,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return found
-
-
-def _line(values: dict[str, Any]) -> str:
-    return json.dumps(_finite(values)) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(v) for name, v in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class BatchClock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,10 +71,10 @@ class Oracle:
             tensors["num_targets"] = torch.tensor(float(loader.num_targets(batch)), dtype=torch.float64)
             tensors["num_samples"] = torch.tensor(float(self.config.global_batch_size), dtype=torch.float64)
             key = RandomKey(self.config.train.seed, batch, loader.first_sample(index))
-            x = None
+            x: Any = None
             for number in sorted(self.blocks):
                 x = self.blocks[number](x, tensors, key)
-            total = sum(x.values())
+            total = torch.stack(list(x.values())).sum()
             total.backward()
             loss += total.item()
             for name, leaf in leaves.items():
@@ -108,7 +109,7 @@ class Oracle:
     def _sum_tied(self, gradients: Tensors) -> None:
         tied = [n for n in gradients if self.placements[n].tied]
         if tied:
-            total = sum(gradients[n] for n in tied)
+            total = torch.stack([gradients[n] for n in tied]).sum(0)
             for name in tied:
                 gradients[name] = total.clone()
 

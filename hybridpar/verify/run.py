@@ -10,7 +10,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,14 @@ from hybridpar.config import Config
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError, HybridparError, Problem
 from hybridpar.grid import ProcessGrid
+from hybridpar.models.cost import stage_split
 from hybridpar.nn.placement import Placement
+from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.verify.oracle import Oracle, OracleStep
 
 TOLERANCE = 1e-9
-"""Largest relative difference in float64: sums in another order differ by some 1e-13 here, a wrong term by 1e-5 or more."""
+"""Largest relative difference in float64: sums in another order differ by some 1e-13, a wrong term by 1e-5 or more."""
 
 Tensors = dict[str, Tensor]
 
@@ -74,9 +76,8 @@ class Report:
         return {
             "ok": self.ok, "grid": self.grid, "batches": self.num_batches, "tensors_compared": self.tensors_compared,
             "tolerance": TOLERANCE,
-            "worst": {w: {"tensor": d.name, "batch": d.batch, "relative_error": d.error} for w, d in self.worst.items()},
-            "first_divergence": first and {
-                "what": first.what, "tensor": first.name, "batch": first.batch, "relative_error": first.error},
+            "worst": {what: asdict(difference) for what, difference in self.worst.items()},
+            "first_divergence": first and asdict(first),
         }
 
 
@@ -200,13 +201,11 @@ def _assemble(parts: list[tuple[int, int, int, dict[str, Placement], Tensors]], 
 
 def compare(config: Config, run: GridRun, num_batches: int) -> Report:
     """Trains the oracle on the same batches and compares everything with what the grid computed."""
-    from hybridpar.models.cost import stage_split
-    from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
-
     parallel, m = config.parallel, config.pipeline.num_microbatches
     sizes = Sizes(parallel.pp, m)
     schedule = SCHEDULES[config.pipeline.schedule]
-    stage_of = {b: r for r, blocks in enumerate(stage_split(config.model, parallel.pp, config.pipeline.split)) for b in blocks}
+    split = stage_split(config.model, parallel.pp, config.pipeline.split)
+    stage_of = {block: stage for stage, blocks in enumerate(split) for block in blocks}
     oracle = Oracle(config, lambda block, t, j: schedule.version(sizes, stage_of[block], t * m + j, 0), m)
     loader = SyntheticLoader(
         config.model, config.train.micro_batch_size, m * parallel.dp, 0, 1, config.train.seed)
@@ -232,7 +231,7 @@ def _compare_step(report: Report, t: int, run: GridRun, step: OracleStep) -> Non
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Largest difference over the largest expected element (or `floor`); 0 for equal bits, inf for another shape or NaN."""
+    """Largest difference over the largest expected element (or `floor`); inf for another shape or NaN."""
     if actual.shape != expected.shape or torch.isnan(actual).any():
         return float("inf")
     if torch.equal(actual, expected):

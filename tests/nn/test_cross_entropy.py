@@ -137,3 +137,16 @@ def test_all_columns_are_real_on_one_rank() -> None:
 def test_smoothing_out_of_range() -> None:
     with pytest.raises(ConfigError, match=r"label_smoothing = 1\.0"):
         vocab_parallel_cross_entropy(leaf("logits", 4, 7), labels_for(7, 4), Axis("tp"), label_smoothing=1.0)
+
+
+def test_overwrite_uses_the_logits_memory() -> None:
+    weight, labels = leaf("weight", 7, 5), labels_for(7, 4)
+    x, x_ref = leaf("x", 4, 5), leaf("x", 4, 5)
+    logits = F.linear(x, weight)
+    loss = vocab_parallel_cross_entropy(logits, labels, Axis("tp"), overwrite=True)
+    reference = F.cross_entropy(F.linear(x_ref, weight), labels, reduction="none")
+    torch.testing.assert_close(loss, reference, **TOLERANCE)
+    assert (logits.detach() > 0).all()  # exponentials by now
+    loss.sum().backward()
+    reference.sum().backward()
+    torch.testing.assert_close(x.grad, x_ref.grad, **TOLERANCE)

@@ -41,7 +41,7 @@ dir = "{runs}"
 def write_corpus(path: Path) -> Path:
     """Some 20 kB of words, always the same."""
     draw = random.Random(0)
-    words = [f"{a}{b}" for a in "stone river cloud lamp".split() for b in ("", "s", "ed", "ing")]
+    words = [f"{a}{b}" for a in ["stone", "river", "cloud", "lamp"] for b in ("", "s", "ed", "ing")]
     path.write_text("\n".join(" ".join(draw.choice(words) for _ in range(12)).capitalize() + "." for _ in range(300)))
     return path
 

@@ -22,7 +22,8 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "2bw", "pipedream")
 def make(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     """A small model with odd sizes: 6 heads of 8, vocabulary 61, 4 layers."""
     return from_mapping({
-        "model": {"num_layers": 4, "hidden_size": 48, "num_heads": 6, "seq_length": 14, "vocab_size": 61, **(model or {})},
+        "model": {"num_layers": 4, "hidden_size": 48, "num_heads": 6, "seq_length": 14, "vocab_size": 61,
+                  **(model or {})},
         "pipeline": {"num_microbatches": 4, **sections.get("pipeline", {})},
         "train": {"micro_batch_size": 2, "num_steps": 10, **sections.get("train", {})},
         "optim": {"lr": 1e-2, "warmup_steps": 2, "clip_grad": 0.5, **sections.get("optim", {})},
@@ -59,7 +60,7 @@ def test_optimizers(optim: str) -> None:
 
 @pytest.mark.parametrize("tp", [2, 3, 4, 6])
 def test_uneven_heads_groups_features_and_vocabulary(tp: int) -> None:
-    """6 query heads in 3 groups, 50 ffn features, 61 words: nothing divides; beyond tp 3 ranks share keys and values."""
+    """6 query heads in 3 groups, 50 ffn features, 61 words: nothing divides; beyond tp 3 ranks share keys, values."""
     holds({"tp": tp}, make(LLAMA))
 
 
@@ -84,7 +85,8 @@ def test_gradient_accumulation(m: int) -> None:
     holds({"dp": 2}, make(BERT, pipeline={"num_microbatches": m}))
 
 
-@pytest.mark.parametrize(("schedule", "m"), [("pipedream", 1), ("pipedream", 2), ("gpipe", 2), ("1f1b", 1), ("naive", 1)])
+@pytest.mark.parametrize(("schedule", "m"),
+                         [("pipedream", 1), ("pipedream", 2), ("gpipe", 2), ("1f1b", 1), ("naive", 1)])
 def test_fewer_microbatches_than_stages(schedule: str, m: int) -> None:
     holds({"pp": 4}, make(pipeline={"schedule": schedule, "num_microbatches": m}), num_batches=5)
 

@@ -12,17 +12,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hybridpar.comm.p2p import irecv, isend
+from hybridpar.comm import Work, irecv, isend
 from hybridpar.grid import Axis
-from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.models.blocks import Losses, MicroBatch
+from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.weights import WeightStore
 from hybridpar.random import RandomKey
@@ -39,13 +39,13 @@ class BatchHooks:
     """What sits above the pipeline."""
 
     before_backward: Callable[[Action], float]
-    """Points gradients at the right buffer; returns the factor that the loss's gradient starts from (the loss scale)."""
+    """Points gradients at the right buffer; returns what the loss's gradient starts from (the loss scale)."""
     reduce: Callable[[int], None]
     norm: Callable[[int], None]
     update: Callable[[int], None]
 
 
-def _refuse(_: object) -> float:
+def _refuse(_: object) -> NoReturn:
     raise AssertionError("a forward-only plan has no batch actions")
 
 
@@ -78,7 +78,7 @@ class InFlight:
     """A micro-batch between its forward and its backward."""
 
     input: Tensor | None
-    edge: GradientEdge | None  # the output's place in the graph: the output itself is not kept
+    edge: GradientEdge  # the output's place in the graph: the output itself is not kept
 
 
 class Executor:
@@ -88,13 +88,13 @@ class Executor:
         self.stage, self.weights, self.lane = stage, weights, lane
         self.num_microbatches = num_microbatches
         self.losses: dict[int, Losses] = {}
-        """Sum of the partial losses of each batch so far (last stage only); whoever reads a batch's entry takes it out."""
+        """Sum of each batch's partial losses so far (last stage only); whoever reads an entry takes it out."""
         self.peak_in_flight = 0
         self.events: deque[Event] | None = None
         self._flight: dict[int, InFlight] = {}
-        self._received: dict[tuple[Kind, int], tuple[object, Tensor]] = {}
+        self._received: dict[tuple[Kind, int], tuple[Work, Tensor]] = {}
         self._outputs: dict[tuple[Kind, int], Tensor] = {}
-        self._sends: deque[object] = deque()
+        self._sends: deque[Work] = deque()
         self._table: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward, Kind.B: self._backward,
             Kind.RECV_F: self._post_receive, Kind.RECV_B: self._post_receive,
@@ -116,7 +116,8 @@ class Executor:
                 self.events.append(Event(action, start, self._ready, time.perf_counter()))
         while self._sends:
             self._sends.popleft().wait()
-        assert not (self._flight or self._received or self._outputs), "the plan left micro-batches in flight"
+        left = [*self._flight, *self._received, *self._outputs]
+        assert not left, f"the plan left micro-batches in flight: {left}"
 
     def _forward(self, action: Action) -> None:
         k = action.microbatch

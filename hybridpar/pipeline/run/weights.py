@@ -17,8 +17,8 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from hybridpar.nn.layout import FlatLayout
 from hybridpar.errors import CheckpointError
+from hybridpar.nn.layout import FlatLayout
 from hybridpar.nn.matmul import IN_PLACE
 from hybridpar.nn.placement import Placement, named_placements
 
@@ -48,9 +48,7 @@ class WeightStore:
         if dtype == self.master_dtype:
             for leaf in chain.from_iterable(leaves.values() for leaves in self.leaves):
                 setattr(leaf, IN_PLACE, True)
-        self.master = (
-            torch.zeros(self.layout.numel, dtype=self.master_dtype, device=device) if dtype != self.master_dtype else None
-        )
+        self.master = self.layout.zeros(device) if dtype != self.master_dtype else None
         # every place in the module tree that holds a parameter; a tied one has several
         self._places = [
             (module._parameters, key, by_id[id(parameter)])
@@ -129,7 +127,7 @@ class WeightStore:
 
 
 def _group(placement: Placement) -> int:
-    """Tied parameters first, then replicated, then split ones: each kind is contiguous, as gradients are reduced by kind."""
+    """Tied parameters first, then replicated, then split ones: gradients are reduced by kind, each contiguous."""
     return 0 if placement.tied else 1 if placement.shard is None else 2
 
 

@@ -1,4 +1,4 @@
-"""How many weight versions and activations are alive at once: measured on the running engine, against the plan's bounds."""
+"""Weight versions and activations alive at once: measured on the running engine, against the plan's bounds."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def measure(schedule: str, p: int, m: int) -> tuple[int, int, int, int, int]:
 def test_2bw_keeps_exactly_two_versions(p: int, m: int) -> None:
     for rank, (buffers, versions, bound, activations, allowed) in enumerate(run_ranks(measure, p, "2bw", p, m)):
         assert buffers == bound == 2, f"rank {rank}"
-        # the last stage has nothing in flight when it makes a new version, so it uses one buffer at a time between drains
+        # the last stage has nothing in flight when it makes a new version: between drains it uses one buffer at a time
         assert versions == (1 if rank == p - 1 else 2), f"rank {rank}"
         assert activations == allowed == p - rank
 

@@ -52,7 +52,8 @@ class Verify:
     """The report as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.verify.run import verify
+        from hybridpar.checkpoint.files import to_json
+        from hybridpar.verify.run import TOLERANCE, verify
 
         parallel = self.config.parallel
         own = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)}
@@ -61,19 +62,18 @@ class Verify:
         if self.batches < 1:
             raise config_error("batches", self.batches, "must be positive", "4")
         report = verify(self.config, sizes, self.batches)
-        plain, out = report.as_json(), sys.stderr if self.json else sys.stdout
-        for what, worst in plain["worst"].items():
-            place = f"({worst['tensor']}, batch {worst['batch']})"
-            print(f"{what:<10} worst relative error {worst['relative_error']:.1e}  {place}", file=out)
-        where, first = " ".join(f"{axis}={size}" for axis, size in sizes.items()), plain["first_divergence"]
+        out = sys.stderr if self.json else sys.stdout
+        for what, worst in report.worst.items():
+            place = f"({worst.name}, batch {worst.batch})"
+            print(f"{what:<10} worst relative error {worst.error:.1e}  {place}", file=out)
+        where, first = " ".join(f"{axis}={size}" for axis, size in sizes.items()), report.first_divergence
         if first is None:
-            print(f"{where}: {plain['tensors_compared']} tensors agree within {plain['tolerance']:g}", file=out)
+            print(f"{where}: {report.tensors_compared} tensors agree within {TOLERANCE:g}", file=out)
         else:
-            much = f"by {first['relative_error']:.1e} (tolerance {plain['tolerance']:g})"
-            what = f"{first['what']} of {first['tensor']}"
-            print(f"{where}: {what} differs first, in batch {first['batch']}, {much}", file=out)
+            print(f"{where}: {first.what} of {first.name} differs first, in batch {first.batch}, by {first.error:.1e} "
+                  f"(tolerance {TOLERANCE:g})", file=out)
         if self.json:
-            print(json.dumps(plain))
+            print(to_json(report.as_json()))
         return 0 if report.ok else 1
 
 

@@ -1,12 +1,4 @@
-"""The command line: hybridpar train | verify | check | simulate | preprocess | generate.
-
-    hybridpar train CONFIG.toml --parallel.tp 2 --train.num_steps 100       alone, or under torchrun
-    python -m hybridpar train ...                                          the same
-
-A TOML file comes over the defaults and flags over the file. Exit codes: 0 fine; 1 it failed, or verify found a
-difference; 2 the command line is wrong; 130 and 143 stopped by Ctrl-C or SIGTERM, after saving.
-`--json` prints one JSON object on stdout; everything else that a command says goes to stderr then.
-"""
+"""From the arguments to a command, and from an error to one message and an exit code."""
 
 from __future__ import annotations
 
@@ -24,7 +16,7 @@ import tyro
 from tyro.conf import FlagCreatePairsOff
 
 from hybridpar import __version__
-from hybridpar.commands import COMMANDS
+from hybridpar.cli.commands import COMMANDS
 from hybridpar.config import Config, Launch, load_toml
 from hybridpar.errors import ConfigError, HybridparError
 from hybridpar.train.errors import LostContactError, RankError
@@ -128,7 +120,3 @@ def _report(error: HybridparError, launch: Launch, *, as_json: bool) -> int:
             time.sleep(_GRACE_S)
         os._exit(1)  # communicators would wait for ranks that are gone
     return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,13 @@
+"""The command line: hybridpar train | verify | check | simulate | preprocess | generate.
+
+    hybridpar train CONFIG.toml --parallel.tp 2 --train.num_steps 100       alone, or under torchrun
+    python -m hybridpar train ...                                          the same
+
+A TOML file comes over the defaults and flags over the file. Exit codes: 0 fine; 1 it failed, or verify found a
+difference; 2 the command line is wrong; 130 and 143 stopped by Ctrl-C or SIGTERM, after saving.
+`--json` prints one JSON object on stdout; everything else that a command says goes to stderr then.
+"""
+
+from hybridpar.cli.entry import main
+
+__all__ = ["main"]

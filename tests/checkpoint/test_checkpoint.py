@@ -1,0 +1,183 @@
+"""A checkpoint is whole or passed over, and goes on only in the run that it is of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint.test_resume import make_config, make_engine
+from ranks import run_ranks
+
+from hybridpar import checkpoint
+from hybridpar.checkpoint.manifest import placements_from_plain, placements_to_plain
+from hybridpar.config import Config, ParallelConfig
+from hybridpar.errors import CheckpointError
+from hybridpar.nn.placement import Init, Placement, Shard
+
+
+def one_rank(schedule: str = "1f1b") -> Config:
+    return make_config(schedule, pp=1)
+
+
+def save_steps(root: Path, num_steps: int) -> None:
+    engine, loader = make_engine(one_rank())
+    for _ in range(num_steps):
+        engine.train(loader, 1, lambda step: None)
+        checkpoint.save(root, engine, "corpus")
+
+
+def test_only_the_newest_two_are_kept_and_leftovers_removed(tmp_path: Path) -> None:
+    (tmp_path / ".step_00000009.part").mkdir()
+    save_steps(tmp_path, 4)
+    assert checkpoint.saved_steps(tmp_path) == [4, 3]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "pp0-tp0.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(folder: Path) -> None:
+    path = folder / "pp0-tp0.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def remove_the_shard(folder: Path) -> None:
+    (folder / "pp0-tp0.safetensors").unlink()
+
+
+def break_the_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove_the_shard, break_the_manifest])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    save_steps(tmp_path, 3)
+    damage(tmp_path / "step_00000003")
+    engine, _ = make_engine(one_rank())
+    said: list[str] = []
+    assert checkpoint.resume(tmp_path, engine, "corpus", said.append) == 2
+    assert engine.batches_done == 2
+    assert len(said) == 1
+    assert "step_00000003" in said[0]
+    assert checkpoint.newest(tmp_path, said.append) == tmp_path / "step_00000002"
+    damage(tmp_path / "step_00000002")
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints is whole"):
+        checkpoint.resume(tmp_path, engine, "corpus", said.append)
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Path) -> None:
+    save_steps(tmp_path, 3)
+    flip_a_bit(tmp_path / "step_00000003")
+    engine, loader = make_engine(one_rank())
+    checkpoint.resume(tmp_path, engine, "corpus", print)
+    engine.train(loader, 1, lambda step: None)
+    checkpoint.save(tmp_path, engine, "corpus")
+    fresh, _ = make_engine(one_rank())
+    assert checkpoint.resume(tmp_path, fresh, "corpus", print) == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
+
+
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
+    engine, _ = make_engine(one_rank())
+    assert checkpoint.resume(tmp_path / "none", engine, "corpus", print) == 0
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        checkpoint.newest(tmp_path, print)
+
+
+def test_another_model_is_refused_field_by_field(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    config = one_rank()
+    other = replace(config, model=replace(config.model, hidden_size=24, num_layers=3))
+    engine, _ = make_engine(other)
+    before = {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
+    with pytest.raises(CheckpointError, match=r"2 there and 3 here; model.hidden_size is 12 there and 24"):
+        checkpoint.resume(tmp_path, engine, "corpus", print)
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.state_tensors().items())
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    engine, _ = make_engine(one_rank())
+    with pytest.raises(CheckpointError, match="other data"):
+        checkpoint.resume(tmp_path, engine, "another corpus", print)
+
+
+def test_another_grid_is_refused_naming_both() -> None:
+    config = one_rank()
+    other = replace(config, parallel=ParallelConfig(2, 2, 1))
+    with pytest.raises(CheckpointError, match=r"grid tp=1 pp=1 dp=1, this job is tp=2 pp=2 dp=1"):
+        checkpoint.check_compatible(config, other, Path("run"))
+
+
+def test_what_may_change_between_two_runs() -> None:
+    config = one_rank()
+    longer = replace(config, train=replace(config.train, num_steps=99, threads=3), optim=replace(config.optim, lr=1.0))
+    checkpoint.check_compatible(config, longer, Path("run"))
+    for section, change in (("train", {"seed": 5}), ("optim", {"name": "sgd"}), ("pipeline", {"schedule": "gpipe"})):
+        other = replace(config, **{section: replace(getattr(config, section), **change)})
+        with pytest.raises(CheckpointError, match=f"{section}.{next(iter(change))} is"):
+            checkpoint.check_compatible(config, other, Path("run"))
+
+
+def test_the_manifest_tells_what_a_later_reshard_needs(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    plain = json.loads((tmp_path / "step_00000001" / "manifest.json").read_text())
+    assert plain["grid"] == {"tp": 1, "pp": 1, "dp": 1}
+    assert plain["shards"][0].keys() == {"name", "pp", "tp", "num_bytes", "sha256"}
+    assert checkpoint.read_manifest(tmp_path / "step_00000001").config == one_rank()
+
+
+def test_placements_survive_json() -> None:
+    init = Init("zeros")
+    placements = {
+        "a": Placement((6, 4), init, Shard(0, (((0, 2), (4, 5)), ((2, 4), (5, 6))))),
+        "b": Placement((5,), init, weight_decay=False), "c": Placement((3, 3), init, tied="words"),
+    }
+    assert placements_from_plain(json.loads(json.dumps(placements_to_plain(placements)))) == placements
+
+
+def damage_one_rank(root: Path) -> tuple[int, list[str]]:
+    config = make_config("2bw")
+    engine, loader = make_engine(config)
+    for _ in range(2):
+        engine.train(loader, 1, lambda step: None)
+        checkpoint.save(root, engine, "corpus")
+    if engine.grid.rank == 1:
+        path = root / "step_00000002" / "pp1-tp0.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+    fresh, _ = make_engine(config)
+    said: list[str] = []
+    return checkpoint.resume(root, fresh, "corpus", said.append), said
+
+
+@pytest.mark.ranks
+def test_all_ranks_pass_over_what_one_of_them_cannot_read(tmp_path: Path) -> None:
+    for step, said in run_ranks(damage_one_rank, 2, tmp_path):
+        assert step == 1
+        assert "pp1-tp0" in said[0]
+
+
+def fail_to_write(root: Path) -> str:
+    engine, _ = make_engine(make_config("1f1b"))
+    try:
+        checkpoint.save(root / "in_the_way" / "checkpoints", engine, "corpus")
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_that_cannot_be_written_fails_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "in_the_way").write_text("a file")
+    first, second = run_ranks(fail_to_write, 2, tmp_path)
+    assert first == second
+    assert "rank 0 (stage 0" in first
+    assert "cannot write the checkpoint" in first

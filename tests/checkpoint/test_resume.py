@@ -1,0 +1,100 @@
+"""Training that stops, saves and goes on is the same training to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+
+from hybridpar import checkpoint
+from hybridpar.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, PipelineConfig, TrainConfig
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.grid import ProcessGrid
+from hybridpar.train.engine import Engine, StepResult
+
+MODEL = ModelConfig(num_layers=2, hidden_size=12, num_heads=3, seq_length=8, vocab_size=37, dropout=0.1)
+
+
+def make_config(schedule: str = "2bw", dtype: str = "fp32", *, tp: int = 1, pp: int = 2, dp: int = 1,
+                optimizer: str = "adamw", model: ModelConfig = MODEL) -> Config:
+    return Config(
+        model, ParallelConfig(tp, pp, dp), PipelineConfig(schedule, 2), OptimConfig(optimizer, lr=1e-2, warmup_steps=2),
+        TrainConfig(6, 2, dtype), DataConfig(split=0.0))  # type: ignore[arg-type]
+
+
+def make_engine(config: Config) -> tuple[Engine, SyntheticLoader]:
+    parallel = config.parallel
+    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
+    loader = SyntheticLoader(config.model, config.train.micro_batch_size, 2, grid.dp.rank, grid.dp.size)
+    return Engine(config, grid, torch.device("cpu")), loader
+
+
+Trained = tuple[list[StepResult], dict[str, Tensor]]
+
+
+def train_in_stretches(config: Config, stretches: tuple[int, ...], root: Path) -> Trained:
+    """A new engine for each stretch, loaded from the last one's checkpoint; all steps, and the state at the end."""
+    steps: list[StepResult] = []
+    for i, num_batches in enumerate(stretches):
+        engine, loader = make_engine(config)
+        done = checkpoint.resume(root, engine, "corpus", print)
+        assert done == sum(stretches[:i])
+        engine.train(loader, num_batches, steps.append)
+        checkpoint.save(root, engine, "corpus")
+    return steps, {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
+
+
+def compare_stretches(config: Config, folder: Path) -> None:
+    whole, state = train_in_stretches(config, (6,), folder / "whole")
+    parts, resumed = train_in_stretches(config, (3, 1, 2), folder / "parts")
+    assert whole == parts, "losses or norms differ"
+    assert state.keys() == resumed.keys()
+    differing = [name for name in state if not torch.equal(state[name], resumed[name])]
+    assert not differing, differing
+    assert any(name.startswith("optimizer/") for name in state)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("schedule", "dtype"), [
+    ("1f1b", "fp32"), ("1f1b", "bf16"), ("2bw", "fp32"), ("2bw", "bf16"), ("2bw", "fp16"),
+])
+def test_resuming_a_pipeline_changes_no_bit(tmp_path: Path, schedule: str, dtype: str) -> None:
+    run_ranks(compare_stretches, 2, make_config(schedule, dtype), tmp_path)
+
+
+@pytest.mark.ranks
+def test_resuming_changes_no_bit_on_a_whole_grid(tmp_path: Path) -> None:
+    bert = replace(MODEL, kind="bert")
+    run_ranks(compare_stretches, 4, make_config(tp=2, pp=2, optimizer="lamb", model=bert), tmp_path)
+
+
+@pytest.mark.ranks
+def test_replicas_resume_from_one_file(tmp_path: Path) -> None:
+    run_ranks(compare_stretches, 2, make_config("gpipe", pp=1, dp=2, optimizer="sgd"), tmp_path)
+    assert [p.name for p in (tmp_path / "whole" / "step_00000006").glob("*.safetensors")] == ["pp0-tp0.safetensors"]
+
+
+def save_and_merge(config: Config, root: Path) -> None:
+    engine, loader = make_engine(config)
+    engine.train(loader, 2, lambda step: None)
+    checkpoint.save(root, engine, "corpus")
+    saved, full = checkpoint.load_full(root / "step_00000002")
+    assert saved == config
+    newest = engine.weights.parameters_of_optimizer()
+    for slot in engine.slots:
+        assert torch.equal(slot.placement.take(full[slot.name], engine.grid.tp.rank), newest[slot.name]), slot.name
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("schedule", "dtype"), [("2bw", "fp32"), ("1f1b", "bf16")])
+def test_shards_are_put_together(tmp_path: Path, schedule: str, dtype: str) -> None:
+    run_ranks(save_and_merge, 4, make_config(schedule, dtype, tp=2), tmp_path)
+    _, full = checkpoint.load_full(tmp_path / "step_00000002")
+    assert full["blocks.0.tokens.weight"].shape == (37, 12)
+    tied = full["blocks.3.language_model.projection.weight"]
+    assert torch.equal(full["blocks.0.tokens.weight"], tied)
+    assert full["blocks.1.attention.qkv.weight"].shape == (36, 12)

@@ -1,0 +1,70 @@
+"""The products of linear layers: equal to torch's, and the weight's gradient added in place where the leaf allows it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hybridpar.grid import Axis
+from hybridpar.nn import matmul
+from hybridpar.nn.linear import column_linear
+
+AXIS = Axis("tp")
+
+
+def pair(dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(shape, dtype=dtype)
+    return x.clone().requires_grad_(), x.clone().requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (0,), (1,)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_equal_to_torch(dtype: torch.dtype, batch: tuple[int, ...], with_bias: bool) -> None:
+    (x, x_ref), (w, w_ref), (b, b_ref) = pair(dtype, *batch, 5), pair(dtype, 7, 5), pair(dtype, 7)
+    y = column_linear(x, w, b if with_bias else None, AXIS)
+    y_ref = F.linear(x_ref, w_ref, b_ref if with_bias else None)
+    torch.testing.assert_close(y, y_ref)
+    (y * y).sum().backward()
+    (y_ref * y_ref).sum().backward()
+    for mine, theirs in ((x, x_ref), (w, w_ref), *([(b, b_ref)] if with_bias else [])):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_strided_and_expanded() -> None:
+    w = torch.randn(7, 5, requires_grad=True)
+    x = torch.randn(5, 3, 2).permute(2, 1, 0)
+    torch.testing.assert_close(matmul.linear(x, w.detach()), F.linear(x, w.detach()))
+    column_linear(x, w, None, AXIS).sum().backward()  # an expanded gradient
+    torch.testing.assert_close(w.grad, x.reshape(6, 5).sum(0).expand(7, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_adds_in_place(dtype: torch.dtype) -> None:
+    """The buffer stays the buffer, hooks run once in each backward, also where the weight has another use."""
+    flat = torch.zeros(35, dtype=dtype)
+    w, w_ref = pair(dtype, 7, 5)
+    setattr(w, matmul.IN_PLACE, True)
+    w.grad = flat.view(7, 5)
+    calls: list[bool] = []
+    w.register_post_accumulate_grad_hook(lambda leaf: calls.append(torch.equal(leaf.grad, w_ref.grad)))
+    ids = torch.tensor([0, 6, 6])
+    for i in range(1, 4):
+        for weight in (w_ref, w):
+            x = F.embedding(ids, weight)
+            column_linear(column_linear(x, weight, None, AXIS)[:, :5], weight, None, AXIS).square().sum().backward()
+        torch.testing.assert_close(flat.view(7, 5), w_ref.grad)
+        assert len(calls) == i
+        assert w.grad.data_ptr() == flat.data_ptr()
+
+
+def test_a_leaf_without_buffer_gets_its_gradient() -> None:
+    w, w_ref = pair(torch.float64, 7, 5)
+    setattr(w, matmul.IN_PLACE, True)
+    x = torch.randn(3, 5, dtype=torch.float64)
+    column_linear(x, w, None, AXIS).sum().backward()
+    F.linear(x, w_ref).sum().backward()
+    assert not w.grad.is_sparse
+    torch.testing.assert_close(w.grad, w_ref.grad)

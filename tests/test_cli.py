@@ -1,0 +1,191 @@
+"""The command line: flags over the file over the defaults, and for each thing that can be wrong one clear message."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from train.runs import write_config, write_corpus
+
+from hybridpar.cli import main
+from hybridpar.cli.commands import COMMANDS, parse_grid
+from hybridpar.cli.entry import flags_of, parse
+from hybridpar.config import Config
+from hybridpar.data import prepare
+from hybridpar.errors import ConfigError
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+def fails(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
+    """The message of a command that must fail with 1, without a traceback and with nothing on stdout."""
+    assert main([str(a) for a in args]) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert "Traceback" not in err
+    return err
+
+
+def refuses(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
+    """The message about a command line that must be refused with 2."""
+    with pytest.raises(SystemExit) as exit_:
+        main([str(a) for a in args])
+    assert exit_.value.code == 2
+    out, err = capsys.readouterr()
+    return out + err
+
+
+def test_flags_come_over_the_file_and_the_file_over_the_defaults(config: Path) -> None:
+    command = parse(["train", str(config), "--parallel.tp", "2", "--optim.lr=0.5", "--model.tie_embeddings", "False",
+                     "--data.corpus", "a", "b", "--json"])
+    assert (command.config.parallel.tp, command.config.optim.lr) == (2, 0.5)
+    assert command.config.model.num_layers == 2  # the file's
+    assert command.config.model.init_std == Config().model.init_std
+    assert command.config.model.tie_embeddings is False
+    assert command.config.data.corpus == ("a", "b")
+    assert command.json
+
+
+def test_every_key_of_the_configuration_is_a_flag_of_train(config: Path) -> None:
+    flags = flags_of(COMMANDS["train"])
+    assert {"model.hidden_size", "optim.betas", "run.name", "json"} <= flags
+    for flag in sorted(flags - {"json"}):
+        section, key = flag.split(".")
+        value = getattr(getattr(Config(), section), key)
+        values = [str(v) for v in value] if isinstance(value, tuple) else [str(value)]
+        command = parse(["train", str(config), f"--{flag}", *values])
+        assert getattr(getattr(command.config, section), key) == value
+
+
+def test_help_needs_no_torch() -> None:
+    script = ("import sys; from hybridpar.cli import main\n"
+              "try: main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules")
+    for args in (["--help"], ["train", "--help"], ["generate", "--help"]):
+        out = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, check=True).stdout
+        assert "hybridpar" in out
+
+
+@pytest.mark.parametrize(("args", "says"), [
+    (("train", "CONFIG", "--model.hiden_size", "3"), "flag --model.hiden_size; did you mean --model.hidden_size?"),
+    (("train", "CONFIG", "--hidden_size=3"), "unknown flag --hidden_size; did you mean --model.hidden_size?"),
+    (("train", "CONFIG", "--model.num-layer", "3"), "did you mean --model.num_layers?"),
+    (("generate", "--chekpoint", "x"), "did you mean --checkpoint?"),
+    (("train", "--parallel.tp", "2"), "the first argument must be a configuration file"),
+    (("trian", "CONFIG"), "did you mean train?"),
+    (("train", "CONFIG", "--model.num_layers", "two"), "num_layers"),
+    (("train", "CONFIG", "--model.kind", "t5"), "gpt"),
+])
+def test_a_wrong_command_line_is_refused(config: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...],
+                                         says: str) -> None:
+    message = refuses(capsys, *(str(config) if a == "CONFIG" else a for a in args))
+    assert says in message
+    assert not (config.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    (["--parallel.tp", "2"], "tp * pp = 2 must divide the 1 processes"),
+    (["--parallel.dp", "3"], "tp * pp * dp is 3 but the job has 1 processes"),
+    (["--model.num_heads", "3"], "model.num_heads = 3: must divide model.hidden_size = 16; try"),
+    (["--data.split", "0"], "data.split"),
+    (["--data.corpus", "nowhere.txt"], "nowhere.txt: does not exist"),
+    (["--model.vocab_size", "100"], "model.vocab_size = 100"),
+    (["--train.device", "cuda", "--train.threads", "1"], "train.device = 'cuda': this machine has 0 GPUs"),
+])
+def test_train_refuses_what_cannot_run(config: Path, capsys: pytest.CaptureFixture[str], flags: list[str],
+                                       says: str) -> None:
+    import torch
+
+    if "cuda" in flags and torch.cuda.is_available():
+        pytest.skip("has a GPU")
+    assert says in fails(capsys, "train", config, *flags)
+    assert not (config.parent / "runs" / "run" / "config.toml").exists()
+
+
+def test_a_missing_file_or_a_misspelt_key_names_the_nearest(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "tiny.toml" in fails(capsys, "train", config.with_name("tyny.toml"))
+    config.write_text(config.read_text().replace("num_layers", "num_layrs"))
+    assert "model.num_layrs = 2: is not a key of the configuration; try num_layers" in fails(capsys, "train", config)
+
+
+def test_damaged_or_unfit_corpora_are_refused(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prepared = prepare(write_corpus(tmp_path / "text.txt"), tmp_path / "made", 300, quiet=True)
+    prefix = tmp_path / "own"
+    for suffix in (".bin", ".idx"):
+        prefix.with_suffix(suffix).write_bytes(prepared.prefix.with_suffix(suffix).read_bytes())
+    assert "has ids up to" in fails(capsys, "train", config, "--data.corpus", prefix, "--model.vocab_size", "260")
+    content = prefix.with_suffix(".bin").read_bytes()
+    prefix.with_suffix(".bin").write_bytes(content[: len(content) // 2])
+    assert "own.bin" in fails(capsys, "train", config, "--data.corpus", prefix)
+    prefix.with_suffix(".idx").write_bytes(b"nonsense" * 30)
+    assert "own.idx" in fails(capsys, "train", config, "--data.corpus", prefix)
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x80" * 100)
+    assert "binary.txt" in fails(capsys, "train", config, "--data.corpus", tmp_path / "binary.txt")
+    assert not (tmp_path / "runs" / "run" / "config.toml").exists()
+
+
+def test_check_reports_every_problem_at_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--parallel.pp", "4", "--model.num_heads", "3", "--world_size", "6"]
+    message = fails(capsys, "check", config, *flags)
+    for part in ("3 problems", "processes", "model.num_heads", "pipeline.num_microbatches = 2: schedule 2bw"):
+        assert part in message
+    assert main(["check", str(config), *flags, "--json"]) == 1
+    out, _ = capsys.readouterr()
+    plain = json.loads(out)
+    assert not plain["ok"]
+    assert {p["field"] for p in plain["problems"]} == {"parallel", "model.num_heads", "pipeline.num_microbatches"}
+
+
+def test_check_says_what_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(config), "--parallel.pp", "2", "--parallel.tp", "2", "--world_size", "8", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["grid"] == {"tp": 2, "pp": 2, "dp": 2}
+    assert plain["batch_samples"] == 2 * 2 * 2
+    assert plain["stages"][-1][1] == 4
+    assert main(["check", str(config)]) == 0
+    assert "fine on tp=1 pp=1 dp=1" in capsys.readouterr().out
+
+
+def test_simulate_draws_and_counts(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    svg = tmp_path / "plan.svg"
+    flags = ["--parallel.pp", "2", "--pipeline.num_microbatches", "4", "--pipeline.split", "2", "2"]
+    assert main(["simulate", str(config), *flags, "--svg", str(svg)]) == 0
+    out = capsys.readouterr().out
+    assert "stage 1" in out
+    assert "F0" in out
+    assert svg.read_text().startswith("<svg")
+    assert main(["simulate", str(config), *flags, "--pipeline.schedule", "gpipe", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["peak_activations"] == [4, 4]
+    assert plain["peak_versions"] == [1, 1]
+    assert all(0 < share < 1 for share in plain["bubble"])
+
+
+def test_preprocess_makes_a_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = write_corpus(tmp_path / "text.txt")
+    assert main(["preprocess", str(text), "--output", str(tmp_path / "out"), "--vocab_size", "300", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert Path(plain["prefix"] + ".bin").exists()
+    assert plain["vocab_size"] <= 300
+    assert "name no text" in fails(capsys, "preprocess")
+
+
+@pytest.mark.ranks
+def test_verify_says_whether_a_grid_agrees(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(config), "--grid", "pp=2", "--batches", "2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["ok"]
+    assert "tensors agree" in err
+    assert "must be sizes" in fails(capsys, "verify", config, "--grid", "tp=2,qq=3")
+
+
+def test_parse_grid() -> None:
+    assert parse_grid("tp=2, dp=3") == {"tp": 2, "dp": 3}
+    for text in ("", "tp", "tp=0", "tp=-1", "tp=2,tp=2", "xp=2"):
+        with pytest.raises(ConfigError):
+            parse_grid(text)

@@ -1,0 +1,150 @@
+"""A whole run in one process: what it leaves behind, and that it goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train.runs import metrics, steps, write_config
+
+from hybridpar.cli import main
+from hybridpar.config import Config, Launch, load_toml
+from hybridpar.errors import CheckpointError, ConfigError
+from hybridpar.train import loop
+from hybridpar.train.folder import in_use
+from hybridpar.train.run import Run
+
+ALONE = Launch(0, 0, 1, 1)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load_toml(write_config(tmp_path))
+
+
+def with_train(config: Config, **changes: Any) -> Config:
+    return replace(config, train=replace(config.train, **changes))
+
+
+def named(config: Config, name: str) -> Config:
+    return replace(config, run=replace(config.run, name=name))
+
+
+def test_a_run_leaves_everything_in_its_folder(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = loop.train(config, ALONE)
+    folder = config.run.folder
+    assert (outcome.step, outcome.exit_code, outcome.resumed_from) == (6, 0, 0)
+    assert {p.name for p in folder.iterdir()} >= {
+        "config.toml", "metrics.jsonl", "plan.svg", "executed.svg", "trace.json", "tokenizer.json", "sample.txt",
+        "checkpoints"}
+    rows = metrics(folder)
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "val_loss" in row] == [0, 3, 6]
+    assert rows[1].keys() >= {"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "consumed_tokens", "mfu"}
+    assert rows[1]["consumed_tokens"] == 2 * 2 * 16
+    assert load_toml(folder / "config.toml") == replace(config, parallel=replace(config.parallel, dp=1))
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
+    assert (folder / "sample.txt").read_text().startswith("The ")
+    err = capsys.readouterr().err
+    assert "MFU = tokens/s x" in err
+    assert "step 6/6" in err
+    pytest.importorskip("matplotlib")
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_run_says_so_and_is_left_alone(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    loop.train(config, ALONE)
+    before = {p: p.stat().st_mtime_ns for p in config.run.folder.rglob("*")}
+    assert loop.train(config, ALONE).exit_code == 0
+    assert "finished, 6 steps are done" in capsys.readouterr().err
+    assert {p: p.stat().st_mtime_ns for p in config.run.folder.rglob("*")} == before
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+def test_a_signal_saves_and_the_same_command_goes_on(config: Config, schedule: str,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(config, pipeline=replace(config.pipeline, schedule=schedule))  # type: ignore[arg-type]
+    config = with_train(config, eval_interval=0, save_interval=0, num_steps=12)
+    loop.train(named(config, "whole"), ALONE)
+    on_step = Run._on_step
+
+    def interrupt(run: Run, result: Any) -> None:
+        on_step(run, result)
+        if result.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Run, "_on_step", interrupt)
+    outcome = loop.train(config, ALONE)
+    assert outcome.exit_code == 143
+    assert 3 < outcome.step < 8
+    monkeypatch.setattr(Run, "_on_step", on_step)
+    again = loop.train(config, ALONE)
+    assert (again.resumed_from, again.step, again.exit_code) == (outcome.step, 12, 0)
+    assert steps(metrics(config.run.folder)) == steps(metrics(named(config, "whole").run.folder))
+
+
+def test_metrics_are_cut_back_to_the_resumed_step(config: Config) -> None:
+    loop.train(config, ALONE)
+    folder = config.run.folder
+    whole = metrics(folder)
+    shutil.rmtree(folder / "checkpoints" / "step_00000006")  # as if killed after step 5
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    outcome = loop.train(config, ALONE)
+    assert outcome.resumed_from == 4
+    assert steps(metrics(folder)) == steps(whole)
+    assert [r.get("val_loss") for r in metrics(folder)] == [r.get("val_loss") for r in whole]
+
+
+def test_a_run_can_be_made_longer(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    loop.train(config, ALONE)
+    outcome = loop.train(with_train(config, num_steps=8), ALONE)
+    assert (outcome.resumed_from, outcome.step) == (6, 8)
+    assert "train.num_steps: 6 -> 8" in capsys.readouterr().err
+    assert [row[0] for row in steps(metrics(config.run.folder))] == list(range(1, 9))
+
+
+def test_another_model_is_refused_and_nothing_overwritten(config: Config) -> None:
+    loop.train(config, ALONE)
+    before = {p: p.read_bytes() for p in config.run.folder.rglob("*") if p.is_file()}
+    other = replace(with_train(config, num_steps=9), model=replace(config.model, num_layers=3))
+    with pytest.raises(CheckpointError, match=r"num_layers is 2 there and 3 here"):
+        loop.train(other, ALONE)
+    corpus = Path(config.data.corpus[0])
+    corpus.write_text(corpus.read_text() + "Something else. " * 50)
+    with pytest.raises(CheckpointError, match="other data"):
+        loop.train(with_train(config, num_steps=9), ALONE)
+    after = {p: p.read_bytes() for p in config.run.folder.rglob("*") if p.is_file()}
+    changed = {p.name for p in before if after.get(p) != before[p]}
+    assert not changed
+
+
+def test_two_jobs_do_not_share_a_folder(config: Config) -> None:
+    with in_use(config.run.folder), pytest.raises(ConfigError, match="another job is training"):
+        loop.train(config, ALONE)
+
+
+def test_bert_trains_too(config: Config) -> None:
+    bert = replace(config, model=replace(config.model, kind="bert"))
+    assert loop.train(bert, ALONE).step == 6
+    rows = metrics(config.run.folder)
+    assert rows[1]["losses"].keys() == {"mlm", "sop"}
+    assert rows[1]["loss"] == pytest.approx(sum(rows[1]["losses"].values()))
+    assert rows[0]["val_losses"].keys() == {"mlm", "sop"}
+    assert not (config.run.folder / "sample.txt").exists()
+
+
+def test_training_is_a_command_with_json(config: Config, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["train", str(tmp_path / "tiny.toml"), "--train.num_steps", "2", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert (plain["ok"], plain["step"], plain["stopped_by"]) == (True, 2, None)
+    assert main(["generate", "--checkpoint", str(config.run.folder), "--max_tokens", "5", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["text"]
+    assert main(["generate", "--checkpoint", str(config.run.folder), "--max_tokens", "5"]) == 0
+    assert capsys.readouterr().out == first + "\n"
