@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from hybridpar.train.engine import Engine
 
 RESULTS = Path(__file__).parent / "results"
 LR = 3e-4
+CLIP = 1.0
 SEED = 7
 OURS = "hybridpar"
 
@@ -102,11 +103,11 @@ class FixedLoader:
 
 def engine_config(shape: Shape, *, tp: int = 1, pp: int = 1, dp: int = 1, num_microbatches: int = 1,
                   schedule: str = "1f1b", dtype: str = "fp32", split: tuple[int, ...] = ()) -> Config:
-    """hybridpar's settings: AdamW as torch's defaults, constant rate, no clipping (no peer clips)."""
+    """hybridpar's settings: AdamW as torch's defaults, constant rate, global gradient norm clipped to 1 as usual."""
     return Config(
         model=shape.model, parallel=ParallelConfig(tp, pp, dp),
         pipeline=PipelineConfig(schedule=schedule, num_microbatches=num_microbatches, split=split),
-        optim=OptimConfig(lr=LR, decay="constant", weight_decay=0.01, clip_grad=0.0),
+        optim=OptimConfig(lr=LR, decay="constant", weight_decay=0.01, clip_grad=CLIP),
         train=TrainConfig(micro_batch_size=shape.micro_batch, dtype=dtype, seed=SEED, device="cpu"))
 
 
@@ -302,8 +303,3 @@ def _rank(rank: int, num_ranks: int, folder: str, fn: Callable[..., Any], args: 
     except BaseException:
         Path(folder, f"error{rank}").write_text(traceback.format_exc())
         os._exit(1)
-
-
-def at_once(shape: Shape, **changes: Any) -> Shape:
-    """`shape` with fields replaced."""
-    return replace(shape, **changes)

@@ -30,7 +30,7 @@ from benchmarks.common import (
     run_ranks,
     write_results,
 )
-from benchmarks.plain import PlainGPT, adamw, cross_entropy
+from benchmarks.plain import PlainGPT, adamw, clip, cross_entropy
 from hybridpar.grid import ProcessGrid
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
@@ -54,6 +54,7 @@ class DDPStep:
                 loss = cross_entropy(self.model(tokens), labels) / len(pairs)
                 loss.backward()
             total += loss.detach()
+        clip(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(total)

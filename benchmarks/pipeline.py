@@ -16,7 +16,6 @@ and its drain, which a run pays once, are left out (they are reported as `includ
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Any
 
@@ -42,7 +41,7 @@ from benchmarks.common import (
     run_ranks,
     write_results,
 )
-from benchmarks.plain import PlainGPT, adamw, cross_entropy
+from benchmarks.plain import PlainGPT, adamw, clip, cross_entropy
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.cost import stage_split
 
@@ -72,6 +71,7 @@ class TorchPipelineStep:
         arguments = (tokens,) if dist.get_rank() == 0 else ()
         self.schedule.step(*arguments, **({"target": labels, "losses": losses} if self.last else {}),
                            return_outputs=False)
+        clip(self.optimizer, across_ranks=True)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
@@ -115,13 +115,12 @@ class StageAlone:
             (sum(out.values()) if isinstance(out, dict) else out).backward(self.gradient)
 
     def update(self) -> None:
-        """The gradient norm and one update, which changes nothing: its gradients are emptied before."""
+        """The gradient norm and one update, which changes nothing: gradients are emptied before, the rate is 0."""
         engine = self.engine
         engine.gradients.zero(0)
-        gradients = engine._gradient_list(0)
-        torch.stack([g.norm() for g in gradients]).norm()
-        parameters = list(engine.weights.parameters_of_optimizer().values())
-        engine.optimizer.step(parameters, gradients, lr=0.0)
+        gradients = list(engine.gradients.views(0).values())
+        torch.nn.utils.get_total_norm(gradients)
+        engine.optimizer.step(list(engine.weights.parameters_of_optimizer().values()), gradients, lr=0.0)
 
 
 def measure_2bw(shape_name: str, dtype: str, m: int, batches: int, rounds: int) -> dict[str, Any]:
@@ -168,10 +167,9 @@ def measure_2bw(shape_name: str, dtype: str, m: int, batches: int, rounds: int) 
     for name in names:
         result.wall[name] = over_ranks(result.wall[name], "max")
         result.cpu[name] = over_ranks(result.cpu[name], "sum")
-    busy = [statistics.median(result.wall[IDEAL])]
     return case(f"{shape_name} {dtype} pp={size} 2bw m={m}", result, m * shape.microbatch_tokens,
                 shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule="2bw", threads=1,
-                batches_of_a_round=batches, ideal_s=busy,
+                batches_of_a_round=batches,
                 blocks_of_each_stage=[len(blocks) for blocks in stage_split(shape.model, size)])
 
 

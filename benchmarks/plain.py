@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from benchmarks.common import LR, SEED, Shape
+from benchmarks.common import CLIP, LR, SEED, Shape
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.init import initialize
@@ -97,3 +99,20 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         [{"params": group, "weight_decay": 0.01 if matrix else 0.0} for (_, matrix), group in groups.items()],
         lr=LR, fused=True)
+
+
+@torch.no_grad()
+def clip(optimizer: torch.optim.Optimizer, *, across_ranks: bool = False) -> None:
+    """Clips the norm of all gradients, as torch.nn.utils.clip_grad_norm_ does, also where DTensors and tensors mix.
+
+    `across_ranks`: the ranks hold different parameters (pipeline stages). Collectives: then one all-reduce of a number;
+    one more for each group of DTensors.
+    """
+    squares = torch.zeros(())
+    for group in optimizer.param_groups:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in group["params"] if p.grad is not None])
+        squares += (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+    if across_ranks:
+        dist.all_reduce(squares)
+    for group in optimizer.param_groups:
+        torch.nn.utils.clip_grads_with_norm_(group["params"], CLIP, squares.sqrt())

@@ -11,7 +11,7 @@ one (`gelu_pytorch_tanh`, the same function). What 'bf16' means:
     pure            everything in bf16, optimizer state included: less work and less memory, but updates are rounded
                     to 8 bits, which training does not survive for long
 
-hybridpar computes the gradient norm in every step, the peer does not.
+Both clip the global norm of the gradient to 1, as transformers' own Trainer does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.common import (
     race,
     write_results,
 )
-from benchmarks.plain import adamw, cross_entropy, full_weights
+from benchmarks.plain import adamw, clip, cross_entropy, full_weights
 from hybridpar.grid import ProcessGrid
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
@@ -77,13 +77,14 @@ class HuggingFaceStep:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             loss = cross_entropy(self.model(input_ids=tokens, use_cache=False).logits, labels)
         loss.backward()
+        clip(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
 
 def hugging_face_weights(shape: Shape) -> dict[str, Tensor]:
-    """hybridpar's starting weights under transformers' names: matrices transposed, qkv ordered [(q, k, v), head, dim]."""
+    """hybridpar's starting weights by transformers' names: matrices transposed, qkv rows as [(q, k, v), head, dim]."""
     weights: dict[str, Tensor] = {}
     names = {"attention_norm": "ln_1", "mlp_norm": "ln_2", "qkv": "attn.c_attn", "out": "attn.c_proj",
              "up": "mlp.c_fc", "down": "mlp.c_proj"}

@@ -35,7 +35,7 @@ from benchmarks.common import (
     run_ranks,
     write_results,
 )
-from benchmarks.plain import PlainGPT, adamw, cross_entropy
+from benchmarks.plain import PlainGPT, adamw, clip, cross_entropy
 from hybridpar.grid import ProcessGrid
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
@@ -64,9 +64,10 @@ class DTensorStep:
         with loss_parallel():
             loss = cross_entropy(self.model(tokens), labels)
             loss.backward()
+        clip(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+        return (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
 
 
 def measure(shape_name: str, dtype: str, rounds: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -127,6 +128,20 @@ def test_damaged_or_unfit_corpora_are_refused(config: Path, capsys: pytest.Captu
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x80" * 100)
     assert "binary.txt" in fails(capsys, "train", config, "--data.corpus", tmp_path / "binary.txt")
     assert not (tmp_path / "runs" / "run" / "config.toml").exists()
+
+
+@pytest.mark.parametrize("flags", [["--parallel.tp", "3"], ["--model.hiden_size", "3"], ["--model.kind", "t5"]])
+def test_of_several_ranks_the_first_speaks(config: Path, capsys: pytest.CaptureFixture[str], flags: list[str],
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    for rank in range(2):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
+            monkeypatch.setenv(name, str(value))
+        with contextlib.suppress(SystemExit):
+            assert main(["train", str(config), *flags]) == 1
+        said.append("".join(capsys.readouterr()))
+    assert said[0]
+    assert not said[1]
 
 
 def test_check_reports_every_problem_at_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,8 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.ranks)])
 def test_python_snippets(body: str, num_ranks: int, tmp_path: Path) -> None:
     (tmp_path / "snippet.py").write_text(body)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    launcher = launcher if num_ranks > 1 else []
     out = subprocess.run([sys.executable, *launcher, "snippet.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True,
                          text=True, timeout=120, check=False)
     assert out.returncode == 0, out.stderr

@@ -46,7 +46,8 @@ def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None])
             mismatch = _mismatch(manifest, engine.config, corpus, folder)
             if not mismatch:
                 tensors, state, _ = read_shard(folder, find_shard(manifest, grid.pp.rank, grid.tp.rank, folder))
-                engine.load_state(tensors, state)
+                # memory of its own: what was read may be a mapping of a file that is soon removed
+                engine.load_state({n: t.to(engine.device, copy=True) for n, t in tensors.items()}, state)
         except CheckpointError as error:
             damage = str(error)
         outcomes = gather_objects((damage, mismatch), grid.world)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -34,6 +35,7 @@ class Trainee(Protocol):
 
     config: Config
     grid: ProcessGrid
+    device: torch.device
 
     @property
     def batches_done(self) -> int: ...

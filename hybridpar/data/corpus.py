@@ -21,6 +21,8 @@ from hybridpar.errors import DataError
 
 STDLIB = "stdlib"
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".jsonl")
+_TABLES = "encodings"
+"""A folder of the standard library that is tables of character codes, line after line: not text to learn from."""
 _FOREIGN_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "_bundled"}
 _MACHINE_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 
@@ -169,7 +171,7 @@ def _decode(raw: bytes, path: Path, first_line: int) -> str:
 def _stdlib_files() -> list[SourceFile]:
     root = Path(sysconfig.get_path("stdlib"))
     found = [SourceFile(p, p.relative_to(root).as_posix(), optional=True) for p in _walk(root)
-             if p.suffix == ".py" and not p.name.startswith(_MACHINE_FILES)]
+             if p.suffix == ".py" and not p.name.startswith(_MACHINE_FILES) and p.parent != root / _TABLES]
     if not found:
         raise DataError(f"{root}: this Python has no standard library in source form; name text files as the corpus")
     return sorted(found, key=_shuffled)

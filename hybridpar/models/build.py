@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -55,14 +56,10 @@ def parse_layers(text: str, num_layers: int) -> frozenset[int]:
         return frozenset()
     if text == "all":
         return frozenset(range(1, num_layers + 1))
-    layers: set[int] = set()
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            layers.update(range(int(first), int(last or first) + 1))
-    except ValueError:
-        layers = {-1}
-    if not layers or min(layers) < 0 or max(layers) >= num_layers:
+    parts = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in text.split(",")]
+    ranges = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part]
+    layers = {layer for layers in ranges for layer in layers}
+    if not all(parts) or not all(ranges) or max(layers) >= num_layers:
         rule = f"must be 'none', 'all' or layers from 0 to {num_layers - 1} such as '0,2-5'"
         raise config_error("pipeline.recompute", text, rule, "'all'")
     return frozenset(layer + 1 for layer in layers)

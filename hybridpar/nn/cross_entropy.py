@@ -72,7 +72,7 @@ class _CrossEntropy(Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignored: Tensor, columns: _Columns,
                 overwrite: bool) -> Tensor:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        buffer = logits.reshape(labels.numel(), logits.shape[-1]).to(dtype, copy=not overwrite)
+        buffer = logits.detach().reshape(labels.numel(), logits.shape[-1]).to(dtype, copy=not overwrite)
         real = buffer[:, : columns.num_real]
         top = real.amax(1) if columns.num_real else buffer.new_full((len(buffer),), -torch.inf)
         all_reduce(top, columns.axis, "max")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.nn import functional as F
 
-from hybridpar.comm import all_reduce_async, gather_from, reduce_from_, scatter_to
+from hybridpar.comm import all_reduce, all_reduce_async, gather_from, scatter_to
 from hybridpar.grid import Axis
 from hybridpar.nn import matmul
 from hybridpar.nn.placement import Init, ParallelModule, Placement, Shard
@@ -85,10 +85,7 @@ class RowParallelLinear(ParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         if self.scatter_sizes is not None:
             x = scatter_to(x, self.axis, -1, self.scatter_sizes)
-        if self.axis.size == 1:
-            return local_linear(x, self.weight, self.bias)
-        y = reduce_from_(local_linear(x, self.weight), self.axis)
-        return y if self.bias is None else y.add_(self.bias)
+        return row_linear(x, self.weight, self.bias, self.axis)
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
@@ -97,28 +94,42 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) ->
     Shapes: x [.., i], weight [o_local, i], bias [o_local] -> [.., o_local].
     Collectives: forward none, backward one all-reduce if x requires a gradient.
     """
-    if weight.dtype in (torch.float32, torch.float64) or (axis.size > 1 and x.requires_grad):
-        return _Linear.apply(x, weight, bias, axis)
+    if _is_wide(weight) or (axis.size > 1 and x.requires_grad):
+        return _Linear.apply(x, weight, bias, axis, None)
     return F.linear(x, weight, bias)
 
 
-def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b. Shapes: x [.., i], weight [o, i], bias [o] -> [.., o]. Collectives: none."""
-    return column_linear(x, weight, bias, _ALONE)
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+    """x W^T + b, summed over the axis, for this rank's features of `x` and columns of W; see RowParallelLinear.
+
+    Shapes: x [.., i_local], weight [o, i_local], bias [o] -> [.., o].
+    Collectives: forward one all-reduce, backward none.
+    """
+    if _is_wide(weight) or axis.size > 1:
+        return _Linear.apply(x, weight, bias, None, axis)
+    return F.linear(x, weight, bias)
 
 
-_ALONE = Axis("alone")
+def _is_wide(weight: Tensor) -> bool:
+    return weight.dtype in (torch.float32, torch.float64)
 
 
 class _Linear(Function):
-    """Starts the all-reduce of dx as soon as it is known, and computes dW and db meanwhile."""
+    """Starts the all-reduce of dx as soon as it is known, and computes dW and db meanwhile.
+
+    `dx_axis`: what dx is summed over (None: it is whole). `y_axis`: the same for y, to which b is added afterwards.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dx_axis: Axis | None,
+                y_axis: Axis | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         # the leaf itself: recomputation would bring back a copy, without its .grad
-        ctx.axis, ctx.leaf = axis, weight
-        return matmul.linear(x, weight, bias)
+        ctx.axis, ctx.leaf = dx_axis, weight
+        if y_axis is None or y_axis.size == 1:
+            return matmul.linear(x, weight, bias)
+        y = all_reduce(matmul.linear(x, weight), y_axis)
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
@@ -129,11 +140,11 @@ class _Linear(Function):
         dx = dw = db = work = None
         if ctx.needs_input_grad[0]:
             dx = matmul.input_gradient(dy2, weight).view(x.shape)
-            work = all_reduce_async(dx, ctx.axis)
+            work = None if ctx.axis is None else all_reduce_async(dx, ctx.axis)
         if ctx.needs_input_grad[1]:
             dw = matmul.weight_gradient(dy2, x.reshape(num_rows, x.shape[-1]), ctx.leaf)
         if ctx.needs_input_grad[2]:
             db = dy2.sum(0)
         if work is not None:
             work.wait()
-        return dx, dw, db, None
+        return dx, dw, db, None, None

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
 
 _LINE_EVERY_S = 2.0
 _ETA_STEPS = 20
@@ -48,7 +49,6 @@ class Status:
         parts += [
             f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{row['tokens_per_s']:,.0f} tokens/s",
             f"{row['step_ms']:,.0f} ms", f"MFU {100 * row['mfu']:.1f} %", f"{row['memory_mb']:,.0f} MiB",
-            f"ETA {self.eta()}",
         ]
         if row.get("skipped"):
             parts.append("SKIPPED (gradients not finite)")
@@ -85,7 +85,7 @@ class PlainReporter(Reporter):
         self.status.update(row)
         if row["step"] == self.status.total or time.monotonic() - self._last_line >= _LINE_EVERY_S:
             self._last_line = time.monotonic()
-            self.say(f"step {row['step']}/{self.status.total}  {self.status.text()}")
+            self.say(f"step {row['step']}/{self.status.total}  {self.status.text()}  ETA {self.status.eta()}")
 
     def evaluation(self, step: int, val_loss: float) -> None:
         self.status.val_loss = val_loss
@@ -93,18 +93,17 @@ class PlainReporter(Reporter):
 
 
 class BarReporter(Reporter):
-    """A bar that stays at the bottom of a terminal, and lines above it."""
+    """A bar and the latest numbers, which stay at the bottom of a terminal, and lines above them."""
 
     def __init__(self, total: int):
         self.status = Status(total)
-        self._progress = Progress(
-            BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"), console=Console(stderr=True),
-            refresh_per_second=4)
-        self._task = self._progress.add_task("starting", total=total)
-        self._progress.start()
+        self._bar = Progress(BarColumn(None), MofNCompleteColumn(), TextColumn("ETA {task.fields[eta]}"), expand=True)
+        self._task = self._bar.add_task("", total=total, eta="-")
+        self._live = Live(self._bar, console=Console(stderr=True), refresh_per_second=4)
+        self._live.start()
 
     def say(self, text: str) -> None:
-        self._progress.console.print(escape(text), highlight=False)
+        self._live.console.print(Text(text))
 
     def step(self, row: dict[str, Any]) -> None:
         self.status.update(row)
@@ -116,10 +115,11 @@ class BarReporter(Reporter):
         self._show()
 
     def close(self) -> None:
-        self._progress.stop()
+        self._live.stop()
 
     def _show(self) -> None:
-        self._progress.update(self._task, completed=self.status.step, description=escape(self.status.text()))
+        self._bar.update(self._task, completed=self.status.step, eta=self.status.eta())
+        self._live.update(Group(self._bar, Text(self.status.text())))
 
 
 def make_reporter(rank: int, total: int) -> Reporter:

@@ -1,14 +1,15 @@
-"""The products of linear layers: equal to torch's, and the weight's gradient added in place where the leaf allows it."""
+"""The products of linear layers: equal to torch's; the weight's gradient is added in place where the leaf allows it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
-from hybridpar.grid import Axis
-from hybridpar.nn import matmul
+from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.nn import ParallelMLP, matmul
 from hybridpar.nn.linear import column_linear
 
 AXIS = Axis("tp")
@@ -68,3 +69,21 @@ def test_a_leaf_without_buffer_gets_its_gradient() -> None:
     F.linear(x, w_ref).sum().backward()
     assert not w.grad.is_sparse
     torch.testing.assert_close(w.grad, w_ref.grad)
+
+
+def mlp(dtype: torch.dtype) -> Tensor:
+    grid = ProcessGrid(tp=2)
+    layer = ParallelMLP(8, 12, grid.tp, dtype=dtype)
+    for p in layer.parameters():
+        torch.nn.init.constant_(p, 0.25)
+    x = torch.linspace(-1, 1, 48, dtype=dtype).view(2, 3, 8).requires_grad_()
+    layer(x).square().sum().backward()
+    return x.grad
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+def test_split_in_working_precision(dtype: torch.dtype, tolerance: float) -> None:
+    """Column then row in the precisions that training uses: their products come from other libraries than float64's."""
+    for result, expected in zip(run_ranks(mlp, 2, dtype), run_ranks(mlp, 2, torch.float64), strict=True):
+        torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())

@@ -41,14 +41,13 @@ class WeightStore:
         self.master_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
         self.layout = FlatLayout.of(parameters, self.master_dtype, offset_dtype=dtype)
         self.buffers = [torch.zeros(self.layout.numel, dtype=dtype, device=device) for _ in range(num_versions)]
-        self.leaves = [
-            {name: view.detach().requires_grad_() for name, view in self.layout.views(flat).items()}
-            for flat in self.buffers
-        ]
+        views = [self.layout.views(flat) for flat in self.buffers]
+        self.leaves = [{name: view.detach().requires_grad_() for name, view in table.items()} for table in views]
         if dtype == self.master_dtype:
             for leaf in chain.from_iterable(leaves.values() for leaves in self.leaves):
                 setattr(leaf, IN_PLACE, True)
         self.master = self.layout.zeros(device) if dtype != self.master_dtype else None
+        self._views = views if self.master is None else [self.layout.views(self.master)] * num_versions
         # every place in the module tree that holds a parameter; a tied one has several
         self._places = [
             (module._parameters, key, by_id[id(parameter)])
@@ -81,8 +80,7 @@ class WeightStore:
 
     def parameters_of_optimizer(self) -> dict[str, Tensor]:
         """What the optimizer works on, by name: the master, else the newest version itself (no autograd history)."""
-        flat = self.buffers[self.slot(self.newest)] if self.master is None else self.master
-        return self.layout.views(flat)
+        return self._views[self.slot(self.newest)]
 
     @torch.no_grad()
     def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:

@@ -1,0 +1,37 @@
+"""Runs every benchmark, one after the other: `python -m benchmarks [--rounds N]`. Some 12 minutes on 2 cores."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+
+# What each benchmark measures here, at moderate size; more with its own flags (`python -m benchmarks.pipeline --help`).
+RUNS = {
+    "single": ["--threads", "1", "2"],
+    "tensor_parallel": [],
+    "data_parallel": ["--microbatches", "2", "4"],
+    "pipeline": ["--microbatches", "2", "8"],
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs every benchmark, one after the other.")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each case")
+    args, others = parser.parse_known_args()
+    failed = []
+    for name, flags in RUNS.items():
+        start = time.monotonic()
+        print(f"== {name}", flush=True)
+        command = [sys.executable, "-m", f"benchmarks.{name}", "--rounds", str(args.rounds), *flags, *others]
+        if subprocess.run(command).returncode:
+            failed.append(name)
+        print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Costs of blocks, and the split into stages that balances them."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridpar.config import ModelConfig, load_toml
+from hybridpar.errors import ConfigError
+from hybridpar.grid import Axis
+from hybridpar.models.build import build_blocks, parse_layers
+from hybridpar.models.cost import balanced_split, forward_flops_per_token, stage_split, training_flops_per_token
+from hybridpar.nn.placement import named_placements
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.data())
+def test_no_contiguous_split_is_better(costs: list[int], data: st.DataObject) -> None:
+    p = data.draw(st.integers(1, len(costs)))
+    sizes = balanced_split(tuple(costs), p)
+    assert len(sizes) == p
+    assert sum(sizes) == len(costs)
+    assert min(sizes) >= 1
+
+    def bottleneck(cuts: tuple[int, ...]) -> int:
+        edges = (0, *cuts, len(costs))
+        return max(sum(costs[a:b]) for a, b in pairwise(edges))
+
+    ours = tuple(sum(sizes[:i]) for i in range(1, p))
+    assert bottleneck(ours) == min(bottleneck(cuts) for cuts in combinations(range(1, len(costs)), p - 1))
+
+
+def test_the_head_weighs_a_layer_where_it_costs_one() -> None:
+    model = ModelConfig(num_layers=7, hidden_size=512, num_heads=8, seq_length=256, vocab_size=6656)
+    assert [len(blocks) for blocks in stage_split(model, 2)] == [5, 4]  # embedding + 4 layers, 3 layers + head
+
+
+@pytest.mark.parametrize("split", [(3, 4), (6,), (0, 6), (2, 2, 2)])
+def test_a_split_must_cover_the_blocks(split: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"pipeline\.split"):
+        stage_split(ModelConfig(num_layers=4), 2, split)
+
+
+def test_more_stages_than_blocks() -> None:
+    with pytest.raises(ConfigError, match="has only 6 blocks; try 6"):
+        stage_split(ModelConfig(num_layers=4), 7)
+
+
+@pytest.mark.parametrize(("name", "millions"), [
+    ("gpt_345m", 355), ("gpt_1b3", 1313), ("gpt_2b2", 2157), ("gpt_3b8", 3780), ("bert_large", 336),
+])
+def test_models_have_the_size_in_their_name(name: str, millions: int) -> None:
+    """Built on the meta device: nothing is allocated."""
+    model = load_toml(f"scripts/configs/{name}.toml").model
+    blocks = build_blocks(model, Axis("tp"), range(model.num_blocks))
+    seen = {id(p): p.numel() for block in blocks.values() for _, p, _ in named_placements(block)}
+    assert sum(seen.values()) == pytest.approx(millions * 1e6, rel=0.005)
+    assert all(p.is_meta for block in blocks.values() for p in block.parameters())
+
+
+def test_flops_are_six_per_matmul_weight_and_token_and_attention() -> None:
+    model = ModelConfig(num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_hidden_size=100, seq_length=32,
+                        vocab_size=50, activation="swiglu")
+    layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 100
+    assert training_flops_per_token(model) == 6 * (3 * layer + 64 * 50) + 12 * 3 * 64 * 32
+    assert len(forward_flops_per_token(model)) == model.num_blocks
+
+
+@pytest.mark.parametrize(("text", "blocks"), [
+    ("none", set()), ("all", {1, 2, 3, 4}), ("0", {1}), ("0,2-3", {1, 3, 4}), ("3,0-1", {1, 2, 4})])
+def test_layers_to_recompute(text: str, blocks: set[int]) -> None:
+    assert parse_layers(text, 4) == blocks
+
+
+@pytest.mark.parametrize("text", ["", "4", "-1", "1-", "a", "2-9", "0;1", "3-1"])
+def test_bad_layers(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"pipeline\.recompute"):
+        parse_layers(text, 4)

@@ -1,0 +1,95 @@
+"""The configuration: what is read is what was written, and every mistake is named, with what would work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridpar.config import Config, Launch, from_mapping, load_toml, to_mapping, to_toml
+from hybridpar.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parent.parent / "scripts" / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_toml_round_trip(path: Path, tmp_path: Path) -> None:
+    config = load_toml(path)
+    copy = tmp_path / "copy.toml"
+    copy.write_text(to_toml(config))
+    assert load_toml(copy) == config
+    assert config.run.name == path.stem
+
+
+@given(lr=st.floats(0, 1), betas=st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)), split=st.lists(st.integers(1, 9)))
+def test_values_survive(lr: float, betas: tuple[float, float], split: list[int]) -> None:
+    changes = {"optim": {"lr": lr, "betas": list(betas)}, "pipeline": {"split": split}}
+    config = from_mapping(changes)
+    assert config.optim.lr == lr
+    assert config.optim.betas == betas
+    assert config.pipeline.split == tuple(split)
+    assert from_mapping(to_mapping(config)) == config
+
+
+def test_a_file_changes_only_what_it_names() -> None:
+    base = from_mapping({"model": {"num_layers": 7}})
+    assert from_mapping({"model": {"hidden_size": 64}}, base).model.num_layers == 7
+
+
+@pytest.mark.parametrize(("document", "says"), [
+    ({"modle": {}}, "modle = '...': is not a section of the configuration; try model"),
+    ({"model": 3}, "is a section and needs keys"),
+    ({"model": {"num_layer": 3}}, "model.num_layer = 3: is not a key of the configuration; try num_layers"),
+    ({"model": {"num_layers": "3"}}, "model.num_layers = '3': must be of type int; try 4"),
+    ({"model": {"num_layers": True}}, "must be of type int"),
+    ({"model": {"num_layers": 3.0}}, "must be of type int"),
+    ({"model": {"kind": "gtp"}}, "model.kind = 'gtp': must be one of gpt, bert; try 'gpt'"),
+    ({"optim": {"betas": [0.9]}}, "optim.betas = [0.9]: must have 2 entries"),
+    ({"optim": {"lr": "fast"}}, "must be of type float"),
+    ({"pipeline": {"split": "3,4"}}, "must be a list"),
+    ({"pipeline": {"split": [3, "4"]}}, "must be of type int"),
+])
+def test_mistakes_are_named(document: dict, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(document)
+    assert says in str(caught.value)
+
+
+def test_all_mistakes_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_mapping({"model": {"a": 1, "kind": "x"}, "trian": {}})
+    assert len(caught.value.problems) == 3
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    (tmp_path / "gpt_tiny.toml").write_text("[model\n")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        load_toml(tmp_path / "gpt_tiny.toml")
+    with pytest.raises(ConfigError, match=r"cannot be read .*; try gpt_tiny\.toml"):
+        load_toml(tmp_path / "gpt_tny.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        load_toml(tmp_path / "bytes.toml")
+
+
+def test_one_value_of_a_list_may_stand_alone() -> None:
+    assert from_mapping({"data": {"corpus": "a.txt"}}).data.corpus == ("a.txt",)
+
+
+def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert Launch.from_environment() == Launch(0, 0, 1, 1)
+    for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert Launch.from_environment() == Launch(5, 1, 8, 4)
+
+
+def test_batch_sizes() -> None:
+    config: Config = from_mapping({
+        "model": {"seq_length": 10}, "parallel": {"dp": 3}, "pipeline": {"num_microbatches": 5},
+        "train": {"micro_batch_size": 2}})
+    assert config.global_batch_size == 30
+    assert config.batch_tokens == 300

@@ -1,0 +1,66 @@
+"""`hybridpar check`: each impossible configuration gives its own problem, with a value that works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridpar.config import from_mapping, load_toml
+from hybridpar.errors import ConfigError
+from hybridpar.validate import problems, resolve
+
+CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
+
+
+@pytest.mark.parametrize(("changes", "world_size", "field", "works"), [
+    ({"parallel": {"tp": 2, "pp": 2, "dp": 1}}, 8, "parallel",
+     "torchrun --nproc-per-node 4, or dp = 0 to fill the job"),
+    ({"parallel": {"tp": 3}}, 8, "parallel", "tp=2 pp=1"),
+    ({"parallel": {"tp": 16}}, 16, "parallel.tp", "8"),
+    ({"parallel": {"pp": 7}}, 7, "parallel.pp", "6"),
+    ({"model": {"num_heads": 7}}, 1, "model.num_heads", "8"),
+    ({"model": {"num_kv_heads": 3}}, 1, "model.num_kv_heads", "2"),
+    ({"model": {"num_heads": 256, "position": "rotary"}}, 1, "model.position", '"learned"'),
+    ({"model": {"hidden_size": 0}}, 1, "model.hidden_size", "1"),
+    ({"model": {"dropout": 1.0}}, 1, "model.dropout", "0.1"),
+    ({"model": {"kind": "bert", "seq_length": 5}}, 1, "model.seq_length", "8"),
+    ({"parallel": {"pp": 4}, "pipeline": {"schedule": "2bw", "num_microbatches": 3}}, 4, "pipeline.num_microbatches",
+     "4"),
+    ({"parallel": {"pp": 2}, "pipeline": {"split": [3, 4]}}, 2, "pipeline.split", "[4, 2]"),
+    ({"pipeline": {"recompute": "some"}}, 1, "pipeline.recompute", "'all'"),
+    ({"pipeline": {"recompute": "2-4"}}, 1, "pipeline.recompute", "'all'"),
+    ({"optim": {"lr": -1.0}}, 1, "optim.lr", "0"),
+    ({"optim": {"betas": [0.9, 1.0]}}, 1, "optim.betas", "[0.9, 0.999]"),
+    ({"optim": {"name": "sgd", "momentum": 0.0, "nesterov": True}}, 1, "optim.momentum", "0.9"),
+    ({"data": {"corpus": []}}, 1, "data.corpus", '["stdlib"]'),
+    ({"data": {"weights": [1.0, 2.0]}}, 1, "data.weights", "[1.0]"),
+    ({"data": {"split": 0.0}, "train": {"eval_interval": 5}}, 1, "data.split", "0.02"),
+    ({"train": {"num_steps": 0}}, 1, "train.num_steps", "1"),
+])
+def test_each_rule(changes: dict, world_size: int, field: str, works: str) -> None:
+    found = problems(from_mapping(changes), world_size)
+    assert [p.field for p in found] == [field], found
+    assert found[0].suggestion == works
+    with pytest.raises(ConfigError, match=field):
+        resolve(from_mapping(changes), world_size)
+
+
+def test_all_problems_at_once() -> None:
+    config = from_mapping({"model": {"num_heads": 7}, "parallel": {"tp": 3, "pp": 9}, "pipeline": {"schedule": "2bw"}})
+    assert {p.field for p in problems(config, 8)} == {
+        "parallel", "parallel.pp", "model.num_heads", "pipeline.num_microbatches"}
+
+
+def test_dp_fills_the_job() -> None:
+    assert resolve(from_mapping({"parallel": {"tp": 2, "pp": 3}}), 24).parallel.dp == 4
+
+
+@pytest.mark.parametrize(("name", "grid"), [
+    ("gpt_tiny", (1, 2, 2)), ("bert_tiny", (1, 2, 2)), ("gpt_345m", (1, 4, 2)), ("gpt_1b3", (1, 4, 2)),
+    ("gpt_2b2", (1, 8, 1)), ("gpt_3b8", (1, 16, 4)), ("gpt_3b8", (4, 8, 2)), ("bert_large", (1, 4, 2)),
+])
+def test_our_configurations_run_on_the_grids_they_name(name: str, grid: tuple[int, int, int]) -> None:
+    tp, pp, dp = grid
+    config = from_mapping({"parallel": {"tp": tp, "pp": pp}}, load_toml(CONFIGS / f"{name}.toml"))
+    assert resolve(config, tp * pp * dp).parallel.dp == dp

@@ -1,0 +1,184 @@
+"""The engine beyond float64: low precision, overflow, stop requests, and state that goes on to the bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from hybridpar.config import Config, from_mapping
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.errors import CheckpointError
+from hybridpar.grid import ProcessGrid
+from hybridpar.train.engine import Engine, StepResult
+
+CPU = torch.device("cpu")
+
+
+def make(tp: int = 1, pp: int = 1, dp: int = 1, **sections: dict[str, Any]) -> Config:
+    return from_mapping({
+        "model": {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "seq_length": 12, "vocab_size": 37, "dropout": 0.1,
+                  **sections.get("model", {})},
+        "parallel": {"tp": tp, "pp": pp, "dp": dp},
+        "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
+        "train": {"micro_batch_size": 2, "num_steps": 20, **sections.get("train", {})},
+        "optim": {"lr": 1e-2, **sections.get("optim", {})},
+    })
+
+
+def build(config: Config) -> tuple[Engine, SyntheticLoader]:
+    parallel = config.parallel
+    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
+    loader = SyntheticLoader(config.model, 2, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size)
+    return Engine(config, grid, CPU), loader
+
+
+def losses(config: Config, num_batches: int) -> list[float]:
+    engine, loader = build(config)
+    steps: list[StepResult] = []
+    engine.train(loader, num_batches, steps.append)
+    assert [s.step for s in steps] == list(range(1, num_batches + 1))
+    return [s.loss for s in steps]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_low_precision_follows_float64(dtype: str, schedule: str) -> None:
+    """bf16 has 8 bits of mantissa: the losses of 8 steps agree to a percent, and they fall."""
+    exact = losses(make(train={"dtype": "fp64"}, pipeline={"schedule": schedule}), 8)
+    low = losses(make(train={"dtype": dtype}, pipeline={"schedule": schedule}), 8)
+    assert low == pytest.approx(exact, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_master_is_what_accumulates(dtype: str) -> None:
+    """A step far smaller than bf16 can resolve must still add up: lr 1e-5 on weights of 0.02 for 8 steps."""
+    engine, loader = build(make(train={"dtype": dtype}, optim={"lr": 1e-5, "decay": "constant"}))
+    name = "blocks.1.mlp.up.weight"
+    start = engine.weights.parameters_of_optimizer()[name].clone()
+    engine.train(loader, 8, lambda step: None)
+    master = engine.weights.parameters_of_optimizer()[name]
+    assert master.dtype == torch.float32
+    assert 1e-5 < (master - start).abs().max() <= 1e-4
+    assert torch.equal(engine.weights.leaves_of(8)[name], master.to(engine.weights.dtype))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
+def test_overflow_is_skipped_by_all_and_the_scale_backs_off(schedule: str) -> None:
+    config = make(pp=2, dp=2, pipeline={"schedule": schedule}, train={"dtype": "fp16"}, optim={"loss_scale": 2.0**24})
+    for steps, weights in run_ranks(_overflow, 4, config):
+        skipped = [s.skipped for s in steps]
+        assert skipped[0], "a loss scale of 2**24 overflows fp16 gradients"
+        assert not skipped[-1], "it backs off until they fit"
+        assert steps[-1].loss_scale < 2.0**24
+        assert all(math.isfinite(w) for w in weights)
+        assert [s.grad_norm for s in steps if not s.skipped] == [
+            s.grad_norm for s in steps if math.isfinite(s.grad_norm)]
+
+
+def _overflow(config: Config) -> tuple[list[StepResult], list[float]]:
+    engine, loader = build(config)
+    steps: list[StepResult] = []
+    engine.train(loader, 18, steps.append)
+    return steps, [float(w.abs().max()) for w in engine.weights.parameters_of_optimizer().values()]
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    engine, loader = build(make(train={"dtype": "fp16"}, optim={"loss_scale": 2.0**24}))
+    before = {n: w.clone() for n, w in engine.weights.parameters_of_optimizer().items()}
+    engine.train(loader, 1, lambda step: None)
+    assert engine.optimizer.num_updates == 0
+    assert all(torch.equal(before[n], w) for n, w in engine.weights.parameters_of_optimizer().items())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("schedule", "clip"), [("naive", 1.0), ("1f1b", 1.0), ("2bw", 1.0), ("pipedream", 1.0),
+                                                ("pipedream", 0.0)])
+def test_a_stop_request_of_one_rank_stops_all_after_the_same_batch(schedule: str, clip: float) -> None:
+    results = run_ranks(_stop, 4, make(pp=4, pipeline={"schedule": schedule, "num_microbatches": 4},
+                                       optim={"clip_grad": clip}))
+    ends = {end for end, _, _ in results}
+    assert len(ends) == 1
+    assert 5 < ends.pop() <= 5 + 5, "soon after the request, which comes at step 5"
+    assert len({steps for _, steps, _ in results}) == 1
+    whole = [s.loss for s in run_ranks(_whole, 4, make(pp=4, pipeline={"schedule": schedule, "num_microbatches": 4},
+                                                       optim={"clip_grad": clip}))[0]]
+    end, _, got = results[0]
+    if schedule != "pipedream":  # whose versions depend on when the pipeline was drained
+        assert got == whole[: len(got)]
+    assert end == len(results[0][2]) - 2
+
+
+def _stop(config: Config) -> tuple[int, int, list[float]]:
+    engine, loader = build(config)
+    steps: list[StepResult] = []
+
+    def on_step(step: StepResult) -> None:
+        steps.append(step)
+        if step.step == 5 and engine.grid.rank == 2:
+            engine.stop_requested = True
+
+    engine.train(loader, 15, on_step)
+    end = engine.batches_done
+    engine.stop_requested = False
+    engine.train(loader, 2, on_step)  # goes on as if nothing had been
+    return end, len(steps), [s.loss for s in steps]
+
+
+def _whole(config: Config) -> list[StepResult]:
+    engine, loader = build(config)
+    steps: list[StepResult] = []
+    engine.train(loader, 15, steps.append)
+    return steps
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
+def test_state_goes_on_to_the_bit(schedule: str, dtype: str) -> None:
+    config = make(tp=2, pp=2, pipeline={"schedule": schedule}, train={"dtype": dtype})
+    for straight, resumed in run_ranks(_resume, 4, config):
+        assert straight == resumed
+
+
+def _resume(config: Config) -> tuple[list[StepResult], list[StepResult]]:
+    engine, loader = build(config)
+    straight: list[StepResult] = []
+    engine.train(loader, 3, straight.append)
+    tensors = {n: t.clone() for n, t in engine.state_tensors().items()}
+    meta = engine.state_meta()
+    engine.train(loader, 3, straight.append)
+    other, _ = build(config)
+    other.load_state(tensors, meta)
+    resumed: list[StepResult] = []
+    other.train(loader, 3, resumed.append)
+    return straight[3:], resumed
+
+
+def test_state_of_another_model_is_refused() -> None:
+    engine, _ = build(make())
+    tensors, meta = engine.state_tensors(), engine.state_meta()
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.tokens\.weight has shape \(37, 32\), this model needs"):
+        build(make(model={"hidden_size": 48}))[0].load_state(tensors, meta)
+    del tensors["weights/0/blocks.2.mlp.up.bias"]
+    with pytest.raises(CheckpointError, match=r"blocks\.2\.mlp\.up\.bias is missing"):
+        engine.load_state(tensors, meta)
+
+
+@pytest.mark.ranks
+def test_evaluation_is_the_mean_over_all_samples_without_dropout() -> None:
+    engine, loader = build(make(model={"dropout": 0.5}, pipeline={"num_microbatches": 12}))
+    expected = engine.evaluate(loader, 1)
+    assert expected == engine.evaluate(loader, 1), "no randomness"
+    on_grid = make(tp=2, pp=2, dp=2, model={"dropout": 0.5}, pipeline={"num_microbatches": 6})
+    for got in run_ranks(_evaluate, 8, on_grid):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def _evaluate(config: Config) -> dict[str, float]:
+    engine, loader = build(config)
+    return engine.evaluate(loader, 1)

@@ -1,0 +1,102 @@
+"""Whole jobs under torchrun: what they leave, Ctrl-C, a rank that is killed, and one message for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from train.runs import finish, metrics, steps, torchrun, write_config
+
+pytestmark = pytest.mark.ranks
+LONG = ("--train.num_steps", "5000", "--train.save_interval", "20", "--train.eval_interval", "0")
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], timeout_s: float = 45.0) -> None:
+    """Until the job has written `path`."""
+    end = time.monotonic() + timeout_s
+    while not path.exists():
+        assert process.poll() is None, f"the job ended:\n{process.communicate()[0]}"
+        assert time.monotonic() < end, f"no {path} after {timeout_s} s"
+        time.sleep(0.1)
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def rank_of(pid: int) -> str:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next(v.decode().removeprefix("RANK=") for v in variables if v.startswith(b"RANK="))
+
+
+def test_an_interrupted_and_then_killed_job_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    run = tmp_path / "runs" / "run"
+    stopped = interrupt(config, run)
+    last = kill_rank_1(config, run, stopped)
+    end = last + 12
+    flags = ("--train.num_steps", str(end), "--train.save_interval", "0", "--train.eval_interval", "0")
+    code, out = finish(torchrun(2, "train", config, "--parallel.pp", "2", *flags))
+    assert code == 0, out
+    assert f"going on after step {last}" in out
+    assert out.count(f"step {end}/{end}  loss") == 1
+    assert [step for step, _, _ in steps(metrics(run))] == list(range(1, end + 1))
+    check_trace(run)
+    assert sorted(p.name for p in (run / "checkpoints" / f"step_{end:08d}").iterdir()) == [
+        "manifest.json", "pp0-tp0.safetensors", "pp1-tp0.safetensors"]
+    assert (run / "sample.txt").exists()
+    assert (run / "executed.svg").read_text().count("stage") >= 2
+
+
+def interrupt(config: Path, run: Path) -> int:
+    """Starts the job, presses Ctrl-C, and returns the step it stopped after."""
+    process = torchrun(2, "train", config, "--parallel.pp", "2", *LONG)
+    wait_for(run / "checkpoints" / "step_00000020" / "manifest.json", process)
+    process.send_signal(signal.SIGINT)
+    _, out = finish(process)
+    stopped = int(re.findall(r"stopped after step (\d+)", out)[0])
+    assert (run / "checkpoints" / f"step_{stopped:08d}" / "manifest.json").exists()
+    assert steps(metrics(run))[-1][0] == stopped
+    return stopped
+
+
+def kill_rank_1(config: Path, run: Path, stopped: int) -> int:
+    """Starts it again, kills one of its ranks, and returns the step of the newest checkpoint."""
+    process = torchrun(2, "train", config, "--parallel.pp", "2", *LONG)
+    wait_for(run / "checkpoints" / f"step_{stopped // 20 * 20 + 40:08d}" / "manifest.json", process)
+    victim = next(pid for pid in children(process.pid) if rank_of(pid) == "1")
+    started = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    code, out = finish(process)
+    assert time.monotonic() - started < 30
+    assert code != 0
+    assert f"going on after step {stopped}" in out
+    assert "rank 0 (stage 0, replica 0, tensor part 0) lost contact with another rank" in out
+    root_cause = out[out.index("Root Cause"):]
+    assert "rank      : 1 (local_rank: 1)" in root_cause
+    assert "Signal 9 (SIGKILL)" in root_cause
+    return max(int(p.name.removeprefix("step_")) for p in (run / "checkpoints").glob("step_*"))
+
+
+def check_trace(run: Path) -> None:
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {0, 1}
+    assert {e["ph"] for e in events} == {"M", "X", "s", "f"}
+    assert any(e["name"].startswith("F") and e["dur"] > 0 for e in events if e["ph"] == "X")
+    starts = {e["id"]: e["ts"] for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e["ts"] for e in events if e["ph"] == "f"}
+    # an activation cannot be used before it was sent; the clocks of one machine agree to far less than 20 ms
+    assert all(ends[i] - starts[i] > -20e3 for i in starts)
+
+
+def test_bad_data_are_reported_once_and_the_job_ends(tmp_path: Path) -> None:
+    code, out = finish(torchrun(2, "train", write_config(tmp_path), "--parallel.tp", "2", "--data.corpus", "nowhere"))
+    assert code != 0
+    assert out.count("hybridpar: nowhere: does not exist") == 1
+    assert not (tmp_path / "runs" / "run" / "config.toml").exists()

@@ -1,0 +1,88 @@
+"""Ranks agree before there is a process group: here they are threads around one store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridpar.config import Launch
+from hybridpar.errors import ConfigError, DataError, HybridparError, config_error
+from hybridpar.train.launch import Job, choose_device, set_threads
+
+
+def on_ranks(num_ranks: int, action: Callable[[Job], Any]) -> list[Any]:
+    """What `action(job)` returned or raised on each rank."""
+    store = dist.HashStore()
+
+    def run(rank: int) -> Any:
+        try:
+            return action(Job(Launch(rank, rank, num_ranks, num_ranks), store))
+        except HybridparError as error:
+            return error
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(run, range(num_ranks)))
+
+
+def test_alone_everything_happens_at_once() -> None:
+    job = Job(Launch(0, 0, 1, 1))
+    assert job.together(lambda: 5) == 5
+    assert job.together(lambda: 5, here=False) is None
+    assert job.decide(lambda: [1]) == [1]
+    with pytest.raises(ConfigError):
+        job.together(lambda: (_ for _ in ()).throw(config_error("a", 1, "is wrong")))
+
+
+def test_rank_0_decides_for_all() -> None:
+    assert on_ranks(3, lambda job: job.decide(lambda: {"step": 7 + job.launch.rank})) == [{"step": 7}] * 3
+
+
+def test_each_rank_keeps_its_own_result() -> None:
+    def both(job: Job) -> tuple[Any, Any]:
+        return job.together(lambda: job.launch.rank), job.together(lambda: "first", here=job.launch.rank == 0)
+
+    assert on_ranks(3, both) == [(0, "first"), (1, None), (2, None)]
+
+
+def fail_on(*ranks: int, same: bool = True) -> Callable[[Job], None]:
+    def action(job: Job) -> None:
+        def raise_there() -> None:
+            if job.launch.rank in ranks:
+                raise DataError("bad file" if same else f"bad file {job.launch.rank}")
+
+        job.together(raise_there)
+
+    return action
+
+
+def test_what_fails_on_one_fails_on_all_and_names_it() -> None:
+    assert [str(e) for e in on_ranks(3, fail_on(1))] == ["rank 1: bad file"] * 3
+    assert [str(e) for e in on_ranks(3, fail_on(1, 2))] == ["rank 1, 2: bad file"] * 3
+    assert {str(e) for e in on_ranks(2, fail_on(0, 1, same=False))} == {"rank 0: bad file 0\nrank 1: bad file 1"}
+
+
+def test_what_rank_0_says_for_all_needs_no_rank() -> None:
+    first, *others = on_ranks(3, fail_on(0, 1, 2))
+    assert isinstance(first, DataError)
+    assert {str(e) for e in (first, *others)} == {"bad file"}
+
+
+def test_threads_share_the_cores() -> None:
+    try:
+        assert set_threads(3, Launch(0, 0, 1, 1)) == 3 == torch.get_num_threads()
+        assert set_threads(0, Launch(0, 0, 1000, 1000)) == 1
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_without_gpus_auto_is_the_cpu_and_cuda_is_refused() -> None:
+    launch = Launch(0, 0, 2, 2)
+    assert choose_device("auto", launch) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="0 GPUs for its 2 processes"):
+        choose_device("cuda", launch)
