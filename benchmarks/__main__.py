@@ -8,12 +8,13 @@ import sys
 import time
 
 # What each benchmark measures here, at moderate size; more with its own flags (`python -m benchmarks.pipeline --help`).
-RUNS = {
-    "single": ["--threads", "1", "2"],
-    "tensor_parallel": [],
-    "data_parallel": ["--microbatches", "2", "4"],
-    "pipeline": ["--microbatches", "2", "8"],
-}
+RUNS = (
+    ("single",),
+    ("tensor_parallel",),
+    ("data_parallel", "--microbatches", "2"),
+    ("pipeline", "--shapes", "small", "--name", "pipeline_small"),
+    ("pipeline", "--shapes", "balanced", "--microbatches", "4", "--name", "pipeline_balanced"),
+)
 
 
 def main() -> int:
@@ -21,7 +22,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each case")
     args, others = parser.parse_known_args()
     failed = []
-    for name, flags in RUNS.items():
+    for name, *flags in RUNS:
         start = time.monotonic()
         print(f"== {name}", flush=True)
         command = [sys.executable, "-m", f"benchmarks.{name}", "--rounds", str(args.rounds), *flags, *others]

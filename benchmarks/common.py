@@ -19,6 +19,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -43,6 +44,7 @@ LR = 3e-4
 CLIP = 1.0
 SEED = 7
 OURS = "hybridpar"
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_MAX_": "0"}
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def engine_config(shape: Shape, *, tp: int = 1, pp: int = 1, dp: int = 1, num_mi
 
 
 class OurStep:
-    """One optimizer step of hybridpar's engine a call, the global norm and the sum of the losses over the grid included."""
+    """One optimizer step of hybridpar's engine a call, the sum of the losses over the grid included."""
 
     def __init__(self, config: Config, shape: Shape, grid: ProcessGrid):
         self.engine = Engine(config, grid, torch.device("cpu"))
@@ -173,7 +175,7 @@ def check_losses(losses: Mapping[str, Sequence[float]], tolerance: float) -> Non
     (first, expected), *others = losses.items()
     for name, values in others:
         for i, (a, b) in enumerate(zip(expected, values, strict=True)):
-            assert abs(a - b) <= tolerance * abs(a), f"step {i}: loss {a} with {first} but {b} with {name}: {dict(losses)}"
+            assert abs(a - b) <= tolerance * abs(a), f"step {i}: loss {a} with {first} but {b} with {name}"
 
 
 def _barrier() -> None:
@@ -236,7 +238,7 @@ def write_results(claim: str, cases: Sequence[Mapping[str, Any]], args: argparse
         "shapes": {name: asdict(SHAPES[name]) for name in dict.fromkeys(c["settings"]["shape"] for c in cases)},
         "cases": list(cases),
     }
-    path = folder / f"{claim}.json"
+    path = folder / f"{args.name or claim}.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
 
@@ -266,8 +268,19 @@ def arguments(description: str | None, *, rounds: int, shapes: Sequence[str]) ->
     parser.add_argument("--rounds", type=int, default=rounds, help="timed rounds of each case")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(shapes))
     parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
+    parser.add_argument("--name", default="", help="name of the result file; by default that of the benchmark")
+    parser.add_argument("--keep-memory", action="store_true", help="have glibc keep freed memory, for both sides: "
+                        "else pages that are given back and taken again cost either side up to 5%%, by luck")
     parser.add_argument("--out", default=str(RESULTS), help="folder of the result file")
     return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The flags. With --keep-memory the process starts over, as glibc reads its settings at the start."""
+    args = parser.parse_args()
+    if args.keep_memory and any(os.environ.get(name) != value for name, value in KEEP_MEMORY.items()):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | KEEP_MEMORY)
+    return args
 
 
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> Any:

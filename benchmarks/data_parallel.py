@@ -25,6 +25,7 @@ from benchmarks.common import (
     arguments,
     case,
     engine_config,
+    parse,
     print_case,
     race,
     run_ranks,
@@ -74,7 +75,7 @@ def measure(shape_name: str, dtype: str, m: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = arguments(__doc__, rounds=11, shapes=["ref", "small"])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4], help="on each rank")
-    args = parser.parse_args()
+    args = parse(parser)
     cases = []
     for shape in args.shapes:
         for dtype in args.dtypes:

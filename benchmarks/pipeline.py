@@ -8,10 +8,11 @@ thread a rank, Gloo. 'bf16': hybridpar with bf16 weights and activations, fp32 m
 bf16 autocast (so it sends fp32 activations).
 
 The ideal that 2bw is held against: both ranks at once run forward and backward of their own stage, m times, with
-neither communication nor waiting, nor optimizer; the slower one counts. `ideal with update` adds what one rank must do for
-each batch besides: gradient norm and optimizer. Its rounds alternate with those of 2bw, on the very same stage and
-weights. 2bw is timed in its steady state, from the end of one batch to the end of another `batches` later; its start
-and its drain, which a run pays once, are left out (they are reported as `including fill and drain`).
+neither communication nor waiting, nor optimizer; the slower one counts. `ideal with update` adds what one rank must do
+for each batch besides: gradient norm and optimizer. Its rounds alternate with those of 2bw, on the very same stage and
+weights, and its ratio is the share of the ideal that 2bw reaches: 1 is all of it. 2bw is timed in its steady state,
+from the update of one batch to that of another `batches` later; its start and its drain, which a run pays once, are
+left out (the time of a batch with them is in the result as `including fill and drain`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from benchmarks.common import (
     case,
     engine_config,
     over_ranks,
+    parse,
     print_case,
     race,
     run_ranks,
@@ -47,7 +49,7 @@ from hybridpar.models.cost import stage_split
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 PEERS = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-IDEAL, IDEAL_UPDATE, WITH_DRAIN = "ideal", "ideal with update", "including fill and drain"
+IDEAL, IDEAL_UPDATE, WITH_DRAIN = "ideal", "ideal with update", "including fill and drain, wall_ms"
 
 
 class TorchPipelineStep:
@@ -129,20 +131,19 @@ def measure_2bw(shape_name: str, dtype: str, m: int, batches: int, rounds: int) 
     config = engine_config(shape, pp=size, num_microbatches=m, schedule="2bw", dtype=dtype)
     ours = OurStep(config, shape, ProcessGrid(pp=size))
     alone = StageAlone(ours, shape, m, dtype)
-    names = (OURS, IDEAL, IDEAL_UPDATE, WITH_DRAIN)
+    names = (OURS, IDEAL, IDEAL_UPDATE)
+    with_drain: list[float] = []
+    num_batches = batches + 3  # the update of batch t comes when batch t + 2 begins; those of the last two, in the drain
     result = Race({n: [] for n in names}, {n: [] for n in names}, {OURS: [ours(), ours()]})
 
     def pipeline(_: int) -> None:
         ends: list[float] = []
-        losses: list[float] = []
         start, cpu = time.perf_counter(), time.process_time()
-        ours.engine.train(
-            ours.loader, batches + 1, lambda r: (ends.append(time.perf_counter()), losses.append(r.loss)))
+        ours.engine.train(ours.loader, num_batches, lambda _: ends.append(time.perf_counter()))
         stop, stop_cpu = time.perf_counter(), time.process_time()
-        result.wall[OURS].append((ends[-1] - ends[0]) / batches)
-        result.wall[WITH_DRAIN].append((stop - start) / (batches + 1))
-        for name in (OURS, WITH_DRAIN):
-            result.cpu[name].append((stop_cpu - cpu) / (batches + 1))
+        result.wall[OURS].append((ends[batches] - ends[0]) / batches)
+        with_drain.append((stop - start) / num_batches)
+        result.cpu[OURS].append((stop_cpu - cpu) / num_batches)
 
     def ideal(_: int) -> None:
         start, cpu = time.perf_counter(), time.process_time()
@@ -158,7 +159,7 @@ def measure_2bw(shape_name: str, dtype: str, m: int, batches: int, rounds: int) 
 
     ideal(0)
     pipeline(0)
-    for times in (*result.wall.values(), *result.cpu.values()):
+    for times in (with_drain, *result.wall.values(), *result.cpu.values()):
         times.clear()
     for i in range(rounds):
         for run in (pipeline, ideal) if i % 2 == 0 else (ideal, pipeline):
@@ -167,18 +168,20 @@ def measure_2bw(shape_name: str, dtype: str, m: int, batches: int, rounds: int) 
     for name in names:
         result.wall[name] = over_ranks(result.wall[name], "max")
         result.cpu[name] = over_ranks(result.cpu[name], "sum")
-    return case(f"{shape_name} {dtype} pp={size} 2bw m={m}", result, m * shape.microbatch_tokens,
-                shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule="2bw", threads=1,
-                batches_of_a_round=batches,
-                blocks_of_each_stage=[len(blocks) for blocks in stage_split(shape.model, size)])
+    drained = [round(1e3 * t, 3) for t in over_ranks(with_drain, "max")]
+    entry = case(f"{shape_name} {dtype} pp={size} 2bw m={m}", result, m * shape.microbatch_tokens,
+                 shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule="2bw", threads=1,
+                 batches_of_a_round=batches,
+                 blocks_of_each_stage=[len(blocks) for blocks in stage_split(shape.model, size)])
+    return entry | {WITH_DRAIN: drained}
 
 
 def main() -> None:
     parser = arguments(__doc__, rounds=9, shapes=["balanced", "small"])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--schedules", nargs="+", choices=[*PEERS, "2bw"], default=[*PEERS, "2bw"])
-    parser.add_argument("--batches", type=int, default=3, help="batches of a timed round of 2bw")
-    args = parser.parse_args()
+    parser.add_argument("--batches", type=int, default=2, help="batches of a timed round of 2bw")
+    args = parse(parser)
     cases = []
     for shape in args.shapes:
         for dtype in args.dtypes:

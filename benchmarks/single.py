@@ -32,6 +32,7 @@ from benchmarks.common import (
     arguments,
     case,
     engine_config,
+    parse,
     print_case,
     race,
     write_results,
@@ -116,7 +117,7 @@ def measure(shape_name: str, dtype: str, threads: int, rounds: int) -> dict[str,
 def main() -> None:
     parser = arguments(__doc__, rounds=11, shapes=["ref", "small"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    args = parser.parse_args()
+    args = parse(parser)
     cases = []
     for threads in args.threads:
         for shape in args.shapes:

@@ -30,6 +30,7 @@ from benchmarks.common import (
     arguments,
     case,
     engine_config,
+    parse,
     print_case,
     race,
     run_ranks,
@@ -84,7 +85,7 @@ def measure(shape_name: str, dtype: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = arguments(__doc__, rounds=15, shapes=["ref", "small"]).parse_args()
+    args = parse(arguments(__doc__, rounds=11, shapes=["ref", "small"]))
     cases = []
     for shape in args.shapes:
         for dtype in args.dtypes:

@@ -42,6 +42,8 @@ class ModelConfig:
     position: Literal["learned", "rotary"] = "learned"
     rotary_base: float = 10000.0
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    norm_position: Literal["auto", "pre", "post"] = "auto"
+    """What is normalised: a sublayer's input, or the sum it leaves; auto: as in the papers, gpt pre, bert post."""
     activation: Literal["gelu", "swiglu"] = "gelu"
     bias: bool = True
     dropout: float = 0.0
@@ -54,6 +56,10 @@ class ModelConfig:
     @property
     def kv_heads(self) -> int:
         return self.num_kv_heads or self.num_heads
+
+    @property
+    def post_norm(self) -> bool:
+        return self.norm_position == "post" or (self.norm_position == "auto" and self.kind == "bert")
 
     @property
     def ffn_size(self) -> int:

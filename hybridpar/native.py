@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,12 @@ def missing() -> str | None:
     return _load()
 
 
-# what torch.compiler.assume_constant_result does, without its import of the whole compiler (a second at every start)
-missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def constant_when_traced(function: Callable[..., Any]) -> None:
+    """What torch.compiler.assume_constant_result does, without importing the compiler: a second at every start."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+constant_when_traced(missing)
 
 
 @functools.cache

@@ -87,13 +87,13 @@ class SegmentEmbedding(ParallelModule):
 class TransformerLayer(nn.Module):
     """Attention and MLP, each with a residual connection.
 
-    GPT normalises what enters them (pre-norm, GPT-2), BERT what leaves them (post-norm, arXiv 1810.04805).
+    Pre-norm normalises what enters them (GPT-2), post-norm the sum they leave (BERT, arXiv 1810.04805).
     Collectives: two all-reduces over tp forward, two backward.
     """
 
     def __init__(self, model: ModelConfig, axis: Axis, name: str, **factory: Any):
         super().__init__()
-        self.post_norm = model.kind == "bert"
+        self.post_norm = model.post_norm
         # GPT-2: projections onto the residual stream start smaller, by the number of residual additions
         out_std = model.init_std if self.post_norm else model.init_std / (2 * model.num_layers) ** 0.5
         self.attention = ParallelAttention(
@@ -135,7 +135,7 @@ class LanguageModelHead(nn.Module):
         self.projection.weight = embedding.weight
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        """Shapes: x [b, s, h] -> 0-d: the summed loss of the labels that count, over their number in the batch."""
+        """Shapes: x [.., h], labels [..] -> 0-d: the summed loss of the labels that count, over their number in all."""
         loss = vocab_parallel_cross_entropy(
             self.projection(x), batch["labels"], self.axis, vocab_start=self.vocab_start,
             valid_vocab=self.vocab_size, label_smoothing=self.label_smoothing, ignore_index=IGNORE_INDEX,
@@ -148,13 +148,11 @@ class LanguageModelHead(nn.Module):
 
 
 class GPTHead(nn.Module):
-    """Final norm, projection, loss of the next token."""
-
-    loss_names = ("lm",)
+    """Final norm (pre-norm models), projection, loss of the next token."""
 
     def __init__(self, model: ModelConfig, axis: Axis, name: str, **factory: Any):
         super().__init__()
-        self.norm = make_norm(model, axis, **factory)
+        self.norm = nn.Identity() if model.post_norm else make_norm(model, axis, **factory)
         self.language_model = LanguageModelHead(model, axis, bias=False, **factory)
 
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:
@@ -185,23 +183,28 @@ class ReplicatedLinear(ParallelModule):
 class BertHead(nn.Module):
     """Masked-language-model transform and loss; next-sentence or sentence-order loss on [CLS].
 
+    Only positions that have a label are transformed and projected: about 15 % of them.
     Source: arXiv 1810.04805 (MLM, NSP), arXiv 1909.11942 (SOP).
     """
 
     def __init__(self, model: ModelConfig, axis: Axis, name: str, **factory: Any):
         super().__init__()
         h, std = model.hidden_size, model.init_std
+        self.final_norm = nn.Identity() if model.post_norm else make_norm(model, axis, **factory)
         self.transform = ReplicatedLinear(h, h, axis, std, **factory)
         self.norm = make_norm(model, axis, **factory)
         self.language_model = LanguageModelHead(model, axis, bias=True, **factory)
         self.sentence = model.sentence_head
-        self.loss_names = ("mlm",) if self.sentence == "none" else ("mlm", self.sentence)
         if self.sentence != "none":
             self.pooler = ReplicatedLinear(h, h, axis, std, **factory)
             self.classifier = ReplicatedLinear(h, 2, axis, std, **factory)
 
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:
-        losses = {"mlm": self.language_model(self.norm(gelu(self.transform(x))), batch)}
+        x = self.final_norm(x)
+        labelled = (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+        rows = self.norm(gelu(self.transform(x.flatten(0, 1).index_select(0, labelled))))
+        targets = {"labels": batch["labels"].flatten()[labelled], "num_targets": batch["num_targets"]}
+        losses = {"mlm": self.language_model(rows, targets)}
         if self.sentence != "none":
             scores = self.classifier(torch.tanh(self.pooler(x[:, 0])))
             scores = scores if scores.dtype == torch.float64 else scores.float()

@@ -27,6 +27,10 @@ def head_matmul_parameters(model: ModelConfig) -> int:
     return h * model.vocab_size + (h * h if model.kind == "bert" else 0)
 
 
+LABELLED = {"gpt": 1.0, "bert": 0.15}
+"""Share of the positions that the head projects to the vocabulary."""
+
+
 def forward_flops_per_token(model: ModelConfig) -> tuple[int, ...]:
     """Forward operations of each block for one token: embedding, layers, head.
 
@@ -34,7 +38,7 @@ def forward_flops_per_token(model: ModelConfig) -> tuple[int, ...]:
     counted in full, as in PaLM, arXiv 2204.02311, appendix B).
     """
     layer = 2 * layer_matmul_parameters(model) + 4 * model.seq_length * model.hidden_size
-    return (0, *[layer] * model.num_layers, 2 * head_matmul_parameters(model))
+    return (0, *[layer] * model.num_layers, round(2 * LABELLED[model.kind] * head_matmul_parameters(model)))
 
 
 def training_flops_per_token(model: ModelConfig) -> int:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.errors import config_error
+from hybridpar.native import constant_when_traced
 
 _log = logging.getLogger(__name__)
 
@@ -115,10 +116,12 @@ def describe(device_type: str | None = None, dtype: torch.dtype | None = None) -
     return reports
 
 
-@torch.compiler.assume_constant_result
 def _path(op: str, choice: str, device_type: str, dtype: torch.dtype) -> str:
     """Where the code is; its module is loaded. A text, as torch.compile runs this while it traces, and needs one."""
     return _selected(op, choice, device_type, dtype).path
+
+
+constant_when_traced(_path)
 
 
 @functools.cache

@@ -87,7 +87,7 @@ class _Place:
 def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter) -> Outcome:
     """Raises: CheckpointError on all ranks alike; RankError, naming this rank, for whatever else goes wrong."""
     parallel, device = config.parallel, place.device
-    who = f"rank {place.job.launch.rank}"
+    who, engine = f"rank {place.job.launch.rank}", None
     try:
         place.job.start_group(device, config.train.timeout_s)
         grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, device_type=device.type)
@@ -109,7 +109,8 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         place.job.end_group()
         raise
     except Exception as error:
-        raise describe_failure(error, who) from error
+        situation = engine.executor.situation() if engine is not None else ""
+        raise describe_failure(error, who, situation) from error
 
 
 def _sample(config: Config, reporter: Reporter) -> None:

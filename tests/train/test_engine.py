@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 
 def make(tp: int = 1, pp: int = 1, dp: int = 1, **sections: dict[str, Any]) -> Config:
     return from_mapping({
-        "model": {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "seq_length": 12, "vocab_size": 37, "dropout": 0.1,
-                  **sections.get("model", {})},
+        "model": {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "seq_length": 12, "vocab_size": 37,
+                  "dropout": 0.1, **sections.get("model", {})},
         "parallel": {"tp": tp, "pp": pp, "dp": dp},
         "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
         "train": {"micro_batch_size": 2, "num_steps": 20, **sections.get("train", {})},

@@ -91,6 +91,9 @@ class Executor:
         """Sum of each batch's partial losses so far (last stage only); whoever reads an entry takes it out."""
         self.peak_in_flight = 0
         self.events: deque[Event] | None = None
+        self.current: Action | None = None
+        """The action being executed, for whoever has to say what this rank was doing when it failed."""
+        self._awaited = ""
         self._flight: dict[int, InFlight] = {}
         self._received: dict[tuple[Kind, int], tuple[Work, Tensor]] = {}
         self._outputs: dict[tuple[Kind, int], Tensor] = {}
@@ -108,6 +111,7 @@ class Executor:
         """Executes the actions in order; at the end nothing is in flight."""
         self._source, self._hooks = source, hooks
         for action in actions:
+            self.current = action
             if self.events is None:
                 self._table[action.kind](action)
             else:
@@ -116,8 +120,13 @@ class Executor:
                 self.events.append(Event(action, start, self._ready, time.perf_counter()))
         while self._sends:
             self._sends.popleft().wait()
+        self.current = None
         left = [*self._flight, *self._received, *self._outputs]
         assert not left, f"the plan left micro-batches in flight: {left}"
+
+    def situation(self) -> str:
+        """What this rank is doing: ' while waiting for RECV_F of micro-batch 3 from rank 0', ' during UPDATE4@1'."""
+        return self._awaited or (f" during {self.current}" if self.current else "")
 
     def _forward(self, action: Action) -> None:
         k = action.microbatch
@@ -168,7 +177,10 @@ class Executor:
         if (entry := self._received.pop((kind, k), None)) is None:
             return None
         work, buffer = entry
+        axis, step = (self.lane.pp, -1) if kind is Kind.RECV_F else (self.lane.reverse, 1)
+        self._awaited = f" while waiting for {kind} of micro-batch {k} from rank {axis.ranks[axis.rank + step]}"
         work.wait()
+        self._awaited = ""
         self._ready = time.perf_counter()
         return buffer
 
