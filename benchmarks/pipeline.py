@@ -133,7 +133,7 @@ def measure_2bw(shape_name: str, dtype: str, m: int, batches: int, rounds: int) 
     alone = StageAlone(ours, shape, m, dtype)
     names = (OURS, IDEAL, IDEAL_UPDATE)
     with_drain: list[float] = []
-    num_batches = batches + 3  # the update of batch t comes when batch t + 2 begins; those of the last two, in the drain
+    num_batches = batches + 3  # batch t is updated when batch t + 2 begins, the last two in the drain
     result = Race({n: [] for n in names}, {n: [] for n in names}, {OURS: [ours(), ours()]})
 
     def pipeline(_: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError, Problem
 from hybridpar.models.build import parse_layers
 from hybridpar.models.cost import stage_split
+from hybridpar.ops.registry import select
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
 
 POSITIVE = (
@@ -37,7 +38,7 @@ def problems(config: Config, world_size: int) -> list[Problem]:
     """Everything that keeps `config` from running in a job of `world_size` processes; empty where it can run."""
     found = [*_ranges(config)]
     if not found:  # what follows divides by these numbers
-        found = [*_grid(config, world_size), *_model(config), *_pipeline(config), *_data(config)]
+        found = [*_grid(config, world_size), *_model(config), *_pipeline(config), *_data(config), *_kernels(config)]
     return found
 
 
@@ -72,8 +73,8 @@ def _grid(config: Config, world_size: int) -> Iterator[Problem]:
             "processes", f"torchrun --nproc-per-node {tp * pp * dp}, or dp = 0 to fill the job")
     elif not dp and world_size % (tp * pp):
         works = [f"tp={t} pp={p}" for t in range(1, tp + 1) for p in range(1, pp + 1) if world_size % (t * p) == 0]
-        rule = f"tp * pp = {tp * pp} must divide the {world_size} processes"
-        yield Problem("parallel", f"tp={tp} pp={pp}", rule, works[-1])
+        rule = f"tp * pp = {tp * pp} must divide the number of processes, {world_size}"
+        yield Problem("parallel", f"tp={tp} pp={pp}", rule, f"torchrun --nproc-per-node {tp * pp}, or {works[-1]}")
     if tp > config.model.num_heads:
         yield Problem("parallel.tp", tp, f"must be at most model.num_heads = {config.model.num_heads}",
                       str(config.model.num_heads))
@@ -106,6 +107,15 @@ def _pipeline(config: Config) -> Iterator[Problem]:
     ):
         try:
             attempt()
+        except ConfigError as error:
+            yield from error.problems
+
+
+def _kernels(config: Config) -> Iterator[Problem]:
+    device = None if config.train.device == "auto" else config.train.device
+    for op, choice in asdict(config.kernels).items():
+        try:
+            select(op, choice, device)
         except ConfigError as error:
             yield from error.problems
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm import gather_from
-from hybridpar.config import ModelConfig
+from hybridpar.config import KernelsConfig, ModelConfig
 from hybridpar.grid import Axis
 from hybridpar.nn import (
     ColumnParallelLinear,
@@ -47,7 +47,7 @@ def make_norm(model: ModelConfig, axis: Axis, **factory: Any) -> nn.Module:
 class Embedding(nn.Module):
     """Token, position (learned) and segment (BERT) embeddings; BERT normalises their sum (arXiv 1810.04805, A.2)."""
 
-    def __init__(self, model: ModelConfig, axis: Axis, name: str, **factory: Any):
+    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, **factory: Any):
         super().__init__()
         h, std = model.hidden_size, model.init_std
         self.tokens = VocabParallelEmbedding(
@@ -58,7 +58,7 @@ class Embedding(nn.Module):
         bert = model.kind == "bert"
         self.segments = SegmentEmbedding(h, axis, std, **factory) if bert else None
         self.norm = make_norm(model, axis, **factory) if bert else None
-        self.dropout = Dropout(model.dropout, f"{name}.dropout")
+        self.dropout = Dropout(model.dropout, f"{name}.dropout", kernels.dropout)
 
     def forward(self, x: None, batch: MicroBatch, key: RandomKey | None) -> Tensor:
         out = self.tokens(batch["tokens"])
@@ -91,7 +91,7 @@ class TransformerLayer(nn.Module):
     Collectives: two all-reduces over tp forward, two backward.
     """
 
-    def __init__(self, model: ModelConfig, axis: Axis, name: str, **factory: Any):
+    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, **factory: Any):
         super().__init__()
         self.post_norm = model.post_norm
         # GPT-2: projections onto the residual stream start smaller, by the number of residual additions
@@ -99,15 +99,15 @@ class TransformerLayer(nn.Module):
         self.attention = ParallelAttention(
             model.hidden_size, model.num_heads, axis, num_kv_heads=model.kv_heads, causal=model.kind == "gpt",
             rotary_base=model.rotary_base if model.position == "rotary" else None,
-            attention_dropout=model.attention_dropout, bias=model.bias, init_std=model.init_std, out_init_std=out_std,
+            attention_dropout=model.attention_dropout, dropout_backend=kernels.dropout, bias=model.bias, init_std=model.init_std, out_init_std=out_std,
             name=f"{name}.attention", **factory)
         self.mlp = ParallelMLP(
             model.hidden_size, model.ffn_size, axis, activation=model.activation, bias=model.bias,
             init_std=model.init_std, out_init_std=out_std, **factory)
         self.attention_norm = make_norm(model, axis, **factory)
         self.mlp_norm = make_norm(model, axis, **factory)
-        self.attention_dropout = Dropout(model.dropout, f"{name}.attention_dropout")
-        self.mlp_dropout = Dropout(model.dropout, f"{name}.mlp_dropout")
+        self.attention_dropout = Dropout(model.dropout, f"{name}.attention_dropout", kernels.dropout)
+        self.mlp_dropout = Dropout(model.dropout, f"{name}.mlp_dropout", kernels.dropout)
 
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Tensor:
         mask = batch.get("padding_mask")
@@ -150,7 +150,7 @@ class LanguageModelHead(nn.Module):
 class GPTHead(nn.Module):
     """Final norm (pre-norm models), projection, loss of the next token."""
 
-    def __init__(self, model: ModelConfig, axis: Axis, name: str, **factory: Any):
+    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, **factory: Any):
         super().__init__()
         self.norm = nn.Identity() if model.post_norm else make_norm(model, axis, **factory)
         self.language_model = LanguageModelHead(model, axis, bias=False, **factory)
@@ -187,7 +187,7 @@ class BertHead(nn.Module):
     Source: arXiv 1810.04805 (MLM, NSP), arXiv 1909.11942 (SOP).
     """
 
-    def __init__(self, model: ModelConfig, axis: Axis, name: str, **factory: Any):
+    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, **factory: Any):
         super().__init__()
         h, std = model.hidden_size, model.init_std
         self.final_norm = nn.Identity() if model.post_norm else make_norm(model, axis, **factory)

@@ -8,11 +8,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from hybridpar.config import ModelConfig
+from hybridpar.config import KernelsConfig, ModelConfig
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLayer
 
+AUTO = KernelsConfig()
 HEADS: dict[str, type[GPTHead] | type[BertHead]] = {"gpt": GPTHead, "bert": BertHead}
 
 
@@ -24,8 +25,8 @@ def loss_names(model: ModelConfig) -> tuple[str, ...]:
 
 
 def build_blocks(
-    model: ModelConfig, axis: Axis, numbers: Iterable[int], *, device: str | torch.device = "meta",
-    dtype: torch.dtype = torch.float32,
+    model: ModelConfig, axis: Axis, numbers: Iterable[int], *, kernels: KernelsConfig = AUTO,
+    device: str | torch.device = "meta", dtype: torch.dtype = torch.float32,
 ) -> dict[int, nn.Module]:
     """The blocks with these numbers (0 the embedding, 1..num_layers the layers, num_layers + 1 the head) of `model`.
 
@@ -40,7 +41,7 @@ def build_blocks(
             kind = TransformerLayer
         else:
             kind = HEADS[model.kind]
-        blocks[number] = kind(model, axis, f"blocks.{number}", device=device, dtype=dtype)
+        blocks[number] = kind(model, axis, f"blocks.{number}", kernels, device=device, dtype=dtype)
     first, last = blocks.get(0), blocks.get(model.num_layers + 1)
     if model.tie_embeddings and isinstance(first, Embedding) and isinstance(last, GPTHead | BertHead):
         last.language_model.tie(first.tokens)

@@ -100,6 +100,7 @@ class ParallelAttention(ParallelModule):
 
     def __init__(self, hidden: int, num_heads: int, axis: Axis, *, num_kv_heads: int | None = None,
                  causal: bool = True, rotary_base: float | None = None, attention_dropout: float = 0.0,
+                 dropout_backend: str = "auto",
                  bias: bool = True, init_std: float = 0.02, out_init_std: float | None = None, name: str = "attention",
                  device: Device = None, dtype: torch.dtype | None = None):
         super().__init__(axis)
@@ -108,7 +109,7 @@ class ParallelAttention(ParallelModule):
         if rotary_base is not None and layout.head_dim % 2:
             raise config_error("hidden_size", hidden, f"rotary positions turn pairs of a head's features, and hidden / "
                                f"num_heads is {layout.head_dim}", f"{num_heads * (layout.head_dim + 1)}")
-        self.causal, self.dropout = causal, attention_dropout
+        self.causal, self.dropout, self.dropout_backend = causal, attention_dropout, dropout_backend
         self.rotary_base = rotary_base
         self.site = site(f"{name}.dropout")
         self.head_start = layout.heads[axis.rank][0]
@@ -127,7 +128,8 @@ class ParallelAttention(ParallelModule):
         if self.rotary_base is not None:
             q, k = ops.rotary(q, self.rotary_base), ops.rotary(k, self.rotary_base)
         y = ops.attention(q, k, v, causal=self.causal, padding_mask=padding_mask, kv_index=self.kv_index,
-                          dropout_p=self.dropout, key=key, site=self.site, head_start=self.head_start)
+                          dropout_p=self.dropout, key=key, site=self.site, head_start=self.head_start,
+                          dropout_backend=self.dropout_backend)
         return self.out(y.transpose(1, 2).flatten(2))
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

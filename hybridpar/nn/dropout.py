@@ -18,11 +18,12 @@ class Dropout(nn.Module):
     Raises: ConfigError for p outside [0, 1).
     """
 
-    def __init__(self, p: float, name: str):
+    def __init__(self, p: float, name: str, backend: str = "auto"):
         super().__init__()
         if not 0.0 <= p < 1.0:
             raise config_error("model.dropout", p, "must be at least 0 and below 1", "0.1")
-        self.p, self.site = p, site(name)
+        self.p, self.site, self.backend = p, site(name), backend
 
     def forward(self, x: Tensor, key: RandomKey | None) -> Tensor:
-        return x if key is None or self.p == 0.0 else ops.dropout(x, self.p, key, self.site)
+        return x if key is None or self.p == 0.0 else ops.dropout(x, self.p, key, self.site,
+                                                                          backend=self.backend)

@@ -18,7 +18,7 @@ from hybridpar.random import RandomKey
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, padding_mask: Tensor | None = None,
               kv_index: Sequence[int] | None = None, dropout_p: float = 0.0, key: RandomKey | None = None,
-              site: int = 0, head_start: int = 0, backend: str = "auto") -> Tensor:
+              site: int = 0, head_start: int = 0, backend: str = "auto", dropout_backend: str = "auto") -> Tensor:
     """softmax(q k^T / sqrt(d)) v, with dropout on the softmax.
 
     A position that sees no key (all padding) yields zeros, and no gradient. `kv_index[i]` is the key and value head of
@@ -46,7 +46,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, padding_mask: Te
 
     def drop(probabilities: Tensor) -> Tensor:
         s = probabilities.shape[-1]
-        return dropout(probabilities, dropout_p, key, site, inner_size=s, inner_start=head_start * s * s)
+        return dropout(probabilities, dropout_p, key, site, inner_size=s, inner_start=head_start * s * s,
+                       backend=dropout_backend)
 
     with_dropout = key is not None and dropout_p != 0.0
     return resolve("attention", backend, q)(q, k, v, causal, padding_mask, drop if with_dropout else None)

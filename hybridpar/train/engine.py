@@ -78,7 +78,7 @@ class Engine:
         self.split = stage_split(model, grid.pp.size, pipeline.split)
         self.loss_names = loss_names(model)
         dtype = DTYPES[config.train.dtype]
-        blocks = build_blocks(model, grid.tp, self.split[grid.pp.rank], dtype=dtype)
+        blocks = build_blocks(model, grid.tp, self.split[grid.pp.rank], kernels=config.kernels, dtype=dtype)
         layers = parse_layers(pipeline.recompute, model.num_layers)
         self.stage = Stage(blocks, layers & blocks.keys())
         self.weights = WeightStore(self.stage, self.schedule.max_live_versions(self.sizes, grid.pp.rank), dtype, device)

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one call: builds against the torch that is here, runs the GPU tests, writes JSON.
+#
+#   bash scripts/gpu_check.sh [FOLDER]      FOLDER: where gpu_check.json and the test report go (default: benchmarks/results)
+#
+# Installs nothing from the network: torch >= 2.11 with CUDA, triton, numpy, pytest and hybridpar's other dependencies must
+# be there. Without a GPU it rehearses: builds, and collects the tests.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out="${1:-benchmarks/results}"
+mkdir -p "$out"
+python="${PYTHON:-python3}"
+HYBRIDPAR_BUILD=cpu "$python" setup.py --quiet build_ext --inplace
+status=0
+PYTHONPATH=$PWD "$python" -m pytest -m gpu --junitxml="$out/gpu_tests.xml" -p no:cacheprovider tests || status=$?
+[ "$status" -eq 5 ] && status=0  # no test was selected
+PYTHONPATH=$PWD "$python" - "$out" "$status" <<'PY'
+import json
+import platform
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import torch
+
+out, status = sys.argv[1], int(sys.argv[2])
+suite = ElementTree.parse(f"{out}/gpu_tests.xml").getroot().find("testsuite")
+gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
+result = {
+    "gpu": gpu, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
+    "commit": commit, "status": status,
+    "tests": {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")},
+}
+with open(f"{out}/gpu_check.json", "w") as file:
+    json.dump(result, file, indent=2)
+print(json.dumps(result))
+PY
+exit "$status"
