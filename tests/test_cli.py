@@ -90,7 +90,7 @@ def test_a_wrong_command_line_is_refused(config: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(("flags", "says"), [
-    (["--parallel.tp", "2"], "tp * pp = 2 must divide the 1 processes"),
+    (["--parallel.tp", "2"], "tp * pp = 2 must divide the number of processes, 1"),
     (["--parallel.dp", "3"], "tp * pp * dp is 3 but the job has 1 processes"),
     (["--model.num_heads", "3"], "model.num_heads = 3: must divide model.hidden_size = 16; try"),
     (["--data.split", "0"], "data.split"),
