@@ -42,7 +42,9 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     if weight.grad is None or not getattr(weight, IN_PLACE, False):
         return dy.t() @ x
     weight.grad.addmm_(dy.t(), x)
-    return torch.sparse_coo_tensor(size=weight.shape, dtype=weight.dtype, device=weight.device, check_invariants=False)
+    empty = torch.sparse_coo_tensor(  # type: ignore[call-arg]  # this overload is missing from the stubs
+        size=weight.shape, dtype=weight.dtype, device=weight.device, check_invariants=False)
+    return empty
 
 
 @cache
