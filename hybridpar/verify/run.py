@@ -125,7 +125,7 @@ def run_grid(config: Config, num_batches: int) -> GridRun:
         errors = sorted(Path(folder).glob("error*"), key=lambda p: ("Connection" in (t := p.read_text()), len(t)))
         if errors:
             raise HybridparError(f"verify: {errors[0].name.replace('error', 'rank ')} failed:\n{errors[0].read_text()}")
-        return torch.load(Path(folder, "result"), weights_only=False)
+        return torch.load(Path(folder, "result"), weights_only=False)  # our own rank wrote it a moment ago
 
 
 def _rank_main(rank: int, num_ranks: int, folder: str, config: Config, num_batches: int) -> None:
