@@ -91,7 +91,7 @@ class Engine:
         self.reducer = GradientReducer(layout, {s.name: self._route(s.placement) for s in self.slots})
         self.gradients = GradientAccumulator(layout, device, num_buffers=self.schedule.num_gradient_buffers)
         self.optimizer = build_optimizer(config.optim, self.slots, grid.tp)
-        self.scaler = LossScaler(config.optim.loss_scale, dynamic=True) if dtype == torch.float16 else LossScaler()
+        self.scaler = LossScaler.for_dtype(dtype, config.optim.loss_scale)
         shape = (config.train.micro_batch_size, model.seq_length, model.hidden_size)
         self.executor = Executor(
             self.stage, self.weights, Lane(grid.pp, grid.pp_reverse, shape, dtype, device), pipeline.num_microbatches)

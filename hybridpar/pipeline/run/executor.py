@@ -89,7 +89,6 @@ class Executor:
         self.num_microbatches = num_microbatches
         self.losses: dict[int, Losses] = {}
         """Sum of each batch's partial losses so far (last stage only); whoever reads an entry takes it out."""
-        self.peak_in_flight = 0
         self.events: deque[Event] | None = None
         self.current: Action | None = None
         """The action being executed, for whoever has to say what this rank was doing when it failed."""
@@ -144,7 +143,6 @@ class Executor:
             self._outputs[Kind.SEND_F, k] = out.detach()
         if grad:
             self._flight[k] = InFlight(x, get_gradient_edge(out))
-            self.peak_in_flight = max(self.peak_in_flight, len(self._flight))
 
     def _backward(self, action: Action) -> None:
         k = action.microbatch
