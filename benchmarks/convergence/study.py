@@ -96,7 +96,10 @@ def _muon(lr: float) -> Iterator[Variant]:
     for name, about, changes, stale in (
         ("sync", "1f1b", {}, "none"), ("2bw", "2bw as in the paper", BW, "all"),
         ("2bw-early", "early switch, L = 1", EARLY, "4 of 8"),
+        ("2bw-early-m16", "early switch, L = 1, batch cut into 16", {**EARLY, **CUT_FINER}, "4 of 16"),
         ("2bw-extrapolation", "extrapolation", _corrected("extrapolation"), "all"),
+        ("2bw-early-extrapolation", "early switch, L = 1, extrapolation", {**EARLY, **EXTRAPOLATED}, "4 of 8"),
+        ("2bw-prediction", "weight prediction", _corrected("prediction"), "all"),
     ):
         yield Variant(f"muon-{name}", f"Muon, {about}", {**muon, **changes}, stale, "muon-sync")
 
