@@ -168,7 +168,19 @@ class DataConfig:
 class KernelsConfig:
     """Backend of each op: 'auto' takes the fastest that can run here, any other name must be able to."""
 
+    layer_norm: str = "auto"
+    rms_norm: str = "auto"
+    add_norm: str = "auto"
+    bias_dropout_add: str = "auto"
+    gelu: str = "auto"
+    swiglu: str = "auto"
+    rotary: str = "auto"
+    attention: str = "auto"
+    cross_entropy: str = "auto"
     dropout: str = "auto"
+
+
+AUTO = KernelsConfig()
 
 
 @dataclass(frozen=True)
