@@ -50,6 +50,8 @@ class ModelConfig:
     attention_dropout: float = 0.0
     init_std: float = 0.02
     label_smoothing: float = 0.0
+    logits_chunk: int = 0
+    """Tokens whose logits exist at a time: computed twice, which takes time and saves memory; 0: all, computed once."""
     sentence_head: Literal["nsp", "sop", "none"] = "sop"
     """BERT only: next-sentence prediction, sentence-order prediction, or neither."""
 

@@ -28,6 +28,7 @@ from hybridpar.nn import (
     RMSNorm,
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
 )
 from hybridpar.nn.placement import Init, ParallelModule, Placement, split_ranges, split_sizes
 from hybridpar.ops import gelu
@@ -125,7 +126,7 @@ class LanguageModelHead(nn.Module):
 
     def __init__(self, model: ModelConfig, axis: Axis, kernels: KernelsConfig, *, bias: bool, **factory: Any):
         super().__init__()
-        self.label_smoothing, self.kernels = model.label_smoothing, kernels
+        self.label_smoothing, self.logits_chunk, self.kernels = model.label_smoothing, model.logits_chunk, kernels
         self.projection = ColumnParallelLinear(
             model.hidden_size, model.vocab_size, axis, bias=bias, init_std=model.init_std,
             tied=TIED if model.tie_embeddings else "", **factory)
@@ -138,10 +139,16 @@ class LanguageModelHead(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
         """Shapes: x [.., h], labels [..] -> 0-d: the summed loss of the labels that count, over their number in all."""
-        loss = vocab_parallel_cross_entropy(
-            self.projection(x), batch["labels"], self.axis, vocab_start=self.vocab_start,
-            valid_vocab=self.vocab_size, label_smoothing=self.label_smoothing, ignore_index=IGNORE_INDEX,
-            overwrite=True, backend=self.kernels.cross_entropy)
+        options: dict[str, Any] = {
+            "vocab_start": self.vocab_start, "valid_vocab": self.vocab_size, "label_smoothing": self.label_smoothing,
+            "ignore_index": IGNORE_INDEX, "backend": self.kernels.cross_entropy}
+        if self.logits_chunk:
+            weight, bias = self.projection.weight, self.projection.bias
+            loss = vocab_parallel_linear_cross_entropy(
+                x, weight, bias, batch["labels"], self.axis, chunk=self.logits_chunk, **options)
+        else:
+            loss = vocab_parallel_cross_entropy(
+                self.projection(x), batch["labels"], self.axis, overwrite=True, **options)
         return loss.sum() / batch["num_targets"].to(loss.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
