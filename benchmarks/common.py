@@ -239,13 +239,16 @@ RATIO = "ratio: peer's time / hybridpar's, median of the ratios of each round, a
 
 
 def write_results(claim: str, cases: Sequence[Mapping[str, Any]], args: argparse.Namespace, *,
-                  meaning: str = RATIO) -> Path:
-    """Writes benchmarks/results/<claim>.json and returns its path. `meaning`: what the numbers in it are."""
+                  meaning: str = RATIO, shapes: Mapping[str, Any] = SHAPES) -> Path:
+    """Writes benchmarks/results/<claim>.json and returns its path.
+
+    `meaning`: what the numbers in it are. `shapes`: dataclasses, by the names in the cases' settings.
+    """
     (folder := Path(args.out)).mkdir(parents=True, exist_ok=True)
     document = {
         "claim": claim, "meaning": meaning,
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "machine": machine(), "arguments": vars(args) | {"out": ""},
-        "shapes": {name: asdict(SHAPES[name]) for name in dict.fromkeys(c["settings"]["shape"] for c in cases)},
+        "shapes": {name: asdict(shapes[name]) for name in dict.fromkeys(c["settings"]["shape"] for c in cases)},
         "cases": list(cases),
     }
     path = folder / f"{args.name or claim}.json"

@@ -50,6 +50,8 @@ class ModelConfig:
     attention_dropout: float = 0.0
     init_std: float = 0.02
     label_smoothing: float = 0.0
+    logits_chunk: int = 0
+    """Tokens whose logits exist at a time: computed twice, which takes time and saves memory; 0: all, computed once."""
     sentence_head: Literal["nsp", "sop", "none"] = "sop"
     """BERT only: next-sentence prediction, sentence-order prediction, or neither."""
 
@@ -168,7 +170,19 @@ class DataConfig:
 class KernelsConfig:
     """Backend of each op: 'auto' takes the fastest that can run here, any other name must be able to."""
 
+    layer_norm: str = "auto"
+    rms_norm: str = "auto"
+    add_norm: str = "auto"
+    bias_dropout_add: str = "auto"
+    gelu: str = "auto"
+    swiglu: str = "auto"
+    rotary: str = "auto"
+    attention: str = "auto"
+    cross_entropy: str = "auto"
     dropout: str = "auto"
+
+
+AUTO = KernelsConfig()
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,91 @@ def _dropout_fake(x: Tensor, key0: int, key1: int, step: int, sample: int, thres
     return torch.empty_like(x)
 
 
+def _like_first(x: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _stats(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[:-1].numel(), 2), dtype=_wide(x))
+
+
+def _norm_fake(x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return _like_first(x), _stats(x)
+
+
+def _norm_backward_fake(dy: Tensor, x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return _like_first(x), torch.empty_like(weight), torch.empty_like(weight)
+
+
+def _add_norm_fake(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return _like_first(x), _like_first(x), _stats(x)
+
+
+def _add_norm_backward_fake(dy: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, stats: Tensor,
+                            with_bias: bool, centre: bool, *mask: Any) -> tuple[Tensor, ...]:
+    dropped, dbias = _dropped_fake(total, with_bias, *mask)
+    return _like_first(total), dropped, dbias, torch.empty_like(weight), torch.empty_like(weight)
+
+
+def _dropped_fake(dsum: Tensor, with_bias: bool, *mask: Any) -> tuple[Tensor, Tensor]:
+    threshold = mask[4]
+    return (_like_first(dsum) if threshold else dsum.new_empty(0),
+            dsum.new_empty(dsum.shape[-1] if with_bias else 0))
+
+
+def _activation_backward_fake(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _like_first(x), x.new_empty(0) if bias is None else torch.empty_like(bias)
+
+
+def _swiglu_fake(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _rotary_fake(x: Tensor, *args: Any) -> Tensor:
+    b, n, s, d = x.shape
+    return x.new_empty((b, s, n, d))
+
+
+def _attention_fake(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return _rotary_fake(q), q.new_empty(q.shape[:-1], dtype=_wide(q))
+
+
+def _attention_backward_fake(dout: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return _rotary_fake(q), _rotary_fake(k), _rotary_fake(k)
+
+
+def _cross_entropy_fake(logits: Tensor, column: Tensor, num_real: int, with_sum: bool) -> Tensor:
+    return logits.new_empty((4 if with_sum else 3, logits.shape[0]), dtype=_wide(logits))
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
 # What tracing (torch.compile, meta tensors) needs to know of each operator: shape and type of what it returns.
-_FAKES: dict[str, Callable[..., Tensor]] = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "philox_bits": _bits_fake,
     "philox_normal": _normal_fake,
     "philox_dropout": _dropout_fake,
+    "norm": _norm_fake,
+    "norm_backward": _norm_backward_fake,
+    "add_norm": _add_norm_fake,
+    "add_norm_backward": _add_norm_backward_fake,
+    "bias_dropout_add": _like_first,
+    "bias_dropout_add_backward": _dropped_fake,
+    "bias_gelu": _like_first,
+    "bias_gelu_backward": _activation_backward_fake,
+    "bias_swiglu": _swiglu_fake,
+    "bias_swiglu_backward": _activation_backward_fake,
+    "masked_softmax": _like_first,
+    "masked_softmax_backward": _like_first,
+    "rotary": _rotary_fake,
+    "attention": _attention_fake,
+    "attention_backward": _attention_backward_fake,
+    "cross_entropy": _cross_entropy_fake,
+    "cross_entropy_backward_": _nothing,
 }

@@ -5,100 +5,30 @@
 // Every operator fills [num_samples, rows, cols]; element (i, r, c) has the counter of sample + i and of
 // index = start + r * stride + c. Threads split the elements anywhere: no element depends on another.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
+#include "philox.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-#include "simd.h"
-
+namespace hybridpar {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-constexpr int64_t kBlock = 1024;  // elements generated at a time, into a buffer on the stack
-constexpr int64_t kGrain = 8192;  // elements worth a thread
-
-struct Stream {
-  uint32_t key0, key1, step, sample;
-};
 
 struct Box {
   int64_t num_samples, rows, cols, stride, start;
 };
 
-// 4 * quads words of output for the counters quad, quad + 1, ...
-HYBRIDPAR_INLINE void generate(const Stream& stream, uint64_t quad, int64_t quads, uint32_t* out) {
-  const uint32_t key0 = stream.key0, key1 = stream.key1, step = stream.step, sample = stream.sample;
-#pragma omp simd
-  for (int64_t i = 0; i < quads; ++i) {
-    const uint64_t q = quad + static_cast<uint64_t>(i);
-    // 64-bit lanes, of which the upper half never counts: the multiplication reads the lower halves only.
-    uint64_t c0 = q & 0xffffffffu, c1 = q >> 32, c2 = step, c3 = sample;
-    uint32_t k0 = key0, k1 = key1;
-#pragma GCC unroll 10
-    for (int round = 0; round < 10; ++round) {
-      const uint64_t product0 = (c0 & 0xffffffffu) * 0xD2511F53u;
-      const uint64_t product1 = (c2 & 0xffffffffu) * 0xCD9E8D57u;
-      c0 = (product1 >> 32) ^ c1 ^ k0;
-      c2 = (product0 >> 32) ^ c3 ^ k1;
-      c1 = product1;
-      c3 = product0;
-      k0 += 0x9E3779B9u;
-      k1 += 0xBB67AE85u;
-    }
-    out[4 * i] = static_cast<uint32_t>(c0);
-    out[4 * i + 1] = static_cast<uint32_t>(c1);
-    out[4 * i + 2] = static_cast<uint32_t>(c2);
-    out[4 * i + 3] = static_cast<uint32_t>(c3);
-  }
-}
-
-// Calls use(words, at, n) for blocks of the n elements that begin at `index`.
-template <class Use>
-HYBRIDPAR_INLINE void blocks(const Stream& stream, int64_t index, int64_t n, const Use& use) {
-  uint32_t words[kBlock + 8];
-  for (int64_t at = 0; at < n; at += kBlock) {
-    const int64_t size = std::min(kBlock, n - at);
-    const int64_t offset = (index + at) & 3;
-    generate(stream, static_cast<uint64_t>(index + at) >> 2, (offset + size + 3) / 4, words);
-    use(words + offset, at, size);
-  }
+template <class T>
+HYBRIDPAR_INLINE T apply(T x, Wide<T> scale) {
+  return narrow<T>(wide(x) * scale);
 }
 
 template <class T>
-HYBRIDPAR_INLINE T apply(T x, T scale) {
-  return x * scale;
-}
-
-// bfloat16 by its bits: multiply in float, round to nearest even, keep NaN.
-HYBRIDPAR_INLINE uint16_t apply(uint16_t x, float scale) {
-  const uint32_t wide = static_cast<uint32_t>(x) << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof value);
-  value *= scale;
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
-}
-
-template <class T, class S>
 HYBRIDPAR_INLINE void drop(const Stream& stream, int64_t index, int64_t n, const T* x, T* out, uint32_t threshold,
-                           S scale) {
+                           Wide<T> scale) {
   blocks(stream, index, n, [=](const uint32_t* words, int64_t at, int64_t size) {
     const T* from = x + at;
     T* to = out + at;
 #pragma omp simd
     for (int64_t i = 0; i < size; ++i) {
       const T kept = apply(from[i], scale);
-      to[i] = words[i] >= threshold ? kept : T(0);
+      to[i] = words[i] >= threshold ? kept : T{};
     }
   });
 }
@@ -175,20 +105,12 @@ HYBRIDPAR_CLONES void normal_run_double(const Stream& stream, int64_t index, int
   normal(stream, index, n, out);
 }
 
-HYBRIDPAR_CLONES void drop_run(const Stream& stream, int64_t index, int64_t n, const float* x, float* out,
-                               uint32_t threshold, double scale) {
-  drop(stream, index, n, x, out, threshold, static_cast<float>(scale));
-}
-
-HYBRIDPAR_CLONES void drop_run_double(const Stream& stream, int64_t index, int64_t n, const double* x, double* out,
-                                      uint32_t threshold, double scale) {
-  drop(stream, index, n, x, out, threshold, scale);
-}
-
-HYBRIDPAR_CLONES void drop_run_bfloat16(const Stream& stream, int64_t index, int64_t n, const uint16_t* x,
-                                        uint16_t* out, uint32_t threshold, double scale) {
-  drop(stream, index, n, x, out, threshold, static_cast<float>(scale));
-}
+#define HYBRIDPAR_DROP(T)                                                                                        \
+  HYBRIDPAR_CLONES void drop_run(const Stream& stream, int64_t index, int64_t n, const T* x, T* out,             \
+                                 uint32_t threshold, double scale) {                                             \
+    drop(stream, index, n, x, out, threshold, static_cast<Wide<T>>(scale));                                      \
+  }
+HYBRIDPAR_EACH_TYPE(HYBRIDPAR_DROP)
 
 // --- operators ---
 
@@ -209,16 +131,6 @@ void for_each_run(Stream stream, Box box, const Run& run) {
       begin += n;
     }
   });
-}
-
-Stream make_stream(int64_t key0, int64_t key1, int64_t step, int64_t sample) {
-  return {static_cast<uint32_t>(key0), static_cast<uint32_t>(key1), static_cast<uint32_t>(step),
-          static_cast<uint32_t>(sample)};
-}
-
-template <class T>
-T* data(const Tensor& x) {
-  return static_cast<T*>(x.data_ptr());
 }
 
 Tensor philox_bits(int64_t key0, int64_t key1, int64_t step, int64_t sample, int64_t num_samples, int64_t rows,
@@ -245,16 +157,6 @@ Tensor philox_normal(int64_t key0, int64_t key1, int64_t rows, int64_t cols, int
   return out;
 }
 
-template <class T, class Function>
-void drop_all(const Stream& stream, const Box& box, const Tensor& x, const Tensor& out, int64_t threshold,
-              double scale, Function function) {
-  const T* from = data<T>(x);
-  T* to = data<T>(out);
-  for_each_run(stream, box, [=](const Stream& mine, int64_t index, int64_t n, int64_t at) {
-    function(mine, index, n, from + at, to + at, static_cast<uint32_t>(threshold), scale);
-  });
-}
-
 Tensor philox_dropout(const Tensor& x, int64_t key0, int64_t key1, int64_t step, int64_t sample, int64_t threshold,
                       double scale, int64_t stride, int64_t start) {
   STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous(), "philox_dropout: x must be contiguous [samples, rows, cols]");
@@ -263,23 +165,21 @@ Tensor philox_dropout(const Tensor& x, int64_t key0, int64_t key1, int64_t step,
   Tensor out = torch::stable::empty_like(x);
   const Stream stream = make_stream(key0, key1, step, sample);
   const Box box{x.size(0), x.size(1), x.size(2), stride, start};
-  switch (x.scalar_type()) {
-    case ScalarType::Float:
-      drop_all<float>(stream, box, x, out, threshold, scale, drop_run);
-      break;
-    case ScalarType::Double:
-      drop_all<double>(stream, box, x, out, threshold, scale, drop_run_double);
-      break;
-    case ScalarType::BFloat16:
-      drop_all<uint16_t>(stream, box, x, out, threshold, scale, drop_run_bfloat16);
-      break;
-    default:
-      STD_TORCH_CHECK(false, "philox_dropout: x must be float32, float64 or bfloat16");
-  }
+  by_type("philox_dropout", x, [&](auto element) {
+    using T = decltype(element);
+    const T* from = data<T>(x);
+    T* to = data<T>(out);
+    for_each_run(stream, box, [=](const Stream& mine, int64_t index, int64_t n, int64_t at) {
+      drop_run(mine, index, n, from + at, to + at, static_cast<uint32_t>(threshold), scale);
+    });
+  });
   return out;
 }
 
 }  // namespace
+}  // namespace hybridpar
+
+using namespace hybridpar;
 
 STABLE_TORCH_LIBRARY(hybridpar, library) {
   library.def(

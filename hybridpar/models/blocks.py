@@ -28,6 +28,7 @@ from hybridpar.nn import (
     RMSNorm,
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
 )
 from hybridpar.nn.placement import Init, ParallelModule, Placement, split_ranges, split_sizes
 from hybridpar.ops import gelu
@@ -40,8 +41,9 @@ TIED = "word_embeddings"
 IGNORE_INDEX = -100
 
 
-def make_norm(model: ModelConfig, axis: Axis, **factory: Any) -> nn.Module:
-    return {"layer_norm": LayerNorm, "rms_norm": RMSNorm}[model.norm](model.hidden_size, axis, **factory)
+def make_norm(model: ModelConfig, axis: Axis, kernels: KernelsConfig, **factory: Any) -> LayerNorm | RMSNorm:
+    norms: dict[str, type[LayerNorm | RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
+    return norms[model.norm](model.hidden_size, axis, kernels=kernels, **factory)
 
 
 class Embedding(nn.Module):
@@ -57,8 +59,8 @@ class Embedding(nn.Module):
             if model.position == "learned" else None)
         bert = model.kind == "bert"
         self.segments = SegmentEmbedding(h, axis, std, **factory) if bert else None
-        self.norm = make_norm(model, axis, **factory) if bert else None
-        self.dropout = Dropout(model.dropout, f"{name}.dropout", kernels.dropout)
+        self.norm = make_norm(model, axis, kernels, **factory) if bert else None
+        self.dropout = Dropout(model.dropout, f"{name}.dropout", kernels)
 
     def forward(self, x: None, batch: MicroBatch, key: RandomKey | None) -> Tensor:
         out = self.tokens(batch["tokens"])
@@ -99,31 +101,32 @@ class TransformerLayer(nn.Module):
         self.attention = ParallelAttention(
             model.hidden_size, model.num_heads, axis, num_kv_heads=model.kv_heads, causal=model.kind == "gpt",
             rotary_base=model.rotary_base if model.position == "rotary" else None,
-            attention_dropout=model.attention_dropout, dropout_backend=kernels.dropout, bias=model.bias,
+            attention_dropout=model.attention_dropout, kernels=kernels, bias=model.bias,
             init_std=model.init_std, out_init_std=out_std, name=f"{name}.attention", **factory)
         self.mlp = ParallelMLP(
             model.hidden_size, model.ffn_size, axis, activation=model.activation, bias=model.bias,
-            init_std=model.init_std, out_init_std=out_std, **factory)
-        self.attention_norm = make_norm(model, axis, **factory)
-        self.mlp_norm = make_norm(model, axis, **factory)
-        self.attention_dropout = Dropout(model.dropout, f"{name}.attention_dropout", kernels.dropout)
-        self.mlp_dropout = Dropout(model.dropout, f"{name}.mlp_dropout", kernels.dropout)
+            init_std=model.init_std, out_init_std=out_std, kernels=kernels, **factory)
+        self.attention_norm = make_norm(model, axis, kernels, **factory)
+        self.mlp_norm = make_norm(model, axis, kernels, **factory)
+        self.attention_dropout = Dropout(model.dropout, f"{name}.attention_dropout", kernels)
+        self.mlp_dropout = Dropout(model.dropout, f"{name}.mlp_dropout", kernels)
 
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Tensor:
         mask = batch.get("padding_mask")
         if self.post_norm:
-            x = self.attention_norm(x + self.attention_dropout(self.attention(x, mask, key), key))
-            return self.mlp_norm(x + self.mlp_dropout(self.mlp(x), key))
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), mask, key), key)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), key)
+            x, _ = self.attention_norm.add(*self.attention.without_bias(x, mask, key), x, self.attention_dropout, key)
+            return self.mlp_norm.add(*self.mlp.without_bias(x), x, self.mlp_dropout, key)[0]
+        attended = self.attention.without_bias(self.attention_norm(x), mask, key)
+        y, x = self.mlp_norm.add(*attended, x, self.attention_dropout, key)
+        return self.mlp_dropout.add(*self.mlp.without_bias(y), x, key)
 
 
 class LanguageModelHead(nn.Module):
     """Projection to the vocabulary and its cross-entropy, split by vocabulary rows."""
 
-    def __init__(self, model: ModelConfig, axis: Axis, *, bias: bool, **factory: Any):
+    def __init__(self, model: ModelConfig, axis: Axis, kernels: KernelsConfig, *, bias: bool, **factory: Any):
         super().__init__()
-        self.label_smoothing = model.label_smoothing
+        self.label_smoothing, self.logits_chunk, self.kernels = model.label_smoothing, model.logits_chunk, kernels
         self.projection = ColumnParallelLinear(
             model.hidden_size, model.vocab_size, axis, bias=bias, init_std=model.init_std,
             tied=TIED if model.tie_embeddings else "", **factory)
@@ -136,10 +139,16 @@ class LanguageModelHead(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
         """Shapes: x [.., h], labels [..] -> 0-d: the summed loss of the labels that count, over their number in all."""
-        loss = vocab_parallel_cross_entropy(
-            self.projection(x), batch["labels"], self.axis, vocab_start=self.vocab_start,
-            valid_vocab=self.vocab_size, label_smoothing=self.label_smoothing, ignore_index=IGNORE_INDEX,
-            overwrite=True)
+        options: dict[str, Any] = {
+            "vocab_start": self.vocab_start, "valid_vocab": self.vocab_size, "label_smoothing": self.label_smoothing,
+            "ignore_index": IGNORE_INDEX, "backend": self.kernels.cross_entropy}
+        if self.logits_chunk:
+            weight, bias = self.projection.weight, self.projection.bias
+            loss = vocab_parallel_linear_cross_entropy(
+                x, weight, bias, batch["labels"], self.axis, chunk=self.logits_chunk, **options)
+        else:
+            loss = vocab_parallel_cross_entropy(
+                self.projection(x), batch["labels"], self.axis, overwrite=True, **options)
         return loss.sum() / batch["num_targets"].to(loss.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -152,8 +161,8 @@ class GPTHead(nn.Module):
 
     def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, **factory: Any):
         super().__init__()
-        self.norm = nn.Identity() if model.post_norm else make_norm(model, axis, **factory)
-        self.language_model = LanguageModelHead(model, axis, bias=False, **factory)
+        self.norm = nn.Identity() if model.post_norm else make_norm(model, axis, kernels, **factory)
+        self.language_model = LanguageModelHead(model, axis, kernels, bias=False, **factory)
 
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:
         return {"lm": self.language_model(self.norm(x), batch)}
@@ -179,6 +188,9 @@ class ReplicatedLinear(ParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight, self.bias)
 
+    def without_bias(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
 
 class BertHead(nn.Module):
     """Masked-language-model transform and loss; next-sentence or sentence-order loss on [CLS].
@@ -190,10 +202,11 @@ class BertHead(nn.Module):
     def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, **factory: Any):
         super().__init__()
         h, std = model.hidden_size, model.init_std
-        self.final_norm = nn.Identity() if model.post_norm else make_norm(model, axis, **factory)
+        self.final_norm = nn.Identity() if model.post_norm else make_norm(model, axis, kernels, **factory)
+        self.kernels = kernels
         self.transform = ReplicatedLinear(h, h, axis, std, **factory)
-        self.norm = make_norm(model, axis, **factory)
-        self.language_model = LanguageModelHead(model, axis, bias=True, **factory)
+        self.norm = make_norm(model, axis, kernels, **factory)
+        self.language_model = LanguageModelHead(model, axis, kernels, bias=True, **factory)
         self.sentence = model.sentence_head
         if self.sentence != "none":
             self.pooler = ReplicatedLinear(h, h, axis, std, **factory)
@@ -202,7 +215,8 @@ class BertHead(nn.Module):
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:
         x = self.final_norm(x)
         labelled = (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
-        rows = self.norm(gelu(self.transform(x.flatten(0, 1).index_select(0, labelled))))
+        rows = x.flatten(0, 1).index_select(0, labelled)
+        rows = self.norm(gelu(self.transform.without_bias(rows), self.transform.bias, backend=self.kernels.gelu))
         targets = {"labels": batch["labels"].flatten()[labelled], "num_targets": batch["num_targets"]}
         losses = {"mlm": self.language_model(rows, targets)}
         if self.sentence != "none":

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hybridpar.config import KernelsConfig, ModelConfig
+from hybridpar.config import AUTO, KernelsConfig, ModelConfig
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLayer
 
-AUTO = KernelsConfig()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """What train.dtype names."""
 HEADS: dict[str, type[GPTHead] | type[BertHead]] = {"gpt": GPTHead, "bert": BertHead}

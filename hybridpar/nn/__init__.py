@@ -5,7 +5,7 @@ parameter knows its global shape, and each layer states the collectives it makes
 """
 
 from hybridpar.nn.attention import HeadLayout, ParallelAttention
-from hybridpar.nn.cross_entropy import vocab_parallel_cross_entropy
+from hybridpar.nn.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from hybridpar.nn.dropout import Dropout
 from hybridpar.nn.embedding import LearnedPositionEmbedding, VocabParallelEmbedding
 from hybridpar.nn.linear import ColumnParallelLinear, RowParallelLinear, column_linear
@@ -26,5 +26,5 @@ __all__ = [
     "ColumnParallelLinear", "Dropout", "HeadLayout", "Init", "LayerNorm", "LearnedPositionEmbedding",
     "ParallelAttention", "ParallelMLP", "ParallelModule", "Placement", "RMSNorm", "RowParallelLinear", "Shard",
     "VocabParallelEmbedding", "column_linear", "named_placements", "reduce_shared_gradients", "split_ranges",
-    "split_sizes", "vocab_parallel_cross_entropy",
+    "split_sizes", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy",
 ]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridpar import ops
+from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
@@ -106,8 +107,8 @@ class ParallelAttention(ParallelModule):
 
     def __init__(self, hidden: int, num_heads: int, axis: Axis, *, num_kv_heads: int | None = None,
                  causal: bool = True, rotary_base: float | None = None, attention_dropout: float = 0.0,
-                 dropout_backend: str = "auto",
-                 bias: bool = True, init_std: float = 0.02, out_init_std: float | None = None, name: str = "attention",
+                 kernels: KernelsConfig = AUTO, bias: bool = True, init_std: float = 0.02,
+                 out_init_std: float | None = None, name: str = "attention",
                  device: Device = None, dtype: torch.dtype | None = None):
         super().__init__(axis)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -115,7 +116,7 @@ class ParallelAttention(ParallelModule):
         if rotary_base is not None and layout.head_dim % 2:
             raise config_error("hidden_size", hidden, f"rotary positions turn pairs of a head's features, and hidden / "
                                f"num_heads is {layout.head_dim}", f"{num_heads * (layout.head_dim + 1)}")
-        self.causal, self.dropout, self.dropout_backend = causal, attention_dropout, dropout_backend
+        self.causal, self.dropout, self.kernels = causal, attention_dropout, kernels
         self.rotary_base = rotary_base
         self.site = site(f"{name}.dropout")
         self.head_start = layout.heads[axis.rank][0]
@@ -130,13 +131,19 @@ class ParallelAttention(ParallelModule):
                                      matrices=(((0, hidden),),), device=device, dtype=dtype)
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None, key: RandomKey | None = None) -> Tensor:
+        y, bias = self.without_bias(x, padding_mask, key)
+        return y if bias is None else y + bias
+
+    def without_bias(self, x: Tensor, padding_mask: Tensor | None,
+                     key: RandomKey | None) -> tuple[Tensor, Tensor | None]:
+        """The output without the bias of `out`, and that bias, for who adds it with something else."""
         q, k, v = (t.transpose(1, 2) for t in self.split_heads(self.qkv(x)))
         if self.rotary_base is not None:
-            q, k = ops.rotary(q, self.rotary_base), ops.rotary(k, self.rotary_base)
+            q, k = (ops.rotary(t, self.rotary_base, backend=self.kernels.rotary) for t in (q, k))
         y = ops.attention(q, k, v, causal=self.causal, padding_mask=padding_mask, kv_index=self.kv_index,
                           dropout_p=self.dropout, key=key, site=self.site, head_start=self.head_start,
-                          dropout_backend=self.dropout_backend)
-        return self.out(y.transpose(1, 2).flatten(2))
+                          backend=self.kernels.attention)
+        return self.out.without_bias(y.transpose(1, 2).flatten(2)), self.out.bias
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the local heads; views where the local groups are of one size (the queries of

@@ -6,15 +6,17 @@ Letters: v_local this rank's columns, V the vocabulary (real rows, all ranks), e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from hybridpar import ops
 from hybridpar.comm import all_reduce
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
+from hybridpar.nn import matmul
 from hybridpar.nn.embedding import check_range
 
 
@@ -28,28 +30,63 @@ class _Columns:
     num_vocab: int
     smoothing: float
 
+    @classmethod
+    def of(cls, axis: Axis, start: int, v_local: int, num_vocab: int, smoothing: float) -> _Columns:
+        return cls(axis, start, min(max(num_vocab - start, 0), v_local), num_vocab, smoothing)
+
+    def column(self, labels: Tensor) -> Tensor:
+        """Where each label is here; what is below 0 or beyond num_real is elsewhere. Shapes: [..] -> [rows]."""
+        return labels.flatten() - self.start
+
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, vocab_start: int = 0,
                                  valid_vocab: int | None = None, label_smoothing: float = 0.0,
-                                 ignore_index: int = -100, overwrite: bool = False) -> Tensor:
+                                 ignore_index: int = -100, overwrite: bool = False, backend: str = "auto") -> Tensor:
     """The loss of every label: log of the sum of exponentials, less the logit of the label; zero where ignored.
 
     `vocab_start`: global id of this rank's first column. `valid_vocab`: how many ids are real; columns beyond take no
     part, and get no gradient. May be left out at tp 1, where all columns are real. With `label_smoothing` e, the
     target puts 1 - e on the label and e / V on every real id, as torch.nn.functional.cross_entropy does.
 
-    Holds one buffer the size of the logits in fp32 (fp64) for the backward pass, which turns it into the gradient:
-    it can run once. `overwrite`: the buffer may be the logits' own memory, for logits that were just computed and that
-    nobody else holds (nor saved for backward).
+    Keeps the logits for the backward pass. `overwrite`: which may turn them into their gradient, for logits that were
+    just computed and that nobody else holds (nor saved for backward); then it can run once.
 
     Shapes: logits [.., v_local], labels int64 [..], the same on every rank -> [..], fp32, or fp64 for fp64 logits.
     Collectives: forward three all-reduces of a number or (the last, with smoothing) two a label: maximum, sum of
-    exponentials, label's logit; backward none.
+    exponentials, label's logit; backward none. `backend`: of the local passes (ops.cross_entropy).
     Raises: DataError for a label outside the vocabulary; on other devices than the CPU, where looking for them would
     wait, their loss is NaN instead.
     Source: Megatron-LM (arXiv 1909.08053), section 3; smoothing: arXiv 1512.00567.
     """
-    v_local = logits.shape[-1]
+    valid_vocab = _checked(axis, logits.shape[-1], valid_vocab, label_smoothing)
+    assert labels.shape == logits.shape[:-1], f"labels {tuple(labels.shape)} for logits {tuple(logits.shape)}"
+    labels, ignored = _without_ignored(labels, ignore_index, valid_vocab)
+    columns = _Columns.of(axis, vocab_start, logits.shape[-1], valid_vocab, label_smoothing)
+    return _CrossEntropy.apply(logits, labels, ignored, columns, overwrite, backend)
+
+
+def vocab_parallel_linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, axis: Axis, *,
+                                        chunk: int, vocab_start: int = 0, valid_vocab: int | None = None,
+                                        label_smoothing: float = 0.0, ignore_index: int = -100,
+                                        backend: str = "auto") -> Tensor:
+    """vocab_parallel_cross_entropy of x W^T + b, of which only `chunk` rows exist at a time, and are computed twice.
+
+    Takes a third more time than the linear layer and the loss apart, and memory for 2 `chunk` rows of logits.
+
+    Shapes: x [.., h], replicated; weight [v_local, h], bias [v_local], labels int64 [..] -> [..], as there.
+    Collectives: forward three all-reduces, as there; backward one of the gradient of x.
+    Raises: as there.
+    """
+    valid_vocab = _checked(axis, weight.shape[0], valid_vocab, label_smoothing)
+    assert chunk > 0, f"chunk must be positive, not {chunk}"
+    assert labels.shape == x.shape[:-1], f"labels {tuple(labels.shape)} for x {tuple(x.shape)}"
+    labels, ignored = _without_ignored(labels, ignore_index, valid_vocab)
+    columns = _Columns.of(axis, vocab_start, weight.shape[0], valid_vocab, label_smoothing)
+    return _LinearCrossEntropy.apply(x, weight, bias, labels, ignored, columns, chunk, backend)
+
+
+def _checked(axis: Axis, v_local: int, valid_vocab: int | None, label_smoothing: float) -> int:
+    """How many ids are real. Raises: ConfigError."""
     if valid_vocab is None:
         if axis.size > 1:
             raise config_error("valid_vocab", None, "must be given where the vocabulary is split over ranks",
@@ -57,65 +94,108 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, 
         valid_vocab = v_local
     if not 0.0 <= label_smoothing < 1.0:
         raise config_error("label_smoothing", label_smoothing, "must be at least 0 and below 1", "0.1")
-    assert labels.shape == logits.shape[:-1], f"labels {tuple(labels.shape)} for logits {tuple(logits.shape)}"
+    return valid_vocab
+
+
+def _without_ignored(labels: Tensor, ignore_index: int, valid_vocab: int) -> tuple[Tensor, Tensor]:
+    """Labels with 0 in the place of ignored ones, and which those are."""
     ignored = labels == ignore_index
     labels = labels.masked_fill(ignored, 0)
     if labels.device.type == "cpu":
         check_range(labels, valid_vocab, "label")
-    num_real = min(max(valid_vocab - vocab_start, 0), v_local)
-    columns = _Columns(axis, vocab_start, num_real, valid_vocab, label_smoothing)
-    return _CrossEntropy.apply(logits, labels, ignored, columns, overwrite)
+    return labels, ignored
+
+
+class _Rows(NamedTuple):
+    """What the backward pass needs of each row, besides the logits."""
+
+    column: Tensor
+    top: Tensor
+    total: Tensor
+    ignored: Tensor
+
+    def numbers(self, grad: Tensor, columns: _Columns) -> Tensor:
+        """What ops.cross_entropy's gradient_ takes."""
+        grad = grad.to(self.top.dtype).masked_fill(self.ignored, 0).flatten()
+        e = columns.smoothing
+        return torch.stack((self.top, grad / self.total, (1 - e) * grad, e / columns.num_vocab * grad))
+
+
+def _combine(statistics: Tensor, labels: Tensor, ignored: Tensor, columns: _Columns) -> tuple[Tensor, _Rows]:
+    """The loss, from what every rank knows of its own columns."""
+    axis, e, column = columns.axis, columns.smoothing, columns.column(labels)
+    own_top, total, *target = statistics
+    top = all_reduce(own_top.clone(), axis, "max")
+    total = all_reduce(total * (own_top - top).exp_(), axis)
+    below = [torch.where((column >= 0) & (column < columns.num_real), target[0] - top, 0)]
+    if e:  # all logits, less top
+        below.append(target[1] + columns.num_real * (own_top - top).nan_to_num_(neginf=0.0))
+    all_below = all_reduce(torch.stack(below), axis)
+    loss = total.log() - (1 - e) * all_below[0]
+    if e:
+        loss -= e / columns.num_vocab * all_below[1]
+    loss.masked_fill_(((labels < 0) | (labels >= columns.num_vocab)).flatten(), torch.nan)
+    return loss.view(labels.shape).masked_fill_(ignored, 0), _Rows(column, top, total, ignored)
 
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignored: Tensor, columns: _Columns,
-                overwrite: bool) -> Tensor:
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        buffer = logits.detach().reshape(labels.numel(), logits.shape[-1]).to(dtype, copy=not overwrite)
-        real = buffer[:, : columns.num_real]
-        top = real.amax(1) if columns.num_real else buffer.new_full((len(buffer),), -torch.inf)
-        all_reduce(top, columns.axis, "max")
-        real -= top.unsqueeze(1)
-
-        column, elsewhere = _own_column(labels, columns)
-        target = buffer.new_zeros(2 if columns.smoothing else 1, len(buffer))  # label's logit [, sum of all logits]
-        if columns.num_real:
-            target[0] = real.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill_(elsewhere, 0)
-        if columns.smoothing:
-            torch.sum(real, 1, out=target[1])
-
-        real.exp_()
-        total = all_reduce(real.sum(1), columns.axis)
-        all_reduce(target, columns.axis)
-        loss = total.log() - (1 - columns.smoothing) * target[0]
-        if columns.smoothing:
-            loss -= columns.smoothing / columns.num_vocab * target[1]
-        loss.masked_fill_(((labels < 0) | (labels >= columns.num_vocab)).flatten(), torch.nan)
-        ctx.columns, ctx.dtype, ctx.shape = columns, logits.dtype, logits.shape
-        ctx.save_for_backward(buffer, total, labels, ignored)
-        return loss.view(labels.shape).masked_fill_(ignored, 0)
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignored: Tensor, columns: _Columns, overwrite: bool,
+                backend: str) -> Tensor:
+        flat = logits.detach().reshape(labels.numel(), logits.shape[-1]).contiguous()
+        passes = ops.cross_entropy(flat, backend)
+        statistics = passes.statistics(flat, columns.column(labels), columns.num_real, columns.smoothing > 0)
+        loss, rows = _combine(statistics, labels, ignored, columns)
+        ctx.columns, ctx.overwrite, ctx.passes, ctx.shape = columns, overwrite, passes, logits.shape
+        ctx.save_for_backward(flat, *rows)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        buffer, total, labels, ignored = ctx.saved_tensors
-        columns: _Columns = ctx.columns
-        grad = grad.to(buffer.dtype).masked_fill(ignored, 0).flatten()
-        real = buffer[:, : columns.num_real]
-        real *= (grad / total).unsqueeze(1)
-        if columns.smoothing:
-            real -= (columns.smoothing / columns.num_vocab * grad).unsqueeze(1)
-        if columns.num_real:
-            column, elsewhere = _own_column(labels, columns)
-            row = torch.arange(len(buffer), device=buffer.device)
-            real[row, column] -= ((1 - columns.smoothing) * grad).masked_fill_(elsewhere, 0)
-        buffer[:, columns.num_real :] = 0
-        return buffer.to(ctx.dtype).view(ctx.shape), None, None, None, None
+        flat, *saved = ctx.saved_tensors
+        rows = _Rows(*saved)
+        gradient = flat if ctx.overwrite else flat.clone()
+        ctx.passes.gradient_(gradient, rows.column, rows.numbers(grad, ctx.columns), ctx.columns.num_real)
+        return gradient.view(ctx.shape), None, None, None, None, None
 
 
-def _own_column(labels: Tensor, columns: _Columns) -> tuple[Tensor, Tensor]:
-    """The local column of each label, and where that column is not on this rank (any column stands in there)."""
-    column = labels.flatten() - columns.start
-    elsewhere = (column < 0) | (column >= columns.num_real)
-    return column.masked_fill_(elsewhere, 0), elsewhere
+class _LinearCrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignored: Tensor,
+                columns: _Columns, chunk: int, backend: str) -> Tensor:
+        flat, column = x.detach().reshape(labels.numel(), x.shape[-1]), columns.column(labels)
+        passes = ops.cross_entropy(flat, backend)
+        statistics = [passes.statistics(matmul.linear(part, weight, bias), at, columns.num_real, columns.smoothing > 0)
+                      for part, at in zip(flat.split(chunk), column.split(chunk), strict=True)]
+        loss, rows = _combine(torch.cat(statistics, 1), labels, ignored, columns)
+        ctx.save_for_backward(flat, weight, bias, *rows)
+        # the leaf itself: recomputation would bring back a copy, without its .grad
+        ctx.columns, ctx.passes, ctx.shape, ctx.chunk, ctx.leaf = columns, passes, x.shape, chunk, weight
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, *saved = ctx.saved_tensors
+        rows = _Rows(*saved)
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        dx = torch.empty_like(x) if wants_x else None
+        dw = db = None
+        for start in range(0, len(x), ctx.chunk):
+            piece = slice(start, start + ctx.chunk)
+            part, numbers = x[piece], rows.numbers(grad, ctx.columns)[:, piece].contiguous()
+            gradient = matmul.linear(part, weight, bias)
+            ctx.passes.gradient_(gradient, rows.column[piece], numbers, ctx.columns.num_real)
+            if dx is not None:
+                dx[piece] = matmul.input_gradient(gradient, weight)
+            if wants_weight:
+                product = matmul.weight_gradient(gradient, part, ctx.leaf)
+                dw = product if dw is None or product.is_sparse else dw.add_(product)
+            if wants_bias:
+                total = gradient.sum(0)
+                db = total if db is None else db.add_(total)
+        if dx is not None:
+            all_reduce(dx, ctx.columns.axis)
+            dx = dx.view(ctx.shape)
+        return dx, dw, db, None, None, None, None, None

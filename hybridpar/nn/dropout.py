@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from hybridpar import ops
+from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.errors import config_error
 from hybridpar.random import RandomKey, site
 
@@ -18,12 +19,16 @@ class Dropout(nn.Module):
     Raises: ConfigError for p outside [0, 1).
     """
 
-    def __init__(self, p: float, name: str, backend: str = "auto"):
+    def __init__(self, p: float, name: str, kernels: KernelsConfig = AUTO):
         super().__init__()
         if not 0.0 <= p < 1.0:
             raise config_error("model.dropout", p, "must be at least 0 and below 1", "0.1")
-        self.p, self.site, self.backend = p, site(name), backend
+        self.p, self.site, self.kernels = p, site(name), kernels
 
     def forward(self, x: Tensor, key: RandomKey | None) -> Tensor:
-        return x if key is None or self.p == 0.0 else ops.dropout(x, self.p, key, self.site,
-                                                                          backend=self.backend)
+        return ops.dropout(x, self.p, key, self.site, backend=self.kernels.dropout)
+
+    def add(self, x: Tensor, bias: Tensor | None, residual: Tensor, key: RandomKey | None) -> Tensor:
+        """residual + dropout(x + bias). Shapes: x and residual [b, .., h], bias [h] -> [b, .., h]."""
+        return ops.bias_dropout_add(x, residual, bias, p=self.p, key=key, site=self.site,
+                                    backend=self.kernels.bias_dropout_add)

@@ -55,6 +55,10 @@ class ColumnParallelLinear(ParallelModule):
         y = column_linear(x, self.weight, self.bias, self.axis)
         return y if self.gather_sizes is None else gather_from(y, self.axis, -1, self.gather_sizes)
 
+    def without_bias(self, x: Tensor) -> Tensor:
+        """x W^T, for who adds the bias with something else. Shapes: [.., in_features] -> [.., out_local]."""
+        return column_linear(x, self.weight, None, self.axis)
+
 
 class RowParallelLinear(ParallelModule):
     """y = x W^T + b with the columns of W (input features) split over the axis, b added once, after the sum.
@@ -85,9 +89,14 @@ class RowParallelLinear(ParallelModule):
                                device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.scatter_sizes is not None:
-            x = scatter_to(x, self.axis, -1, self.scatter_sizes)
-        return row_linear(x, self.weight, self.bias, self.axis)
+        return row_linear(self._local(x), self.weight, self.bias, self.axis)
+
+    def without_bias(self, x: Tensor) -> Tensor:
+        """x W^T, summed over the axis, for who adds the bias with something else. Shapes: as for forward."""
+        return row_linear(self._local(x), self.weight, None, self.axis)
+
+    def _local(self, x: Tensor) -> Tensor:
+        return x if self.scatter_sizes is None else scatter_to(x, self.axis, -1, self.scatter_sizes)
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.grid import Axis
 from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
 from hybridpar.nn.placement import ParallelModule, Shard, split_ranges
@@ -25,9 +26,10 @@ class ParallelMLP(ParallelModule):
     """
 
     def __init__(self, hidden: int, ffn: int, axis: Axis, *, activation: Literal["gelu", "swiglu"] = "gelu",
-                 bias: bool = True, init_std: float = 0.02, out_init_std: float | None = None, device: Device = None,
-                 dtype: torch.dtype | None = None):
+                 bias: bool = True, init_std: float = 0.02, out_init_std: float | None = None,
+                 kernels: KernelsConfig = AUTO, device: Device = None, dtype: torch.dtype | None = None):
         super().__init__(axis)
+        self.kernels = kernels
         ranges = split_ranges(ffn, axis.size)
         self.gated = activation == "swiglu"
         shard = Shard(0, tuple(((a, b), (ffn + a, ffn + b)) for a, b in ranges)) if self.gated else None
@@ -39,5 +41,11 @@ class ParallelMLP(ParallelModule):
                                       matrices=(((0, hidden),),), device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.up(x)
-        return self.down(swiglu(*y.chunk(2, dim=-1)) if self.gated else gelu(y))
+        y, bias = self.without_bias(x)
+        return y if bias is None else y + bias
+
+    def without_bias(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The output without the bias of `down`, and that bias, for who adds it with something else."""
+        y, bias = self.up.without_bias(x), self.up.bias
+        y = swiglu(y, bias, backend=self.kernels.swiglu) if self.gated else gelu(y, bias, backend=self.kernels.gelu)
+        return self.down.without_bias(y), self.down.bias

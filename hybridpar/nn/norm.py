@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from hybridpar import ops
+from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.grid import Axis
+from hybridpar.nn.dropout import Dropout
 from hybridpar.nn.linear import Device
 from hybridpar.nn.placement import Init, ParallelModule, Placement
+from hybridpar.random import RandomKey
 
 
 class LayerNorm(ParallelModule):
@@ -20,15 +23,21 @@ class LayerNorm(ParallelModule):
     weight: Tensor
     bias: Tensor
 
-    def __init__(self, hidden: int, axis: Axis, *, eps: float = 1e-5, device: Device = None,
-                 dtype: torch.dtype | None = None):
+    def __init__(self, hidden: int, axis: Axis, *, eps: float = 1e-5, kernels: KernelsConfig = AUTO,
+                 device: Device = None, dtype: torch.dtype | None = None):
         super().__init__(axis)
-        self.eps = eps
+        self.eps, self.kernels = eps, kernels
         for name, init in (("weight", Init("ones")), ("bias", Init("zeros"))):
             self.add_parameter(name, Placement((hidden,), init, weight_decay=False), device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+        return ops.layer_norm(x, self.weight, self.bias, self.eps, backend=self.kernels.layer_norm)
+
+    def add(self, x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout,
+            key: RandomKey | None) -> tuple[Tensor, Tensor]:
+        """The norm of residual + dropout(x + bias), and that sum. Shapes: [b, .., hidden], bias [hidden] -> same."""
+        return ops.add_norm(x, residual, self.weight, self.bias, self.eps, bias_of_x=bias, p=dropout.p, key=key,
+                            site=dropout.site, backend=self.kernels.add_norm)
 
 
 class RMSNorm(ParallelModule):
@@ -39,11 +48,17 @@ class RMSNorm(ParallelModule):
 
     weight: Tensor
 
-    def __init__(self, hidden: int, axis: Axis, *, eps: float = 1e-6, device: Device = None,
-                 dtype: torch.dtype | None = None):
+    def __init__(self, hidden: int, axis: Axis, *, eps: float = 1e-6, kernels: KernelsConfig = AUTO,
+                 device: Device = None, dtype: torch.dtype | None = None):
         super().__init__(axis)
-        self.eps = eps
+        self.eps, self.kernels = eps, kernels
         self.add_parameter("weight", Placement((hidden,), Init("ones"), weight_decay=False), device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps, backend=self.kernels.rms_norm)
+
+    def add(self, x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout,
+            key: RandomKey | None) -> tuple[Tensor, Tensor]:
+        """The norm of residual + dropout(x + bias), and that sum. Shapes: [b, .., hidden], bias [hidden] -> same."""
+        return ops.add_norm(x, residual, self.weight, None, self.eps, centre=False, bias_of_x=bias, p=dropout.p,
+                            key=key, site=dropout.site, backend=self.kernels.add_norm)

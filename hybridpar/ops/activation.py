@@ -1,4 +1,4 @@
-"""Activations of the feed-forward block."""
+"""Activations of the feed-forward block, with the bias of the linear layer before them."""
 
 from __future__ import annotations
 
@@ -8,29 +8,38 @@ from torch import Tensor
 from hybridpar.ops.registry import resolve
 
 
-def gelu(x: Tensor, *, backend: str = "auto") -> Tensor:
-    """Gaussian error linear unit, in the tanh form that GPT and BERT were published with.
+def gelu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """Gaussian error linear unit of x + bias, in the tanh form that GPT and BERT were published with.
 
-    Shapes: x any -> the same. Raises: ConfigError if the backend cannot run. Source: arXiv 1606.08415.
+    Shapes: x [.., f], bias [f] -> [.., f].
+    Raises: ValueError for another bias; ConfigError if the backend cannot run. Source: arXiv 1606.08415.
     """
-    return resolve("gelu", backend, x)(x)
+    _check(x, bias)
+    return resolve("gelu", backend, x)(x, bias)
 
 
-def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
-    """silu(gate) * up.
+def swiglu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """silu(gate) * up of gate, up = the two halves of x + bias.
 
-    Shapes: gate, up [..., f] -> [..., f].
-    Raises: ValueError if the shapes differ; ConfigError if the backend cannot run.
+    Shapes: x [.., 2 f], bias [2 f] -> [.., f].
+    Raises: ValueError for other shapes; ConfigError if the backend cannot run.
     Source: arXiv 2002.05202.
     """
-    if gate.shape != up.shape:
-        raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must have the same shape")
-    return resolve("swiglu", backend, gate)(gate, up)
+    if x.dim() < 1 or x.shape[-1] % 2:
+        raise ValueError(f"the last size of x {tuple(x.shape)} must be even: gate, then up")
+    _check(x, bias)
+    return resolve("swiglu", backend, x)(x, bias)
 
 
-def gelu_torch(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+def _check(x: Tensor, bias: Tensor | None) -> None:
+    if bias is not None and (x.dim() < 1 or bias.shape != x.shape[-1:]):
+        raise ValueError(f"x {tuple(x.shape)} needs bias of its last size, got {tuple(bias.shape)}")
 
 
-def swiglu_torch(gate: Tensor, up: Tensor) -> Tensor:
+def gelu_torch(x: Tensor, bias: Tensor | None) -> Tensor:
+    return F.gelu(x if bias is None else x + bias, approximate="tanh")
+
+
+def swiglu_torch(x: Tensor, bias: Tensor | None) -> Tensor:
+    gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
     return F.silu(gate) * up

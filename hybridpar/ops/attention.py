@@ -5,20 +5,20 @@ b samples, s positions, n query heads, n_kv key and value heads (local ones), d 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.ops.dropout import dropout
+from hybridpar.ops.dropout import KEEP_ALL, Mask, drop, make_mask
 from hybridpar.ops.registry import resolve
 from hybridpar.random import RandomKey
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, padding_mask: Tensor | None = None,
               kv_index: Sequence[int] | None = None, dropout_p: float = 0.0, key: RandomKey | None = None,
-              site: int = 0, head_start: int = 0, backend: str = "auto", dropout_backend: str = "auto") -> Tensor:
+              site: int = 0, head_start: int = 0, backend: str = "auto") -> Tensor:
     """softmax(q k^T / sqrt(d)) v, with dropout on the softmax.
 
     A position that sees no key (all padding) yields zeros, and no gradient. `kv_index[i]` is the key and value head of
@@ -33,51 +33,78 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, padding_mask: Te
     n, n_kv = q.shape[1], k.shape[1]
     if n == 0:
         return q
-    if kv_index is not None:
-        if len(kv_index) != n or not all(0 <= i < n_kv for i in kv_index):
-            raise ValueError(f"kv_index must have {n} entries from 0 to {n_kv - 1}, got {list(kv_index)}")
-    elif n_kv == 0 or n % n_kv:
-        raise ValueError(f"{n} query heads are no multiple of {n_kv} key heads; give kv_index")
-    if kv_index is not None:
-        index = torch.tensor(kv_index, device=q.device)
-        k, v = k.index_select(1, index), v.index_select(1, index)
-    elif n != n_kv:
-        k, v = (x.unsqueeze(2).expand(-1, -1, n // n_kv, -1, -1).flatten(1, 2) for x in (k, v))
-
-    def drop(probabilities: Tensor) -> Tensor:
-        s = probabilities.shape[-1]
-        return dropout(probabilities, dropout_p, key, site, inner_size=s, inner_start=head_start * s * s,
-                       backend=dropout_backend)
-
-    with_dropout = key is not None and dropout_p != 0.0
-    return resolve("attention", backend, q)(q, k, v, causal, padding_mask, drop if with_dropout else None)
-
-
-def attention_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask: Tensor | None,
-                    drop: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """`drop` is applied to the softmax; None: the fused kernel of torch, which has no counter-based dropout."""
-    visible = blind = None
-    if padding_mask is not None:
-        visible = padding_mask[:, None, None, :]
-        if causal:
-            visible = visible & _triangle(q)
-        blind = ~visible.any(-1, keepdim=True)  # sees nothing: let it see everything, and set it to zero afterwards
-        visible = visible | blind
-    if drop is None:
-        out = F.scaled_dot_product_attention(q, k, v, visible, is_causal=causal and visible is None)
-    else:
-        if visible is None and causal:
-            visible = _triangle(q)
-        scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
-        if visible is not None:
-            scores = scores.masked_fill(~visible, float("-inf"))
-        out = drop(scores.softmax(-1)).to(q.dtype) @ v
-    return out if blind is None else out.masked_fill(blind, 0.0)
-
-
-def _triangle(q: Tensor) -> Tensor:
+    if kv_index is None:
+        if n_kv == 0 or n % n_kv:
+            raise ValueError(f"{n} query heads are no multiple of {n_kv} key heads; give kv_index")
+        kv_index = [i // (n // n_kv) for i in range(n)]
+    elif len(kv_index) != n or not all(0 <= i < n_kv for i in kv_index):
+        raise ValueError(f"kv_index must have {n} entries from 0 to {n_kv - 1}, got {list(kv_index)}")
     s = q.shape[2]
-    return torch.ones(s, s, dtype=torch.bool, device=q.device).tril()
+    mask = make_mask((q.shape[0], n, s, s), dropout_p, key, site, inner_start=head_start * s * s)
+    return resolve("attention", backend, q)(q, k, v, causal, padding_mask, list(kv_index), mask)
+
+
+def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, padding_mask: Tensor | None = None,
+            backend: str = "auto") -> Tensor:
+    """softmax(scale * x) over the keys that may be seen; zeros for the others, and where there are none.
+
+    `causal`: query i sees the keys up to i, counted from the end where there are more keys than queries.
+
+    Shapes: x [b, n, queries, keys], padding_mask bool [b, keys], True = real -> like x.
+    Raises: ValueError for other shapes; ConfigError if the backend cannot run.
+    """
+    if x.dim() != 4:
+        raise ValueError(f"x must be [b, n, queries, keys], got {tuple(x.shape)}")
+    if padding_mask is not None:
+        _check_padding(padding_mask, (x.shape[0], x.shape[3]))
+    return resolve("softmax", backend, x)(x, scale, causal, padding_mask)
+
+
+def attention_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask: Tensor | None, kv_index: list[int],
+                    mask: Mask) -> Tensor:
+    """torch's fused kernel, which has no counter-based dropout; the matrix of probabilities where that is asked for."""
+    n, n_kv = q.shape[1], k.shape[1]
+    if kv_index != list(range(n_kv)):
+        if n_kv and n % n_kv == 0 and kv_index == [i // (n // n_kv) for i in range(n)]:
+            k, v = (x.unsqueeze(2).expand(-1, -1, n // n_kv, -1, -1).flatten(1, 2) for x in (k, v))
+        else:
+            index = torch.tensor(kv_index, device=q.device)
+            k, v = k.index_select(1, index), v.index_select(1, index)
+    if mask is not KEEP_ALL:
+        scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
+        probabilities = softmax_torch(scores, q.shape[-1] ** -0.5, causal, padding_mask)
+        return drop(probabilities, mask).to(q.dtype) @ v
+    if padding_mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    visible, blind = _visible(q.shape[2], q.shape[2], causal, padding_mask)
+    assert visible is not None
+    assert blind is not None
+    return F.scaled_dot_product_attention(q, k, v, visible).masked_fill(blind, 0.0)
+
+
+def softmax_torch(x: Tensor, scale: float, causal: bool, padding_mask: Tensor | None) -> Tensor:
+    visible, blind = _visible(x.shape[2], x.shape[3], causal, padding_mask, x.device)
+    x = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
+    if visible is not None:
+        x = x.masked_fill(~visible, float("-inf"))
+    y = x.softmax(-1).to(x.dtype)
+    return y if blind is None else y.masked_fill(blind, 0.0)
+
+
+def _visible(queries: int, keys: int, causal: bool, padding_mask: Tensor | None,
+             device: torch.device | None = None) -> tuple[Tensor | None, Tensor | None]:
+    """What each query sees, and which see nothing: those are shown everything, and zeroed afterwards."""
+    visible = None
+    if causal:
+        device = device if padding_mask is None else padding_mask.device
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    if padding_mask is not None:
+        real = padding_mask[:, None, None, :]
+        visible = real if visible is None else visible & real
+    if visible is None or (padding_mask is None and queries <= keys):
+        return visible, None
+    blind = ~visible.any(-1, keepdim=True)
+    return visible | blind, blind
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None) -> None:
@@ -86,7 +113,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None) -> None
         raise ValueError(f"expected q [b, n, s, d] and k, v [b, n_kv, s, d], got {shapes}")
     if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         raise ValueError(f"q and k must agree in samples, positions and head dimension, got {shapes}")
-    if padding_mask is not None and (padding_mask.dtype != torch.bool or
-                                     padding_mask.shape != (q.shape[0], q.shape[2])):
-        raise ValueError(f"padding_mask must be bool [{q.shape[0]}, {q.shape[2]}], got {padding_mask.dtype} "
+    if padding_mask is not None:
+        _check_padding(padding_mask, (q.shape[0], q.shape[2]))
+
+
+def _check_padding(padding_mask: Tensor, shape: tuple[int, int]) -> None:
+    if padding_mask.dtype != torch.bool or padding_mask.shape != shape:
+        raise ValueError(f"padding_mask must be bool {list(shape)}, got {padding_mask.dtype} "
                          f"{tuple(padding_mask.shape)}")

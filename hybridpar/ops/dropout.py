@@ -7,12 +7,13 @@ at least `threshold`, and is 0 elsewhere. Backends agree to the bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridpar import native, random
+from hybridpar import random
 from hybridpar.errors import config_error
 from hybridpar.ops.registry import resolve
 from hybridpar.random import RandomKey
@@ -30,22 +31,12 @@ def dropout(x: Tensor, p: float, key: RandomKey | None, site: int, *, inner_size
     Raises: ConfigError if p is not in [0, 1), or the backend cannot run; ValueError if x has less than two dimensions.
     Source: JMLR 15 (2014) 1929, Srivastava et al.
     """
-    if not 0.0 <= p < 1.0:
-        raise config_error("model.dropout", p, "must be at least 0 and less than 1", "0.1")
-    if key is None or p == 0.0:
-        return x
-    if x.dim() < 2:
-        raise ValueError(f"x must be [samples, ..., inner], got {tuple(x.shape)}")
-    words = random.philox_key(key.seed, site)
-    stride = x.shape[-1] if inner_size is None else inner_size
-    random.check_counters(key.step, key.sample, x.shape[0], 1, x.shape[-1], stride, inner_start)
-    threshold = min(round(p * 2.0**32), (1 << 32) - 1)
-    mask = _Mask(words[0], words[1], key.step, key.sample, threshold, 1.0 / (1.0 - p), stride, inner_start)
-    return _Dropout.apply(x, mask, backend)
+    mask = make_mask(x.shape, p, key, site, inner_size=inner_size, inner_start=inner_start)
+    return x if mask is KEEP_ALL else drop(x, mask, backend)
 
 
-class _Mask(NamedTuple):
-    """Everything the mask depends on besides the shape, in the order backends take it."""
+class Mask(NamedTuple):
+    """Everything the mask depends on besides the shape, in the order backends take it. threshold 0: drops nothing."""
 
     key0: int
     key1: int
@@ -57,11 +48,37 @@ class _Mask(NamedTuple):
     start: int
 
 
+KEEP_ALL = Mask(0, 0, 0, 0, 0, 1.0, 0, 0)
+
+
+def make_mask(shape: Sequence[int], p: float, key: RandomKey | None, site: int, *, inner_size: int | None = None,
+              inner_start: int = 0) -> Mask:
+    """The mask of dropout(x, p, key, site, ..) for x of that shape; KEEP_ALL where that is x. Raises: see dropout."""
+    if not 0.0 <= p < 1.0:
+        raise config_error("model.dropout", p, "must be at least 0 and less than 1", "0.1")
+    if key is None or p == 0.0:
+        return KEEP_ALL
+    if len(shape) < 2:
+        raise ValueError(f"x must be [samples, ..., inner], got {tuple(shape)}")
+    words = random.philox_key(key.seed, site)
+    stride = shape[-1] if inner_size is None else inner_size
+    random.check_counters(key.step, key.sample, shape[0], 1, shape[-1], stride, inner_start)
+    threshold = min(round(p * 2.0**32), (1 << 32) - 1)
+    if threshold == 0:
+        return KEEP_ALL
+    return Mask(words[0], words[1], key.step, key.sample, threshold, 1.0 / (1.0 - p), stride, inner_start)
+
+
+def drop(x: Tensor, mask: Mask, backend: str = "auto") -> Tensor:
+    """Applies a mask to x [samples, ..., inner]."""
+    return x if mask is KEEP_ALL else _Dropout.apply(x, mask, backend)
+
+
 class _Dropout(torch.autograd.Function):
     """Its own derivative: the gradient goes through the same mask."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: _Mask, backend: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mask: Mask, backend: str) -> Tensor:
         ctx.mask, ctx.backend = mask, backend
         rows = x.shape[1:-1].numel()
         boxed = x.reshape(x.shape[0], rows, x.shape[-1]).contiguous()
@@ -79,15 +96,3 @@ def dropout_torch(x: Tensor, key0: int, key1: int, step: int, sample: int, thres
                                  start=start, device=x.device)
     keep = (bits ^ -(1 << 31)) >= threshold - (1 << 31)  # compares as unsigned
     return torch.where(keep, x * scale, 0.0)
-
-
-def unsupported_cpp(device_type: str | None, dtype: torch.dtype | None) -> str | None:
-    if device_type not in (None, "cpu"):
-        return f"runs on the CPU, not on {device_type}"
-    if dtype not in (None, torch.float32, torch.float64, torch.bfloat16):
-        return f"has no {dtype} version"
-    return native.missing()
-
-
-def dropout_cpp(x: Tensor, *mask: int | float) -> Tensor:
-    return torch.ops.hybridpar.philox_dropout(x, *mask)

@@ -44,17 +44,27 @@ class Backend:
         return None
 
 
+def _rows(op: str, *others: str, torch: str) -> tuple[Backend, ...]:
+    paths = {
+        "cpp": (f"hybridpar.ops.cpp:{op}", "hybridpar.ops.cpp:unsupported"),
+        "triton": (f"hybridpar.kernels.philox:{op}", "hybridpar.kernels.philox:unsupported"),
+    }
+    return *(Backend(op, name, *paths[name]) for name in others), Backend(op, "torch", f"hybridpar.ops.{torch}")
+
+
 # Per operation in the order `auto` tries them; the last one is the reference and always can.
 TABLE = (
-    Backend("layer_norm", "torch", "hybridpar.ops.norm:layer_norm_torch"),
-    Backend("rms_norm", "torch", "hybridpar.ops.norm:rms_norm_torch"),
-    Backend("gelu", "torch", "hybridpar.ops.activation:gelu_torch"),
-    Backend("swiglu", "torch", "hybridpar.ops.activation:swiglu_torch"),
-    Backend("rotary", "torch", "hybridpar.ops.rotary:rotary_torch"),
-    Backend("attention", "torch", "hybridpar.ops.attention:attention_torch"),
-    Backend("dropout", "cpp", "hybridpar.ops.dropout:dropout_cpp", "hybridpar.ops.dropout:unsupported_cpp"),
-    Backend("dropout", "triton", "hybridpar.kernels.philox:dropout", "hybridpar.kernels.philox:unsupported"),
-    Backend("dropout", "torch", "hybridpar.ops.dropout:dropout_torch"),
+    *_rows("layer_norm", "cpp", torch="norm:layer_norm_torch"),
+    *_rows("rms_norm", "cpp", torch="norm:rms_norm_torch"),
+    *_rows("add_norm", "cpp", torch="norm:add_norm_torch"),
+    *_rows("bias_dropout_add", "cpp", torch="norm:bias_dropout_add_torch"),
+    *_rows("gelu", "cpp", torch="activation:gelu_torch"),
+    *_rows("swiglu", "cpp", torch="activation:swiglu_torch"),
+    *_rows("rotary", "cpp", torch="rotary:rotary_torch"),
+    *_rows("attention", "cpp", torch="attention:attention_torch"),
+    *_rows("softmax", "cpp", torch="attention:softmax_torch"),
+    *_rows("cross_entropy", "cpp", torch="cross_entropy:CrossEntropy"),
+    *_rows("dropout", "cpp", "triton", torch="dropout:dropout_torch"),
 )
 
 

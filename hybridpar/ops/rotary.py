@@ -21,14 +21,14 @@ def rotary(x: Tensor, base: float = 10000.0, *, offset: int = 0, positions: Tens
     if x.dim() != 4 or x.shape[-1] % 2:
         raise ValueError(f"x must be [b, n, s, d] with d even, got {tuple(x.shape)}")
     b, _, s, _ = x.shape
-    if positions is None:
-        positions = torch.arange(offset, offset + s, device=x.device)
-    elif positions.shape not in ((s,), (b, s)):
+    if positions is not None and positions.shape not in ((s,), (b, s)):
         raise ValueError(f"positions must be [{s}] or [{b}, {s}], got {tuple(positions.shape)}")
-    return resolve("rotary", backend, x)(x, base, positions)
+    return resolve("rotary", backend, x)(x, base, offset, positions)
 
 
-def rotary_torch(x: Tensor, base: float, positions: Tensor) -> Tensor:
+def rotary_torch(x: Tensor, base: float, offset: int, positions: Tensor | None) -> Tensor:
+    if positions is None:
+        positions = torch.arange(offset, offset + x.shape[2], device=x.device)
     half = x.shape[-1] // 2
     dtype = torch.promote_types(x.dtype, torch.float32)
     frequency = base ** (torch.arange(half, dtype=torch.float64, device=x.device) / -half)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from hybridpar import ops
-from hybridpar.errors import ConfigError
 
 X = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 W, B = torch.linspace(0.5, 2, 7, dtype=torch.float64), torch.linspace(-1, 1, 7, dtype=torch.float64)
@@ -25,11 +24,15 @@ def test_rms_norm():
 def test_gelu_is_the_tanh_form():
     expected = 0.5 * X * (1 + torch.tanh(math.sqrt(2 / math.pi) * (X + 0.044715 * X**3)))
     torch.testing.assert_close(ops.gelu(X), expected)
+    torch.testing.assert_close(ops.gelu(X - B, B), expected)
     assert (ops.gelu(X) - torch.nn.functional.gelu(X)).abs().max() > 1e-6  # not the exact form
 
 
 def test_swiglu():
-    torch.testing.assert_close(ops.swiglu(X, 2 * X + 1), X / (1 + torch.exp(-X)) * (2 * X + 1))
+    packed, bias = torch.cat((X, 2 * X), -1), torch.cat((B, -B))
+    torch.testing.assert_close(ops.swiglu(packed), X / (1 + torch.exp(-X)) * (2 * X))
+    gate = X + B
+    torch.testing.assert_close(ops.swiglu(packed, bias), gate / (1 + torch.exp(-gate)) * (2 * X - B))
 
 
 def turned(x, base, positions):
@@ -66,7 +69,7 @@ def test_low_precision_is_the_rounded_result(dtype):
         "layer_norm": (ops.layer_norm(x, w, b), ops.layer_norm(*wide)),
         "rms_norm": (ops.rms_norm(x, w), ops.rms_norm(*wide[:2])),
         "gelu": (ops.gelu(x), ops.gelu(wide[0])),
-        "swiglu": (ops.swiglu(x, x), ops.swiglu(wide[0], wide[0])),
+        "swiglu": (ops.swiglu(x[..., :6]), ops.swiglu(wide[0][..., :6])),
         "rotary": (ops.rotary(y, offset=4000), ops.rotary(y.double(), offset=4000)),
     }
     for name, (got, exact) in pairs.items():
@@ -80,21 +83,21 @@ def test_bad_shapes():
                      lambda: ops.rms_norm(X, W[:, None])):
         with pytest.raises(ValueError, match="of its last size"):
             function()
-    with pytest.raises(ValueError, match="same shape"):
-        ops.swiglu(X, X[:1])
+    with pytest.raises(ValueError, match="must be even"):
+        ops.swiglu(X)
+    for function in (lambda: ops.gelu(X, B[:3]), lambda: ops.swiglu(X[..., :6], B),
+                     lambda: ops.bias_dropout_add(X, X, B[1:])):
+        with pytest.raises(ValueError, match="bias of its last size"):
+            function()
+    for function in (lambda: ops.add_norm(X, X[:1], W, B), lambda: ops.bias_dropout_add(X, X[0])):
+        with pytest.raises(ValueError, match="same shape"):
+            function()
+    for function in (lambda: ops.add_norm(X, X, W), lambda: ops.add_norm(X, X, W, B, centre=False)):
+        with pytest.raises(ValueError, match="has a bias"):
+            function()
     with pytest.raises(ValueError, match="d even"):
         ops.rotary(X[None])
     with pytest.raises(ValueError, match="d even"):
         ops.rotary(X[..., :6])
     with pytest.raises(ValueError, match="positions must be"):
         ops.rotary(X[None, ..., :6], positions=torch.arange(4))
-
-
-def test_every_op_takes_a_backend():
-    for function in (lambda b: ops.layer_norm(X, W, B, backend=b), lambda b: ops.rms_norm(X, W, backend=b),
-                     lambda b: ops.gelu(X, backend=b), lambda b: ops.swiglu(X, X, backend=b),
-                     lambda b: ops.rotary(X[None, ..., :6], backend=b),
-                     lambda b: ops.attention(X[None], X[None], X[None], causal=True, backend=b)):
-        assert torch.equal(function("torch"), function("auto"))
-        with pytest.raises(ConfigError, match="is not a backend of"):
-            function("cpp")

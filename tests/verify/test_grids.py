@@ -101,6 +101,7 @@ def test_no_clipping(schedule: str) -> None:
 def test_label_smoothing_over_a_split_vocabulary() -> None:
     """Megatron-LM #7452 (1): per-rank losses and wrong gradients with label smoothing and tp > 1."""
     holds({"tp": 3}, make({"label_smoothing": 0.1}))
+    holds({"tp": 2, "pp": 2}, make({"label_smoothing": 0.1, "logits_chunk": 3}))
 
 
 def test_init_is_equal_to_the_bit_on_all_grids() -> None:

@@ -92,7 +92,7 @@ def test_a_stage_recomputed_as_a_whole_keeps_its_input_only(blocks: range) -> No
     outputs = out.values() if isinstance(out, dict) else [out]
     weights = {p.untyped_storage().data_ptr() for p in stage.parameters()}  # position embeddings are a view of theirs
     alive = {storage.data_ptr() for ref in made if (storage := ref()) is not None} - weights
-    assert len(made) > 10
+    assert len(made) > 6
     assert alive == {t.untyped_storage().data_ptr() for t in outputs}
 
 

@@ -1,0 +1,153 @@
+"""Claim: hybridpar's CPU operators, forward and backward, take half of PyTorch's time or less, torch.compile included.
+
+    python -m benchmarks.ops
+
+One thread, the rows of a GPT 345M block (hidden 1024, 1,024 tokens, vocabulary 50,304) and of the tiny configuration
+(hidden 256, 512 tokens, vocabulary 4,096). PyTorch's side is the operation as one writes it: F.rms_norm, x + bias and
+F.gelu, F.cross_entropy; `compile` the same function under torch.compile. A round runs each side for about 20 ms.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.common import OURS, Step, arguments, case, parse, print_case, race, write_results
+from hybridpar import ops
+from hybridpar.grid import Axis
+from hybridpar.nn import vocab_parallel_cross_entropy
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
+"""Largest relative difference of the compared number, a sum of absolute values: rounding differs by side."""
+ROUND_S = 0.02
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a micro-batch of a model looks like to its operators."""
+
+    samples: int
+    seq_length: int
+    hidden: int
+    num_heads: int
+    vocab: int
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.seq_length
+
+
+SIZES = {"345M": Size(1, 1024, 1024, 16, 50304), "tiny": Size(4, 128, 256, 8, 4096)}
+Function = Callable[..., Tensor]
+
+
+def rotary_eager(x: Tensor) -> Tensor:
+    """With the tables made before, as models do."""
+    cos, sin = _tables(x.shape[2], x.shape[3], x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+_made: dict[Any, tuple[Tensor, Tensor]] = {}
+
+
+def _tables(s: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if (s, d, dtype) not in _made:
+        angle = torch.outer(torch.arange(s).double(), 10000.0 ** (torch.arange(d // 2).double() / (-d / 2)))
+        _made[s, d, dtype] = (angle.cos().to(dtype), angle.sin().to(dtype))
+    return _made[s, d, dtype]
+
+
+def softmax_eager(x: Tensor) -> Tensor:
+    """Causal, scaled."""
+    hidden = torch.ones(x.shape[-2:], dtype=torch.bool).triu(1)
+    return (x * 0.125).masked_fill(hidden, float("-inf")).softmax(-1)
+
+
+def swiglu_eager(x: Tensor, bias: Tensor) -> Tensor:
+    gate, up = (x + bias).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def operations(size: Size, dtype: torch.dtype) -> dict[str, tuple[list[Tensor], Function, Function]]:
+    """Of each operation: tensors that are differentiated by, ours, PyTorch's."""
+    t, h, n = size.tokens, size.hidden, size.num_heads
+    s, d = size.seq_length, h // n
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype).requires_grad_()
+
+    def heads() -> Tensor:
+        return torch.randn(size.samples, s, n, d, dtype=dtype).transpose(1, 2).requires_grad_()
+
+    labels = torch.randint(size.vocab, (t,))
+    return {
+        "rms_norm": ([leaf(t, h), leaf(h)], ops.rms_norm, lambda x, w: F.rms_norm(x, (h,), w, 1e-6)),
+        "layer_norm": ([leaf(t, h), leaf(h), leaf(h)], ops.layer_norm,
+                       lambda x, w, b: F.layer_norm(x, (h,), w, b, 1e-5)),
+        "bias + add + rms_norm": (
+            [leaf(t, h), leaf(h), leaf(t, h), leaf(h)],
+            lambda x, c, r, w: sum(ops.add_norm(x, r, w, None, 1e-6, centre=False, bias_of_x=c)),
+            lambda x, c, r, w: (total := x + c + r) + F.rms_norm(total, (h,), w, 1e-6)),
+        "bias + gelu": ([leaf(t, 4 * h), leaf(4 * h)], ops.gelu, lambda x, b: F.gelu(x + b, approximate="tanh")),
+        "bias + swiglu": ([leaf(t, 4 * h), leaf(4 * h)], ops.swiglu, swiglu_eager),
+        "causal softmax": ([leaf(size.samples, n, s, s)], lambda x: ops.softmax(x, scale=0.125, causal=True),
+                           softmax_eager),
+        "rotary": ([heads()], ops.rotary, rotary_eager),
+        "causal attention": ([heads(), heads(), heads()], lambda q, k, v: ops.attention(q, k, v, causal=True),
+                             lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
+        "cross-entropy": ([leaf(t, size.vocab)], lambda x: vocab_parallel_cross_entropy(x, labels, Axis("tp")).sum(),
+                          lambda x: F.cross_entropy(x, labels, reduction="sum")),
+    }
+
+
+def step(function: Function, tensors: list[Tensor]) -> Step:
+    """Forward and backward; returns a number that tells whether two sides compute the same."""
+    with torch.no_grad():
+        seed = torch.randn(function(*tensors).shape, generator=torch.Generator().manual_seed(1))
+
+    def run(check: bool = False) -> float:
+        out = function(*tensors)
+        grads = torch.autograd.grad(out, tensors, seed.to(out.dtype))
+        return sum(t.detach().double().abs().sum().item() for t in (out, *grads)) if check else 0.0
+
+    return run
+
+
+def measure(size_name: str, dtype_name: str, rounds: int) -> list[dict[str, Any]]:
+    cases = []
+    for name, (tensors, ours, eager) in operations(SIZES[size_name], DTYPES[dtype_name]).items():
+        torch._dynamo.reset()
+        functions = {OURS: ours, "eager": eager, "compile": torch.compile(eager)}
+        steps = {side: step(function, tensors) for side, function in functions.items()}
+        values = {side: run(check=True) for side, run in steps.items()}  # type: ignore[call-arg]
+        for side, value in values.items():
+            assert abs(value - values[OURS]) <= TOLERANCE[dtype_name] * values[OURS], f"{name}: {values} ({side})"
+        start = time.perf_counter()
+        steps[OURS]()
+        repeat = max(1, round(ROUND_S / (time.perf_counter() - start)))
+        result = race(steps, rounds, tolerance=0.0, repeat=repeat)
+        cases.append(case(f"{size_name} {dtype_name} {name}", result, SIZES[size_name].tokens, shape=size_name,
+                          dtype=dtype_name, op=name))
+        print_case(cases[-1])
+    return cases
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=11, shapes=[])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    args = parse(parser)
+    torch.set_num_threads(1)
+    cases = [entry for size in args.sizes for dtype in args.dtypes for entry in measure(size, dtype, args.rounds)]
+    print(write_results("ops", cases, args, shapes=SIZES))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+// gelu(x + bias) in its tanh form and silu(gate + bias) * (up + bias), forward and backward.
+//
+// The activations keep x for the backward pass and compute everything again: one read, one write each way. The bias
+// gradient is the column sums of dx before rounding.
+
+#include "philox.h"
+
+namespace hybridpar {
+namespace {
+
+// gelu(x) = x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)   (arXiv 1606.08415)
+template <class W>
+struct Gelu {
+  static constexpr W kSlope = W(2 * 0.7978845608028653559), kCubic = W(2 * 0.7978845608028653559 * 0.044715);
+
+  HYBRIDPAR_INLINE_MEMBER static W value(W x) { return x * sigmoid(x * multiply_add(kCubic, x * x, kSlope)).value; }
+  HYBRIDPAR_INLINE_MEMBER static W derivative(W x) {
+    const W square = x * x;
+    const Sigmoid<W> s = sigmoid(x * multiply_add(kCubic, square, kSlope));
+    return multiply_add(x * s.value * s.rest, multiply_add(W(3) * kCubic, square, kSlope), s.value);
+  }
+};
+
+template <class T>
+struct Rows {
+  const T *x, *bias, *dy;  // bias, dy: may be null
+  T* out;
+  int64_t cols;  // of y
+};
+
+template <class T>
+HYBRIDPAR_INLINE void gelu_any(const Rows<T>& a, int64_t begin, int64_t end) {
+  const T* bias = a.bias;
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = a.x + row * a.cols;
+    T* y = a.out + row * a.cols;
+    if (bias)
+      each(a.cols, [=](int64_t i, int) { y[i] = narrow<T>(Gelu<Wide<T>>::value(wide(x[i]) + wide(bias[i]))); });
+    else
+      each(a.cols, [=](int64_t i, int) { y[i] = narrow<T>(Gelu<Wide<T>>::value(wide(x[i]))); });
+  }
+}
+
+// sums: [cols], of dx; null without bias
+template <class T>
+HYBRIDPAR_INLINE void gelu_backward_any(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {
+  using W = Wide<T>;
+  const T* bias = a.bias;
+  for (int64_t row = begin; row < end; ++row) {
+    const T *x = a.x + row * a.cols, *dy = a.dy + row * a.cols;
+    T* dx = a.out + row * a.cols;
+    if (bias)
+      each(a.cols, [=](int64_t i, int) {
+        const W g = wide(dy[i]) * Gelu<W>::derivative(wide(x[i]) + wide(bias[i]));
+        sums[i] += g;
+        dx[i] = narrow<T>(g);
+      });
+    else
+      each(a.cols, [=](int64_t i, int) { dx[i] = narrow<T>(wide(dy[i]) * Gelu<W>::derivative(wide(x[i]))); });
+  }
+}
+
+// x: [rows, 2 cols], gate then up
+template <class T>
+HYBRIDPAR_INLINE void swiglu_any(const Rows<T>& a, int64_t begin, int64_t end) {
+  using W = Wide<T>;
+  const int64_t cols = a.cols;
+  const T* bias = a.bias;
+  for (int64_t row = begin; row < end; ++row) {
+    const T *gate = a.x + row * 2 * cols, *up = gate + cols;
+    T* y = a.out + row * cols;
+    if (bias)
+      each(cols, [=](int64_t i, int) {
+        const W g = wide(gate[i]) + wide(bias[i]), u = wide(up[i]) + wide(bias[cols + i]);
+        y[i] = narrow<T>(g * sigmoid(g).value * u);
+      });
+    else
+      each(cols, [=](int64_t i, int) {
+        const W g = wide(gate[i]);
+        y[i] = narrow<T>(g * sigmoid(g).value * wide(up[i]));
+      });
+  }
+}
+
+// sums: [2 cols]
+template <class T>
+HYBRIDPAR_INLINE void swiglu_backward_any(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {
+  using W = Wide<T>;
+  const int64_t cols = a.cols;
+  const T* bias = a.bias;
+  for (int64_t row = begin; row < end; ++row) {
+    const T *gate = a.x + row * 2 * cols, *up = gate + cols, *dy = a.dy + row * cols;
+    T *dgate = a.out + row * 2 * cols, *dup = dgate + cols;
+    if (bias)
+      each(cols, [=](int64_t i, int) {
+        const W g = wide(gate[i]) + wide(bias[i]), u = wide(up[i]) + wide(bias[cols + i]), d = wide(dy[i]);
+        const Sigmoid<W> s = sigmoid(g);
+        const W along = d * u * multiply_add(g * s.value, s.rest, s.value), across = d * g * s.value;
+        sums[i] += along;
+        sums[cols + i] += across;
+        dgate[i] = narrow<T>(along);
+        dup[i] = narrow<T>(across);
+      });
+    else
+      each(cols, [=](int64_t i, int) {
+        const W g = wide(gate[i]), d = wide(dy[i]);
+        const Sigmoid<W> s = sigmoid(g);
+        dgate[i] = narrow<T>(d * wide(up[i]) * multiply_add(g * s.value, s.rest, s.value));
+        dup[i] = narrow<T>(d * g * s.value);
+      });
+  }
+}
+
+#define HYBRIDPAR_ACTIVATION(T)                                                                              \
+  HYBRIDPAR_CLONES void gelu_rows(const Rows<T>& a, int64_t begin, int64_t end) { gelu_any(a, begin, end); } \
+  HYBRIDPAR_CLONES void gelu_backward_rows(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {    \
+    gelu_backward_any(a, begin, end, sums);                                                                  \
+  }                                                                                                          \
+  HYBRIDPAR_CLONES void swiglu_rows(const Rows<T>& a, int64_t begin, int64_t end) {                          \
+    swiglu_any(a, begin, end);                                                                               \
+  }                                                                                                          \
+  HYBRIDPAR_CLONES void swiglu_backward_rows(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {  \
+    swiglu_backward_any(a, begin, end, sums);                                                                \
+  }
+HYBRIDPAR_EACH_TYPE(HYBRIDPAR_ACTIVATION)
+
+void check(const char* op, const Tensor& x, const std::optional<Tensor>& bias) {
+  check_contiguous(op, "x", x);
+  STD_TORCH_CHECK(x.dim() > 0, op, ": x needs a dimension");
+  STD_TORCH_CHECK(!bias || (bias->is_contiguous() && bias->dim() == 1 && bias->size(0) == x.size(x.dim() - 1) &&
+                            bias->scalar_type() == x.scalar_type()),
+                  op, ": bias must be of the last size of x, and of its type");
+}
+
+Tensor empty_rows(const Tensor& x, int64_t cols) {
+  std::vector<int64_t> shape;
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) shape.push_back(x.size(dim));
+  shape.push_back(cols);
+  return torch::stable::empty(shape, x.scalar_type());
+}
+
+// Runs backward(args, begin, end, sums) over the rows; returns dx and the gradient of the bias, empty without one.
+template <class F>
+std::tuple<Tensor, Tensor> run_backward(const char* op, const Tensor& dy, const Tensor& x,
+                                        const std::optional<Tensor>& bias, int64_t cols, const F& backward) {
+  check(op, x, bias);
+  check_contiguous(op, "dy", dy);
+  STD_TORCH_CHECK(dy.scalar_type() == x.scalar_type() && dy.dim() == x.dim() && dy.size(dy.dim() - 1) == cols &&
+                      num_rows(dy) == num_rows(x),
+                  op, ": dy must be like y");
+  const int64_t rows = num_rows(x), width = x.size(x.dim() - 1);
+  Tensor dx = torch::stable::empty_like(x);
+  Tensor dbias = bias ? torch::stable::empty_like(*bias) : torch::stable::empty({0}, x.scalar_type());
+  by_type(op, x, [&](auto element) {
+    using T = decltype(element);
+    using W = Wide<T>;
+    const Rows<T> a{data<T>(x), data<T>(bias), data<T>(dy), data<T>(dx), cols};
+    if (!bias) {
+      over_rows(rows, width, [&](int64_t begin, int64_t end) { backward(a, begin, end, static_cast<W*>(nullptr)); });
+      return;
+    }
+    std::vector<W> partial;
+    ColumnSums(rows, width, 1).run(partial, [&](int64_t begin, int64_t end, W* to) { backward(a, begin, end, to); });
+    for (int64_t i = 0; i < width; ++i) data<T>(dbias)[i] = narrow<T>(partial[i]);
+  });
+  return {dx, dbias};
+}
+
+Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
+  check("bias_gelu", x, bias);
+  Tensor y = torch::stable::empty_like(x);
+  const int64_t cols = x.size(x.dim() - 1);
+  by_type("bias_gelu", x, [&](auto element) {
+    using T = decltype(element);
+    const Rows<T> a{data<T>(x), data<T>(bias), nullptr, data<T>(y), cols};
+    over_rows(num_rows(x), cols, [&](int64_t begin, int64_t end) { gelu_rows(a, begin, end); });
+  });
+  return y;
+}
+
+std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& dy, const Tensor& x, const std::optional<Tensor>& bias) {
+  return run_backward("bias_gelu_backward", dy, x, bias, x.size(x.dim() - 1),
+                      [](const auto& a, int64_t begin, int64_t end, auto* sums) {
+                        gelu_backward_rows(a, begin, end, sums);
+                      });
+}
+
+Tensor bias_swiglu(const Tensor& x, const std::optional<Tensor>& bias) {
+  check("bias_swiglu", x, bias);
+  const int64_t width = x.size(x.dim() - 1);
+  STD_TORCH_CHECK(width % 2 == 0, "bias_swiglu: the last size of x must be even");
+  Tensor y = empty_rows(x, width / 2);
+  by_type("bias_swiglu", x, [&](auto element) {
+    using T = decltype(element);
+    const Rows<T> a{data<T>(x), data<T>(bias), nullptr, data<T>(y), width / 2};
+    over_rows(num_rows(x), width, [&](int64_t begin, int64_t end) { swiglu_rows(a, begin, end); });
+  });
+  return y;
+}
+
+std::tuple<Tensor, Tensor> bias_swiglu_backward(const Tensor& dy, const Tensor& x, const std::optional<Tensor>& bias) {
+  return run_backward("bias_swiglu_backward", dy, x, bias, x.size(x.dim() - 1) / 2,
+                      [](const auto& a, int64_t begin, int64_t end, auto* sums) {
+                        swiglu_backward_rows(a, begin, end, sums);
+                      });
+}
+
+}  // namespace
+}  // namespace hybridpar
+
+using namespace hybridpar;
+
+STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
+  library.def("bias_gelu(Tensor x, Tensor? bias) -> Tensor");
+  library.def("bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)");
+  library.def("bias_swiglu(Tensor x, Tensor? bias) -> Tensor");
+  library.def("bias_swiglu_backward(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hybridpar, CPU, library) {
+  library.impl("bias_gelu", TORCH_BOX(&bias_gelu));
+  library.impl("bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
+  library.impl("bias_swiglu", TORCH_BOX(&bias_swiglu));
+  library.impl("bias_swiglu_backward", TORCH_BOX(&bias_swiglu_backward));
+}

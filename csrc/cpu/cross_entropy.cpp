@@ -1,0 +1,144 @@
+// The local passes of the vocabulary-parallel cross-entropy: over this rank's columns of the logits, between which the
+// ranks exchange a few numbers a row. The exponentials are made twice rather than kept: logits are read once forward,
+// and read and overwritten by their gradient backward.
+
+#include "rows.h"
+
+namespace hybridpar {
+namespace {
+
+constexpr int64_t kChunk = 2048;  // columns whose maximum is found before their exponentials are summed: 8 KiB
+
+template <class T>
+struct Forward {
+  const T* logits;
+  const int64_t* column;  // of the row's label; negative: on another rank
+  int64_t cols, real;  // columns beyond `real` are padding
+  Wide<T>*top, *total, *target, *sum;  // sum: of what all logits are above top; null unless asked for
+};
+
+template <class T>
+HYBRIDPAR_INLINE void forward_any(const Forward<T>& a, int64_t begin, int64_t end) {
+  using W = Wide<T>;
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = a.logits + row * a.cols;
+    W top = -std::numeric_limits<W>::infinity(), total = 0;
+    for (int64_t at = 0; at < a.real; at += kChunk) {
+      const int64_t n = std::min(kChunk, a.real - at);
+      const T* chunk = x + at;
+      W tops[kLanes];
+      std::fill_n(tops, kLanes, top);
+      each(n, [&](int64_t i, int lane) {
+        const W value = wide(chunk[i]);
+        tops[lane] = value > tops[lane] ? value : tops[lane];
+      });
+      const W new_top = max_lanes(tops);
+      // where nothing is above -infinity yet, subtract nothing
+      const W level = new_top == -std::numeric_limits<W>::infinity() ? W(0) : new_top;
+      W added[kLanes] = {};
+      each(n, [&](int64_t i, int lane) { added[lane] += exponential(wide(chunk[i]) - level); });
+      total = total * exponential(top - level) + sum_lanes(added);
+      top = new_top;
+    }
+    a.top[row] = top;
+    a.total[row] = total;
+    const int64_t column = a.column[row];
+    a.target[row] = column >= 0 && column < a.real ? wide(x[column]) : W(0);
+    if (a.sum) {
+      W lanes[kLanes] = {};
+      each(a.real, [&](int64_t i, int lane) { lanes[lane] += wide(x[i]) - top; });
+      a.sum[row] = sum_lanes(lanes);
+    }
+  }
+}
+
+template <class T>
+struct Backward {
+  T* logits;  // becomes its gradient
+  const int64_t* column;
+  int64_t cols, real;
+  const Wide<T>*top, *factor, *target, *level;  // of a row; dx = exp(x - top) * factor - level, less target at column
+};
+
+template <class T>
+HYBRIDPAR_INLINE void backward_any(const Backward<T>& a, int64_t begin, int64_t end) {
+  using W = Wide<T>;
+  for (int64_t row = begin; row < end; ++row) {
+    T* x = a.logits + row * a.cols;
+    const W top = a.top[row], factor = a.factor[row], level = a.level[row];
+    const int64_t column = a.column[row];
+    const bool here = column >= 0 && column < a.real;
+    const W logit = here ? wide(x[column]) : W(0);
+    each(a.real, [=](int64_t i, int) {
+      x[i] = narrow<T>(multiply_add(exponential(wide(x[i]) - top), factor, -level));
+    });
+    if (here) x[column] = narrow<T>(multiply_add(exponential(logit - top), factor, -level) - a.target[row]);
+    for (int64_t i = a.real; i < a.cols; ++i) x[i] = T{};
+  }
+}
+
+#define HYBRIDPAR_CROSS_ENTROPY(T)                                                       \
+  HYBRIDPAR_CLONES void forward_rows(const Forward<T>& a, int64_t begin, int64_t end) {  \
+    forward_any(a, begin, end);                                                          \
+  }                                                                                      \
+  HYBRIDPAR_CLONES void backward_rows(const Backward<T>& a, int64_t begin, int64_t end) { \
+    backward_any(a, begin, end);                                                         \
+  }
+HYBRIDPAR_EACH_TYPE(HYBRIDPAR_CROSS_ENTROPY)
+
+void check(const char* op, const Tensor& logits, const Tensor& column, int64_t num_real) {
+  check_contiguous(op, "logits", logits);
+  check_contiguous(op, "column", column);
+  STD_TORCH_CHECK(logits.dim() == 2 && column.dim() == 1 && column.size(0) == logits.size(0) &&
+                      column.scalar_type() == ScalarType::Long,
+                  op, ": needs logits [rows, columns] and column int64 [rows]");
+  STD_TORCH_CHECK(num_real >= 0 && num_real <= logits.size(1), op, ": num_real is not within the columns");
+}
+
+// [4 (3 without the sum), rows]: maximum, sum of exponentials of what is below it, the label's logit, sum of what the logits are below it
+Tensor cross_entropy(const Tensor& logits, const Tensor& column, int64_t num_real, bool with_sum) {
+  check("cross_entropy", logits, column, num_real);
+  const int64_t rows = logits.size(0), cols = logits.size(1);
+  Tensor out = torch::stable::empty({with_sum ? 4 : 3, rows}, wide_type(logits));
+  by_type("cross_entropy", logits, [&](auto element) {
+    using T = decltype(element);
+    auto* to = data<Wide<T>>(out);
+    const Forward<T> a{data<T>(logits), data<int64_t>(column), cols,          num_real, to, to + rows,
+                       to + 2 * rows,   with_sum ? to + 3 * rows : nullptr};
+    over_rows(rows, cols, [&](int64_t begin, int64_t end) { forward_rows(a, begin, end); });
+  });
+  return out;
+}
+
+// numbers [4, rows]: top, factor, target, level
+void cross_entropy_backward_(const Tensor& logits, const Tensor& column, const Tensor& numbers, int64_t num_real) {
+  check("cross_entropy_backward_", logits, column, num_real);
+  check_contiguous("cross_entropy_backward_", "numbers", numbers);
+  const int64_t rows = logits.size(0), cols = logits.size(1);
+  STD_TORCH_CHECK(numbers.dim() == 2 && numbers.size(0) == 4 && numbers.size(1) == rows &&
+                      numbers.scalar_type() == wide_type(logits),
+                  "cross_entropy_backward_: numbers must be [4, rows], in the type of the arithmetic");
+  by_type("cross_entropy_backward_", logits, [&](auto element) {
+    using T = decltype(element);
+    const auto* from = data<Wide<T>>(numbers);
+    const Backward<T> a{data<T>(logits), data<int64_t>(column), cols,           num_real,
+                        from,            from + rows,           from + 2 * rows, from + 3 * rows};
+    over_rows(rows, cols, [&](int64_t begin, int64_t end) { backward_rows(a, begin, end); });
+  });
+}
+
+}  // namespace
+}  // namespace hybridpar
+
+using namespace hybridpar;
+
+STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
+  library.def("cross_entropy(Tensor logits, Tensor column, SymInt num_real, bool with_sum) -> Tensor");
+  library.def(
+      "cross_entropy_backward_(Tensor(a!) logits, Tensor column, Tensor numbers, SymInt num_real) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hybridpar, CPU, library) {
+  library.impl("cross_entropy", TORCH_BOX(&cross_entropy));
+  library.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_));
+}

@@ -1,0 +1,55 @@
+"""The local passes of the cross-entropy: what a rank computes on its own columns of the logits.
+
+Between them the ranks exchange what one of them cannot know: see nn.vocab_parallel_cross_entropy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.ops.registry import resolve
+
+
+def cross_entropy(logits: Tensor, backend: str = "auto") -> Any:
+    """The two passes for logits like these, outside of autograd: `statistics` and `gradient_`.
+
+    statistics(logits [rows, v], column, num_real, with_sum) -> [3 or 4, rows]: the largest of the first num_real logits
+    of a row, the sum of exponentials of what the others are below it, the logit at `column` [rows] (0 where that is no
+    column here), and with_sum the sum of what the logits are
+    below the largest.
+    gradient_(logits, column, numbers, num_real) makes of the logits their gradient: exp(logit - top) * factor - level,
+    less `target` at column; zero beyond num_real; numbers [4, rows] = top, factor, target, level.
+    Both compute in float32, or float64 for float64 logits. Raises: ConfigError if the backend cannot run.
+    """
+    return resolve("cross_entropy", backend, logits)
+
+
+class CrossEntropy:
+    """The torch reference."""
+
+    @staticmethod
+    def statistics(logits: Tensor, column: Tensor, num_real: int, with_sum: bool) -> Tensor:
+        real = logits[:, :num_real].to(torch.promote_types(logits.dtype, torch.float32))
+        out = real.new_zeros(4 if with_sum else 3, len(logits))
+        if num_real == 0:
+            out[0] = -torch.inf
+            return out
+        torch.amax(real, 1, out=out[0])
+        out[1] = (real - out[0].nan_to_num(neginf=0.0).unsqueeze(1)).exp().sum(1)
+        here = (column >= 0) & (column < num_real)
+        out[2] = real.gather(1, column.where(here, 0).unsqueeze(1)).squeeze(1).where(here, 0)
+        if with_sum:
+            torch.sum(real - out[0].unsqueeze(1), 1, out=out[3])
+        return out
+
+    @staticmethod
+    def gradient_(logits: Tensor, column: Tensor, numbers: Tensor, num_real: int) -> None:
+        top, factor, target, level = numbers.unsqueeze(-1)
+        gradient = (logits[:, :num_real].to(numbers.dtype) - top).exp_().mul_(factor).sub_(level)
+        row = ((column >= 0) & (column < num_real)).nonzero().squeeze(1)
+        gradient[row, column[row]] -= target.squeeze(1)[row]
+        logits[:, :num_real] = gradient
+        logits[:, num_real:] = 0

@@ -1,0 +1,215 @@
+"""Every operation on every backend that runs here: outputs and all gradients against float64, at awkward inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridpar import ops, random
+from hybridpar.errors import ConfigError
+from hybridpar.ops import registry
+from hybridpar.random import RandomKey
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+KEY, SITE = RandomKey(2**35 + 11, 7, 100), random.site("test.backends")
+DROPS = {"p": 0.3, "key": KEY, "site": SITE}
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""Of the largest element: sums of a few hundred terms. bfloat16: 2^-8 once for the result, once for what enters it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """function(*tensors, backend): `shapes` of the tensors, all of them differentiable."""
+
+    op: str
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    function: Callable[..., Tensor | tuple[Tensor, ...]]
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.name}"
+
+
+def cases() -> Iterator[Case]:
+    for shape in ((3, 7, 41), (2, 64), (1, 1), (5, 1030), (0, 8), (300, 33)):
+        name, h = "x".join(map(str, shape)), shape[-1:]
+        yield Case("layer_norm", name, (shape, h, h), lambda x, w, b, k: ops.layer_norm(x, w, b, 1e-3, backend=k))
+        yield Case("rms_norm", name, (shape, h), lambda x, w, k: ops.rms_norm(x, w, 1e-3, backend=k))
+        yield Case("gelu", name, (shape, h), lambda x, b, k: ops.gelu(x, b, backend=k))
+        yield Case("gelu", f"{name}-no-bias", (shape,), lambda x, k: ops.gelu(x, backend=k))
+        pair, wide = (*shape[:-1], 2 * shape[-1]), (2 * shape[-1],)
+        yield Case("swiglu", name, (pair, wide), lambda x, b, k: ops.swiglu(x, b, backend=k))
+        yield Case("swiglu", f"{name}-no-bias", (pair,), lambda x, k: ops.swiglu(x, backend=k))
+        for drop, kwargs in (("", {}), ("-dropout", DROPS)):
+            yield Case("add_norm", f"{name}{drop}", (shape, h, shape, h, h),
+                       lambda x, c, r, w, b, k, kwargs=kwargs: ops.add_norm(
+                           x, r, w, b, 1e-3, bias_of_x=c, backend=k, **kwargs))
+            yield Case("add_norm", f"{name}{drop}-rms-no-bias", (shape, shape, h),
+                       lambda x, r, w, k, kwargs=kwargs: ops.add_norm(
+                           x, r, w, None, 1e-3, centre=False, backend=k, **kwargs))
+            yield Case("bias_dropout_add", f"{name}{drop}", (shape, h, shape),
+                       lambda x, b, r, k, kwargs=kwargs: ops.bias_dropout_add(x, r, b, backend=k, **kwargs))
+            yield Case("bias_dropout_add", f"{name}{drop}-no-bias", (shape, shape),
+                       lambda x, r, k, kwargs=kwargs: ops.bias_dropout_add(x, r, backend=k, **kwargs))
+        yield Case("dropout", name, (shape,), lambda x, k: ops.dropout(x, 0.3, KEY, SITE, backend=k))
+    for b, n, s, d in ((2, 3, 5, 6), (1, 2, 130, 32), (2, 1, 1, 2), (0, 2, 3, 4)):
+        shape = (b, n, s, d)
+        yield Case("rotary", f"{s}x{d}", (shape,), lambda x, k: ops.rotary(x, offset=500, backend=k))
+        each = torch.arange(b * s).view(b, s).flip(-1)
+        yield Case("rotary", f"{s}x{d}-positions", (shape,),
+                   lambda x, k, each=each: ops.rotary(x, positions=each, backend=k))
+    for b, n, s, kv in ((2, 3, 5, 7), (1, 2, 40, 40), (1, 1, 3, 1100), (0, 1, 3, 4)):
+        real = torch.arange(b * kv).view(b, kv) % 3 != 1
+        for causal in (False, True):
+            for padded in (False, True):
+                mask = real if padded else None
+                yield Case("softmax", f"{s}x{kv}{'-causal' * causal}{'-padded' * padded}", ((b, n, s, kv),),
+                           lambda x, k, c=causal, m=mask: ops.softmax(
+                               x, scale=0.7, causal=c, padding_mask=m, backend=k))
+    for b, n, n_kv, s, d, index in ((2, 3, 3, 5, 7, None), (1, 4, 2, 131, 32, None), (1, 2, 1, 70, 40, None),
+                                    (2, 3, 2, 33, 5, [1, 0, 1]), (1, 1, 1, 260, 64, None), (1, 1, 1, 1, 1, None)):
+        real = torch.arange(b * s).view(b, s) % 4 != 1
+        for causal in (False, True):
+            for padded in (False, True):
+                for p in (0.0, 0.3):
+                    mask, name = real if padded else None, f"{n}-{n_kv}x{s}x{d}"
+                    yield Case(
+                        "attention", f"{name}{'-causal' * causal}{'-padded' * padded}{'-dropout' * (p > 0)}",
+                        ((b, n, s, d), (b, n_kv, s, d), (b, n_kv, s, d)),
+                        lambda q, k, v, backend, c=causal, m=mask, i=index, p=p: ops.attention(
+                            q, k, v, causal=c, padding_mask=m, kv_index=i, dropout_p=p, key=KEY, site=SITE,
+                            head_start=3, backend=backend))
+
+
+CASES = list(cases())
+
+
+def others(op: str) -> list[str]:
+    """The backends of `op`, besides the reference, that run on this CPU."""
+    return [row.name for row in registry.backends(op) if row.name != "torch" and not row.unsupported("cpu", None)]
+
+
+def compute(case: Case, tensors: list[Tensor], backend: str) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    out = case.function(*leaves, backend)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    seeds = [torch.randn(o.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64).to(o.dtype)
+             for i, o in enumerate(outs)]
+    return [*outs, *torch.autograd.grad(outs, leaves, seeds)]
+
+
+def tensors_of(case: Case, dtype: torch.dtype, scale: float = 1.0) -> list[Tensor]:
+    g = torch.Generator().manual_seed(sum(map(sum, case.shapes)))
+    return [(scale * torch.randn(shape, generator=g, dtype=torch.float64)).to(dtype) for shape in case.shapes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outputs_and_gradients_against_float64(case, dtype):
+    tensors = tensors_of(case, dtype)
+    exact = compute(case, [t.double() for t in tensors], "torch")
+    for backend in others(case.op):
+        for got, want in zip(compute(case, tensors, backend), exact, strict=True):
+            assert (got.dtype, got.shape) == (dtype, want.shape)
+            if want.numel():
+                largest = max(want.abs().max().item(), 1.0)
+                assert (got.double() - want).abs().max() <= TOLERANCE[dtype] * largest, backend
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "130" in str(c) or "7x41" in str(c) or "5x7" in str(c)], ids=str)
+def test_strides_do_not_matter(case):
+    for backend in others(case.op):
+        tensors = tensors_of(case, torch.float32)
+        gaps = [torch.stack((t, torch.full_like(t, torch.nan)), 0 if t.dim() < 2 else -1) for t in tensors]
+        strided = [g[0] if t.dim() < 2 else g[..., 0] for t, g in zip(tensors, gaps, strict=True)]
+        for got, want in zip(compute(case, strided, backend), compute(case, tensors, backend), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_any_number_of_threads_gives_the_same_bits(case):
+    before = torch.get_num_threads()
+    for backend in others(case.op):
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(compute(case, tensors_of(case, torch.float32), backend))
+        torch.set_num_threads(before)
+        assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True)), backend
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # 1e4 is beyond float16
+@pytest.mark.parametrize("case", [c for c in CASES if c.op in ("gelu", "swiglu", "softmax", "attention", "layer_norm")
+                                  and ("7x41" in str(c) or "5x7" in str(c))], ids=str)
+def test_large_values_stay_finite(case, dtype):
+    tensors = tensors_of(case, dtype, scale=100.0)
+    exact = compute(case, [t.double() for t in tensors], "torch")
+    for backend in others(case.op):
+        got = compute(case, tensors, backend)
+        assert all(tensor.isfinite().all() for tensor in got)
+        # scores of 1e4 have an absolute error of 1e-3 in float32 before the exponential
+        assert (got[0].double() - exact[0]).abs().max() <= 3 * TOLERANCE[torch.bfloat16] * exact[0].abs().max()
+
+
+@pytest.mark.parametrize("op", ["gelu", "swiglu", "layer_norm", "rms_norm", "softmax", "attention"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_infinity_are_not_hidden(op, value):
+    case = next(c for c in CASES if c.op == op)
+    for backend in others(op):
+        tensors = tensors_of(case, torch.float32)
+        tensors[0].view(-1)[3] = value
+        got = compute(case, tensors, backend)[0]
+        if op == "attention":  # torch's fused kernel hides a NaN in q
+            assert not got.isfinite().all()
+        else:
+            assert torch.equal(got.isfinite(), compute(case, tensors, "torch")[0].isfinite())
+
+
+def test_outputs_do_not_depend_on_what_memory_held():
+    """Fresh memory is filled with NaN: no operator reads what it has not written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it
+    try:
+        assert torch.empty(3).isnan().all()
+        for case in CASES:
+            for backend in others(case.op):
+                for tensor in compute(case, tensors_of(case, torch.float32), backend):
+                    assert tensor.isfinite().all(), f"{case} {backend}"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+ROWS = ["2x3-7", "1x0-5", "4x2050-2050", "3x40-33"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_sum", [False, True])
+@pytest.mark.parametrize("size", ROWS)
+def test_cross_entropy_passes(size, with_sum, dtype):
+    shape, _, real = size.partition("-")
+    rows, cols = map(int, shape.split("x"))
+    real = min(int(real), cols)
+    logits = tensors_of(Case("", "", ((rows, cols),), lambda: ()), dtype, 3.0)[0]
+    column = torch.arange(rows) * 2 - 1  # on another rank, here, beyond
+    numbers = torch.rand(4, rows, dtype=torch.float64)
+    reference = ops.cross_entropy(logits.double(), "torch")
+    exact, gradient = reference.statistics(logits.double(), column, real, with_sum), logits.double().clone()
+    reference.gradient_(gradient, column, numbers, real)
+    for backend in others("cross_entropy"):
+        passes = ops.cross_entropy(logits, backend)
+        got, own = passes.statistics(logits, column, real, with_sum), logits.clone()
+        torch.testing.assert_close(got.double(), exact, rtol=3e-6, atol=1e-5)
+        passes.gradient_(own, column, numbers.to(got.dtype), real)
+        torch.testing.assert_close(own.double(), gradient, rtol=2 * torch.finfo(dtype).eps + 1e-6, atol=1e-6)
+        assert (own[:, real:] == 0).all()
+
+
+def test_every_op_takes_a_backend():
+    for op in registry.ops():
+        case = next((c for c in CASES if c.op == op), None)
+        with pytest.raises(ConfigError, match="is not a backend of"):
+            ops.cross_entropy(torch.ones(1, 1), "abacus") if case is None else compute(
+                case, tensors_of(case, torch.float32), "abacus")
