@@ -80,12 +80,18 @@ HYBRIDPAR_INLINE double multiply_add(double a, double b, double c) { return __bu
 // f(i, lane) for i in [0, n), by kLanes at a time: what a loop that sums by lane or only maps elements is made of.
 template <class F>
 HYBRIDPAR_INLINE void each(int64_t n, const F& f) {
+  constexpr int kShort = 8;  // what is left goes by this many: a head's half may be all there is
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
 #pragma omp simd
     for (int lane = 0; lane < kLanes; ++lane) f(i + lane, lane);
   }
-  for (int lane = 0; i + lane < n; ++lane) f(i + lane, lane);
+  int at = 0;
+  for (; i + at + kShort <= n; at += kShort) {
+#pragma omp simd
+    for (int lane = 0; lane < kShort; ++lane) f(i + at + lane, at + lane);
+  }
+  for (; i + at < n; ++at) f(i + at, at);
 }
 
 template <class W>
