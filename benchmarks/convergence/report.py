@@ -14,6 +14,7 @@ from benchmarks.convergence.results import Result, read_all
 from benchmarks.convergence.study import (
     BASES,
     MUON_RATES,
+    RATE_RULES,
     SEEDS,
     SWEEP,
     Variant,
@@ -159,12 +160,14 @@ class Study:
         rows, seed = [], SEEDS[0]
         for lr in sorted({*SWEEP, taken}):
             suffix = "" if lr == taken else rate_suffix(lr)
-            sync, stale = (self.losses(f"{prefix}{rule}{suffix}").get(seed) for rule in ("sync", "2bw"))
+            sync, *others = (self.losses(f"{prefix}{rule}{suffix}").get(seed) for rule in RATE_RULES)
             if sync is not None:
-                trails = gap_text(gap({seed: stale}, {seed: sync})) if stale is not None else ""
-                numbers = (f"{sync:.4f}", "" if stale is None else f"{stale:.4f}", trails)
-                rows.append(f"| {lr:g}{' (taken)' if lr == taken else ''} | {' | '.join(numbers)} |")
-        head = [f"| {optimizer}, learning rate (seed {seed}) | 1f1b | 2bw | 2bw trails by |", "|---|---|---|---|"]
+                against = {seed: sync}
+                cells = [f"{sync:.4f}", *("" if loss is None else f"{loss:.4f}, {gap_text(gap({seed: loss}, against))}"
+                                          for loss in others)]
+                rows.append(f"| {lr:g}{' (taken)' if lr == taken else ''} | {' | '.join(cells)} |")
+        head = [f"| {optimizer}, learning rate (seed {seed}) | {' | '.join(RATE_RULES)} |",
+                "|---|" + "---|" * len(RATE_RULES)]
         return "\n".join([*head, *rows]) if len(rows) > 1 else ""
 
 

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 STAGES = 4
 SEEDS = (1, 2, 3)
 BASES = {model: HERE / f"{model}.toml" for model in ("gpt", "bert")}
-SWEEP = (5e-4, 1e-3, 2e-3, 4e-3)
+SWEEP = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 
 Changes = Mapping[str, Any]
 """'section.key' -> its value, or a function of the baseline that gives it."""
@@ -48,6 +48,10 @@ CUT_FINEST = {"pipeline.num_microbatches": 32, "train.micro_batch_size": 1}
 EXTRAPOLATED = {"optim.staleness": "extrapolation"}
 MORE_MOMENTUM = {"optim.betas": [0.95, 0.95]}
 MUON = {"optim.name": "muon", "optim.momentum": 0.95, "optim.nesterov": True}
+RATE_RULES: Mapping[str, tuple[str, Changes]] = {
+    "sync": ("none", {}), "2bw": ("all", BW), "2bw-early-extrapolation": ("4 of 8", {**EARLY, **EXTRAPOLATED}),
+}
+"""What is run at several learning rates."""
 MUON_RATES = {"gpt": 2e-3, "bert": 2e-3}
 """The best for 1f1b of those tried; AdamW's are in the .toml files."""
 
@@ -108,9 +112,9 @@ def _rates(prefix: str, optimizer: Changes, taken: float) -> Iterator[Variant]:
     """The learning rates that the one taken was chosen from: one seed, and 2bw to tell staleness from instability."""
     for lr in SWEEP:
         if lr != taken:
-            sync, name, changes = f"{prefix}sync{rate_suffix(lr)}", f"learning rate {lr:g}", {**optimizer, **_rate(lr)}
-            yield Variant(sync, f"1f1b, {name}", changes, "none", seeds=SEEDS[:1])
-            yield Variant(f"{prefix}2bw{rate_suffix(lr)}", name, {**changes, **BW}, "all", sync, SEEDS[:1])
+            for rule, (stale, changes) in RATE_RULES.items():
+                yield Variant(f"{prefix}{rule}{rate_suffix(lr)}", f"{rule}, learning rate {lr:g}",
+                              {**optimizer, **_rate(lr), **changes}, stale, f"{prefix}sync{rate_suffix(lr)}", SEEDS[:1])
 
 
 def rate_suffix(lr: float) -> str:
