@@ -9,6 +9,7 @@ import time
 
 # What each benchmark measures here, at moderate size; more with its own flags (`python -m benchmarks.pipeline --help`).
 RUNS = (
+    ("ops",),
     ("single",),
     ("tensor_parallel",),
     ("data_parallel", "--microbatches", "2"),
