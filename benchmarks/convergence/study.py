@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 STAGES = 4
 SEEDS = (1, 2, 3)
 BASES = {model: HERE / f"{model}.toml" for model in ("gpt", "bert")}
-SWEEP = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+SWEEP = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 
 Changes = Mapping[str, Any]
 """'section.key' -> its value, or a function of the baseline that gives it."""
