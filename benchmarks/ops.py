@@ -48,21 +48,15 @@ SIZES = {"345M": Size(1, 1024, 1024, 16, 50304), "tiny": Size(4, 128, 256, 8, 40
 Function = Callable[..., Tensor]
 
 
-def rotary_eager(x: Tensor) -> Tensor:
+def rotary_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """With the tables made before, as models do."""
-    cos, sin = _tables(x.shape[2], x.shape[3], x.dtype)
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-_made: dict[Any, tuple[Tensor, Tensor]] = {}
-
-
-def _tables(s: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if (s, d, dtype) not in _made:
-        angle = torch.outer(torch.arange(s).double(), 10000.0 ** (torch.arange(d // 2).double() / (-d / 2)))
-        _made[s, d, dtype] = (angle.cos().to(dtype), angle.sin().to(dtype))
-    return _made[s, d, dtype]
+def rotary_tables(s: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angle = torch.outer(torch.arange(s).double(), 10000.0 ** (torch.arange(d // 2).double() / (-d / 2)))
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def softmax_eager(x: Tensor) -> Tensor:
@@ -87,7 +81,7 @@ def operations(size: Size, dtype: torch.dtype) -> dict[str, tuple[list[Tensor], 
     def heads() -> Tensor:
         return torch.randn(size.samples, s, n, d, dtype=dtype).transpose(1, 2).requires_grad_()
 
-    labels = torch.randint(size.vocab, (t,))
+    labels, tables = torch.randint(size.vocab, (t,)), rotary_tables(s, d, dtype)
     return {
         "rms_norm": ([leaf(t, h), leaf(h)], ops.rms_norm, lambda x, w: F.rms_norm(x, (h,), w, 1e-6)),
         "layer_norm": ([leaf(t, h), leaf(h), leaf(h)], ops.layer_norm,
@@ -100,7 +94,7 @@ def operations(size: Size, dtype: torch.dtype) -> dict[str, tuple[list[Tensor], 
         "bias + swiglu": ([leaf(t, 4 * h), leaf(4 * h)], ops.swiglu, swiglu_eager),
         "causal softmax": ([leaf(size.samples, n, s, s)], lambda x: ops.softmax(x, scale=0.125, causal=True),
                            softmax_eager),
-        "rotary": ([heads()], ops.rotary, rotary_eager),
+        "rotary": ([heads()], ops.rotary, lambda x: rotary_eager(x, *tables)),
         "causal attention": ([heads(), heads(), heads()], lambda q, k, v: ops.attention(q, k, v, causal=True),
                              lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
         "cross-entropy": ([leaf(t, size.vocab)], lambda x: vocab_parallel_cross_entropy(x, labels, Axis("tp")).sum(),
@@ -108,15 +102,23 @@ def operations(size: Size, dtype: torch.dtype) -> dict[str, tuple[list[Tensor], 
     }
 
 
-def step(function: Function, tensors: list[Tensor]) -> Step:
-    """Forward and backward; returns a number that tells whether two sides compute the same."""
+def gradient_for(function: Function, tensors: list[Tensor]) -> Tensor:
+    """What the backward pass begins with, the same for all sides."""
     with torch.no_grad():
-        seed = torch.randn(function(*tensors).shape, generator=torch.Generator().manual_seed(1))
-
-    def run(check: bool = False) -> float:
         out = function(*tensors)
-        grads = torch.autograd.grad(out, tensors, seed.to(out.dtype))
-        return sum(t.detach().double().abs().sum().item() for t in (out, *grads)) if check else 0.0
+    return torch.linspace(-1, 1, out.numel()).to(out.dtype).view(out.shape)
+
+
+def compute(function: Function, tensors: list[Tensor], gradient: Tensor) -> list[Tensor]:
+    """Forward and backward: the output and all gradients."""
+    out = function(*tensors)
+    return [out, *torch.autograd.grad(out, tensors, gradient)]
+
+
+def step(function: Function, tensors: list[Tensor], gradient: Tensor) -> Step:
+    def run() -> float:
+        compute(function, tensors, gradient)
+        return 0.0
 
     return run
 
@@ -126,10 +128,12 @@ def measure(size_name: str, dtype_name: str, rounds: int) -> list[dict[str, Any]
     for name, (tensors, ours, eager) in operations(SIZES[size_name], DTYPES[dtype_name]).items():
         torch._dynamo.reset()
         functions = {OURS: ours, "eager": eager, "compile": torch.compile(eager)}
-        steps = {side: step(function, tensors) for side, function in functions.items()}
-        values = {side: run(check=True) for side, run in steps.items()}  # type: ignore[call-arg]
-        for side, value in values.items():
-            assert abs(value - values[OURS]) <= TOLERANCE[dtype_name] * values[OURS], f"{name}: {values} ({side})"
+        gradient = gradient_for(eager, tensors)
+        steps = {side: step(function, tensors, gradient) for side, function in functions.items()}
+        values = {side: sum(t.detach().double().abs().sum().item() for t in compute(function, tensors, gradient))
+                  for side, function in functions.items()}
+        for value in values.values():
+            assert abs(value - values[OURS]) <= TOLERANCE[dtype_name] * values[OURS], f"{name}: {values}"
         start = time.perf_counter()
         steps[OURS]()
         repeat = max(1, round(ROUND_S / (time.perf_counter() - start)))

@@ -1,6 +1,6 @@
 // What the row-wise operators share: element types, exact lane-wise sums, exp, and splitting rows over threads.
 //
-// Everything here gives the same bits on every x86-64 and with any number of threads: sums go to kLanes partial sums
+// Written to give the same bits on every x86-64 and with any number of threads (which is tested): sums go to kLanes partial sums
 // by position, which are added as a tree, and multiply-adds are written out (std::fma has one rounding everywhere).
 #pragma once
 

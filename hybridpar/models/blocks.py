@@ -189,6 +189,7 @@ class ReplicatedLinear(ParallelModule):
         return nn.functional.linear(x, self.weight, self.bias)
 
     def without_bias(self, x: Tensor) -> Tensor:
+        """x W^T, for who adds the bias with something else. Shapes: as for forward."""
         return nn.functional.linear(x, self.weight)
 
 

@@ -71,7 +71,7 @@ def vocab_parallel_linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor 
                                         backend: str = "auto") -> Tensor:
     """vocab_parallel_cross_entropy of x W^T + b, of which only `chunk` rows exist at a time, and are computed twice.
 
-    Takes a third more time than the linear layer and the loss apart, and memory for 2 `chunk` rows of logits.
+    Four matrix products instead of three, and memory for `chunk` rows of logits instead of all.
 
     Shapes: x [.., h], replicated; weight [v_local, h], bias [v_local], labels int64 [..] -> [..], as there.
     Collectives: forward three all-reduces, as there; backward one of the gradient of x.

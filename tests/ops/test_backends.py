@@ -18,7 +18,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KEY, SITE = RandomKey(2**35 + 11, 7, 100), random.site("test.backends")
 DROPS = {"p": 0.3, "key": KEY, "site": SITE}
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Of the largest element: sums of a few hundred terms. bfloat16: 2^-8 once for the result, once for what enters it."""
+"""Of the largest element: sums of a few hundred terms; bfloat16, float16: 2^-8, 2^-11 for the result and inputs."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,11 @@ CASES = list(cases())
 
 
 def others(op: str) -> list[str]:
-    """The backends of `op`, besides the reference, that run on this CPU."""
-    return [row.name for row in registry.backends(op) if row.name != "torch" and not row.unsupported("cpu", None)]
+    """The backends of `op`, besides the reference, that run on this CPU; without any there is nothing to test."""
+    names = [row.name for row in registry.backends(op) if row.name != "torch" and not row.unsupported("cpu", None)]
+    if not names:
+        pytest.skip(f"only the reference of {op} runs here")
+    return names
 
 
 def compute(case: Case, tensors: list[Tensor], backend: str) -> list[Tensor]:
