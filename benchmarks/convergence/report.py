@@ -13,10 +13,11 @@ from benchmarks.convergence import plots
 from benchmarks.convergence.results import Result, read_all
 from benchmarks.convergence.study import (
     BASES,
+    BUDGET_BASELINE,
     MUON_RATES,
     RATE_RULES,
     SEEDS,
-    SWEEP,
+    SWEEPS,
     Variant,
     groups,
     rate_suffix,
@@ -119,8 +120,8 @@ class Study:
         if not self.results:
             return f"### {self.model.upper()}\n\nNo results yet."
         chosen = groups(self.model)
-        parts = [f"### {self.model.upper()}", self._facts(), self._table(chosen["adamw"]), self._budget_line(),
-                 self._table(chosen["muon"]), self._rate_table("AdamW", "", taken_rate(self.model)),
+        parts = [f"### {self.model.upper()}", self._facts(), self._table(chosen["adamw"]), self._table(chosen["muon"]),
+                 self._budget_line(), self._rate_table("AdamW", "", taken_rate(self.model)),
                  self._rate_table("Muon", "muon-", MUON_RATES[self.model])]
         parts.append(f"![Loss curves](plots/{self.model}_curves.svg)\n![Final loss](plots/{self.model}_final.svg)")
         return "\n\n".join(part for part in parts if part)
@@ -140,7 +141,7 @@ class Study:
             if not (losses := self.losses(variant.name)):
                 continue
             difference = self.gap(variant) if variant.name != variant.baseline else None
-            share = worth(difference.loss, budgets) if difference and variant.baseline == "sync" else None
+            share = worth(difference.loss, budgets) if difference and variant.baseline == BUDGET_BASELINE else None
             cells = (f"{variant.name}: {variant.about}", variant.stale, spread_text(losses), gap_text(difference),
                      f"{100 * share:.0f} %" if share else "")
             rows.append(f"| {' | '.join(cells)} |")
@@ -158,7 +159,7 @@ class Study:
     def _rate_table(self, optimizer: str, prefix: str, taken: float) -> str:
         """A row for each learning rate that has a result; empty where only the one taken has."""
         rows, seed = [], SEEDS[0]
-        for lr in sorted({*SWEEP, taken}):
+        for lr in sorted({*SWEEPS[prefix], taken}):
             suffix = "" if lr == taken else rate_suffix(lr)
             sync, *others = (self.losses(f"{prefix}{rule}{suffix}").get(seed) for rule in RATE_RULES)
             if sync is not None:

@@ -22,7 +22,8 @@ HERE = Path(__file__).parent
 STAGES = 4
 SEEDS = (1, 2, 3)
 BASES = {model: HERE / f"{model}.toml" for model in ("gpt", "bert")}
-SWEEP = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+SWEEPS = {"": (1e-3, 2e-3, 4e-3), "muon-": (2e-3, 4e-3, 8e-3, 16e-3)}
+"""Learning rates by the prefix of the optimizer's variants: AdamW and Muon."""
 
 Changes = Mapping[str, Any]
 """'section.key' -> its value, or a function of the baseline that gives it."""
@@ -52,8 +53,10 @@ RATE_RULES: Mapping[str, tuple[str, Changes]] = {
     "sync": ("none", {}), "2bw": ("all", BW), "2bw-early-extrapolation": ("4 of 8", {**EARLY, **EXTRAPOLATED}),
 }
 """What is run at several learning rates."""
-MUON_RATES = {"gpt": 2e-3, "bert": 2e-3}
-"""Of all runs with Muon but the sweep's, which says that 8e-3 is better for GPT. AdamW's are in the .toml files."""
+BUDGET_BASELINE = "muon-sync"
+"""Also run with fewer tokens."""
+MUON_RATES = {"gpt": 8e-3, "bert": 8e-3}
+"""Of all runs with Muon but the sweep's. AdamW's are in the .toml files."""
 
 
 def _corrected(how: str) -> Changes:
@@ -100,9 +103,10 @@ def _muon(lr: float) -> Iterator[Variant]:
     for name, about, changes, stale in (
         ("sync", "1f1b", {}, "none"), ("2bw", "2bw as in the paper", BW, "all"),
         ("2bw-early", "early switch, L = 1", EARLY, "4 of 8"),
-        ("2bw-early-m16", "early switch, L = 1, batch cut into 16", {**EARLY, **CUT_FINER}, "4 of 16"),
         ("2bw-extrapolation", "extrapolation", _corrected("extrapolation"), "all"),
         ("2bw-early-extrapolation", "early switch, L = 1, extrapolation", {**EARLY, **EXTRAPOLATED}, "4 of 8"),
+        ("2bw-early-m16-extrapolation", "early switch, L = 1, batch cut into 16, extrapolation",
+         {**EARLY, **CUT_FINER, **EXTRAPOLATED}, "4 of 16"),
         ("2bw-prediction", "weight prediction", _corrected("prediction"), "all"),
     ):
         yield Variant(f"muon-{name}", f"Muon, {about}", {**muon, **changes}, stale, "muon-sync")
@@ -110,7 +114,7 @@ def _muon(lr: float) -> Iterator[Variant]:
 
 def _rates(prefix: str, optimizer: Changes, taken: float) -> Iterator[Variant]:
     """The learning rates that the one taken was chosen from: one seed, and 2bw to tell staleness from instability."""
-    for lr in SWEEP:
+    for lr in SWEEPS[prefix]:
         if lr != taken:
             for rule, (stale, changes) in RATE_RULES.items():
                 yield Variant(f"{prefix}{rule}{rate_suffix(lr)}", f"{rule}, learning rate {lr:g}",
@@ -122,16 +126,19 @@ def rate_suffix(lr: float) -> str:
     return f"-lr{1e3 * lr:g}e-3"
 
 
-def _budgets() -> Iterator[Variant]:
+def _budgets(lr: float) -> Iterator[Variant]:
     """What fewer tokens cost: the measure of what a loss is worth."""
-    yield Variant("sync-90", "1f1b, 90 % of the tokens", _steps(0.9), "none")
-    yield Variant("sync-80", "1f1b, 80 % of the tokens", _steps(0.8), "none", seeds=SEEDS[:1])
+    for share in (0.9, 0.8):
+        percent = round(100 * share)
+        yield Variant(f"{BUDGET_BASELINE}-{percent}", f"Muon, 1f1b, {percent} % of the tokens",
+                      {**MUON, **_rate(lr), **_steps(share)}, "none", BUDGET_BASELINE, SEEDS[:1])
 
 
 def groups(model: str) -> dict[str, tuple[Variant, ...]]:
     """The variants by the question they answer."""
     return {
-        "adamw": tuple(_adamw()), "muon": tuple(_muon(MUON_RATES[model])), "budgets": tuple(_budgets()),
+        "adamw": tuple(_adamw()), "muon": tuple(_muon(MUON_RATES[model])),
+        "budgets": tuple(_budgets(MUON_RATES[model])),
         "rates": tuple(_rates("", {}, taken_rate(model))),
         "muon-rates": tuple(_rates("muon-", MUON, MUON_RATES[model])),
     }

@@ -63,11 +63,11 @@ def test_runs_of_a_seed_must_have_begun_alike() -> None:
 def written(tmp_path: Path) -> Path:
     """A folder of results for GPT whose gaps are known, and a README with markers."""
     for seed in (1, 2, 3):
-        results.write(made("sync", seed, 3.0 + seed / 100), tmp_path)
-        results.write(made("2bw", seed, 1.02 * (3.0 + seed / 100)), tmp_path)
-        results.write(made("sync-90", seed, 3.0 + seed / 100 + 0.03, num_steps=18), tmp_path)
-    rate = min(lr for lr in report.SWEEP if lr != report.taken_rate("gpt"))
-    results.write(made(f"sync{report.rate_suffix(rate)}", 1, 3.5), tmp_path)
+        results.write(made("muon-sync", seed, 3.0 + seed / 100), tmp_path)
+        results.write(made("muon-2bw", seed, 1.02 * (3.0 + seed / 100)), tmp_path)
+        results.write(made("muon-sync-90", seed, 3.0 + seed / 100 + 0.03, num_steps=18), tmp_path)
+    rate = min(lr for lr in report.SWEEPS["muon-"] if lr != report.MUON_RATES["gpt"])
+    results.write(made(f"muon-sync{report.rate_suffix(rate)}", 1, 3.5), tmp_path)
     (tmp_path / "README.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     return tmp_path
 
@@ -79,7 +79,7 @@ def test_report(written: Path) -> None:
     assert text.startswith(f"before\n{BEGIN}\n")
     assert text.endswith(f"{END}\nafter\n")
     assert "old" not in text
-    (row,) = [line for line in text.splitlines() if line.startswith("| 2bw: ")]
+    (row,) = [line for line in text.splitlines() if line.startswith("| muon-2bw: ")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     share = 0.9 ** (0.02 * 3.02 / 0.03)
     assert cells[2:] == ["3.0804 ± 0.0102", "+2.00 % ± 0.00", f"{100 * share:.0f} %"]
