@@ -1,4 +1,4 @@
-"""Finds the compiled extension `hybridpar._C`. The only place that imports it; nothing happens on import."""
+"""Finds the compiled extensions hybridpar._C and hybridpar._C_cuda. The only place that imports them; on first use."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ def missing() -> str | None:
     return _load()
 
 
+def missing_cuda() -> str | None:
+    """Why those operators have no CUDA versions here; None when they have. Loads them on first use."""
+    return _load_cuda()
+
+
 def constant_when_traced(function: Callable[..., Any]) -> None:
     """What torch.compiler.assume_constant_result does, without importing the compiler: a second at every start."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 constant_when_traced(missing)
+constant_when_traced(missing_cuda)
 
 
 @functools.cache
@@ -30,11 +36,22 @@ def _load() -> str | None:
         importlib.import_module("hybridpar._C")
     except ImportError as error:
         return f"the extension hybridpar._C is not built or does not load ({error})"
-    absent = [name for name in _FAKES if not hasattr(torch.ops.hybridpar, name)]
+    absent = [name for name in FAKES if not hasattr(torch.ops.hybridpar, name)]
     if absent:
         return f"the extension hybridpar._C is older than this checkout (no {', '.join(absent)}); build it again"
-    for name, fake in _FAKES.items():
+    for name, fake in FAKES.items():
         torch.library.register_fake(f"hybridpar::{name}", fake)
+    return None
+
+
+@functools.cache
+def _load_cuda() -> str | None:
+    if reason := missing():
+        return reason  # the operators are defined there
+    try:
+        importlib.import_module("hybridpar._C_cuda")
+    except ImportError as error:
+        return f"the extension hybridpar._C_cuda is not built or does not load ({error})"
     return None
 
 
@@ -118,7 +135,7 @@ def _nothing(*args: Any) -> None:
 
 
 # What tracing (torch.compile, meta tensors) needs to know of each operator: shape and type of what it returns.
-_FAKES: dict[str, Callable[..., Any]] = {
+FAKES: dict[str, Callable[..., Any]] = {
     "philox_bits": _bits_fake,
     "philox_normal": _normal_fake,
     "philox_dropout": _dropout_fake,

@@ -19,22 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 _MAX_QUADS = 256  # counters a program: 1024 elements, 8 a thread
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WORDS = ("key0", "key1", "step", "sample", "threshold")
 _PLAIN = [*_WORDS, "start", "stride", "scale"]  # vary from call to call: compile once for all values
 
 
-def unsupported(device_type: str | None, dtype: torch.dtype | None) -> str | None:
-    """Why `dropout` cannot run on such tensors (None: in general, on this machine); None when it can."""
-    if device_type not in (None, "cuda"):
-        return f"Triton runs on a GPU, not on {device_type}"
-    if dtype not in (None, *_DTYPES):
-        return f"has no {dtype} version"
-    return None if torch.cuda.is_available() else "no GPU here"
-
-
-def dropout(x: Tensor, key0: int, key1: int, step: int, sample: int, threshold: int, scale: float, stride: int,
-            start: int) -> Tensor:
+def philox_dropout(x: Tensor, key0: int, key1: int, step: int, sample: int, threshold: int, scale: float, stride: int,
+                   start: int) -> Tensor:
     """x * scale where the element's bits are at least `threshold`, otherwise 0.
 
     Shapes: x [num_samples, rows, cols], contiguous -> the same.

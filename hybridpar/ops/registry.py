@@ -1,8 +1,8 @@
 """One table of operations and the backends that can run them.
 
 A row names its code by text, so nothing is imported before it is used; a module that cannot be imported is a backend
-that cannot run. `unsupported(device_type, dtype)` of a row's module (both None: in general, on this machine) returns
-the reason why it cannot, or None.
+that cannot run. A row's check(op, device_type, dtype) (both None: in general, on this machine) returns the reason why
+it cannot, or None.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A way to run an operation: `path` is 'module:function'; `check` the same, or empty where it always can."""
+    """A way to run an operation: `path` is 'module:name.name'; `check` the same, or empty where it always can."""
 
     op: str
     name: str
@@ -36,7 +37,7 @@ class Backend:
     def unsupported(self, device_type: str | None = None, dtype: torch.dtype | None = None) -> str | None:
         """Why it cannot run on such tensors (None: in general, on this machine); None when it can."""
         try:
-            if reason := self.check and _load(self.check)(device_type, dtype):
+            if reason := self.check and _load(self.check)(self.op, device_type, dtype):
                 return reason
             _load(self.path)
         except ImportError as error:
@@ -44,27 +45,28 @@ class Backend:
         return None
 
 
-def _rows(op: str, *others: str, torch: str) -> tuple[Backend, ...]:
-    paths = {
-        "cpp": (f"hybridpar.ops.cpp:{op}", "hybridpar.ops.cpp:unsupported"),
-        "triton": (f"hybridpar.kernels.philox:{op}", "hybridpar.kernels.philox:unsupported"),
-    }
-    return *(Backend(op, name, *paths[name]) for name in others), Backend(op, "torch", f"hybridpar.ops.{torch}")
+def _rows(op: str, torch: str) -> tuple[Backend, ...]:
+    return (
+        Backend(op, "cpp", f"hybridpar.ops.fused:compiled.{op}", "hybridpar.ops.fused:cpp_unsupported"),
+        Backend(op, "triton", f"hybridpar.ops.fused:triton.{op}", "hybridpar.ops.triton:unsupported"),
+        Backend(op, "cuda", f"hybridpar.ops.fused:compiled.{op}", "hybridpar.ops.fused:cuda_unsupported"),
+        Backend(op, "torch", f"hybridpar.ops.{torch}"),
+    )
 
 
 # Per operation in the order `auto` tries them; the last one is the reference and always can.
 TABLE = (
-    *_rows("layer_norm", "cpp", torch="norm:layer_norm_torch"),
-    *_rows("rms_norm", "cpp", torch="norm:rms_norm_torch"),
-    *_rows("add_norm", "cpp", torch="norm:add_norm_torch"),
-    *_rows("bias_dropout_add", "cpp", torch="norm:bias_dropout_add_torch"),
-    *_rows("gelu", "cpp", torch="activation:gelu_torch"),
-    *_rows("swiglu", "cpp", torch="activation:swiglu_torch"),
-    *_rows("rotary", "cpp", torch="rotary:rotary_torch"),
-    *_rows("attention", "cpp", torch="attention:attention_torch"),
-    *_rows("softmax", "cpp", torch="attention:softmax_torch"),
-    *_rows("cross_entropy", "cpp", torch="cross_entropy:CrossEntropy"),
-    *_rows("dropout", "cpp", "triton", torch="dropout:dropout_torch"),
+    *_rows("layer_norm", "norm:layer_norm_torch"),
+    *_rows("rms_norm", "norm:rms_norm_torch"),
+    *_rows("add_norm", "norm:add_norm_torch"),
+    *_rows("bias_dropout_add", "norm:bias_dropout_add_torch"),
+    *_rows("gelu", "activation:gelu_torch"),
+    *_rows("swiglu", "activation:swiglu_torch"),
+    *_rows("rotary", "rotary:rotary_torch"),
+    *_rows("attention", "attention:attention_torch"),
+    *_rows("softmax", "attention:softmax_torch"),
+    *_rows("cross_entropy", "cross_entropy:CrossEntropy"),
+    *_rows("dropout", "dropout:dropout_torch"),
 )
 
 
@@ -93,7 +95,7 @@ def resolve(op: str, choice: str, x: Tensor) -> Callable[..., Any]:
     Raises: ConfigError if the backend does not exist or cannot run.
     """
     module, _, name = _path(op, choice, x.device.type, x.dtype).partition(":")
-    return getattr(sys.modules[module], name)
+    return attrgetter(name)(sys.modules[module])
 
 
 def select(op: str, choice: str = "auto", device_type: str | None = None, dtype: torch.dtype | None = None) -> Backend:
@@ -145,4 +147,4 @@ def _selected(op: str, choice: str, device_type: str, dtype: torch.dtype) -> Bac
 @functools.cache
 def _load(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return attrgetter(name)(importlib.import_module(module))

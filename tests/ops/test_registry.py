@@ -1,4 +1,5 @@
 import importlib
+from operator import attrgetter
 
 import pytest
 import torch
@@ -13,9 +14,7 @@ def test_every_row_names_code_that_exists():
     for row in registry.TABLE:
         for path in filter(None, (row.path, row.check)):
             module, _, name = path.partition(":")
-            if module == "hybridpar.kernels.philox":
-                pytest.importorskip("triton")
-            assert callable(getattr(importlib.import_module(module), name)), path
+            assert attrgetter(name)(importlib.import_module(module)), path
 
 
 def test_every_op_is_public_and_ends_with_its_reference():
@@ -39,7 +38,7 @@ def test_auto_takes_the_first_that_can(monkeypatch):
 
 def fake_load(path):
     if path == "tests_only:check":
-        return lambda device, dtype: None if device == "tpu" else f"wants a tpu, not {device}"
+        return lambda op, device, dtype: None if device == "tpu" else f"wants a tpu, not {device}"
     if "nowhere" in path:
         raise ImportError("no nowhere")
     return abs
@@ -48,12 +47,23 @@ def fake_load(path):
 def test_a_named_backend_that_cannot_run_says_why():
     with pytest.raises(ConfigError, match=r"kernels\.dropout = 'triton': cannot run here: .*; try auto or"):
         select("dropout", "triton", "cpu", torch.float32)
-    with pytest.raises(ConfigError, match=r"'apex': is not a backend of dropout, which has cpp, triton, torch"):
+    with pytest.raises(ConfigError, match=r"'apex': is not a backend of dropout, which has cpp, triton, cuda, torch"):
         select("dropout", "apex")
     with pytest.raises(ConfigError, match="is not an operation"):
         select("convolution")
     with pytest.raises(ConfigError, match=r"has no torch\.int32 version"):
         select("dropout", "cpp", "cpu", torch.int32)
+
+
+def test_triton_and_cuda_say_why_they_cannot():
+    def reason(op, name, *where):
+        (row,) = (row for row in registry.backends(op) if row.name == name)
+        return row.unsupported(*where)
+
+    for name in ("triton", "cuda"):
+        for op in registry.ops():
+            assert "GPU" in reason(op, name, "cpu", torch.float32)
+            assert reason(op, name, "cuda", torch.int32) == "has no torch.int32 version"
 
 
 def test_without_the_extension_everything_runs_on_torch(monkeypatch):

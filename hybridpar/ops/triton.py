@@ -1,0 +1,61 @@
+"""The Triton kernels (kernels/) as operators torch.ops.hybridpar_triton.*, for torch.compile to see from outside.
+
+Names, arguments and results are those of csrc. In Triton's interpreter (TRITON_INTERPRET=1) they take tensors on the
+CPU: hours where the compiled ones take a second, for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+
+import torch
+
+from hybridpar.native import FAKES, constant_when_traced
+from hybridpar.ops.fused import PASSES
+
+MODULES = {"philox": ("philox_dropout",)}
+"""The kernels' modules, and the operators that each has."""
+
+
+def unsupported(op: str, device_type: str | None, dtype: torch.dtype | None) -> str | None:
+    """Why Triton cannot run `op` on such tensors (None: in general, on this machine); None when it can."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device_type not in (None, "cpu" if interpreted else "cuda"):
+        return "its interpreter runs on the CPU" if interpreted else f"runs on a GPU, not on {device_type}"
+    if interpreted and dtype == torch.bfloat16:
+        return "its interpreter computes bfloat16 wrongly"
+    if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+        return f"has no {dtype} version"
+    known = {name for names in MODULES.values() for name in names}
+    if not known.issuperset(PASSES[op]):
+        return f"has no version of {op}"
+    if not interpreted and not torch.cuda.is_available():
+        return "no GPU here"
+    return _load()
+
+
+@functools.cache
+def _load() -> str | None:
+    """Registers the operators; why that cannot be done, if it cannot."""
+    library = torch.library.Library("hybridpar_triton", "DEF")
+    for module, names in MODULES.items():
+        try:
+            kernels = importlib.import_module(f"hybridpar.kernels.{module}")
+        except ImportError as error:
+            return f"cannot be imported ({error})"
+        for name in names:
+            function = getattr(kernels, name)
+            changed = ("logits",) if name.endswith("_") else ()
+            library.define(name + torch.library.infer_schema(function, mutates_args=changed))
+            library.impl(name, function, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"hybridpar_triton::{name}", FAKES[name], lib=library)
+    _libraries.append(library)
+    return None
+
+
+_libraries: list[torch.library.Library] = []
+"""An operator lives as long as its library."""
+
+constant_when_traced(unsupported)
