@@ -1,4 +1,7 @@
-"""Every operation on every backend that runs here: outputs and all gradients against float64, at awkward inputs."""
+"""Every operation on every backend that runs here: outputs and all gradients against float64, at awkward inputs.
+
+On the CPU these are C++ and, in Triton's interpreter (test_interpreter.py), Triton; with a GPU also what runs there.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,10 @@ class Case:
         return f"{self.op}-{self.name}"
 
 
+def on(tensor: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if tensor is None else tensor.to(x.device)
+
+
 def cases() -> Iterator[Case]:
     for shape in ((3, 7, 41), (2, 64), (1, 1), (5, 1030), (0, 8), (300, 33)):
         name, h = "x".join(map(str, shape)), shape[-1:]
@@ -61,7 +68,7 @@ def cases() -> Iterator[Case]:
         yield Case("rotary", f"{s}x{d}", (shape,), lambda x, k: ops.rotary(x, offset=500, backend=k))
         each = torch.arange(b * s).view(b, s).flip(-1)
         yield Case("rotary", f"{s}x{d}-positions", (shape,),
-                   lambda x, k, each=each: ops.rotary(x, positions=each, backend=k))
+                   lambda x, k, each=each: ops.rotary(x, positions=each.to(x.device), backend=k))
     for b, n, s, kv in ((2, 3, 5, 7), (1, 2, 40, 40), (1, 1, 3, 1100), (0, 1, 3, 4)):
         real = torch.arange(b * kv).view(b, kv) % 3 != 1
         for causal in (False, True):
@@ -69,7 +76,7 @@ def cases() -> Iterator[Case]:
                 mask = real if padded else None
                 yield Case("softmax", f"{s}x{kv}{'-causal' * causal}{'-padded' * padded}", ((b, n, s, kv),),
                            lambda x, k, c=causal, m=mask: ops.softmax(
-                               x, scale=0.7, causal=c, padding_mask=m, backend=k))
+                               x, scale=0.7, causal=c, padding_mask=on(m, x), backend=k))
     for b, n, n_kv, s, d, index in ((2, 3, 3, 5, 7, None), (1, 4, 2, 131, 32, None), (1, 2, 1, 70, 40, None),
                                     (2, 3, 2, 33, 5, [1, 0, 1]), (1, 1, 1, 260, 64, None), (1, 1, 1, 1, 1, None)):
         real = torch.arange(b * s).view(b, s) % 4 != 1
@@ -81,16 +88,20 @@ def cases() -> Iterator[Case]:
                         "attention", f"{name}{'-causal' * causal}{'-padded' * padded}{'-dropout' * (p > 0)}",
                         ((b, n, s, d), (b, n_kv, s, d), (b, n_kv, s, d)),
                         lambda q, k, v, backend, c=causal, m=mask, i=index, p=p: ops.attention(
-                            q, k, v, causal=c, padding_mask=m, kv_index=i, dropout_p=p, key=KEY, site=SITE,
+                            q, k, v, causal=c, padding_mask=on(m, q), kv_index=i, dropout_p=p, key=KEY, site=SITE,
                             head_start=3, backend=backend))
 
 
 CASES = list(cases())
 
 
-def others(op: str) -> list[str]:
-    """The backends of `op`, besides the reference, that run on this CPU; without any there is nothing to test."""
-    names = [row.name for row in registry.backends(op) if row.name != "torch" and not row.unsupported("cpu", None)]
+DEVICES = ["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")])]
+
+
+def others(op: str, device: str = "cpu", dtype: torch.dtype | None = None) -> list[str]:
+    """The backends of `op`, besides the reference, that run on such tensors; without any there is nothing to test."""
+    names = [row.name for row in registry.backends(op) if row.name != "torch" and not row.unsupported(device, dtype)]
     if not names:
         pytest.skip(f"only the reference of {op} runs here")
     return names
@@ -100,22 +111,23 @@ def compute(case: Case, tensors: list[Tensor], backend: str) -> list[Tensor]:
     leaves = [t.detach().requires_grad_() for t in tensors]
     out = case.function(*leaves, backend)
     outs = list(out) if isinstance(out, tuple) else [out]
-    seeds = [torch.randn(o.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64).to(o.dtype)
+    seeds = [torch.randn(o.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64).to(o)
              for i, o in enumerate(outs)]
     return [*outs, *torch.autograd.grad(outs, leaves, seeds)]
 
 
-def tensors_of(case: Case, dtype: torch.dtype, scale: float = 1.0) -> list[Tensor]:
+def tensors_of(case: Case, dtype: torch.dtype, scale: float = 1.0, device: str = "cpu") -> list[Tensor]:
     g = torch.Generator().manual_seed(sum(map(sum, case.shapes)))
-    return [(scale * torch.randn(shape, generator=g, dtype=torch.float64)).to(dtype) for shape in case.shapes]
+    return [(scale * torch.randn(shape, generator=g, dtype=torch.float64)).to(device, dtype) for shape in case.shapes]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_outputs_and_gradients_against_float64(case, dtype):
-    tensors = tensors_of(case, dtype)
+def test_outputs_and_gradients_against_float64(case, dtype, device):
+    tensors = tensors_of(case, dtype, device=device)
     exact = compute(case, [t.double() for t in tensors], "torch")
-    for backend in others(case.op):
+    for backend in others(case.op, device, dtype):
         for got, want in zip(compute(case, tensors, backend), exact, strict=True):
             assert (got.dtype, got.shape) == (dtype, want.shape)
             if want.numel():
@@ -124,9 +136,10 @@ def test_outputs_and_gradients_against_float64(case, dtype):
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "130" in str(c) or "7x41" in str(c) or "5x7" in str(c)], ids=str)
-def test_strides_do_not_matter(case):
-    for backend in others(case.op):
-        tensors = tensors_of(case, torch.float32)
+@pytest.mark.parametrize("device", DEVICES)
+def test_strides_do_not_matter(case, device):
+    for backend in others(case.op, device):
+        tensors = tensors_of(case, torch.float32, device=device)
         gaps = [torch.stack((t, torch.full_like(t, torch.nan)), 0 if t.dim() < 2 else -1) for t in tensors]
         strided = [g[0] if t.dim() < 2 else g[..., 0] for t, g in zip(tensors, gaps, strict=True)]
         for got, want in zip(compute(case, strided, backend), compute(case, tensors, backend), strict=True):
@@ -148,10 +161,11 @@ def test_any_number_of_threads_gives_the_same_bits(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # 1e4 is beyond float16
 @pytest.mark.parametrize("case", [c for c in CASES if c.op in ("gelu", "swiglu", "softmax", "attention", "layer_norm")
                                   and ("7x41" in str(c) or "5x7" in str(c))], ids=str)
-def test_large_values_stay_finite(case, dtype):
-    tensors = tensors_of(case, dtype, scale=100.0)
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_values_stay_finite(case, dtype, device):
+    tensors = tensors_of(case, dtype, 100.0, device)
     exact = compute(case, [t.double() for t in tensors], "torch")
-    for backend in others(case.op):
+    for backend in others(case.op, device, dtype):
         got = compute(case, tensors, backend)
         assert all(tensor.isfinite().all() for tensor in got)
         # scores of 1e4 have an absolute error of 1e-3 in float32 before the exponential
@@ -160,10 +174,11 @@ def test_large_values_stay_finite(case, dtype):
 
 @pytest.mark.parametrize("op", ["gelu", "swiglu", "layer_norm", "rms_norm", "softmax", "attention"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_and_infinity_are_not_hidden(op, value):
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_and_infinity_are_not_hidden(op, value, device):
     case = next(c for c in CASES if c.op == op)
-    for backend in others(op):
-        tensors = tensors_of(case, torch.float32)
+    for backend in others(op, device):
+        tensors = tensors_of(case, torch.float32, device=device)
         tensors[0].view(-1)[3] = value
         got = compute(case, tensors, backend)[0]
         if op == "attention":  # torch's fused kernel hides a NaN in q
@@ -172,15 +187,16 @@ def test_nan_and_infinity_are_not_hidden(op, value):
             assert torch.equal(got.isfinite(), compute(case, tensors, "torch")[0].isfinite())
 
 
-def test_outputs_do_not_depend_on_what_memory_held():
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outputs_do_not_depend_on_what_memory_held(case, device):
     """Fresh memory is filled with NaN: no operator reads what it has not written."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it
     try:
-        assert torch.empty(3).isnan().all()
-        for case in CASES:
-            for backend in others(case.op):
-                for tensor in compute(case, tensors_of(case, torch.float32), backend):
-                    assert tensor.isfinite().all(), f"{case} {backend}"
+        assert torch.empty(3, device=device).isnan().all()
+        for backend in others(case.op, device):
+            for tensor in compute(case, tensors_of(case, torch.float32, device=device), backend):
+                assert tensor.isfinite().all(), backend
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -191,17 +207,18 @@ ROWS = ["2x3-7", "1x0-5", "4x2050-2050", "3x40-33"]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_sum", [False, True])
 @pytest.mark.parametrize("size", ROWS)
-def test_cross_entropy_passes(size, with_sum, dtype):
+@pytest.mark.parametrize("device", DEVICES)
+def test_cross_entropy_passes(size, with_sum, dtype, device):
     shape, _, real = size.partition("-")
     rows, cols = map(int, shape.split("x"))
     real = min(int(real), cols)
-    logits = tensors_of(Case("", "", ((rows, cols),), lambda: ()), dtype, 3.0)[0]
-    column = torch.arange(rows) * 2 - 1  # on another rank, here, beyond
-    numbers = torch.rand(4, rows, dtype=torch.float64)
+    logits = tensors_of(Case("", "", ((rows, cols),), lambda: ()), dtype, 3.0, device)[0]
+    column = torch.arange(rows, device=device) * 2 - 1  # on another rank, here, beyond
+    numbers = torch.rand(4, rows, dtype=torch.float64, device=device)
     reference = ops.cross_entropy(logits.double(), "torch")
     exact, gradient = reference.statistics(logits.double(), column, real, with_sum), logits.double().clone()
     reference.gradient_(gradient, column, numbers, real)
-    for backend in others("cross_entropy"):
+    for backend in others("cross_entropy", device, dtype):
         passes = ops.cross_entropy(logits, backend)
         got, own = passes.statistics(logits, column, real, with_sum), logits.clone()
         torch.testing.assert_close(got.double(), exact, rtol=3e-6, atol=1e-5)
