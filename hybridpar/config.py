@@ -217,6 +217,11 @@ class Config:
         return self.global_batch_size * self.model.seq_length
 
 
+def triton_is_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 @dataclass(frozen=True)
 class Launch:
     """What the launcher (torchrun) says of this process."""

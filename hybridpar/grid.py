@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import product
 from math import prod
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from hybridpar.errors import config_error
-
-AXIS_ORDER = ("pp", "dp", "tp")  # slowest to fastest
 
 
 @dataclass(slots=True)
@@ -106,23 +106,15 @@ class ProcessGrid:
             self._set(*(Axis(name, 0, (rank,)) for name in ("tp", "dp", "pp", "pp_reverse", "ends", "world")))
             return
         rank = dist.get_rank()
-        mesh = init_device_mesh(device_type, tuple(sizes[a] for a in AXIS_ORDER), mesh_dim_names=AXIS_ORDER)
-        axes = {}
-        for name in AXIS_ORDER:
-            group = mesh.get_group(name)
-            axes[name] = _axis(name, rank, tuple(dist.get_process_group_ranks(group)), group)
-        lines = [
-            tuple((s * dp + d) * tp + t for s in range(pp)) for d, t in product(range(dp), range(tp))
-        ]  # the ranks of each pipeline, stage by stage
-        ends = [
-            tuple((s * dp + d) * tp + t for s in (0, pp - 1) for d in range(dp)) for t in range(tp)
-        ] if pp > 1 else []
-        self._set(
-            axes["tp"], axes["dp"], axes["pp"],
-            _new_axis("pp_reverse", rank, lines),
-            _new_axis("ends", rank, ends),
-            _new_axis("world", rank, [tuple(range(num_ranks))]),
-        )
+        lines = {
+            "tp": [[(s * dp + d) * tp + t for t in range(tp)] for s, d in product(range(pp), range(dp))],
+            "dp": [[(s * dp + d) * tp + t for d in range(dp)] for s, t in product(range(pp), range(tp))],
+            "pp": [[(s * dp + d) * tp + t for s in range(pp)] for d, t in product(range(dp), range(tp))],
+            "ends": [[(s * dp + d) * tp + t for s in (0, pp - 1) for d in range(dp)] for t in range(tp) if pp > 1],
+            "world": [list(range(num_ranks))],
+        }
+        lines["pp_reverse"] = lines["pp"]
+        self._set(*(_axis(name, rank, lines[name]) for name in ("tp", "dp", "pp", "pp_reverse", "ends", "world")))
 
     def _set(self, tp: Axis, dp: Axis, pp: Axis, pp_reverse: Axis, ends: Axis, world: Axis) -> None:
         self.tp, self.dp, self.pp, self.pp_reverse, self.ends, self.world = tp, dp, pp, pp_reverse, ends, world
@@ -136,15 +128,39 @@ class ProcessGrid:
         return f"rank {self.rank} (stage {self.pp.rank}, replica {self.dp.rank}, tensor part {self.tp.rank})"
 
 
-def _axis(name: str, rank: int, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> Axis:
-    return Axis(name, ranks.index(rank), ranks, group if len(ranks) > 1 else None)
-
-
-def _new_axis(name: str, rank: int, lines: list[tuple[int, ...]]) -> Axis:
-    """Every rank creates every group, in the same order, as torch.distributed requires; returns this rank's own."""
+def _axis(name: str, rank: int, lines: list[list[int]]) -> Axis:
+    """This rank's line of those, with a group. Every rank creates every group in the same order, as torch requires."""
     mine = Axis(name, 0, (rank,))
     for line in lines:
-        group = dist.new_group(list(line)) if len(line) > 1 else None
+        group = _new_group(name, line) if len(line) > 1 else None
         if rank in line:
-            mine = _axis(name, rank, line, group)
+            mine = Axis(name, line.index(rank), tuple(line), group)
     return mine
+
+
+def _new_group(name: str, ranks: list[int]) -> dist.ProcessGroup:
+    """A group with the timeout of the job's own."""
+    backend = str(dist.get_backend())
+    options = _of_the_job("cuda" if backend == "nccl" else "cpu")
+    return dist.new_group(ranks, options._timeout, _SHARED_GLOO if backend == "gloo" else backend, group_desc=name)
+
+
+def _of_the_job(device_type: str) -> Any:
+    """The options of the job's own group, for tensors of that device."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD._get_backend(torch.device(device_type)).options
+
+
+def _shared_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Gloo on the thread that the job's own group has for its sockets.
+
+    Otherwise each group brings one, which wakes up a hundred times a second and takes that time from whoever computes.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices, options._timeout = _of_the_job("cpu")._devices, timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)  # type: ignore[call-arg]
+
+
+_SHARED_GLOO = "shared_gloo"
+if dist.is_gloo_available():
+    dist.Backend.register_backend(_SHARED_GLOO, _shared_gloo, devices="cpu")

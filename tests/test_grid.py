@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import TIMEOUT, run_ranks
 
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis, ProcessGrid, Traffic
@@ -107,3 +108,24 @@ def wrong_size_and_two_grids() -> None:
 @pytest.mark.ranks
 def test_wrong_size_and_two_grids() -> None:
     run_ranks(wrong_size_and_two_grids, 2)
+
+
+def one_thread_and_one_timeout_for_all_groups() -> None:
+    before = socket_threads()
+    grid = ProcessGrid(pp=2)
+    dist.all_reduce(torch.ones(1), group=grid.pp.group)
+    assert before == socket_threads() == 1
+    for axis in (grid.pp, grid.pp_reverse, grid.ends, grid.world):
+        assert axis.group is not None
+        assert axis.group._get_backend(torch.device("cpu")).options._timeout == TIMEOUT
+        assert axis.group.group_desc == axis.name
+
+
+def socket_threads() -> int:
+    return sum(path.read_text().startswith("gloo_tcp") for path in Path("/proc/self/task").glob("*/comm"))
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads the way Linux shows them")
+def test_one_thread_and_one_timeout_for_all_groups() -> None:
+    run_ranks(one_thread_and_one_timeout_for_all_groups, 2)

@@ -248,8 +248,25 @@ class Generate:
         return 0
 
 
+@dataclass(frozen=True)
+class Doctor:
+    """Say what this machine is, what was built for it, and which code each operator runs."""
+
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.cli.doctor import examine, lines, problem
+
+        found = examine()
+        wrong = problem(found)
+        print(json.dumps({"ok": wrong is None, **found}) if self.json else "\n".join(lines(found)))
+        if wrong:
+            print(f"\n{wrong}", file=sys.stderr)
+        return 1 if wrong else 0
+
+
 COMMANDS: dict[str, type[Any]] = {
-    kind.__name__.lower(): kind for kind in (Train, Verify, Check, Simulate, Preprocess, Generate)
+    kind.__name__.lower(): kind for kind in (Train, Verify, Check, Simulate, Preprocess, Generate, Doctor)
 }
 
 

@@ -45,19 +45,20 @@ class Backend:
         return None
 
 
-def _rows(op: str, torch: str) -> tuple[Backend, ...]:
+def _rows(op: str, torch: str, *, apex: bool = False) -> tuple[Backend, ...]:
     return (
         Backend(op, "cpp", f"hybridpar.ops.fused:compiled.{op}", "hybridpar.ops.fused:cpp_unsupported"),
         Backend(op, "triton", f"hybridpar.ops.fused:triton.{op}", "hybridpar.ops.triton:unsupported"),
         Backend(op, "cuda", f"hybridpar.ops.fused:compiled.{op}", "hybridpar.ops.fused:cuda_unsupported"),
+        *([Backend(op, "apex", f"hybridpar.ops.apex:{op}", "hybridpar.ops.apex:unsupported")] if apex else []),
         Backend(op, "torch", f"hybridpar.ops.{torch}"),
     )
 
 
 # Per operation in the order `auto` tries them; the last one is the reference and always can.
 TABLE = (
-    *_rows("layer_norm", "norm:layer_norm_torch"),
-    *_rows("rms_norm", "norm:rms_norm_torch"),
+    *_rows("layer_norm", "norm:layer_norm_torch", apex=True),
+    *_rows("rms_norm", "norm:rms_norm_torch", apex=True),
     *_rows("add_norm", "norm:add_norm_torch"),
     *_rows("bias_dropout_add", "norm:bias_dropout_add_torch"),
     *_rows("gelu", "activation:gelu_torch"),

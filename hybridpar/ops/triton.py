@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 
 import torch
 
+from hybridpar.config import triton_is_interpreted
 from hybridpar.native import FAKES, constant_when_traced
 from hybridpar.ops.fused import PASSES
 
@@ -21,7 +21,7 @@ MODULES = {"philox": ("philox_dropout",)}
 
 def unsupported(op: str, device_type: str | None, dtype: torch.dtype | None) -> str | None:
     """Why Triton cannot run `op` on such tensors (None: in general, on this machine); None when it can."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    interpreted = triton_is_interpreted()
     if device_type not in (None, "cpu" if interpreted else "cuda"):
         return "its interpreter runs on the CPU" if interpreted else f"runs on a GPU, not on {device_type}"
     if interpreted and dtype == torch.bfloat16:

@@ -1,0 +1,122 @@
+"""What this machine is, what of hybridpar was built for it, and which code each operator runs, and why not other."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridpar import __version__, native
+from hybridpar.ops import registry
+
+DTYPES = (torch.float32, torch.bfloat16)
+PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "apex")
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
+"""Instruction sets that decide how fast matrices are multiplied."""
+
+
+def examine() -> dict[str, Any]:
+    """Everything that `hybridpar doctor` says, as plain data."""
+    devices = ["cpu", *["cuda"] * torch.cuda.is_available()]
+    return {
+        "versions": {"hybridpar": __version__, "python": platform.python_version(), **_versions(),
+                     "cuda of torch": torch.version.cuda},
+        "machine": {"system": f"{platform.system()} {platform.machine()}", **_cpu(), "memory_gib": _memory_gib(),
+                    "gpus": [_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+                    "c++": shutil.which("c++"), "nvcc": shutil.which("nvcc")},
+        "built": {"hybridpar._C": native.missing() or "yes", "hybridpar._C_cuda": native.missing_cuda() or "yes"},
+        "operators": {device: {op: _choices(op, device) for op in registry.ops()} for device in devices},
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _cpu() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
+    known = flags[1].split() if flags else []
+    return {
+        "cpu": model[1] if model else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "instructions": [name for name in CPU_FLAGS if name in known],
+    }
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError):
+        return None
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name, "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1), "multiprocessors": properties.multi_processor_count,
+    }
+
+
+def _choices(op: str, device: str) -> dict[str, Any]:
+    """The backend that `auto` takes for each type of elements, and why the others cannot run at all there."""
+    taken = {str(dtype).removeprefix("torch."): registry.select(op, "auto", device, dtype).name for dtype in DTYPES}
+    reasons = {row.name: row.unsupported(device, DTYPES[0]) for row in registry.backends(op)}
+    return {**taken, "cannot": {name: reason for name, reason in reasons.items() if reason}}
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """`examine` for people."""
+    versions, machine = found["versions"], found["machine"]
+    yield ", ".join(f"{name} {version or '(none)'}" for name, version in versions.items())
+    yield f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}; " \
+          f"{' '.join(machine['instructions']) or 'no vector instructions that we know'}"
+    for gpu in machine["gpus"]:
+        yield f"{gpu['name']}, {gpu['memory_gib']} GiB, capability {gpu['capability']}, " \
+              f"{gpu['multiprocessors']} multiprocessors"
+    yield f"C++ compiler: {machine['c++'] or 'none'}; nvcc: {machine['nvcc'] or 'none'}"
+    yield ""
+    for name, state in found["built"].items():
+        yield f"{name}: {state}"
+    for device, operators in found["operators"].items():
+        yield ""
+        yield from _table(device, operators)
+
+
+def _table(device: str, operators: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+    yield f"{'operators on ' + device:<20}" + "".join(f"{dtype:<10}" for dtype in dtypes)
+    for op, choice in operators.items():
+        yield f"  {op:<18}" + "".join(f"{choice[dtype]:<10}" for dtype in dtypes)
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for op, choice in operators.items():
+        for name, reason in choice["cannot"].items():
+            grouped.setdefault((name, reason), []).append(op)
+    for (name, reason), ops in grouped.items():
+        yield f"not {name} for {'any' if len(ops) == len(operators) else ', '.join(ops)}: {reason}"
+
+
+def problem(found: Mapping[str, Any]) -> str | None:
+    """What an installation lacks that it should have; None where nothing."""
+    if found["built"]["hybridpar._C"] != "yes" and sys.platform == "linux":
+        return "the C++ operators are missing, plain torch runs instead: HYBRIDPAR_BUILD=cpu pip install says why"
+    if found["operators"].get("cuda") and found["versions"]["triton"] is None:
+        return "there is a GPU, and triton is not installed: pip install triton"
+    return None

@@ -1,0 +1,47 @@
+"""`hybridpar doctor`: what is here, what was built, what each operator runs, and why not other code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hybridpar import __version__, native
+from hybridpar.cli import main
+from hybridpar.cli.doctor import lines, problem
+from hybridpar.ops import registry
+
+
+def test_says_what_every_operator_runs_and_why_not_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    built = native.missing() is None
+    assert (status, found["ok"]) == (int(not built), built)
+    assert found["versions"]["hybridpar"] == __version__
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["machine"]["cores"] >= 1
+    assert list(found["operators"]["cpu"]) == list(registry.ops())
+    for op, choice in found["operators"]["cpu"].items():
+        assert choice["float32"] == choice["bfloat16"] == ("cpp" if built else "torch")
+        others = {row.name for row in registry.backends(op)} - {"torch"}
+        assert set(choice["cannot"]) == (others - {"cpp"} if built else others)
+    text = "\n".join(lines(found))
+    assert f"hybridpar {__version__}" in text
+    assert "not triton for any: " in text
+    assert "not apex for layer_norm, rms_norm: runs on a GPU, not on cpu" in text
+
+
+def test_a_missing_extension_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(native, "missing", lambda: "the extension is not built (no compiler)")
+    assert main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert "hybridpar._C: the extension is not built (no compiler)" in out
+    assert "not cpp for any: the extension is not built (no compiler)" in out
+    assert "HYBRIDPAR_BUILD=cpu" in err
+
+
+def test_a_gpu_without_triton_is_a_problem() -> None:
+    found = {"built": {"hybridpar._C": "yes"}, "versions": {"triton": None}, "operators": {"cuda": {"gelu": {}}}}
+    assert "pip install triton" in str(problem(found))
+    assert problem({**found, "versions": {"triton": "3.6.0"}}) is None
