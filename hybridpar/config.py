@@ -148,6 +148,8 @@ class TrainConfig:
     log_interval: int = 1
     measure_memory: bool = False
     """Say at the end how the allocator's peak compares with the predicted one; slows the first batches down on CPUs."""
+    keep_memory: bool = True
+    """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system and taken anew."""
     timeout_s: float = 60.0
     """Longest wait for another rank before the job is given up."""
 

@@ -6,6 +6,7 @@ hour while the others wait. The process group comes after that, with train.timeo
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import time
@@ -23,6 +24,7 @@ from hybridpar.train.errors import LostContactError
 T = TypeVar("T")
 _POLL_S = 0.02, 0.5
 """First and longest pause between two looks into the store."""
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 class Job:
@@ -148,3 +150,15 @@ def set_threads(wanted: int, launch: Launch) -> int:
     threads = wanted or max(1, cores // launch.local_world_size)
     torch.set_num_threads(threads)
     return threads
+
+
+def keep_freed_memory() -> bool:
+    """Has glibc's malloc keep what is freed; whether this is glibc.
+
+    By default it returns large tensors to the system at once, and every step takes them anew, page by page, which
+    costs more than the work on them.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return False
+    return bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))

@@ -25,7 +25,7 @@ from hybridpar.train import folder as run_folder
 from hybridpar.train.engine import Engine
 from hybridpar.train.failure import describe_failure
 from hybridpar.train.generate import Generator, Sampling
-from hybridpar.train.launch import Job, choose_device, set_threads
+from hybridpar.train.launch import Job, choose_device, keep_freed_memory, set_threads
 from hybridpar.train.progress import Reporter, make_reporter
 from hybridpar.train.run import Outcome, Run
 from hybridpar.train.settle import settle_early_switch
@@ -44,6 +44,8 @@ def train(config: Config, launch: Launch) -> Outcome:
     config = resolve(config, launch.world_size)
     device = choose_device(config.train.device, launch)
     threads = set_threads(config.train.threads, launch)
+    if config.train.keep_memory and device.type == "cpu":
+        keep_freed_memory()
     job = Job.connect(launch)
     folder, num_steps, first = config.run.folder, config.train.num_steps, launch.rank == 0
     early_switch = job.decide(lambda: run_folder.settled_early_switch(config))
