@@ -112,4 +112,4 @@ def test_freed_memory_is_kept(keep: bool) -> None:
                          env={k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_", "LD_"))})
     worked, faults = run.stdout.split()
     assert worked == "True"
-    assert int(faults) <= 2 if keep else int(faults) == 8  # where the heap's end is in the way, once or twice
+    assert int(faults) <= 4 if keep else int(faults) == 8  # until the heap has a hole of that size
