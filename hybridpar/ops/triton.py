@@ -15,7 +15,11 @@ import torch
 from hybridpar.native import FAKES, constant_when_traced
 from hybridpar.ops.fused import PASSES
 
-MODULES = {"philox": ("philox_dropout",)}
+MODULES = {
+    "philox": ("philox_dropout",),
+    "norm": ("norm", "norm_backward", "add_norm", "add_norm_backward"),
+    "residual": ("bias_dropout_add", "bias_dropout_add_backward"),
+}
 """The kernels' modules, and the operators that each has."""
 
 
