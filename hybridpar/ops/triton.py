@@ -19,6 +19,7 @@ MODULES = {
     "philox": ("philox_dropout",),
     "norm": ("norm", "norm_backward", "add_norm", "add_norm_backward"),
     "residual": ("bias_dropout_add", "bias_dropout_add_backward"),
+    "activation": ("bias_gelu", "bias_gelu_backward", "bias_swiglu", "bias_swiglu_backward"),
 }
 """The kernels' modules, and the operators that each has."""
 
