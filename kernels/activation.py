@@ -74,7 +74,7 @@ def gelu_kernel(x_ptr, bias_ptr, y_ptr, rows, cols, blocks, ROWS: tl.constexpr, 
     row, col = _first_tile(blocks, ROWS, COLS)
     inside = (row < rows) & (col < cols)
     place = row.to(tl.int64) * cols + col
-    x = _plus_bias(x_ptr, bias_ptr, place, col, inside, cols)
+    x = _load(x_ptr + place, inside) + _bias(bias_ptr, 0, col, cols)
     s, _ = _sigmoid(x * (_CUBIC * x * x + _SLOPE))  # gelu(x) = x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))
     tl.store(y_ptr + place, (x * s).to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -84,15 +84,16 @@ def gelu_backward_kernel(dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, rows, col
                          ROWS: tl.constexpr, COLS: tl.constexpr):
     group = tl.program_id(0) // blocks
     col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
+    bias = _bias(bias_ptr, 0, col, cols)
     sums = tl.zeros([ROWS, COLS], tl.float32)
     for at in range(group * rows_each, tl.minimum((group + 1) * rows_each, rows), ROWS):
         row = at + tl.arange(0, ROWS)[:, None]
         inside = (row < rows) & (col < cols)
         place = row.to(tl.int64) * cols + col
-        x = _plus_bias(x_ptr, bias_ptr, place, col, inside, cols)
+        x = _load(x_ptr + place, inside) + bias
         s, rest = _sigmoid(x * (_CUBIC * x * x + _SLOPE))
         slope = s + x * s * rest * (3 * _CUBIC * x * x + _SLOPE)
-        dx = tl.load(dy_ptr + place, mask=inside, other=0.0).to(tl.float32) * slope
+        dx = _load(dy_ptr + place, inside) * slope
         tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         sums += dx
     if partial_ptr is not None:
@@ -104,8 +105,8 @@ def swiglu_kernel(x_ptr, bias_ptr, y_ptr, rows, cols, blocks, ROWS: tl.constexpr
     row, col = _first_tile(blocks, ROWS, COLS)
     inside = (row < rows) & (col < cols)
     place = row.to(tl.int64) * 2 * cols + col
-    gate = _plus_bias(x_ptr, bias_ptr, place, col, inside, cols)
-    up = _plus_bias(x_ptr + cols, bias_ptr if bias_ptr is None else bias_ptr + cols, place, col, inside, cols)
+    gate = _load(x_ptr + place, inside) + _bias(bias_ptr, 0, col, cols)
+    up = _load(x_ptr + cols + place, inside) + _bias(bias_ptr, cols, col, cols)
     s, _ = _sigmoid(gate)
     tl.store(y_ptr + row.to(tl.int64) * cols + col, (gate * s * up).to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -115,15 +116,17 @@ def swiglu_backward_kernel(dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, rows, c
                            ROWS: tl.constexpr, COLS: tl.constexpr):
     group = tl.program_id(0) // blocks
     col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
+    gate_bias = _bias(bias_ptr, 0, col, cols)
+    up_bias = _bias(bias_ptr, cols, col, cols)
     gate_sums = tl.zeros([ROWS, COLS], tl.float32)
     up_sums = tl.zeros([ROWS, COLS], tl.float32)
     for at in range(group * rows_each, tl.minimum((group + 1) * rows_each, rows), ROWS):
         row = at + tl.arange(0, ROWS)[:, None]
         inside = (row < rows) & (col < cols)
         place = row.to(tl.int64) * 2 * cols + col
-        gate = _plus_bias(x_ptr, bias_ptr, place, col, inside, cols)
-        up = _plus_bias(x_ptr + cols, bias_ptr if bias_ptr is None else bias_ptr + cols, place, col, inside, cols)
-        dy = tl.load(dy_ptr + row.to(tl.int64) * cols + col, mask=inside, other=0.0).to(tl.float32)
+        gate = _load(x_ptr + place, inside) + gate_bias
+        up = _load(x_ptr + cols + place, inside) + up_bias
+        dy = _load(dy_ptr + row.to(tl.int64) * cols + col, inside)
         s, rest = _sigmoid(gate)
         dgate = dy * up * (s + gate * s * rest)
         dup = dy * gate * s
@@ -145,8 +148,13 @@ def _first_tile(blocks, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _plus_bias(x_ptr, bias_ptr, place, col, inside, cols):
-    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        x += tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
-    return x
+def _load(ptr, inside):
+    return tl.load(ptr, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _bias(bias_ptr, first, col, cols):
+    """The bias of the columns first + col, 0 without one."""
+    if bias_ptr is None:
+        return tl.zeros(col.shape, tl.float32)
+    return tl.load(bias_ptr + first + col, mask=col < cols, other=0.0).to(tl.float32)
