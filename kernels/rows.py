@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 _MOST_WARPS = 32
-_SUMS = (64, 32)  # rows and columns of partial sums that a program adds at a time
+_SUMS = 2048  # partial sums that a program of sum_kernel adds at a time, of up to
+_SUM_ROWS = 64
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
@@ -60,9 +61,10 @@ def add_up(partial: Tensor, outs: Sequence[Tensor]) -> None:
     """
     first, second, third = (*outs, *outs, *outs)[:3]
     programs, sums, cols = partial.shape
-    blocks = triton.cdiv(cols, _SUMS[1])
+    height = min(_SUM_ROWS, triton.next_power_of_2(max(programs, 1)))
+    blocks = triton.cdiv(cols, _SUMS // height)
     launch(sum_kernel, blocks * len(outs), partial, first, second, third, programs, cols, blocks,
-           SUMS=sums, ROWS=_SUMS[0], COLS=_SUMS[1], num_warps=4)
+           SUMS=sums, ROWS=height, COLS=_SUMS // height, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["programs"])
