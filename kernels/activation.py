@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rows import _sigmoid, add_up, launch, share, tile
+from .rows import _sigmoid, add_up, check, launch, share, tile
 
 _WIDEST = 512
 _OF_THREAD = 8  # elements of y
@@ -49,6 +49,7 @@ def bias_swiglu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Te
 
 
 def _forward(kernel, x: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    check(x=x, bias=bias)
     rows, cols = y.shape[:-1].numel(), y.shape[-1]
     size = tile(cols, _WIDEST, _OF_THREAD)
     blocks = triton.cdiv(cols, size["COLS"])
@@ -56,6 +57,7 @@ def _forward(kernel, x: Tensor, bias: Tensor | None, y: Tensor) -> None:
 
 
 def _backward(kernel, dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    check(dy=dy, x=x, bias=bias)
     rows, cols, width = dy.shape[:-1].numel(), dy.shape[-1], x.shape[-1]
     dx = torch.empty_like(x)
     dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
@@ -156,5 +158,7 @@ def _load(ptr, inside):
 def _bias(bias_ptr, first, col, cols):
     """The bias of the columns first + col, 0 without one."""
     if bias_ptr is None:
-        return tl.zeros(col.shape, tl.float32)
-    return tl.load(bias_ptr + first + col, mask=col < cols, other=0.0).to(tl.float32)
+        bias = tl.zeros(col.shape, tl.float32)
+    else:
+        bias = tl.load(bias_ptr + first + col, mask=col < cols, other=0.0).to(tl.float32)
+    return bias

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rows import launch, tile
+from .rows import check, launch, tile
 
 _BLOCK = 4096  # columns whose maximum is found before their exponentials are summed
 _WIDEST = 2048  # columns of a program of the gradient
@@ -40,7 +40,7 @@ def cross_entropy_backward_(logits: Tensor, column: Tensor, numbers: Tensor, num
     Shapes: logits [rows, v], column int64 [rows], numbers float32 [4, rows]: top, factor, target, level.
     """
     _check(logits, column)
-    assert numbers.is_contiguous(), "numbers must be contiguous"
+    check(numbers=numbers)
     assert numbers.dtype == torch.float32, f"numbers must be float32, got {numbers.dtype}"
     rows, cols = logits.shape
     size = tile(cols, _WIDEST)
@@ -50,8 +50,8 @@ def cross_entropy_backward_(logits: Tensor, column: Tensor, numbers: Tensor, num
 
 
 def _check(logits: Tensor, column: Tensor) -> None:
-    assert logits.is_contiguous(), "logits must be contiguous"
-    assert column.is_contiguous(), "column must be contiguous"
+    check(logits=logits)
+    check(column=column)
     assert column.dtype == torch.int64, f"column must be int64, got {column.dtype}"
 
 

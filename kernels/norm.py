@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import norm_wide
 from .residual import WORDS, _added, _keep, bias_dropout_add, bias_dropout_add_backward, dropout_words
-from .rows import add_up, launch, share, tile
+from .rows import add_up, check, launch, share, tile
 
 _WIDEST_FORWARD = 16384
 _WIDEST = 8192
@@ -33,6 +33,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centre: boo
 
     Shapes: x [.., h], weight, bias [h], all contiguous -> [.., h], [rows, 2].
     """
+    check(x=x, weight=weight, bias=bias)
     if x.shape[-1] > _WIDEST_FORWARD:
         return norm_wide.norm(x, weight, bias, eps, centre)
     y, _, stats = _forward(x, None, None, weight, bias, eps, centre, _KEEP_ALL)
@@ -41,6 +42,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centre: boo
 
 def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, stats: Tensor, centre: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight, and bias (zeros if not `centre`)."""
+    check(dy=dy, x=x, weight=weight)
     if x.shape[-1] > _WIDEST:
         return norm_wide.norm_backward(dy, None, x, weight, stats, centre)
     dx, _, _, dweight, dbias = _backward(dy, None, x, weight, stats, False, centre, _KEEP_ALL)
@@ -51,6 +53,7 @@ def add_norm(x: Tensor, bias_of_x: Tensor | None, residual: Tensor, weight: Tens
              centre: bool, key0: int, key1: int, step: int, sample: int, threshold: int, scale: float, stride: int,
              start: int) -> tuple[Tensor, Tensor, Tensor]:
     """The normalised sum, the sum = residual + dropout(x + bias_of_x), and the statistics of `norm`."""
+    check(x=x, bias_of_x=bias_of_x, residual=residual, weight=weight, bias=bias)
     mask = (key0, key1, step, sample, threshold, scale, stride, start)
     words, kind = dropout_words(x, *mask)
     if x.shape[-1] > _WIDEST_FORWARD or kind == 2:
@@ -65,6 +68,7 @@ def add_norm_backward(dy: Tensor, dsum: Tensor | None, sum: Tensor, weight: Tens
                       stride: int, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of: residual, x (empty without dropout: the residual's), bias_of_x (empty without one), weight,
     bias (zeros if not `centre`)."""
+    check(dy=dy, dsum=dsum, sum=sum, weight=weight)
     mask = (key0, key1, step, sample, threshold, scale, stride, start)
     cols = sum.shape[-1]
     words, kind = dropout_words(sum, *mask)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .philox import _generate, _signed, _words
-from .rows import add_up, launch, share, tile
+from .rows import add_up, check, launch, share, tile
 
 WORDS = ("key0", "key1", "step", "sample", "threshold", "scale", "sample_rows", "stride", "start")
 """The kernels' arguments of dropout: they vary from call to call, and kernels are compiled once for all values."""
@@ -25,6 +25,7 @@ _LEAST = 32  # rows that one sums
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, key0: int, key1: int, step: int, sample: int,
                      threshold: int, scale: float, stride: int, start: int) -> Tensor:
     """residual + dropout(x + bias), rounded once. Shapes: x, residual [.., h], bias [h] -> [.., h], all contiguous."""
+    check(x=x, bias=bias, residual=residual)
     out = torch.empty_like(x)
     words, kind = dropout_words(x, key0, key1, step, sample, threshold, scale, stride, start)
     size = tile(x.shape[-1], _WIDEST)
@@ -38,6 +39,7 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, key0: int
 def bias_dropout_add_backward(dsum: Tensor, with_bias: bool, key0: int, key1: int, step: int, sample: int,
                               threshold: int, scale: float, stride: int, start: int) -> tuple[Tensor, Tensor]:
     """The gradients of x (empty without dropout: the sum's) and of the bias (empty without one)."""
+    check(dsum=dsum)
     rows, cols = dsum.shape[:-1].numel(), dsum.shape[-1]
     dropped = torch.empty_like(dsum) if threshold else dsum.new_empty(0)
     dbias = dsum.new_empty(cols if with_bias else 0)

@@ -31,7 +31,8 @@ def rotary(x: Tensor, base: float, offset: int, positions: Tensor | None, back: 
     """
     b, n, s, d = x.shape
     assert d == 0 or x.stride(3) == 1, "the last dimension of x must have no gaps"
-    assert positions is None or positions.dtype == torch.int64, "positions must be int64"
+    assert positions is None or (positions.is_contiguous() and positions.dtype == torch.int64), (
+        "positions must be int64, contiguous")
     y = x.new_empty((b, s, n, d))
     if y.numel() == 0:
         return y

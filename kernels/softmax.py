@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rows import launch, tile
+from .rows import check, launch, tile
 
 _WIDEST = 16384
 _BLOCK = {"ROWS": 1, "COLS": 4096, "num_warps": 8}
@@ -24,6 +24,8 @@ def masked_softmax(x: Tensor, real: Tensor | None, scale: float, causal: bool) -
 
     Shapes: x [samples, heads, queries, keys], real bool [samples, keys], contiguous -> like x.
     """
+    check(x=x)
+    assert real is None or (real.is_contiguous() and real.dtype == torch.bool), "real must be bool, contiguous"
     y = torch.empty_like(x)
     _launch(softmax_kernel, wide_softmax_kernel, (x, real, y), y, scale, causal)
     return y
@@ -31,6 +33,7 @@ def masked_softmax(x: Tensor, real: Tensor | None, scale: float, causal: bool) -
 
 def masked_softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
     """The gradient of x."""
+    check(dy=dy, y=y)
     dx = torch.empty_like(y)
     _launch(softmax_backward_kernel, wide_softmax_backward_kernel, (dy, y, dx), y, scale, causal)
     return dx

@@ -6,8 +6,8 @@ import pytest
 import torch
 from ops.test_backends import DROPS, Case, compute, tensors_of
 
-from hybridpar import ops
-from hybridpar.ops import registry
+from hybridpar import native, ops
+from hybridpar.ops import registry, triton
 
 
 def test_triton_runs_here():
@@ -15,6 +15,18 @@ def test_triton_runs_here():
     reasons = {op: registry.describe("cpu", torch.float32)[i].rejected.get("triton")
                for i, op in enumerate(registry.ops())}
     assert {op: reason for op, reason in reasons.items() if reason and op != "attention"} == {}
+
+
+@pytest.mark.skipif(native.missing() is not None, reason="needs hybridpar._C")
+def test_arguments_and_results_are_those_of_csrc():
+    def signature(library, name):
+        schema = getattr(library, name).default._schema
+        arguments = [(a.name, str(a.type).replace("SymInt", "int"), a.is_write) for a in schema.arguments]
+        return arguments, [str(r.type) for r in schema.returns]
+
+    for names in triton.MODULES.values():
+        for name in names:
+            assert signature(torch.ops.hybridpar_triton, name) == signature(torch.ops.hybridpar, name), name
 
 
 def wide_cases():

@@ -33,5 +33,4 @@ def test_in_the_interpreter(name):
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     summary = run.stdout.splitlines()[-1]
     assert " passed" in summary, summary
-    assert "skipped" not in summary, summary
     print(summary)
