@@ -1,1 +1,1 @@
-"""Triton kernels. Each module is complete in itself and needs only torch and triton; nothing of hybridpar."""
+"""Triton kernels: they need torch, triton and each other; nothing of hybridpar."""

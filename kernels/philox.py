@@ -11,12 +11,12 @@ Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .rows import launch
 
 _MAX_QUADS = 256  # counters a program: 1024 elements, 8 a thread
 _WORDS = ("key0", "key1", "step", "sample", "threshold")
@@ -52,9 +52,7 @@ def _launch(kernel, tensors, shape, stride: int, start: int, words: list[int], *
         rows, cols = 1, rows * cols
     quads = min(_MAX_QUADS, triton.next_power_of_2((cols + 6) // 4))
     blocks = triton.cdiv((cols + 6) // 4, quads)
-    device = tensors[0].device
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(num_samples * rows * blocks,)](*tensors, *words, *rest, rows, cols, stride, start, blocks, QUADS=quads)
+    launch(kernel, num_samples * rows * blocks, *tensors, *words, *rest, rows, cols, stride, start, blocks, QUADS=quads)
 
 
 def _signed(*words: int) -> list[int]:
@@ -94,7 +92,14 @@ def _place(rows, stride, start, blocks, QUADS: tl.constexpr):
 
 @triton.jit
 def _generate(quad, key0, key1, step, sample):
-    """The words of the counters in `quad`, those of one counter next to each other; uint32 [4 * len(quad)]."""
+    """The words of the counters in `quad`, those of one counter next to each other; uint32 [.., 4 * len(quad)]."""
+    c0, c1, c2, c3 = _words(quad, key0, key1, step, sample)
+    return tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))
+
+
+@triton.jit
+def _words(quad, key0, key1, step, sample):
+    """The four words of each counter."""
     zero = tl.zeros_like(quad).to(tl.uint32)
     c0 = quad.to(tl.uint32)
     c1 = (quad >> 32).to(tl.uint32)
@@ -115,4 +120,4 @@ def _generate(quad, key0, key1, step, sample):
         c3 = low0
         k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
         k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
-    return tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))
+    return c0, c1, c2, c3

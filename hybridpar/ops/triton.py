@@ -15,7 +15,15 @@ from hybridpar.config import triton_is_interpreted
 from hybridpar.native import FAKES, constant_when_traced
 from hybridpar.ops.fused import PASSES
 
-MODULES = {"philox": ("philox_dropout",)}
+MODULES = {
+    "philox": ("philox_dropout",),
+    "norm": ("norm", "norm_backward", "add_norm", "add_norm_backward"),
+    "residual": ("bias_dropout_add", "bias_dropout_add_backward"),
+    "activation": ("bias_gelu", "bias_gelu_backward", "bias_swiglu", "bias_swiglu_backward"),
+    "softmax": ("masked_softmax", "masked_softmax_backward"),
+    "rotary": ("rotary",),
+    "cross_entropy": ("cross_entropy", "cross_entropy_backward_"),
+}
 """The kernels' modules, and the operators that each has."""
 
 

@@ -1,0 +1,43 @@
+from kernel_specs import Spec
+from kernel_specs.residual import WORDS, pointers
+
+COLS = (16, 256, 1024, 4096, 8192)
+SIZES = dict.fromkeys(("rows", "cols"), "i32")
+
+
+def tile(cols: int, of_thread: int) -> tuple[dict[str, object], int]:
+    return {"ROWS": max(1, 128 * of_thread // cols), "COLS": cols}, min(32, max(4, cols // (32 * of_thread)))
+
+
+def forward(dtype: str, cols: int, adds: bool, drop: int = 0, centre: bool = True) -> Spec:
+    constants, warps = tile(cols, 16)
+    absent = () if adds else ("bias_of_x", "residual", "sum")
+    present = [n for n in ("x", "bias_of_x", "residual", "weight", "bias", "sum", "y") if n not in absent]
+    constants |= {f"{name}_ptr": None for name in absent} | {"CENTRE": centre, "DROP": drop}
+    return Spec({**pointers(dtype, *present), "stats_ptr": "*fp32", **SIZES, "eps": "fp32", **WORDS}, constants, warps,
+                divisible=("cols",), most_registers=64)
+
+
+def backward(dtype: str, cols: int, adds: bool, with_bias: bool = False, drop: int = 0, centre: bool = True) -> Spec:
+    constants, warps = tile(cols, 16 if adds and cols > 4096 else 8)
+    absent = (*(() if adds else ("dsum",)), *(() if drop else ("dropped",)))
+    present = [n for n in ("dy", "dsum", "x", "weight", "dx", "dropped") if n not in absent]
+    constants |= {f"{name}_ptr": None for name in absent} | {"CENTRE": centre, "WITH_BIAS": with_bias, "DROP": drop}
+    return Spec({**pointers(dtype, *present), "stats_ptr": "*fp32", "partial_ptr": "*fp32", **SIZES,
+                 "rows_each": "i32", **WORDS}, constants, warps, divisible=("cols",),
+                most_registers=128)
+
+
+TYPES = ("fp32", "bf16")
+SPECS = {
+    "norm_kernel": [
+        *(forward(t, cols, adds, int(adds)) for t in TYPES for cols in (*COLS, 16384) for adds in (False, True)),
+        forward("fp16", 1024, True, 1), forward("bf16", 4096, False, centre=False),
+    ],
+    "norm_backward_kernel": [
+        *(backward(t, cols, False) for t in TYPES for cols in COLS),
+        *(backward(t, cols, True, True, 1) for t in TYPES for cols in COLS[:-1]),
+        *(backward(t, 8192, True, centre=centre) for t in TYPES for centre in (False, True)),
+        backward("fp16", 1024, True, True, 1),
+    ],
+}

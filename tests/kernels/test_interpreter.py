@@ -1,0 +1,36 @@
+"""The Triton kernels in Triton's interpreter: the tests of all backends, and of what those cannot reach.
+
+The former would pass with C++ alone; test_triton_runs_here, among the latter, would not.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+ROOT = Path(__file__).parents[2]
+BACKENDS = "tests/ops/test_backends.py"
+HERE = "not cuda and not attention and not dropout-300x33"  # the last: hundreds of programs
+RUNS = {
+    "numbers": (BACKENDS, f"{HERE} and (torch.float32 or torch.float16)"),  # bfloat16 is wrong there
+    "memory": (BACKENDS, f"{HERE} and (nan_and_infinity or strides or memory_held and (5x1030 or 2x64 or 5x7))"),
+    "reach": ("tests/kernels/interpreted.py", ""),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_in_the_interpreter(name):
+    tests, choice = RUNS[name]
+    run = subprocess.run([sys.executable, "-m", "pytest", tests, "-k", choice, "-p", "no:cacheprovider"], cwd=ROOT,
+                         capture_output=True, text=True,
+                         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    summary = run.stdout.splitlines()[-1]
+    assert " passed" in summary, summary
+    print(summary)
