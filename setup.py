@@ -65,8 +65,8 @@ def toolkit():
     libraries = next((f"{home}/{lib}" for lib in ("lib64", "lib", "targets/x86_64-linux/lib")
                       if os.path.exists(f"{home}/{lib}/libcudart_static.a")), None)
     if libraries is None or not os.path.exists(f"{home}/include/cuda_runtime.h"):
-        raise CannotBuild(f"the CUDA toolkit {home} lacks libcudart_static.a or cuda_runtime.h; install the CUDA runtime's "
-                          "development files, or set CUDA_HOME to a toolkit that has them")
+        raise CannotBuild(f"the CUDA toolkit {home} lacks libcudart_static.a or cuda_runtime.h; install the "
+                          "development files of the CUDA runtime, or set CUDA_HOME to a toolkit with them")
     return home, libraries
 
 
@@ -74,8 +74,8 @@ def architectures():
     """nvcc's arguments for the GPUs to compile for. Raises: CannotBuild if they are not written as expected."""
     text = os.environ.get("HYBRIDPAR_CUDA_ARCHS", "80;90")
     names = text.split(";")
-    if not all(re.fullmatch(r"[1-9]\d+[af]?", name) for name in names):
-        raise CannotBuild(f"HYBRIDPAR_CUDA_ARCHS={text!r}: must be compute capabilities without dots, such as 80;90")
+    if not all(re.fullmatch(r"([89]\d|1\d\d)[af]?", name) for name in names):
+        raise CannotBuild(f"HYBRIDPAR_CUDA_ARCHS={text!r}: must be compute capabilities of 8.0 or more, such as 80;90")
     newest = max(names, key=lambda name: int(name.rstrip("af")))
     return [*(f"-gencode=arch=compute_{name},code=sm_{name}" for name in names),
             f"-gencode=arch=compute_{newest},code=compute_{newest}"]
@@ -89,14 +89,15 @@ def cpu_extension(cpp_extension):
 
 
 def cuda_extension(cpp_extension):
-    """Raises: CannotBuild without a CUDA toolkit."""
+    """Raises: CannotBuild without a CUDA toolkit, or GPUs to compile for."""
+    targets = architectures()
     home, libraries = toolkit()
     cpp_extension.CUDA_HOME = home  # None in a torch without CUDA, for which this compiles too
     return cpp_extension.CppExtension(
         "hybridpar._C_cuda", ["csrc/cuda/module.c", *sorted(glob("csrc/cuda/*.cpp")), *sorted(glob("csrc/cuda/*.cu"))],
         depends=sorted(glob("csrc/cuda/*.h") + glob("csrc/cuda/*.cuh")), include_dirs=[f"{home}/include"],
         extra_compile_args={"cxx": [*COMPILE, "-fvisibility=hidden"],
-                            "nvcc": ["-O3", "-std=c++17", "-Xcompiler=-fvisibility=hidden", *architectures()]},
+                            "nvcc": ["-O3", "-std=c++17", "-Xcompiler=-fvisibility=hidden", *targets]},
         extra_link_args=[f"-L{libraries}", "-l:libcudart_static.a", "-lrt", "-lpthread", "-ldl", "-s"],
         py_limited_api=True,
     )
