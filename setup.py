@@ -108,7 +108,9 @@ def tolerant(build):
 
     class Tolerant(build):
         def run(self):
+            inplace, compiler = self.inplace, self.compiler  # which a run that fails leaves changed
             while self.extensions:
+                self.inplace, self.compiler = inplace, compiler
                 try:
                     return super().run()
                 except Exception as error:

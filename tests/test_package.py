@@ -108,6 +108,30 @@ def test_auto_goes_on_without_torch_and_says_so(tmp_path):
     assert "torch cannot be imported at build time" in stderr
 
 
+ONE_FAILS = """
+import runpy, setuptools, sys
+def setup(*, ext_modules, package_dir, real=setuptools.setup, **arguments):
+    names = {"hybridpar._C": "csrc/module.c", "hybridpar._C_cuda": "csrc/nowhere.c"}
+    extensions = [setuptools.Extension(name, [source]) for name, source in names.items()]
+    real(ext_modules=extensions, package_dir={"hybridpar": target}, **arguments)
+target = sys.argv.pop()
+setuptools.setup = setup
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+@needs_source
+@pytest.mark.skipif(native.missing() is not None, reason="needs a compiler")
+def test_auto_builds_what_compiles(tmp_path):
+    arguments = ("build_ext", "--inplace", "-b", tmp_path / "b", "-t", tmp_path / "t", tmp_path)
+    run = subprocess.run([sys.executable, "-c", ONE_FAILS, *arguments], capture_output=True, text=True, cwd=ROOT,
+                         env={**os.environ, "HYBRIDPAR_BUILD": "auto"})
+    assert run.returncode == 0, run.stderr
+    assert "building without the compiled operators (hybridpar._C_cuda): the compilation failed" in run.stderr
+    assert len(list(tmp_path.glob("_C.*so"))) == 1
+    assert not list(tmp_path.glob("_C_cuda.*"))
+
+
 @needs_source
 def test_none_builds_nothing_without_a_word():
     status, stderr = build(HYBRIDPAR_BUILD="none")

@@ -75,13 +75,17 @@ def emulated(library, monkeypatch):
 
 def wide_cases() -> Iterator[tuple[Case, torch.dtype]]:
     """Rows of whole vectors, in one warp and in several, and rows beyond what registers hold, forward and backward."""
-    whole = [((70, 5, 64), dtype) for dtype in DTYPES] + [((2, 3, 1032), torch.bfloat16)]
-    beyond = [((2, 8200), torch.float32), ((2, 8200), torch.bfloat16), ((1, 16400), torch.float16),
-              ((2, 2051), torch.float64), ((2, 2051), torch.bfloat16)]
-    for shape, dtype in whole + beyond:
+    everything = {"layer_norm", "add_norm", "bias_dropout_add", "gelu", "softmax"}
+    for shape, dtype, wanted in (
+        *(((70, 5, 64), dtype, everything) for dtype in DTYPES),
+        ((2, 3, 1032), torch.bfloat16, everything),
+        ((2, 8200), torch.float32, {"layer_norm"}), ((2, 8200), torch.bfloat16, {"add_norm"}),
+        ((2, 2051), torch.float64, {"add_norm"}), ((2, 2051), torch.bfloat16, {"layer_norm", "softmax"}),
+        ((1, 16400), torch.float16, {"softmax"}),
+    ):
         name, h = "x".join(map(str, shape)), shape[-1:]
         real = torch.arange(h[0]).view(1, -1) % 3 != 1
-        for case in (
+        cases = (
             Case("layer_norm", name, (shape, h, h), lambda x, w, b, k: ops.layer_norm(x, w, b, 1e-3, backend=k)),
             Case("add_norm", name, (shape, h, shape, h), lambda x, c, r, w, k: ops.add_norm(
                 x, r, w, None, 1e-3, centre=False, bias_of_x=c, p=0.3, key=KEY, site=SITE, backend=k)),
@@ -90,8 +94,8 @@ def wide_cases() -> Iterator[tuple[Case, torch.dtype]]:
             Case("gelu", name, (shape, h), lambda x, b, k: ops.gelu(x, b, backend=k)),
             Case("softmax", name, ((1, 2, 3, *h),), lambda x, k, real=real: ops.softmax(
                 x, scale=0.7, causal=True, padding_mask=real, backend=k)),
-        ):
-            yield case, dtype
+        )
+        yield from ((case, dtype) for case in cases if case.op in wanted)
     for dtype in DTYPES:
         yield Case("swiglu", "70x512", ((70, 512), (512,)), lambda x, b, k: ops.swiglu(x, b, backend=k)), dtype
     for dtype in DTYPES[1:]:  # an angle of 10^5 has an error of 10^-11 in double, whatever is done with it
@@ -120,9 +124,10 @@ def test_large_values_nan_and_infinity(op):
         backends.test_nan_and_infinity_are_not_hidden(op, value, "cpu")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_sum", [False, True])
-@pytest.mark.parametrize("size", [*backends.ROWS, "3x9001-8999"])
+@pytest.mark.parametrize(("size", "dtype"), [
+    *((size, dtype) for size in backends.ROWS for dtype in DTYPES),
+    *(("3x9001-8999", dtype) for dtype in DTYPES[:3])], ids=str)  # some of e^12 there, which is beyond float16
 def test_cross_entropy_passes(size, with_sum, dtype):
     backends.test_cross_entropy_passes(size, with_sum, dtype, "cpu")
 
