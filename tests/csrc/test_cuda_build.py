@@ -20,6 +20,7 @@ from hybridpar import native
 ROOT = Path(__file__).parents[2]
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 pytestmark = [
+    pytest.mark.timeout(1200),  # compiles for a minute, on a core of its own
     pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="runs in a checkout"),
     pytest.mark.skipif(NVCC is None, reason="needs nvcc"),
     pytest.mark.skipif(native.missing() is not None, reason=str(native.missing())),
@@ -63,7 +64,6 @@ def built(tmp_path_factory) -> tuple[Path, str]:
     return folder / "lib" / "hybridpar", run.stdout
 
 
-@pytest.mark.timeout(1200)
 def test_compiles_without_spills(built, record_property):
     found = re.findall(
         r"Compiling entry function '(\w+)' for 'sm_(\d+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "

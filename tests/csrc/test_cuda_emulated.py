@@ -23,6 +23,7 @@ from hybridpar.ops import fused, registry
 ROOT = Path(__file__).parents[2]
 CUDA, EMULATED = ROOT / "csrc" / "cuda", ROOT / "tests" / "csrc" / "emulated"
 pytestmark = [
+    pytest.mark.timeout(1200),  # the first test compiles
     pytest.mark.skipif(not CUDA.exists(), reason="runs in a checkout"),
     pytest.mark.skipif(native.missing() is not None, reason=str(native.missing())),
 ]
