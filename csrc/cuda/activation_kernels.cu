@@ -1,4 +1,5 @@
-// gelu(x + bias) and silu(gate + bias) * (up + bias), forward and backward: a read and a write of every element each way.
+// gelu(x + bias) and silu(gate + bias) * (up + bias), forward and backward: a read and a write of every element each
+// way.
 
 #include "math.cuh"
 #include "tile.cuh"

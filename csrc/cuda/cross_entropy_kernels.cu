@@ -1,6 +1,6 @@
-// The local passes of the vocabulary-parallel cross-entropy. Exponentials are made twice rather than kept: logits are read
-// once forward (and once more, from the cache, for their sum), and read and overwritten by their gradient backward. A row
-// may begin anywhere: a vocabulary of 50257 is not a multiple of 8.
+// The local passes of the vocabulary-parallel cross-entropy. Exponentials are made twice rather than kept: logits are
+// read once forward (and once more, from the cache, for their sum), and read and overwritten by their gradient
+// backward. A row may begin anywhere: a vocabulary of 50257 is not a multiple of 8.
 
 #include "math.cuh"
 
@@ -10,8 +10,8 @@ namespace {
 template <class T>
 constexpr int kTogether = kVector<T> > 1 ? 4 : 2;  // packs that a thread reads before it uses the first
 
-// use(pack, column) for this thread's part of the n elements at `row`: a few one by one until the memory is aligned, then
-// kVector at a time, then the rest. `use` may overwrite what it was given.
+// use(pack, column) for this thread's part of the n elements at `row`: a few one by one until the memory is aligned,
+// then kVector at a time, then the rest. `use` may overwrite what it was given.
 template <class T, class F>
 HYBRIDPAR_DEVICE void over_row(const T* row, int n, const F& use) {
   constexpr int V = kVector<T>;

@@ -18,7 +18,7 @@ void* current_stream(int device) {
   }();
   void* stream = nullptr;
   STD_TORCH_CHECK(function && function(device, &stream) == 0,
-                  "hybridpar: cannot get torch's current CUDA stream: this torch has no CUDA, or changed its interface");
+                  "hybridpar: cannot get torch's current CUDA stream: this torch has no CUDA, or is too new");
   return stream;
 }
 
@@ -31,7 +31,8 @@ OnDevice::OnDevice(const Tensor& x) {
   int current = -1;
   if (cudaGetDevice(&current) != cudaSuccess || current != device) {
     const cudaError_t error = cudaSetDevice(device);
-    STD_TORCH_CHECK(error == cudaSuccess, "hybridpar: cannot use CUDA device ", device, ": ", cudaGetErrorString(error));
+    STD_TORCH_CHECK(error == cudaSuccess, "hybridpar: cannot use CUDA device ", device, ": ",
+                    cudaGetErrorString(error));
   }
   stream = current_stream(device);
 }

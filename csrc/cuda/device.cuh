@@ -75,8 +75,8 @@ constexpr int kMostWarps = kMostThreads / 32;
 HYBRIDPAR_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 HYBRIDPAR_DEVICE double larger(double a, double b) { return fmax(a, b); }
 
-// Combines numbers of the threads with one threadIdx.y, of which blockDim.x (a multiple of 32) are the threads of a row;
-// all of them get the result, the same each time. Every thread of the block must call it.
+// Combines numbers of the threads with one threadIdx.y, of which blockDim.x (a multiple of 32) are the threads of a
+// row; all of them get the result, the same each time. Every thread of the block must call it.
 template <class W, int N>
 class OverRow {
  public:

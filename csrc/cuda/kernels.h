@@ -1,9 +1,9 @@
 // What the operators (*.cpp, which know torch) ask of the kernels (*_kernels.cu, which do not): so nvcc reads no header
 // of torch, which would take most of the compile time.
 //
-// Pointers are to memory of the device, to elements of Type, or of the type of the arithmetic (`wide`: float, double for
-// Double). `stream` is a cudaStream_t. Nothing waits. Sizes may be 0.
-// Raises: std::runtime_error if the launch fails.
+// Pointers are to memory of the device, to elements of Type, or of the type of the arithmetic (`wide`: float, double
+// for Double). `stream` is a cudaStream_t. Nothing waits. Sizes may be 0. Raises: std::runtime_error if the launch
+// fails.
 #pragma once
 
 #include <algorithm>

@@ -134,7 +134,8 @@ struct BackwardPack {
     }
   }
 
-  // Stores the gradient of the norm's input; kAdds: also what dropout leaves of that, which is added to third[k * step].
+  // Stores the gradient of the norm's input; kAdds: also what dropout leaves of that, which is added to third[k *
+  // step].
   template <bool kAdds>
   HYBRIDPAR_DEVICE_MEMBER void finish(const NormBackward& a, int64_t row, int column, const OfRow<W>& r, W* third,
                                       int step) const {

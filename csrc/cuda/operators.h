@@ -1,5 +1,5 @@
-// What the operators share: checks, allocation, the device and its stream. The operators are those of csrc/cpu, which also
-// defines their arguments: the same results (but for the order of sums), shapes, types, and errors.
+// What the operators share: checks, allocation, the device and its stream. The operators are those of csrc/cpu, which
+// also defines their arguments: the same results (but for the order of sums), shapes, types, and errors.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>

@@ -1,5 +1,5 @@
-// What depends on the compiler: element types, starting a kernel. With a C++ compiler instead of nvcc, tests/csrc/emulated runs
-// the same kernels on the CPU, a thread at a time.
+// What depends on the compiler: element types, starting a kernel. With a C++ compiler instead of nvcc,
+// tests/csrc/emulated runs the same kernels on the CPU, a thread at a time.
 #pragma once
 
 #include <cstdint>

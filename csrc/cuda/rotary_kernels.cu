@@ -1,7 +1,8 @@
 // Rotary position embedding: turns the pairs (x[i], x[i + d/2]) of each head by an angle a position (arXiv 2104.09864).
 //
-// A thread makes the cosines and sines of V pairs at one position and uses them for kHeads heads. Angles are in double, as
-// positions go to 10^5 and more; what is left of them after whole turns is small enough for the type of the arithmetic.
+// A thread makes the cosines and sines of V pairs at one position and uses them for kHeads heads. Angles are in
+// double, as positions go to 10^5 and more; what is left of them after whole turns is small enough for the type of the
+// arithmetic.
 
 #include "device.cuh"
 

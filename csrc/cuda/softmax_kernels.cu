@@ -1,5 +1,5 @@
-// softmax(scale * x) over the last dimension with causal and padding masks, forward and backward. Rows stay in registers
-// (16384 keys of 16 bits; what is beyond is read again); what a causal mask hides is not read.
+// softmax(scale * x) over the last dimension with causal and padding masks, forward and backward. Rows stay in
+// registers (16384 keys of 16 bits; what is beyond is read again); what a causal mask hides is not read.
 
 #include "math.cuh"
 #include "row.cuh"

@@ -1,6 +1,6 @@
-// Kernels over the elements of [rows, cols] with something along the columns: a thread keeps V columns, and what is along
-// them in registers, and goes down the rows of its part. So no element needs a division to find its column, and column
-// sums need no atomics. It reads kRows of them before it uses the first, to have enough bytes on their way.
+// Kernels over the elements of [rows, cols] with something along the columns: a thread keeps V columns, and what is
+// along them in registers, and goes down the rows of its part. So no element needs a division to find its column, and
+// column sums need no atomics. It reads kRows of them before it uses the first, to have enough bytes on their way.
 #pragma once
 
 #include "device.cuh"
@@ -37,8 +37,8 @@ struct Place {
   }
 };
 
-// The threads' sums of V columns, added over the rows of threads of the block, to their place in partial [parts, width].
-// Every thread of the block must call it.
+// The threads' sums of V columns, added over the rows of threads of the block, to their place in partial [parts,
+// width]. Every thread of the block must call it.
 template <int V, class W>
 HYBRIDPAR_DEVICE void store_sums(const W (&sums)[V], W* partial, int64_t width, int64_t column, bool inside) {
   __shared__ W slots[V][kTileThreads];

@@ -1,7 +1,7 @@
-// The part of CUDA that csrc/cuda uses, on the CPU: a kernel's threads are coroutines, a block at a time, that take turns
-// at barriers and shuffles, in an order that changes each time. So what a kernel reads and writes is what it would on a
-// GPU, and a barrier that is missing shows. Barriers that not every thread comes to, and misaligned vectors (-fsanitize),
-// end the process.
+// The part of CUDA that csrc/cuda uses, on the CPU: a kernel's threads are coroutines, a block at a time, that take
+// turns at barriers and shuffles, in an order that changes each time. So what a kernel reads and writes is what it
+// would on a GPU, and a barrier that is missing shows. Barriers that not every thread comes to, and misaligned vectors
+// (-fsanitize), end the process.
 #pragma once
 
 #include <ucontext.h>
