@@ -1,16 +1,22 @@
-"""Builds the compiled part, hybridpar._C, where the machine can. Everything else is in pyproject.toml.
+"""Builds the compiled parts, hybridpar._C and hybridpar._C_cuda, where the machine can. The rest is in pyproject.toml.
 
-HYBRIDPAR_BUILD   auto   (default) the CPU operators if torch and a C++ compiler are at hand; otherwise the package
-                         installs without them, says why, and runs on plain torch
+HYBRIDPAR_BUILD   auto   (default) the CPU operators if torch and a C++ compiler are at hand, and the CUDA operators if
+                         torch has CUDA and nvcc is at hand too; otherwise the package installs without them, says why,
+                         and runs on Triton and plain torch
                   cpu    the CPU operators, or fail
-                  cuda   the CPU and CUDA operators, or fail
+                  cuda   the CPU and CUDA operators, or fail; torch need not have CUDA
                   none   no compiled part
+HYBRIDPAR_CUDA_ARCHS     the GPUs that the CUDA operators are compiled for (default "80;90": A100, H100 and H200); newer
+                         ones compile the newest again when they load it
+CUDA_HOME                the CUDA toolkit, where nvcc is not on the PATH or in /usr/local/cuda
+CXX                      the C++ compiler
 
-torch must be importable at build time: pip install --no-build-isolation. The extension keeps to torch's stable ABI
-(2.10) and Python's limited API (3.10), so one wheel serves every later version of both.
+torch must be importable at build time: pip install --no-build-isolation. The extensions keep to torch's stable ABI
+(2.10) and Python's limited API (3.10), so one wheel serves every later version of both. The CUDA runtime is linked in.
 """
 
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -30,73 +36,118 @@ COMPILE = [
 
 
 class CannotBuild(Exception):
-    """The machine lacks something that the compiled part needs."""
+    """The machine lacks something that a compiled part needs."""
 
 
-def require_compiler():
-    """Raises: CannotBuild if there is no C++ compiler."""
-    command = os.environ.get("CXX", "c++").split()
-    if not command or not shutil.which(command[0]):
-        raise CannotBuild(f"no C++ compiler ({' '.join(command)!r} is not a program; set CXX)")
-
-
-def cpu_extension():
-    """The extension and the command that builds it.
-
-    Raises: CannotBuild without torch or a compiler.
-    """
+def tools():
+    """torch.utils.cpp_extension. Raises: CannotBuild without it, or without a compiler."""
     if sys.platform != "linux":
-        raise CannotBuild(f"the compiled part is written for Linux, not {sys.platform}")
+        raise CannotBuild(f"the compiled parts are written for Linux, not {sys.platform}")
     try:
         from torch.utils import cpp_extension
     except ImportError as error:
         raise CannotBuild(f"torch cannot be imported at build time ({error}); add --no-build-isolation") from error
-    require_compiler()
-    extension = cpp_extension.CppExtension(
+    command = os.environ.get("CXX", "c++").split()
+    if not command or not shutil.which(command[0]):
+        raise CannotBuild(f"no C++ compiler ({' '.join(command)!r} is not a program; set CXX)")
+    return cpp_extension
+
+
+def toolkit():
+    """The CUDA toolkit and its folder of libraries. Raises: CannotBuild if there is none, or a part is missing."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = os.path.realpath(shutil.which("nvcc") or "")
+    places = [named] if named else ["/usr/local/cuda", os.path.dirname(os.path.dirname(found))]
+    home = next((place for place in places if place and os.path.exists(f"{place}/bin/nvcc")), None)
+    if home is None:
+        where = f"{named}/bin, where CUDA_HOME or CUDA_PATH points" if named else "/usr/local/cuda/bin and on the PATH"
+        raise CannotBuild(f"no nvcc (looked in {where}); set CUDA_HOME to the folder of the CUDA toolkit")
+    libraries = next((f"{home}/{lib}" for lib in ("lib64", "lib", "targets/x86_64-linux/lib")
+                      if os.path.exists(f"{home}/{lib}/libcudart_static.a")), None)
+    if libraries is None or not os.path.exists(f"{home}/include/cuda_runtime.h"):
+        raise CannotBuild(f"the CUDA toolkit {home} lacks libcudart_static.a or cuda_runtime.h; install the "
+                          "development files of the CUDA runtime, or set CUDA_HOME to a toolkit with them")
+    return home, libraries
+
+
+def architectures():
+    """nvcc's arguments for the GPUs to compile for. Raises: CannotBuild if they are not written as expected."""
+    text = os.environ.get("HYBRIDPAR_CUDA_ARCHS", "80;90")
+    names = text.split(";")
+    if not all(re.fullmatch(r"([89]\d|1\d\d)[af]?", name) for name in names):
+        raise CannotBuild(f"HYBRIDPAR_CUDA_ARCHS={text!r}: must be compute capabilities of 8.0 or more, such as 80;90")
+    newest = max(names, key=lambda name: int(name.rstrip("af")))
+    return [*(f"-gencode=arch=compute_{name},code=sm_{name}" for name in names),
+            f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+
+
+def cpu_extension(cpp_extension):
+    return cpp_extension.CppExtension(
         "hybridpar._C", ["csrc/module.c", *sorted(glob("csrc/cpu/*.cpp"))], depends=sorted(glob("csrc/cpu/*.h")),
         extra_compile_args={"cxx": COMPILE}, extra_link_args=["-s"], py_limited_api=True,
     )
-    return extension, cpp_extension.BuildExtension
+
+
+def cuda_extension(cpp_extension):
+    """Raises: CannotBuild without a CUDA toolkit, or GPUs to compile for."""
+    targets = architectures()
+    home, libraries = toolkit()
+    cpp_extension.CUDA_HOME = home  # None in a torch without CUDA, for which this compiles too
+    return cpp_extension.CppExtension(
+        "hybridpar._C_cuda", ["csrc/cuda/module.c", *sorted(glob("csrc/cuda/*.cpp")), *sorted(glob("csrc/cuda/*.cu"))],
+        depends=sorted(glob("csrc/cuda/*.h") + glob("csrc/cuda/*.cuh")), include_dirs=[f"{home}/include"],
+        extra_compile_args={"cxx": [*COMPILE, "-fvisibility=hidden"],
+                            "nvcc": ["-O3", "-std=c++17", "-Xcompiler=-fvisibility=hidden", *targets]},
+        extra_link_args=[f"-L{libraries}", "-l:libcudart_static.a", "-lrt", "-lpthread", "-ldl", "-s"],
+        py_limited_api=True,
+    )
 
 
 def tolerant(build):
-    """In auto mode a failed compilation must not fail the installation."""
+    """In auto mode a failed compilation must not fail the installation: what was asked for last is left out first."""
 
     class Tolerant(build):
         def run(self):
-            try:
-                super().run()
-            except Exception as error:
-                skip(f"the compilation failed ({type(error).__name__}: {error})")
-                self.extensions = self.distribution.ext_modules = []
+            inplace, compiler = self.inplace, self.compiler  # which a run that fails leaves changed
+            while self.extensions:
+                self.inplace, self.compiler = inplace, compiler
+                try:
+                    return super().run()
+                except Exception as error:
+                    skip(self.extensions[-1].name, f"the compilation failed ({type(error).__name__}: {error})")
+                    self.extensions = self.distribution.ext_modules = self.extensions[:-1]
 
     return Tolerant
 
 
-def skip(reason):
-    warnings.warn(f"hybridpar: building without the compiled operators: {reason}", stacklevel=2)
+def skip(what, reason):
+    warnings.warn(f"hybridpar: building without the compiled operators ({what}): {reason}", stacklevel=2)
 
 
 def compiled(mode):
-    """The arguments of `setup` for the compiled part.
+    """The arguments of `setup` for the compiled parts.
 
     Raises: SystemExit where a mode other than auto cannot be met.
     """
     if mode not in MODES:
         raise SystemExit(f"HYBRIDPAR_BUILD={mode}: must be one of {', '.join(MODES)}")
-    if mode == "cuda" and not glob("csrc/cuda/*.cu"):
-        raise SystemExit("HYBRIDPAR_BUILD=cuda: this version has no CUDA operators (csrc/cuda is empty); use cpu")
     if mode == "none":
         return {}
+    extensions = []
     try:
-        extension, build = cpu_extension()
+        cpp_extension = tools()
+        extensions.append(cpu_extension(cpp_extension))
+        if mode == "cuda" or (mode == "auto" and cpp_extension.torch.version.cuda):
+            extensions.append(cuda_extension(cpp_extension))
     except CannotBuild as reason:
         if mode != "auto":
             raise SystemExit(f"HYBRIDPAR_BUILD={mode}: {reason}") from None
-        skip(reason)
+        skip("hybridpar._C_cuda" if extensions else "hybridpar._C", reason)
+    if not extensions:
         return {}
+    build = cpp_extension.BuildExtension
     return {
-        "ext_modules": [extension],
+        "ext_modules": extensions,
         "cmdclass": {"build_ext": tolerant(build) if mode == "auto" else build},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }

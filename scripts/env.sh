@@ -22,7 +22,7 @@ else
     PYTHON="$PWD/.venv/bin/python"
 fi
 
-wanted="$EXTRAS $(cat pyproject.toml setup.py csrc/*.c csrc/*/*.cpp | cksum)"
+wanted="$EXTRAS $(cat pyproject.toml setup.py csrc/*.c csrc/*/* | cksum)"
 stamp="$("$PYTHON" -c 'import sys; print(sys.prefix)')/.hybridpar-installed"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted $PWD" ]; then
     echo "installing hybridpar[$EXTRAS] into $("$PYTHON" -c 'import sys; print(sys.prefix)')" >&2

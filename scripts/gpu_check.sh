@@ -10,10 +10,20 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="${1:-benchmarks/results}"
 mkdir -p "$out"
 python="${PYTHON:-python3}"
-HYBRIDPAR_BUILD=cpu "$python" setup.py --quiet build_ext --inplace
+mode=cpu
+if [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] || command -v nvcc >/dev/null; then mode=cuda; fi
+HYBRIDPAR_BUILD=$mode "$python" setup.py --quiet build_ext --inplace
 status=0
 PYTHONPATH=$PWD "$python" -m pytest -m gpu --junitxml="$out/gpu_tests.xml" -p no:cacheprovider tests || status=$?
 [ "$status" -eq 5 ] && status=0  # no test was selected
+# every operator once more, at a few small shapes, under the checkers of memory and races, which are too slow for more
+if [ $mode = cuda ] && command -v compute-sanitizer >/dev/null && nvidia-smi >/dev/null 2>&1; then
+    for tool in memcheck racecheck; do
+        PYTHONPATH=$PWD PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+            "$python" -m pytest -m gpu -p no:cacheprovider --timeout 1200 tests/ops/test_backends.py \
+            -k "bfloat16 and cuda and (3x7x41 or 2x64 or 5x6 or 5x7 or 4x2050) and not attention" || status=$?
+    done
+fi
 PYTHONPATH=$PWD "$python" - "$out" "$status" <<'PY'
 import json
 import platform

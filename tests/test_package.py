@@ -65,7 +65,9 @@ def test_a_missing_or_old_extension_is_a_reason(monkeypatch):
 def test_modes_that_cannot_be_met_fail_and_say_why():
     for env, message in [
         ({"HYBRIDPAR_BUILD": "gpu"}, "must be one of auto, cpu, cuda, none"),
-        ({"HYBRIDPAR_BUILD": "cuda"}, "no CUDA operators"),
+        ({"HYBRIDPAR_BUILD": "cuda", "CUDA_HOME": "/nowhere"}, "no nvcc (looked in /nowhere/bin"),
+        ({"HYBRIDPAR_BUILD": "cuda", "HYBRIDPAR_CUDA_ARCHS": "9.0"}, "must be compute capabilities of 8.0 or more"),
+        ({"HYBRIDPAR_BUILD": "cuda", "CXX": "/nowhere/c++"}, "no C++ compiler"),
         ({"HYBRIDPAR_BUILD": "cpu", "CXX": "/nowhere/c++"}, "no C++ compiler"),
     ]:
         status, stderr = build(**env)
@@ -74,10 +76,28 @@ def test_modes_that_cannot_be_met_fail_and_say_why():
 
 
 @needs_source
+def test_half_a_cuda_toolkit_fails_and_says_what_is_missing(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    status, stderr = build(HYBRIDPAR_BUILD="cuda", CUDA_HOME=str(tmp_path))
+    assert status != 0
+    assert f"the CUDA toolkit {tmp_path} lacks libcudart_static.a or cuda_runtime.h" in stderr
+
+
+@needs_source
+def test_auto_goes_on_without_nvcc_and_says_so(tmp_path):
+    """With a torch that has CUDA; a name of it is enough here."""
+    (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.version.cuda = '13.0'\n")
+    status, stderr = build(HYBRIDPAR_BUILD="auto", PYTHONPATH=str(tmp_path), CUDA_HOME="/nowhere")
+    assert status == 0, stderr
+    assert "building without the compiled operators (hybridpar._C_cuda): no nvcc" in stderr
+
+
+@needs_source
 def test_auto_goes_on_without_a_compiler_and_says_so():
     status, stderr = build(HYBRIDPAR_BUILD="auto", CXX="/nowhere/c++")
     assert status == 0, stderr
-    assert "building without the compiled operators: no C++ compiler" in stderr
+    assert "building without the compiled operators (hybridpar._C): no C++ compiler" in stderr
 
 
 @needs_source
@@ -86,6 +106,30 @@ def test_auto_goes_on_without_torch_and_says_so(tmp_path):
     status, stderr = build(HYBRIDPAR_BUILD="auto", PYTHONPATH=str(tmp_path))
     assert status == 0, stderr
     assert "torch cannot be imported at build time" in stderr
+
+
+ONE_FAILS = """
+import runpy, setuptools, sys
+def setup(*, ext_modules, package_dir, real=setuptools.setup, **arguments):
+    names = {"hybridpar._C": "csrc/module.c", "hybridpar._C_cuda": "csrc/nowhere.c"}
+    extensions = [setuptools.Extension(name, [source]) for name, source in names.items()]
+    real(ext_modules=extensions, package_dir={"hybridpar": target}, **arguments)
+target = sys.argv.pop()
+setuptools.setup = setup
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+@needs_source
+@pytest.mark.skipif(native.missing() is not None, reason="needs a compiler")
+def test_auto_builds_what_compiles(tmp_path):
+    arguments = ("build_ext", "--inplace", "-b", tmp_path / "b", "-t", tmp_path / "t", tmp_path)
+    run = subprocess.run([sys.executable, "-c", ONE_FAILS, *arguments], capture_output=True, text=True, cwd=ROOT,
+                         env={**os.environ, "HYBRIDPAR_BUILD": "auto"})
+    assert run.returncode == 0, run.stderr
+    assert "building without the compiled operators (hybridpar._C_cuda): the compilation failed" in run.stderr
+    assert len(list(tmp_path.glob("_C.*so"))) == 1
+    assert not list(tmp_path.glob("_C_cuda.*"))
 
 
 @needs_source

@@ -1,0 +1,163 @@
+// What the kernels share: 16 bytes of elements at a time, sums over threads, the choice of a kernel.
+//
+// A kernel is a template of the element type T and of the number V of elements that a thread reads at once: as many as
+// 16 bytes hold where the columns allow it, otherwise 1. (double: always 1; a warp then reads 256 bytes.)
+#pragma once
+
+#include <cmath>
+#include <initializer_list>
+#include <limits>
+#include <type_traits>
+
+#include "kernels.h"
+#include "platform.cuh"
+
+namespace hybridpar {
+
+// --- element types: memory holds T, arithmetic is in Wide<T> ---
+
+template <class T>
+using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+HYBRIDPAR_DEVICE float wide(float x) { return x; }
+HYBRIDPAR_DEVICE double wide(double x) { return x; }
+
+template <class T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T at[N];
+};
+
+template <int N, class T>
+HYBRIDPAR_DEVICE Pack<T, N> load(const T* from) {
+  return *reinterpret_cast<const Pack<T, N>*>(from);
+}
+
+// Rounds and stores.
+template <class T, int N>
+HYBRIDPAR_DEVICE Pack<T, N> narrow(const Wide<T> (&x)[N]) {
+  Pack<T, N> y;
+  if constexpr (sizeof(T) > 2) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) y.at[k] = x[k];
+  } else {
+#pragma unroll
+    for (int k = 0; k < N; k += 2) {
+      const uint32_t two = narrow_two(T(), x[k], k + 1 < N ? x[k + 1] : 0.0f);
+      y.at[k].bits = static_cast<uint16_t>(two);
+      if (k + 1 < N) y.at[k + 1].bits = static_cast<uint16_t>(two >> 16);
+    }
+  }
+  return y;
+}
+
+template <class T, int N>
+HYBRIDPAR_DEVICE void store(T* to, const Pack<T, N>& x) {
+  *reinterpret_cast<Pack<T, N>*>(to) = x;
+}
+template <class T, int N>
+HYBRIDPAR_DEVICE void store(T* to, const Wide<T> (&x)[N]) {
+  store(to, narrow<T, N>(x));
+}
+
+// x: as it is in memory, or null: zeros
+template <class T, int N>
+HYBRIDPAR_DEVICE void load_wide(Wide<T> (&to)[N], const T* from) {
+  const Pack<T, N> x = from ? load<N>(from) : Pack<T, N>{};
+#pragma unroll
+  for (int k = 0; k < N; ++k) to[k] = wide(x.at[k]);
+}
+
+// --- sums over threads ---
+
+constexpr int kMostThreads = 512;
+constexpr int kMostWarps = kMostThreads / 32;
+
+HYBRIDPAR_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+HYBRIDPAR_DEVICE double larger(double a, double b) { return fmax(a, b); }
+
+// Combines numbers of the threads with one threadIdx.y, of which blockDim.x (a multiple of 32) are the threads of a
+// row; all of them get the result, the same each time. Every thread of the block must call it.
+template <class W, int N>
+class OverRow {
+ public:
+  using Slots = W[2][N][kMostWarps];
+
+  HYBRIDPAR_DEVICE_MEMBER explicit OverRow(Slots& slots) : slots_(slots) {}
+
+  template <class F>
+  HYBRIDPAR_DEVICE_MEMBER void reduce(W (&x)[N], const F& combine) {
+#pragma unroll
+    for (int k = 0; k < N; ++k)
+#pragma unroll
+      for (int lane = 16; lane > 0; lane /= 2) x[k] = combine(x[k], __shfl_xor_sync(0xffffffffu, x[k], lane));
+    if (blockDim.x == 32) return;
+    // Calls take turns with two sets of slots: who passes this call's barrier has read what the last one left.
+    turn_ ^= 1;
+    const int warps = blockDim.x / 32, first = threadIdx.y * warps;
+    if (threadIdx.x % 32 == 0)
+#pragma unroll
+      for (int k = 0; k < N; ++k) slots_[turn_][k][first + threadIdx.x / 32] = x[k];
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      x[k] = slots_[turn_][k][first];
+      for (int warp = 1; warp < warps; ++warp) x[k] = combine(x[k], slots_[turn_][k][first + warp]);
+    }
+  }
+
+  HYBRIDPAR_DEVICE_MEMBER void sum(W (&x)[N]) {
+    reduce(x, [](W a, W b) { return a + b; });
+  }
+  HYBRIDPAR_DEVICE_MEMBER W sum(W x) {
+    W one[1] = {x};
+    sum(one);
+    return one[0];
+  }
+  HYBRIDPAR_DEVICE_MEMBER W largest(W x) {
+    W one[1] = {x};
+    reduce(one, [](W a, W b) { return larger(a, b); });
+    return one[0];
+  }
+
+ private:
+  Slots& slots_;
+  int turn_ = 0;
+};
+
+// a / b for numbers from 0 on; a division of 64 bits takes a hundred instructions
+HYBRIDPAR_DEVICE int64_t divide(int64_t a, int64_t b) {
+  return ((a | b) >> 32) == 0 ? static_cast<uint32_t>(a) / static_cast<uint32_t>(b) : a / b;
+}
+
+// --- the choice of a kernel ---
+
+constexpr int round_up(int64_t x, int multiple) { return static_cast<int>((x + multiple - 1) / multiple * multiple); }
+
+template <class T>
+constexpr int kVector = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
+
+// Calls f(T(), V) for the element type, V a constant. Vectors need rows of whole ones, and aligned memory (null is).
+template <class F>
+void choose(Type type, int64_t cols, std::initializer_list<const void*> memory, const F& f) {
+  const auto with = [&](auto element) {
+    constexpr int kMost = kVector<decltype(element)>;
+    bool aligned = cols % kMost == 0;
+    for (const void* pointer : memory) aligned &= reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+    if (aligned)
+      f(element, std::integral_constant<int, kMost>());
+    else if constexpr (kMost > 1)
+      f(element, std::integral_constant<int, 1>());
+  };
+  switch (type) {
+    case Type::Float:
+      return with(float());
+    case Type::Double:
+      return with(double());
+    case Type::BFloat16:
+      return with(BFloat16());
+    case Type::Half:
+      return with(Half());
+  }
+}
+
+}  // namespace hybridpar

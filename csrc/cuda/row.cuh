@@ -1,0 +1,36 @@
+// Kernels over whole rows: blockDim.x threads share a row, blockDim.y rows are in a block.
+#pragma once
+
+#include "device.cuh"
+
+namespace hybridpar {
+
+// Threads for rows of `cols` in packs of `vector`: one for each pack up to `least`, then for up to `kept` packs. A
+// block has about `together` threads.
+struct RowShape {
+  dim3 block;
+
+  RowShape(int cols, int vector, int kept, int least, int together) {
+    const int packs = (cols + vector - 1) / vector;
+    const int threads = packs <= least ? packs : std::max(least, (packs + kept - 1) / kept);
+    block.x = std::min(kMostThreads, round_up(threads, 32));
+    block.y = std::max<unsigned>(1, together / block.x);
+  }
+};
+
+// A thread has the packs of V columns at first(), first() + stride(), ...
+template <int V>
+HYBRIDPAR_DEVICE int first() {
+  return threadIdx.x * V;
+}
+template <int V>
+HYBRIDPAR_DEVICE int stride() {
+  return blockDim.x * V;
+}
+
+// Blocks that go through so many rows.
+inline dim3 row_grid(int64_t rows, const dim3& block) {
+  return dim3(static_cast<unsigned>(std::min<int64_t>((rows + block.y - 1) / block.y, 1 << 16)));
+}
+
+}  // namespace hybridpar

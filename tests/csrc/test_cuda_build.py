@@ -1,0 +1,100 @@
+"""Without a GPU: the CUDA operators compile for A100 and H100, without spills, and load in a torch without CUDA.
+
+Prints what registers and shared memory each kernel takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridpar import native
+
+ROOT = Path(__file__).parents[2]
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+pytestmark = [
+    pytest.mark.timeout(1200),  # compiles for a minute, on a core of its own
+    pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="runs in a checkout"),
+    pytest.mark.skipif(NVCC is None, reason="needs nvcc"),
+    pytest.mark.skipif(native.missing() is not None, reason=str(native.missing())),
+]
+ELSEWHERE = {"philox_bits", "philox_normal", "attention", "attention_backward"}
+"""Operators without a version in CUDA C++: parameters are drawn on the CPU, attention is Triton's."""
+
+ONLY_CUDA = """
+import runpy, setuptools, sys
+def setup(*, ext_modules, real=setuptools.setup, **arguments):
+    real(ext_modules=[e for e in ext_modules if e.name == "hybridpar._C_cuda"], **arguments)
+setuptools.setup = setup
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+LOAD = """
+import json, sys
+import torch, hybridpar
+from hybridpar import native
+from hybridpar.ops import fused
+hybridpar.__path__.insert(0, sys.argv[1])
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+print(json.dumps({
+    "missing": native.missing_cuda(),
+    "operators": [name for name in native.FAKES if has(f"hybridpar::{name}", "CUDA")],
+    "gelu": fused.cuda_unsupported("gelu", "cuda", torch.bfloat16),
+    "attention": fused.cuda_unsupported("attention", "cuda", torch.bfloat16),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, str]:
+    """Where setup.py put the extension, and what the compilers said."""
+    folder = tmp_path_factory.mktemp("cuda")
+    env = {**os.environ, "HYBRIDPAR_BUILD": "cuda", "HYBRIDPAR_CUDA_ARCHS": "80;90",
+           "NVCC_APPEND_FLAGS": "-Xptxas=-v,-warn-spills,--warning-as-error"}
+    command = [sys.executable, "-c", ONLY_CUDA, "build_ext", "-b", folder / "lib", "-t", folder / "objects"]
+    run = subprocess.run(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert run.returncode == 0, run.stdout[-5000:]
+    return folder / "lib" / "hybridpar", run.stdout
+
+
+def test_compiles_without_spills(built, record_property):
+    found = re.findall(
+        r"Compiling entry function '(\w+)' for 'sm_(\d+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)", built[1], re.DOTALL)
+    names = demangled([name for name, *_ in found])
+    assert {int(architecture) for _, architecture, *_ in found} == {80, 90}
+    for source in (ROOT / "csrc" / "cuda").glob("*_kernels.cu"):
+        for kernel in re.findall(r"__global__ .*?(\w+_kernel)\(", source.read_text()):
+            assert sum(kernel in name for name in names) >= 2 * 4, f"{kernel}: for 4 types and 2 architectures"
+    for name, (_, architecture, stack, stores, loads, registers, rest) in sorted(zip(names, found, strict=True)):
+        shared = re.search(r"(\d+) bytes smem", rest)
+        used = {"registers": int(registers), "shared": int(shared[1]) if shared else 0}
+        record_property(f"sm_{architecture} {name}", used)
+        print(f"sm_{architecture} {name}: {used}")
+        assert (stack, stores, loads) == ("0", "0", "0"), f"sm_{architecture} {name} spills"
+
+
+def demangled(names: list[str]) -> list[str]:
+    """'kernel<type, number>', if c++filt is here."""
+    if not shutil.which("c++filt"):
+        return names
+    text = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    return [re.sub(r"hybridpar::|\(anonymous namespace\)::|^void |\(.*\)$", "", line) for line in text.splitlines()]
+
+
+def test_loads_where_torch_has_no_cuda(built):
+    run = subprocess.run([sys.executable, "-c", LOAD, built[0]], capture_output=True, text=True, cwd=ROOT,
+                         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)})
+    assert run.returncode == 0, run.stderr
+    answer = json.loads(run.stdout)
+    assert answer["missing"] is None
+    assert set(answer["operators"]) == set(native.FAKES) - ELSEWHERE
+    assert answer["gelu"] == "no GPU here"
+    assert answer["attention"] == "has no version of attention"
