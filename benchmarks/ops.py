@@ -54,14 +54,14 @@ def rotary_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def rotary_tables(s: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_tables(s: int, d: int, like: Tensor) -> tuple[Tensor, Tensor]:
     angle = torch.outer(torch.arange(s).double(), 10000.0 ** (torch.arange(d // 2).double() / (-d / 2)))
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    return angle.cos().to(like), angle.sin().to(like)
 
 
 def softmax_eager(x: Tensor) -> Tensor:
     """Causal, scaled."""
-    hidden = torch.ones(x.shape[-2:], dtype=torch.bool).triu(1)
+    hidden = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
     return (x * 0.125).masked_fill(hidden, float("-inf")).softmax(-1)
 
 
@@ -70,35 +70,64 @@ def swiglu_eager(x: Tensor, bias: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def operations(size: Size, dtype: torch.dtype) -> dict[str, tuple[list[Tensor], Function, Function]]:
-    """Of each operation: tensors that are differentiated by, ours, PyTorch's."""
-    t, h, n = size.tokens, size.hidden, size.num_heads
+@dataclass(frozen=True)
+class Operation:
+    """`ours(backend)` and PyTorch's function of `tensors`, by all of which they are differentiated.
+
+    `traffic`: elements that forward and backward have to read and write. `flops`: multiplications and additions of the
+    two, where those bound it.
+    """
+
+    tensors: list[Tensor]
+    ours: Callable[[str], Function]
+    eager: Function
+    traffic: float
+    flops: float = 0.0
+
+
+def operations(size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str, Operation]:
+    """By the name of each: its name in `ops`, after what is fused with it."""
+    t, h, n, v = size.tokens, size.hidden, size.num_heads, size.vocab
     s, d = size.seq_length, h // n
+    scores, features = size.samples * n * s * s, 4 * h
 
     def leaf(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=dtype).requires_grad_()
+        return torch.randn(shape, dtype=dtype, device=device).requires_grad_()
 
     def heads() -> Tensor:
-        return torch.randn(size.samples, s, n, d, dtype=dtype).transpose(1, 2).requires_grad_()
+        return torch.randn(size.samples, s, n, d, dtype=dtype, device=device).transpose(1, 2).requires_grad_()
 
-    labels, tables = torch.randint(size.vocab, (t,)), rotary_tables(s, d, dtype)
+    labels = torch.randint(v, (t,), device=device)
+    tables = rotary_tables(s, d, torch.empty(0, dtype=dtype, device=device))
     return {
-        "rms_norm": ([leaf(t, h), leaf(h)], ops.rms_norm, lambda x, w: F.rms_norm(x, (h,), w, 1e-6)),
-        "layer_norm": ([leaf(t, h), leaf(h), leaf(h)], ops.layer_norm,
-                       lambda x, w, b: F.layer_norm(x, (h,), w, b, 1e-5)),
-        "bias + add + rms_norm": (
+        "rms_norm": Operation(
+            [leaf(t, h), leaf(h)], lambda k: lambda x, w: ops.rms_norm(x, w, backend=k),
+            lambda x, w: F.rms_norm(x, (h,), w, 1e-6), 5 * t * h),
+        "layer_norm": Operation(
+            [leaf(t, h), leaf(h), leaf(h)], lambda k: lambda x, w, b: ops.layer_norm(x, w, b, backend=k),
+            lambda x, w, b: F.layer_norm(x, (h,), w, b, 1e-5), 5 * t * h),
+        "bias + add + rms_norm": Operation(
             [leaf(t, h), leaf(h), leaf(t, h), leaf(h)],
-            lambda x, c, r, w: sum(ops.add_norm(x, r, w, None, 1e-6, centre=False, bias_of_x=c)),
-            lambda x, c, r, w: (total := x + c + r) + F.rms_norm(total, (h,), w, 1e-6)),
-        "bias + gelu": ([leaf(t, 4 * h), leaf(4 * h)], ops.gelu, lambda x, b: F.gelu(x + b, approximate="tanh")),
-        "bias + swiglu": ([leaf(t, 4 * h), leaf(4 * h)], ops.swiglu, swiglu_eager),
-        "causal softmax": ([leaf(size.samples, n, s, s)], lambda x: ops.softmax(x, scale=0.125, causal=True),
-                           softmax_eager),
-        "rotary": ([heads()], ops.rotary, lambda x: rotary_eager(x, *tables)),
-        "causal attention": ([heads(), heads(), heads()], lambda q, k, v: ops.attention(q, k, v, causal=True),
-                             lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
-        "cross-entropy": ([leaf(t, size.vocab)], lambda x: vocab_parallel_cross_entropy(x, labels, Axis("tp")).sum(),
-                          lambda x: F.cross_entropy(x, labels, reduction="sum")),
+            lambda k: lambda x, c, r, w: sum(ops.add_norm(x, r, w, None, 1e-6, centre=False, bias_of_x=c, backend=k)),
+            lambda x, c, r, w: (total := x + c + r) + F.rms_norm(total, (h,), w, 1e-6), 8 * t * h),
+        "bias + gelu": Operation(
+            [leaf(t, features), leaf(features)], lambda k: lambda x, b: ops.gelu(x, b, backend=k),
+            lambda x, b: F.gelu(x + b, approximate="tanh"), 5 * t * features),
+        "bias + swiglu": Operation(
+            [leaf(t, features), leaf(features)], lambda k: lambda x, b: ops.swiglu(x, b, backend=k), swiglu_eager,
+            4 * t * features),
+        "causal softmax": Operation(
+            [leaf(size.samples, n, s, s)], lambda k: lambda x: ops.softmax(x, scale=0.125, causal=True, backend=k),
+            softmax_eager, 3.5 * scores),
+        "rotary": Operation(
+            [heads()], lambda k: lambda x: ops.rotary(x, backend=k), lambda x: rotary_eager(x, *tables), 4 * t * h),
+        "causal attention": Operation(
+            [heads(), heads(), heads()], lambda k: lambda q, k_, v_: ops.attention(q, k_, v_, causal=True, backend=k),
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), 11 * t * h, 7 * scores * d),
+        "cross-entropy": Operation(
+            [leaf(t, v)],
+            lambda k: lambda x: vocab_parallel_cross_entropy(x, labels, Axis("tp"), backend=k).sum(),
+            lambda x: F.cross_entropy(x, labels, reduction="sum"), 3 * t * v),
     }
 
 
@@ -106,7 +135,7 @@ def gradient_for(function: Function, tensors: list[Tensor]) -> Tensor:
     """What the backward pass begins with, the same for all sides."""
     with torch.no_grad():
         out = function(*tensors)
-    return torch.linspace(-1, 1, out.numel()).to(out.dtype).view(out.shape)
+    return torch.linspace(-1, 1, out.numel(), device=out.device).to(out.dtype).view(out.shape)
 
 
 def compute(function: Function, tensors: list[Tensor], gradient: Tensor) -> list[Tensor]:
@@ -125,9 +154,10 @@ def step(function: Function, tensors: list[Tensor], gradient: Tensor) -> Step:
 
 def measure(size_name: str, dtype_name: str, rounds: int) -> list[dict[str, Any]]:
     cases = []
-    for name, (tensors, ours, eager) in operations(SIZES[size_name], DTYPES[dtype_name]).items():
+    for name, operation in operations(SIZES[size_name], DTYPES[dtype_name]).items():
         torch._dynamo.reset()
-        functions = {OURS: ours, "eager": eager, "compile": torch.compile(eager)}
+        tensors, eager = operation.tensors, operation.eager
+        functions = {OURS: operation.ours("auto"), "eager": eager, "compile": torch.compile(eager)}
         gradient = gradient_for(eager, tensors)
         steps = {side: step(function, tensors, gradient) for side, function in functions.items()}
         values = {side: sum(t.detach().double().abs().sum().item() for t in compute(function, tensors, gradient))

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: builds against the torch that is here, runs the GPU tests, writes JSON.
+# Everything that needs a GPU, in one call: builds against the torch that is here, runs the GPU tests, then the GPU
+# benchmarks, and writes JSON.
 #
 #   bash scripts/gpu_check.sh [FOLDER]      FOLDER: where gpu_check.json and the test report go (default: benchmarks/results)
 #
 # Installs nothing from the network: torch >= 2.11 with CUDA, triton, numpy, pytest and hybridpar's other dependencies must
-# be there. Without a GPU it rehearses: builds, and collects the tests.
+# be there. Without a GPU it rehearses: builds, collects the tests, and runs the benchmarks on the CPU at a tiny size.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="${1:-benchmarks/results}"
@@ -23,6 +24,11 @@ if [ $mode = cuda ] && command -v compute-sanitizer >/dev/null && nvidia-smi >/d
             "$python" -m pytest -m gpu -p no:cacheprovider --timeout 1200 tests/ops/test_backends.py \
             -k "bfloat16 and cuda and (3x7x41 or 2x64 or 5x6 or 5x7 or 4x2050) and not attention" || status=$?
     done
+fi
+if "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    PYTHONPATH=$PWD "$python" -m benchmarks.gpu_ops --out "$out" || status=$?
+else
+    PYTHONPATH=$PWD "$python" -m benchmarks.gpu_ops --out "$(mktemp -d)" --device cpu --rounds 3 || status=$?
 fi
 PYTHONPATH=$PWD "$python" - "$out" "$status" <<'PY'
 import json
