@@ -80,6 +80,9 @@ SHAPES = {
     "mini": Shape(6, 128, 4, 64, 1024, 2),
     # hardly any work, for stages that only wait; an activation is as large as that of small and thin
     "light": Shape(2, 64, 2, 128, 64, 8),
+    # the published ones: on a GPU
+    "345M": Shape(24, 1024, 16, 1024, 50304, 8),
+    "1.3B": Shape(24, 2048, 16, 2048, 50304, 4),
     # for trying out a benchmark, not for measuring
     "tiny": Shape(2, 64, 4, 32, 256, 2),
 }
@@ -90,12 +93,13 @@ class FixedLoader:
 
     num_distinct = 2
 
-    def __init__(self, shape: Shape, num_microbatches: int, dp_rank: int = 0, dp_size: int = 1):
+    def __init__(self, shape: Shape, num_microbatches: int, dp_rank: int = 0, dp_size: int = 1, device: str = "cpu"):
         synthetic = SyntheticLoader(
             shape.model, shape.micro_batch, num_microbatches, dp_rank, dp_size, SEED, padding=False)
         self.first_sample = synthetic.first_sample
         self._batches = [
-            [synthetic.microbatch(t, j) for j in range(num_microbatches)] for t in range(self.num_distinct)]
+            [{name: x.to(device) for name, x in synthetic.microbatch(t, j).items()} for j in range(num_microbatches)]
+            for t in range(self.num_distinct)]
         self._num_targets = dp_size * num_microbatches * shape.microbatch_tokens
 
     def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
@@ -110,21 +114,23 @@ class FixedLoader:
 
 
 def engine_config(shape: Shape, *, tp: int = 1, pp: int = 1, dp: int = 1, num_microbatches: int = 1,
-                  schedule: str = "1f1b", dtype: str = "fp32", split: tuple[int, ...] = ()) -> Config:
+                  schedule: str = "1f1b", dtype: str = "fp32", split: tuple[int, ...] = (),
+                  device: str = "cpu") -> Config:
     """hybridpar's settings: AdamW as torch's defaults, constant rate, global gradient norm clipped to 1 as usual."""
     return Config(
         model=shape.model, parallel=ParallelConfig(tp, pp, dp),
         pipeline=PipelineConfig(schedule=schedule, num_microbatches=num_microbatches, split=split),
         optim=OptimConfig(lr=LR, decay="constant", weight_decay=0.01, clip_grad=CLIP),
-        train=TrainConfig(micro_batch_size=shape.micro_batch, dtype=dtype, seed=SEED, device="cpu"))
+        train=TrainConfig(micro_batch_size=shape.micro_batch, dtype=dtype, seed=SEED, device=device))
 
 
 class OurStep:
     """One optimizer step of hybridpar's engine a call, the sum of the losses over the grid included."""
 
     def __init__(self, config: Config, shape: Shape, grid: ProcessGrid):
-        self.engine = Engine(config, grid, torch.device("cpu"))
-        self.loader = FixedLoader(shape, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size)
+        device = config.train.device
+        self.engine = Engine(config, grid, torch.device(device))
+        self.loader = FixedLoader(shape, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size, device)
         self._last = 0.0
 
     def __call__(self) -> float:

@@ -1,12 +1,12 @@
-"""Claim: on a GPU hybridpar's memory-bound operators, forward and backward, run at the speed of its memory, and attention
-at that of its tensor cores; neither is slower than PyTorch's, torch.compile included.
+"""Claim: on a GPU hybridpar's memory-bound operators, forward and backward, run at the speed of its memory, and
+attention at that of its tensor cores; neither is slower than PyTorch's, torch.compile included.
 
     python -m benchmarks.gpu_ops                       # --device cpu: a rehearsal, at the tiny size
 
 Each backend of an operator that runs here against PyTorch's operation, eager and under torch.compile. Forward and
 backward are captured as a CUDA graph together, so that Python's time does not count; sides run by turns, each for a
-few milliseconds. `share of the roof`: the time that the operation's traffic takes at the bandwidth of a copy of 1 GiB, or
-attention's operations at the speed of a large matrix product (both measured in the same run), over the time it took.
+few milliseconds. `share of the roof`: the time that the operation's traffic takes at the bandwidth of a copy of 1 GiB,
+or attention's operations at the speed of a large matrix product (both measured in the same run), over the time it took.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,9 +116,7 @@ def measure(clock: Clock, roof: Roof, size_name: str, dtype_name: str, rounds: i
         gradient = gradient_for(operation.eager, operation.tensors)
         sides, values = {}, {}
         for side, function in functions.items():
-            def work(function: Callable[..., Any] = function) -> Any:
-                return compute(function, operation.tensors, gradient)
-
+            work = partial(compute, function, operation.tensors, gradient)
             values[side] = sum(t.detach().double().abs().sum().item() for t in work())
             assert abs(values[side] - values[next(iter(values))]) <= TOLERANCE[dtype_name] * values[side], values
             sides[side] = clock.prepared(work)
@@ -128,9 +127,9 @@ def measure(clock: Clock, roof: Roof, size_name: str, dtype_name: str, rounds: i
             "us": {side: [round(1e6 * q, 2) for q in statistics.quantiles(t, n=4)] for side, t in times.items()},
             "share of the roof": {side: round(least / statistics.median(t), 3) for side, t in times.items()},
         })
-        shares = cases[-1]["share of the roof"]
-        print(f"{cases[-1]['case']:<36}" + "  ".join(
-            f"{side} {1e6 * statistics.median(t):.1f} us ({shares[side]:.2f})" for side, t in times.items()), flush=True)
+        of_roof = cases[-1]["share of the roof"]
+        texts = (f"{side} {1e6 * statistics.median(t):.1f} us ({of_roof[side]:.2f})" for side, t in times.items())
+        print(f"{cases[-1]['case']:<36}{'  '.join(texts)}", flush=True)
     return cases
 
 

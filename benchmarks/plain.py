@@ -108,7 +108,7 @@ def clip(optimizer: torch.optim.Optimizer, *, across_ranks: bool = False) -> Non
     `across_ranks`: the ranks hold different parameters (pipeline stages). Collectives: then one all-reduce of a number;
     one more for each group of DTensors.
     """
-    squares = torch.zeros(())
+    squares = torch.zeros((), device=optimizer.param_groups[0]["params"][0].device)
     for group in optimizer.param_groups:
         norm = torch.nn.utils.get_total_norm([p.grad for p in group["params"] if p.grad is not None])
         squares += (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2

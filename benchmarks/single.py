@@ -1,6 +1,7 @@
 """Claim: in one process, hybridpar's training step is faster than that of Hugging Face transformers' GPT-2.
 
     python -m benchmarks.single
+    python -m benchmarks.single --device cuda --name gpu_single    # 345M and 1.3B in bf16, on one GPU
 
 The peer is GPT2LMHeadModel with sdpa attention, untied head, no dropout, AdamW(fused), on the same weights, tokens,
 threads: with its default activation (`gelu_new`, the tanh form spelled out in torch operations) and with torch's fused
@@ -11,12 +12,16 @@ one (`gelu_pytorch_tanh`, the same function). What 'bf16' means:
     pure            everything in bf16, optimizer state included: less work and less memory, but updates are rounded
                     to 8 bits, which training does not survive for long
 
-Both clip the global norm of the gradient to 1, as transformers' own Trainer does.
+Both clip the global norm of the gradient to 1, as transformers' own Trainer does. With --compile also the model under
+torch.compile, which is the default on a GPU. MFU there: 3 x the forward pass's operations, over the data sheet's peak.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +43,9 @@ from benchmarks.common import (
     write_results,
 )
 from benchmarks.plain import adamw, clip, cross_entropy, full_weights
-from hybridpar.grid import ProcessGrid
+from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.models.cost import training_flops_per_token
+from hybridpar.train.metrics import peak_flops
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 """Largest relative difference of the losses: sums in another order; bf16 has 8 bits, its rounding differs by side."""
@@ -56,7 +63,7 @@ PEERS = {
 class HuggingFaceStep:
     """One optimizer step of GPT2LMHeadModel a call."""
 
-    def __init__(self, shape: Shape, activation: str, precision: str):
+    def __init__(self, shape: Shape, activation: str, precision: str, device: str, *, compiled: bool):
         os.environ["HF_HUB_OFFLINE"] = "1"
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -65,18 +72,22 @@ class HuggingFaceStep:
             n_head=shape.num_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, activation_function=activation,
             tie_word_embeddings=False, use_cache=False, bos_token_id=0, eos_token_id=0, attn_implementation="sdpa"))
         self.model.load_state_dict(hugging_face_weights(shape))
-        self.model.train()
+        self.model.train().to(device)
         if precision == "pure":
             self.model.bfloat16()
-        self.autocast = precision == "autocast"
+        self.device, self.autocast = device, precision == "autocast"
         self.optimizer = adamw(self.model.parameters())
-        self.loader, self.step = FixedLoader(shape, 1), 0
+        self.loader, self.step = FixedLoader(shape, 1, device=device), 0
+        self.forward = torch.compile(self.loss) if compiled else self.loss
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(self.model(input_ids=tokens, use_cache=False).logits, labels)
 
     def __call__(self) -> float:
         ((tokens, labels),) = self.loader.pairs(self.step)
         self.step += 1
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            loss = cross_entropy(self.model(input_ids=tokens, use_cache=False).logits, labels)
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
+            loss = self.forward(tokens, labels)
         loss.backward()
         clip(self.optimizer)
         self.optimizer.step()
@@ -102,28 +113,62 @@ def hugging_face_weights(shape: Shape) -> dict[str, Tensor]:
     return weights
 
 
-def measure(shape_name: str, dtype: str, threads: int, rounds: int) -> dict[str, Any]:
+def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace) -> dict[str, Any]:
     """Races hybridpar and the peers of `dtype` on one shape."""
     torch.set_num_threads(threads)
-    shape = SHAPES[shape_name]
-    sides: dict[str, Step] = {OURS: OurStep(engine_config(shape, dtype=dtype), shape, ProcessGrid())}
-    for name, (activation, precision) in PEERS[dtype].items():
-        sides[name] = HuggingFaceStep(shape, activation, precision)
-    result = race(sides, rounds, tolerance=TOLERANCE[dtype], repeat=4 if shape_name == "small" else 1)
-    return case(f"{shape_name} {dtype} {threads} thread{'s' * (threads > 1)}", result, shape.microbatch_tokens,
-                shape=shape_name, dtype=dtype, threads=threads)
+    shape, device = SHAPES[shape_name], args.device
+    make: dict[str, Callable[[], Step]] = {
+        OURS: lambda: OurStep(engine_config(shape, dtype=dtype, device=device), shape, ProcessGrid())}
+    for compiled in (False, True) if args.compile else (False,):
+        for name, (activation, precision) in PEERS[dtype].items():
+            make[f"{name}{' compiled' * compiled}"] = partial(
+                HuggingFaceStep, shape, activation, precision, device, compiled=compiled)
+    sides, memory = {}, {}
+    for name, construct in make.items():
+        sides[name], memory[name] = peak_gib(construct, device)
+    result = race(sides, args.rounds, tolerance=TOLERANCE[dtype], repeat=4 if shape_name in ("small", "345M") else 1)
+    entry = case(f"{shape_name} {dtype} {threads} thread{'s' * (threads > 1)}", result, shape.microbatch_tokens,
+                 shape=shape_name, dtype=dtype, threads=threads, device=device)
+    if device == "cuda":
+        peak, source = peak_flops(engine_config(shape, dtype=dtype, device=device), torch.device(device), Axis("world"))
+        per_token = training_flops_per_token(shape.model)
+        entry |= {"peak_memory_gib": memory, "peak_flops": [peak, source],
+                  "mfu": {side: round(speed * per_token / peak, 4) for side, speed in entry["tokens_per_s"].items()}}
+    return entry
+
+
+def peak_gib(construct: Callable[[], Step], device: str) -> tuple[Step, float | None]:
+    """A side, and what it adds to the GPU's memory at most in its first two steps."""
+    if device != "cuda":
+        return construct(), None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    side = construct()
+    for _ in range(2):
+        side()
+    return side, round((torch.cuda.max_memory_allocated() - before) / 2**30, 2)
 
 
 def main() -> None:
-    parser = arguments(__doc__, rounds=11, shapes=["ref", "small"])
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser = arguments(__doc__, rounds=11, shapes=[])
+    parser.add_argument("--threads", nargs="+", type=int)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction)
     args = parse(parser)
+    gpu = args.device == "cuda"
+    args.shapes = args.shapes or (["345M", "1.3B"] if gpu else ["ref", "small"])
+    args.threads = args.threads or ([1] if gpu else [1, 2])
+    args.compile = gpu if args.compile is None else args.compile
+    if gpu:
+        args.dtypes = ["bf16"]
     cases = []
     for threads in args.threads:
         for shape in args.shapes:
             for dtype in args.dtypes:
-                cases.append(measure(shape, dtype, threads, args.rounds))
+                cases.append(measure(shape, dtype, threads, args))
                 print_case(cases[-1])
+                if gpu:
+                    print("    MFU", cases[-1]["mfu"], "GiB", cases[-1]["peak_memory_gib"])
     print(write_results("single", cases, args))
 
 

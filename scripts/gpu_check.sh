@@ -27,6 +27,7 @@ if [ $mode = cuda ] && command -v compute-sanitizer >/dev/null && nvidia-smi >/d
 fi
 if "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
     PYTHONPATH=$PWD "$python" -m benchmarks.gpu_ops --out "$out" || status=$?
+    PYTHONPATH=$PWD "$python" -m benchmarks.single --device cuda --name gpu_single --out "$out" || status=$?
 else
     PYTHONPATH=$PWD "$python" -m benchmarks.gpu_ops --out "$(mktemp -d)" --device cpu --rounds 3 || status=$?
 fi
