@@ -38,7 +38,7 @@ CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
     ({"data": {"corpus": []}}, 1, "data.corpus", '["stdlib"]'),
     ({"data": {"weights": [1.0, 2.0]}}, 1, "data.weights", "[1.0]"),
     ({"data": {"split": 0.0}, "train": {"eval_interval": 5}}, 1, "data.split", "0.02"),
-    ({"kernels": {"dropout": "cuda"}}, 1, "kernels.dropout", "torch"),
+    ({"kernels": {"dropout": "abacus"}}, 1, "kernels.dropout", "torch"),
     ({"kernels": {"dropout": "triton"}, "train": {"device": "cpu"}}, 1, "kernels.dropout", "auto or "),
     ({"train": {"num_steps": 0}}, 1, "train.num_steps", "1"),
 ])
