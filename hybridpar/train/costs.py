@@ -22,10 +22,10 @@ from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
-from hybridpar.train.measure import CALLS, Measured, Parts, measure
+from hybridpar.train.measure import CALLS, VARYING, Measured, Parts, measure
 from hybridpar.train.trace import RankEvents
 
-FORMAT = "hybridpar costs 1"
+FORMAT = "hybridpar costs 2"
 _OF_STAGES = ("forward", "backward", "update", "reduce", "gather")
 _OF_LINKS = ("transfer", "latency", "transfer_work")
 
@@ -64,7 +64,8 @@ def write_costs(run: RunCosts, path: Path) -> None:
     """Writes costs.json."""
     measured = run.measured
     costs = {f.name: getattr(measured.costs, f.name) for f in fields(Costs)}
-    costs["calls"] = {kind.value: cost for kind, cost in measured.costs.calls.items()}
+    for name in ("calls", "variation"):
+        costs[name] = {kind.value: cost for kind, cost in costs[name].items()}
     document = {
         "format": FORMAT, "schedule": asdict(run.ordering), "sizes": asdict(run.sizes), "costs_s": costs,
         "measured": {
@@ -132,6 +133,13 @@ class _Reader:
             raise ValueError(f"{self._where}.{key} has {len(values)} numbers, not {size}")
         return tuple(self._positive(value, key) for value in values)
 
+    def rows(self, key: str, size: int) -> tuple[tuple[float, ...], ...]:
+        """So many rows of at least one number each."""
+        rows = self.get(key, list)
+        if len(rows) != size or not all(isinstance(row, list) and row for row in rows):
+            raise ValueError(f"{self._where}.{key} is not {size} rows of numbers")
+        return tuple(tuple(self._positive(value, key) for value in row) for row in rows)
+
     def cost(self, key: str, size: int) -> float | tuple[float, ...]:
         """One number, or one for each stage or link."""
         return self.row(key, size) if isinstance(self._value.get(key), list) else self.seconds(key)
@@ -165,12 +173,13 @@ def _costs(section: _Reader, p: int) -> Costs:
     cores = section.get("cores", (int, float, type(None)))
     if cores is not None and not 0 < cores < math.inf:
         raise ValueError(f"costs_s.cores is {cores!r}")
-    calls = section.section("calls")
+    calls, variation = section.section("calls"), section.section("variation")
     costs: dict[str, Any] = {name: section.cost(name, p) for name in _OF_STAGES}
     costs |= {name: section.cost(name, p - 1) for name in _OF_LINKS}
     costs |= {name: section.get(name, bool) for name in ("tied", "blocking_norm", "serial_links")}
     return Costs(
-        **costs, calls={kind: calls.cost(kind.value, p) for kind in CALLS}, norm=section.seconds("norm"), cores=cores)
+        **costs, calls={kind: calls.cost(kind.value, p) for kind in CALLS}, norm=section.seconds("norm"), cores=cores,
+        variation={kind: variation.rows(kind.value, p) for kind in VARYING})
 
 
 def _parts(section: _Reader) -> Parts:

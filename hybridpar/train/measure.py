@@ -5,7 +5,8 @@
     until a waiting rank goes on  what goes on beside it costs: transfers, reductions, norms, gathers
     CPU time of other threads     what transfers cost the cores
 
-So time without a core, which is nobody's cost, is in none of them: it comes out of the simulation.
+So time without a core, which is nobody's cost, is in none of them: it comes out of the simulation. Forward and backward
+are kept micro-batch by micro-batch, too: stages whose times vary wait for each other.
 
 Units: seconds.
 """
@@ -24,7 +25,9 @@ from hybridpar.pipeline.run.recording import Event
 from hybridpar.train.trace import RankEvents, transfer_times
 
 CALLS = (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B, Kind.REDUCE, Kind.NORM)
+VARYING = (Kind.F, Kind.B)
 _FEWEST_CORES = 0.1
+_MOST_VARYING = 128  # micro-batches whose own times are kept
 
 
 @dataclass(frozen=True)
@@ -73,23 +76,30 @@ def measure(ranks: Sequence[RankEvents], sizes: Sizes, *, tied: bool) -> Measure
     margin = len(steps) // 4
     typical = steps[margin : len(steps) - margin]
     typical_events = {r.rank: [
-        list(r.events[first_uses[r.rank][batch] : first_uses[r.rank][batch + 1]]) for _, batch in typical
+        list(r.events[first_uses[r.rank][batch] : first_uses[r.rank][batch + 1]])
+        for batch in sorted(batch for _, batch in typical)
     ] for r in ranks}
     stages = [[r for r in ranks if r.stage == s] for s in range(sizes.num_stages)]
     parts = tuple(_mean([_parts(r, typical_events[r.rank]) for r in stage]) for stage in stages)
     idle = tuple(p.waiting / sum(astuple(replace(p, beside=0.0))) for p in parts)
-    costs = _costs(stages, typical_events, tied=tied)
+    costs = _costs(stages, typical_events, sizes.num_microbatches, tied=tied)
     return Measured(costs, len(typical), fmean(step for step, _ in typical), idle, parts)
 
 
-def _costs(stages: Sequence[Sequence[RankEvents]], typical: Mapping[int, list[list[Event]]], *, tied: bool) -> Costs:
+def _costs(
+    stages: Sequence[Sequence[RankEvents]], typical: Mapping[int, list[list[Event]]], m: int, *, tied: bool,
+) -> Costs:
     """Of actions: means over the typical batches of the ranks of a stage; of what goes on beside them, medians."""
     ranks = [r for stage in stages for r in stage]
 
+    def times(kind: Kind) -> list[list[float]]:
+        """By stage, batch by batch in the order of micro-batches: what slows down all stages at once still does."""
+        return [[e.own + e.gap for r in stage for batch in typical[r.rank]
+                 for e in sorted(batch, key=lambda e: e.action.microbatch % m) if e.action.kind is kind]
+                for stage in stages]
+
     def work(kind: Kind) -> tuple[float, ...]:
-        return tuple(_mean_or_0([
-            e.own + e.gap for r in stage for batch in typical[r.rank] for e in batch if e.action.kind is kind
-        ]) for stage in stages)
+        return tuple(map(_mean_or_0, times(kind)))
 
     links = [list(transfer_times(ranks, link)) for link in range(len(stages) - 1)]
     all_links = [seconds for link in links for seconds in link]
@@ -101,7 +111,15 @@ def _costs(stages: Sequence[Sequence[RankEvents]], typical: Mapping[int, list[li
         norm=_median_or_0(_collectives(ranks, Kind.NORM)),
         gather=tuple(_median_or_0(_collectives(stage, Kind.UPDATE)) for stage in stages),
         latency=tuple(_median_or_0(link or all_links) for link in links), tied=tied,
-        blocking_norm=ranks[0].host.cores > 0, cores=_cores(ranks, len(stages)), transfer_work=_beside(ranks))
+        blocking_norm=ranks[0].host.cores > 0, cores=_cores(ranks, len(stages)), transfer_work=_beside(ranks),
+        variation={kind: tuple(map(_variation, times(kind))) for kind in VARYING})
+
+
+def _variation(times: Sequence[float]) -> tuple[float, ...]:
+    """As multiples of their mean."""
+    kept = times[:_MOST_VARYING]
+    mean = _mean_or_0(kept)
+    return tuple(max(0.0, time) / mean for time in kept) if mean else (1.0,)
 
 
 def _mean_or_0(values: Sequence[float]) -> float:

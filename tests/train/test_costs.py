@@ -40,6 +40,8 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert again.measured.costs.forward == pytest.approx((0.01, 0.02))
     assert again.measured.costs.calls[Kind.NORM] == pytest.approx((0.001, 0.001))
     assert again.measured.costs.cores == 2.0
+    for mine, own in zip(again.measured.costs.variation[Kind.B], run.measured.costs.variation[Kind.B], strict=True):
+        assert mine == pytest.approx(own)
     assert again.measured.step_time == pytest.approx(run.measured.step_time, abs=1e-9)
     assert again.timeline().step_time(4) == pytest.approx(run.timeline().step_time(4), abs=1e-7)
     write_costs(again, tmp_path / "again.json")
@@ -65,6 +67,10 @@ def delete(document: dict[str, Any], key: str) -> None:
         ("costs_s.norm", None, r"costs_s\.norm is None"),
         ("costs_s.cores", 0, r"costs_s\.cores is 0"),
         ("costs_s.latency", [0.1, 0.2], r"costs_s\.latency has 2 numbers, not 1"),
+        ("costs_s.variation", {"F": [[1.0], [1.0]]}, r"costs_s\.variation\.B is missing"),
+        ("costs_s.variation", {"F": [[1.0]], "B": [[1.0]]}, r"costs_s\.variation\.F is not 2 rows of numbers"),
+        ("costs_s.variation", {"F": [[1.0], []], "B": [[1.0]]}, r"costs_s\.variation\.F is not 2 rows of numbers"),
+        ("costs_s.variation", {"F": [[1.0], [-1]], "B": [[1.0], [1]]}, "has -1, which is no length of time"),
         ("costs_s.calls", {}, r"costs_s\.calls\.SEND_F is missing"),
         ("measured", [], "measured is"),
         ("measured.idle_share", [0.1], "has 1 numbers, not 2"),

@@ -89,6 +89,22 @@ def test_all_micro_batches_of_a_batch_count() -> None:
     assert measured_costs(ranks).backward == pytest.approx((2.25, 3.25, 2.75))
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
+def test_times_that_vary_are_found_in_the_order_of_micro_batches(schedule: str) -> None:
+    varying = {Kind.F: ((0.5, 1.0, 1.5, 1.0),) * 3, Kind.B: ((0.75, 1.25, 1.0, 1.0), (1.0,) * 4, (1.5, 0.5, 0.5, 1.5))}
+    costs = replace(COSTS, variation=varying)
+    found = measured_costs(recorded(schedule, SIZES, costs, 12))
+    assert numbers(found) == close(replace(COSTS, gather=(0.0,) * 3))
+    for kind, rows in varying.items():
+        for row, factors in zip(rows, found.variation[kind], strict=True):
+            batches = len(factors) // 4
+            assert batches >= 3
+            assert factors == pytest.approx(row * batches)
+    step, own, steady = (Ordering(schedule).timeline(SIZES, c).step_time(4) for c in (found, costs, COSTS))
+    assert step == pytest.approx(own)
+    assert own > 1.01 * steady  # they wait for each other
+
+
 def test_gaps_belong_to_the_action_that_follows() -> None:
     ranks = [replace(r, events=tuple(replace(e, gap=0.125) for e in r.events))
              for r in recorded("1f1b", SIZES, COSTS, 8)]

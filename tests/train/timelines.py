@@ -29,9 +29,11 @@ def _events(timeline: Timeline, stage: int, sizes: Sizes, costs: Costs) -> list[
     made, before = [], 0.0
     for action, start, done, end in timeline.actions(stage):
         waits = ((before, start),) if start > before else ()
+        own_time = done - start if action.kind in costs.variation else expand(
+            own.get(action.kind, 0.0), sizes.num_stages)[stage]
         over = end if action.kind in STARTED or (action.kind is Kind.UPDATE and costs.gather) else None
         made.append(Event(
-            action, before, done, waits, expand(own.get(action.kind, 0.0), sizes.num_stages)[stage], 0.0, over))
+            action, before, done, waits, own_time, 0.0, over))
         before = done
     assert all(e.action.kind not in PER_BATCH or e.end >= e.start for e in made)
     return made

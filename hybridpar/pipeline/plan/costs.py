@@ -26,6 +26,9 @@ class Costs:
     REDUCE (a CPU rank that must read the result) instead of queueing behind it. serial_links: the transfers of a rank
     on one axis share a queue.
 
+    variation: by kind (F, B) and stage, what micro-batch after micro-batch takes as a multiple of that mean; from its
+    end on again from the start. Where the time varies, stages wait for each other more than the means let them.
+
     cores: how many ranks of the pipeline can work at full speed at once; where more do, all slow down alike. None:
     each has its own. transfer_work: work on a transfer before it occupies the link, on a thread of its own, which
     shares these cores.
@@ -45,6 +48,7 @@ class Costs:
     serial_links: bool = False
     cores: float | None = None
     transfer_work: PerLink = 0.0
+    variation: Mapping[Kind, Sequence[Sequence[float]]] = field(default_factory=dict)
 
 
 def expand(cost: PerStage | PerLink, size: int) -> Sequence[float]:

@@ -48,8 +48,13 @@ class Ordering:
             self.schedule, warmup=self.warmup, early_switch=self.early_switch, gradient_buffers=self.gradient_buffers)
 
     def timeline(self, sizes: Sizes, costs: Costs, num_batches: int = 0) -> Timeline:
-        """Simulates so many batches (0: enough for a steady state). Raises: ConfigError."""
+        """Simulates so many batches (0: enough for a steady state, in which all that varies has its turn).
+
+        Raises: ConfigError.
+        """
+        varying = max((len(row) for rows in costs.variation.values() for row in rows), default=0)
         enough = _STEADY_BATCHES + 4 * -(-sizes.num_stages // sizes.num_microbatches)
+        enough += -(-2 * varying // sizes.num_microbatches)
         plan = make_plan(self.make(), sizes, 0, num_batches or enough, clip=self.clip, gather=self.gather)
         return simulate(plan, costs)
 

@@ -31,7 +31,7 @@ from heapq import heappop, heappush
 
 from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import Action, Kind, Plan
-from hybridpar.pipeline.plan.costs import Costs, expand
+from hybridpar.pipeline.plan.costs import Costs, PerStage, expand
 from hybridpar.pipeline.plan.timeline import Timeline
 
 
@@ -154,7 +154,7 @@ class _Machine:
     """All ranks, and what connects them.
 
     The table has for each kind: when an action can start (none: when the one before has returned; it returns None and
-    notes what the rank waits for if that is not known yet), what it takes of the rank's time, and what it then does.
+    notes what the rank waits for if that is not known yet), by rank what it takes of its time, and what it then does.
     """
 
     def __init__(self, plan: Plan, costs: Costs):
@@ -167,18 +167,26 @@ class _Machine:
         self.outgoing = {Kind.SEND_F: [*forward[1:], None], Kind.SEND_B: [None, *backward[:-1]]}
         self.reduce, self.gather = expand(costs.reduce, p), expand(costs.gather, p)
         self.meetings: dict[tuple[Kind, int, int], _Meeting] = {}  # by kind, batch, and stage (NORM: 0)
-        call = {kind: expand(costs.calls.get(kind, 0), p) for kind in Kind}
+        call = {kind: self._durations(kind, costs.calls.get(kind, 0)) for kind in Kind}
         first_use = self._when_gathered if any(self.gather) else self._when_arrived
         self.table = {
-            Kind.F: (first_use, expand(costs.forward, p), None),
-            Kind.B: (self._when_arrived, expand(costs.backward, p), None),
+            Kind.F: (first_use, self._durations(Kind.F, costs.forward), None),
+            Kind.B: (self._when_arrived, self._durations(Kind.B, costs.backward), None),
             Kind.SEND_F: (None, call[Kind.SEND_F], self._send), Kind.SEND_B: (None, call[Kind.SEND_B], self._send),
             Kind.RECV_F: (None, call[Kind.RECV_F], self._post), Kind.RECV_B: (None, call[Kind.RECV_B], self._post),
             Kind.REDUCE: (None, call[Kind.REDUCE], self._reduce),
             Kind.NORM: (self._when_reduced if costs.blocking_norm else None, call[Kind.NORM], self._norm),
-            Kind.UPDATE: (self._when_normed, expand(costs.update, p), self._gather if any(self.gather) else None),
+            Kind.UPDATE: (
+                self._when_normed, self._durations(Kind.UPDATE, costs.update),
+                self._gather if any(self.gather) else None),
         }
         self.runnable = deque(self.ranks)
+
+    def _durations(self, kind: Kind, cost: PerStage) -> list[Sequence[float]]:
+        """By rank, what its first, second, ... action of that kind takes; from the end on again from the start."""
+        p = len(self.ranks)
+        factors = self.costs.variation.get(kind) or [(1.0,)] * p
+        return [[mean * factor for factor in of_rank] for mean, of_rank in zip(expand(cost, p), factors, strict=True)]
 
     def _channels(self, towards: int) -> list[_Channel | None]:
         """What each rank receives from the neighbour at that side."""
@@ -218,10 +226,12 @@ class _Machine:
             if start is None:
                 return
             starts.append(start)
-            if cores is not None and work[index]:
-                cores.add(start, work[index], partial(self._done, rank))
+            durations = work[index]
+            duration = durations[action.microbatch % len(durations)]
+            if cores is not None and duration:
+                cores.add(start, duration, partial(self._done, rank))
                 return
-            rank.clock = end = start + work[index]
+            rank.clock = end = start + duration
             returns.append(end)
             ends.append(end)
             if effect is not None:

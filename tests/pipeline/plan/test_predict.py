@@ -42,6 +42,13 @@ def test_orderings_of_configurations():
     assert Ordering.of(scaled).clip
 
 
+@pytest.mark.parametrize("m", [1, 4, 6])
+def test_a_step_is_the_mean_over_all_that_varies(m):
+    varying = {Kind.F: [[0.5, 1.5, 0.25, 1.75, 1.0, 1.0, 1.5, 0.5, 0.5, 1.5, 1.0, 1.0]], Kind.B: [[1.0]]}
+    timeline = Ordering("1f1b").timeline(Sizes(1, m), Costs(1, 2, variation=varying))
+    assert timeline.step_time(m) == pytest.approx(3 * m, rel=0.03)
+
+
 def test_no_norm_without_clipping():
     timeline = Ordering("pipedream", clip=False).timeline(Sizes(2, 2), Costs(), 3)
     assert not any(action.kind is Kind.NORM for actions in timeline.plan.values() for action in actions)

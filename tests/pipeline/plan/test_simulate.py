@@ -150,6 +150,16 @@ def test_links_have_costs_of_their_own():
     assert timeline.makespan == 3 * 3 + 2 * (0.5 + 1.25)
 
 
+def test_what_varies_has_its_turn_and_begins_again():
+    plan = {0: parse_actions("F0@0 F1@0 F2@0 B2@0 REDUCE0@0 UPDATE0@0v1")}
+    varying = {Kind.F: [[0.5, 1.5]]}
+    times = times_of(simulate(plan, Costs(2, 1, update=0.25, variation=varying)))
+    assert [times[f"F{i}@0"][:2] for i in range(3)] == [[0, 1], [1, 4], [4, 5]]
+    assert times["UPDATE0@0"] == [6, 6.25, 6.25]
+    shared = times_of(simulate(plan, Costs(2, 1, update=0.25, variation=varying, cores=1)))
+    assert shared == times
+
+
 def test_ranks_share_cores():
     #   one core   0   1   2   3   4   5   6
     #   rank 0     F0--F1----__                from 1 on both work, at half speed
