@@ -6,7 +6,7 @@ For every schedule, 2 to 4 stages and 4 to 16 micro-batches a batch; also where 
 
 Every case is a run of its own: Gloo ranks of one thread each, a few batches to warm up, then `--batches` recorded ones.
 `simulated` over `measured` step time is its ratio. Each case runs once in every round; the median over the rounds
-counts. `cores`: those that other programs left to the ranks, which the simulation takes into account.
+counts. `cores`: as many as ranks had at once while all were wanted, which the simulation takes into account.
 
 Across: the costs that one schedule has measured predict the others, for the same stages and micro-batches; and those
 of 8 micro-batches the same schedule's step with 4 and 16.

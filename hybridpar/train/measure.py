@@ -13,6 +13,7 @@ Units: seconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
@@ -28,6 +29,7 @@ CALLS = (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B, Kind.REDUCE, Kind.N
 VARYING = (Kind.F, Kind.B)
 _FEWEST_CORES = 0.1
 _MOST_VARYING = 128  # micro-batches whose own times are kept
+_SHARED_ENOUGH = 0.02  # of the recorded time, to say how cores are shared
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,8 @@ def _beside(ranks: Sequence[RankEvents]) -> float:
 def _cores(ranks: Sequence[RankEvents], num_stages: int) -> float | None:
     """How many ranks of one pipeline can work at full speed at once, given that all on a machine share its cores.
 
-    What other programs took of them while the recording was made is left to these.
+    Where more of them wanted to: as many as did, on average, which is fewer than there are cores, because a scheduler
+    takes time to find an idle one. Else those that other programs left.
     """
     shares = []
     for name in {r.host.name for r in ranks}:
@@ -174,9 +177,44 @@ def _cores(ranks: Sequence[RankEvents], num_stages: int) -> float | None:
         usage, host = here[0].usage, here[0].host
         if not host.cores:
             return None
-        others = max(0.0, usage.machine - sum(r.usage.process for r in here)) / usage.seconds if usage.seconds else 0.0
-        shares.append(max(_FEWEST_CORES, host.cores - others) / (host.threads * len(here)))
+        seconds = usage.seconds or math.inf
+        others = max(0.0, usage.machine - sum(r.usage.process for r in here)) / seconds
+        beside = sum(r.usage.beside for r in here) / seconds
+        working = _working(here, host.cores / host.threads)
+        cores = host.cores - others
+        if working is not None:
+            cores = min(host.cores, host.threads * working + beside)
+        shares.append(max(_FEWEST_CORES, cores) / (host.threads * len(here)))
     return num_stages * fmean(shares)
+
+
+def _working(ranks: Sequence[RankEvents], enough: float) -> float | None:
+    """How many of the ranks were at work, on average over the times when at least `enough` did not wait for others;
+    None where there was hardly such a time."""
+    changes = sorted(
+        change for r in ranks for since, until, speed in _ready(r) for change in ((since, 1, speed), (until, -1, -speed)))
+    seconds = work = speed = 0.0
+    ready = 0
+    for (time, more, faster), (until, _, _) in pairwise(changes):
+        ready += more
+        speed += faster
+        if ready >= enough:
+            seconds += until - time
+            work += speed * (until - time)
+    recorded = changes[-1][0] - changes[0][0] if changes else 0.0
+    return work / seconds if seconds > _SHARED_ENOUGH * recorded else None
+
+
+def _ready(rank: RankEvents) -> Iterator[tuple[float, float, float]]:
+    """When the rank did not wait for others: since, until, and the share of that time in which it had a core."""
+    before = rank.events[0].start
+    for e in rank.events:
+        edges = [before, *(edge for wait in e.waits for edge in wait), e.end]
+        spans = [(since, until) for since, until in zip(edges[::2], edges[1::2], strict=True) if until > since]
+        seconds = sum(until - since for since, until in spans)
+        for since, until in spans:
+            yield since, until, min(1.0, (e.own + e.gap) / seconds)
+        before = e.end
 
 
 def _parts(rank: RankEvents, batches: Sequence[Sequence[Event]]) -> Parts:

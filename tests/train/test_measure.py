@@ -11,7 +11,8 @@ from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes
-from hybridpar.pipeline.run.recording import Usage
+from hybridpar.pipeline.run.recording import Event, Usage
+from hybridpar.train.measure import _cores as cores_of
 from hybridpar.train.measure import measure
 from hybridpar.train.trace import Host, RankEvents
 
@@ -114,16 +115,29 @@ def test_gaps_belong_to_the_action_that_follows() -> None:
 
 
 def test_cores_are_shared_by_all_ranks_of_a_machine_and_what_others_took_is_gone() -> None:
-    here = Host("here", "cpu", 4, threads=2)
+    here = Host("here", "cpu", 8, threads=2)
     ranks = recorded("1f1b", SIZES, COSTS, 8, host=here)
-    assert measured_costs(ranks).cores == pytest.approx(2.0)  # 4 cores, 2 for each rank
+    assert measured_costs(ranks).cores == pytest.approx(4.0)  # 8 cores, 2 for each rank
     busy = [replace(r, usage=Usage(seconds=10, process=8, beside=0.4, machine=34)) for r in ranks]
     found = measured_costs(busy)
-    assert found.cores == pytest.approx(1.5)  # others: 34 - 3 * 8 over 10 seconds
+    assert found.cores == pytest.approx(3.5)  # others: 34 - 3 * 8 over 10 seconds
     assert found.transfer_work == pytest.approx(3 * 0.4 / (8 * 4 * 4))  # 8 batches of 4, both ways over 2 links
     two_machines = [*ranks[:2], replace(ranks[2], host=replace(here, name="there"))]
-    assert measured_costs(two_machines).cores == pytest.approx(3 * (1 + 2) / 2)
+    assert measured_costs(two_machines).cores == pytest.approx(3 * (2 + 4) / 2)
     assert measured_costs(recorded("1f1b", SIZES, COSTS, 8)).cores is None  # on GPUs
+
+
+def test_cores_are_those_that_ranks_got_while_all_were_wanted() -> None:
+    #   rank 0   |-- F0, half the time with a core --|---- F1 ----|
+    #   rank 1   ............ waits .................|--- F0, 3/4 of the time --|   alone from 4 on
+    here, usage = Host("here", "cpu", 2), Usage(seconds=10, beside=0.25, machine=20)
+    first = [Event(Action(Kind.F, 0, 0), 0, 2, own=1), Event(Action(Kind.F, 0, 1), 2, 4, own=1.75, gap=0.25)]
+    second = [Event(Action(Kind.F, 1, 0), 0, 6, ((0, 2),), own=3)]
+    ranks = [RankEvents(i, f"rank {i}", (0, 0), i, tuple(events), here, usage) for i, events in enumerate((first, second))]
+    assert cores_of(ranks, 2) == pytest.approx(1 + 3 / 4 + 2 * 0.025)
+    assert cores_of(ranks[:1], 1) == pytest.approx(1 * 0.1)  # one alone says nothing; others took all that there was
+    several = [replace(r, pipeline=(i, 0), stage=s, rank=2 * i + s) for i in range(2) for s, r in enumerate(ranks)]
+    assert cores_of(several, 2) == pytest.approx(2.0 / 2)  # two pipelines share them
 
 
 def test_the_parts_of_a_step_add_up() -> None:
