@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +99,18 @@ class _SlowBackward(torch.autograd.Function):
 
 def grid_on(link: Link, method: Method) -> ProcessGrid:
     """A grid all of whose messages go over one link. Collectives: called on all ranks."""
-    os.environ["GLOO_SOCKET_IFNAME"] = link.name
+    assert dist.group.WORLD is not None
+    job: Any = dist.group.WORLD._get_backend(torch.device("cpu")).options
+    before, job._devices = job._devices, [_socket_thread(link.name)]  # the groups of a grid take those of the job's own
     grid = ProcessGrid(tp=method.tp, pp=method.pp, dp=method.dp)
-    for name in ("tp", "pp", "dp"):
-        axis = getattr(grid, name)
-        if axis.group is dist.group.WORLD:  # an axis of all ranks takes the default group, which is on another link
-            setattr(grid, name, replace(axis, group=dist.new_group(list(axis.ranks))))
+    job._devices = before
     return grid
+
+
+@cache
+def _socket_thread(interface: str) -> Any:
+    """What all groups on one interface share."""
+    return dist.ProcessGroupGloo.create_device(interface=interface)  # type: ignore[attr-defined]
 
 
 @dataclass

@@ -191,8 +191,8 @@ def _cores(ranks: Sequence[RankEvents], num_stages: int) -> float | None:
 def _working(ranks: Sequence[RankEvents], enough: float) -> float | None:
     """How many of the ranks were at work, on average over the times when at least `enough` did not wait for others;
     None where there was hardly such a time."""
-    changes = sorted(
-        change for r in ranks for since, until, speed in _ready(r) for change in ((since, 1, speed), (until, -1, -speed)))
+    changes = sorted(change for r in ranks for since, until, speed in _ready(r)
+                     for change in ((since, 1, speed), (until, -1, -speed)))
     seconds = work = speed = 0.0
     ready = 0
     for (time, more, faster), (until, _, _) in pairwise(changes):

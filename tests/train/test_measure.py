@@ -133,7 +133,8 @@ def test_cores_are_those_that_ranks_got_while_all_were_wanted() -> None:
     here, usage = Host("here", "cpu", 2), Usage(seconds=10, beside=0.25, machine=20)
     first = [Event(Action(Kind.F, 0, 0), 0, 2, own=1), Event(Action(Kind.F, 0, 1), 2, 4, own=1.75, gap=0.25)]
     second = [Event(Action(Kind.F, 1, 0), 0, 6, ((0, 2),), own=3)]
-    ranks = [RankEvents(i, f"rank {i}", (0, 0), i, tuple(events), here, usage) for i, events in enumerate((first, second))]
+    ranks = [RankEvents(stage, f"rank {stage}", (0, 0), stage, tuple(events), here, usage)
+             for stage, events in enumerate((first, second))]
     assert cores_of(ranks, 2) == pytest.approx(1 + 3 / 4 + 2 * 0.025)
     assert cores_of(ranks[:1], 1) == pytest.approx(1 * 0.1)  # one alone says nothing; others took all that there was
     several = [replace(r, pipeline=(i, 0), stage=s, rank=2 * i + s) for i in range(2) for s, r in enumerate(ranks)]
