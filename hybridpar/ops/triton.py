@@ -15,7 +15,10 @@ import torch
 from hybridpar.native import FAKES, constant_when_traced
 from hybridpar.ops.fused import PASSES
 
-MODULES = {"philox": ("philox_dropout",)}
+MODULES = {
+    "attention": ("attention", "attention_backward"),
+    "philox": ("philox_dropout",),
+}
 """The kernels' modules, and the operators that each has."""
 
 
