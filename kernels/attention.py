@@ -1,6 +1,22 @@
-"""Attention on the GPU without the matrix of probabilities: an online softmax, and a backward pass that computes again.
+"""Attention on the GPU without the matrix of probabilities: an online softmax; the backward pass computes it again.
 
-b samples, s positions, n query heads, n_kv key and value heads, d head dimension; tiles are ROWS queries by KEYS keys.
+b samples, s positions, n query heads, n_kv key and value heads, d head dimension; a tile is ROWS queries by KEYS keys.
+P = softmax(scale q k^T), out = (P * mask / (1 - p)) v, lse = log of the sum of exponentials, all sums in float32.
+
+    forward_kernel  a program for ROWS queries of a head; keys go by                         2 products a tile
+    dq_kernel       the same, with dS = P * (mask dout v^T / (1 - p) - delta), dq += dS k    3 products
+                    and delta = rowsum(dout * out), which the next kernel reads
+    dkdv_kernel     a program for KEYS keys of a kv head; the queries of its heads go by     4 products
+
+No atomics: every sum has one order. Blocks of keys above the diagonal or beyond the last real key are skipped; only
+those on the diagonal and at the end are compared with positions. Dropout's mask is made again from its counters.
+
+FLOPs: forward 4 b n s^2 d, backward 14 (10 are needed: the two kernels both make P and dS); half if causal.
+Bytes: forward reads q, k, v and writes out and lse, backward reads q, k, v, out, dout and lse, delta twice and writes
+dq, dk, dv: s / (bytes of an element) FLOPs a byte forward, so bf16 on an H100 (about 300 FLOPs a byte) is bound by the
+tensor cores from s = 600 on. Keys come again for each ROWS queries, queries for each KEYS keys: from the L2 cache, whose
+traffic is why tiles are wide.
+Source: arXiv 2205.14135 (online softmax, computing P again); arXiv 2307.08691 (loops over tiles, which are skipped).
 """
 
 from __future__ import annotations
@@ -16,11 +32,11 @@ from torch import Tensor
 
 from .philox import _generate, _signed, _words
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3.4028234663852886e38)
-PRECISION = tl.constexpr("tf32x3")
-QUADS, WORDS = tl.constexpr(1), tl.constexpr(2)
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; finite, so that a row without keys makes no NaN
+_PRECISION = tl.constexpr("tf32x3")
+_QUADS, _WORDS = tl.constexpr(1), tl.constexpr(2)  # DROPOUT: a counter for 4 keys, a counter for each; 0: none
 
 
 class Tile(NamedTuple):
@@ -30,203 +46,211 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+def tile_of(kernel: str, D: int, itemsize: int, capability: int, plain: bool) -> Tile:
+    return Tile(64, 32, 4, 2)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
               key0: int, key1: int, step: int, sample: int, threshold: int, keep_scale: float,
               start: int) -> tuple[Tensor, Tensor]:
-    b, n, s, d = q.shape
-    out, lse = q.new_empty((b, s, n, d)), q.new_empty((b, n, s), dtype=torch.float32)
+    """out, and lse: +infinity where a query sees no key, whose out is zero.
+
+    `kv_head`: the key and value head of each query head. Dropout with threshold > 0: probability (head, query, key) of
+    a sample has the bits of index start + (head * s + query) * s + key, stays where they are at least `threshold`,
+    and is then multiplied by `keep_scale`.
+
+    Shapes: q [b, n, s, d]; k, v [b, n_kv, s, d], no gaps in d; real bool [b, s] -> [b, s, n, d], float32 [b, n, s].
+    """
+    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel():
         common = _common(q, k, v, real, kv_head, scale, causal,
                          (key0, key1, step, sample, threshold, keep_scale, start))
-        _launch(forward_kernel, n, common, out_ptr=out, lse_ptr=lse)
+        _launch(forward_kernel, common, out_ptr=out, lse_ptr=lse, **_strides(q=q, k=k, v=v))
     return out, lse
 
 
 def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, real: Tensor | None,
                        kv_head: list[int], scale: float, causal: bool, key0: int, key1: int, step: int, sample: int,
                        threshold: int, keep_scale: float, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v. Shapes: dout like q -> like out, twice [b, s, n_kv, d]."""
     dq, delta = torch.empty_like(out), torch.empty_like(lse)
     dk, dv = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])) for x in (k, v))
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
     common = _common(q, k, v, real, kv_head, scale, causal, (key0, key1, step, sample, threshold, keep_scale, start))
-    common |= {"dout_ptr": dout, "lse_ptr": lse, "delta_ptr": delta} | _strides("dout", dout)
-    _launch(dq_kernel, q.shape[1], common, out_ptr=out, dq_ptr=dq)
-    _launch(dkdv_kernel, k.shape[1], common, dk_ptr=dk, dv_ptr=dv, kv_heads=k.shape[1])
+    common |= {"dout_ptr": dout, "lse_ptr": lse, "delta_ptr": delta, **_strides(q=q, k=k, v=v, dout=dout)}
+    _launch(dq_kernel, common, out_ptr=out, dq_ptr=dq)
+    grouped = kv_head != list(range(k.shape[1]))
+    _launch(dkdv_kernel, common, dk_ptr=dk, dv_ptr=dv, kv_heads=k.shape[1], GROUPED=grouped)
     return dq, dk, dv
 
 
 def _common(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
             mask: tuple[int, int, int, int, int, float, int]) -> dict[str, Any]:
-    assert scale > 0, f"scale must be positive, got {scale}"
-    _, n, s, d = q.shape
+    """What all kernels take, besides strides."""
+    assert scale > 0, f"scale must be positive, got {scale}"  # the largest score must give the largest scaled one
+    n, s, d = q.shape[1:]
+    assert len(kv_head) == n, f"kv_head needs {n} entries, got {kv_head}"
     *words, keep_scale, start = mask
-    dropout = 0 if mask[4] == 0 else QUADS.value if s % 4 == start % 4 == 0 else WORDS.value
+    dropout = 0 if mask[4] == 0 else _QUADS.value if s % 4 == start % 4 == 0 else _WORDS.value
     key0, key1, step, sample, threshold = _signed(*words)
     return {"q_ptr": q, "k_ptr": k, "v_ptr": v, "real_ptr": None if real is None else real.view(torch.uint8),
-            "table_ptr": _table(tuple(kv_head), k.shape[1], q.device),
-            **_strides("q", q), **_strides("k", k), **_strides("v", v), "heads": n, "s": s, "scale": scale,
+            "table_ptr": _table(tuple(kv_head), k.shape[1], q.device), "heads": n, "s": s, "scale": scale,
             "key0": key0, "key1": key1, "step": step, "sample": sample, "threshold": threshold,
             "keep_scale": keep_scale if dropout else 1.0, "start": start,
             "HEAD": d, "D": max(16, triton.next_power_of_2(d)), "CAUSAL": causal, "DROPOUT": dropout}
 
 
-def _strides(name: str, x: Tensor) -> dict[str, int]:
-    return {f"{name}_b": x.stride(0), f"{name}_n": x.stride(1), f"{name}_s": x.stride(2)}
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    """In units of 16 bytes if all are, so that the compiler sees whole vectors; in elements otherwise."""
+    vector = 16 // next(iter(tensors.values())).element_size()
+    unit = vector if all(x.stride(i) % vector == 0 for x in tensors.values() for i in range(3)) else 1
+    return {f"{name}_{dim}": x.stride(i) // unit for name, x in tensors.items()
+            for i, dim in enumerate("bns")} | {"UNIT": unit}
 
 
 @functools.lru_cache(maxsize=64)
 def _table(kv_head: tuple[int, ...], kv_heads: int, device: torch.device) -> Tensor:
-    """[n + n + n_kv + 1]: the kv head of each query head; the query heads by kv head; where those of each begin."""
-    by_kv = sorted(range(len(kv_head)), key=lambda i: kv_head[i])
-    first = [sum(g < i for g in kv_head) for i in range(kv_heads + 1)]
-    return torch.tensor([*kv_head, *by_kv, *first], dtype=torch.int32, device=device)
+    """The kv head of each query head [n]; query heads in the order of their kv head [n]; where each begins [n_kv + 1]."""
+    assert all(0 <= g < kv_heads for g in kv_head), f"{kv_head} names a head that is not there"
+    order = sorted(range(len(kv_head)), key=lambda head: kv_head[head])
+    begins = [sum(g < i for g in kv_head) for i in range(kv_heads + 1)]
+    return torch.tensor([*kv_head, *order, *begins], dtype=torch.int32, device=device)
 
 
-def tile_of(kernel: str, D: int, itemsize: int, capability: int) -> Tile:
-    return Tile(64, 32, 4, 2)
-
-
-def _launch(kernel, heads: int, common: dict[str, Any], **rest: Any) -> None:
+def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
     q = common["q_ptr"]
     cuda = q.device.type == "cuda"
-    capability = torch.cuda.get_device_capability(q.device)[0] * 10 if cuda else 0
-    tile = tile_of(kernel.__name__, common["D"], q.element_size(), capability)
-    blocks = triton.cdiv(common["s"], tile.keys if kernel is dkdv_kernel else tile.rows)
+    capability = torch.cuda.get_device_capability(q.device) if cuda else (0, 0)
+    plain = not (common["DROPOUT"] or own.get("GROUPED") or common["real_ptr"] is not None)
+    tile = tile_of(kernel.__name__, common["D"], q.element_size(), 10 * capability[0] + capability[1], plain)
+    by_keys = "kv_heads" in own
+    blocks = triton.cdiv(q.shape[2], tile.keys if by_keys else tile.rows)
+    programs = blocks * q.shape[0] * (own["kv_heads"] if by_keys else q.shape[1])
+    if programs == 0:
+        return
     with torch.cuda.device(q.device) if cuda else contextlib.nullcontext():
-        kernel[(blocks * heads * q.shape[0],)](**common, **rest, ROWS=tile.rows, KEYS=tile.keys,
-                                               num_warps=tile.num_warps, num_stages=tile.num_stages)
+        kernel[(programs,)](**common, **own, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.num_warps,
+                            num_stages=tile.num_stages)
 
 
-_PLAIN = ["heads", "kv_heads", "s", "scale", "key0", "key1", "step", "sample", "threshold", "keep_scale", "start"]
+# Compiled once for all values: these differ from call to call or say nothing.
+_QKV = [f"{name}_{dim}" for name in "qkv" for dim in "bns"]
+_PLAIN = [*_QKV, "heads", "s", "scale", "key0", "key1", "step", "sample", "threshold", "keep_scale", "start"]
+_PLAIN_BACKWARD = [*_PLAIN, "dout_b", "dout_n", "dout_s"]
 
 
-@triton.jit(do_not_specialize=[name for name in _PLAIN if name != "kv_heads"])
+@triton.jit(do_not_specialize=_PLAIN)
 def forward_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, out_ptr, lse_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n,
-                   v_s, heads, s, scale, key0, key1, step, sample, threshold, keep_scale, start, HEAD: tl.constexpr,
-                   D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+                   v_s, heads, s, scale, key0, key1, step, sample, threshold, keep_scale, start, UNIT: tl.constexpr,
+                   HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
                    DROPOUT: tl.constexpr):
     row, head, b = _place(s, heads, ROWS, CAUSAL)
     kv = tl.load(table_ptr + head).to(tl.int64)
-    k_ptr += b * k_b + kv * k_n
-    v_ptr += b * v_b + kv * v_n
+    k_ptr += (b * k_b + kv * k_n) * UNIT
+    v_ptr += (b * v_b + kv * v_n) * UNIT
     if real_ptr is not None:
         real_ptr += b * s
     noise = (key0, key1, step, sample + b.to(tl.int32), threshold)
     rows = row + tl.arange(0, ROWS)
-    first = start + (head * s + rows) * s
-    q = _load(q_ptr + b * q_b + head * q_n, row, q_s, s, ROWS, HEAD, D, True)
-    scale *= LOG2E
+    index = start + (head * s + rows) * s
+    scale *= _LOG2E  # powers of 2 from here on
     full, end = _keys_seen(real_ptr, row, s, ROWS, KEYS, CAUSAL)
-    state = (tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), LOWEST, tl.float32))
-    state = _attend(state, q, k_ptr, v_ptr, real_ptr, 0, full, k_s, v_s, rows, s, scale, noise, first, HEAD, D, KEYS,
-                    False, False, DROPOUT)
-    state = _attend(state, q, k_ptr, v_ptr, real_ptr, full, end, k_s, v_s, rows, s, scale, noise, first, HEAD, D, KEYS,
-                    True, CAUSAL, DROPOUT)
-    acc, total, top = state
+    q = _load(q_ptr + (b * q_b + head * q_n) * UNIT, row, q_s * UNIT, s, ROWS, HEAD, D)
+    acc, total = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS,), tl.float32)
+    top = tl.full((ROWS,), _LOWEST, tl.float32)
+    for key in range(0, end, KEYS):
+        k = _load(k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D)
+        scores = tl.dot(q, tl.trans(k), input_precision=_PRECISION)
+        scores = _hide(scores, rows, key, full, real_ptr, s, KEYS, CAUSAL)
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        p = tl.exp2(scores * scale - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(p, 1)
+        top = new_top
+        if DROPOUT:
+            p = tl.where(_kept(index, key, noise, KEYS, DROPOUT), p, 0.0)
+        v = _load(v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=_PRECISION)
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
     acc *= tl.where(blind, 0.0, keep_scale / total)[:, None]
     _store(out_ptr + (b * s * heads + head) * HEAD, acc, row, heads * HEAD, s, ROWS, HEAD, D)
-    lse = tl.where(blind, float("inf"), (top + tl.log2(total)) * LN2)
+    lse = tl.where(blind, float("inf"), (top + tl.log2(total)) * _LN2)
     tl.store(lse_ptr + (b * heads + head) * s + rows, lse, mask=rows < s)
 
 
-@triton.jit
-def _attend(state, q, k_ptr, v_ptr, real_ptr, begin, end, k_s, v_s, rows, s, scale, noise, first, HEAD: tl.constexpr,
-            D: tl.constexpr, KEYS: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
-    acc, total, top = state
-    for key in range(begin, end, KEYS):
-        k = _load(k_ptr, key, k_s, s, KEYS, HEAD, D, EDGE)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        scores = _hide(scores, rows, key, real_ptr, s, KEYS, EDGE, CAUSAL)
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-        p = tl.exp2(scores * scale - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        top = new_top
-        total = total * shrink + tl.sum(p, 1)
-        if DROPOUT:
-            p = tl.where(_kept(first, key, noise, KEYS, DROPOUT), p, 0.0)
-        v = _load(v_ptr, key, v_s, s, KEYS, HEAD, D, EDGE)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, total, top
-
-
-@triton.jit(do_not_specialize=[name for name in _PLAIN if name != "kv_heads"])
+@triton.jit(do_not_specialize=_PLAIN_BACKWARD)
 def dq_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr, q_b, q_n, q_s,
               k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, s, scale, key0, key1, step, sample,
-              threshold, keep_scale, start, HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-              KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
+              threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
+              ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
     row, head, b = _place(s, heads, ROWS, CAUSAL)
     kv = tl.load(table_ptr + head).to(tl.int64)
-    k_ptr += b * k_b + kv * k_n
-    v_ptr += b * v_b + kv * v_n
+    k_ptr += (b * k_b + kv * k_n) * UNIT
+    v_ptr += (b * v_b + kv * v_n) * UNIT
     if real_ptr is not None:
         real_ptr += b * s
     noise = (key0, key1, step, sample + b.to(tl.int32), threshold)
     rows = row + tl.arange(0, ROWS)
-    first = start + (head * s + rows) * s
-    q = _load(q_ptr + b * q_b + head * q_n, row, q_s, s, ROWS, HEAD, D, True)
-    dout = _load(dout_ptr + b * dout_b + head * dout_n, row, dout_s, s, ROWS, HEAD, D, True)
-    out = _load(out_ptr + (b * s * heads + head) * HEAD, row, heads * HEAD, s, ROWS, HEAD, D, True)
+    index = start + (head * s + rows) * s
+    full, end = _keys_seen(real_ptr, row, s, ROWS, KEYS, CAUSAL)
+    dout = _load(dout_ptr + (b * dout_b + head * dout_n) * UNIT, row, dout_s * UNIT, s, ROWS, HEAD, D)
+    out = _load(out_ptr + (b * s * heads + head) * HEAD, row, heads * HEAD, s, ROWS, HEAD, D)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     at = (b * heads + head) * s + rows
     tl.store(delta_ptr + at, delta, mask=rows < s)
-    lse = tl.load(lse_ptr + at, mask=rows < s, other=float("inf")) * LOG2E
-    full, end = _keys_seen(real_ptr, row, s, ROWS, KEYS, CAUSAL)
+    lse = tl.load(lse_ptr + at, mask=rows < s, other=float("inf")) * _LOG2E
+    q = _load(q_ptr + (b * q_b + head * q_n) * UNIT, row, q_s * UNIT, s, ROWS, HEAD, D)
     dq = tl.zeros((ROWS, D), tl.float32)
-    dq = _add_dq(dq, q, dout, lse, delta, k_ptr, v_ptr, real_ptr, 0, full, k_s, v_s, rows, s, scale * LOG2E, keep_scale,
-                 noise, first, HEAD, D, KEYS, False, False, DROPOUT)
-    dq = _add_dq(dq, q, dout, lse, delta, k_ptr, v_ptr, real_ptr, full, end, k_s, v_s, rows, s, scale * LOG2E,
-                 keep_scale, noise, first, HEAD, D, KEYS, True, CAUSAL, DROPOUT)
+    for key in range(0, end, KEYS):
+        k = _load(k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D)
+        v = _load(v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D)
+        scores = tl.dot(q, tl.trans(k), input_precision=_PRECISION)
+        scores = _hide(scores, rows, key, full, real_ptr, s, KEYS, CAUSAL)
+        p = tl.exp2(scores * (scale * _LOG2E) - lse[:, None])
+        dp = tl.dot(dout, tl.trans(v), input_precision=_PRECISION)
+        if DROPOUT:
+            dp = tl.where(_kept(index, key, noise, KEYS, DROPOUT), dp * keep_scale, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=_PRECISION)
     _store(dq_ptr + (b * s * heads + head) * HEAD, dq * scale, row, heads * HEAD, s, ROWS, HEAD, D)
 
 
-@triton.jit
-def _add_dq(dq, q, dout, lse, delta, k_ptr, v_ptr, real_ptr, begin, end, k_s, v_s, rows, s, scale, keep_scale, noise,
-            first, HEAD: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
-            DROPOUT: tl.constexpr):
-    for key in range(begin, end, KEYS):
-        k = _load(k_ptr, key, k_s, s, KEYS, HEAD, D, EDGE)
-        v = _load(v_ptr, key, v_s, s, KEYS, HEAD, D, EDGE)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        scores = _hide(scores, rows, key, real_ptr, s, KEYS, EDGE, CAUSAL)
-        p = tl.exp2(scores * scale - lse[:, None])
-        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-        if DROPOUT:
-            dp = tl.where(_kept(first, key, noise, KEYS, DROPOUT), dp * keep_scale, 0.0)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq
-
-
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=[*_PLAIN_BACKWARD, "kv_heads"])
 def dkdv_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, q_b, q_n, q_s,
                 k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, kv_heads, s, scale, key0, key1, step,
-                sample, threshold, keep_scale, start, HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-                KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
+                sample, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
+                ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+                GROUPED: tl.constexpr):
     key, kv, b = _place(s, kv_heads, KEYS, False)
     keys = key + tl.arange(0, KEYS)
+    k = _load(k_ptr + (b * k_b + kv * k_n) * UNIT, key, k_s * UNIT, s, KEYS, HEAD, D)
+    v = _load(v_ptr + (b * v_b + kv * v_n) * UNIT, key, v_s * UNIT, s, KEYS, HEAD, D)
+    end = s
+    if real_ptr is not None:  # nothing to do where no key is real
+        end *= tl.max((tl.load(real_ptr + b * s + keys, mask=keys < s, other=0) != 0).to(tl.int32), 0)
     noise = (key0, key1, step, sample + b.to(tl.int32), threshold)
-    k = _load(k_ptr + b * k_b + kv * k_n, key, k_s, s, KEYS, HEAD, D, True)
-    v = _load(v_ptr + b * v_b + kv * v_n, key, v_s, s, KEYS, HEAD, D, True)
-    begin = key // ROWS * ROWS if CAUSAL else 0
-    full = tl.minimum(tl.cdiv(key + KEYS - 1, ROWS) * ROWS, s) if CAUSAL else 0
-    heads_of = table_ptr + heads
-    bounds = heads_of + heads + kv
+    q_ptr += b * q_b * UNIT
+    dout_ptr += b * dout_b * UNIT
+    lse_ptr += b * heads * s
+    delta_ptr += b * heads * s
     dk, dv = tl.zeros((KEYS, D), tl.float32), tl.zeros((KEYS, D), tl.float32)
-    for i in range(tl.load(bounds), tl.load(bounds + 1)):
-        head = tl.load(heads_of + i).to(tl.int64)
-        q_at, dout_at = q_ptr + b * q_b + head * q_n, dout_ptr + b * dout_b + head * dout_n
-        at = (b * heads + head) * s
-        first = start + head * s * s
-        if CAUSAL:
-            dk, dv = _add_dkdv(dk, dv, k, v, q_at, dout_at, lse_ptr + at, delta_ptr + at, begin, full, q_s, dout_s,
-                               keys, key, s, scale * LOG2E, keep_scale, noise, first, HEAD, D, ROWS, KEYS, True,
+    if GROUPED:
+        order = table_ptr + heads
+        begins = order + heads + kv
+        for i in range(tl.load(begins), tl.load(begins + 1)):
+            head = tl.load(order + i).to(tl.int64)
+            dk, dv = _add_dkdv(dk, dv, k, v, q_ptr + head * q_n * UNIT, dout_ptr + head * dout_n * UNIT,
+                               lse_ptr + head * s, delta_ptr + head * s, q_s * UNIT, dout_s * UNIT, keys, key, end, s,
+                               scale * _LOG2E, keep_scale, noise, start + head * s * s, HEAD, D, ROWS, KEYS, CAUSAL,
                                DROPOUT)
-        dk, dv = _add_dkdv(dk, dv, k, v, q_at, dout_at, lse_ptr + at, delta_ptr + at, full, s, q_s, dout_s, keys, key,
-                           s, scale * LOG2E, keep_scale, noise, first, HEAD, D, ROWS, KEYS, False, DROPOUT)
-    if real_ptr is not None:
+    else:
+        dk, dv = _add_dkdv(dk, dv, k, v, q_ptr + kv * q_n * UNIT, dout_ptr + kv * dout_n * UNIT, lse_ptr + kv * s,
+                           delta_ptr + kv * s, q_s * UNIT, dout_s * UNIT, keys, key, end, s, scale * _LOG2E, keep_scale,
+                           noise, start + kv * s * s, HEAD, D, ROWS, KEYS, CAUSAL, DROPOUT)
+    if real_ptr is not None:  # hidden keys have their own rows: what was added there is left out
         real = (tl.load(real_ptr + b * s + keys, mask=keys < s, other=0) != 0)[:, None]
         dk, dv = tl.where(real, dk, 0.0), tl.where(real, dv, 0.0)
     at = (b * s * kv_heads + kv) * HEAD
@@ -235,34 +259,37 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, lse_ptr, del
 
 
 @triton.jit
-def _add_dkdv(dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, begin, end, q_s, dout_s, keys, key, s, scale,
-              keep_scale, noise, first, HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+def _add_dkdv(dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, q_s, dout_s, keys, key, end, s, scale, keep_scale,
+              noise, start, HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
               CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
-    for row in range(begin, end, ROWS):
+    """What the queries of one head add; transposed tiles [KEYS, ROWS], so that P and dS go on from registers."""
+    full = tl.cdiv(key + KEYS - 1, ROWS) * ROWS  # queries from here on see all of these keys
+    for row in range(key // ROWS * ROWS if CAUSAL else 0, end, ROWS):
         rows = row + tl.arange(0, ROWS)
-        q = _load(q_ptr, row, q_s, s, ROWS, HEAD, D, True)
-        lse = tl.load(lse_ptr + rows, mask=rows < s, other=float("inf")) * LOG2E
-        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        q = _load(q_ptr, row, q_s, s, ROWS, HEAD, D)
+        lse = tl.load(lse_ptr + rows, mask=rows < s, other=float("inf")) * _LOG2E
+        scores = tl.dot(k, tl.trans(q), input_precision=_PRECISION)
         p = tl.exp2(scores * scale - lse[None, :])
         if CAUSAL:
-            p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
-        dout = _load(dout_ptr, row, dout_s, s, ROWS, HEAD, D, True)
+            if row < full:
+                p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
+        dout = _load(dout_ptr, row, dout_s, s, ROWS, HEAD, D)
         delta = tl.load(delta_ptr + rows, mask=rows < s, other=0.0)
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(dout), input_precision=_PRECISION)
         if DROPOUT:
-            kept = tl.trans(_kept(first + rows.to(tl.int64) * s, key, noise, KEYS, DROPOUT))
-            dv = tl.dot(tl.where(kept, p, 0.0).to(dout.dtype), dout, dv, input_precision=PRECISION)
+            kept = tl.trans(_kept(start + rows.to(tl.int64) * s, key, noise, KEYS, DROPOUT))
+            dv = tl.dot(tl.where(kept, p, 0.0).to(dout.dtype), dout, dv, input_precision=_PRECISION)
             dp = tl.where(kept, dp * keep_scale, 0.0)
         else:
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=_PRECISION)
         ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=_PRECISION)
     return dk, dv
 
 
 @triton.jit
 def _place(s, heads, COUNT: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """This program's first position, head and sample. Heads one after the other, which share keys in the L2 cache."""
+    """This program's first position, head, sample. A head's programs follow each other: its keys stay in the L2 cache."""
     blocks = tl.cdiv(s, COUNT)
     program = tl.program_id(0)
     block = program % blocks
@@ -274,12 +301,13 @@ def _place(s, heads, COUNT: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def _keys_seen(real_ptr, row, s, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
-    """Keys before `full` are in blocks that all of these rows see whole, those from `end` on are seen by none."""
-    end = s
-    full = s // KEYS * KEYS
+    """Blocks of keys before `full` are seen whole by these rows (but for padding), keys from `end` on by none."""
     if CAUSAL:
-        end = tl.minimum(s, row + ROWS)
         full = (row + 1) // KEYS * KEYS
+        end = tl.minimum(s, row + ROWS)
+    else:
+        full = s // KEYS * KEYS
+        end = s
     if real_ptr is not None:
         last = row * 0
         for key in range(0, end, 1024):
@@ -287,36 +315,33 @@ def _keys_seen(real_ptr, row, s, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL:
             real = tl.load(real_ptr + keys, mask=keys < end, other=0)
             last = tl.maximum(last, tl.max(tl.where(real != 0, keys + 1, 0), 0))
         end = last
-        full = tl.minimum(full, tl.cdiv(end, KEYS) * KEYS)
     return full, end
 
 
 @triton.jit
-def _hide(scores, rows, key, real_ptr, s, KEYS: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr):
+def _hide(scores, rows, key, full, real_ptr, s, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
     """scores [ROWS, KEYS], -infinity where the key is not to be seen."""
     keys = key + tl.arange(0, KEYS)
-    if CAUSAL:
-        scores = tl.where(keys[None, :] <= rows[:, None], scores, float("-inf"))
-    elif EDGE:
-        scores = tl.where((keys < s)[None, :], scores, float("-inf"))
-    if real_ptr is not None:
-        if EDGE:
-            real = tl.load(real_ptr + keys, mask=keys < s, other=0)
+    if key >= full:
+        if CAUSAL:
+            scores = tl.where(keys[None, :] <= rows[:, None], scores, float("-inf"))
         else:
-            real = tl.load(real_ptr + keys)
-        scores = tl.where((real != 0)[None, :], scores, float("-inf"))
+            scores = tl.where((keys < s)[None, :], scores, float("-inf"))
+    if real_ptr is not None:
+        real = tl.load(real_ptr + keys, mask=keys < s, other=0) != 0
+        scores = tl.where(real[None, :], scores, float("-inf"))
     return scores
 
 
 @triton.jit
-def _kept(first, key, noise, KEYS: tl.constexpr, DROPOUT: tl.constexpr):
-    """Which of [ROWS, KEYS] dropout keeps; `first` [ROWS] int64 is the mask's index of each row's key 0."""
+def _kept(index, key, noise, KEYS: tl.constexpr, DROPOUT: tl.constexpr):
+    """Which of [ROWS, KEYS] dropout keeps; `index` int64 [ROWS] is the mask's index of each row's key 0."""
     key0, key1, step, sample, threshold = noise
-    if DROPOUT == QUADS:  # a row begins at a multiple of 4: each counter serves four neighbours
-        quad = (first >> 2)[:, None] + (key // 4 + tl.arange(0, KEYS // 4))[None, :]
+    if DROPOUT == _QUADS:  # rows begin at multiples of 4: a counter's words are those of four neighbours
+        quad = (index >> 2)[:, None] + (key // 4 + tl.arange(0, KEYS // 4))[None, :]
         bits = _generate(quad, key0, key1, step, sample)
     else:
-        index = first[:, None] + (key + tl.arange(0, KEYS))[None, :]
+        index = index[:, None] + (key + tl.arange(0, KEYS))[None, :]
         w0, w1, w2, w3 = _words(index >> 2, key0, key1, step, sample)
         word = (index & 3).to(tl.int32)
         bits = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
@@ -324,21 +349,17 @@ def _kept(first, key, noise, KEYS: tl.constexpr, DROPOUT: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, first, stride, s, COUNT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr):
-    """[COUNT, D] of a head, from position `first`; zeros beyond s (if EDGE) and beyond HEAD."""
+def _load(ptr, first, stride, s, COUNT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr):
+    """[COUNT, D] of a head's [s, HEAD], from position `first`; zeros outside."""
     position, col = tl.arange(0, COUNT), tl.arange(0, D)
     at = (ptr + tl.cast(first, tl.int64) * stride + position.to(tl.int64) * stride)[:, None] + col[None, :]
-    if EDGE:
-        x = tl.load(at, mask=(first + position < s)[:, None] & (col < HEAD)[None, :], other=0.0)
-    elif HEAD < D:
-        x = tl.load(at, mask=(col < HEAD)[None, :], other=0.0)
-    else:
-        x = tl.load(at)
-    return x
+    return tl.load(at, mask=(first + position < s)[:, None] & (col < HEAD)[None, :], other=0.0)
 
 
 @triton.jit
 def _store(ptr, x, first, stride, s, COUNT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr):
     position, col = tl.arange(0, COUNT), tl.arange(0, D)
     at = (ptr + tl.cast(first, tl.int64) * stride + position.to(tl.int64) * stride)[:, None] + col[None, :]
-    tl.store(at, x.to(ptr.dtype.element_ty), mask=(first + position < s)[:, None] & (col < HEAD)[None, :])
+    # Not written as in _load: the compiler would keep that comparison in registers from there to here.
+    inside = (position < s - first)[:, None] & (col < HEAD)[None, :]
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)
