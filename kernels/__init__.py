@@ -1,1 +1,1 @@
-"""Triton kernels. Each module is complete in itself and needs only torch and triton; nothing of hybridpar."""
+"""Triton kernels. They need only torch, triton and each other; nothing else of hybridpar."""

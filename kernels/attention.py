@@ -12,10 +12,10 @@ No atomics: every sum has one order. Blocks of keys above the diagonal or beyond
 those on the diagonal and at the end are compared with positions. Dropout's mask is made again from its counters.
 
 FLOPs: forward 4 b n s^2 d, backward 14 (10 are needed: the two kernels both make P and dS); half if causal.
-Bytes: forward reads q, k, v and writes out and lse, backward reads q, k, v, out, dout and lse, delta twice and writes
-dq, dk, dv: s / (bytes of an element) FLOPs a byte forward, so bf16 on an H100 (about 300 FLOPs a byte) is bound by the
-tensor cores from s = 600 on. Keys come again for each ROWS queries, queries for each KEYS keys: from the L2 cache, whose
-traffic is why tiles are wide.
+Bytes: forward reads q, k, v and writes out and lse; backward reads q, k, v, dout and lse twice, out once, writes and
+reads delta, writes dq, dk, dv. That is s / (bytes of an element) FLOPs a byte forward (n_kv = n), so bf16 on an H100,
+about 300 FLOPs a byte, is bound by the tensor cores from s = 600 on. Keys come again for each ROWS queries, queries for
+each KEYS keys, from the L2 cache: ROWS FLOPs a byte of its traffic forward, 2 KEYS in dkdv_kernel, hence wide tiles.
 Source: arXiv 2205.14135 (online softmax, computing P again); arXiv 2307.08691 (loops over tiles, which are skipped).
 """
 
@@ -35,7 +35,7 @@ from .philox import _generate, _signed, _words
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; finite, so that a row without keys makes no NaN
-_PRECISION = tl.constexpr("tf32x3")
+_PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones are exact
 _QUADS, _WORDS = tl.constexpr(1), tl.constexpr(2)  # DROPOUT: a counter for 4 keys, a counter for each; 0: none
 
 
@@ -44,10 +44,6 @@ class Tile(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
-
-
-def tile_of(kernel: str, D: int, itemsize: int, capability: int, plain: bool) -> Tile:
-    return Tile(64, 32, 4, 2)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
@@ -103,16 +99,17 @@ def _common(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
-    """In units of 16 bytes if all are, so that the compiler sees whole vectors; in elements otherwise."""
+    """In units of 16 bytes where all are multiples, so that the compiler sees whole vectors; in elements otherwise."""
+    strides = {f"{name}_{dim}": x.stride(i) if x.shape[i] > 1 else 0 for name, x in tensors.items()
+               for i, dim in enumerate("bns")}
     vector = 16 // next(iter(tensors.values())).element_size()
-    unit = vector if all(x.stride(i) % vector == 0 for x in tensors.values() for i in range(3)) else 1
-    return {f"{name}_{dim}": x.stride(i) // unit for name, x in tensors.items()
-            for i, dim in enumerate("bns")} | {"UNIT": unit}
+    unit = 1 if any(stride % vector for stride in strides.values()) else vector
+    return {name: stride // unit for name, stride in strides.items()} | {"UNIT": unit}
 
 
 @functools.lru_cache(maxsize=64)
 def _table(kv_head: tuple[int, ...], kv_heads: int, device: torch.device) -> Tensor:
-    """The kv head of each query head [n]; query heads in the order of their kv head [n]; where each begins [n_kv + 1]."""
+    """The kv head of each query head [n]; the query heads by kv head [n]; where those of each begin [n_kv + 1]."""
     assert all(0 <= g < kv_heads for g in kv_head), f"{kv_head} names a head that is not there"
     order = sorted(range(len(kv_head)), key=lambda head: kv_head[head])
     begins = [sum(g < i for g in kv_head) for i in range(kv_heads + 1)]
@@ -122,17 +119,54 @@ def _table(kv_head: tuple[int, ...], kv_heads: int, device: torch.device) -> Ten
 def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
     q = common["q_ptr"]
     cuda = q.device.type == "cuda"
-    capability = torch.cuda.get_device_capability(q.device) if cuda else (0, 0)
-    plain = not (common["DROPOUT"] or own.get("GROUPED") or common["real_ptr"] is not None)
-    tile = tile_of(kernel.__name__, common["D"], q.element_size(), 10 * capability[0] + capability[1], plain)
-    by_keys = "kv_heads" in own
-    blocks = triton.cdiv(q.shape[2], tile.keys if by_keys else tile.rows)
-    programs = blocks * q.shape[0] * (own["kv_heads"] if by_keys else q.shape[1])
-    if programs == 0:
-        return
+    major, minor = torch.cuda.get_device_capability(q.device) if cuda else (0, 0)
+    use = 2 if common["DROPOUT"] else 1 if own.get("GROUPED") or common["real_ptr"] is not None else 0
+    tile = tile_of(kernel.__name__, common["D"], q.element_size(), 10 * major + minor, use)
+    heads, tiled = (own["kv_heads"], tile.keys) if "kv_heads" in own else (q.shape[1], tile.rows)
+    grid = (triton.cdiv(q.shape[2], tiled), heads, q.shape[0])
     with torch.cuda.device(q.device) if cuda else contextlib.nullcontext():
-        kernel[(programs,)](**common, **own, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.num_warps,
+        kernel[grid](**common, **own, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.num_warps,
                             num_stages=tile.num_stages)
+
+
+def tile_of(kernel: str, D: int, itemsize: int, capability: int, use: int) -> Tile:
+    """What a kernel is launched with. `use`: 0 plain, 1 with padding or grouped heads, 2 with dropout."""
+    if D > 256:
+        return Tile(16, 16, 8, 1)
+    uses = _TILES.get((capability, itemsize), _SMALL[itemsize])[kernel][0 if D <= 64 else 1 if D <= 128 else 2]
+    return Tile(*uses[min(use, len(uses) - 1)])
+
+
+# Found by compiling: wide tiles, for d to 64, 128 and 256, that need no more registers than there are, in each use (the
+# last one given is that of the others, too). On an H100 128 rows are two groups of four warps, 64 rows each, which is
+# what its tensor cores multiply; where four warps do, two programs share an SM, and one computes exponentials while the
+# other multiplies.
+_TILES: dict[tuple[int, int], dict[str, tuple[tuple[tuple[int, int, int, int], ...], ...]]] = {
+    (90, 2): {
+        "forward_kernel": (((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3)), ((128, 64, 8, 3),), ((128, 32, 8, 2),)),
+        "dq_kernel": (((128, 64, 8, 2),), ((128, 64, 8, 2),), ((64, 32, 8, 2),)),
+        "dkdv_kernel": (((64, 128, 8, 2),), ((64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2)), ((32, 32, 8, 2),)),
+    },
+    (80, 2): {
+        "forward_kernel": (((128, 64, 8, 3),), ((128, 64, 8, 3),), ((64, 32, 8, 2),)),
+        "dq_kernel": (((64, 32, 4, 2),), ((64, 64, 8, 2),), ((64, 32, 8, 2),)),
+        "dkdv_kernel": (((32, 32, 4, 2),), ((64, 64, 8, 2),), ((32, 32, 8, 2),)),
+    },
+    (90, 4): {
+        "forward_kernel": (((64, 32, 8, 2),), ((64, 32, 8, 2),), ((32, 32, 8, 2),)),
+        "dq_kernel": (((64, 32, 8, 2),), ((32, 32, 8, 2),), ((32, 16, 8, 1),)),
+        "dkdv_kernel": (((32, 32, 8, 2),), ((32, 32, 8, 2),), ((16, 16, 8, 1),)),
+    },
+    (80, 4): {
+        "forward_kernel": (((64, 32, 8, 2),), ((64, 32, 8, 2),), ((32, 32, 8, 2),)),
+        "dq_kernel": (((64, 32, 8, 2),), ((32, 32, 8, 2),), ((32, 16, 8, 1),)),
+        "dkdv_kernel": (((32, 32, 8, 2),), ((32, 32, 8, 2),), ((16, 16, 8, 1),)),
+    },
+}
+_SMALL = {itemsize: dict.fromkeys(("forward_kernel", "dq_kernel", "dkdv_kernel"), sizes) for itemsize, sizes in (
+    (2, (((64, 32, 4, 2),), ((64, 32, 8, 1),), ((32, 32, 8, 1),))),
+    (4, (((64, 32, 8, 1),), ((32, 32, 8, 1),), ((16, 16, 8, 1),))))}
+"""Of any other GPU, and of the interpreter: they fit 99 KB of shared memory."""
 
 
 # Compiled once for all values: these differ from call to call or say nothing.
@@ -146,7 +180,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, out_ptr, lse_ptr, q
                    v_s, heads, s, scale, key0, key1, step, sample, threshold, keep_scale, start, UNIT: tl.constexpr,
                    HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
                    DROPOUT: tl.constexpr):
-    row, head, b = _place(s, heads, ROWS, CAUSAL)
+    row, head, b = _place(ROWS, CAUSAL)
     kv = tl.load(table_ptr + head).to(tl.int64)
     k_ptr += (b * k_b + kv * k_n) * UNIT
     v_ptr += (b * v_b + kv * v_n) * UNIT
@@ -162,8 +196,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, out_ptr, lse_ptr, q
     top = tl.full((ROWS,), _LOWEST, tl.float32)
     for key in range(0, end, KEYS):
         k = _load(k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D)
-        scores = tl.dot(q, tl.trans(k), input_precision=_PRECISION)
-        scores = _hide(scores, rows, key, full, real_ptr, s, KEYS, CAUSAL)
+        scores = _scores(q, k, rows, key, full, real_ptr, s, KEYS, CAUSAL)
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         p = tl.exp2(scores * scale - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -186,7 +219,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, out_ptr, lse_p
               k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, s, scale, key0, key1, step, sample,
               threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
               ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
-    row, head, b = _place(s, heads, ROWS, CAUSAL)
+    row, head, b = _place(ROWS, CAUSAL)
     kv = tl.load(table_ptr + head).to(tl.int64)
     k_ptr += (b * k_b + kv * k_n) * UNIT
     v_ptr += (b * v_b + kv * v_n) * UNIT
@@ -207,8 +240,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, out_ptr, lse_p
     for key in range(0, end, KEYS):
         k = _load(k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D)
         v = _load(v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D)
-        scores = tl.dot(q, tl.trans(k), input_precision=_PRECISION)
-        scores = _hide(scores, rows, key, full, real_ptr, s, KEYS, CAUSAL)
+        scores = _scores(q, k, rows, key, full, real_ptr, s, KEYS, CAUSAL)
         p = tl.exp2(scores * (scale * _LOG2E) - lse[:, None])
         dp = tl.dot(dout, tl.trans(v), input_precision=_PRECISION)
         if DROPOUT:
@@ -224,7 +256,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, lse_ptr, del
                 sample, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
                 ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
                 GROUPED: tl.constexpr):
-    key, kv, b = _place(s, kv_heads, KEYS, False)
+    key, kv, b = _place(KEYS, False)
     keys = key + tl.arange(0, KEYS)
     k = _load(k_ptr + (b * k_b + kv * k_n) * UNIT, key, k_s * UNIT, s, KEYS, HEAD, D)
     v = _load(v_ptr + (b * v_b + kv * v_n) * UNIT, key, v_s * UNIT, s, KEYS, HEAD, D)
@@ -288,15 +320,12 @@ def _add_dkdv(dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, q_s, dout_s, ke
 
 
 @triton.jit
-def _place(s, heads, COUNT: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """This program's first position, head, sample. A head's programs follow each other: its keys stay in the L2 cache."""
-    blocks = tl.cdiv(s, COUNT)
-    program = tl.program_id(0)
-    block = program % blocks
+def _place(COUNT: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """This program's first position, head, sample. A head's programs follow each other: they share the L2 cache."""
+    block = tl.program_id(0)
     if LAST_FIRST:  # the longest first: what runs last is short
-        block = blocks - 1 - block
-    pair = program // blocks
-    return block * COUNT, (pair % heads).to(tl.int64), (pair // heads).to(tl.int64)
+        block = tl.num_programs(0) - 1 - block
+    return block * COUNT, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
 
 
 @triton.jit
@@ -319,14 +348,18 @@ def _keys_seen(real_ptr, row, s, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL:
 
 
 @triton.jit
-def _hide(scores, rows, key, full, real_ptr, s, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
-    """scores [ROWS, KEYS], -infinity where the key is not to be seen."""
+def _scores(q, k, rows, key, full, real_ptr, s, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+    """q k^T [ROWS, KEYS], -infinity where the key is not to be seen."""
     keys = key + tl.arange(0, KEYS)
+    # The product is added to what is hidden: a branch that took the scores would keep the compiler from seeing, on an
+    # A100, that they go on into another product, and it would spread them over warps in another way.
+    hidden = tl.zeros((rows.shape[0], KEYS), tl.float32)
     if key >= full:
         if CAUSAL:
-            scores = tl.where(keys[None, :] <= rows[:, None], scores, float("-inf"))
+            hidden = tl.where(keys[None, :] <= rows[:, None], hidden, float("-inf"))
         else:
-            scores = tl.where((keys < s)[None, :], scores, float("-inf"))
+            hidden = tl.where((keys < s)[None, :], hidden, float("-inf"))
+    scores = tl.dot(q, tl.trans(k), hidden, input_precision=_PRECISION)
     if real_ptr is not None:
         real = tl.load(real_ptr + keys, mask=keys < s, other=0) != 0
         scores = tl.where(real[None, :], scores, float("-inf"))
