@@ -16,27 +16,23 @@ from hybridpar.kernels import attention as module
 from hybridpar.ops.dropout import dropout_torch
 
 NO_DROPOUT = (0, 0, 0, 0, 0, 1.0, 0)
+torch.manual_seed(1)
 
 
-def draw(*shape, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
-
-
-def gradients(backend, q, k, v, **settings):
-    leaves = [x.to(torch.float64 if backend == "torch" else x.dtype).requires_grad_() for x in (q, k, v)]
-    out = ops.attention(*leaves, backend=backend, **settings)
-    return [out, *torch.autograd.grad(out, leaves, draw(*out.shape).to(out.dtype))]
-
-
-def agree(q, k, v, tolerance=3e-6, **settings):
-    for got, want in zip(gradients("triton", q, k, v, **settings), gradients("torch", q, k, v, **settings),
-                         strict=True):
-        assert (got.double() - want).abs().max() <= tolerance * want.abs().max().clamp(min=1), settings
+def agree(b, n, n_kv, s, d, **settings):
+    inputs, dout = [torch.randn(b, heads, s, d) for heads in (n, n_kv, n_kv)], torch.randn(b, n, s, d)
+    results = []
+    for backend, dtype in (("triton", torch.float32), ("torch", torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = ops.attention(*leaves, backend=backend, **settings)
+        results.append([out, *torch.autograd.grad(out, leaves, dout.to(dtype))])
+    for got, want in zip(*results, strict=True):  # sums of up to a hundred terms in float32
+        assert (got.double() - want).abs().max() <= 3e-6 * want.abs().max().clamp(min=1), settings
 """
 
 MASK = """
-for s in (100, 101, 102):  # rows of the mask begin at multiples of 4, anywhere, at multiples of 2
-    b, n, d, start = 2, 2, 128, 2**36 + 12 * (s == 100)
+for s in (52, 53, 54):  # rows of the mask begin at multiples of 4, anywhere, at multiples of 2
+    b, n, d, start = 2, 2, 64, 2**36 + 12 * (s == 52)
     key = (0x9ABCDEF0, 0x12345678)
     mask = (*key, 2**32 - 1, 2**31 - 1, round(0.3 * 2**32))
     q = torch.zeros(b, n, s, d, dtype=torch.float16)
@@ -54,31 +50,29 @@ print("done")
 
 SHAPES = """
 for d, kv_index in ((130, [2, 0, 2, 3]), (96, [1, 1, 0, 0]), (16, [0, 1, 2, 3])):  # kv head 1 serves none, once
-    s, n_kv = 40, max(kv_index) + 1
-    agree(draw(1, 4, s, d), draw(1, n_kv, s, d), draw(1, n_kv, s, d), causal=True, kv_index=kv_index)
+    agree(1, 4, max(kv_index) + 1, 40, d, causal=True, kv_index=kv_index)
 for b, n, s in ((0, 2, 5), (2, 0, 5), (2, 2, 0)):
     q = torch.empty(b, n, s, 8)
     out, lse = module.attention(q, q, q, None, list(range(n)), 1.0, True, *NO_DROPOUT)
     assert (out.shape, lse.shape) == ((b, s, n, 8), (b, n, s))
     dq, dk, dv = module.attention_backward(q, q, q, q, out, lse, None, list(range(n)), 1.0, True, *NO_DROPOUT)
     assert {x.shape for x in (dq, dk, dv)} == {(b, s, n, 8)}
-q = draw(1, 1, 9, 8)
+q = torch.randn(1, 1, 3, 8)
 real = torch.tensor([[True, False, True]])  # queries that see no key: zero, no gradient, infinite lse
-out, lse = module.attention(*[q[:, :, :3]] * 3, ~real, [0], 1.0, True, *NO_DROPOUT)
+out, lse = module.attention(q, q, q, ~real, [0], 1.0, True, *NO_DROPOUT)
 assert torch.equal(out[0, 0], torch.zeros(1, 8)) and lse[0, 0, 0] == torch.inf and lse[0, 0, 1:].isfinite().all()
-dq, dk, dv = module.attention_backward(*[q[:, :, :3]] * 4, out, lse, ~real, [0], 1.0, True, *NO_DROPOUT)
+dq, dk, dv = module.attention_backward(q, q, q, q, out, lse, ~real, [0], 1.0, True, *NO_DROPOUT)
 assert (dq[0, 0] == 0).all() and (dk[real] == 0).all() and (dv[real] == 0).all() and (dv[~real] != 0).any()
 print("done")
 """
 
 TILES = """
-real = torch.arange(300).view(2, 150) % 300 < 230  # blocks of keys without a real one
-for rows, keys in ((32, 64), (64, 16), (16, 128), (128, 128)):
+real = torch.arange(180).view(2, 90) < 120  # the second sample has blocks of keys without a real one
+for rows, keys in ((32, 64), (64, 16), (16, 128)):
     module.tile_of = lambda *args, rows=rows, keys=keys: module.Tile(rows, keys, 4, 1)
     for causal in (False, True):
-        for dropout_p in (0.0, 0.3):
-            agree(draw(2, 2, 150, 16), draw(2, 1, 150, 16), draw(2, 1, 150, 16), causal=causal, padding_mask=real,
-                  dropout_p=dropout_p, key=random.RandomKey(1, 2, 3), site=4, head_start=1)
+        agree(2, 1, 1, 90, 16, causal=causal, padding_mask=real, dropout_p=0.3, key=random.RandomKey(1, 2, 3), site=4,
+              head_start=1)
 print("done")
 """
 
@@ -91,7 +85,7 @@ def f(q, k, v, step):
 
 
 compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-x = [draw(1, 2, 36, 8), draw(1, 1, 36, 8), draw(1, 1, 36, 8)]
+x = [torch.randn(1, heads, 36, 8) for heads in (2, 1, 1)]
 for step in (1, 2, 3):
     results = []
     for function in (f, compiled):
