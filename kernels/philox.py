@@ -92,14 +92,14 @@ def _place(rows, stride, start, blocks, QUADS: tl.constexpr):
 
 @triton.jit
 def _generate(quad, key0, key1, step, sample):
-    """The words of the counters in `quad`, those of one counter next to each other; uint32 [.., 4 * len(quad)]."""
+    """The words of the counters in `quad`, those of one counter next to each other; uint32 [.., 4 * quad.shape[-1]]."""
     c0, c1, c2, c3 = _words(quad, key0, key1, step, sample)
     return tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))
 
 
 @triton.jit
 def _words(quad, key0, key1, step, sample):
-    """The four words of each counter."""
+    """The four words of each counter in `quad`, uint32, each shaped like `quad`."""
     zero = tl.zeros_like(quad).to(tl.uint32)
     c0 = quad.to(tl.uint32)
     c1 = (quad >> 32).to(tl.uint32)

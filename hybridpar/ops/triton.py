@@ -23,6 +23,7 @@ MODULES = {
     "softmax": ("masked_softmax", "masked_softmax_backward"),
     "rotary": ("rotary",),
     "cross_entropy": ("cross_entropy", "cross_entropy_backward_"),
+    "attention": ("attention", "attention_backward"),
 }
 """The kernels' modules, and the operators that each has."""
 

@@ -15,6 +15,7 @@ class Spec:
 
     `types`: argument -> 'i32', 'fp32', '*bf16', ..; pointers count as aligned to 16 bytes, the integers in `divisible`
     as multiples of 16. `constants`: the tl.constexpr arguments. `most_registers`: of a thread; None: what warps leave.
+    `capabilities`: what it is launched on.
     """
 
     types: Mapping[str, str]
@@ -23,6 +24,7 @@ class Spec:
     num_stages: int = 3
     divisible: tuple[str, ...] = ()
     most_registers: int | None = None
+    capabilities: tuple[int, ...] = (80, 90)
 
     def __str__(self) -> str:
         pointers = "-".join(dict.fromkeys(t[1:] for t in self.types.values() if t.startswith("*")))

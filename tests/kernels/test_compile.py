@@ -41,11 +41,12 @@ def test_every_kernel_has_a_spec() -> None:
         assert all(name.startswith("_") for name in jitted - launched), f"{module}: a kernel's name ends with _kernel"
 
 
-CASES = [(module, kernel, spec) for module in MODULES for kernel, specs in specs_of(module).items() for spec in specs]
+CASES = [(module, kernel, spec, capability) for module in MODULES for kernel, specs in specs_of(module).items()
+         for spec in specs for capability in spec.capabilities]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(("module", "kernel", "spec"), CASES, ids=[f"{m}-{k}-{s}" for m, k, s in CASES])
+@pytest.mark.parametrize(("module", "kernel", "spec", "capability"), CASES,
+                         ids=[f"{m}-{k}-{s}-{c}" for m, k, s, c in CASES])
 def test_compiles_without_spills(module, kernel, spec, capability, tmp_path, monkeypatch, record_property):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")

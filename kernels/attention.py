@@ -1,0 +1,398 @@
+"""Attention on the GPU without the matrix of probabilities: an online softmax; the backward pass computes it again.
+
+b samples, s positions, n query heads, n_kv key and value heads, d head dimension; a tile is ROWS queries by KEYS keys.
+P = softmax(scale q k^T), out = (P * mask / (1 - p)) v, lse = log of the sum of exponentials, all sums in float32.
+
+    forward_kernel  a program for ROWS queries of a head; keys go by                         2 products a tile
+    dq_kernel       the same, with dS = P * (mask dout v^T / (1 - p) - delta), dq += dS k    3 products
+                    and delta = rowsum(dout * out), which the next kernel reads
+    dkdv_kernel     a program for KEYS keys of a kv head; the queries of its heads go by     4 products
+
+No atomics: every sum has one order. Blocks of keys above the diagonal or beyond the last real key are skipped; only
+those on the diagonal and at the end are compared with positions. Dropout's mask is made again from its counters.
+
+FLOPs: forward 4 b n s^2 d, backward 14 (10 are needed: the two kernels both make P and dS); half if causal.
+Bytes: forward reads q, k, v and writes out and lse; backward reads q, k, v, dout and lse twice, out once, writes and
+reads delta, writes dq, dk, dv. That is s / (bytes of an element) FLOPs a byte forward (n_kv = n), so bf16 on an H100,
+about 300 FLOPs a byte, is bound by the tensor cores from s = 600 on. Keys come again for each ROWS queries, queries for
+each KEYS keys, from the L2 cache: ROWS FLOPs a byte of its traffic forward, 2 KEYS in dkdv_kernel, hence wide tiles.
+Source: arXiv 2205.14135 (online softmax, computing P again); arXiv 2307.08691 (loops over tiles, which are skipped).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .philox import _generate, _signed, _words
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; finite, so that a row without keys makes no NaN
+_PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones are exact
+_QUADS, _WORDS = tl.constexpr(1), tl.constexpr(2)  # DROPOUT: a counter for 4 keys, a counter for each; 0: none
+
+
+class Tile(NamedTuple):
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
+              key0: int, key1: int, step: int, sample: int, threshold: int, keep_scale: float,
+              start: int) -> tuple[Tensor, Tensor]:
+    """out, and lse: +infinity where a query sees no key, whose out is zero.
+
+    `kv_head`: the key and value head of each query head. Dropout with threshold > 0: probability (head, query, key) of
+    a sample has the bits of index start + (head * s + query) * s + key, stays where they are at least `threshold`,
+    and is then multiplied by `keep_scale`.
+
+    Shapes: q [b, n, s, d]; k, v [b, n_kv, s, d], no gaps in d; real bool [b, s] -> [b, s, n, d], float32 [b, n, s].
+    """
+    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    if q.numel():
+        common = _common(q, k, v, real, kv_head, scale, causal,
+                         (key0, key1, step, sample, threshold, keep_scale, start))
+        _launch(forward_kernel, common, out_ptr=out, lse_ptr=lse, **_strides(q=q, k=k, v=v))
+    return out, lse
+
+
+def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, real: Tensor | None,
+                       kv_head: list[int], scale: float, causal: bool, key0: int, key1: int, step: int, sample: int,
+                       threshold: int, keep_scale: float, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v. Shapes: dout like q -> like out, twice [b, s, n_kv, d]."""
+    dq, delta = torch.empty_like(out), torch.empty_like(lse)
+    dk, dv = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])) for x in (k, v))
+    if q.numel() == 0:
+        return dq, dk.zero_(), dv.zero_()
+    common = _common(q, k, v, real, kv_head, scale, causal, (key0, key1, step, sample, threshold, keep_scale, start))
+    common |= {"dout_ptr": dout, "lse_ptr": lse, "delta_ptr": delta, **_strides(q=q, k=k, v=v, dout=dout)}
+    _launch(dq_kernel, common, out_ptr=out, dq_ptr=dq)
+    grouped = kv_head != list(range(k.shape[1]))
+    _launch(dkdv_kernel, common, dk_ptr=dk, dv_ptr=dv, kv_heads=k.shape[1], GROUPED=grouped)
+    return dq, dk, dv
+
+
+def _common(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
+            mask: tuple[int, int, int, int, int, float, int]) -> dict[str, Any]:
+    """What all kernels take, besides strides."""
+    assert scale > 0, f"scale must be positive, got {scale}"  # the largest score must give the largest scaled one
+    n, s, d = q.shape[1:]
+    assert len(kv_head) == n, f"kv_head needs {n} entries, got {kv_head}"
+    *words, keep_scale, start = mask
+    dropout = 0 if mask[4] == 0 else _QUADS.value if s % 4 == start % 4 == 0 else _WORDS.value
+    key0, key1, step, sample, threshold = _signed(*words)
+    return {"q_ptr": q, "k_ptr": k, "v_ptr": v, "real_ptr": None if real is None else real.view(torch.uint8),
+            "table_ptr": _table(tuple(kv_head), k.shape[1], q.device), "heads": n, "s": s, "scale": scale,
+            "key0": key0, "key1": key1, "step": step, "sample": sample, "threshold": threshold,
+            "keep_scale": keep_scale if dropout else 1.0, "start": start,
+            "HEAD": d, "D": max(16, triton.next_power_of_2(d)), "CAUSAL": causal, "DROPOUT": dropout}
+
+
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    """In units of 16 bytes where all are multiples, so that the compiler sees whole vectors; in elements otherwise."""
+    strides = {f"{name}_{dim}": x.stride(i) if x.shape[i] > 1 else 0 for name, x in tensors.items()
+               for i, dim in enumerate("bns")}
+    vector = 16 // next(iter(tensors.values())).element_size()
+    unit = 1 if any(stride % vector for stride in strides.values()) else vector
+    return {name: stride // unit for name, stride in strides.items()} | {"UNIT": unit}
+
+
+@functools.lru_cache(maxsize=64)
+def _table(kv_head: tuple[int, ...], kv_heads: int, device: torch.device) -> Tensor:
+    """The kv head of each query head [n]; the query heads by kv head [n]; where those of each begin [n_kv + 1]."""
+    assert all(0 <= g < kv_heads for g in kv_head), f"{kv_head} names a head that is not there"
+    order = sorted(range(len(kv_head)), key=lambda head: kv_head[head])
+    begins = [sum(g < i for g in kv_head) for i in range(kv_heads + 1)]
+    return torch.tensor([*kv_head, *order, *begins], dtype=torch.int32, device=device)
+
+
+def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
+    q = common["q_ptr"]
+    cuda = q.device.type == "cuda"
+    major, minor = torch.cuda.get_device_capability(q.device) if cuda else (0, 0)
+    use = 2 if common["DROPOUT"] else 1 if own.get("GROUPED") or common["real_ptr"] is not None else 0
+    tile = tile_of(kernel.__name__, common["D"], q.element_size(), 10 * major + minor, use)
+    heads, tiled = (own["kv_heads"], tile.keys) if "kv_heads" in own else (q.shape[1], tile.rows)
+    grid = (triton.cdiv(q.shape[2], tiled), heads, q.shape[0])
+    with torch.cuda.device(q.device) if cuda else contextlib.nullcontext():
+        kernel[grid](**common, **own, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.num_warps,
+                            num_stages=tile.num_stages)
+
+
+def tile_of(kernel: str, D: int, itemsize: int, capability: int, use: int) -> Tile:
+    """What a kernel is launched with. `use`: 0 plain, 1 with padding or grouped heads, 2 with dropout."""
+    if D > 256:
+        return Tile(16, 16, 8, 1)
+    uses = _TILES.get((capability, itemsize), _SMALL[itemsize])[kernel][0 if D <= 64 else 1 if D <= 128 else 2]
+    return Tile(*uses[min(use, len(uses) - 1)])
+
+
+# Found by compiling: wide tiles, for d to 64, 128 and 256, that need no more registers than there are, in each use (the
+# last one given is that of the others, too). On an H100 128 rows are two groups of four warps, 64 rows each, which is
+# what its tensor cores multiply; where four warps do, two programs share an SM, and one computes exponentials while the
+# other multiplies.
+_TILES: dict[tuple[int, int], dict[str, tuple[tuple[tuple[int, int, int, int], ...], ...]]] = {
+    (90, 2): {
+        "forward_kernel": (((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3)), ((128, 64, 8, 3),), ((128, 32, 8, 2),)),
+        "dq_kernel": (((128, 64, 8, 2),), ((128, 64, 8, 2),), ((64, 32, 8, 2),)),
+        "dkdv_kernel": (((64, 128, 8, 2),), ((64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2)), ((32, 32, 8, 2),)),
+    },
+    (80, 2): {
+        "forward_kernel": (((128, 64, 8, 3),), ((128, 64, 8, 3),), ((64, 32, 8, 2),)),
+        "dq_kernel": (((64, 32, 4, 2),), ((64, 64, 8, 2),), ((64, 32, 8, 2),)),
+        "dkdv_kernel": (((32, 32, 4, 2),), ((64, 64, 8, 2),), ((32, 32, 8, 2),)),
+    },
+    (90, 4): {
+        "forward_kernel": (((64, 32, 8, 2),), ((64, 32, 8, 2),), ((32, 32, 8, 2),)),
+        "dq_kernel": (((64, 32, 8, 2),), ((32, 32, 8, 2),), ((32, 16, 8, 1),)),
+        "dkdv_kernel": (((32, 32, 8, 2),), ((32, 32, 8, 2),), ((16, 16, 8, 1),)),
+    },
+    (80, 4): {
+        "forward_kernel": (((64, 32, 8, 2),), ((64, 32, 8, 2),), ((32, 32, 8, 2),)),
+        "dq_kernel": (((64, 32, 8, 2),), ((32, 32, 8, 2),), ((32, 16, 8, 1),)),
+        "dkdv_kernel": (((32, 32, 8, 2),), ((32, 32, 8, 2),), ((16, 16, 8, 1),)),
+    },
+}
+_SMALL = {itemsize: dict.fromkeys(("forward_kernel", "dq_kernel", "dkdv_kernel"), sizes) for itemsize, sizes in (
+    (2, (((64, 32, 4, 2),), ((64, 32, 8, 1),), ((32, 32, 8, 1),))),
+    (4, (((64, 32, 8, 1),), ((32, 32, 8, 1),), ((16, 16, 8, 1),))))}
+"""Of any other GPU, and of the interpreter: they fit 99 KB of shared memory."""
+
+
+# Compiled once for all values: these differ from call to call or say nothing.
+_QKV = [f"{name}_{dim}" for name in "qkv" for dim in "bns"]
+_PLAIN = [*_QKV, "heads", "s", "scale", "key0", "key1", "step", "sample", "threshold", "keep_scale", "start"]
+_PLAIN_BACKWARD = [*_PLAIN, "dout_b", "dout_n", "dout_s"]
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def forward_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, out_ptr, lse_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n,
+                   v_s, heads, s, scale, key0, key1, step, sample, threshold, keep_scale, start, UNIT: tl.constexpr,
+                   HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+                   DROPOUT: tl.constexpr):
+    row, head, b = _place(ROWS, CAUSAL)
+    kv = tl.load(table_ptr + head).to(tl.int64)
+    k_ptr += (b * k_b + kv * k_n) * UNIT
+    v_ptr += (b * v_b + kv * v_n) * UNIT
+    if real_ptr is not None:
+        real_ptr += b * s
+    noise = (key0, key1, step, sample + b.to(tl.int32), threshold)
+    rows = row + tl.arange(0, ROWS)
+    index = start + (head * s + rows) * s
+    scale *= _LOG2E  # powers of 2 from here on
+    full, end = _keys_seen(real_ptr, row, s, ROWS, KEYS, CAUSAL)
+    q = _load(q_ptr + (b * q_b + head * q_n) * UNIT, row, q_s * UNIT, s, ROWS, HEAD, D)
+    acc, total = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS,), tl.float32)
+    top = tl.full((ROWS,), _LOWEST, tl.float32)
+    for key in range(0, end, KEYS):
+        k = _load(k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D)
+        scores = _scores(q, k, rows, key, full, real_ptr, s, KEYS, CAUSAL)
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        p = tl.exp2(scores * scale - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(p, 1)
+        top = new_top
+        if DROPOUT:
+            p = tl.where(_kept(index, key, noise, KEYS, DROPOUT), p, 0.0)
+        v = _load(v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=_PRECISION)
+    blind = total == 0.0
+    total = tl.where(blind, 1.0, total)
+    acc *= tl.where(blind, 0.0, keep_scale / total)[:, None]
+    _store(out_ptr + (b * s * heads + head) * HEAD, acc, row, heads * HEAD, s, ROWS, HEAD, D)
+    lse = tl.where(blind, float("inf"), (top + tl.log2(total)) * _LN2)
+    tl.store(lse_ptr + (b * heads + head) * s + rows, lse, mask=rows < s)
+
+
+@triton.jit(do_not_specialize=_PLAIN_BACKWARD)
+def dq_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr, q_b, q_n, q_s,
+              k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, s, scale, key0, key1, step, sample,
+              threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
+              ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
+    row, head, b = _place(ROWS, CAUSAL)
+    kv = tl.load(table_ptr + head).to(tl.int64)
+    k_ptr += (b * k_b + kv * k_n) * UNIT
+    v_ptr += (b * v_b + kv * v_n) * UNIT
+    if real_ptr is not None:
+        real_ptr += b * s
+    noise = (key0, key1, step, sample + b.to(tl.int32), threshold)
+    rows = row + tl.arange(0, ROWS)
+    index = start + (head * s + rows) * s
+    full, end = _keys_seen(real_ptr, row, s, ROWS, KEYS, CAUSAL)
+    dout = _load(dout_ptr + (b * dout_b + head * dout_n) * UNIT, row, dout_s * UNIT, s, ROWS, HEAD, D)
+    out = _load(out_ptr + (b * s * heads + head) * HEAD, row, heads * HEAD, s, ROWS, HEAD, D)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    at = (b * heads + head) * s + rows
+    tl.store(delta_ptr + at, delta, mask=rows < s)
+    lse = tl.load(lse_ptr + at, mask=rows < s, other=float("inf")) * _LOG2E
+    q = _load(q_ptr + (b * q_b + head * q_n) * UNIT, row, q_s * UNIT, s, ROWS, HEAD, D)
+    dq = tl.zeros((ROWS, D), tl.float32)
+    for key in range(0, end, KEYS):
+        k = _load(k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D)
+        v = _load(v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D)
+        scores = _scores(q, k, rows, key, full, real_ptr, s, KEYS, CAUSAL)
+        p = tl.exp2(scores * (scale * _LOG2E) - lse[:, None])
+        dp = tl.dot(dout, tl.trans(v), input_precision=_PRECISION)
+        if DROPOUT:
+            dp = tl.where(_kept(index, key, noise, KEYS, DROPOUT), dp * keep_scale, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=_PRECISION)
+    _store(dq_ptr + (b * s * heads + head) * HEAD, dq * scale, row, heads * HEAD, s, ROWS, HEAD, D)
+
+
+@triton.jit(do_not_specialize=[*_PLAIN_BACKWARD, "kv_heads"])
+def dkdv_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, q_b, q_n, q_s,
+                k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, kv_heads, s, scale, key0, key1, step,
+                sample, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
+                ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+                GROUPED: tl.constexpr):
+    key, kv, b = _place(KEYS, False)
+    keys = key + tl.arange(0, KEYS)
+    k = _load(k_ptr + (b * k_b + kv * k_n) * UNIT, key, k_s * UNIT, s, KEYS, HEAD, D)
+    v = _load(v_ptr + (b * v_b + kv * v_n) * UNIT, key, v_s * UNIT, s, KEYS, HEAD, D)
+    end = s
+    if real_ptr is not None:  # nothing to do where no key is real
+        end *= tl.max((tl.load(real_ptr + b * s + keys, mask=keys < s, other=0) != 0).to(tl.int32), 0)
+    noise = (key0, key1, step, sample + b.to(tl.int32), threshold)
+    q_ptr += b * q_b * UNIT
+    dout_ptr += b * dout_b * UNIT
+    lse_ptr += b * heads * s
+    delta_ptr += b * heads * s
+    dk, dv = tl.zeros((KEYS, D), tl.float32), tl.zeros((KEYS, D), tl.float32)
+    if GROUPED:
+        order = table_ptr + heads
+        begins = order + heads + kv
+        for i in range(tl.load(begins), tl.load(begins + 1)):
+            head = tl.load(order + i).to(tl.int64)
+            dk, dv = _add_dkdv(dk, dv, k, v, q_ptr + head * q_n * UNIT, dout_ptr + head * dout_n * UNIT,
+                               lse_ptr + head * s, delta_ptr + head * s, q_s * UNIT, dout_s * UNIT, keys, key, end, s,
+                               scale * _LOG2E, keep_scale, noise, start + head * s * s, HEAD, D, ROWS, KEYS, CAUSAL,
+                               DROPOUT)
+    else:
+        dk, dv = _add_dkdv(dk, dv, k, v, q_ptr + kv * q_n * UNIT, dout_ptr + kv * dout_n * UNIT, lse_ptr + kv * s,
+                           delta_ptr + kv * s, q_s * UNIT, dout_s * UNIT, keys, key, end, s, scale * _LOG2E, keep_scale,
+                           noise, start + kv * s * s, HEAD, D, ROWS, KEYS, CAUSAL, DROPOUT)
+    if real_ptr is not None:  # hidden keys have their own rows: what was added there is left out
+        real = (tl.load(real_ptr + b * s + keys, mask=keys < s, other=0) != 0)[:, None]
+        dk, dv = tl.where(real, dk, 0.0), tl.where(real, dv, 0.0)
+    at = (b * s * kv_heads + kv) * HEAD
+    _store(dk_ptr + at, dk * scale, key, kv_heads * HEAD, s, KEYS, HEAD, D)
+    _store(dv_ptr + at, dv * keep_scale, key, kv_heads * HEAD, s, KEYS, HEAD, D)
+
+
+@triton.jit
+def _add_dkdv(dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, q_s, dout_s, keys, key, end, s, scale, keep_scale,
+              noise, start, HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+              CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
+    """What the queries of one head add; transposed tiles [KEYS, ROWS], so that P and dS go on from registers."""
+    full = tl.cdiv(key + KEYS - 1, ROWS) * ROWS  # queries from here on see all of these keys
+    for row in range(key // ROWS * ROWS if CAUSAL else 0, end, ROWS):
+        rows = row + tl.arange(0, ROWS)
+        q = _load(q_ptr, row, q_s, s, ROWS, HEAD, D)
+        lse = tl.load(lse_ptr + rows, mask=rows < s, other=float("inf")) * _LOG2E
+        scores = tl.dot(k, tl.trans(q), input_precision=_PRECISION)
+        p = tl.exp2(scores * scale - lse[None, :])
+        if CAUSAL:  # noqa: SIM102  (what is known as it compiles, and what is not)
+            if row < full:
+                p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
+        dout = _load(dout_ptr, row, dout_s, s, ROWS, HEAD, D)
+        delta = tl.load(delta_ptr + rows, mask=rows < s, other=0.0)
+        dp = tl.dot(v, tl.trans(dout), input_precision=_PRECISION)
+        if DROPOUT:
+            kept = tl.trans(_kept(start + rows.to(tl.int64) * s, key, noise, KEYS, DROPOUT))
+            dv = tl.dot(tl.where(kept, p, 0.0).to(dout.dtype), dout, dv, input_precision=_PRECISION)
+            dp = tl.where(kept, dp * keep_scale, 0.0)
+        else:
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=_PRECISION)
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=_PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _place(COUNT: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """This program's first position, head, sample. A head's programs follow each other: they share the L2 cache."""
+    block = tl.program_id(0)
+    if LAST_FIRST:  # the longest first: what runs last is short
+        block = tl.num_programs(0) - 1 - block
+    return block * COUNT, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+
+
+@triton.jit
+def _keys_seen(real_ptr, row, s, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Blocks of keys before `full` are seen whole by these rows (but for padding), keys from `end` on by none."""
+    if CAUSAL:
+        full = (row + 1) // KEYS * KEYS
+        end = tl.minimum(s, row + ROWS)
+    else:
+        full = s // KEYS * KEYS
+        end = s
+    if real_ptr is not None:
+        last = row * 0
+        for key in range(0, end, 1024):
+            keys = key + tl.arange(0, 1024)
+            real = tl.load(real_ptr + keys, mask=keys < end, other=0)
+            last = tl.maximum(last, tl.max(tl.where(real != 0, keys + 1, 0), 0))
+        end = last
+    return full, end
+
+
+@triton.jit
+def _scores(q, k, rows, key, full, real_ptr, s, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+    """q k^T [ROWS, KEYS], -infinity where the key is not to be seen."""
+    keys = key + tl.arange(0, KEYS)
+    # The product is added to what is hidden: a branch that took the scores would keep the compiler from seeing, on an
+    # A100, that they go on into another product, and it would spread them over warps in another way.
+    hidden = tl.zeros((rows.shape[0], KEYS), tl.float32)
+    if key >= full:
+        if CAUSAL:
+            hidden = tl.where(keys[None, :] <= rows[:, None], hidden, float("-inf"))
+        else:
+            hidden = tl.where((keys < s)[None, :], hidden, float("-inf"))
+    scores = tl.dot(q, tl.trans(k), hidden, input_precision=_PRECISION)
+    if real_ptr is not None:
+        real = tl.load(real_ptr + keys, mask=keys < s, other=0) != 0
+        scores = tl.where(real[None, :], scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _kept(index, key, noise, KEYS: tl.constexpr, DROPOUT: tl.constexpr):
+    """Which of [ROWS, KEYS] dropout keeps; `index` int64 [ROWS] is the mask's index of each row's key 0."""
+    key0, key1, step, sample, threshold = noise
+    if DROPOUT == _QUADS:  # rows begin at multiples of 4: a counter's words are those of four neighbours
+        quad = (index >> 2)[:, None] + (key // 4 + tl.arange(0, KEYS // 4))[None, :]
+        bits = _generate(quad, key0, key1, step, sample)
+    else:
+        index = index[:, None] + (key + tl.arange(0, KEYS))[None, :]
+        w0, w1, w2, w3 = _words(index >> 2, key0, key1, step, sample)
+        word = (index & 3).to(tl.int32)
+        bits = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+    return bits >= threshold.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _load(ptr, first, stride, s, COUNT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr):
+    """[COUNT, D] of a head's [s, HEAD], from position `first`; zeros outside."""
+    position, col = tl.arange(0, COUNT), tl.arange(0, D)
+    at = (ptr + tl.cast(first, tl.int64) * stride + position.to(tl.int64) * stride)[:, None] + col[None, :]
+    return tl.load(at, mask=(first + position < s)[:, None] & (col < HEAD)[None, :], other=0.0)
+
+
+@triton.jit
+def _store(ptr, x, first, stride, s, COUNT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr):
+    position, col = tl.arange(0, COUNT), tl.arange(0, D)
+    at = (ptr + tl.cast(first, tl.int64) * stride + position.to(tl.int64) * stride)[:, None] + col[None, :]
+    # Not written as in _load: the compiler would keep that comparison in registers from there to here.
+    inside = (position < s - first)[:, None] & (col < HEAD)[None, :]
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)

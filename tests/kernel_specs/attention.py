@@ -1,0 +1,45 @@
+from collections.abc import Iterator
+
+from hybridpar.kernels.attention import tile_of
+from kernel_specs import Spec
+
+# compute capability, d, elements, causal, padding, dropout (1: a counter for 4 keys, 2: for one), grouped heads
+USES = [
+    (90, 64, "bf16", True, False, 0, False), (80, 128, "bf16", True, False, 0, False),
+    (90, 128, "bf16", True, False, 0, False), (80, 32, "fp16", False, True, 2, True),
+    (90, 80, "bf16", False, True, 1, True), (80, 256, "bf16", True, True, 0, False),
+    (90, 64, "fp32", True, False, 1, False),
+]
+INPUTS = ("q", "k", "v")
+COUNTERS = dict.fromkeys(("key0", "key1", "step", "sample", "threshold"), "i32")
+POINTERS = {
+    "forward_kernel": ("out", "lse"),
+    "dq_kernel": ("dout", "out", "lse", "delta", "dq"),
+    "dkdv_kernel": ("dout", "lse", "delta", "dk", "dv"),
+}
+
+
+def specs(kernel: str) -> Iterator[Spec]:
+    inputs = INPUTS if kernel == "forward_kernel" else (*INPUTS, "dout")
+    for capability, d, element, causal, padded, dropout, grouped in USES:
+        elements = {f"{name}_ptr": f"*{element}" for name in (*INPUTS, *POINTERS[kernel])}
+        types = {**elements, **{n: "*fp32" for n in ("lse_ptr", "delta_ptr") if n in elements}, "table_ptr": "*i32",
+                 **{f"{name}_{dim}": "i32" for name in inputs for dim in "bns"},
+                 "heads": "i32", "s": "i32", "scale": "fp32", **COUNTERS, "keep_scale": "fp32", "start": "i64"}
+        itemsize = 4 if element == "fp32" else 2
+        D = 1 << (d - 1).bit_length()
+        constants = {"HEAD": d, "D": D, "CAUSAL": causal, "DROPOUT": dropout, "UNIT": 16 // itemsize}
+        if padded:
+            types["real_ptr"] = "*u8"
+        else:
+            constants["real_ptr"] = None
+        if kernel == "dkdv_kernel":
+            types["kv_heads"], constants["GROUPED"] = "i32", grouped
+        else:
+            grouped = False
+        tile = tile_of(kernel, D, itemsize, capability, 2 if dropout else int(padded or grouped))
+        yield Spec(types, {**constants, "ROWS": tile.rows, "KEYS": tile.keys}, tile.num_warps, tile.num_stages,
+                   capabilities=(capability,))
+
+
+SPECS = {kernel: list(specs(kernel)) for kernel in POINTERS}
