@@ -4,4 +4,4 @@ export EXTRAS=plot,dev
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
-OMP_NUM_THREADS=1 "$PYTHON" -m pytest "$@"
+OMP_NUM_THREADS=1 "$PYTHON" -m pytest -n auto --dist worksteal "$@"
