@@ -126,7 +126,7 @@ def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
     grid = (triton.cdiv(q.shape[2], tiled), heads, q.shape[0])
     with torch.cuda.device(q.device) if cuda else contextlib.nullcontext():
         kernel[grid](**common, **own, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.num_warps,
-                            num_stages=tile.num_stages)
+                     num_stages=tile.num_stages)
 
 
 def tile_of(kernel: str, D: int, itemsize: int, capability: int, use: int) -> Tile:

@@ -152,7 +152,7 @@ class _Reader:
 
 def _run_costs(document: _Reader) -> RunCosts:
     if (found := document.get("format", str)) != FORMAT:
-        raise ValueError(f"format is {found!r}, not {FORMAT!r}")
+        raise ValueError(f"format is {found!r}, not {FORMAT!r}: a run writes the file anew as it trains on")
     options, size = document.section("schedule"), document.section("sizes")
     sizes = Sizes(size.get("num_stages", int), size.get("num_microbatches", int))
     ordering = Ordering(

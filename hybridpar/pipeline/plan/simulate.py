@@ -183,7 +183,7 @@ class _Machine:
         self.runnable = deque(self.ranks)
 
     def _durations(self, kind: Kind, cost: PerStage) -> list[Sequence[float]]:
-        """By rank, what its first, second, ... action of that kind takes; from the end on again from the start."""
+        """By rank, what actions of that kind take, by micro-batch; from the end on again from the start."""
         p = len(self.ranks)
         factors = self.costs.variation.get(kind) or [(1.0,)] * p
         return [[mean * factor for factor in of_rank] for mean, of_rank in zip(expand(cost, p), factors, strict=True)]

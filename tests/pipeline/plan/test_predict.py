@@ -46,7 +46,7 @@ def test_orderings_of_configurations():
 def test_a_step_is_the_mean_over_all_that_varies(m):
     varying = {Kind.F: [[0.5, 1.5, 0.25, 1.75, 1.0, 1.0, 1.5, 0.5, 0.5, 1.5, 1.0, 1.0]], Kind.B: [[1.0]]}
     timeline = Ordering("1f1b").timeline(Sizes(1, m), Costs(1, 2, variation=varying))
-    assert timeline.step_time(m) == pytest.approx(3 * m, rel=0.03)
+    assert timeline.step_time(m) == pytest.approx(3 * m, rel=0.03)  # the last turn may be cut off
 
 
 def test_no_norm_without_clipping():
