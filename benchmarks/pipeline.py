@@ -16,12 +16,13 @@ one more round whose actions are recorded (`where the time goes`, on the slower 
 2bw is timed in its steady state, from the update of one batch to that of another `batches` later; its start and its
 drain, which a run pays once, are left out (the time of a batch with them: `including fill and drain`). With --others,
 1f1b and gpipe, ours and torch's, run in the same rounds; they drain in every step and reach about m / (m + 1).
+--warmups: pipeline.warmup of 2bw; where there are several, they run in the same rounds, and the first is itemised.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -164,22 +165,26 @@ def repeated(step: Callable[[], Any], batches: int) -> Side:
     return run
 
 
-def measure_2bw(shape_name: str, dtype: str, m: int, batches: int, rounds: int, others: bool) -> dict[str, Any]:
+def measure_2bw(
+    shape_name: str, dtype: str, m: int, batches: int, rounds: int, warmups: Sequence[str], others: bool
+) -> dict[str, Any]:
     """Times 2bw's steady state and the ideal by turns, and, with `others`, the schedules that drain.
 
     Collectives: called on all ranks.
     """
     shape, size = SHAPES[shape_name], dist.get_world_size()
 
-    def engine(schedule: str) -> OurStep:
-        config = engine_config(shape, pp=size, num_microbatches=m, schedule=schedule, dtype=dtype)
+    def engine(schedule: str, warmup: str = "depth") -> OurStep:
+        config = engine_config(shape, pp=size, num_microbatches=m, schedule=schedule, dtype=dtype, warmup=warmup)
         return OurStep(config, shape, ProcessGrid(pp=size))
 
-    ours = engine("2bw")
+    ours = engine("2bw", warmups[0])
     losses = [ours(), ours()]
     alone = StageAlone(ours, shape, m, dtype)
     sides: dict[str, Side] = {OURS: steady_side(ours, batches), IDEAL: repeated(alone.compute, batches),
                               UPDATE: repeated(alone.update, 1)}
+    for warmup in warmups[1:]:
+        sides[f"{OURS} 2bw, {warmup}"] = steady_side(engine("2bw", warmup), batches)
     for schedule, peer in PEERS.items() if others else ():
         sides[f"{OURS} {schedule}"] = repeated(engine(schedule), batches)
         sides[peer.__name__] = repeated(TorchPipelineStep(shape, schedule, m, dtype), batches)
@@ -199,7 +204,7 @@ def measure_2bw(shape_name: str, dtype: str, m: int, batches: int, rounds: int, 
     for times in (result.wall, result.cpu):
         times[IDEAL_UPDATE] = [a + b for a, b in zip(times[IDEAL], times.pop(UPDATE), strict=True)]
     entry = case(f"{shape_name} {dtype} pp={size} 2bw m={m}", result, m * shape.microbatch_tokens,
-                 shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule="2bw", threads=1,
+                 shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule="2bw", warmup=warmups[0], threads=1,
                  batches_of_a_round=batches,
                  blocks_of_each_stage=[len(blocks) for blocks in stage_split(shape.model, size)])
     return entry | {
@@ -235,6 +240,7 @@ def main() -> None:
     parser = arguments(__doc__, rounds=9, shapes=["balanced", "small"])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--schedules", nargs="+", choices=[*PEERS, "2bw"], default=[*PEERS, "2bw"])
+    parser.add_argument("--warmups", nargs="+", choices=["depth", "latency"], default=["latency"])
     parser.add_argument("--others", action="store_true", help="also hold the schedules that drain against 2bw's ideal")
     parser.add_argument("--batches", type=int, default=2, help="batches of a timed round of 2bw")
     args = parse(parser)
@@ -244,7 +250,8 @@ def main() -> None:
             for schedule in args.schedules:
                 for m in args.microbatches:
                     if schedule == "2bw":
-                        entry = run_ranks(measure_2bw, 2, shape, dtype, m, args.batches, args.rounds, args.others)
+                        entry = run_ranks(
+                            measure_2bw, 2, shape, dtype, m, args.batches, args.rounds, args.warmups, args.others)
                     else:
                         entry = run_ranks(measure, 2, shape, dtype, m, schedule, args.rounds)
                     cases.append(entry)

@@ -130,7 +130,7 @@ def main() -> None:
     own, across = [], []
     for shape in args.shapes:
         cases = [Case(schedule, p, m) for p in args.stages for m in args.microbatches for schedule in args.schedules
-                 if m >= p or not SCHEDULES[schedule].needs_full_pipeline]
+                 if m >= p - 1 or not SCHEDULES[schedule].needs_full_pipeline]
         for _ in range(args.rounds):
             for p in args.stages:
                 here = [case for case in cases if case.stages == p]

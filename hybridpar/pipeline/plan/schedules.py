@@ -92,7 +92,7 @@ class Schedule:
     max_live_versions: SizeOf
     num_gradient_buffers: int = 1
     receive_ahead: int = 1  # post receives this many compute actions before their use (passes.add_communication)
-    needs_full_pipeline: bool = False  # m > warmup of stage 0: its two versions then serve all that is in flight
+    needs_full_pipeline: bool = False  # m >= warmup of stage 0: two versions then serve all that is in flight
     options: frozenset[str] = frozenset()
     early_switch: int | None = None
     sync_steps: int = 0
@@ -165,11 +165,11 @@ class Schedule:
     def check_sizes(self, sizes: Sizes) -> None:
         """Raises: ConfigError if this schedule cannot run on these sizes."""
         p, m, warmup = sizes.num_stages, sizes.num_microbatches, self.warmup(sizes, 0)
-        if self.needs_full_pipeline and m <= warmup:
+        if self.needs_full_pipeline and m < warmup:
             raise config_error(
-                "pipeline.num_microbatches", m, f"schedule {self.name} keeps two weight versions, which takes more "
-                f"micro-batches in a batch than the {warmup} that stage 0 runs ahead (parallel.pp = {p})",
-                str(warmup + 1),
+                "pipeline.num_microbatches", m, f"schedule {self.name} keeps two weight versions, which takes at least as "
+                f"many micro-batches in a batch as the {warmup} that stage 0 runs ahead (parallel.pp = {p})",
+                str(warmup),
             )
         if self.early_switch is None:
             return

@@ -107,7 +107,7 @@ SIZES = st.builds(Sizes, st.integers(1, 16), st.integers(1, 64))
 def test_endless_begins_like_finite(name, warmup, sizes, first_batch, data):
     schedule = make_schedule(name, warmup=warmup if "warmup" in SCHEDULES[name].options else "depth")
     if schedule.needs_full_pipeline:
-        sizes = Sizes(sizes.num_stages, max(sizes.num_microbatches, schedule.warmup(sizes, 0) + 1))
+        sizes = Sizes(sizes.num_stages, max(sizes.num_microbatches, schedule.warmup(sizes, 0)))
     stage = data.draw(st.integers(0, sizes.num_stages - 1))
     finite = list(schedule.compute_actions(sizes, stage, first_batch, 3))
     warmup = 0 if schedule.flush else min(schedule.warmup(sizes, stage), len(finite) // 2)
@@ -118,11 +118,11 @@ def test_endless_begins_like_finite(name, warmup, sizes, first_batch, data):
 
 def test_2bw_needs_a_full_pipeline():
     with pytest.raises(ConfigError) as error:
-        SCHEDULES["2bw"].compute_actions(Sizes(4, 3), 0)  # at once, not when the first action is asked for
+        SCHEDULES["2bw"].compute_actions(Sizes(4, 2), 0)  # at once, not when the first action is asked for
     (problem,) = error.value.problems
-    assert (problem.field, problem.value, problem.suggestion) == ("pipeline.num_microbatches", 3, "4")
+    assert (problem.field, problem.value, problem.suggestion) == ("pipeline.num_microbatches", 2, "3")
     for name in SCHEDULES.keys() - {"2bw"}:
-        SCHEDULES[name].check_sizes(Sizes(4, 3))
+        SCHEDULES[name].check_sizes(Sizes(4, 2))
 
 
 @pytest.mark.parametrize(("p", "m", "field"), [(0, 1, "parallel.pp"), (1, 0, "pipeline.num_microbatches")])
