@@ -204,8 +204,8 @@ def measure_2bw(
     for times in (result.wall, result.cpu):
         times[IDEAL_UPDATE] = [a + b for a, b in zip(times[IDEAL], times.pop(UPDATE), strict=True)]
     entry = case(f"{shape_name} {dtype} pp={size} 2bw m={m}", result, m * shape.microbatch_tokens,
-                 shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule="2bw", warmup=warmups[0], threads=1,
-                 batches_of_a_round=batches,
+                 shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule="2bw", warmup=warmups[0],
+                 threads=1, batches_of_a_round=batches,
                  blocks_of_each_stage=[len(blocks) for blocks in stage_split(shape.model, size)])
     return entry | {
         WITH_DRAIN: [round(1e3 * t, 3) for t in over_ranks(with_drain, "max")],

@@ -167,8 +167,8 @@ class Schedule:
         p, m, warmup = sizes.num_stages, sizes.num_microbatches, self.warmup(sizes, 0)
         if self.needs_full_pipeline and m < warmup:
             raise config_error(
-                "pipeline.num_microbatches", m, f"schedule {self.name} keeps two weight versions, which takes at least as "
-                f"many micro-batches in a batch as the {warmup} that stage 0 runs ahead (parallel.pp = {p})",
+                "pipeline.num_microbatches", m, f"schedule {self.name} keeps two weight versions, which takes at least "
+                f"the {warmup} micro-batches in a batch that stage 0 runs ahead (parallel.pp = {p})",
                 str(warmup),
             )
         if self.early_switch is None:
