@@ -105,7 +105,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) ->
     Shapes: x [.., i], weight [o_local, i], bias [o_local] -> [.., o_local].
     Collectives: forward none, backward one all-reduce if x requires a gradient.
     """
-    if _is_wide(weight) or (axis.size > 1 and x.requires_grad):
+    if _is_ours(weight) or (axis.size > 1 and x.requires_grad):
         return _Linear.apply(x, weight, bias, axis, None)
     return F.linear(x, weight, bias)
 
@@ -116,13 +116,14 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Te
     Shapes: x [.., i_local], weight [o, i_local], bias [o] -> [.., o].
     Collectives: forward one all-reduce, backward none.
     """
-    if _is_wide(weight) or axis.size > 1:
+    if _is_ours(weight) or axis.size > 1:
         return _Linear.apply(x, weight, bias, None, axis)
     return F.linear(x, weight, bias)
 
 
-def _is_wide(weight: Tensor) -> bool:
-    return weight.dtype in (torch.float32, torch.float64)
+def _is_ours(weight: Tensor) -> bool:
+    """Whether nn.matmul's products, or its way to add up gradients, are better than torch's."""
+    return weight.dtype in (torch.float32, torch.float64) or matmul.by_float32(weight)
 
 
 class _Linear(Function):

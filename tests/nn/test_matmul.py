@@ -91,3 +91,20 @@ def test_split_in_working_precision(dtype: torch.dtype, tolerance: float) -> Non
     for result, expected in zip(run_ranks(mlp, 2, dtype), run_ranks(mlp, 2, torch.float64), strict=True):
         largest = expected.abs().max().item()
         torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance * largest)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [(3, 11), (1,), (0,)])
+def test_products_by_float32(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: tuple[int, ...]) -> None:
+    """Where a CPU has no instructions for a type: float32's products of the same numbers, rounded once."""
+    monkeypatch.setattr(matmul, "_has_instructions", lambda dtype: dtype == torch.float32)
+    inputs = [torch.randn(shape).to(dtype).requires_grad_() for shape in ((*rows, 65), (17, 65), (17,))]
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    y, y_ref = column_linear(*inputs, AXIS), F.linear(*wide)
+    dy = torch.randn(y.shape).to(dtype)
+    y.backward(dy)
+    y_ref.backward(dy.float())
+    assert y.dtype == dtype
+    torch.testing.assert_close(y, y_ref.to(dtype))
+    for x, x_ref in zip(inputs[:2], wide[:2], strict=True):
+        torch.testing.assert_close(x.grad, x_ref.grad.to(dtype))
