@@ -17,8 +17,8 @@ from torch.nn import functional as F
 SINK = "gradient_sink"
 """Attribute of a leaf: takes parts of its gradient, by `add(write)`, at any time in a backward.
 
-write(gradient, overwrite) adds to the gradient, or is the first to write it. Whoever sets it promises that gradients are
-wanted in `.grad` only, never from torch.autograd.grad.
+write(gradient, overwrite) adds to the gradient, or is the first to write it. Whoever sets it promises that gradients
+are wanted in `.grad` only, never from torch.autograd.grad.
 """
 
 ONEDNN_FLOPS = 5e7

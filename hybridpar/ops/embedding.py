@@ -14,8 +14,8 @@ from hybridpar.ops.registry import resolve
 def embedding(weight: Tensor, backend: str = "auto") -> Any:
     """The two passes for a table like `weight` [rows, h], outside of autograd: `rows` and `add_gradient_`.
 
-    rows(ids, weight, start) -> [.., h]: weight[id - start] for ids int64 [..], zero where that is no row. start None: the
-    table is whole, counts from 0, and an id that is not in it is an IndexError (on a GPU, a failed assertion).
+    rows(ids, weight, start) -> [.., h]: weight[id - start] for ids int64 [..], zero where that is no row. start None:
+    the table is whole, and an id that is not in it an IndexError (on a GPU, a failed assertion).
     add_gradient_(gradient [rows, h], dy [.., h], ids, start, overwrite) adds each row's gradients in the order of ids;
     overwrite: to zero. `gradient` has dy's type, or float32.
     Raises: ConfigError if the backend cannot run.
@@ -39,8 +39,9 @@ class Passes:
     @staticmethod
     def add_gradient_(gradient: Tensor, dy: Tensor, ids: Tensor, start: int | None, overwrite: bool) -> None:
         # Ids of other ranks point to a row past the end, which ATen skips as padding; it sums in a fixed order.
-        extra = len(gradient)
-        rows = ids if start is None else (ids - start).masked_fill_(_elsewhere(ids, extra, start), extra)
+        extra, rows = len(gradient), ids
+        if start is not None:
+            rows = (ids - start).masked_fill_(_elsewhere(ids, extra, start), extra)
         full = torch.ops.aten.embedding_dense_backward(dy.contiguous(), rows, extra + 1, extra, False)[:extra]
         if overwrite:
             gradient.copy_(full)
@@ -65,5 +66,5 @@ class Compiled:
 compiled = Compiled("hybridpar")
 
 
-def _elsewhere(ids: Tensor, num_rows: int, start: int | None) -> Tensor:
+def _elsewhere(ids: Tensor, num_rows: int, start: int) -> Tensor:
     return (ids < start) | (ids >= start + num_rows)

@@ -20,8 +20,9 @@ from hybridpar.optim.slots import ParameterSlot
 class Optimizer(ABC):
     """Updates a list of local parameters, in place or from one buffer into another; equal inputs give equal bits.
 
-    `backend`: whose elementwise passes it runs (`kernels.optimizer`). State is allocated at the first step, in the parameters' dtype: float32, or float64 where they are float64 (bf16 and
-    fp16 training passes the float32 master copy). `num_updates` counts the steps taken; a skipped one is not counted.
+    `backend`: whose elementwise passes it runs (`kernels.optimizer`). State is allocated at the first step, in the
+    parameters' dtype: float32, or float64 where they are float64 (bf16 and fp16 training passes the float32 master
+    copy). `num_updates` counts the steps taken; a skipped one is not counted.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
@@ -56,7 +57,8 @@ class Optimizer(ABC):
         Collectives: over tp, LAMB one all-reduce, Muon two all-to-alls a round; the others none.
         """
         weights = parameters if isinstance(parameters, Weights) else Weights.in_place(list(parameters))
-        assert len(weights.old) == len(gradients) == len(self.slots), (len(weights.old), len(gradients), len(self.slots))
+        lengths = len(weights.old), len(gradients), len(self.slots)
+        assert len(set(lengths)) == 1, lengths
         self.num_updates += 1
         if weights.old:  # all ranks of a tp line hold the same parameters, so none of them calls a collective
             self.allocate(weights.old[0].device, weights.old[0].dtype)
