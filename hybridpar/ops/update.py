@@ -188,7 +188,7 @@ class Compiled:
         _changed(weights.new, previous, weights.working)
 
     def sum_squares(self, tensors: Tensors) -> Tensor:
-        return self._ops.sum_squares(tensors)
+        return self._ops.sum_squares(tensors) if tensors else torch.zeros(0, dtype=torch.float64)
 
 
 compiled = Compiled("hybridpar")
