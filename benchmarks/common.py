@@ -72,6 +72,8 @@ class Shape:
 SHAPES = {
     "ref": Shape(8, 512, 8, 256, 8192, 4),
     "small": Shape(8, 256, 4, 128, 4096, 2),
+    # a micro-batch of scripts/configs/gpt_tiny.toml
+    "gpt_tiny": Shape(4, 256, 8, 128, 4096, 1),
     # two equal stages: the head costs as much as a layer
     "balanced": Shape(7, 512, 8, 256, 6656, 4),
     # little work for each byte that a stage sends, and for each parameter

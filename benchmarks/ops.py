@@ -22,6 +22,7 @@ from benchmarks.common import OURS, Step, arguments, case, parse, print_case, ra
 from hybridpar import ops
 from hybridpar.grid import Axis
 from hybridpar.nn import vocab_parallel_cross_entropy
+from hybridpar.ops.update import AdamStep, Weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
@@ -174,12 +175,60 @@ def measure(size_name: str, dtype_name: str, rounds: int) -> list[dict[str, Any]
     return cases
 
 
+def measure_update(size_name: str, rounds: int) -> list[dict[str, Any]]:
+    """The passes that follow the backward, over the parameters of a layer and an embedding, in float32.
+
+    Ours reads one version of the weights and writes another, PyTorch's writes over the only one.
+    """
+    size = SIZES[size_name]
+    h = size.hidden
+    shapes = [(size.vocab, h), *[(h,)] * 6, (3 * h,), (4 * h,), (3 * h, h), (h, h), (4 * h, h), (h, 4 * h)]
+    old, gradients, new, means, squares = ([torch.randn(shape) * 1e-3 for shape in shapes] for _ in range(5))
+    squares = [x.square() for x in squares]
+    passes, step_of_adam = ops.optimizer(old[0]), AdamStep(0.5, 0.9, 0.999, 1e-8, 10)
+    weights, decays = Weights(old, new), [0.01] * len(old)
+    numel = sum(x.numel() for x in old)
+
+    def peer(**kind: bool) -> torch.optim.AdamW:
+        leaves = [x.clone().requires_grad_() for x in old]
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient.clone()
+        return torch.optim.AdamW(leaves, lr=1e-5, **kind)
+
+    def clip(optimizer: torch.optim.AdamW) -> float:
+        return float(torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e9, foreach=True))
+
+    def adam() -> float:
+        passes.adam(weights, gradients, (means, squares), decays, 1e-5, step_of_adam)
+        return 0.0
+
+    def norm() -> float:
+        return float(passes.sum_squares(gradients).sum().sqrt())
+
+    def stepping(optimizer: torch.optim.AdamW) -> Step:
+        return lambda: optimizer.step() or 0.0
+
+    fused, foreach = peer(fused=True), peer(foreach=True)
+    races: dict[str, dict[str, Step]] = {
+        "AdamW": {OURS: adam, "fused": stepping(fused), "foreach": stepping(foreach)},
+        "gradient norm": {OURS: norm, "clip_grad_norm_": lambda: clip(fused)},
+    }
+    cases = []
+    for name, sides in races.items():
+        result = race(sides, rounds, tolerance=1e-2)  # torch sums a large tensor's squares in float32
+        cases.append(case(f"{size_name} fp32 {name}", result, numel, shape=size_name, dtype="fp32", op=name))
+        print_case(cases[-1])
+    return cases
+
+
 def main() -> None:
     parser = arguments(__doc__, rounds=11, shapes=[])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     args = parse(parser)
     torch.set_num_threads(1)
     cases = [entry for size in args.sizes for dtype in args.dtypes for entry in measure(size, dtype, args.rounds)]
+    if "fp32" in args.dtypes:
+        cases += [entry for size in args.sizes for entry in measure_update(size, args.rounds)]
     print(write_results("ops", cases, args, shapes=SIZES))
 
 

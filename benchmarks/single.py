@@ -50,6 +50,9 @@ from hybridpar.train.metrics import peak_flops
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 """Largest relative difference of the losses: sums in another order; bf16 has 8 bits, its rounding differs by side."""
 
+REPEAT = {"small": 4, "345M": 4, "gpt_tiny": 8}
+"""Steps of a round, where one is short."""
+
 PEERS = {
     "fp32": {"HF gelu_new": ("gelu_new", ""), "HF gelu_pytorch_tanh": ("gelu_pytorch_tanh", "")},
     "bf16": {
@@ -126,7 +129,7 @@ def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace)
     sides, memory = {}, {}
     for name, construct in make.items():
         sides[name], memory[name] = peak_gib(construct, device)
-    result = race(sides, args.rounds, tolerance=TOLERANCE[dtype], repeat=4 if shape_name in ("small", "345M") else 1)
+    result = race(sides, args.rounds, tolerance=TOLERANCE[dtype], repeat=REPEAT.get(shape_name, 1))
     entry = case(f"{shape_name} {dtype} {threads} thread{'s' * (threads > 1)}", result, shape.microbatch_tokens,
                  shape=shape_name, dtype=dtype, threads=threads, device=device)
     if device == "cuda":
@@ -156,7 +159,7 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction)
     args = parse(parser)
     gpu = args.device == "cuda"
-    args.shapes = args.shapes or (["345M", "1.3B"] if gpu else ["ref", "small"])
+    args.shapes = args.shapes or (["345M", "1.3B"] if gpu else ["ref", "small", "gpt_tiny"])
     args.threads = args.threads or ([1] if gpu else [1, 2])
     args.compile = gpu if args.compile is None else args.compile
     if gpu:

@@ -182,6 +182,8 @@ class KernelsConfig:
     attention: str = "auto"
     cross_entropy: str = "auto"
     dropout: str = "auto"
+    embedding: str = "auto"
+    optimizer: str = "auto"
 
 
 AUTO = KernelsConfig()

@@ -130,6 +130,14 @@ def _cross_entropy_fake(logits: Tensor, column: Tensor, num_real: int, with_sum:
     return logits.new_empty((4 if with_sum else 3, logits.shape[0]), dtype=_wide(logits))
 
 
+def _embedding_fake(ids: Tensor, weight: Tensor, start: int) -> Tensor:
+    return weight.new_empty((*ids.shape, weight.shape[1]))
+
+
+def _sum_squares_fake(tensors: list[Tensor]) -> Tensor:
+    return torch.empty(len(tensors), dtype=torch.float64, device=tensors[0].device if tensors else None)
+
+
 def _nothing(*args: Any) -> None:
     return None
 
@@ -156,4 +164,10 @@ FAKES: dict[str, Callable[..., Any]] = {
     "attention_backward": _attention_backward_fake,
     "cross_entropy": _cross_entropy_fake,
     "cross_entropy_backward_": _nothing,
+    "embedding": _embedding_fake,
+    "embedding_backward_": _nothing,
+    "adam_": _nothing,
+    "move_": _nothing,
+    "extrapolate_": _nothing,
+    "sum_squares": _sum_squares_fake,
 }

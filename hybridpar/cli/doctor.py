@@ -110,7 +110,8 @@ def _table(device: str, operators: Mapping[str, Mapping[str, Any]]) -> Iterator[
         for name, reason in choice["cannot"].items():
             grouped.setdefault((name, reason), []).append(op)
     for (name, reason), ops in grouped.items():
-        yield f"not {name} for {'any' if len(ops) == len(operators) else ', '.join(ops)}: {reason}"
+        all_of_it = len(ops) == sum(name in {row.name for row in registry.backends(op)} for op in operators)
+        yield f"not {name} for {'any' if all_of_it and len(ops) > 2 else ', '.join(ops)}: {reason}"
 
 
 def problem(found: Mapping[str, Any]) -> str | None:

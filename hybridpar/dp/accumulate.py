@@ -66,8 +66,7 @@ class GradientAccumulator:
             if hook is None:
                 hook = self._hooks[leaf] = (_Report if leaf.dtype == self.layout.dtype else _AddAndReport)(self, name)
                 leaf.register_post_accumulate_grad_hook(hook)
-                if type(hook) is _Report:
-                    setattr(leaf, SINK, hook)
+                setattr(leaf, SINK, hook)
             hook.view, hook.void = views[name], self._void[index]
             leaf.grad = hook.view if type(hook) is _Report and name not in hook.void else None
 
@@ -94,18 +93,15 @@ class _Report:
         self.view: Tensor
         self.void: set[str]
 
-    def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Adds a matrix product to the gradient (see nn.matmul). Shapes: a [o, rows], b [rows, i]."""
-        if self.name in self.void:
-            torch.mm(a, b, out=self.view)
-            self.void.remove(self.name)
-        else:
-            self.view.addmm_(a, b)
+    def add(self, write: Callable[[Tensor, bool], None]) -> None:
+        """A part of the gradient that is written into the buffer itself (see nn.matmul.SINK)."""
+        write(self.view, self.name in self.void)
+        self.void.discard(self.name)
 
     def __call__(self, leaf: Tensor) -> None:
         gradient = leaf.grad
         assert gradient is not None
-        if gradient is not self.view:  # the batch's first backward; products have gone to the view already
+        if gradient is not self.view:  # the batch's first backward; what a sink takes is in the view already
             self._store(gradient)
             leaf.grad = self.view
         self._report()
@@ -114,7 +110,7 @@ class _Report:
         if self.name in self.void:
             self.view.copy_(gradient)
             self.void.remove(self.name)
-        elif not gradient.is_sparse:  # sparse: empty, in the stead of a product
+        elif not gradient.is_sparse:  # sparse: empty, in the stead of what a sink took
             self.view.add_(gradient)
 
     def _report(self) -> None:

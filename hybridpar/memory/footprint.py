@@ -100,7 +100,7 @@ class _TracedStage:
             parameters, Ownership(owned), buffers.versions, device, predict=config.optim.staleness == "prediction")
         self.accumulator = GradientAccumulator(parameters.layout, device, num_buffers=buffers.gradients)
         self.slots = [ParameterSlot(o.name, placements[o.name], 0, o.part) for o in owned]
-        self.optimizer = build_optimizer(config.optim, self.slots, self.tp)
+        self.optimizer = build_optimizer(config.optim, self.slots, self.tp, config.kernels.optimizer)
         self.optimizer.allocate(device, self.weights.master_dtype)
         shape = (config.train.micro_batch_size, model.seq_length, model.hidden_size)
         self.receives, self.sends = 0 not in blocks, model.num_blocks - 1 not in blocks
@@ -149,14 +149,14 @@ class _TracedStage:
         before, gradients = self._start(), self.weights.owned_views(self.accumulator.buffers[0])
         reduce_shared_gradients(
             ((g, s.placement) for g, s in zip(gradients, self.slots, strict=True) if s.part is None), self.tp)
-        squared_norm(gradients, self.slots)
+        squared_norm(gradients, self.slots, backend=self.config.kernels.optimizer)
         return self.tracker.read().peak - before
 
     def update(self) -> int:
         """Engine's UPDATE."""
         before, gradients = self._start(), self.weights.owned_views(self.accumulator.buffers[0])
-        self.weights.advance(lambda parameters: self.optimizer.step(
-            parameters, gradients, lr=1.0, gradient_scale=0.5))
+        self.weights.advance(lambda weights: self.optimizer.step(
+            weights, gradients, lr=1.0, gradient_scale=0.5))
         return self.tracker.read().peak - before
 
     def _start(self) -> int:

@@ -53,7 +53,8 @@ class Embedding(nn.Module):
         super().__init__()
         h, std = model.hidden_size, model.init_std
         self.tokens = VocabParallelEmbedding(
-            model.vocab_size, h, axis, init_std=std, tied=TIED if model.tie_embeddings else "", **factory)
+            model.vocab_size, h, axis, init_std=std, tied=TIED if model.tie_embeddings else "",
+            kernels=kernels, **factory)
         self.positions = (
             LearnedPositionEmbedding(model.seq_length, h, axis, init_std=std, **factory)
             if model.position == "learned" else None)

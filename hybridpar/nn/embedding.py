@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
-from torch.nn import functional as F
 
+from hybridpar import ops
 from hybridpar.comm import reduce_from_
+from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.errors import DataError, config_error
 from hybridpar.grid import Axis
+from hybridpar.nn import matmul
 from hybridpar.nn.linear import Device
 from hybridpar.nn.placement import Init, ParallelModule, Placement, Shard
 
@@ -30,20 +32,21 @@ class VocabParallelEmbedding(ParallelModule):
     weight: Tensor
 
     def __init__(self, num_embeddings: int, hidden: int, axis: Axis, *, init_std: float = 0.02, tied: str = "",
-                 check_ids: bool | None = None, device: Device = None, dtype: torch.dtype | None = None):
+                 check_ids: bool | None = None, kernels: KernelsConfig = AUTO, device: Device = None,
+                 dtype: torch.dtype | None = None):
         super().__init__(axis)
         shard = Shard.even(0, num_embeddings, axis.size)
         ((self.start, _),) = shard.ranges[axis.rank]
-        self.num_embeddings, self.check_ids = num_embeddings, check_ids
+        self.num_embeddings, self.check_ids, self.kernels = num_embeddings, check_ids, kernels
         weight = Placement((num_embeddings, hidden), Init("normal", init_std), shard, tied=tied)
         self.add_parameter("weight", weight, device=device, dtype=dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
         if ids.device.type == "cpu" if self.check_ids is None else self.check_ids:
             check_range(ids, self.num_embeddings, "token id")
-        if self.axis.size == 1:
-            return F.embedding(ids, self.weight)
-        return reduce_from_(_LocalRows.apply(ids, self.weight, self.start), self.axis)
+        start = None if self.axis.size == 1 else self.start
+        rows = _LocalRows.apply(ids, self.weight, start, self.kernels.embedding)
+        return rows if start is None else reduce_from_(rows, self.axis)
 
 
 class LearnedPositionEmbedding(ParallelModule):
@@ -70,8 +73,11 @@ class LearnedPositionEmbedding(ParallelModule):
 
 def check_range(ids: Tensor, stop: int, what: str) -> None:
     """Raises: DataError naming the first of `ids` that is not within 0 to stop - 1."""
-    bad = (ids < 0) | (ids >= stop)
-    if bad.any():
+    if not ids.numel():
+        return
+    low, high = ids.aminmax()
+    if low < 0 or high >= stop:
+        bad = (ids < 0) | (ids >= stop)
         where = tuple(bad.nonzero()[0].tolist())
         raise DataError(f"{what} {ids[where].item()} at {list(where)} is not within 0 to {stop - 1}: was the data "
                         "made with another tokenizer?")
@@ -81,21 +87,24 @@ class _LocalRows(Function):
     """The rows of ids that this rank holds, zero for the others; sums each row's gradient in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, start: int) -> Tensor:
-        num_rows = weight.shape[0]
-        elsewhere = (ids < start) | (ids >= start + num_rows)
-        rows = (ids - start).masked_fill_(elsewhere, num_rows)
-        ctx.save_for_backward(rows)
-        ctx.num_rows = num_rows
-        if num_rows == 0:
-            return weight.new_zeros(*ids.shape, weight.shape[1])
-        return F.embedding(rows.clamp(max=num_rows - 1), weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, start: int | None, backend: str) -> Tensor:
+        ctx.save_for_backward(ids)
+        # the leaf itself: recomputation would bring back a copy, without its .grad
+        ctx.passes, ctx.leaf, ctx.start = ops.embedding(weight, backend), weight, start
+        return ctx.passes.rows(ids, weight, start)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Ids of other ranks point to a row past the end, which ATen skips as padding; it sums in a fixed order.
-        (rows,) = ctx.saved_tensors
-        extra = ctx.num_rows
-        full = torch.ops.aten.embedding_dense_backward(grad.contiguous(), rows, extra + 1, extra, False)
-        return None, full[:extra], None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+
+        def write(gradient: Tensor, overwrite: bool) -> None:
+            ctx.passes.add_gradient_(gradient, dy, ids, ctx.start, overwrite)
+
+        sink = getattr(ctx.leaf, matmul.SINK, None)
+        if sink is not None:
+            sink.add(write)
+            return None, matmul.nothing(ctx.leaf), None, None
+        gradient = torch.empty_like(ctx.leaf)
+        write(gradient, True)
+        return None, gradient, None, None

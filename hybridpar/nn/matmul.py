@@ -1,7 +1,8 @@
 """The matrix products of a linear layer, forward and backward, by the library that is fastest for them.
 
-On CPUs torch hands float32 products to MKL, and bfloat16 ones to oneDNN. oneDNN's float32 products are faster where the
-weight is the second factor: by 9% on an AMD EPYC with AVX-512 (106 against 97 GFLOP/s on one core, 1024x512x2048).
+On CPUs torch hands float32 products to MKL, and bfloat16 ones to oneDNN. With AVX-512, oneDNN's float32 products are
+faster where the weight is the second factor: by 9% on an AMD EPYC (106 against 97 GFLOP/s on one core, 1024x512x2048);
+with AVX2 alone they are slower, by 10 to 20% (EPYC, 35 shapes of 64 to 1024 rows), and each call takes 40 us more.
 The weight's gradient is best added by the product itself (`addmm_`): no temporary, no pass over memory to add it.
 
 Where a CPU has no instructions for bfloat16 or float16, torch's products of them take nine times as long as those of
@@ -19,17 +20,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SINK = "gradient_sink"
-"""Attribute of a leaf: takes products as part of its gradient, by `add_product(a, b)`, at any time in a backward.
+"""Attribute of a leaf: takes parts of its gradient, by `add(write)`, at any time in a backward.
 
-Whoever sets it promises that gradients are wanted in `.grad` only, never from torch.autograd.grad.
+write(gradient, overwrite) adds to the gradient, or is the first to write it. Whoever sets it promises that gradients
+are wanted in `.grad` only, never from torch.autograd.grad.
 """
+
+ONEDNN_FLOPS = 5e7
+"""Operations from which what oneDNN saves is more than what its call takes: 9% of 0.45 ms, 40 us."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, outside of autograd. Shapes: x [.., i], weight [o, i], bias [o] -> [.., o]."""
     if by_float32(x):
         return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
-    if x.dtype == torch.float32 and x.device.type == "cpu" and _has_onednn() and x.numel() and weight.numel():
+    if (x.dtype == torch.float32 and x.device.type == "cpu" and 2 * x.numel() * weight.shape[0] >= ONEDNN_FLOPS
+            and _prefers_onednn()):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
@@ -42,14 +48,32 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """dy^T x as autograd is to have it: where the leaf has a SINK, already added, and nothing in its stead.
 
-    Nothing is an empty sparse tensor, which autograd adds at no cost, and then runs the leaf's hooks: once, when all
-    gradients of this backward have come, also where the weight was used elsewhere too.
     Shapes: dy [rows, o], x [rows, i] -> [o, i].
     """
     sink = getattr(weight, SINK, None)
+    a, b = (dy.t().float(), x.float()) if by_float32(x) else (dy.t(), x)
     if sink is None:
-        return (dy.t().float() @ x.float()).to(x.dtype) if by_float32(x) else dy.t() @ x
-    sink.add_product(dy.t(), x)
+        return (a @ b).to(x.dtype)
+
+    def write(gradient: Tensor, overwrite: bool) -> None:
+        if gradient.dtype != b.dtype:
+            product = a @ b
+            gradient.copy_(product) if overwrite else gradient.add_(product)
+        elif overwrite:
+            torch.mm(a, b, out=gradient)
+        else:
+            gradient.addmm_(a, b)
+
+    sink.add(write)
+    return nothing(weight)
+
+
+def nothing(weight: Tensor) -> Tensor:
+    """What a backward returns in the stead of a gradient that a SINK has taken.
+
+    An empty sparse tensor, which autograd adds at no cost, and then runs the leaf's hooks: once, when all gradients of
+    this backward have come, also where the weight was used elsewhere too.
+    """
     empty = torch.sparse_coo_tensor(  # type: ignore[call-arg]  # this overload is missing from the stubs
         size=weight.shape, dtype=weight.dtype, device=weight.device, check_invariants=False)
     return empty
@@ -71,5 +95,6 @@ def _has_instructions(dtype: torch.dtype) -> bool:
 
 
 @cache
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def _prefers_onednn() -> bool:
+    return (torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT") and torch.backends.mkldnn.is_available()
+            and hasattr(torch.ops.mkldnn, "_linear_pointwise"))

@@ -4,10 +4,12 @@ from hybridpar.ops.activation import gelu, swiglu
 from hybridpar.ops.attention import attention, softmax
 from hybridpar.ops.cross_entropy import cross_entropy
 from hybridpar.ops.dropout import dropout
+from hybridpar.ops.embedding import embedding
 from hybridpar.ops.norm import add_norm, bias_dropout_add, layer_norm, rms_norm
 from hybridpar.ops.rotary import rotary
+from hybridpar.ops.update import optimizer
 
 __all__ = [
-    "add_norm", "attention", "bias_dropout_add", "cross_entropy", "dropout", "gelu", "layer_norm", "rms_norm", "rotary",
-    "softmax", "swiglu",
+    "add_norm", "attention", "bias_dropout_add", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm",
+    "optimizer", "rms_norm", "rotary", "softmax", "swiglu",
 ]

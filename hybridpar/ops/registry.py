@@ -68,6 +68,10 @@ TABLE = (
     *_rows("softmax", "attention:softmax_torch"),
     *_rows("cross_entropy", "cross_entropy:CrossEntropy"),
     *_rows("dropout", "dropout:dropout_torch"),
+    Backend("embedding", "cpp", "hybridpar.ops.embedding:compiled", "hybridpar.ops.fused:cpp_unsupported"),
+    Backend("embedding", "torch", "hybridpar.ops.embedding:Passes"),
+    Backend("optimizer", "cpp", "hybridpar.ops.update:compiled", "hybridpar.ops.fused:cpp_unsupported"),
+    Backend("optimizer", "torch", "hybridpar.ops.update:Passes"),
 )
 
 

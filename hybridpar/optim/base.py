@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,26 +12,34 @@ from torch import Tensor
 from hybridpar.config import OptimConfig
 from hybridpar.errors import CheckpointError
 from hybridpar.grid import Axis
+from hybridpar.ops import optimizer as passes_for
+from hybridpar.ops.update import Weights
 from hybridpar.optim.slots import ParameterSlot
 
 
 class Optimizer(ABC):
-    """Updates a list of local parameters in place; equal inputs give equal bits.
+    """Updates a list of local parameters, in place or from one buffer into another; equal inputs give equal bits.
 
-    State is allocated at the first step, in the parameters' dtype: float32, or float64 where they are float64 (bf16 and
-    fp16 training passes the float32 master copy). `num_updates` counts the steps taken; a skipped one is not counted.
+    `backend`: whose elementwise passes it runs (`kernels.optimizer`). State is allocated at the first step, in the
+    parameters' dtype: float32, or float64 where they are float64 (bf16 and fp16 training passes the float32 master
+    copy). `num_updates` counts the steps taken; a skipped one is not counted.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
     inner: tuple[Optimizer, ...] = ()
     """Optimizers that this one is made of; their state is saved and restored with its own."""
 
-    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis):
+    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"):
         self.slots = tuple(slots)
         self.settings = settings
         self.tp = tp
+        self.backend = backend
         self.num_updates = 0
         self._state: dict[str, list[Tensor]] = {}
+        self._decays = [settings.weight_decay if slot.placement.weight_decay else 0.0
+                        for slot in self.slots for _ in range(slot.num_parts)]
+        """Weight decay of each of the `_parts`."""
+        self._passes: Any
 
     @classmethod
     def divisible(cls, slot: ParameterSlot) -> bool:
@@ -39,22 +47,26 @@ class Optimizer(ABC):
         return True
 
     @torch.no_grad()
-    def step(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], *, lr: float,
+    def step(self, parameters: Sequence[Tensor] | Weights, gradients: Sequence[Tensor], *, lr: float,
              gradient_scale: float | Tensor = 1.0) -> None:
         """Applies one update with `gradients * gradient_scale` (clip coefficient over loss scale).
 
+        `parameters`: what is updated in place, or Weights that say what is read and what is written.
         The contents of `gradients` are used up: they may be scaled, or serve as scratch space.
         Shapes: parameters and gradients as the slots' local shapes, in their order; contiguous, of one dtype.
         Collectives: over tp, LAMB one all-reduce, Muon two all-to-alls a round; the others none.
         """
-        assert len(parameters) == len(gradients) == len(self.slots), (len(parameters), len(gradients), len(self.slots))
+        weights = parameters if isinstance(parameters, Weights) else Weights.in_place(list(parameters))
+        lengths = len(weights.old), len(gradients), len(self.slots)
+        assert len(set(lengths)) == 1, lengths
         self.num_updates += 1
-        if parameters:  # all ranks of a tp line hold the same parameters, so none of them calls a collective
-            self.allocate(parameters[0].device, parameters[0].dtype)
-            self._update(list(parameters), list(gradients), lr, gradient_scale)
+        if weights.old:  # all ranks of a tp line hold the same parameters, so none of them calls a collective
+            self.allocate(weights.old[0].device, weights.old[0].dtype)
+            self._passes = passes_for(weights.old[0], self.backend)
+            self._update(weights, list(gradients), lr, gradient_scale)
 
     @abstractmethod
-    def _update(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, scale: float | Tensor) -> None: ...
+    def _update(self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor) -> None: ...
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Creates the state that is missing, as zeros; moves what was loaded to where the parameters are."""
@@ -99,45 +111,17 @@ class Optimizer(ABC):
                 loaded[name].append(tensors[key].contiguous())
         self._state = loaded
 
-    def _groups(self, *columns: Sequence[Tensor]) -> list[tuple[float, list[list[Tensor]]]]:
-        """The columns (lists by slot) as at most two groups: weight decay, then its parts of each column."""
-        decay = self.settings.weight_decay
-        groups: dict[float, list[list[Tensor]]] = {}
-        for i, slot in enumerate(self.slots):
-            group = groups.setdefault(decay if slot.placement.weight_decay else 0.0, [[] for _ in columns])
-            for parts, column in zip(group, columns, strict=True):
-                parts += slot.elementwise_parts(column[i])
-        return list(groups.items())
+    def _parts(self, column: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors by slot as the elementwise passes take them (see ParameterSlot.elementwise_parts)."""
+        if len(self._decays) == len(self.slots):
+            return list(column)
+        return [part for slot, x in zip(self.slots, column, strict=True) for part in slot.elementwise_parts(x)]
 
+    def _weight_parts(self, weights: Weights) -> Weights:
+        """The same of what is updated."""
+        old = self._parts(weights.old)
+        new = old if weights.new is weights.old else self._parts(weights.new)
+        return Weights(old, new, self._parts(weights.working) if weights.working else (), weights.predicted)
 
-BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}  # elements of scratch space; on a CPU it is to stay in the cache
-
-
-def blocks(columns: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """The same columns in flat pieces of BLOCK elements; small tensors share a block."""
-    size = BLOCK.get(columns[0][0].device.type, BLOCK["cuda"])
-    block: list[list[Tensor]] = [[] for _ in columns]
-    room = size
-    for tensors in zip(*columns, strict=True):
-        for pieces in zip(*(t.view(-1).split(size) for t in tensors), strict=True):
-            if block[0] and pieces[0].numel() > room:
-                yield block
-                block, room = [[] for _ in columns], size
-            room -= pieces[0].numel()
-            for column, piece in zip(block, pieces, strict=True):
-                column.append(piece)
-    yield block
-
-
-def scale_for_fused(gradients: list[Tensor], scale: float | Tensor) -> Tensor | None:
-    """What a fused kernel is to divide the gradients by (its `grad_scale`), or None.
-
-    The kernels know a float32 divisor only, too coarse for float64 gradients: those are scaled here, in place.
-    """
-    if not isinstance(scale, Tensor) and scale == 1.0:
-        return None
-    if gradients[0].dtype == torch.float64:
-        torch._foreach_mul_(gradients, scale)
-        return None
-    scale = torch.as_tensor(scale, dtype=torch.float64, device=gradients[0].device)
-    return scale.reciprocal().float()
+    def _state_parts(self, name: str) -> list[Tensor]:
+        return self._parts(self._state[name])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from hybridpar.optim.base import Optimizer, blocks
+from hybridpar.ops.update import Weights
+from hybridpar.optim.base import Optimizer
 
 
 class Extrapolation(Optimizer):
@@ -27,16 +27,13 @@ class Extrapolation(Optimizer):
     state_names = ("previous_update",)
 
     def __init__(self, optimizer: Optimizer):
-        super().__init__(optimizer.slots, optimizer.settings, optimizer.tp)
+        super().__init__(optimizer.slots, optimizer.settings, optimizer.tp, optimizer.backend)
         self.inner = (optimizer,)
         self.divisible = optimizer.divisible  # type: ignore[method-assign]
 
-    def _update(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
-        before = [x.clone() for x in parameters]
-        self.inner[0].step(parameters, gradients, lr=lr, gradient_scale=scale)
-        for _, group in self._groups(parameters, before, self._state["previous_update"]):
-            for values, olds, previous in blocks(group):
-                updates = torch._foreach_sub(values, olds)
-                torch._foreach_add_(values, updates)
-                torch._foreach_sub_(values, previous)
-                torch._foreach_copy_(previous, updates)
+    def _update(self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
+        assert not weights.predicted
+        old = [x.clone() for x in weights.old] if weights.new is weights.old else weights.old
+        self.inner[0].step(Weights(weights.old, weights.new), gradients, lr=lr, gradient_scale=scale)
+        parts = self._weight_parts(Weights(old, weights.new, weights.working))
+        self._passes.extrapolate(parts, self._state_parts("previous_update"))

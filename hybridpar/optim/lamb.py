@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from hybridpar.comm.collectives import all_reduce
-from hybridpar.optim.base import Optimizer, blocks, scale_for_fused
+from hybridpar.ops.update import AdamStep, Weights
+from hybridpar.optim.base import Optimizer
 from hybridpar.optim.norm import squares_by_slot
 from hybridpar.optim.slots import ParameterSlot
 
@@ -27,33 +30,18 @@ class Lamb(Optimizer):
     def divisible(cls, slot: ParameterSlot) -> bool:
         return False  # the trust ratio needs the norm of all of it
 
-    def _update(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
-        divisor = scale_for_fused(gradients, scale)
-        columns = (parameters, gradients, self._state["exp_avg"], self._state["exp_avg_sq"])
-        for decay, group in self._groups(*columns):
-            for values, grads, means, squares in blocks(group):
-                self._directions(values, grads, means, squares, decay, divisor)
-        ratios = self._trust_ratios(parameters, gradients)
-        for slot, value, direction, ratio in zip(self.slots, parameters, gradients, ratios, strict=True):
-            parts = zip(slot.elementwise_parts(value), slot.elementwise_parts(direction), strict=True)
-            for value_part, direction_part in parts:
-                value_part.add_(direction_part, alpha=lr * ratio)
+    def _update(self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
+        moments = self._state_parts("exp_avg"), self._state_parts("exp_avg_sq")
+        parts, directions = self._weight_parts(weights), self._parts(gradients)
+        self._passes.adam_directions(
+            parts.old, directions, moments, self._decays,
+            AdamStep(scale, *self.settings.betas, self.settings.eps, self.num_updates))
+        ratios = self._trust_ratios(weights.old, gradients)
+        factors = [lr * ratio for slot, ratio in zip(self.slots, ratios, strict=True) for _ in range(slot.num_parts)]
+        self._passes.move(parts, directions, [1.0] * len(factors), factors)
 
-    def _directions(self, values: list[Tensor], grads: list[Tensor], means: list[Tensor], squares: list[Tensor],
-                    decay: float, divisor: Tensor | None) -> None:
-        """Updates the moments and writes -u over the gradients: where Adam would take 0 in one step with lr 1."""
-        scratch = [torch.zeros_like(g) for g in grads]
-        count = torch.full((), float(self.num_updates), device=grads[0].device)
-        torch._fused_adam_(
-            scratch, grads, means, squares, [], [count] * len(grads), lr=1.0, beta1=self.settings.betas[0],
-            beta2=self.settings.betas[1], weight_decay=0.0, eps=self.settings.eps, amsgrad=False, maximize=False,
-            grad_scale=divisor, found_inf=None)
-        if decay:
-            torch._foreach_add_(scratch, values, alpha=-decay)
-        torch._foreach_copy_(grads, scratch)
-
-    def _trust_ratios(self, parameters: list[Tensor], directions: list[Tensor]) -> list[float]:
-        norms = torch.stack([squares_by_slot(parameters, self.slots), squares_by_slot(directions, self.slots)])
+    def _trust_ratios(self, parameters: Sequence[Tensor], directions: Sequence[Tensor]) -> list[float]:
+        norms = torch.stack([squares_by_slot(x, self.slots, self.backend) for x in (parameters, directions)])
         value_norms, direction_norms = all_reduce(norms, self.tp).sqrt().tolist()
         return [x / u if slot.placement.weight_decay and x > 0 and u > 0 else 1.0
                 for x, u, slot in zip(value_norms, direction_norms, self.slots, strict=True)]

@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridpar.config import OptimConfig
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
+from hybridpar.ops.update import Weights
 from hybridpar.optim.adamw import AdamW
 from hybridpar.optim.base import Optimizer
 from hybridpar.optim.matrices import gather, hidden_matrices, plan_rounds, scatter
@@ -42,20 +43,20 @@ class Muon(Optimizer):
     Raises: ConfigError if `nesterov` is asked for without momentum.
     """
 
-    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis):
-        super().__init__(slots, settings, tp)
+    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"):
+        super().__init__(slots, settings, tp, backend)
         kinds = (OrthogonalMomentum, [i for i, s in enumerate(self.slots) if s.placement.matrices]), (
             AdamW, [i for i, s in enumerate(self.slots) if not s.placement.matrices])
         self._indices = [indices for _, indices in kinds]
-        self.inner = tuple(kind([self.slots[i] for i in indices], settings, tp) for kind, indices in kinds)
+        self.inner = tuple(kind([self.slots[i] for i in indices], settings, tp, backend) for kind, indices in kinds)
 
     @classmethod
     def divisible(cls, slot: ParameterSlot) -> bool:
         return not slot.placement.matrices
 
-    def _update(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
+    def _update(self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
         for indices, inner in zip(self._indices, self.inner, strict=True):
-            inner.step([parameters[i] for i in indices], [gradients[i] for i in indices], lr=lr, gradient_scale=scale)
+            inner.step(weights.only(indices), [gradients[i] for i in indices], lr=lr, gradient_scale=scale)
 
 
 class OrthogonalMomentum(Optimizer):
@@ -63,24 +64,23 @@ class OrthogonalMomentum(Optimizer):
 
     state_names = ("momentum",)
 
-    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis):
-        super().__init__(slots, settings, tp)
+    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"):
+        super().__init__(slots, settings, tp, backend)
         if settings.nesterov and settings.momentum <= 0:
             raise config_error("optim.momentum", settings.momentum, "Nesterov needs momentum above 0", "0.9")
         self._rounds = plan_rounds(hidden_matrices(self.slots, tp.size), tp.size)
 
-    def _update(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
+    def _update(self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
         if isinstance(scale, Tensor) or scale != 1.0:
             torch._foreach_mul_(gradients, scale)
         momenta, beta = self._state["momentum"], self.settings.momentum
-        for _, (grads, means) in self._groups(gradients, momenta):
-            torch._foreach_lerp_(means, grads, 1 - beta)
-            if self.settings.nesterov:
-                torch._foreach_lerp_(grads, means, beta)
+        grads, means = self._parts(gradients), self._parts(momenta)
+        torch._foreach_lerp_(means, grads, 1 - beta)
+        if self.settings.nesterov:
+            torch._foreach_lerp_(grads, means, beta)
         self._orthogonalize(gradients if self.settings.nesterov else momenta, gradients)
-        for decay, (values, steps) in self._groups(parameters, gradients):
-            torch._foreach_mul_(values, 1 - lr * decay)
-            torch._foreach_add_(values, steps, alpha=-lr)
+        keeps = [1 - lr * decay for decay in self._decays]
+        self._passes.move(self._weight_parts(weights), grads, keeps, [-lr] * len(keeps))
 
     def _orthogonalize(self, directions: list[Tensor], steps: list[Tensor]) -> None:
         """Writes the scaled orthogonal matrices of `directions` into `steps`, which may be the same tensors."""

@@ -27,9 +27,11 @@ def divisible(settings: OptimConfig, slot: ParameterSlot) -> bool:
     return OPTIMIZERS[settings.name].divisible(slot)
 
 
-def build_optimizer(settings: OptimConfig, slots: Sequence[ParameterSlot], tp: Axis) -> Optimizer:
+def build_optimizer(settings: OptimConfig, slots: Sequence[ParameterSlot], tp: Axis,
+                    backend: str = "auto") -> Optimizer:
     """The optimizer that `settings.name` and `settings.staleness` name, for this rank's parameters.
 
+    `backend`: of its elementwise passes, as kernels.optimizer names it.
     Staleness "lr_rescale" is left to `learning_rate`, "prediction" to whoever keeps the weights.
     Raises: ConfigError if there is none of that name, or what it is asked for does not go together.
     """
@@ -39,6 +41,6 @@ def build_optimizer(settings: OptimConfig, slots: Sequence[ParameterSlot], tp: A
         if settings.name not in NESTEROV:
             raise config_error("optim.staleness", "nesterov", f"{settings.name} has no Nesterov form",
                                '"extrapolation"')
-        return NESTEROV[settings.name](slots, replace(settings, nesterov=True), tp)
-    optimizer = OPTIMIZERS[settings.name](slots, settings, tp)
+        return NESTEROV[settings.name](slots, replace(settings, nesterov=True), tp, backend)
+    optimizer = OPTIMIZERS[settings.name](slots, settings, tp, backend)
     return Extrapolation(optimizer) if settings.staleness == "extrapolation" else optimizer

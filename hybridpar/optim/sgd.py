@@ -10,7 +10,8 @@ from torch import Tensor
 from hybridpar.config import OptimConfig
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
-from hybridpar.optim.base import Optimizer, scale_for_fused
+from hybridpar.ops.update import Weights, by_decay, divisor_of
+from hybridpar.optim.base import Optimizer
 from hybridpar.optim.slots import ParameterSlot
 
 
@@ -21,19 +22,21 @@ class SGD(Optimizer):
     Raises: ConfigError if `nesterov` is asked for without momentum.
     """
 
-    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis):
-        super().__init__(slots, settings, tp)
+    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"):
+        super().__init__(slots, settings, tp, backend)
         if settings.nesterov and settings.momentum <= 0:
             raise config_error("optim.momentum", settings.momentum, "Nesterov needs momentum above 0", "0.9")
         if settings.momentum > 0:
             self.state_names = ("momentum",)  # type: ignore[misc]
 
-    def _update(self, parameters: list[Tensor], gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
-        divisor = scale_for_fused(gradients, scale)
-        momenta = [self._state["momentum"]] if self.state_names else []
-        for decay, (values, grads, *rest) in self._groups(parameters, gradients, *momenta):
-            torch._fused_sgd_(
-                values, grads, rest[0] if rest else [], weight_decay=decay, momentum=self.settings.momentum, lr=lr,
-                dampening=0.0, nesterov=self.settings.nesterov, maximize=False,
-                is_first_step=False,  # momentum starts as zeros, which says the same
-                grad_scale=divisor, found_inf=None)
+    def _update(self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
+        with weights.updating() as values:
+            divisor = divisor_of(gradients, scale)
+            momenta = [self._state_parts("momentum")] if self.state_names else []
+            columns = (self._parts(values), self._parts(gradients), *momenta)
+            for decay, (x, grads, *rest) in by_decay(self._decays, *columns):
+                torch._fused_sgd_(
+                    x, grads, rest[0] if rest else [], weight_decay=decay, momentum=self.settings.momentum, lr=lr,
+                    dampening=0.0, nesterov=self.settings.nesterov, maximize=False,
+                    is_first_step=False,  # momentum starts as zeros, which says the same
+                    grad_scale=divisor, found_inf=None)

@@ -72,9 +72,14 @@ class ParameterSlot:
         therefore a part of its own: it then has the same extent on every holder, wherever it lies in the local tensor.
         Splits along other dimensions than 0 would not be contiguous and stay whole: rows are only shared along 0.
         """
-        if len(self.segments) == 1 or self.dim != 0:
+        if self.num_parts == 1:
             return [x]
         return list(x.split([stop - start for start, stop in self.segments]))
+
+    @property
+    def num_parts(self) -> int:
+        """How many `elementwise_parts` there are."""
+        return len(self.segments) if self.dim == 0 else 1
 
 
 def _segments(shard: Shard, rank: int) -> list[tuple[Range, bool]]:

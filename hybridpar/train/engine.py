@@ -27,7 +27,7 @@ from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import reduce_shared_gradients
 from hybridpar.optim import ParameterSlot, build_optimizer
 from hybridpar.optim.loss_scale import LossScaler
-from hybridpar.optim.norm import clip_scale, squared_norm
+from hybridpar.optim.norm import clip_scale, counted, sum_of_squares
 from hybridpar.optim.schedule import learning_rate
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.passes import forward_actions, lower
@@ -86,7 +86,9 @@ class Engine:
             [(name, tensors[name], place) for name, place in placements.items()], config.train.seed, grid.tp.rank))
         self.reducer = GradientReducer(self.partition)
         self.gradients = GradientAccumulator(layout, device, num_buffers=self.schedule.num_gradient_buffers)
-        self.optimizer = build_optimizer(config.optim, self.slots, grid.tp)
+        self.optimizer = build_optimizer(config.optim, self.slots, grid.tp, config.kernels.optimizer)
+        self._owned_gradients = [self.weights.owned_views(buffer) for buffer in self.gradients.buffers]
+        self._counted_gradients = [layout.joined(self._counted(views)) for views in self._owned_gradients]
         self.scaler = LossScaler.for_dtype(dtype, config.optim.loss_scale)
         shape = (config.train.micro_batch_size, model.seq_length, model.hidden_size)
         self.executor = Executor(
@@ -171,7 +173,8 @@ class Engine:
         reduce_shared_gradients(
             ((g, s.placement) for g, s in zip(gradients, self.slots, strict=True) if s.part is None), self.grid.tp)
         totals = torch.zeros(2 + len(self.loss_names), dtype=torch.float64, device=self.device)
-        totals[0] = self._squared_norm(gradients)
+        totals[0] = sum_of_squares(
+            self._counted_gradients[self.gradients.buffer_index(batch)], self.config.kernels.optimizer)
         totals[1] = float(self.stop_requested)
         losses = self.executor.losses.pop(batch, {})
         if self.grid.tp.is_first:
@@ -181,13 +184,11 @@ class Engine:
         self.executor.watch(work.is_done)
         self._pending[batch] = totals, work
 
-    def _squared_norm(self, gradients: list[Tensor]) -> Tensor:
-        """This rank's share of the squared norm: each element is counted by one of the ranks that have its sum."""
-        mine = list(zip(gradients, self.slots, self.partition.owned, strict=True))
-        alone = [(g, s) for g, s, o in mine if not o.shared]
-        common = [(g, s) for g, s, o in mine if o.shared]
-        return squared_norm(*_columns(alone)) + squared_norm(
-            *_columns(common), dp_rank=self.grid.dp.rank, counts_tied=self.grid.pp.is_first)
+    def _counted(self, gradients: list[Tensor]) -> list[Tensor]:
+        """What this rank counts in the norm: each element is counted by one of the ranks that have its sum."""
+        return [part for gradient, slot, owned in zip(gradients, self.slots, self.partition.owned, strict=True)
+                for part in counted([gradient], [slot], dp_rank=self.grid.dp.rank if owned.shared else 0,
+                                    counts_tied=self.grid.pp.is_first or not owned.shared)]
 
     def _update(self, batch: int) -> None:
         if self._norms_first:
@@ -210,8 +211,8 @@ class Engine:
         finite = norm is None or math.isfinite(norm)
         if finite:
             factor = (1.0 if norm is None else clip_scale(norm, self.config.optim.clip_grad)) / scale
-            self.weights.advance(lambda parameters: self.optimizer.step(
-                parameters, gradients, lr=self._lr(batch), gradient_scale=factor),
+            self.weights.advance(lambda weights: self.optimizer.step(
+                weights, gradients, lr=self._lr(batch), gradient_scale=factor),
                 predict=batch >= self.schedule.sync_steps)
         else:
             self.weights.advance(None)
@@ -244,7 +245,7 @@ class Engine:
 
     def _gradient_list(self, batch: int) -> list[Tensor]:
         """The gradients of what this rank updates."""
-        return self.weights.owned_views(self.gradients.buffers[self.gradients.buffer_index(batch)])
+        return self._owned_gradients[self.gradients.buffer_index(batch)]
 
     def _full_gradients(self, batch: int) -> dict[str, Tensor]:
         flat = self.gradients.buffers[self.gradients.buffer_index(batch)]
@@ -312,10 +313,6 @@ class Engine:
                 totals += totals.new_tensor([float(losses.get(n, 0.0)) for n in self.loss_names])
         all_reduce(totals, self.grid.world)
         return dict(zip(self.loss_names, (totals / num_batches).tolist(), strict=True))
-
-
-def _columns(rows: list[tuple[Tensor, ParameterSlot]]) -> tuple[list[Tensor], list[ParameterSlot]]:
-    return [tensor for tensor, _ in rows], [slot for _, slot in rows]
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

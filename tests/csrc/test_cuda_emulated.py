@@ -32,7 +32,8 @@ COMMON = ["-O1", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-w", f"-I{EMULAT
 KERNELS = ["-fsanitize=alignment,bounds,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error", "-x", "c++"]
 OPERATORS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-include", "as_cpu.h", "-isystem",
              str(Path(torch.__file__).parent / "include")]
-OPS = [op for op in registry.ops() if op != "attention"]
+OPS = [op for op in registry.ops() if any(row.op == op and row.name == "cuda" for row in registry.TABLE)
+       and op != "attention"]
 
 
 @pytest.fixture(scope="module")

@@ -62,3 +62,18 @@ def test_buckets_cover_everything_from_the_end(sizes, bucket_bytes, data):
     if buckets:
         assert buckets[0].stop == layout.numel
         assert buckets[-1].start == 0
+
+
+def test_joined_parts_hold_the_same_elements_and_padding():
+    layout = FlatLayout(["a", "b", "c", "d"], [(3,), (0,), (16, 2), (7,)], torch.float32)
+    flat = layout.zeros()
+    views = layout.views(flat)
+    for i, view in enumerate(views.values()):
+        view.fill_(i + 1)
+    (whole,) = layout.joined(list(views.values()))
+    assert (whole.data_ptr(), whole.numel()) == (flat.data_ptr(), layout.offsets[3] + 7)
+    apart = layout.joined([views["a"], views["d"]])
+    assert [x.tolist() for x in apart] == [[1.0] * 3, [4.0] * 7]
+    inside = layout.joined([views["a"], views["c"][:4], views["c"][5:], views["d"][:2], views["d"][3:]])
+    assert [x.count_nonzero().item() for x in inside] == [3 + 8, 22 + 2, 4], "a gap in a parameter is no padding"
+    assert layout.joined([]) == layout.joined([views["b"]]) == []

@@ -6,8 +6,8 @@ from ranks import run_ranks
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.grid import ProcessGrid
 from hybridpar.nn.placement import Init, Placement
+from hybridpar.ops.update import BLOCK
 from hybridpar.optim import OPTIMIZERS, ParameterSlot, build_optimizer
-from hybridpar.optim.base import BLOCK
 
 STEPS = 20
 VARIANTS = {

@@ -25,9 +25,10 @@ from hybridpar.comm import Works
 from hybridpar.errors import CheckpointError
 from hybridpar.nn.layout import FlatLayout, Owned
 from hybridpar.nn.placement import Placement, has_shared_rows, named_placements
+from hybridpar.ops.update import Weights
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-Update = Callable[[list[Tensor]], None]
+Update = Callable[[Weights], None]
 
 
 class StageParameters:
@@ -91,6 +92,8 @@ class WeightStore:
         else:
             self._views = [dict(zip(self._own_layout.names, self.owned_views(flat), strict=True))
                            for flat in self.buffers]
+        self._lists = [list(views.values()) for views in self._views]
+        self._working = [self.owned_views(flat) for flat in self.buffers] if self.master is not None else []
         self._places = parameters.places
         self._arriving: dict[int, Works] = {}
         self._bound: int | None = None
@@ -171,28 +174,26 @@ class WeightStore:
 
     @torch.no_grad()
     def advance(self, update: Update | None, *, predict: bool = True) -> None:
-        """Makes version newest + 1 by `update` in place on a copy of what this rank owns; None: it is equal, and
-        nothing is predicted of it. `predict`: whether that is wanted of this version, where weights are predicted.
+        """Makes version newest + 1: `update` writes it, from what this rank owns of the newest one; None: it is equal,
+        and nothing is predicted of it. `predict`: whether that is wanted of this version, where weights are predicted.
 
         Collectives: an all-gather over the owners, which `bind` waits for, where the update is shared.
         """
-        old, new = self.buffers[self.slot(self.newest)], self.buffers[self.slot(self.newest + 1)]
+        before, after = self.slot(self.newest), self.slot(self.newest + 1)
+        old, new = self.buffers[before], self.buffers[after]
         self.await_version(self.newest)
         self.newest += 1
         if update is None and not self.predicts:
             if new is not old:
                 new.copy_(old)
             return
-        if self.master is None:
-            for start, stop, _ in self._spans if new is not old else ():
-                new[start:stop].copy_(old[start:stop])
-            if update is not None:
-                update(list(self.parameters_of_optimizer().values()))
+        if update is None:
+            assert self.master is not None
+            self._write(new, self.master)
+        elif self.master is None:
+            update(Weights(self._lists[before], self._lists[after]))
         else:
-            before = self.master.clone() if self.predicts and predict and update is not None else None
-            if update is not None:
-                update(list(self.parameters_of_optimizer().values()))
-            self._write(new, self.master if before is None else before.neg_().add_(self.master, alpha=2))
+            update(Weights(self._lists[0], self._lists[0], self._working[after], self.predicts and predict))
         self._arriving[self.newest] = self._gather(new)
 
     def _write(self, flat: Tensor, own: Tensor) -> None:

@@ -1,0 +1,70 @@
+"""The local passes of an embedding: the rows of a table that a rank holds, and the gradient that goes to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hybridpar.ops.registry import resolve
+
+
+def embedding(weight: Tensor, backend: str = "auto") -> Any:
+    """The two passes for a table like `weight` [rows, h], outside of autograd: `rows` and `add_gradient_`.
+
+    rows(ids, weight, start) -> [.., h]: weight[id - start] for ids int64 [..], zero where that is no row. start None:
+    the table is whole, and an id that is not in it an IndexError (on a GPU, a failed assertion).
+    add_gradient_(gradient [rows, h], dy [.., h], ids, start, overwrite) adds each row's gradients in the order of ids;
+    overwrite: to zero. `gradient` has dy's type, or float32.
+    Raises: ConfigError if the backend cannot run.
+    """
+    return resolve("embedding", backend, weight)
+
+
+class Passes:
+    """The torch reference."""
+
+    @staticmethod
+    def rows(ids: Tensor, weight: Tensor, start: int | None) -> Tensor:
+        if start is None:
+            return F.embedding(ids, weight)
+        num_rows = len(weight)
+        if num_rows == 0:
+            return weight.new_zeros(*ids.shape, weight.shape[1])
+        elsewhere = _elsewhere(ids, num_rows, start)
+        return F.embedding((ids - start).clamp(0, num_rows - 1), weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
+
+    @staticmethod
+    def add_gradient_(gradient: Tensor, dy: Tensor, ids: Tensor, start: int | None, overwrite: bool) -> None:
+        # Ids of other ranks point to a row past the end, which ATen skips as padding; it sums in a fixed order.
+        extra, rows = len(gradient), ids
+        if start is not None:
+            rows = (ids - start).masked_fill_(_elsewhere(ids, extra, start), extra)
+        full = torch.ops.aten.embedding_dense_backward(dy.contiguous(), rows, extra + 1, extra, False)[:extra]
+        if overwrite:
+            gradient.copy_(full)
+        else:
+            gradient.add_(full)
+
+
+class Compiled:
+    """Those of a library, such as torch.ops.hybridpar: no table of gradients besides the one that is added to."""
+
+    def __init__(self, library: str) -> None:
+        self._ops = getattr(torch.ops, library)
+
+    def rows(self, ids: Tensor, weight: Tensor, start: int | None) -> Tensor:
+        return F.embedding(ids, weight) if start is None else self._ops.embedding(ids.contiguous(), weight, start)
+
+    def add_gradient_(self, gradient: Tensor, dy: Tensor, ids: Tensor, start: int | None, overwrite: bool) -> None:
+        self._ops.embedding_backward_(gradient, dy.contiguous(), ids.contiguous(), start or 0, overwrite)
+        torch.autograd.graph.increment_version(gradient)
+
+
+compiled = Compiled("hybridpar")
+
+
+def _elsewhere(ids: Tensor, num_rows: int, start: int) -> Tensor:
+    return (ids < start) | (ids >= start + num_rows)

@@ -1,0 +1,204 @@
+"""The passes of optimizers: every backend against float64 written out, and what changes no bit of the compiled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import sqrt
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridpar import ops
+from hybridpar.errors import ConfigError
+from hybridpar.ops import registry
+from hybridpar.ops.update import AdamStep, Weights
+
+BACKENDS = [row.name for row in registry.backends("optimizer") if row.unsupported("cpu", torch.float32) is None]
+SIZES = [(1,), (7, 5), (0,), (31,), (33,), (3, 0), (300, 257), (40_000,)]  # one is more than a thread takes at a time
+DECAYS = [0.1, 0.0, 0.1, 0.0, 0.3, 0.1, 0.0, 0.1]
+PLAIN = AdamStep(0.3, 0.9, 0.95, 1e-8, 3)
+STEPS = {"adamw": PLAIN, "unscaled": replace(PLAIN, scale=1.0), "nadamw": replace(PLAIN, nesterov=(1.7, 0.4)),
+         "first": replace(PLAIN, count=1)}
+TYPES = [(torch.float64, None), (torch.float64, torch.float64), (torch.float32, None), (torch.float32, torch.float32),
+         (torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
+EXACT = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+needs_cpp = pytest.mark.skipif("cpp" not in BACKENDS, reason="needs hybridpar._C")
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def randoms(seed: int, dtype: torch.dtype = torch.float64, *, positive: bool = False) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(s, generator=g, dtype=torch.float64).float() for s in SIZES]
+    return [(x.abs() if positive else x).to(dtype) for x in drawn]
+
+
+def poisoned(dtype: torch.dtype) -> list[Tensor]:
+    return [torch.full(s, torch.nan, dtype=dtype) for s in SIZES]
+
+
+def written_out(step: AdamStep, lr: float) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """New weights, means, squares and directions in float64."""
+    news, means, squares, directions = [], [], [], []
+    for x, g, m, v, decay in zip(randoms(0), randoms(1), randoms(2), randoms(3, positive=True), DECAYS, strict=True):
+        g = g * float(step.scale)
+        m = step.beta1 * m + (1 - step.beta1) * g
+        v = step.beta2 * v + (1 - step.beta2) * g * g
+        a, b = step.nesterov or (1 / (1 - step.beta1**step.count), 0.0)
+        direction = (a * m + b * g) / (v.sqrt() / sqrt(1 - step.beta2**step.count) + step.eps)
+        news.append((1 - lr * decay) * x - lr * direction)
+        means.append(m)
+        squares.append(v)
+        directions.append(direction)
+    return news, means, squares, directions
+
+
+def assert_close(got: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=4 * tolerance)
+
+
+def weights_of(dtype: torch.dtype, working: torch.dtype | None, *, in_place: bool, predicted: bool = False) -> Weights:
+    old = randoms(0, dtype)
+    copies = [] if working is None else poisoned(working)
+    return Weights(old, old if in_place else poisoned(dtype), copies, predicted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("dtype", "working"), TYPES)
+def test_adam_against_float64(backend: str, step: str, in_place: bool, dtype: torch.dtype,
+                              working: torch.dtype | None) -> None:
+    weights = weights_of(dtype, working, in_place=in_place)
+    gradients, means, squares = randoms(1, dtype), randoms(2, dtype), randoms(3, dtype, positive=True)
+    ops.optimizer(weights.old[0], backend).adam(weights, gradients, (means, squares), DECAYS, 0.05, STEPS[step])
+    news, *moments, _ = written_out(STEPS[step], 0.05)
+    assert_close(list(weights.new), news, EXACT[dtype])
+    assert_close(means, moments[0], EXACT[dtype])
+    assert_close(squares, moments[1], EXACT[dtype])
+    for new, copy in zip(weights.new, weights.working, strict=False):
+        assert torch.equal(copy, new.to(copy.dtype)), "rounded to nearest even"
+    if not in_place:
+        assert all(map(torch.equal, weights.old, randoms(0, dtype))), "the version that is in use stays"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("working", [torch.float32, torch.bfloat16])
+def test_predicted_weights_go_on_by_the_update(backend: str, in_place: bool, working: torch.dtype) -> None:
+    weights = weights_of(torch.float32, working, in_place=in_place, predicted=True)
+    gradients = randoms(1, torch.float32)
+    moments = randoms(2, torch.float32), randoms(3, torch.float32, positive=True)
+    ops.optimizer(weights.old[0], backend).adam(weights, gradients, moments, DECAYS, 0.05, PLAIN)
+    for old, new, copy in zip(randoms(0, torch.float32), weights.new, weights.working, strict=True):
+        assert torch.equal(copy, (2 * new - old).to(working))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_directions_and_a_move_along_them(backend: str, dtype: torch.dtype) -> None:
+    passes, values, gradients = ops.optimizer(torch.ones(1), backend), randoms(0, dtype), randoms(1, dtype)
+    passes.adam_directions(
+        values, gradients, (randoms(2, dtype), randoms(3, dtype, positive=True)), DECAYS, PLAIN)
+    wanted = [-(u + decay * x) for u, x, decay in zip(written_out(PLAIN, 0.1)[3], randoms(0), DECAYS, strict=True)]
+    assert_close(gradients, wanted, EXACT[dtype])
+    weights = weights_of(dtype, torch.bfloat16 if dtype == torch.float32 else None, in_place=False)
+    keeps, factors = [1.0, 0.5] * 4, [0.1, 0.1, -0.2, 3.0] * 2
+    passes.move(weights, gradients, keeps, factors)
+    moved = [k * x + f * u for x, u, k, f in zip(randoms(0), wanted, keeps, factors, strict=True)]
+    assert_close(list(weights.new), moved, 4 * EXACT[dtype])
+    assert all(torch.equal(c, x.to(c.dtype)) for c, x in zip(weights.working, weights.new, strict=False))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_extrapolation(backend: str) -> None:
+    old, new, previous = randoms(0), randoms(1), randoms(2)
+    weights = Weights(old, new, poisoned(torch.float64))
+    ops.optimizer(old[0], backend).extrapolate(weights, previous)
+    updates = [b - a for a, b in zip(randoms(0), randoms(1), strict=True)]
+    wanted = [b + u - p for b, u, p in zip(randoms(1), updates, randoms(2), strict=True)]
+    assert all(map(torch.equal, new, wanted))
+    assert all(map(torch.equal, weights.working, wanted))
+    assert all(map(torch.equal, previous, updates))
+
+
+@needs_cpp
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_bits_do_not_depend_on_the_place_or_on_threads(dtype: torch.dtype, threads: None) -> None:
+    """Any piece of a tensor alone gives the same as within the whole: replicas may cut parameters as they like."""
+    size, passes = 200_000, ops.optimizer(torch.ones(1), "cpp")
+    g = torch.Generator().manual_seed(5)
+    columns = [torch.randn(size, generator=g).to(dtype) for _ in range(3)] + [torch.rand(size, generator=g).to(dtype)]
+
+    def run(cuts: list[int]) -> list[Tensor]:
+        """The whole results of running on pieces that are tensors of their own."""
+        old, grads, means, squares = ([x.clone() for x in c.split(cuts)] for c in columns)
+        weights = Weights(old, [torch.full_like(x, torch.nan) for x in old], [torch.empty_like(x) for x in old], True)
+        passes.adam(weights, grads, (means, squares), [0.1] * len(cuts), 0.05, STEPS["nadamw"])
+        return [torch.cat(list(x)) for x in (weights.new, weights.working, means, squares)]
+
+    whole = run([size])
+    torch.set_num_threads(4)
+    for cuts in ([size], [1, 2, 3, 5, 8, 13, size - 32], [99_999, 100_001]):
+        assert all(map(torch.equal, run(cuts), whole)), cuts
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_sums_of_squares(backend: str, dtype: torch.dtype, threads: None) -> None:
+    tensors, passes = randoms(1, dtype), ops.optimizer(torch.ones(1), backend)
+    wanted = torch.stack([x.square().sum() for x in randoms(1)])
+    got = passes.sum_squares(tensors)
+    assert got.dtype == torch.float64
+    precision = 1e-14 if backend == "cpp" else {torch.float64: 1e-12, torch.float32: 1e-6}[dtype]
+    torch.testing.assert_close(got, wanted, rtol=precision, atol=0)
+    if backend == "cpp":
+        torch.set_num_threads(3)
+        assert torch.equal(passes.sum_squares(tensors), got)
+    assert passes.sum_squares([]).shape == (0,)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        tensors[-1][12_345] = bad
+        assert passes.sum_squares(tensors).isfinite().tolist() == [True] * (len(SIZES) - 1) + [False]
+
+
+@needs_cpp
+def test_squares_beyond_float32_are_summed() -> None:
+    assert float(ops.optimizer(torch.ones(1), "cpp").sum_squares([torch.full((3,), 1e30)])) == pytest.approx(3e60)
+
+
+@needs_cpp
+def test_autograd_hears_of_what_is_written() -> None:
+    """A backward that still needs the version that is written over must fail, not go on with other weights."""
+    w = torch.ones(3)
+    leaf = w.view(3).detach().requires_grad_()
+    y = (leaf * leaf).sum()
+    one = [torch.ones(3)]
+    ops.optimizer(w, "cpp").move(Weights(one, [w]), one, [1.0], [1.0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@needs_cpp
+def test_refuses_what_does_not_fit() -> None:
+    passes, a, b = ops.optimizer(torch.ones(1), "cpp"), [torch.ones(3)], [torch.ones(4)]
+    with pytest.raises(RuntimeError, match=r"directions\[0\] has not the elements of old"):
+        passes.move(Weights.in_place(a), b, [1.0], [1.0])
+    with pytest.raises(RuntimeError, match="must be as many"):
+        passes.move(Weights.in_place(a), [], [1.0], [1.0])
+    with pytest.raises(RuntimeError, match="needs a keep and a factor"):
+        passes.move(Weights.in_place(a), a, [], [1.0])
+    with pytest.raises(RuntimeError, match="contiguous"):
+        passes.move(Weights.in_place([torch.ones(3, 2).t()]), [torch.ones(2, 3)], [1.0], [1.0])
+    with pytest.raises(RuntimeError, match="float32 or float64 weights"):
+        passes.move(Weights.in_place([torch.ones(3).bfloat16()]), a, [1.0], [1.0])
+    with pytest.raises(ConfigError, match=r"kernels\.optimizer = 'triton': is not a backend"):
+        ops.optimizer(torch.ones(1), "triton")
