@@ -180,7 +180,7 @@ class Schedule:
             raise config_error(
                 "pipeline.early_switch", self.early_switch, f"must be {lowest} to {highest} here: the {warmup} "
                 "micro-batches that stage 0 runs ahead need the older weights, and parallel.pp - 1 + early_switch of "
-                f"the pipeline.num_microbatches = {m} use them", str(lowest + 1),
+                f"the pipeline.num_microbatches = {m} use them", str(min(lowest + 1, highest)),
             )
 
     def compute_actions(
