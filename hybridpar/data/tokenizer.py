@@ -96,6 +96,10 @@ class Tokenizer:
                 return token
         raise DataError(f"{self._name}: has no token {name} (nor {', '.join(_SYNONYMS[name][1:])})")
 
+    def word(self, token: int) -> str:
+        """How a token is written."""
+        return str(self._inner.id_to_token(token))
+
     def bert(self) -> BertVocabulary:
         added = self._inner.get_added_tokens_decoder()
         pad, cls, sep, mask = (self.special(name) for name in BERT_TOKENS)

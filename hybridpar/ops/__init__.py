@@ -1,6 +1,6 @@
 """Operations on local tensors: public functions with shape checks; registry.py is the table of what runs them."""
 
-from hybridpar.ops.activation import gelu, swiglu
+from hybridpar.ops.activation import gelu, gelu_exact, swiglu
 from hybridpar.ops.attention import attention, softmax
 from hybridpar.ops.cross_entropy import cross_entropy
 from hybridpar.ops.dropout import dropout
@@ -8,6 +8,6 @@ from hybridpar.ops.norm import add_norm, bias_dropout_add, layer_norm, rms_norm
 from hybridpar.ops.rotary import rotary
 
 __all__ = [
-    "add_norm", "attention", "bias_dropout_add", "cross_entropy", "dropout", "gelu", "layer_norm", "rms_norm", "rotary",
-    "softmax", "swiglu",
+    "add_norm", "attention", "bias_dropout_add", "cross_entropy", "dropout", "gelu", "gelu_exact", "layer_norm",
+    "rms_norm", "rotary", "softmax", "swiglu",
 ]
