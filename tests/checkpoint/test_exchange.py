@@ -95,7 +95,7 @@ def test_every_rule_is_used_by_some_model() -> None:
                 assert {tensor, f"{tensor}.weight"} & shapes.keys(), tensor
 
 
-# -- what config.json can ask for ----------------------------------------------------------------------------------------
+# -- what config.json can ask for --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "changes", "says"), [
@@ -195,7 +195,7 @@ def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
     (lambda t: t.update({"model.norm.weight": torch.ones(48, 1)}), r"has shape \[48, 1\]"),
     (lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}), r"type I8; must be one of F64, F32"),
     (lambda t: t.update({"layers.0.input_layernorm.weight": torch.ones(48)}), "are there under another name too"),
-    (rename("model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight"), "layers.1.mlp.up_proj.weight is"),
+    (rename("model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight"), "mlp.up_proj.weight is"),
     (dict.clear, "the files have 0 tensors in all"),
 ])
 def test_tensors_that_do_not_fit(tmp_path: Path, change: Callable[[dict[str, Tensor]], None], says: str) -> None:
@@ -283,7 +283,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     made = export_folder(folder, tmp_path / "theirs")  # an empty one is welcome
     before = sorted(made.folder.iterdir())
     for command in (lambda out: export_folder(folder, out), lambda out: import_folder(made.folder, out)):
-        with pytest.raises(ConfigError, match="is there already, and nothing is overwritten; try .*theirs-2"):
+        with pytest.raises(ConfigError, match=r"is there already, and nothing is overwritten; try .*theirs-2"):
             command(tmp_path / "theirs")
     assert sorted(made.folder.iterdir()) == before
     assert not list(tmp_path.glob(".*"))

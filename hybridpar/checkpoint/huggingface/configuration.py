@@ -120,7 +120,8 @@ def _read_rotary(plain: Plain, values: dict[str, Any]) -> Iterator[Problem]:
 
 def choose_family(model: ModelConfig) -> Family:
     """The family that a model of ours is one of. Raises: ConfigError naming what the nearest lacks."""
-    mismatches = {name: _mismatches(model, family) for name, family in FAMILIES.items()}
+    mismatches = {name: _mismatches(model, family) for name, family in FAMILIES.items()
+                  if family.model["kind"] == model.kind}
     nearest = min(mismatches, key=lambda name: len(mismatches[name]))
     if mismatches[nearest]:
         raise ConfigError(*mismatches[nearest])

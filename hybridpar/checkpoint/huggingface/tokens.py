@@ -19,6 +19,7 @@ _ROLES = {
     "bert": {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"},
 }
 """What transformers calls the special tokens of ours. A GPT's documents are divided by one token: an end is a start."""
+_INPUTS = {"gpt": ["input_ids", "attention_mask"], "bert": ["input_ids", "token_type_ids", "attention_mask"]}
 _IN_CONFIG = ("bos_token", "eos_token", "pad_token")
 
 
@@ -35,7 +36,7 @@ def tokenizer_files(path: Path, model: ModelConfig) -> tuple[dict[str, str], dic
         text = _with_pairs(text, words, ids)
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.seq_length,
-        "clean_up_tokenization_spaces": False, **words}
+        "model_input_names": _INPUTS[model.kind], "clean_up_tokenization_spaces": False, **words}
     files = {TOKENIZER: text, "tokenizer_config.json": json.dumps(settings, indent=1),
              "special_tokens_map.json": json.dumps(words, indent=1)}
     return files, {f"{role}_id": ids.get(role) for role in _IN_CONFIG}
