@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from checkpoint.exchange import (
     OURS,
@@ -23,6 +24,7 @@ from checkpoint.exchange import (
     tensors_of,
 )
 from safetensors.torch import save_file
+from tokenizers import models
 from torch import Tensor
 
 from hybridpar import checkpoint
@@ -101,11 +103,15 @@ def test_every_rule_is_used_by_some_model() -> None:
 @pytest.mark.parametrize(("kind", "changes", "says"), [
     ("llama", {"model_type": "t5"}, r"model_type = 't5': is not a model that can be imported; try gpt2, llama"),
     ("llama", {"model_type": ["llama"]}, "model_type"),
-    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling = .*without scaling only; try"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling = .*without scaling, .*; try null"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_scaling"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear"}}, "rope_scaling"),
+    ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear'"),
     ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-    ("llama", {"rope_theta": -1}, "rope_theta = -1"),
+    ("llama", {"rope_theta": -1}, "rope_theta = -1"), ("llama", {"rope_theta": 10**400}, "rope_theta = 1000"),
+    ("llama", {"initializer_range": 10**400}, "initializer_range"), ("llama", {"head_dim": "12"}, "head_dim = '12'"),
     ("llama", {"attention_bias": True}, r"mlp_bias = False: must be as attention_bias: both are model\.bias"),
     ("llama", {"hidden_act": "gelu"}, r"hidden_act = 'gelu': hybridpar has only silu"),
     ("llama", {"head_dim": 32}, r"head_dim = 32: must be hidden_size / num_attention_heads = 48 / 4"),
@@ -256,6 +262,20 @@ def test_a_tokenizer_must_fit(tmp_path: Path) -> None:
     refused(tmp_path, folder, DataError, r"tokenizer\.json: is not a tokenizer\.json")
     train_tokenizer(["some text"], 300).save(folder / "tokenizer.json")
     refused(tmp_path, folder, ConfigError, "model.vocab_size = 101: the tokenizer .* has ids up to")
+
+
+@pytest.mark.parametrize(("words", "begin"), [(("<s>", "</s>"), "<s>"), (("</s>",), "</s>"), (("plain",), None)])
+def test_the_token_that_starts_a_text(tmp_path: Path, words: tuple[str, ...], begin: str | None) -> None:
+    """A LLaMA's own one is kept; without it the end of a document is the start of the next."""
+    folder = save_ours(tmp_path / "run" / "checkpoints", OURS["llama"])
+    tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, words[-1])).save(
+        str(tmp_path / "run" / "tokenizer.json"))
+    made = export_folder(tmp_path / "run", tmp_path / "theirs")
+    assert made.checkpoint == folder
+    config, tokens = (json.loads((made.folder / f"{name}.json").read_text()) for name in ("config", "tokenizer_config"))
+    assert tokens.get("bos_token") == begin
+    assert config["bos_token_id"] == (None if begin is None else words.index(begin))
+    assert config["eos_token_id"] == (None if begin is None else words.index("</s>"))
 
 
 # -- export ------------------------------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ def test_what_each_stage_recomputes() -> None:
 
 
 @pytest.mark.parametrize(("keys", "eps"), [
-    ({}, 1e-5), ({"norm": "rms_norm"}, 1e-6), ({"norm_eps": 1e-12}, 1e-12), ({"norm": "rms_norm", "norm_eps": 0.1}, 0.1),
-    ({"kind": "bert", "norm_eps": 1e-12}, 1e-12),
+    ({}, 1e-5), ({"norm": "rms_norm"}, 1e-6), ({"norm_eps": 1e-12}, 1e-12),
+    ({"norm": "rms_norm", "norm_eps": 0.1}, 0.1), ({"kind": "bert", "norm_eps": 1e-12}, 1e-12),
 ])
 def test_norm_eps_is_that_of_every_norm(keys: dict[str, Any], eps: float) -> None:
     model = ModelConfig(num_layers=2, **keys)

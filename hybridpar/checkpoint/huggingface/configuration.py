@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ from hybridpar.errors import ConfigError, Problem, config_error
 
 Plain = Mapping[str, Any]
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+_ROPE_PARAMETERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _LARGEST = 2**31 - 1
 
 
@@ -88,7 +89,7 @@ def _read(plain: Plain, key: Key) -> Any:
     elif kind is int:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _LARGEST:
             raise ValueError(f"must be a whole number from 1 to {_LARGEST}")
-    elif not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+    elif not _is_number(value):
         raise ValueError("must be a finite number of at least 0")
     elif key.ours == "norm_eps" and not value:
         raise ValueError("must be above 0")
@@ -99,23 +100,28 @@ def _read(plain: Plain, key: Key) -> Any:
 
 def _read_rotary(plain: Plain, values: dict[str, Any]) -> Iterator[Problem]:
     """Sets rotary_base, and yields what of the rotary positions we cannot compute."""
-    rope: Any = plain.get("rope_parameters") or plain.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        yield _problem("rope_parameters", rope, "must be an object", '{"rope_type": "default", "rope_theta": 10000.0}')
-        return
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        yield _problem("rope_scaling", dict(rope), "hybridpar has rotary positions without scaling only", "null")
-    if (part := rope.get("partial_rotary_factor", plain.get("partial_rotary_factor", 1.0))) not in (1, None):
+    base, part = plain.get("rope_theta", 10000.0), plain.get("partial_rotary_factor", 1.0)
+    for name in ("rope_scaling", "rope_parameters"):  # older and newer files
+        rope = plain.get(name) or {}
+        if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default" or (
+                rope.keys() - _ROPE_PARAMETERS):
+            yield _problem(name, rope, "hybridpar has rotary positions without scaling, the same in all layers", "null")
+            continue
+        base, part = rope.get("rope_theta", base), rope.get("partial_rotary_factor", part)
+    if part not in (1, None):
         yield _problem("partial_rotary_factor", part, "hybridpar turns all features of a head", "1.0")
-    base = rope.get("rope_theta", plain.get("rope_theta", 10000.0))
-    if not isinstance(base, (int, float)) or isinstance(base, bool) or not 0 < base < math.inf:
+    if not _is_number(base) or base <= 0:
         yield _problem("rope_theta", base, "must be a finite number above 0", "10000.0")
         return
     values["rotary_base"] = float(base)
     hidden, heads, dim = values.get("hidden_size"), values.get("num_heads"), plain.get("head_dim")
-    if hidden and heads and dim is not None and dim * heads != hidden:
+    if hidden and heads and dim is not None and not (isinstance(dim, int) and dim * heads == hidden):
         yield _problem("head_dim", dim, f"must be hidden_size / num_attention_heads = {hidden} / {heads} here", "null")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one of at least 0 that a float can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def choose_family(model: ModelConfig) -> Family:

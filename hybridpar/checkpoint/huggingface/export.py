@@ -71,8 +71,7 @@ def export_folder(path: str | Path, output: str | Path, *, dtype: str = "keep", 
             (aside / name).write_text(text, encoding="utf-8")
         groups = _groups(plan, max_file_bytes // _ITEM_BYTES[dtype])
         _write(aside, groups, lambda names: dict(_tensors(full, plan, names, DTYPES[dtype])))
-    num_parameters = plan.num_parameters
-    return Exported(folder, output, plain["architectures"][0], dtype, sum(map(len, groups)), num_parameters,
+    return Exported(folder, output, plain["architectures"][0], dtype, sum(map(len, groups)), plan.num_parameters,
                     len(groups), tuple(notes))
 
 

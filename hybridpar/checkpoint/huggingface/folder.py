@@ -18,6 +18,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise config_error("output", str(path), "is there already, and nothing is overwritten", f"{path}-2")
+    path = path.absolute()
     aside = path.with_name(f".{path.name}.part")
     try:
         shutil.rmtree(aside, ignore_errors=True)

@@ -10,15 +10,16 @@ import tokenizers
 from tokenizers import processors
 
 from hybridpar.config import ModelConfig
-from hybridpar.data.tokenizer import END, Tokenizer
+from hybridpar.data.tokenizer import BEGIN, END, Tokenizer
 from hybridpar.errors import DataError
 
 TOKENIZER = "tokenizer.json"
-_ROLES = {
-    "gpt": {"bos_token": END, "eos_token": END},
-    "bert": {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"},
+_ROLES: dict[str, dict[str, tuple[str, ...]]] = {
+    "gpt": {"bos_token": (BEGIN, END), "eos_token": (END,)},
+    "bert": {"pad_token": ("[PAD]",), "cls_token": ("[CLS]",), "sep_token": ("[SEP]",), "mask_token": ("[MASK]",)},
 }
-"""What transformers calls the special tokens of ours. A GPT's documents are divided by one token: an end is a start."""
+"""What transformers calls the special tokens of ours, the first that is there. Documents of our own GPTs are divided by
+one token: an end is a start."""
 _INPUTS = {"gpt": ["input_ids", "attention_mask"], "bert": ["input_ids", "token_type_ids", "attention_mask"]}
 _IN_CONFIG = ("bos_token", "eos_token", "pad_token")
 
@@ -48,13 +49,16 @@ def no_tokenizer() -> dict[str, int | None]:
 
 
 def _special_ids(tokenizer: Tokenizer, model: ModelConfig) -> dict[str, int]:
+    """Raises: DataError if a BERT's tokenizer lacks one."""
     found = {}
-    for role, name in _ROLES[model.kind].items():
-        try:
-            found[role] = tokenizer.special(name)
-        except DataError:
-            if model.kind == "bert":
-                raise
+    for role, names in _ROLES[model.kind].items():
+        for name in names:
+            try:
+                found[role] = tokenizer.special(name)
+                break
+            except DataError:
+                if model.kind == "bert":
+                    raise
     return found
 
 
