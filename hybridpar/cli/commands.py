@@ -252,9 +252,9 @@ class Generate:
 class Export:
     """Write a checkpoint of any grid as a folder that Hugging Face transformers reads: GPT-2, LLaMA or BERT."""
 
-    checkpoint: Positional[Path]
+    checkpoint: Positional[Annotated[Path, arg(metavar="RUN_OR_CHECKPOINT")]]
     """A run folder (its newest checkpoint), or one checkpoint in it."""
-    output: Positional[Path]
+    output: Positional[Annotated[Path, arg(metavar="OUTPUT")]]
     """The new folder."""
     dtype: Literal["keep", "fp32", "bf16", "fp16", "fp64"] = "keep"
     """Precision of the weights; keep: train.dtype of the run."""
@@ -280,9 +280,9 @@ class Export:
 class Import:
     """Make a checkpoint of a local Hugging Face folder (GPT-2, LLaMA, Mistral or BERT), to train on any grid."""
 
-    source: Positional[Path]
+    source: Positional[Annotated[Path, arg(metavar="FOLDER")]]
     """A folder with config.json, model.safetensors (or its index and parts) and tokenizer.json."""
-    output: Positional[Path]
+    output: Positional[Annotated[Path, arg(metavar="OUTPUT")]]
     """The new folder: config.toml, tokenizer.json and a checkpoint."""
     verify: bool = False
     """Load both sides afterwards and compare their logits; needs transformers."""

@@ -27,7 +27,8 @@ BERT_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 SPECIAL_TOKENS: dict[Kind, tuple[str, ...]] = {"gpt": (END,), "bert": (END, *BERT_TOKENS)}
 # Words for the same thing in tokenizers made elsewhere, tried in this order.
 _SYNONYMS = {BEGIN: (BEGIN, "<|begin_of_text|>", "<bos>"), END: (END, "<|end_of_text|>", "</s>", "<eos>"),
-             "[PAD]": ("[PAD]", "<pad>"), "[CLS]": ("[CLS]", "<s>"), "[SEP]": ("[SEP]", "</s>"), "[MASK]": ("[MASK]", "<mask>")}
+             "[PAD]": ("[PAD]", "<pad>"), "[CLS]": ("[CLS]", "<s>"), "[SEP]": ("[SEP]", "</s>"),
+             "[MASK]": ("[MASK]", "<mask>")}
 _NUM_BYTES = 256
 _PIECE = 1 << 20
 _BREAK = re.compile(r"(?<=\S)\n(?=\S)")  # a lone line break is a token of its own for the byte-level splitter
