@@ -96,7 +96,8 @@ class _Place:
 def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter, start: str) -> Outcome:
     """`start`: the checkpoint whose weights a new run begins with; empty: random ones.
 
-    Raises: CheckpointError on all ranks alike; RankError, naming this rank, for whatever else goes wrong."""
+    Raises: CheckpointError on all ranks alike; RankError, naming this rank, for whatever else goes wrong.
+    """
     parallel, device = config.parallel, place.device
     who, engine = f"rank {place.job.launch.rank}", None
     try:
