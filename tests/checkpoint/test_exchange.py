@@ -210,6 +210,13 @@ def test_tensors_that_do_not_fit(tmp_path: Path, change: Callable[[dict[str, Ten
     refused(tmp_path, folder, HybridparError, says)
 
 
+def test_a_tied_weight_may_be_there_under_its_other_name_alone(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "gpt2")
+    edit_tensors(folder, rename("transformer.wte.weight", "lm_head.weight"))
+    made = import_folder(folder, tmp_path / "ours")
+    same_bits(checkpoint.load_full(made.checkpoint)[1], checkpoint.load_full(tmp_path / "made" / "step_00000000")[1])
+
+
 def test_many_wrong_tensors_are_one_short_error(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     edit_tensors(folder, lambda tensors: [tensors.pop(n) for n in list(tensors) if "layers.1" in n])  # type: ignore[func-returns-value]

@@ -55,8 +55,8 @@ class WeightFiles:
     def _missing(self) -> str:
         if pickled := sorted(path.name for path in self.folder.glob(PICKLED)):
             return (f"{self.folder}: holds {pickled[0]}, which is pickled and could run any code when it is loaded; "
-                    f"convert it where you trust it: transformers' AutoModel.from_pretrained(folder)"
-                    f".save_pretrained(other_folder), then import that")
+                    "convert it where you trust it: transformers' AutoModelForCausalLM (BERT: AutoModelForPreTraining)"
+                    ".from_pretrained(folder).save_pretrained(other_folder), then import that")
         return f"{self.folder}: has neither {WEIGHTS} nor {INDEX}"
 
     def _open_all(self, index: Mapping[str, Any]) -> None:
