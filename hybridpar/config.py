@@ -42,9 +42,12 @@ class ModelConfig:
     position: Literal["learned", "rotary"] = "learned"
     rotary_base: float = 10000.0
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    norm_eps: float = 0.0
+    """Added to the variance before its root; 0: 1e-5 for layer_norm, 1e-6 for rms_norm."""
     norm_position: Literal["auto", "pre", "post"] = "auto"
     """What is normalised: a sublayer's input, or the sum it leaves; auto: as in the papers, gpt pre, bert post."""
-    activation: Literal["gelu", "swiglu"] = "gelu"
+    activation: Literal["gelu", "gelu_exact", "swiglu"] = "gelu"
+    """gelu: the tanh form; gelu_exact: by the error function, as published BERT weights have it."""
     bias: bool = True
     dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -62,6 +65,10 @@ class ModelConfig:
     @property
     def post_norm(self) -> bool:
         return self.norm_position == "post" or (self.norm_position == "auto" and self.kind == "bert")
+
+    @property
+    def norm_epsilon(self) -> float:
+        return self.norm_eps or {"layer_norm": 1e-5, "rms_norm": 1e-6}[self.norm]
 
     @property
     def ffn_size(self) -> int:
@@ -152,6 +159,8 @@ class TrainConfig:
     """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system and taken anew."""
     timeout_s: float = 60.0
     """Longest wait for another rank before the job is given up."""
+    start_from: str = ""
+    """A run folder or a checkpoint, of any grid: its weights are what a new run starts from; empty: random ones."""
 
 
 @dataclass(frozen=True)

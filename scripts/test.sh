@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs hybridpar with its test tools, then checks style and types and runs the tests.   bash scripts/test.sh [pytest options]
-export EXTRAS=plot,dev
+export EXTRAS=plot,hf,dev
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy

@@ -23,6 +23,7 @@ CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
     ({"model": {"num_kv_heads": 3}}, 1, "model.num_kv_heads", "2"),
     ({"model": {"num_heads": 256, "position": "rotary"}}, 1, "model.position", '"learned"'),
     ({"model": {"hidden_size": 0}}, 1, "model.hidden_size", "1"),
+    ({"model": {"norm_eps": -1e-5}}, 1, "model.norm_eps", "0"),
     ({"model": {"dropout": 1.0}}, 1, "model.dropout", "0.1"),
     ({"model": {"kind": "bert", "seq_length": 5}}, 1, "model.seq_length", "8"),
     ({"parallel": {"pp": 4}, "pipeline": {"schedule": "2bw", "num_microbatches": 2}}, 4, "pipeline.num_microbatches",

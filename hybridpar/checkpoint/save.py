@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -88,6 +89,29 @@ def _on(grid: ProcessGrid, here: bool, action: Callable[[], Any]) -> list[Any]:
     if failures := [text for _, text in everyone if text]:
         raise CheckpointError(failures[0])
     return [value for value, _ in everyone]
+
+
+def save_weights(root: Path, config: Config, weights: Mapping[str, Tensor],
+                 placements: Mapping[str, Placement]) -> Path:
+    """Saves a whole model of another origin under `root` as a checkpoint of step 0, of one process; its folder.
+
+    It is for train.start_from, generate and export; there is no state of an optimizer to go on from.
+    Raises: CheckpointError if it cannot be written.
+    """
+    folder = folder_of(root, 0)
+    aside = root / f".{folder.name}.part"
+    path = aside / "pp0-tp0.safetensors"
+    header = {"state": {"batches_done": 0, "versions": [0]}, "placements": placements_to_plain(placements), "parts": {}}
+    try:
+        aside.mkdir(parents=True)
+        save_file({f"weights/0/{name}": tensor.contiguous() for name, tensor in weights.items()}, path,
+                  metadata={key: json.dumps(value) for key, value in header.items()})
+        sync(path)
+        shard = ShardFile(path.name, 0, 0, path.stat().st_size, sha256(path))
+        _publish(aside, folder, Manifest(0, config, "", (shard,)))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: cannot be written ({error})") from None
+    return folder
 
 
 def _write_shard(folder: Path, engine: Trainee) -> ShardFile:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import FlagConversionOff, Positional, arg
 
+from hybridpar.cli.exchange import Export, Import
 from hybridpar.config import Config, Launch
 from hybridpar.errors import config_error
 
@@ -266,7 +267,8 @@ class Doctor:
 
 
 COMMANDS: dict[str, type[Any]] = {
-    kind.__name__.lower(): kind for kind in (Train, Verify, Check, Simulate, Preprocess, Generate, Doctor)
+    kind.__name__.lower(): kind for kind in (
+        Train, Verify, Check, Simulate, Preprocess, Generate, Export, Import, Doctor)
 }
 
 

@@ -99,7 +99,8 @@ def own_flags(command: type[Any]) -> set[str]:
     hints = typing.get_type_hints(command, include_extras=True)
     given = {name: getattr(note, "name", None) for name, hint in hints.items()
              for note in getattr(hint, "__metadata__", ())}
-    fields = {f.name for f in dataclasses.fields(command)} - {"path", "config", "sources"}
+    positional = {name for name, hint in hints.items() if "Positional" in map(str, getattr(hint, "__metadata__", ()))}
+    fields = {f.name for f in dataclasses.fields(command)} - positional - {"config"}
     return {given.get(name) or name for name in fields}
 
 

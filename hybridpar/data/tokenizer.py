@@ -21,11 +21,14 @@ from hybridpar.errors import DataError, config_error
 
 Kind = Literal["gpt", "bert"]
 END = "<|endoftext|>"
+BEGIN = "<s>"
+"""What tokenizers made elsewhere may start a text with; ours have none."""
 BERT_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 SPECIAL_TOKENS: dict[Kind, tuple[str, ...]] = {"gpt": (END,), "bert": (END, *BERT_TOKENS)}
 # Words for the same thing in tokenizers made elsewhere, tried in this order.
-_SYNONYMS = {END: (END, "<|end_of_text|>", "</s>", "<eos>"), "[PAD]": ("[PAD]", "<pad>"), "[CLS]": ("[CLS]", "<s>"),
-             "[SEP]": ("[SEP]", "</s>"), "[MASK]": ("[MASK]", "<mask>")}
+_SYNONYMS = {BEGIN: (BEGIN, "<|begin_of_text|>", "<bos>"), END: (END, "<|end_of_text|>", "</s>", "<eos>"),
+             "[PAD]": ("[PAD]", "<pad>"), "[CLS]": ("[CLS]", "<s>"), "[SEP]": ("[SEP]", "</s>"),
+             "[MASK]": ("[MASK]", "<mask>")}
 _NUM_BYTES = 256
 _PIECE = 1 << 20
 _BREAK = re.compile(r"(?<=\S)\n(?=\S)")  # a lone line break is a token of its own for the byte-level splitter
@@ -95,6 +98,10 @@ class Tokenizer:
             if (token := self._inner.token_to_id(word)) is not None:
                 return token
         raise DataError(f"{self._name}: has no token {name} (nor {', '.join(_SYNONYMS[name][1:])})")
+
+    def word(self, token: int) -> str:
+        """How a token is written."""
+        return str(self._inner.id_to_token(token))
 
     def bert(self) -> BertVocabulary:
         added = self._inner.get_added_tokens_decoder()

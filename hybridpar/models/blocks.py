@@ -30,8 +30,8 @@ from hybridpar.nn import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
+from hybridpar.nn.mlp import activation_function
 from hybridpar.nn.placement import Init, ParallelModule, Placement, split_ranges, split_sizes
-from hybridpar.ops import gelu
 from hybridpar.random import RandomKey
 
 MicroBatch = Mapping[str, Tensor]
@@ -43,7 +43,7 @@ IGNORE_INDEX = -100
 
 def make_norm(model: ModelConfig, axis: Axis, kernels: KernelsConfig, **factory: Any) -> LayerNorm | RMSNorm:
     norms: dict[str, type[LayerNorm | RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
-    return norms[model.norm](model.hidden_size, axis, kernels=kernels, **factory)
+    return norms[model.norm](model.hidden_size, axis, eps=model.norm_epsilon, kernels=kernels, **factory)
 
 
 class Embedding(nn.Module):
@@ -205,7 +205,7 @@ class BertHead(nn.Module):
         super().__init__()
         h, std = model.hidden_size, model.init_std
         self.final_norm = nn.Identity() if model.post_norm else make_norm(model, axis, kernels, **factory)
-        self.kernels = kernels
+        self.activation = activation_function("gelu" if model.activation == "swiglu" else model.activation, kernels)
         self.transform = ReplicatedLinear(h, h, axis, std, **factory)
         self.norm = make_norm(model, axis, kernels, **factory)
         self.language_model = LanguageModelHead(model, axis, kernels, bias=True, **factory)
@@ -217,13 +217,27 @@ class BertHead(nn.Module):
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:
         x = self.final_norm(x)
         labelled = (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
-        rows = x.flatten(0, 1).index_select(0, labelled)
-        rows = self.norm(gelu(self.transform.without_bias(rows), self.transform.bias, backend=self.kernels.gelu))
+        rows = self.transformed(x.flatten(0, 1).index_select(0, labelled))
         targets = {"labels": batch["labels"].flatten()[labelled], "num_targets": batch["num_targets"]}
         losses = {"mlm": self.language_model(rows, targets)}
         if self.sentence != "none":
-            scores = self.classifier(torch.tanh(self.pooler(x[:, 0])))
+            scores = self._scores(x[:, 0])
             scores = scores if scores.dtype == torch.float64 else scores.float()
             loss = nn.functional.cross_entropy(scores, batch["sentence_labels"], reduction="sum")
             losses[self.sentence] = loss / batch["num_samples"].to(loss.dtype)
         return losses
+
+    def transformed(self, x: Tensor) -> Tensor:
+        """What is projected to the vocabulary. Shapes: [.., h] -> same."""
+        return self.norm(self.activation(self.transform.without_bias(x), self.transform.bias))
+
+    def _scores(self, first: Tensor) -> Tensor:
+        return self.classifier(torch.tanh(self.pooler(first)))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of the words. Shapes: x [b, s, h] -> [b, s, v], gathered from all tp ranks."""
+        return self.language_model.logits(self.transformed(self.final_norm(x)))
+
+    def sentence_logits(self, x: Tensor) -> Tensor:
+        """Of the sentence label, where there is such a head. Shapes: x [b, s, h] -> [b, 2]."""
+        return self._scores(self.final_norm(x[:, 0]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,29 +13,40 @@ from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.grid import Axis
 from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
 from hybridpar.nn.placement import ParallelModule, Shard, split_ranges
-from hybridpar.ops import gelu, swiglu
+from hybridpar.ops import gelu, gelu_exact, swiglu
+
+Activation = Literal["gelu", "gelu_exact", "swiglu"]
+
+
+def activation_function(name: Activation, kernels: KernelsConfig = AUTO) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """The function of (x, bias) that a configuration names."""
+    functions: dict[Activation, Callable[[Tensor, Tensor | None], Tensor]] = {
+        "gelu": partial(gelu, backend=kernels.gelu), "gelu_exact": gelu_exact,
+        "swiglu": partial(swiglu, backend=kernels.swiglu)}
+    return functions[name]
 
 
 class ParallelMLP(ParallelModule):
     """down(gelu(up x)), or down(silu(gate x) * (up x)) with 'swiglu'; any ffn size over any number of ranks.
 
-    With 'swiglu' the weight `up` holds first the ffn rows of gate, then those of up; every rank holds the same rows of
-    both. `out_init_std`: the standard deviation of `down` at the start (None: init_std), often made smaller with depth.
+    'gelu' is the tanh form, 'gelu_exact' that by the error function. With 'swiglu' the weight `up` holds first the ffn
+    rows of gate, then those of up; every rank holds the same rows of both. `out_init_std`: the standard deviation of
+    `down` at the start (None: init_std), often made smaller with depth.
 
     Shapes: [.., hidden] -> [.., hidden], both replicated.
     Collectives: forward one all-reduce, backward one.
     Source: swiglu: arXiv 2002.05202; the split: Megatron-LM, arXiv 1909.08053, section 3.
     """
 
-    def __init__(self, hidden: int, ffn: int, axis: Axis, *, activation: Literal["gelu", "swiglu"] = "gelu",
+    def __init__(self, hidden: int, ffn: int, axis: Axis, *, activation: Activation = "gelu",
                  bias: bool = True, init_std: float = 0.02, out_init_std: float | None = None,
                  kernels: KernelsConfig = AUTO, device: Device = None, dtype: torch.dtype | None = None):
         super().__init__(axis)
-        self.kernels = kernels
+        self.activation = activation_function(activation, kernels)
         ranges = split_ranges(ffn, axis.size)
-        self.gated = activation == "swiglu"
-        shard = Shard(0, tuple(((a, b), (ffn + a, ffn + b)) for a, b in ranges)) if self.gated else None
-        matrices = tuple(((i * ffn, (i + 1) * ffn),) for i in range(2 if self.gated else 1))
+        gated = activation == "swiglu"
+        shard = Shard(0, tuple(((a, b), (ffn + a, ffn + b)) for a, b in ranges)) if gated else None
+        matrices = tuple(((i * ffn, (i + 1) * ffn),) for i in range(2 if gated else 1))
         self.up = ColumnParallelLinear(hidden, len(matrices) * ffn, axis, bias=bias, shard=shard, init_std=init_std,
                                        matrices=matrices, device=device, dtype=dtype)
         self.down = RowParallelLinear(ffn, hidden, axis, bias=bias,
@@ -46,6 +59,5 @@ class ParallelMLP(ParallelModule):
 
     def without_bias(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output without the bias of `down`, and that bias, for who adds it with something else."""
-        y, bias = self.up.without_bias(x), self.up.bias
-        y = swiglu(y, bias, backend=self.kernels.swiglu) if self.gated else gelu(y, bias, backend=self.kernels.gelu)
+        y = self.activation(self.up.without_bias(x), self.up.bias)
         return self.down.without_bias(y), self.down.bias

@@ -18,6 +18,15 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Ten
     return resolve("gelu", backend, x)(x, bias)
 
 
+def gelu_exact(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x times the normal distribution function of x, for x + bias: by the error function, in plain torch.
+
+    Shapes: x [.., f], bias [f] -> [.., f]. Raises: ValueError for another bias. Source: arXiv 1606.08415.
+    """
+    _check(x, bias)
+    return F.gelu(x if bias is None else x + bias)
+
+
 def swiglu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
     """silu(gate) * up of gate, up = the two halves of x + bias.
 

@@ -12,14 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridpar.checkpoint import load_full, newest
-from hybridpar.checkpoint.manifest import MANIFEST
+from hybridpar.checkpoint import find, load_full
+from hybridpar.checkpoint.whole import whole_model
 from hybridpar.config import ModelConfig
 from hybridpar.data.tokenizer import END, Tokenizer
 from hybridpar.errors import CheckpointError, config_error
-from hybridpar.grid import Axis
-from hybridpar.models.build import build_blocks
-from hybridpar.pipeline.run.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -42,12 +39,7 @@ class Generator:
 
     def __init__(self, model: ModelConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer):
         self.model, self.tokenizer = model, tokenizer
-        self.stage = Stage(build_blocks(model, Axis("tp"), range(model.num_blocks), device="cpu", dtype=torch.float32))
-        with torch.no_grad():
-            for name, parameter in self.stage.named_parameters():
-                if name not in weights:
-                    raise CheckpointError(f"the checkpoint has no {name}")
-                parameter.copy_(weights[name])
+        self.stage = whole_model(model, weights)
 
     @staticmethod
     def load(path: str | Path, say: Callable[[str], None]) -> Generator:
@@ -55,10 +47,7 @@ class Generator:
 
         Raises: CheckpointError if there is none; ConfigError if it is not a GPT; DataError for a damaged tokenizer.
         """
-        path = Path(path)
-        if not path.is_dir():
-            raise CheckpointError(f"{path}: is not a run folder, nor a checkpoint in one")
-        folder = path if (path / MANIFEST).is_file() else newest(path / "checkpoints", say)
+        folder = find(path, say)
         config, weights = load_full(folder)
         if config.model.kind != "gpt":
             raise config_error("checkpoint", str(path), f"holds a {config.model.kind}; only a gpt generates text")

@@ -51,6 +51,9 @@ def train(config: Config, launch: Launch) -> Outcome:
     early_switch = job.decide(lambda: run_folder.settled_early_switch(config))
     config = replace(config, pipeline=replace(config.pipeline, early_switch=early_switch))
     saved, changed = job.decide(lambda: run_folder.find_run(config))
+    start = ""
+    if config.train.start_from and not saved:
+        start = job.decide(lambda: str(checkpoint.find_start(config.train.start_from, config.model)))
     if saved >= num_steps:
         if first:
             print(f"{folder}: finished, {saved} steps are done; raise train.num_steps to go on", file=sys.stderr)
@@ -61,7 +64,7 @@ def train(config: Config, launch: Launch) -> Outcome:
         reporter = stack.enter_context(contextlib.closing(make_reporter(launch.rank, num_steps)))
         for line in changed:
             reporter.say(f"since the last time: {line}")
-        outcome = _train_on_grid(config, data, _Place(job, device, threads), reporter)
+        outcome = _train_on_grid(config, data, _Place(job, device, threads), reporter, start)
         if first and config.model.kind == "gpt" and data.tokenizer is not None and not outcome.stopped_by:
             _sample(config, reporter)
     return outcome
@@ -90,8 +93,11 @@ class _Place:
     threads: int
 
 
-def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter) -> Outcome:
-    """Raises: CheckpointError on all ranks alike; RankError, naming this rank, for whatever else goes wrong."""
+def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter, start: str) -> Outcome:
+    """`start`: the checkpoint whose weights a new run begins with; empty: random ones.
+
+    Raises: CheckpointError on all ranks alike; RankError, naming this rank, for whatever else goes wrong.
+    """
     parallel, device = config.parallel, place.device
     who, engine = f"rank {place.job.launch.rank}", None
     try:
@@ -105,6 +111,9 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         engine = Engine(config, grid, device)
         root = config.run.folder / run_folder.CHECKPOINTS
         resumed = checkpoint.resume(root, engine, data.train.fingerprint, reporter.say)
+        if start and not resumed:
+            checkpoint.start_from(Path(start), engine)
+            reporter.say(f"starting from the weights of {start}")
         if grid.rank == 0:
             run_folder.begin(config, data.tokenizer)
         where = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}, {device.type}, {place.threads} threads a process"

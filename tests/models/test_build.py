@@ -1,12 +1,17 @@
-"""What pipeline.recompute names."""
+"""What pipeline.recompute and the keys of [model] mean for the blocks."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from hybridpar.config import ModelConfig
 from hybridpar.errors import ConfigError
-from hybridpar.models.build import Recomputation, parse_recompute, recomputed_blocks
+from hybridpar.grid import Axis
+from hybridpar.models.build import Recomputation, build_blocks, parse_recompute, recomputed_blocks
+from hybridpar.nn import LayerNorm, RMSNorm
 
 
 @pytest.mark.parametrize(("text", "blocks", "stages"), [
@@ -38,3 +43,24 @@ def test_what_each_stage_recomputes() -> None:
     assert not any(r.whole for r in recomputed_blocks("all", model, split))
     assert recomputed_blocks("stage:0,2", model, split) == (
         Recomputation(frozenset({0, 1}), whole=True), Recomputation(), Recomputation(frozenset({4, 5}), whole=True))
+
+
+@pytest.mark.parametrize(("keys", "eps"), [
+    ({}, 1e-5), ({"norm": "rms_norm"}, 1e-6), ({"norm_eps": 1e-12}, 1e-12),
+    ({"norm": "rms_norm", "norm_eps": 0.1}, 0.1), ({"kind": "bert", "norm_eps": 1e-12}, 1e-12),
+])
+def test_norm_eps_is_that_of_every_norm(keys: dict[str, Any], eps: float) -> None:
+    model = ModelConfig(num_layers=2, **keys)
+    blocks = build_blocks(model, Axis("tp"), range(model.num_blocks))
+    norms = [m for block in blocks.values() for m in block.modules() if isinstance(m, LayerNorm | RMSNorm)]
+    assert len(norms) == (6 if model.kind == "bert" else 5)
+    assert {norm.eps for norm in norms} == {eps}
+
+
+@pytest.mark.parametrize(("activation", "exact"), [("gelu", False), ("gelu_exact", True), ("swiglu", False)])
+def test_berts_head_has_the_gelu_of_its_layers(activation: Any, exact: bool) -> None:
+    model = ModelConfig("bert", num_layers=1, hidden_size=8, num_heads=2, vocab_size=11, activation=activation)
+    head: Any = build_blocks(model, Axis("tp"), [2], device="cpu")[2]
+    x = torch.linspace(-3, 3, 8)
+    expected = torch.nn.functional.gelu(x, approximate="none" if exact else "tanh")
+    torch.testing.assert_close(head.activation(x, None), expected, rtol=0, atol=1e-6)

@@ -99,7 +99,8 @@ def mlp(axis: Axis, ffn: int, activation: str, bias: bool, *batch: int) -> None:
     with traffic(axis, all_reduce=1):
         y = layer(x)
     z = F.linear(x_ref, whole["up.weight"], whole.get("up.bias"))
-    z = F.gelu(z, approximate="tanh") if activation == "gelu" else F.silu(z[..., :ffn]) * z[..., ffn:]
+    z = {"gelu": lambda: F.gelu(z, approximate="tanh"), "gelu_exact": lambda: z * torch.special.ndtr(z),
+         "swiglu": lambda: F.silu(z[..., :ffn]) * z[..., ffn:]}[activation]()
     y_ref = F.linear(z, whole["down.weight"], whole.get("down.bias"))
     torch.testing.assert_close(y, y_ref, **TOLERANCE)
     with traffic(axis, all_reduce=1):
@@ -186,6 +187,7 @@ CASES = {
     "row, one vector, no bias": (row_replicated_input, 7, False),
     "row, empty batch": (row_replicated_input, 7, True, 0, 3),
     "mlp gelu": (mlp, 13, "gelu", True, 2, 3),
+    "mlp gelu_exact": (mlp, 13, "gelu_exact", True, 2, 3),
     "mlp swiglu": (mlp, 13, "swiglu", False, 2, 3),
     "mlp swiglu bias": (mlp, 8, "swiglu", True, 4),
     "mlp, fewer features than ranks": (mlp, 3, "swiglu", True, 2, 3),

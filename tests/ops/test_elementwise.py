@@ -28,6 +28,14 @@ def test_gelu_is_the_tanh_form():
     assert (ops.gelu(X) - torch.nn.functional.gelu(X)).abs().max() > 1e-6  # not the exact form
 
 
+def test_gelu_exact_is_by_the_error_function():
+    expected = 0.5 * X * (1 + torch.erf(X / math.sqrt(2)))
+    torch.testing.assert_close(ops.gelu_exact(X), expected)
+    torch.testing.assert_close(ops.gelu_exact(X - B, B), expected)
+    with pytest.raises(ValueError, match="needs bias"):
+        ops.gelu_exact(X, B[:3])
+
+
 def test_swiglu():
     packed, bias = torch.cat((X, 2 * X), -1), torch.cat((B, -B))
     torch.testing.assert_close(ops.swiglu(packed), X / (1 + torch.exp(-X)) * (2 * X))

@@ -1,0 +1,170 @@
+"""config.json and [model]: what one says in the words of the other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from hybridpar.checkpoint.huggingface.families import EVERYWHERE, FAMILIES, REQUIRED, SAYS_NOTHING, Family, Key
+from hybridpar.config import ModelConfig
+from hybridpar.errors import ConfigError, Problem, config_error
+
+Plain = Mapping[str, Any]
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+_ROPE_PARAMETERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_LARGEST = 2**31 - 1
+
+
+def family_of(plain: Plain) -> Family:
+    """Raises: ConfigError for a model type that is in no table."""
+    name = plain.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise config_error("config.json: model_type", name, "is not a model that can be imported",
+                           ", ".join(FAMILIES))
+    return FAMILIES[name]
+
+
+def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
+    """The model that config.json describes, and its keys that transformers does not know of either.
+
+    Raises: ConfigError naming every key that is missing, wrong, or asks for what we cannot compute.
+    """
+    problems = [*_unsupported(plain, family)]
+    values: dict[str, Any] = {key: value for key, value in family.model.items() if key != "norm_position"}
+    given: dict[str, str] = {}
+    for key in family.keys:
+        try:
+            value = _read(plain, key)
+        except ValueError as error:
+            problems.append(_problem(key.theirs, plain.get(key.theirs), str(error)))
+            continue
+        if key.ours in given and values[key.ours] != value:
+            problems.append(_problem(key.theirs, plain.get(key.theirs, key.default), f"must be as {given[key.ours]}: "
+                                     f"both are model.{key.ours} here"))
+        values[key.ours], given[key.ours] = value, key.theirs
+    if family.rotary:
+        problems += _read_rotary(plain, values)
+    if problems:
+        raise ConfigError(*problems)
+    known = {k.theirs for k in family.keys} | set(family.only) | set(EVERYWHERE) | SAYS_NOTHING | family.ignored
+    known |= {*_ROPE_KEYS, "head_dim"} if family.rotary else set()
+    return replace(ModelConfig(), **values), sorted(set(plain) - known)
+
+
+def _problem(key: str, value: object, rule: str, suggestion: str = "") -> Problem:
+    return Problem(f"config.json: {key}", value, rule, suggestion)
+
+
+def _unsupported(plain: Plain, family: Family) -> Iterator[Problem]:
+    for key, works in {**EVERYWHERE, **family.only}.items():
+        value = plain.get(key, works[0])
+        if not any(value == w and isinstance(value, bool) == isinstance(w, bool) for w in works):
+            if key == "sliding_window" and _reaches(value, plain.get("max_position_embeddings")):
+                continue
+            yield _problem(key, value, f"hybridpar has no such feature for {family.model_type}", str(works[0]))
+
+
+def _reaches(window: Any, length: Any) -> bool:
+    """Whether a sliding window shows every position all of those before it."""
+    return isinstance(window, int) and isinstance(length, int) and window >= length
+
+
+def _read(plain: Plain, key: Key) -> Any:
+    """Raises: ValueError with the rule that is broken."""
+    if key.theirs not in plain and key.default is REQUIRED:
+        raise ValueError("is missing")
+    value = plain.get(key.theirs, key.default)
+    if key.words:
+        if not isinstance(value, str) or value not in key.words:
+            raise ValueError(f"hybridpar has only {', '.join(key.words)}")
+        return key.words[value]
+    kind = type(getattr(ModelConfig(), key.ours))
+    if value is None and key.default is None:
+        return 0
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError("must be true or false")
+    elif kind is int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _LARGEST:
+            raise ValueError(f"must be a whole number from 1 to {_LARGEST}")
+    elif not _is_number(value):
+        raise ValueError("must be a finite number of at least 0")
+    elif key.ours == "norm_eps" and not value:
+        raise ValueError("must be above 0")
+    elif key.ours.endswith("dropout") and value >= 1:
+        raise ValueError("must be below 1")
+    return kind(value)
+
+
+def _read_rotary(plain: Plain, values: dict[str, Any]) -> Iterator[Problem]:
+    """Sets rotary_base, and yields what of the rotary positions we cannot compute."""
+    base, part = plain.get("rope_theta", 10000.0), plain.get("partial_rotary_factor", 1.0)
+    for name in ("rope_scaling", "rope_parameters"):  # older and newer files
+        rope = plain.get(name) or {}
+        if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default" or (
+                rope.keys() - _ROPE_PARAMETERS):
+            yield _problem(name, rope, "hybridpar has rotary positions without scaling, the same in all layers", "null")
+            continue
+        base, part = rope.get("rope_theta", base), rope.get("partial_rotary_factor", part)
+    if part not in (1, None):
+        yield _problem("partial_rotary_factor", part, "hybridpar turns all features of a head", "1.0")
+    if not _is_number(base) or base <= 0:
+        yield _problem("rope_theta", base, "must be a finite number above 0", "10000.0")
+        return
+    values["rotary_base"] = float(base)
+    hidden, heads, dim = values.get("hidden_size"), values.get("num_heads"), plain.get("head_dim")
+    if hidden and heads and dim is not None and not (isinstance(dim, int) and dim * heads == hidden):
+        yield _problem("head_dim", dim, f"must be hidden_size / num_attention_heads = {hidden} / {heads} here", "null")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one of at least 0 that a float can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+
+
+def choose_family(model: ModelConfig) -> Family:
+    """The family that a model of ours is one of. Raises: ConfigError naming what the nearest lacks."""
+    mismatches = {name: _mismatches(model, family) for name, family in FAMILIES.items()
+                  if family.model["kind"] == model.kind}
+    nearest = min(mismatches, key=lambda name: len(mismatches[name]))
+    if mismatches[nearest]:
+        raise ConfigError(*mismatches[nearest])
+    return FAMILIES[nearest]
+
+
+def _mismatches(model: ModelConfig, family: Family) -> list[Problem]:
+    ours = canonical(model)
+    words = {key.ours: tuple(dict.fromkeys(key.words.values())) for key in family.keys if key.words}
+    allowed = {**{name: (value,) for name, value in family.model.items()}, **words}
+    if all(key.ours != "num_kv_heads" for key in family.keys):
+        allowed["num_kv_heads"] = (model.num_heads,)
+    rule = f"transformers has no such model; the nearest there is {family.model_type}"
+    return [
+        Problem(f"model.{name}", ours[name], rule, " or ".join(map(str, works)))
+        for name, works in allowed.items() if ours[name] not in works
+    ]
+
+
+def canonical(model: ModelConfig) -> dict[str, Any]:
+    """The keys of [model] with what their zeros and 'auto' stand for."""
+    return {**vars(model), "num_kv_heads": model.kv_heads, "ffn_hidden_size": model.ffn_size,
+            "norm_position": "post" if model.post_norm else "pre", "norm_eps": model.norm_epsilon}
+
+
+def plain_of(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """config.json of a model of that family, without what depends on its tokenizer and its files."""
+    ours = canonical(model)
+    bert = model.kind == "bert"
+    plain: dict[str, Any] = {
+        "model_type": family.model_type, "architectures": [family.architectures[model.sentence_head if bert else ""]]}
+    for key in family.keys:
+        backward = {word: theirs for theirs, word in reversed(list(key.words.items()))}
+        plain[key.theirs] = backward.get(ours[key.ours], ours[key.ours]) if key.words else ours[key.ours]
+    plain |= {key: works[0] for key, works in family.only.items()}
+    if family.rotary:
+        plain |= {"rope_theta": model.rotary_base, "head_dim": model.hidden_size // model.num_heads}
+    if bert:
+        plain["sentence_head"] = model.sentence_head  # nsp and sop are one class there
+    return plain

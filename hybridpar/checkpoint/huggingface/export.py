@@ -1,0 +1,125 @@
+"""Writes a checkpoint as a folder that transformers' from_pretrained reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hybridpar.checkpoint.huggingface.configuration import choose_family, plain_of
+from hybridpar.checkpoint.huggingface.folder import new_folder
+from hybridpar.checkpoint.huggingface.names import Plan, plan_of
+from hybridpar.checkpoint.huggingface.source import CONFIG, INDEX, WEIGHTS
+from hybridpar.checkpoint.huggingface.tokens import TOKENIZER, no_tokenizer, tokenizer_files
+from hybridpar.checkpoint.load import FullWeights, find
+from hybridpar.errors import CheckpointError
+from hybridpar.models.build import DTYPES
+
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written. `notes`: what of the checkpoint has no place there."""
+
+    checkpoint: Path
+    folder: Path
+    architecture: str
+    dtype: str
+    num_tensors: int
+    num_parameters: int
+    num_files: int
+    notes: tuple[str, ...]
+
+
+def export_folder(path: str | Path, output: str | Path, *, dtype: str = "keep", max_file_bytes: int = 5 * 10**9,
+                  say: Callable[[str], None] = print) -> Exported:
+    """Writes the newest weights of a run folder or checkpoint, of any grid, with their tokenizer where there is one.
+
+    dtype: a value of train.dtype; 'keep': that of the checkpoint. One file of tensors is in memory at a time.
+    Raises: CheckpointError for a missing or damaged checkpoint; ConfigError for a model that transformers has no class
+    for, or where `output` is there already; DataError for a damaged tokenizer.
+    """
+    folder, output = find(path, say), Path(output)
+    full = FullWeights(folder)
+    config = full.manifest.config
+    model, dtype = config.model, config.train.dtype if dtype == "keep" else dtype
+    family = choose_family(model)
+    plan, plain = plan_of(model, family), plain_of(model, family)
+    notes: list[str] = []
+    files: dict[str, str] = {}
+    ids = no_tokenizer()
+    tokenizer = folder.parent.parent / TOKENIZER
+    if tokenizer.is_file():
+        files, ids = tokenizer_files(tokenizer, model)
+    else:
+        notes.append(f"{tokenizer} is missing, so the folder has no tokenizer")
+    if model.dropout and all(key.ours != "dropout" for key in family.keys):
+        notes.append(f"model.dropout = {model.dropout}: {family.model_type} has no such dropout there")
+    plain |= {**ids, "torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}
+    files[CONFIG] = json.dumps(plain, indent=1)
+    if model.kind == "gpt":
+        files["generation_config.json"] = json.dumps(ids, indent=1)
+    with new_folder(output) as aside:
+        for name, text in files.items():
+            (aside / name).write_text(text, encoding="utf-8")
+        groups = _groups(plan, max_file_bytes // _ITEM_BYTES[dtype])
+        _write(aside, groups, lambda names: dict(_tensors(full, plan, names, DTYPES[dtype])))
+    return Exported(folder, output, plain["architectures"][0], dtype, sum(map(len, groups)), plan.num_parameters,
+                    len(groups), tuple(notes))
+
+
+def _groups(plan: Plan, most: int) -> list[list[str]]:
+    """The tensors of each file, in order, at most so many elements in all (but always one)."""
+    sizes = {name: torch.Size(shape).numel() for name, shape in plan.shapes.items()}
+    if not plan.is_tied:  # without ties transformers takes these for parameters of their own
+        sizes |= {copy: sizes[original] for copy, original in plan.copies.items() if original in sizes}
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if groups[-1] and filled + size > most:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    return groups
+
+
+def _tensors(full: FullWeights, plan: Plan, names: list[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of theirs with these names."""
+    wanted = set(names)
+    for entry in plan.entries:
+        copies = {plan.copies[copy]: copy for copy in wanted & plan.copies.keys() if plan.copies[copy] in entry.theirs}
+        if not wanted & entry.theirs.keys() and not copies:
+            continue
+        ours = full.find_tied(entry.ours, entry.placement.tied)
+        if ours is None:
+            raise CheckpointError(f"{full.folder}: has no {entry.ours}")
+        parts = entry.layout.split(full.read(ours), plan.heads)
+        for name, part in zip(entry.theirs, parts, strict=True):
+            for target in {name, copies.get(name, name)} & wanted:
+                yield target, part.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _write(folder: Path, groups: list[list[str]], read: Callable[[list[str]], dict[str, Tensor]]) -> None:
+    """model.safetensors, or numbered files and their index."""
+    many, total = len(groups) > 1, 0
+    where: dict[str, str] = {}
+    for number, names in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if many else WEIGHTS
+        tensors = read(names)
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise CheckpointError(f"{folder / file}: cannot be written ({error})") from None
+        where |= dict.fromkeys(names, file)
+        total += sum(t.nbytes for t in tensors.values())
+    if many:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")

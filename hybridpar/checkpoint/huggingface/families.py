@@ -1,0 +1,190 @@
+"""What the model families of Hugging Face transformers are called there, as tables; nothing here computes.
+
+A family says which tensors of theirs make up each module of ours, which keys of config.json are which keys of [model],
+which of them can only have certain values, and what else may be in their files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+REQUIRED = object()
+"""The default of a key that config.json must have."""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors that a module of ours is made of: names without .weight or .bias, and their layout (layouts.py).
+
+    `{layer}` stands for the number of a layer, from 0.
+    """
+
+    names: tuple[str, ...]
+    layout: str = "same"
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of config.json that is a key of [model]. `words`: what theirs are called here, the first for export.
+
+    Two keys of theirs may be one of ours: they must agree then.
+    """
+
+    theirs: str
+    ours: str
+    default: Any = REQUIRED
+    words: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`.
+
+    architectures: the class to export for, by model.sentence_head ("" where that means nothing).
+    model: the keys of [model] that all of the family have in common.
+    tensors: by module of ours, or by parameter where that differs; parts are embedding, layer and head.
+    copies: tensors that may be in their files a second time, by the name of the first.
+    only: keys of config.json whose other values we cannot compute, with what works; the first is the default.
+    computed: patterns of what their files may hold that is no parameter.
+    renamed: endings in older files, and what they are now.
+    """
+
+    model_type: str
+    architectures: Mapping[str, str]
+    prefix: str
+    model: Mapping[str, Any]
+    tensors: Mapping[str, Tensors]
+    keys: tuple[Key, ...]
+    copies: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    computed: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+    rotary: bool = False
+
+
+def _one(name: str, layout: str = "same") -> Tensors:
+    return Tensors((name,), layout)
+
+
+EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
+    "quantization_config": (None,), "auto_map": (None,), "pruned_heads": ({}, None), "add_cross_attention": (False,),
+    "is_decoder": (False,), "is_encoder_decoder": (False,),
+}
+"""Keys of any family whose other values we cannot compute."""
+
+SAYS_NOTHING = frozenset({
+    "model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "bos_token_id",
+    "eos_token_id", "pad_token_id", "_name_or_path", "id2label", "label2id", "num_labels", "problem_type",
+    "task_specific_params", "gradient_checkpointing", "output_attentions", "output_hidden_states", "return_dict",
+    "chunk_size_feed_forward", "classifier_dropout", "sentence_head",
+})
+"""Keys that say nothing of what a language model computes (sentence_head: of ours, which import reads apart)."""
+
+GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
+
+GPT2 = Family(
+    "gpt2", {"": "GPT2LMHeadModel"}, "transformer.",
+    model={"kind": "gpt", "position": "learned", "norm": "layer_norm", "norm_position": "pre", "bias": True},
+    tensors={
+        "embedding.tokens": _one("transformer.wte"),
+        "embedding.positions": _one("transformer.wpe"),
+        "layer.attention_norm": _one("transformer.h.{layer}.ln_1"),
+        "layer.attention.qkv": _one("transformer.h.{layer}.attn.c_attn", "qkv_conv1d"),
+        "layer.attention.out": _one("transformer.h.{layer}.attn.c_proj", "conv1d"),
+        "layer.mlp_norm": _one("transformer.h.{layer}.ln_2"),
+        "layer.mlp.up": _one("transformer.h.{layer}.mlp.c_fc", "conv1d"),
+        "layer.mlp.down": _one("transformer.h.{layer}.mlp.c_proj", "conv1d"),
+        "head.norm": _one("transformer.ln_f"),
+        "head.language_model.projection": _one("lm_head"),
+    },
+    keys=(
+        Key("n_layer", "num_layers"), Key("n_embd", "hidden_size"), Key("n_head", "num_heads"),
+        Key("n_inner", "ffn_hidden_size", None), Key("n_positions", "seq_length"), Key("vocab_size", "vocab_size"),
+        Key("tie_word_embeddings", "tie_embeddings", True), Key("layer_norm_epsilon", "norm_eps", 1e-5),
+        Key("activation_function", "activation", "gelu_new", GELUS), Key("resid_pdrop", "dropout", 0.1),
+        Key("embd_pdrop", "dropout", 0.1), Key("attn_pdrop", "attention_dropout", 0.1),
+        Key("initializer_range", "init_std", 0.02),
+    ),
+    only={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)},
+    computed=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
+    ignored=frozenset({
+        "n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
+        "summary_proj_to_labels", "summary_first_dropout"}),
+)
+
+LLAMA = Family(
+    "llama", {"": "LlamaForCausalLM"}, "model.",
+    model={"kind": "gpt", "position": "rotary", "norm": "rms_norm", "norm_position": "pre", "activation": "swiglu"},
+    tensors={
+        "embedding.tokens": _one("model.embed_tokens"),
+        "layer.attention_norm": _one("model.layers.{layer}.input_layernorm"),
+        "layer.attention.qkv": Tensors(
+            tuple(f"model.layers.{{layer}}.self_attn.{part}_proj" for part in "qkv"), "qkv"),
+        "layer.attention.out": _one("model.layers.{layer}.self_attn.o_proj"),
+        "layer.mlp_norm": _one("model.layers.{layer}.post_attention_layernorm"),
+        "layer.mlp.up": Tensors(
+            ("model.layers.{layer}.mlp.gate_proj", "model.layers.{layer}.mlp.up_proj"), "gate_up"),
+        "layer.mlp.down": _one("model.layers.{layer}.mlp.down_proj"),
+        "head.norm": _one("model.norm"),
+        "head.language_model.projection": _one("lm_head"),
+    },
+    keys=(
+        Key("num_hidden_layers", "num_layers"), Key("hidden_size", "hidden_size"),
+        Key("num_attention_heads", "num_heads"), Key("num_key_value_heads", "num_kv_heads", None),
+        Key("intermediate_size", "ffn_hidden_size"), Key("max_position_embeddings", "seq_length", 2048),
+        Key("vocab_size", "vocab_size"), Key("tie_word_embeddings", "tie_embeddings", False),
+        Key("rms_norm_eps", "norm_eps", 1e-6), Key("hidden_act", "activation", "silu", {"silu": "swiglu"}),
+        Key("attention_bias", "bias", False), Key("mlp_bias", "bias", False),
+        Key("attention_dropout", "attention_dropout", 0.0), Key("initializer_range", "init_std", 0.02),
+    ),
+    computed=(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
+    ignored=frozenset({"pretraining_tp"}),
+    rotary=True,
+)
+
+MISTRAL = replace(
+    LLAMA, model_type="mistral", architectures={"": "MistralForCausalLM"}, model={**LLAMA.model, "bias": False},
+    keys=tuple(key for key in LLAMA.keys if key.ours != "bias"), only={"sliding_window": (None,)},
+)
+
+BERT = Family(
+    "bert", {"nsp": "BertForPreTraining", "sop": "BertForPreTraining", "none": "BertForMaskedLM"}, "bert.",
+    model={"kind": "bert", "position": "learned", "norm": "layer_norm", "norm_position": "post", "bias": True},
+    tensors={
+        "embedding.tokens": _one("bert.embeddings.word_embeddings"),
+        "embedding.positions": _one("bert.embeddings.position_embeddings"),
+        "embedding.segments": _one("bert.embeddings.token_type_embeddings"),
+        "embedding.norm": _one("bert.embeddings.LayerNorm"),
+        "layer.attention.qkv": Tensors(
+            tuple(f"bert.encoder.layer.{{layer}}.attention.self.{part}" for part in ("query", "key", "value")), "qkv"),
+        "layer.attention.out": _one("bert.encoder.layer.{layer}.attention.output.dense"),
+        "layer.attention_norm": _one("bert.encoder.layer.{layer}.attention.output.LayerNorm"),
+        "layer.mlp.up": _one("bert.encoder.layer.{layer}.intermediate.dense"),
+        "layer.mlp.down": _one("bert.encoder.layer.{layer}.output.dense"),
+        "layer.mlp_norm": _one("bert.encoder.layer.{layer}.output.LayerNorm"),
+        "head.transform": _one("cls.predictions.transform.dense"),
+        "head.norm": _one("cls.predictions.transform.LayerNorm"),
+        "head.language_model.projection.weight": _one("cls.predictions.decoder.weight"),
+        "head.language_model.projection.bias": _one("cls.predictions.bias"),
+        "head.pooler": _one("bert.pooler.dense"),
+        "head.classifier": _one("cls.seq_relationship"),
+    },
+    keys=(
+        Key("num_hidden_layers", "num_layers"), Key("hidden_size", "hidden_size"),
+        Key("num_attention_heads", "num_heads"), Key("intermediate_size", "ffn_hidden_size"),
+        Key("max_position_embeddings", "seq_length"), Key("vocab_size", "vocab_size"),
+        Key("tie_word_embeddings", "tie_embeddings", True), Key("layer_norm_eps", "norm_eps", 1e-12),
+        Key("hidden_act", "activation", "gelu", GELUS), Key("hidden_dropout_prob", "dropout", 0.1),
+        Key("attention_probs_dropout_prob", "attention_dropout", 0.1), Key("initializer_range", "init_std", 0.02),
+    ),
+    copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
+    only={"type_vocab_size": (2,), "position_embedding_type": ("absolute",)},
+    computed=(r"bert\.embeddings\.position_ids",),
+    renamed={".gamma": ".weight", ".beta": ".bias"},
+)
+
+FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, BERT)}
+"""By model_type. Export takes the first that a model is one of."""

@@ -1,0 +1,58 @@
+"""How one parameter of ours is laid out as tensors of theirs, and back. Pure permutations: no bit changes.
+
+Each works on a weight [out, in] and on a bias [out] alike.
+
+    same            one tensor
+    conv1d          one tensor, [in, out]: GPT-2's linear layers
+    qkv_conv1d      one tensor, [in, (all queries, all keys, all values)]: GPT-2's attention
+    qkv             three tensors: queries, keys, values, each [heads * head dim, in]
+    gate_up         two tensors: gate, up
+
+Ours of qkv goes by group of heads (nn.attention.HeadLayout): its queries, its key, its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridpar.nn.attention import HeadLayout
+
+
+class Layout(NamedTuple):
+    """`join`: ours of theirs; `split`: theirs of ours, which may be views, and which also works on the meta device."""
+
+    join: Callable[[Sequence[Tensor], HeadLayout], Tensor]
+    split: Callable[[Tensor, HeadLayout], list[Tensor]]
+
+
+def _rows(heads: HeadLayout) -> list[Tensor]:
+    """The rows of ours that hold all queries, all keys, all values."""
+    return [torch.cat([torch.arange(a, b) for a, b in ranges]) for ranges in heads.qkv_matrices()]
+
+
+def _join_qkv(parts: Sequence[Tensor], heads: HeadLayout) -> Tensor:
+    whole = parts[0].new_empty((sum(len(part) for part in parts), *parts[0].shape[1:]))
+    for part, rows in zip(parts, _rows(heads), strict=True):
+        whole[rows] = part
+    return whole
+
+
+def _split_qkv(whole: Tensor, heads: HeadLayout) -> list[Tensor]:
+    return [whole.index_select(0, rows.to(whole.device)) for rows in _rows(heads)]
+
+
+def _join_fused(parts: Sequence[Tensor], heads: HeadLayout) -> Tensor:
+    return _join_qkv(parts[0].t().split([len(rows) for rows in _rows(heads)]), heads)
+
+
+LAYOUTS = {
+    "same": Layout(lambda parts, heads: parts[0], lambda whole, heads: [whole]),
+    "conv1d": Layout(lambda parts, heads: parts[0].t(), lambda whole, heads: [whole.t()]),
+    "qkv_conv1d": Layout(_join_fused, lambda whole, heads: [torch.cat(_split_qkv(whole, heads)).t()]),
+    "qkv": Layout(_join_qkv, _split_qkv),
+    "gate_up": Layout(lambda parts, heads: torch.cat(list(parts)), lambda whole, heads: list(whole.chunk(2))),
+}

@@ -1,0 +1,151 @@
+"""Makes a checkpoint, with its configuration and tokenizer, of a folder that transformers' save_pretrained wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.huggingface.configuration import family_of, model_of
+from hybridpar.checkpoint.huggingface.families import Family
+from hybridpar.checkpoint.huggingface.folder import new_folder
+from hybridpar.checkpoint.huggingface.names import Match, Plan, match, plan_of
+from hybridpar.checkpoint.huggingface.source import CONFIG, DTYPES, WeightFiles, read_json
+from hybridpar.checkpoint.huggingface.tokens import TOKENIZER
+from hybridpar.checkpoint.save import save_weights
+from hybridpar.config import Config, ModelConfig, ParallelConfig, to_toml
+from hybridpar.data.tokenizer import Tokenizer, check_vocab_fits
+from hybridpar.errors import CheckpointError, config_error
+from hybridpar.models.build import DTYPES as OUR_DTYPES
+
+_BY_TENSOR = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
+_HEADS = ("nsp", "sop", "none")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was made. `notes`: what of the folder was passed over."""
+
+    folder: Path
+    checkpoint: Path
+    model_type: str
+    dtype: str
+    num_tensors: int
+    num_parameters: int
+    notes: tuple[str, ...]
+
+
+def import_folder(source: str | Path, output: str | Path) -> Imported:
+    """Makes `output`: config.toml, tokenizer.json where the folder has one, and a checkpoint of step 0.
+
+    `train.start_from` of that config.toml is `output`, so training from it runs on any grid.
+    Raises: CheckpointError for files that are missing, damaged or do not fit each other; ConfigError for what
+    config.json asks of a model that we do not have, or where `output` is there already; DataError for the tokenizer.
+    """
+    source, output = Path(source), Path(output)
+    if not source.is_dir():
+        raise CheckpointError(f"{source}: is not a folder; only local ones are imported")
+    plain = read_json(source / CONFIG)
+    family = family_of(plain)
+    model, unknown = model_of(plain, family)
+    files = WeightFiles(source)
+    _check_sizes(model, files)
+    if model.kind == "bert":
+        model = replace(model, sentence_head=_sentence_head(plain, files))
+    plan = plan_of(model, family)
+    matched = match(files.shapes, plan, family)
+    dtype = _dtype(files, matched)
+    tokenizer = _tokenizer_of(source, model)
+    config = _config_of(model, dtype, output.resolve(), has_tokenizer=bool(tokenizer))
+    with new_folder(output) as aside:
+        write_text(aside / "config.toml", to_toml(config))
+        if tokenizer:
+            write_text(aside / TOKENIZER, tokenizer)
+        weights = _read(files, plan, matched, OUR_DTYPES[dtype])
+        placements = {entry.ours: entry.placement for entry in plan.entries}
+        saved = save_weights(aside / "checkpoints", config, weights, placements)
+    return Imported(
+        output, output / "checkpoints" / saved.name, family.model_type, dtype, len(matched.names),
+        plan.num_parameters,
+        tuple(_notes(unknown, matched, family, has_tokenizer=bool(tokenizer))))
+
+
+def _notes(unknown: list[str], matched: Match, family: Family, *, has_tokenizer: bool) -> list[str]:
+    notes = []
+    if unknown:
+        notes.append(f"config.json: {', '.join(unknown)}: no keys of {family.model_type}, passed over")
+    if matched.unused:
+        notes.append(f"{len(matched.unused)} tensors that take no part in {family.model_type} passed over: "
+                     f"{matched.unused[0]}{', ..' * (len(matched.unused) > 1)}")
+    if not has_tokenizer:
+        notes.append(f"the folder has no {TOKENIZER}: generate needs one, and so does data.tokenizer")
+    return notes
+
+
+def _check_sizes(model: ModelConfig, files: WeightFiles) -> None:
+    """Before anything is built. Raises: ConfigError where config.json names sizes that no tensor has."""
+    largest = max((max(shape, default=1) for shape in files.shapes.values()), default=0)
+    if model.num_layers > len(files.shapes):
+        raise config_error("config.json: the number of layers", model.num_layers,
+                           f"the files have {len(files.shapes)} tensors in all")
+    for name in _BY_TENSOR[1:]:
+        if (value := getattr(model, name)) > largest:
+            raise config_error(f"config.json: what is model.{name} here", value,
+                               f"the longest dimension of a tensor in the files is {largest}")
+    if model.position == "learned" and model.seq_length > largest:
+        raise config_error("config.json: the number of positions", model.seq_length,
+                           f"the longest dimension of a tensor in the files is {largest}")
+
+
+def _sentence_head(plain: Mapping[str, Any], files: WeightFiles) -> Any:
+    """What export wrote down; else by the tensors, as architectures often names another class than the files are of."""
+    head = plain.get("sentence_head", "nsp" if "cls.seq_relationship.weight" in files.shapes else "none")
+    if head not in _HEADS:
+        raise config_error("config.json: sentence_head", head, f"must be one of {', '.join(_HEADS)}", "nsp")
+    return head
+
+
+def _dtype(files: WeightFiles, matched: Match) -> str:
+    """The smallest precision, of those that we train in, that holds all tensors exactly. Raises: CheckpointError."""
+    for name in matched.names.values():
+        if files.dtypes[name] not in DTYPES:
+            raise CheckpointError(f"{files.folder}: {name} has type {files.dtypes[name]}; must be one of "
+                                  f"{', '.join(DTYPES)}: convert quantised weights to BF16 first")
+    dtype = reduce(torch.promote_types, (DTYPES[files.dtypes[name]] for name in matched.names.values()))
+    return next(name for name, value in OUR_DTYPES.items() if value == dtype)
+
+
+def _tokenizer_of(source: Path, model: ModelConfig) -> str:
+    """tokenizer.json as it is; empty where there is none. Raises: DataError if damaged, ConfigError if too large."""
+    path = source / TOKENIZER
+    if not path.is_file():
+        return ""
+    check_vocab_fits(Tokenizer.load(path).vocab_size, model.vocab_size, f"the tokenizer {path}")
+    return path.read_text(encoding="utf-8")
+
+
+def _config_of(model: ModelConfig, dtype: str, output: Path, *, has_tokenizer: bool) -> Config:
+    config = Config(model, ParallelConfig(dp=1))
+    return replace(
+        config, train=replace(config.train, dtype=dtype, start_from=str(output)),  # type: ignore[arg-type]
+        data=replace(config.data, tokenizer=str(output / TOKENIZER) if has_tokenizer else ""),
+        run=replace(config.run, name=f"{output.name}-trained"))
+
+
+def _read(files: WeightFiles, plan: Plan, matched: Match, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Raises: CheckpointError for tensors that should be equal and are not."""
+    for copy, original in matched.copies.items():
+        if not torch.equal(files.read(copy), files.read(original)):
+            raise CheckpointError(f"{files.folder}: {copy} and {original} differ, but config.json ties them; make them "
+                                  "equal, or set tie_word_embeddings to false")
+    weights = {}
+    for entry in plan.entries:
+        parts = [files.read(matched.names[name]).to(dtype) for name in entry.theirs]
+        weights[entry.ours] = entry.layout.join(parts, plan.heads).contiguous()
+    return weights

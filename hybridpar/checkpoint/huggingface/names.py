@@ -1,0 +1,139 @@
+"""Which tensors of a Hugging Face model make up which parameter of ours, from the tables in families.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from hybridpar.checkpoint.huggingface.families import Family
+from hybridpar.checkpoint.huggingface.layouts import LAYOUTS, Layout
+from hybridpar.config import ModelConfig
+from hybridpar.errors import CheckpointError
+from hybridpar.grid import Axis
+from hybridpar.models.build import build_blocks
+from hybridpar.nn.attention import HeadLayout
+from hybridpar.nn.placement import Placement, named_placements
+from hybridpar.pipeline.run.stage import Stage
+
+Shape = tuple[int, ...]
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of ours: the tensors of theirs that it is made of, in order, with their shapes."""
+
+    ours: str
+    placement: Placement
+    theirs: dict[str, Shape]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All parameters of a model. `copies`: what else may be there, and a copy of what it is."""
+
+    heads: HeadLayout
+    entries: tuple[Entry, ...]
+    copies: dict[str, str]
+    is_tied: bool
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Every tensor of theirs."""
+        return {name: shape for entry in self.entries for name, shape in entry.theirs.items()}
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(prod(entry.placement.shape) for entry in self.entries)
+
+
+def plan_of(model: ModelConfig, family: Family) -> Plan:
+    """How a model of ours is one of that family; allocates nothing. Raises: ConfigError for sizes that do not fit."""
+    heads = HeadLayout(model.hidden_size, model.num_heads, model.kv_heads, 1)
+    stage = Stage(build_blocks(model, Axis("tp"), range(model.num_blocks)))
+    entries = tuple(_entry(name, place, model, family, heads) for name, _, place in named_placements(stage))
+    copies = dict(family.copies)
+    if model.tie_embeddings:
+        (projection,) = _names(f"blocks.{model.num_layers + 1}.language_model.projection.weight", model, family)[0]
+        (words,) = _names("blocks.0.tokens.weight", model, family)[0]
+        copies[projection] = words
+    return Plan(heads, entries, copies, model.tie_embeddings)
+
+
+def _entry(name: str, place: Placement, model: ModelConfig, family: Family, heads: HeadLayout) -> Entry:
+    names, layout = _names(name, model, family)
+    parts = LAYOUTS[layout].split(torch.empty(place.shape, device="meta"), heads)
+    return Entry(name, place, {n: tuple(p.shape) for n, p in zip(names, parts, strict=True)}, LAYOUTS[layout])
+
+
+def _names(ours: str, model: ModelConfig, family: Family) -> tuple[list[str], str]:
+    _, number, rest = ours.split(".", 2)
+    last = model.num_layers + 1
+    part = {0: "embedding", last: "head"}.get(int(number), "layer")
+    module, leaf = rest.rsplit(".", 1)
+    if exact := family.tensors.get(f"{part}.{rest}"):
+        return list(exact.names), exact.layout
+    rule = family.tensors.get(f"{part}.{module}")
+    assert rule is not None, f"{family.model_type} has no rule for {ours}"
+    return [f"{name.format(layer=int(number) - 1)}.{leaf}" for name in rule.names], rule.layout
+
+
+@dataclass(frozen=True)
+class Match:
+    """Their files against a plan. `names`: what each tensor of the plan is called in them; `copies`: pairs of names in
+    them that must be equal; `unused`: what takes no part, such as masks."""
+
+    names: dict[str, str]
+    copies: dict[str, str]
+    unused: list[str]
+
+
+def match(found: Mapping[str, Shape], plan: Plan, family: Family) -> Match:
+    """Every tensor of either side is accounted for, once. Raises: CheckpointError naming those that are not."""
+    known = {_current(name, plan, family): name for name in found}
+    if len(known) < len(found):
+        twice = sorted(set(found) - set(known.values()))
+        raise CheckpointError(f"the tensors {', '.join(twice[:_SHOWN])} are there under another name too")
+    wanted = plan.shapes
+    names = {name: known[name] for name in wanted if name in known}
+    copies: dict[str, str] = {}
+    unused: list[str] = []
+    for copy, original in plan.copies.items():
+        if copy not in known or copy in wanted:
+            continue
+        if original in names and plan.is_tied:
+            copies[known[copy]] = names[original]
+            continue
+        # alone, or not tied, the copy is what transformers computes with
+        unused += [names[original]] if original in names else []
+        names[original] = known[copy]
+    used = {*names.values(), *copies, *unused}
+    unused += [name for now, name in known.items()
+               if name not in used and any(re.fullmatch(pattern, now) for pattern in family.computed)]
+    wrong = [f"{name} is missing; must be there with shape {list(shape)}"
+             for name, shape in wanted.items() if name not in names]
+    wrong += [f"{names[name]} has shape {list(found[names[name]])}, config.json makes it {list(shape)}"
+              for name, shape in wanted.items() if name in names and found[names[name]] != shape]
+    wrong += [f"{name} {list(found[name])} is no tensor of this {family.model_type}; remove it from the files if it "
+              "has no part in the language model" for name in found if name not in used and name not in unused]
+    if wrong:
+        more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        raise CheckpointError("the tensors do not fit config.json:\n  - " + "\n  - ".join(wrong[:_SHOWN] + more))
+    return Match(names, copies, unused)
+
+
+def _current(name: str, plan: Plan, family: Family) -> str:
+    """What a tensor is called today, in a whole model: older endings and files of the bare base model are known."""
+    for old, new in family.renamed.items():
+        if name.endswith(old):
+            name = name.removesuffix(old) + new
+    whole = family.prefix + name
+    if name.startswith(family.prefix) or name in plan.copies:
+        return name
+    is_base = whole in plan.shapes or any(re.fullmatch(pattern, whole) for pattern in family.computed)
+    return whole if is_base else name

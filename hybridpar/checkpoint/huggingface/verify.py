@@ -1,0 +1,120 @@
+"""The same tokens through a checkpoint of ours and through transformers' model of a folder, in float32."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.checkpoint.load import load_full
+from hybridpar.checkpoint.whole import whole_model
+from hybridpar.config import ModelConfig
+from hybridpar.errors import CheckpointError, config_error
+from hybridpar.pipeline.run.stage import Stage
+
+TOLERANCE = 1e-4
+_SAMPLES, _LENGTH = 2, 64
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest difference of a logit, and the largest logit."""
+
+    difference: float
+    largest: float
+    num_tokens: int
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= TOLERANCE
+
+
+def compare(checkpoint: Path, folder: Path) -> Comparison:
+    """Compares all logits (BERT: also those of the sentence head) on random tokens.
+
+    Raises: ConfigError without transformers; CheckpointError if that misses tensors that it needs.
+    """
+    config, weights = load_full(checkpoint)
+    model = config.model
+    batch = random_batch(model)
+    theirs = their_logits(folder, model, batch)
+    ours = our_logits(model, whole_model(model, weights), batch)
+    real = batch["padding_mask"]
+    pairs = [(ours["words"][real], theirs["words"][real])]
+    if "sentence" in ours:
+        pairs.append((ours["sentence"], theirs["sentence"]))
+    for a, b in pairs:
+        if a.shape != b.shape:
+            raise CheckpointError(f"{folder}: its logits have shape {list(b.shape)}, those of {checkpoint} "
+                                  f"{list(a.shape)}")
+    differences = [float((a - b).abs().max().nan_to_num(torch.inf)) for a, b in pairs]
+    return Comparison(max(differences), max(float(b.abs().max()) for _, b in pairs), int(real.sum()))
+
+
+def random_batch(model: ModelConfig) -> dict[str, Tensor]:
+    """Shapes: [b, s] each, of which BERT's last sample ends early."""
+    shape = _SAMPLES, min(model.seq_length, _LENGTH)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.vocab_size, shape, generator=generator)
+    real = torch.ones(shape, dtype=torch.bool)
+    if model.kind == "bert":
+        real[-1, shape[1] // 2 :] = False
+    return {"tokens": tokens, "padding_mask": real, "token_types": torch.randint(2, shape, generator=generator)}
+
+
+@torch.no_grad()
+def our_logits(model: ModelConfig, stage: Stage, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Shapes: words [b, s, v]; sentence [b, 2] of a BERT with such a head."""
+    *blocks, head = stage.blocks.values()
+    inputs = batch if model.kind == "bert" else {"tokens": batch["tokens"]}
+    x: Any = None
+    for block in blocks:
+        x = block(x, inputs, None)
+    logits: dict[str, Tensor] = {"words": head.logits(x)}  # type: ignore[operator]
+    if model.kind == "bert" and model.sentence_head != "none":
+        logits["sentence"] = head.sentence_logits(x)  # type: ignore[operator]
+    return logits
+
+
+@torch.no_grad()
+def their_logits(folder: Path, ours: ModelConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Shapes: as for our_logits. Raises: as `compare`."""
+    model = load_theirs(folder, ours)
+    if ours.kind == "gpt":
+        return {"words": model(input_ids=batch["tokens"], use_cache=False).logits}
+    out = model(input_ids=batch["tokens"], attention_mask=batch["padding_mask"].long(),
+                token_type_ids=batch["token_types"])
+    if hasattr(out, "prediction_logits"):
+        return {"words": out.prediction_logits, "sentence": out.seq_relationship_logits}
+    return {"words": out.logits}
+
+
+def load_theirs(folder: Path, ours: ModelConfig) -> Any:
+    """transformers' model of a folder, in float32, by the class that its tensors are of; nothing is downloaded.
+
+    Raises: ConfigError without transformers; CheckpointError if it misses tensors that it needs.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise config_error("verify", True, f"needs transformers, which cannot be imported ({error})",
+                           "pip install 'hybridpar[hf]'") from None
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    bert = "AutoModelForMaskedLM" if ours.sentence_head == "none" else "AutoModelForPreTraining"
+    loader = getattr(transformers, bert if ours.kind == "bert" else "AutoModelForCausalLM")
+    try:
+        model, info = loader.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True,
+            attn_implementation="eager")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from None
+    for what in ("missing_keys", "mismatched_keys"):
+        if info[what]:
+            raise CheckpointError(f"{folder}: {what.replace('_', ' ')} of {loader.__name__} there: "
+                                  f"{', '.join(map(str, sorted(info[what])[:8]))}")
+    return model.eval()

@@ -1,0 +1,66 @@
+"""Starts a run from the weights of a checkpoint that another grid, or another program, made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from hybridpar.checkpoint.load import FullWeights, find
+from hybridpar.checkpoint.manifest import read_manifest
+from hybridpar.checkpoint.save import Trainee
+from hybridpar.comm import gather_objects
+from hybridpar.config import ModelConfig
+from hybridpar.errors import CheckpointError, ConfigError, Problem
+from hybridpar.pipeline.run.weights import WeightStore
+
+FREE = ("dropout", "attention_dropout", "init_std", "label_smoothing", "logits_chunk")
+"""Keys of [model] that say how it is trained, not what it computes."""
+
+
+class Starter(Trainee, Protocol):
+    """What can start from given weights; train.engine.Engine is one."""
+
+    weights: WeightStore
+
+
+def find_start(path: str | Path, model: ModelConfig) -> Path:
+    """The checkpoint that `train.start_from` names. Reads no weights.
+
+    Raises: CheckpointError if it is none; ConfigError naming every key in which its model is another one.
+    """
+    folder = find(path, lambda text: None)
+    there, here = asdict(read_manifest(folder).config.model), asdict(model)
+    free = (*FREE, "seq_length") if model.position == "rotary" else FREE
+    if wrong := [Problem(f"model.{key}", here[key], f"train.start_from = {str(path)!r} has {value!r}", repr(value))
+                 for key, value in there.items() if key not in free and here[key] != value]:
+        raise ConfigError(*wrong)
+    return folder
+
+
+def start_from(folder: Path, engine: Starter) -> None:
+    """Gives `engine` the weights of a checkpoint of any grid; its optimizer starts anew.
+
+    Every rank reads what it needs, one parameter at a time.
+    Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any cannot read.
+    """
+    grid = engine.grid
+    failure = ""
+    try:
+        full = FullWeights(folder, check=grid.rank == 0)
+
+        def write(tensors: Mapping[str, Tensor]) -> None:
+            for name, target in tensors.items():
+                place = engine.placements[name]
+                if (theirs := full.find_tied(name, place.tied)) is None:
+                    raise CheckpointError(f"{folder}: has no {name}")
+                target.copy_(place.take(full.read(theirs), grid.tp.rank))
+
+        engine.weights.fill(write)
+    except CheckpointError as error:
+        failure = str(error)
+    if failures := [text for text in gather_objects(failure, grid.world) if text]:
+        raise CheckpointError(failures[0])

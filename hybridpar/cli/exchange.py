@@ -1,0 +1,83 @@
+"""The commands that exchange models with Hugging Face; see commands.py."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
+
+from hybridpar.config import Launch
+from hybridpar.errors import config_error
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a checkpoint of any grid as a folder that Hugging Face transformers reads: GPT-2, LLaMA or BERT."""
+
+    checkpoint: Positional[Annotated[Path, arg(metavar="RUN_OR_CHECKPOINT")]]
+    """A run folder (its newest checkpoint), or one checkpoint in it."""
+    output: Positional[Annotated[Path, arg(metavar="OUTPUT")]]
+    """The new folder."""
+    dtype: Literal["keep", "fp32", "bf16", "fp16", "fp64"] = "keep"
+    """Precision of the weights; keep: train.dtype of the run."""
+    max_file_gb: float = 5.0
+    """Weights beyond this size go to several files, in 10^9 bytes."""
+    verify: bool = False
+    """Load both sides afterwards and compare their logits; needs transformers."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.checkpoint.huggingface import export_folder
+
+        if not self.max_file_gb > 0:
+            raise config_error("max_file_gb", self.max_file_gb, "must be positive", "5")
+        made = export_folder(self.checkpoint, self.output, dtype=self.dtype, max_file_bytes=int(self.max_file_gb * 1e9),
+                             say=lambda text: print(text, file=sys.stderr))
+        what = f"{made.num_parameters:,} parameters of {made.checkpoint} as {made.architecture}, {made.dtype}"
+        return _exchanged(asdict(made), f"{made.folder}: {what}", made.checkpoint, made.folder,
+                          verify=self.verify, as_json=self.json)
+
+
+@dataclass(frozen=True)
+class Import:
+    """Make a checkpoint of a local Hugging Face folder (GPT-2, LLaMA, Mistral or BERT), to train on any grid."""
+
+    source: Positional[Annotated[Path, arg(metavar="FOLDER")]]
+    """A folder with config.json, model.safetensors (or its index and parts) and tokenizer.json."""
+    output: Positional[Annotated[Path, arg(metavar="OUTPUT")]]
+    """The new folder: config.toml, tokenizer.json and a checkpoint."""
+    verify: bool = False
+    """Load both sides afterwards and compare their logits; needs transformers."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.checkpoint.huggingface import import_folder
+
+        made = import_folder(self.source, self.output)
+        what = f"{made.num_parameters:,} parameters of a {made.model_type}, {made.dtype}"
+        text = f"{made.folder}: {what}; hybridpar train {made.folder / 'config.toml'} goes on from it"
+        return _exchanged(asdict(made), text, made.checkpoint, self.source, verify=self.verify, as_json=self.json)
+
+
+def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, *, verify: bool,
+               as_json: bool) -> int:
+    """Says what an export or import has made, and compares both sides where that is asked for; the exit code."""
+    from hybridpar.checkpoint.files import to_json
+    from hybridpar.checkpoint.huggingface import TOLERANCE, compare
+
+    out = sys.stderr if as_json else sys.stdout
+    plain: dict[str, Any] = {"ok": True, **{k: str(v) if isinstance(v, Path) else v for k, v in made.items()}}
+    print(text, file=out)
+    for note in made["notes"]:
+        print(f"  note: {note}", file=out)
+    if verify:
+        found = compare(checkpoint, folder)
+        plain |= {"ok": found.ok, "tolerance": TOLERANCE, "largest_difference": found.difference}
+        print(f"  verify: largest difference of a logit {found.difference:.1e} over {found.num_tokens} tokens (logits "
+              f"up to {found.largest:.1e}, tolerance {TOLERANCE:g})", file=out)
+    if as_json:
+        print(to_json(plain))
+    return 0 if plain["ok"] else 1

@@ -1,0 +1,350 @@
+"""What export and import refuse, and how: one clear error, before anything is allocated or written. No transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from checkpoint.exchange import (
+    OURS,
+    edit_config,
+    edit_tensors,
+    metadata_of,
+    same_bits,
+    save_ours,
+    tensors_of,
+)
+from safetensors.torch import save_file
+from tokenizers import models
+from torch import Tensor
+
+from hybridpar import checkpoint
+from hybridpar.checkpoint.huggingface import export_folder, import_folder
+from hybridpar.checkpoint.huggingface.families import FAMILIES
+from hybridpar.checkpoint.huggingface.names import plan_of
+from hybridpar.cli import main
+from hybridpar.config import ModelConfig, load_toml
+from hybridpar.data import train_tokenizer
+from hybridpar.errors import CheckpointError, ConfigError, DataError, HybridparError
+from hybridpar.validate import problems
+
+
+def folder_of(tmp_path: Path, kind: str = "llama", **options: Any) -> Path:
+    """A folder of theirs, made by export."""
+    return export_folder(save_ours(tmp_path / "made", OURS[kind]), tmp_path / "theirs", **options).folder
+
+
+def refused(tmp_path: Path, folder: Path, error: type[HybridparError], match: str) -> None:
+    """The import fails, and leaves nothing behind."""
+    with pytest.raises(error, match=match):
+        import_folder(folder, tmp_path / "ours")
+    assert not list(tmp_path.glob("*ours*"))
+
+
+@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_there_and_back_changes_no_bit(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}[dtype]
+    folder = save_ours(tmp_path / "first", OURS[kind], dtype)
+    made = export_folder(folder, tmp_path / "theirs", dtype=name)
+    assert metadata_of(made.folder / "model.safetensors")["format"] == "pt"
+    again = import_folder(made.folder, tmp_path / "ours")
+    assert (again.dtype, again.num_tensors, again.num_parameters) == (name, made.num_tensors, made.num_parameters)
+    same_bits(checkpoint.load_full(again.checkpoint)[1], checkpoint.load_full(folder)[1])
+    config = load_toml(tmp_path / "ours" / "config.toml")
+    canonical = replace(OURS[kind], num_kv_heads=0, norm_eps=0.0)
+    found = replace(config.model, num_kv_heads=0, norm_eps=0.0)
+    assert found == canonical
+    assert (config.model.kv_heads, config.model.norm_epsilon) == (OURS[kind].kv_heads, OURS[kind].norm_epsilon)
+    assert not problems(config, 1)
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_model_in_many_files(tmp_path: Path, kind: str) -> None:
+    whole, parts = (folder_of(tmp_path / name, kind, max_file_bytes=size) for name, size in
+                    (("whole", 10**9), ("parts", 30_000)))
+    assert len(list(parts.glob("model-*-of-*.safetensors"))) > 3
+    assert all(path.stat().st_size < 45_000 for path in parts.glob("*.safetensors"))
+    same_bits(tensors_of(whole), tensors_of(parts))
+    index = json.loads((parts / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_of(whole).values())
+    made = [import_folder(folder, tmp_path / name) for folder, name in ((whole, "a"), (parts, "b"))]
+    same_bits(*(checkpoint.load_full(m.checkpoint)[1] for m in made))
+
+
+def test_no_row_of_the_vocabulary_is_added_or_lost(tmp_path: Path) -> None:
+    tensors = tensors_of(folder_of(tmp_path))
+    assert tensors["model.embed_tokens.weight"].shape == tensors["lm_head.weight"].shape == (101, 48)
+
+
+def test_every_rule_is_used_by_some_model() -> None:
+    """No table names a module that we do not have."""
+    for name, family in FAMILIES.items():
+        model = OURS["llama" if name == "mistral" else name]
+        shapes = plan_of(replace(model, tie_embeddings=False), family).shapes
+        for rule in family.tensors.values():
+            for tensor in rule.names:
+                tensor = tensor.format(layer=0)
+                assert {tensor, f"{tensor}.weight"} & shapes.keys(), tensor
+
+
+# -- what config.json can ask for --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "changes", "says"), [
+    ("llama", {"model_type": "t5"}, r"model_type = 't5': is not a model that can be imported; try gpt2, llama"),
+    ("llama", {"model_type": ["llama"]}, "model_type"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, r"rope_scaling = .*without scaling.* try null"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear"}}, "rope_scaling"),
+    ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear'"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+    ("llama", {"rope_theta": -1}, "rope_theta = -1"), ("llama", {"rope_theta": 10**400}, "rope_theta = 1000"),
+    ("llama", {"initializer_range": 10**400}, "initializer_range"), ("llama", {"head_dim": "12"}, "head_dim = '12'"),
+    ("llama", {"attention_bias": True}, r"mlp_bias = False: must be as attention_bias: both are model\.bias"),
+    ("llama", {"hidden_act": "gelu"}, r"hidden_act = 'gelu': hybridpar has only silu"),
+    ("llama", {"head_dim": 32}, r"head_dim = 32: must be hidden_size / num_attention_heads = 48 / 4"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ("llama", {"model_type": "mistral", "sliding_window": 8}, r"sliding_window = 8: hybridpar has no such feature"),
+    ("llama", {"num_attention_heads": 5, "head_dim": None}, r"num_heads.* = 5: must divide the hidden size 48"),
+    ("llama", {"num_hidden_layers": "REMOVE"}, r"num_hidden_layers = None: is missing"),
+    ("llama", {"num_hidden_layers": True}, r"num_hidden_layers = True: must be a whole number from 1"),
+    ("llama", {"num_hidden_layers": 10**9}, r"1000000000: the files have \d+ tensors in all"),
+    ("llama", {"hidden_size": 2**62}, r"hidden_size = \d+: must be a whole number from 1 to 2147483647"),
+    ("llama", {"hidden_size": 2**30, "head_dim": None}, "the longest dimension of a tensor in the files is 101"),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0"),
+    ("llama", {"rms_norm_eps": 0}, "rms_norm_eps = 0: must be above 0"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ("llama", {"vocab_size": "101"}, "vocab_size = '101'"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+    ("gpt2", {"activation_function": "relu"}, r"'relu': hybridpar has only gelu_new, gelu_pytorch_tanh, gelu"),
+    ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop = 0.3: must be as resid_pdrop"),
+    ("gpt2", {"n_positions": 10**9}, "number of positions = 1000000000"),
+    ("bert", {"is_decoder": True}, "is_decoder = True"),
+    ("bert", {"type_vocab_size": 3}, "type_vocab_size = 3"),
+    ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+    ("bert", {"sentence_head": "other"}, "sentence_head = 'other': must be one of nsp, sop, none"),
+])
+def test_what_we_do_not_have_is_named(tmp_path: Path, kind: str, changes: dict[str, Any], says: str) -> None:
+    folder = folder_of(tmp_path, kind)
+    edit_config(folder, **changes)
+    tracemalloc.start()
+    refused(tmp_path, folder, ConfigError, says)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20e6
+
+
+def test_all_that_is_wrong_in_a_config_is_said_at_once(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "gpt2")
+    edit_config(folder, scale_attn_weights=False, activation_function="relu", n_layer=0)
+    with pytest.raises(ConfigError) as caught:
+        import_folder(folder, tmp_path / "ours")
+    assert len(caught.value.problems) == 3
+
+
+def test_keys_that_nobody_knows_are_mentioned(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    edit_config(folder, made_by="someone")
+    assert "config.json: made_by: no keys of llama, passed over" in import_folder(folder, tmp_path / "ours").notes
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000, b"\xff\xfe"])
+def test_a_config_that_is_no_json_object(tmp_path: Path, text: str | bytes) -> None:
+    folder = folder_of(tmp_path)
+    (folder / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    refused(tmp_path, folder, CheckpointError, r"config\.json: (is not valid JSON|must be a JSON object)")
+
+
+# -- what the files can be ---------------------------------------------------------------------------------------------
+
+
+def header_that_lies(path: Path) -> None:
+    """A header that says the file has a terabyte."""
+    header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [2**38], "data_offsets": [0, 2**40]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 64)
+
+
+@pytest.mark.parametrize("damage", [
+    lambda path: path.write_bytes(path.read_bytes()[:-10]), lambda path: path.write_bytes(path.read_bytes()[:100]),
+    lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"\xff" * 64),
+    lambda path: path.write_bytes(path.read_bytes() + b"more"), header_that_lies,
+], ids=["short", "half a header", "empty", "a huge header", "long", "a header that lies"])
+def test_damaged_files(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    folder = folder_of(tmp_path)
+    damage(folder / "model.safetensors")
+    refused(tmp_path, folder, CheckpointError, r"model\.safetensors: is damaged, truncated or no safetensors file")
+
+
+def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.update({new: tensors.pop(old)})
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing; must be there with shape \[48\]"),
+    (lambda t: t.update({"score.weight": torch.ones(2, 48)}), r"score\.weight \[2, 48\] is no tensor of this llama"),
+    (lambda t: t.update({"lm_head.bias": torch.ones(101)}), r"lm_head\.bias \[101\] is no tensor"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(47)}), r"has shape \[47\], config.json makes it \[48\]"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(48, 1)}), r"has shape \[48, 1\]"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}), r"type I8; must be one of F64, F32"),
+    (lambda t: t.update({"layers.0.input_layernorm.weight": torch.ones(48)}), "are there under another name too"),
+    (rename("model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight"), "mlp.up_proj.weight is"),
+    (dict.clear, "the files have 0 tensors in all"),
+])
+def test_tensors_that_do_not_fit(tmp_path: Path, change: Callable[[dict[str, Tensor]], None], says: str) -> None:
+    folder = folder_of(tmp_path)
+    edit_tensors(folder, change)
+    refused(tmp_path, folder, HybridparError, says)
+
+
+def test_a_tied_weight_may_be_there_under_its_other_name_alone(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "gpt2")
+    edit_tensors(folder, rename("transformer.wte.weight", "lm_head.weight"))
+    made = import_folder(folder, tmp_path / "ours")
+    same_bits(checkpoint.load_full(made.checkpoint)[1], checkpoint.load_full(tmp_path / "made" / "step_00000000")[1])
+
+
+def test_many_wrong_tensors_are_one_short_error(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    edit_tensors(folder, lambda tensors: [tensors.pop(n) for n in list(tensors) if "layers.1" in n])  # type: ignore[func-returns-value]
+    refused(tmp_path, folder, CheckpointError, r"the tensors do not fit config\.json:\n(.*\n){8}  - and 1 more$")
+
+
+@pytest.mark.parametrize("file", [
+    "../outside.safetensors", "/etc/outside.safetensors", "sub/x.safetensors", "..\\outside.safetensors", "", "x.bin",
+    ".safetensors/../x.safetensors", 3, None,
+])
+def test_an_index_cannot_lead_out_of_the_folder(tmp_path: Path, file: object) -> None:
+    folder = folder_of(tmp_path, max_file_bytes=30_000)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = file
+    path.write_text(json.dumps(index))
+    save_file({"model.norm.weight": torch.ones(48)}, tmp_path / "outside.safetensors")
+    refused(tmp_path, folder, CheckpointError, r"model\.norm\.weight is in .*must be the plain name")
+
+
+def test_an_index_that_does_not_fit_its_files(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, max_file_bytes=30_000)
+    path = folder / "model.safetensors.index.json"
+    whole = json.loads(path.read_text())
+    first, second, *_ = sorted(set(whole["weight_map"].values()))
+    name = next(n for n, file in whole["weight_map"].items() if file == first)
+    path.write_text(json.dumps({"weight_map": whole["weight_map"] | {name: second}}))
+    refused(tmp_path, folder, CheckpointError, "but it is not")
+    path.write_text(json.dumps({"weight_map": {}}))
+    refused(tmp_path, folder, CheckpointError, "has no weight_map")
+    path.write_text(json.dumps(whole))
+    (folder / second).unlink()
+    refused(tmp_path, folder, CheckpointError, f"{second}: cannot be read")
+    os.link(folder / first, folder / second)
+    refused(tmp_path, folder, CheckpointError, r"which .* has too")
+
+
+def test_pickled_weights_are_never_opened(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(tmp_path, folder, CheckpointError, r"pytorch_model\.bin, which is pickled .*save_pretrained")
+    (folder / "pytorch_model.bin").unlink()
+    refused(tmp_path, folder, CheckpointError, r"has neither model\.safetensors nor")
+    refused(tmp_path, tmp_path / "nowhere", CheckpointError, "is not a folder; only local ones")
+
+
+def test_a_tokenizer_must_fit(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    (folder / "tokenizer.json").write_text("{}")
+    refused(tmp_path, folder, DataError, r"tokenizer\.json: is not a tokenizer\.json")
+    train_tokenizer(["some text"], 300).save(folder / "tokenizer.json")
+    refused(tmp_path, folder, ConfigError, "model.vocab_size = 101: the tokenizer .* has ids up to")
+
+
+@pytest.mark.parametrize(("words", "begin"), [(("<s>", "</s>"), "<s>"), (("</s>",), "</s>"), (("plain",), None)])
+def test_the_token_that_starts_a_text(tmp_path: Path, words: tuple[str, ...], begin: str | None) -> None:
+    """A LLaMA's own one is kept; without it the end of a document is the start of the next."""
+    folder = save_ours(tmp_path / "run" / "checkpoints", OURS["llama"])
+    tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, words[-1])).save(
+        str(tmp_path / "run" / "tokenizer.json"))
+    made = export_folder(tmp_path / "run", tmp_path / "theirs")
+    assert made.checkpoint == folder
+    config, tokens = (json.loads((made.folder / f"{name}.json").read_text()) for name in ("config", "tokenizer_config"))
+    assert tokens.get("bos_token") == begin
+    assert config["bos_token_id"] == (None if begin is None else words.index(begin))
+    assert config["eos_token_id"] == (None if begin is None else words.index("</s>"))
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "changes", "says"), [
+    ("gpt2", {"position": "rotary"}, r"model\.position = 'rotary': .* nearest there is gpt2; try learned"),
+    ("gpt2", {"num_kv_heads": 1}, r"model\.num_kv_heads = 1"), ("gpt2", {"bias": False}, r"model\.bias = False"),
+    ("gpt2", {"norm_position": "post"}, r"model\.norm_position = 'post'"),
+    ("llama", {"activation": "gelu"}, r"model\.activation = 'gelu': .* nearest there is llama; try swiglu"),
+    ("bert", {"norm_position": "pre"}, r"model\.norm_position = 'pre': .* bert; try post"),
+    ("bert", {"activation": "swiglu"}, r"try gelu or gelu_exact"),
+])
+def test_models_that_transformers_has_not(tmp_path: Path, kind: str, changes: dict[str, Any], says: str) -> None:
+    model: ModelConfig = replace(OURS[kind], **changes)
+    folder = save_ours(tmp_path / "made", model)
+    with pytest.raises(ConfigError, match=says):
+        export_folder(folder, tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    folder = save_ours(tmp_path / "made", OURS["gpt2"])
+    (tmp_path / "theirs").mkdir()
+    made = export_folder(folder, tmp_path / "theirs")  # an empty one is welcome
+    before = sorted(made.folder.iterdir())
+    for command in (lambda out: export_folder(folder, out), lambda out: import_folder(made.folder, out)):
+        with pytest.raises(ConfigError, match=r"is there already, and nothing is overwritten; try .*theirs-2"):
+            command(tmp_path / "theirs")
+    assert sorted(made.folder.iterdir()) == before
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_ours(tmp_path / "made", OURS["gpt2"])
+    path = folder / "pp0-tp0.safetensors"
+    path.write_bytes(path.read_bytes()[:-8] + b"\1" * 8)
+    assert main(["export", str(folder), str(tmp_path / "theirs"), "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert "checksum" in err
+    assert not json.loads(out)["ok"]
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_what_the_commands_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_ours(tmp_path / "made", OURS["llama"])
+    assert main(["export", str(folder), str(tmp_path / "theirs"), "--dtype", "fp16", "--json"]) == 0
+    out, err = capsys.readouterr()
+    plain = json.loads(out)
+    assert (plain["ok"], plain["architecture"], plain["dtype"]) == (True, "LlamaForCausalLM", "fp16")
+    assert "tokenizer.json is missing" in err
+    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    assert "hybridpar train" in capsys.readouterr().out
+    assert main(["export", str(folder), str(tmp_path / "x"), "--max_file_gb", "0"]) == 1
+    with pytest.raises(SystemExit):
+        main(["export", str(folder)])
+
+
+def test_verify_without_transformers_says_how_to_get_it(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    folder = save_ours(tmp_path / "made", OURS["llama"])
+    assert main(["export", str(folder), str(tmp_path / "theirs")]) == 0
+    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--verify"]) == 1
+    assert "pip install 'hybridpar[hf]'" in capsys.readouterr().err
