@@ -7,7 +7,7 @@ scratch space of some kilobytes.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -29,45 +29,53 @@ class Footprints:
     ) -> Footprint:
         """As `trace_stage`."""
         last = config.model.num_blocks - 1
-        layers = [n for n in blocks if 0 < n < last]
-        alike = recompute.whole or not recompute.blocks or set(layers) <= recompute.blocks
-        if not alike or len(layers) <= _FEW + 1:
-            return self._trace(config, blocks, recompute, buffers, device)
-        few, one_more = (
-            self._trace(*_without(config, blocks, recompute, len(layers) - n), buffers, device)
-            for n in (_FEW, _FEW + 1))
+        first_layer = max(blocks.start, 1)
+        layers = range(first_layer, min(blocks.stop, last))
+        again = tuple(n in recompute.blocks for n in layers)
+        shape = _Shape(blocks.start == 0, again, blocks.stop > last, recompute.whole)
+        if len(layers) <= _FEW + 1 or not (recompute.whole or len(set(again)) == 1):
+            return self._trace(config, shape, buffers, device)
+        few, one_more = (self._trace(config, replace(shape, again=again[:n]), buffers, device) for n in (_FEW, _FEW + 1))
         more = len(layers) - _FEW
         return Footprint(*(
             getattr(few, f.name) + more * (getattr(one_more, f.name) - getattr(few, f.name)) for f in fields(Footprint)))
 
-    def _trace(
-        self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
-    ) -> Footprint:
-        config = _what_counts(config)
-        last = config.model.num_blocks - 1
-        ends = (0 in blocks, last in blocks)
-        again = tuple(number in recompute.blocks for number in blocks)
-        key = (config, len(blocks), ends, again, recompute.whole, buffers, device)
+    def _trace(self, config: Config, shape: _Shape, buffers: Buffers, device: torch.device) -> Footprint:
+        config = _what_counts(config, shape)
+        key = (config, shape, buffers, device)
         if key not in self._known:
-            self._known[key] = trace_stage(config, blocks, recompute, buffers, device)
+            self._known[key] = trace_stage(config, shape.blocks, shape.recompute, buffers, device)
         return self._known[key]
 
 
-def _without(
-    config: Config, blocks: range, recompute: Recomputation, layers: int
-) -> tuple[Config, range, Recomputation]:
-    """The same stage with so many layers less, of a model with so many less."""
-    model = replace(config.model, num_layers=config.model.num_layers - layers)
-    fewer = range(blocks.start, blocks.stop - layers)
-    again = recompute.blocks.intersection(fewer) - {model.num_blocks - 1}
-    return replace(config, model=model), fewer, Recomputation(again, recompute.whole)
+@dataclass(frozen=True)
+class _Shape:
+    """A stage, wherever in the model it is: its ends, and for each of its layers whether it is recomputed."""
+
+    embedding: bool
+    again: tuple[bool, ...]
+    head: bool
+    whole: bool
+
+    @property
+    def blocks(self) -> range:
+        """In a model that has these layers only, and one more where the stage has no head."""
+        if self.head and not self.again:
+            return range(2, 3)
+        return range(0 if self.embedding else 1, 1 + len(self.again) + self.head)
+
+    @property
+    def recompute(self) -> Recomputation:
+        blocks = frozenset(n + 1 for n, again in enumerate(self.again) if again)
+        return Recomputation(blocks | frozenset(self.blocks) if self.whole else blocks, self.whole)
 
 
-def _what_counts(config: Config) -> Config:
+def _what_counts(config: Config, shape: _Shape) -> Config:
     """The configuration with all that does not bear on a stage's footprint at its defaults."""
     parallel, train = config.parallel, config.train
     return replace(
-        config, parallel=ParallelConfig(
+        config, model=replace(config.model, num_layers=max(1, len(shape.again)) + (not shape.head)),
+        parallel=ParallelConfig(
             parallel.tp, min(parallel.pp, 2), parallel.dp if parallel.zero else 1, parallel.zero),
         pipeline=PipelineConfig(), data=DataConfig(), run=RunConfig(), train=TrainConfig(
             micro_batch_size=train.micro_batch_size, dtype=train.dtype, device=train.device, seed=train.seed))

@@ -44,7 +44,7 @@ else:
 NORM_TRAFFIC, UPDATE_TRAFFIC = 4, 28 + 2 + 2
 """Bytes for each parameter: the norm reads the gradient; Adam reads and writes fp32 weight and two moments and reads
 the gradient, which is emptied; the new version is written."""
-SWEPT = (1, 2, 4, 8, 16, 32, 64)
+SWEPT = (1, 2, 4, 8, 16)
 """Micro-batch sizes that are estimated; others lie between."""
 
 _DEVICE = {"name": str, "tflops": float, "memory_gib": float, "memory_gb_per_s": float, "matmul_share": float}

@@ -31,6 +31,7 @@ ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 GRADIENT_BYTES = {"fp32": 4, "bf16": 4, "fp16": 4, "fp64": 8}
 BUCKET_BYTES = 25 * 2**20  # as dp.partition
 _NORM_BYTES = 64
+FEWEST_SIMULATED = 8
 
 
 class AnyLink(Protocol):
@@ -138,16 +139,18 @@ class Model:
         """Tp groups that leave a server at the same time."""
         return min(self.machine.devices_per_server, self.tp * self.dp * self.pp)
 
+    def kind(self, number: int) -> str:
+        """The kind of a block by its number in the model."""
+        last = self.config.model.num_blocks - 1
+        return KINDS[0] if number == 0 else KINDS[2] if number == last else KINDS[1]
+
     def block(self, number: int) -> BlockCost:
         """The cost of a block by its number in the model."""
-        last = self.config.model.num_blocks - 1
-        return self.kinds[KINDS[0] if number == 0 else KINDS[2] if number == last else KINDS[1]]
+        return self.kinds[self.kind(number)]
 
     def block_time(self, number: int) -> tuple[float, float]:
         """Forward and backward of a block, collectives over tp included."""
-        last = self.config.model.num_blocks - 1
-        kind = KINDS[0] if number == 0 else KINDS[2] if number == last else KINDS[1]
-        cost, (forward, backward) = self.kinds[kind], self.waits[kind]
+        cost, (forward, backward) = self.block(number), self.waits[self.kind(number)]
         return cost.forward + forward, cost.backward + backward
 
     @cached_property
@@ -274,13 +277,23 @@ class Model:
         cores = None
         if self.is_cpu:
             here = min(world, machine.devices_per_server)
-            cores = max(0.1, p * hardware.cores * hardware.efficiency / (here * hardware.threads))
+            cores = max(0.1, p * hardware.cores * hardware.efficiency / (here * hardware.threads)) / self._at_work
         return Costs(
             [s.forward for s in stages], [s.backward for s in stages], [s.update for s in stages], calls,
             reduce=reduce, norm=norm, gather=list(reduce) if sharded else 0.0, transfer=[t for t, _, _ in links],
             latency=[t for _, t, _ in links], tied=self.config.model.tie_embeddings and p > 1,
             blocking_norm=self.is_cpu, serial_links=not self.is_cpu, cores=cores,
             transfer_work=[t for _, _, t in links])
+
+    @property
+    def _at_work(self) -> float:
+        """Share of a forward and backward in which a CPU rank computes or sends, rather than waits for its tp group."""
+        if self.tp == 1:
+            return 1.0
+        layer, link = self.kinds["layer"], self.machine.link(range(self.tp))
+        sent = sum(link.ring_work(n, self.tp) for n in (*layer.forward_messages, *layer.backward_messages))
+        computed = layer.forward + layer.backward
+        return min(1.0, (computed + sent) / (computed + sum(self.waits["layer"])))
 
     @cached_property
     def bound(self) -> float:
@@ -298,7 +311,24 @@ class Model:
     @cached_property
     def step_time(self) -> float:
         """Of a batch in the steady state, simulated."""
-        return self.ordering.timeline(self.sizes, self.costs).step_time(self.sizes.num_microbatches)
+        return self.simulated(self.costs)
+
+    def simulated(self, costs: Costs) -> float:
+        """The step time with these costs.
+
+        Of many micro-batches some are simulated: once a pipeline is full, each more takes what the one before took.
+        """
+        p, m = self.sizes.num_stages, self.sizes.num_microbatches
+        few = 4 * p + 2 * FEWEST_SIMULATED
+        if m <= 2 * few or self.ordering.early_switch is not None:
+            return self._step(m, costs)
+        first, second = self._step(few, costs), self._step(few + p + FEWEST_SIMULATED, costs)
+        return first + (m - few) * (second - first) / (p + FEWEST_SIMULATED)
+
+    def _step(self, m: int, costs: Costs) -> float:
+        ordering = self.ordering
+        batches = 4 if ordering.make().flush else 0
+        return ordering.timeline(Sizes(self.sizes.num_stages, m), costs, batches).step_time(m)
 
     @property
     def tokens_per_s(self) -> float:

@@ -1,4 +1,4 @@
-"""`hybridpar profile`: measures blocks and links of the machine at hand, in the ranks of a job or in some of its own."""
+"""`hybridpar profile`: measures blocks and links of the machine at hand, in a job's ranks or in some of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from hybridpar.config import Config, Launch
 from hybridpar.errors import HybridparError, config_error
 from hybridpar.planner.bench import FULL, QUICK, Effort, _world, measure_blocks
 from hybridpar.planner.links import QUICK_SIZES, SIZES, measure_links
-from hybridpar.planner.profile import Hardware, Profile, settings_of
+from hybridpar.planner.profile import FORMAT, Hardware, Profile, settings_of
 from hybridpar.train.launch import Job, choose_device, keep_freed_memory, set_threads
 
 
@@ -61,6 +60,15 @@ def survey(
         job.end_group()
         return profile
     return _in_processes(request, ranks)
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What a profile of this machine and configuration would be of; another one needs another profile."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if _has_gpus(config) else []
+    return {
+        "settings": settings_of(config), "train": [config.train.micro_batch_size, config.train.threads], "gpus": gpus,
+        "cpu": _cpu_name(), "cores": _cores(), "torch": torch.__version__, "hybridpar": __version__,
+        "schedule": config.pipeline.schedule, "format": FORMAT}
 
 
 def _has_gpus(config: Config) -> bool:
@@ -137,7 +145,9 @@ def _in_processes(request: tuple[Config, Sequence[int], Sequence[int], bool], ra
         return pickle.loads(Path(folder, "profile").read_bytes())
 
 
-def _one_process(rank: int, ranks: int, folder: str, request: tuple[Config, Sequence[int], Sequence[int], bool]) -> None:
+def _one_process(
+    rank: int, ranks: int, folder: str, request: tuple[Config, Sequence[int], Sequence[int], bool]
+) -> None:
     config = request[0]
     try:
         set_threads(config.train.threads, Launch(rank, rank, ranks, ranks))
@@ -146,7 +156,7 @@ def _one_process(rank: int, ranks: int, folder: str, request: tuple[Config, Sequ
             timeout=timedelta(seconds=120))
         profile = _measure(*request, torch.device("cpu"))
         if rank == 0:
-            Path(folder, "profile").write_bytes(pickle.dumps(replace(profile)))
+            Path(folder, "profile").write_bytes(pickle.dumps(profile))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
