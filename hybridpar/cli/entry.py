@@ -17,13 +17,11 @@ import tyro
 from tyro.conf import FlagCreatePairsOff
 
 from hybridpar import __version__
-from hybridpar.cli.commands import COMMANDS as TRAINING
-from hybridpar.cli.planning import COMMANDS as PLANNING
+from hybridpar.cli.commands import COMMANDS
 from hybridpar.config import Config, Launch, load_toml
 from hybridpar.errors import ConfigError, HybridparError
 from hybridpar.train.errors import LostContactError, RankError
 
-COMMANDS = {**TRAINING, **PLANNING}
 _GRACE_S = 2.0
 """How long a rank that lost contact outlives the one that died, so that the launcher sees and names that one first."""
 

@@ -1,13 +1,13 @@
 """Footprints of stages of any number of layers from those of few: a layer more takes what the layer before took.
 
-Tracing a stage runs its code layer by layer; a planner asks for hundreds of stages. All that a footprint counts is a sum
-over equal layers or the largest of them, so from `_FEW` layers on it grows evenly: exact (tested), but for the norm's
-scratch space of some kilobytes.
+Tracing a stage runs its code layer by layer; a planner asks for hundreds of stages. All that a footprint counts is a
+sum over equal layers or the largest of them, so from `_FEW` layers on it grows evenly: exact (tested), but for the
+norm's scratch space of some kilobytes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -35,10 +35,10 @@ class Footprints:
         shape = _Shape(blocks.start == 0, again, blocks.stop > last, recompute.whole)
         if len(layers) <= _FEW + 1 or not (recompute.whole or len(set(again)) == 1):
             return self._trace(config, shape, buffers, device)
-        few, one_more = (self._trace(config, replace(shape, again=again[:n]), buffers, device) for n in (_FEW, _FEW + 1))
+        few, one_more = (
+            asdict(self._trace(config, replace(shape, again=again[:n]), buffers, device)) for n in (_FEW, _FEW + 1))
         more = len(layers) - _FEW
-        return Footprint(*(
-            getattr(few, f.name) + more * (getattr(one_more, f.name) - getattr(few, f.name)) for f in fields(Footprint)))
+        return Footprint(**{name: few[name] + more * (one_more[name] - few[name]) for name in few})
 
     def _trace(self, config: Config, shape: _Shape, buffers: Buffers, device: torch.device) -> Footprint:
         config = _what_counts(config, shape)

@@ -187,7 +187,7 @@ def measure_blocks(
 
     Degrees that do not divide the number of ranks are measured without collectives.
     """
-    world = _world()
+    world = world_axis()
     found: dict[Key, BlockCost] = {}
     for tp in degrees:
         axis = Axis("tp", 0, (world.rank,))
@@ -198,7 +198,8 @@ def measure_blocks(
     return found
 
 
-def _world() -> Axis:
+def world_axis() -> Axis:
+    """All ranks of the job, or this process alone. Collectives: on all ranks."""
     grid = ProcessGrid(dp=torch.distributed.get_world_size()) if torch.distributed.is_initialized() else ProcessGrid()
     return grid.world
 
@@ -206,7 +207,7 @@ def _world() -> Axis:
 def _measure(
     config: Config, tp: int, b: int, axis: Axis, device: torch.device, effort: Effort
 ) -> dict[Key, BlockCost]:
-    world = _world()
+    world = world_axis()
     alone = Bench(config, b, silent_axis("tp", tp), device)
     messages = {(what, kind): sizes for what, kind, sizes in alone.messages()} if tp > 1 else {}
     own = _timed(alone, world, effort, own=True)

@@ -129,7 +129,8 @@ class Model:
             return cost.forward_wait, cost.backward_wait
         own = machine.profile.links.get("local") or machine.profile.links.get("network")
         found = []
-        for wait, messages in ((cost.forward_wait, cost.forward_messages), (cost.backward_wait, cost.backward_messages)):
+        both = ((cost.forward_wait, cost.forward_messages), (cost.backward_wait, cost.backward_messages))
+        for wait, messages in both:
             here = sum(machine.all_reduce(n, group, self._groups_on_a_server()) for n in messages)
             there = sum(own.ring_time(n, self.tp) for n in messages) if own and was_measured else 0.0
             found.append(max(here, wait + here - there))

@@ -148,7 +148,8 @@ def check_settings(profile: Profile, config: Config) -> None:
         for key, value in table.items():
             before = profile.settings.get(section, {}).get(key)
             if before != value:
-                problems.append(Problem(f"{section}.{key}", value, f"the profile was made with {before!r}", str(before)))
+                rule = f"the profile was made with {before!r}"
+                problems.append(Problem(f"{section}.{key}", value, rule, str(before)))
     if problems:
         raise ConfigError(*problems)
 

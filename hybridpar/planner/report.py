@@ -18,6 +18,7 @@ from hybridpar.planner.search import Candidate, Result
 _MIB = 2**20
 _SHOWN_FAILURES = 3
 _TIGHT = 0.9
+_REDUCTIONS = frozenset({Kind.REDUCE})
 _TRANSFERS = (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B)
 
 
@@ -57,7 +58,7 @@ def parts_of(model: Model) -> Parts:
     busy = [stage.compute + stage.update / m for stage in model.stages]
     slowest = busy.index(max(busy))
     stage = model.stages[slowest]
-    calls = {kind: time for kind, time in costs.calls.items() if kind is not Kind.REDUCE}
+    calls = {kind: time for kind, time in costs.calls.items() if kind not in _REDUCTIONS}
     free = replace(costs, reduce=0.0, gather=0.0, norm=0.0, calls=calls)
     reduction = max(0.0, step - model.simulated(free)) if model.dp > 1 or costs.tied else 0.0
     free = replace(costs, transfer=0.0, latency=0.0, transfer_work=0.0,

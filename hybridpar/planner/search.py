@@ -24,7 +24,7 @@ from hybridpar.memory import Footprints, StageMemory, predict
 from hybridpar.memory.footprint import Buffers, Footprint
 from hybridpar.memory.predict import default_device
 from hybridpar.models.build import Recomputation
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.pipeline.plan.schedules import Sizes, find_schedule, schedule_of
 from hybridpar.planner.cost import GRADIENT_BYTES, Machine, Model
 from hybridpar.planner.split import best_split
 from hybridpar.validate import problems
@@ -235,18 +235,19 @@ def _schedules(
     """The configuration's own schedule and those that train alike, or those asked for; with what they need changed."""
     own = config.pipeline
     names = request.schedules or ((own.schedule,) if own.schedule in STALE else (own.schedule, "1f1b"))
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(find_schedule(name).name for name in names):
         stale = name in STALE
         optim = config.optim if stale or config.optim.staleness == "none" else replace(config.optim, staleness="none")
         base = own if name == own.schedule else replace(
-            own, schedule=name, warmup="depth", early_switch="off", gradient_buffers=0,
+            own, schedule=name,  # type: ignore[arg-type]
+            warmup="depth", early_switch="off", gradient_buffers=0,
             sync_steps=own.sync_steps if stale else 0)
         for warmup in ("depth", "latency") if name == "2bw" and pp > 1 else (base.warmup,):
             switch = base.early_switch
             if isinstance(switch, int) and warmup == "latency":
                 switch = max(switch, pp - 1)
             pipeline = replace(
-                base, schedule=name, warmup=warmup, early_switch=switch, num_microbatches=m, split=(),
+                base, warmup=warmup, early_switch=switch, num_microbatches=m, split=(),
                 gradient_buffers=0 if warmup == "latency" and base.gradient_buffers == 1 else base.gradient_buffers)
             try:
                 schedule_of(pipeline).check_sizes(Sizes(pp, m))
@@ -330,7 +331,7 @@ def least(model: Model, *, recomputed: bool = False) -> float:
     mean = sum(stage.parameters for stage in model.stages) / model.pp
     for stage in range(model.pp):
         parameters = mean if recomputed else model.stages[stage].parameters
-        state = schedule.max_live_versions(sizes, stage) * model.item
+        state: float = schedule.max_live_versions(sizes, stage) * model.item
         state += GRADIENT_BYTES[config.train.dtype] * schedule.num_gradient_buffers
         state += (4 * mixed + 4 * moments) / share
         flight = schedule.max_live_activations(sizes, stage) - 1

@@ -22,7 +22,7 @@ from hybridpar import __version__
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config, Launch
 from hybridpar.errors import HybridparError, config_error
-from hybridpar.planner.bench import FULL, QUICK, Effort, _world, measure_blocks
+from hybridpar.planner.bench import FULL, QUICK, Effort, measure_blocks, world_axis
 from hybridpar.planner.links import QUICK_SIZES, SIZES, measure_links
 from hybridpar.planner.profile import FORMAT, Hardware, Profile, settings_of
 from hybridpar.train.launch import Job, choose_device, keep_freed_memory, set_threads
@@ -32,14 +32,14 @@ def survey(
     config: Config, launch: Launch, *, degrees: Sequence[int] = (), sizes: Sequence[int] = (), quick: bool = False,
     ranks: int = 0,
 ) -> Profile:
-    """Measures in the ranks of the job that torchrun started; alone on CPUs, in `ranks` processes (0: one a core).
+    """Measures in the ranks of the job that torchrun started; alone, in `ranks` processes (0: one a core or GPU).
 
     degrees: of tensor parallelism (none: 1, 2, 4, .. as many as ranks). sizes: of micro-batches (none: the
     configuration's, and twice that). Returns the same on all ranks.
     Raises: ConfigError; HybridparError with the first traceback where a process fails.
     """
-    cores = _cores()
-    ranks = launch.world_size if launch.world_size > 1 else ranks or (1 if _has_gpus(config) else max(2, cores))
+    every = torch.cuda.device_count() if _has_gpus(config) else max(2, _cores())
+    ranks = launch.world_size if launch.world_size > 1 else ranks or every
     own = config.train.micro_batch_size
     sizes = tuple(sizes) or ((own,) if quick else (own, 2 * own))
     degrees = tuple(degrees) or tuple(
@@ -56,7 +56,7 @@ def survey(
         set_threads(config.train.threads, launch)
         job = Job.connect(launch)
         job.start_group(device, max(config.train.timeout_s, 120.0))
-        profile = _measure(*request, device)
+        profile = measure_here(*request, device)
         job.end_group()
         return profile
     return _in_processes(request, ranks)
@@ -79,13 +79,13 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _measure(
+def measure_here(
     config: Config, degrees: Sequence[int], sizes: Sequence[int], quick: bool, device: torch.device
 ) -> Profile:
     """Collectives: on all ranks of the job."""
     if config.train.keep_memory and device.type == "cpu":
         keep_freed_memory()
-    world, effort = _world(), QUICK if quick else FULL
+    world, effort = world_axis(), QUICK if quick else FULL
     links = measure_links(world, device, sizes=QUICK_SIZES if quick else SIZES)
     blocks = measure_blocks(config, degrees, sizes, device, effort)
     hardware = _hardware(device, gather_objects(platform.node(), world))
@@ -130,9 +130,9 @@ def _about(effort: Effort, ranks: int) -> dict[str, Any]:
 def _in_processes(request: tuple[Config, Sequence[int], Sequence[int], bool], ranks: int) -> Profile:
     """Raises: HybridparError with the traceback of a process that failed."""
     with tempfile.TemporaryDirectory() as folder:
-        # forked: they have torch already
-        context = mp.start_processes(
-            _one_process, (ranks, folder, request), ranks, join=False, start_method="fork")
+        # forked, they have torch already; CUDA does not survive that
+        method = "spawn" if _has_gpus(request[0]) else "fork"
+        context = mp.start_processes(_one_process, (ranks, folder, request), ranks, join=False, start_method=method)
         assert context is not None
         try:
             while not context.join(timeout=1):
@@ -150,11 +150,14 @@ def _one_process(
 ) -> None:
     config = request[0]
     try:
-        set_threads(config.train.threads, Launch(rank, rank, ranks, ranks))
+        launch = Launch(rank, rank, ranks, ranks)
+        set_threads(config.train.threads, launch)
+        device = choose_device(config.train.device, launch)
+        backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
-            "gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks,
+            backend, store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks,
             timeout=timedelta(seconds=120))
-        profile = _measure(*request, torch.device("cpu"))
+        profile = measure_here(*request, device)
         if rank == 0:
             Path(folder, "profile").write_bytes(pickle.dumps(profile))
         dist.barrier()
