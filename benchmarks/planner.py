@@ -119,7 +119,7 @@ def _memory(config: Config, shape: Shape) -> tuple[int, int]:
     device = torch.device("cpu")
     watch = MemoryWatch(config, device)
     engine = Engine(config, grid, device)
-    engine.train(watch.loader(loader), 8, lambda result: None)
+    engine.train(watch.loader(loader), 5, lambda result: None)
     compared = watch.compare(grid)
     fullest = max(range(grid.pp.size), key=compared.measured.__getitem__)
     return compared.measured[fullest], compared.predicted[fullest]
@@ -194,6 +194,7 @@ def on_one_machine(args: Any) -> list[dict[str, Any]]:
                     here = [case for case in cases if case.ranks == n]
                     found = run_ranks(train_all, n, [c.config for c in here], shape, args.batches, round_ == 0)
                     for case, value in zip(here, found, strict=True):
+                        print(f"{case.name:<40} {value} predicted {case.predicted:.4f}", flush=True)
                         if round_ == 0:
                             case.memory = value
                         else:
@@ -244,11 +245,11 @@ def launch(args: Any) -> int:
 
 
 def main() -> int:
-    parser = arguments(__doc__, rounds=3, shapes=["small"])
+    parser = arguments(__doc__, rounds=2, shapes=["small"])
     parser.add_argument("--schedules", nargs="+", default=["1f1b"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--batch", type=int, default=16, help="samples of a step")
-    parser.add_argument("--batches", type=int, default=6, help="recorded batches of a run")
+    parser.add_argument("--batches", type=int, default=4, help="recorded batches of a run")
     parser.add_argument("--profile", default="", help="read the profile from here if it is there, else keep it here")
     parser.add_argument("--link", default="", metavar="NAME=MBIT:DELAY_MS", help="over two hosts and this link")
     args = parse(parser)

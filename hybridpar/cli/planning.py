@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
 Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
-_MOST_DRAWN = 32
-"""Stages that a terminal shows."""
+_WIDEST = 400
+"""Characters of a line of a picture in a terminal."""
 _TIMES = ("forward", "backward", "waits", "optimizer")
 
 
@@ -217,7 +217,9 @@ class Simulate:
             entries = trace_entries(shown.timeline, names, per_second=per_second)
             Path(self.perfetto).write_text(trace_json(entries), encoding="utf-8")
         out = sys.stderr if self.json else sys.stdout
-        print(f"{title}\n\n{draw(drawn)}\n" if stages <= _MOST_DRAWN else title, file=out)
+        picture = draw(drawn)
+        fits = max(map(len, picture.splitlines())) <= _WIDEST or not costs
+        print(f"{title}\n\n{picture}\n" if fits else title, file=out)
         time = f"{shown.step_time:.2f} times the forward of the costliest stage"
         if run:
             time = (f"{1e3 * shown.step_time:.4g} ms, from the costs of {self.measured} (where one took "

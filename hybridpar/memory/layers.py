@@ -40,6 +40,32 @@ class Footprints:
         more = len(layers) - _FEW
         return Footprint(**{name: few[name] + more * (one_more[name] - few[name]) for name in few})
 
+    def rough(
+        self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
+    ) -> Footprint:
+        """About the same from fewer traces, for comparing many: of micro-batches of 1 and 2, two layers, no ZeRO.
+
+        A stage without layers is exact.
+        """
+        last, parallel = config.model.num_blocks - 1, config.parallel
+        layers = range(max(blocks.start, 1), min(blocks.stop, last))
+        if not layers:
+            return self(config, blocks, recompute, buffers, device)
+        again = layers[0] in recompute.blocks
+        found = []
+        for b in (1, 2):
+            at = replace(config, parallel=replace(parallel, zero=0), train=replace(config.train, micro_batch_size=b))
+            ends = _Shape(blocks.start == 0, (again,) * _FEW, blocks.stop > last, recompute.whole)
+            few, inner, longer = (asdict(self._trace(at, shape, buffers, device)) for shape in (
+                ends, _Shape(False, (again,) * _FEW, False, recompute.whole),
+                _Shape(False, (again,) * (_FEW + 1), False, recompute.whole)))
+            found.append({name: few[name] + (len(layers) - _FEW) * (longer[name] - inner[name]) for name in few})
+        one, two = found
+        b, share = config.train.micro_batch_size, parallel.dp if parallel.zero else 1
+        values = {name: one[name] + (b - 1) * (two[name] - one[name]) for name in one}
+        values |= {name: values[name] // share for name in ("master", "optimizer")}
+        return Footprint(**values)
+
     def _trace(self, config: Config, shape: _Shape, buffers: Buffers, device: torch.device) -> Footprint:
         config = _what_counts(config, shape)
         key = (config, shape, buffers, device)

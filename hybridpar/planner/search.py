@@ -34,6 +34,8 @@ RESERVED = 1.5 * 2**30
 STALE = frozenset({"2bw", "pipedream"})
 _WORTH_SHARING = 0.01
 """ZeRO-1 is tried where the optimizer takes such a share of the step, or memory is short."""
+_SURELY_TOO_MUCH = 1.1
+"""Times the limit: a rough estimate of memory that says so is not looked into."""
 _FRAGMENTS = 0.04
 """Share of an accelerator's memory that an allocator cannot hand out. An estimate."""
 
@@ -148,11 +150,15 @@ class _Hopes:
             if self.request.quick and surely_fits(candidate.model, self.limit):
                 self._add_sharded(candidate, only_if_worth=True)
                 return True
-            if least(candidate.model) <= self.limit:
+            if least(candidate.model) <= self.limit and self._rough_peak(candidate) <= _SURELY_TOO_MUCH * self.limit:
                 candidate.memory = predict(candidate.config, trace=self.footprints)
         fits = candidate.memory is not None and candidate.peak <= self.limit
         self._add_sharded(candidate, only_if_worth=fits)
         return fits
+
+    def _rough_peak(self, candidate: Candidate) -> float:
+        room = _Room(candidate.config, self.footprints, self.limit, whole=False)
+        return max(room.peak(i, stage.blocks, Recomputation()) for i, stage in enumerate(candidate.model.stages))
 
     def _add_sharded(self, candidate: Candidate, *, only_if_worth: bool) -> None:
         parallel, model = candidate.config.parallel, candidate.model
@@ -396,10 +402,13 @@ class _Room:
             return False
         inner = frozenset(n for n in blocks if 0 < n < count - 1)
         recompute = Recomputation(frozenset(blocks) if self.whole else inner, self.whole) if again else Recomputation()
+        return self.peak(stage, blocks, recompute) <= self.limit
+
+    def peak(self, stage: int, blocks: range, recompute: Recomputation) -> float:
+        """About what that stage takes."""
         buffers = Buffers(self.schedule.max_live_versions(self.sizes, stage), self.schedule.num_gradient_buffers)
-        footprint = self.footprints(self.config, blocks, recompute, buffers, self.device)
-        flight = self.schedule.max_live_activations(self.sizes, stage)
-        return _peak(footprint, flight, first) <= self.limit
+        footprint = self.footprints.rough(self.config, blocks, recompute, buffers, self.device)
+        return _peak(footprint, self.schedule.max_live_activations(self.sizes, stage), blocks.start == 0)
 
 
 def _peak(fp: Footprint, in_flight: int, first: bool) -> float:
