@@ -32,10 +32,11 @@ from benchmarks.common import SHAPES, FixedLoader, Shape, arguments, engine_conf
 from hybridpar.config import Config, Launch
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch
+from hybridpar.planner.candidates import Request
 from hybridpar.planner.cluster import measured_machine
 from hybridpar.planner.cost import Model
 from hybridpar.planner.profile import Profile, read_profile, write_profile
-from hybridpar.planner.search import Request, search
+from hybridpar.planner.search import search
 from hybridpar.planner.survey import measure_here, survey
 from hybridpar.train import trace
 from hybridpar.train.costs import run_costs

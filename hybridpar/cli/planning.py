@@ -18,9 +18,9 @@ from hybridpar.errors import config_error
 
 if TYPE_CHECKING:
     from hybridpar.pipeline.plan.costs import Costs
+    from hybridpar.planner.candidates import Candidate
     from hybridpar.planner.cost import Machine
     from hybridpar.planner.profile import Profile as Measured
-    from hybridpar.planner.search import Candidate
 
 ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
 Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
@@ -95,7 +95,8 @@ class Plan:
 
     def run(self, launch: Launch) -> int:
         from hybridpar.planner import report
-        from hybridpar.planner.search import Request, search
+        from hybridpar.planner.candidates import Request
+        from hybridpar.planner.search import search
 
         resolved(replace(self.config, parallel=replace(self.config.parallel, tp=1, pp=1, dp=1),
                          pipeline=replace(self.config.pipeline, split=(), recompute="none", schedule="1f1b",

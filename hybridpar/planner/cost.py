@@ -307,7 +307,8 @@ class Model:
             fill = min(total - s.compute for s in self.stages)
         work = max(m * s.compute + s.update + s.norm for s in self.stages)
         link = max((m * t for t, _, _ in self.links()), default=0.0)
-        return max(work + fill, link)
+        reduction = max(self.reduction(stage, r)[0] for r, stage in enumerate(self.stages))
+        return max(work + fill, link, reduction)
 
     @cached_property
     def step_time(self) -> float:

@@ -1,8 +1,7 @@
 """Links as they were measured: messages between two ranks and all-reduces, against their size.
 
-    python                                   what is measured, over 1 KiB to some MiB
-    isend, irecv, wait, to and fro           half of a round trip
-    all_reduce of 2 to all ranks of a level  its time; each rank comes at its own pace, as in training
+    to and fro between two ranks                        half of a round trip
+    all-reduce over two, four, .. ranks of a level      on the rank that takes the longest
 
 Besides the time on the wall, what it takes of the cores is measured: on CPUs, messages are carried by threads that
 compete with those that compute. A `MeasuredLink` answers the questions that `hardware.Link` does.
@@ -12,6 +11,7 @@ Units: seconds, bytes.
 
 from __future__ import annotations
 
+import platform
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +20,9 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hybridpar.comm import all_reduce, barrier, gather_objects, irecv, isend
-from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.grid import Axis
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
 QUICK_SIZES = (1 << 10, 1 << 17, 1 << 21)
@@ -132,8 +131,6 @@ def measure_links(world: Axis, device: torch.device, *, sizes: Sequence[int] = S
 
 
 def _host_name() -> str:
-    import platform
-
     return platform.node()
 
 
@@ -232,11 +229,3 @@ def _reduce(num_bytes: int, repeats: int, axis: Axis | None, device: torch.devic
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def message(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of a tensor."""
-    return Tensor.element_size(torch.empty((), dtype=dtype)) * int(torch.Size(shape).numel())
-
-
-__all__ = ["QUICK_SIZES", "SIZES", "Curve", "MeasuredLink", "ProcessGrid", "measure_links"]

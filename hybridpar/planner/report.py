@@ -12,8 +12,9 @@ from rich.table import Table
 from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, PlanConfig, to_toml
 from hybridpar.pipeline.plan.action import Kind
+from hybridpar.planner.candidates import Candidate
 from hybridpar.planner.cost import Model
-from hybridpar.planner.search import Candidate, Result
+from hybridpar.planner.search import Result
 
 _MIB = 2**20
 _SHOWN_FAILURES = 3

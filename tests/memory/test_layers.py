@@ -23,7 +23,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("blocks", [range(0, 7), range(2, 9), range(4, 11), range(0, 11), range(3, 4), range(10, 11)])
+@pytest.mark.parametrize("blocks", [range(0, 6), range(2, 8), range(5, 11), range(10, 11)])
 @pytest.mark.parametrize("recompute", ["none", "layers", "whole"])
 def test_equals_the_traced_stage(name: str, blocks: range, recompute: str) -> None:
     config = replace(CASES[name], parallel=replace(CASES[name].parallel, pp=2, dp=1))
