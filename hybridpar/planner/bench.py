@@ -130,7 +130,8 @@ class Bench:
         self.batch = {name: x.to(device) for name, x in sample_microbatch(self.config).items()}
         self.device, self.tp = device, tp
         self.clock: Clock = make_clock(device)
-        self.traffic: dict[tuple[str, str], tuple[int, ...]] = {}
+        self.had_core = 1.0
+        """Share of the time that it had a core, when it wanted one."""
 
     def a_pass(self, stamps: Stamps, what: str = "") -> None:
         """All blocks forward, then backward."""
@@ -182,20 +183,24 @@ class Bench:
 
 def measure_blocks(
     config: Config, degrees: Sequence[int], sizes: Sequence[int], device: torch.device, effort: Effort = FULL
-) -> dict[Key, BlockCost]:
-    """Every kind of block at every tp degree and micro-batch size. Collectives: on all ranks of the job.
+) -> tuple[dict[Key, BlockCost], float]:
+    """Every kind of block at every tp degree and micro-batch size; and the share of the time that ranks had a core
+    while all of them computed. Collectives: on all ranks of the job.
 
     Degrees that do not divide the number of ranks are measured without collectives.
     """
     world = world_axis()
     found: dict[Key, BlockCost] = {}
+    shares = []
     for tp in degrees:
         axis = Axis("tp", 0, (world.rank,))
         if tp > 1 and world.size % tp == 0:
             axis = ProcessGrid(tp=tp, dp=world.size // tp, device_type=device.type).tp
         for b in sizes:
-            found |= _measure(config, tp, b, axis, device, effort)
-    return found
+            costs, share = _measure(config, tp, b, axis, device, effort)
+            found |= costs
+            shares.append(share)
+    return found, fmean(shares)
 
 
 def world_axis() -> Axis:
@@ -206,7 +211,7 @@ def world_axis() -> Axis:
 
 def _measure(
     config: Config, tp: int, b: int, axis: Axis, device: torch.device, effort: Effort
-) -> dict[Key, BlockCost]:
+) -> tuple[dict[Key, BlockCost], float]:
     world = world_axis()
     alone = Bench(config, b, silent_axis("tp", tp), device)
     messages = {(what, kind): sizes for what, kind, sizes in alone.messages()} if tp > 1 else {}
@@ -221,7 +226,7 @@ def _measure(
             own["forward", kind], own["backward", kind], own["norm", kind], own["update", kind], wait["forward"],
             wait["backward"], messages.get(("forward", kind), ()), messages.get(("backward", kind), ()),
             own.get(("backward_input", kind), 0.0), unit.num_parameters, kept.get(kind, 0))
-    return costs
+    return costs, fmean(gather_objects(alone.had_core, world))
 
 
 def _kept(config: Config, tp: int, b: int, device: torch.device) -> dict[str, int]:
@@ -260,9 +265,12 @@ def _timed(bench: Bench, world: Axis, effort: Effort, *, own: bool) -> dict[tupl
         for unit in bench.units[1:]:
             unit.freeze(False)
     by_name: dict[tuple[str, str], list[float]] = {}
+    on_wall = of_own = 0.0
     for what, kind, first, last in stamps:
         (wall0, own0), (wall1, own1) = bench.clock.read(first), bench.clock.read(last)
         by_name.setdefault((what, kind), []).append(own1 - own0 if own else wall1 - wall0)
+        on_wall, of_own = on_wall + wall1 - wall0, of_own + own1 - own0
+    bench.had_core = min(1.0, of_own / on_wall) if on_wall else 1.0
     mine = {name: _typical(times) for name, times in by_name.items()}
     everyone = gather_objects(mine, world)
     return {name: fmean(rank[name] for rank in everyone) for name in mine}

@@ -62,7 +62,7 @@ def search(config: Config, machine: Machine, request: Request) -> Result:
     ranked = hopes.verified(ranked, failed)
     for candidate in failed:
         candidate.reason = candidate.reason or _why(candidate, ranked, limit)
-    return Result(ranked[: request.top], failed, len(found), limit)
+    return Result(ranked[: request.top], failed, hopes.considered, limit)
 
 
 class _Hopes:
@@ -72,9 +72,10 @@ class _Hopes:
         self.limit, self.request = limit, request
         self.footprints = Footprints()
         self._queue: list[tuple[float, int, Candidate]] = []
-        self._number = 0
+        self._number = self.considered = 0
         self._too_large: dict[object, int] = {}
         for candidate in candidates:
+            self.considered += 1
             self._push(candidate)
 
     def _push(self, candidate: Candidate) -> None:
@@ -96,7 +97,7 @@ class _Hopes:
 
     def verified(self, ranked: Sequence[Candidate], failed: list[Candidate]) -> list[Candidate]:
         """The best of them, whose memory was predicted exactly (quick: that of the first alone)."""
-        left, sure = list(ranked), []
+        left, sure = list(ranked), list[Candidate]()
         while left and len(sure) < self.request.top:
             candidate = left.pop(0)
             if candidate.memory is None and not (self.request.quick and sure):
@@ -122,6 +123,7 @@ class _Hopes:
             return
         if only_if_worth and max(stage.update for stage in model.stages) < _WORTH_SHARING * model.bound:
             return
+        self.considered += 1
         self._push(balanced(replace(candidate.config, parallel=replace(parallel, zero=1)), model.machine))
 
     def add_recomputed(self, candidate: Candidate) -> bool:

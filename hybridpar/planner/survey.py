@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,11 @@ def measure_here(
         keep_freed_memory()
     world, effort = world_axis(), QUICK if quick else FULL
     links = measure_links(world, device, sizes=QUICK_SIZES if quick else SIZES)
-    blocks = measure_blocks(config, degrees, sizes, device, effort)
+    blocks, had_core = measure_blocks(config, degrees, sizes, device, effort)
     hardware = _hardware(device, gather_objects(platform.node(), world))
+    # with cores to spare every rank has one
+    busy = hardware.devices_per_host * hardware.threads >= hardware.cores > 0
+    hardware = replace(hardware, efficiency=round(had_core, 4) if busy else 1.0)
     return Profile(hardware, blocks, links, settings_of(config), about=_about(effort, world.size))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.planner.cost import Machine
@@ -14,8 +15,6 @@ MODEL = ModelConfig(num_layers=6, hidden_size=64, num_heads=4, seq_length=32, vo
 
 def config(*, tp: int = 1, pp: int = 1, dp: int = 1, m: int = 8, b: int = 2, schedule: str = "1f1b",
            split: tuple[int, ...] = (), recompute: str = "none", zero: int = 0, **model: object) -> Config:
-    from dataclasses import replace
-
     return Config(
         model=replace(MODEL, **model), parallel=ParallelConfig(tp, pp, dp, zero),  # type: ignore[arg-type]
         pipeline=PipelineConfig(schedule=schedule, num_microbatches=m, split=split, recompute=recompute),  # type: ignore[arg-type]
@@ -33,7 +32,7 @@ def profile(base: Config, *, layer: float = 1.0, head: float = 1.0, sizes: Seque
                 messages = (1024 * b,) * 2 if tp > 1 and kind == "layer" else ()
                 blocks[kind, tp, b] = BlockCost(
                     forward, 2 * forward, 0.0, update, wait * bool(messages), wait * bool(messages), messages, messages,
-                    parameters=1000 // tp)
+                    parameters=20000 // tp)
     hardware = Hardware("made", 8, 1e9, cores=cores)
     return Profile(hardware, blocks, {"local": link()}, settings_of(base))
 

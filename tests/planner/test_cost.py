@@ -63,7 +63,8 @@ def test_pipelines_that_leave_a_server_share_what_it_has() -> None:
 def test_zero_shares_the_update_and_halves_the_reduction() -> None:
     base, sharded = made.config(dp=2, m=2), made.config(dp=2, m=2, zero=1)
     slow = made.link(latency=0.5)
-    plain, shared = (Model(c, made.machine(c, 2, made=made.profile(c, update=1.0), inner=slow)) for c in (base, sharded))
+    plain, shared = (
+        Model(c, made.machine(c, 2, made=made.profile(c, update=1.0), inner=slow)) for c in (base, sharded))
     assert shared.stages[0].update == pytest.approx(plain.stages[0].update / 2)
     assert shared.costs.reduce[0] == pytest.approx(plain.costs.reduce[0] / 2)  # type: ignore[index]
     assert shared.costs.gather[0] == pytest.approx(shared.costs.reduce[0])  # type: ignore[index]

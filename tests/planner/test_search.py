@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def test_finds_the_fastest_of_all(schedule: str) -> None:
               for one in every if one.config.parallel.dp > 1]
     fastest = min(one.model.step_time for one in every)
     result = search(config, on, Request(top=3))
-    assert result.ranked[0].model.step_time == pytest.approx(fastest)
+    # ZeRO-1 is not tried where it can gain less than a hundredth
+    assert result.ranked[0].model.step_time == pytest.approx(fastest, rel=0.01)
     times = [one.model.step_time for one in result.ranked]
     assert times == sorted(times)
     assert all(one.model.bound <= one.model.step_time * (1 + 1e-9) for one in every)
@@ -123,8 +125,6 @@ def test_the_plan_is_a_configuration_that_says_what_to_expect(tmp_path: Path) ->
 
 
 def test_parts_add_up_and_the_report_is_plain_data() -> None:
-    import json
-
     config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=0))
     result = search(config, machine(config, memory=1e10), Request())
     for one in result.ranked:
