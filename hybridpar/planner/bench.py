@@ -1,6 +1,6 @@
 """Measures blocks: the model's own, run one by one as if each were a stage, on all ranks of a job at the same time.
 
-    a pass    F embedding, F layer, .., F head,  B head, B layer, .., B embedding     as many layers as fit in a second
+    a pass    F embedding, F layer, .., F head,  B head, B layer, .., B embedding     six layers at most
     a batch   some passes, then norm and update of each block
 
 All ranks compute at once, as in training: they share the machine's memory and caches. Tensor parallelism is measured
@@ -23,8 +23,8 @@ from hybridpar.comm import barrier, gather_objects
 from hybridpar.config import Config
 from hybridpar.dp.accumulate import GradientAccumulator
 from hybridpar.grid import Axis, ProcessGrid
-from hybridpar.memory.footprint import sample_microbatch, silent_axis
-from hybridpar.models.build import DTYPES, build_blocks
+from hybridpar.memory.footprint import Buffers, sample_microbatch, silent_axis, trace_stage
+from hybridpar.models.build import DTYPES, Recomputation, build_blocks
 from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import reduce_shared_gradients
 from hybridpar.optim import ParameterSlot, build_optimizer, squared_norm
@@ -221,7 +221,7 @@ def _measure(
     costs = {}
     for i, kind in enumerate(KINDS):
         wait = {what: max(0.0, real[what, kind] - own[what, kind]) if real else 0.0 for what in ("forward", "backward")}
-        unit = alone.units[min(i, 1) if i < 2 else -1]
+        unit = alone.units[(0, 1, -1)[i]]
         costs[kind, tp, b] = BlockCost(
             own["forward", kind], own["backward", kind], own["norm", kind], own["update", kind], wait["forward"],
             wait["backward"], messages.get(("forward", kind), ()), messages.get(("backward", kind), ()),
@@ -231,9 +231,6 @@ def _measure(
 
 def _kept(config: Config, tp: int, b: int, device: torch.device) -> dict[str, int]:
     """Bytes that a micro-batch leaves in each kind of block between its forward and its backward."""
-    from hybridpar.memory.footprint import Buffers, trace_stage
-    from hybridpar.models.build import Recomputation
-
     at = replace(config, train=replace(config.train, micro_batch_size=b),
                  parallel=replace(config.parallel, tp=tp, pp=1, dp=1))
     last = config.model.num_blocks - 1

@@ -157,7 +157,7 @@ def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:
 def planned(candidate: Candidate) -> Config:
     """The candidate's configuration, with what is predicted of it."""
     memory: Sequence[float] = [round(stage.total / _MIB, 1) for stage in candidate.memory or ()]
-    plan = PlanConfig(step_ms=round(1e3 * candidate.model.step_time, 3), memory_mib=tuple(memory))
+    plan = PlanConfig(step_ms=round(1e3 * candidate.model.step_time, 6), memory_mib=tuple(memory))
     return replace(candidate.config, plan=plan)
 
 
