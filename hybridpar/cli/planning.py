@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
 Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
+_QUIET = 0.8
+"""Share of the cores that ranks must have got for a quick profile to be kept."""
 _WIDEST = 400
 """Characters of a line of a picture in a terminal."""
 _TIMES = ("forward", "backward", "waits", "optimizer")
@@ -289,9 +291,13 @@ def cached_profile(config: Config, launch: Launch) -> Measured:
     path = Path(config.data.cache or Path(config.run.dir) / "data") / "profiles" / f"{key}.json"
     if path.exists():
         return read_profile(path)
-    print("measuring this machine (kept for next time)", file=sys.stderr)
+    print("measuring this machine", file=sys.stderr)
     profile = survey(config, launch, quick=True)
-    write_profile(profile, path)
+    if (share := profile.hardware.efficiency) < _QUIET:
+        print(f"other programs took {1 - share:.0%} of the cores meanwhile: times are uncertain, and not kept",
+              file=sys.stderr)
+    else:
+        write_profile(profile, path)
     return profile
 
 
