@@ -209,6 +209,16 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """What `hybridpar plan` predicts of this configuration; a run says at its end how that compares."""
+
+    step_ms: float = 0.0
+    """Time of a step; 0: nothing is predicted."""
+    memory_mib: tuple[float, ...] = ()
+    """Peak memory of a process of each stage."""
+
+
+@dataclass(frozen=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -218,6 +228,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
     def global_batch_size(self) -> int:

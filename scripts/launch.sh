@@ -2,24 +2,44 @@
 #
 #   launch CONFIG [--section.key value ...]
 #
-# Grid, by environment variables:       TP PP DP (DP empty: fill the job)
-# Processes on this host:               NPROC (default: the GPUs found, else TP * PP * DP on the CPU with Gloo)
+# Grid, by environment variables:       TP PP DP. Those that are given stay; the planner (hybridpar plan) chooses the others,
+#                                       by a quick profile of this machine, which is kept. With all three given, on several
+#                                       hosts, and for a plan.toml, nothing is planned: those left out are the configuration's
+# Samples of a step:                    BATCH (default: the configuration's micro-batches on its replicas), where planned
+# Processes on this host:               NPROC (default: the GPUs found, else one a core, or as many as the grid has)
 # Several hosts, on each the same line: NNODES NODE_RANK MASTER_ADDR MASTER_PORT (torchrun's rendezvous)
 launch() {
     local config=$1; shift
-    local tp="${TP:-1}" pp="${PP:-1}" dp="${DP:-1}" nnodes="${NNODES:-1}" gpus
-    gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
-    if [ -z "${NPROC:-}" ]; then
-        if [ "$gpus" -gt 0 ]; then NPROC=$gpus; else NPROC=$(( (tp * pp * dp + nnodes - 1) / nnodes )); fi
-    fi
+    local nnodes="${NNODES:-1}" grid=() kept="" number=1 axis given word json=()
+    for axis in TP PP DP; do
+        given="${!axis:-}"
+        if [ -n "$given" ]; then
+            number=$(( number * given )); kept+="${kept:+,}${axis,,}=$given"; grid+=("--parallel.${axis,,}" "$given")
+        fi
+    done
+    # one core a process unless told otherwise: ranks are the parallelism
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     local rendezvous=(--standalone)
     if [ "$nnodes" -gt 1 ]; then
         rendezvous=(--nnodes "$nnodes" --node-rank "${NODE_RANK:?rank of this host, 0 to NNODES - 1}"
                     --master-addr "${MASTER_ADDR:?address of host 0}" --master-port "${MASTER_PORT:-29500}")
+        if [ -z "${NPROC:-}" ]; then
+            NPROC=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+            [ "$NPROC" -gt 0 ] || NPROC=$(( (number + nnodes - 1) / nnodes ))
+        fi
+    elif [ "${#grid[@]}" -lt 6 ] && ! grep -q '^\[plan\]' "$config"; then
+        "$PYTHON" -m hybridpar plan "$config" "$@" --brief --grid "$kept" --devices "${NPROC:-0}" \
+            --batch_size "${BATCH:-0}" --out "runs/plans/$(basename "$config")" >/dev/null
+        config="runs/plans/$(basename "$config")" grid=()
+        for word in "$@"; do [ "$word" != --json ] || json=(--json); done
+        set -- ${json[@]+"${json[@]}"}  # the plan has the other flags in it
     fi
-    [ "$gpus" -gt 0 ] && dp="${DP:-0}"
-    # one core a process unless told otherwise: ranks are the parallelism
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    if [ -z "${NPROC:-}" ] && [ "${#grid[@]}" -eq 6 ]; then
+        NPROC=$number
+    elif [ -z "${NPROC:-}" ]; then
+        NPROC=$(awk -F ' *= *' '/^\[/ { section = $1 } section ~ /^\[parallel\]/ && $1 ~ /^(tp|pp|dp)$/ && $2 + 0 > 0 {
+                n = (n ? n : 1) * ($2 + 0) } END { print n ? n : 1 }' "$config")
+    fi
     "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" \
-        -m hybridpar train "$config" --parallel.tp "$tp" --parallel.pp "$pp" --parallel.dp "$dp" "$@"
+        -m hybridpar train "$config" ${grid[@]+"${grid[@]}"} "$@"
 }

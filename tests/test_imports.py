@@ -12,8 +12,8 @@ PACKAGE = ROOT / "hybridpar"
 # lowest first; modules of one layer may import each other and everything below
 LAYERS = (
     ("errors",), ("config",), ("native",), ("grid", "random"), ("comm",), ("ops",), ("nn",),
-    ("models", "pipeline.plan"), ("pipeline.run",), ("optim",), ("dp",), ("data", "planner"), ("checkpoint",),
-    ("validate",), ("memory",), ("train",), ("verify",), ("commands",), ("cli",), ("__main__",),
+    ("models", "pipeline.plan"), ("pipeline.run",), ("optim",), ("dp",), ("data",), ("checkpoint",),
+    ("validate",), ("memory",), ("train",), ("verify", "planner"), ("commands",), ("cli",), ("__main__",),
 )
 RANK = {name: i for i, names in enumerate(LAYERS) for name in names}
 

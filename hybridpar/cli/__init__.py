@@ -1,4 +1,4 @@
-"""The command line: hybridpar train | verify | check | simulate | preprocess | generate | export |
+"""The command line: hybridpar train | verify | check | profile | plan | simulate | preprocess | generate | export |
 import | doctor.
 
     hybridpar train CONFIG.toml --parallel.tp 2 --train.num_steps 100       alone, or under torchrun

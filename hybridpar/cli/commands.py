@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import FlagConversionOff, Positional, arg
 
 from hybridpar.cli.exchange import Export, Import
+from hybridpar.cli.planning import Plan, Profile, Simulate, resolved
 from hybridpar.config import Config, Launch
 from hybridpar.errors import config_error
 
@@ -124,66 +125,6 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Simulate:
-    """Draw the pipeline schedule of a configuration, and say how long stages would be idle and a step would take."""
-
-    path: ConfigFile
-    config: Overrides
-    measured: Annotated[str, arg(name="run")] = ""
-    """A run folder: simulate with the costs that it has measured. Stands for its configuration, too; other schedules
-    and numbers of micro-batches may be asked for."""
-    svg: str = ""
-    """Also write a picture to this file."""
-    perfetto: str = ""
-    """Also write a trace for ui.perfetto.dev to this file."""
-    batches: int = 2
-    """Batches to draw."""
-    json: bool = False
-
-    def run(self, launch: Launch) -> int:
-        from hybridpar.pipeline.plan.draw import draw, draw_svg
-        from hybridpar.pipeline.plan.perfetto import trace_entries, trace_json
-        from hybridpar.train.preview import costs_of_run, preview
-
-        if self.batches < 1:
-            raise config_error("batches", self.batches, "must be positive", "2")
-        config = resolved(self.config)
-        pipeline, stages = config.pipeline, config.parallel.pp
-        run = costs_of_run(Path(self.measured), config) if self.measured else None
-        shown = preview(config, self.batches, run.measured.costs if run else None)
-        # a second has so many units of the simulation; what takes one where nothing is measured is drawn as 1 ms
-        per_second = 1.0 if run else 1e3
-        drawn = shown.timeline.scaled(1e3 / per_second)
-        title = f"{pipeline.schedule}, {stages} stages, {pipeline.num_microbatches} micro-batches a batch"
-        if self.svg:
-            heading = f"{title} (simulated, in milliseconds)" if run else title
-            Path(self.svg).write_text(draw_svg(drawn, title=heading), encoding="utf-8")
-        if self.perfetto:
-            names = {stage: (stage, f"stage {stage}") for stage in range(stages)}
-            entries = trace_entries(shown.timeline, names, per_second=per_second)
-            Path(self.perfetto).write_text(trace_json(entries), encoding="utf-8")
-        out = sys.stderr if self.json else sys.stdout
-        print(f"{title}\n\n{draw(drawn)}\n", file=out)
-        time = f"{shown.step_time:.2f} times the forward of the costliest stage"
-        if run:
-            time = (f"{1e3 * shown.step_time:.4g} ms, from the costs of {self.measured} (where one took "
-                    f"{1e3 * run.measured.step_time:.4g} ms with {run.ordering.schedule} and "
-                    f"{run.sizes.num_microbatches} micro-batches)")
-        print(f"steady state: a batch takes {time}", file=out)
-        for stage in range(stages):
-            print(f"  stage {stage}: idle {100 * shown.bubble[stage]:4.1f} %, at most {shown.peak_activations[stage]} "
-                  f"micro-batches in flight, {shown.peak_versions[stage]} weight versions", file=out)
-        if self.json:
-            print(json.dumps({
-                "ok": True, "schedule": pipeline.schedule, "stages": stages,
-                "num_microbatches": pipeline.num_microbatches, "step_time": shown.step_time, "bubble": shown.bubble,
-                "peak_activations": shown.peak_activations, "peak_versions": shown.peak_versions,
-                "makespan": shown.timeline.makespan, "unit": "s" if run else "forward of the costliest stage",
-                "measured_step_time": run.measured.step_time if run else None, "svg": self.svg or None}))
-        return 0
-
-
-@dataclass(frozen=True)
 class Preprocess:
     """Turn text into a tokenised corpus (.bin, .idx, tokenizer.json) that data.corpus can name."""
 
@@ -268,16 +209,8 @@ class Doctor:
 
 COMMANDS: dict[str, type[Any]] = {
     kind.__name__.lower(): kind for kind in (
-        Train, Verify, Check, Simulate, Preprocess, Generate, Export, Import, Doctor)
+        Train, Verify, Check, Profile, Plan, Simulate, Preprocess, Generate, Export, Import, Doctor)
 }
-
-
-def resolved(config: Config, world_size: int = 0) -> Config:
-    """The configuration with its grid filled in (world_size 0: as many processes as it has). Raises: ConfigError."""
-    from hybridpar.validate import resolve
-
-    parallel = config.parallel
-    return resolve(config, world_size or max(1, parallel.tp * parallel.pp * max(parallel.dp, 1)))
 
 
 def parse_grid(text: str) -> dict[str, int]:

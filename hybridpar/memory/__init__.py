@@ -1,7 +1,8 @@
 """Memory: measured from the allocator, and predicted before a run."""
 
+from hybridpar.memory.layers import Footprints
 from hybridpar.memory.meter import Meter, Usage, measure
 from hybridpar.memory.predict import StageMemory, predict
 from hybridpar.memory.report import Comparison, MemoryWatch, table
 
-__all__ = ["Comparison", "MemoryWatch", "Meter", "StageMemory", "Usage", "measure", "predict", "table"]
+__all__ = ["Comparison", "Footprints", "MemoryWatch", "Meter", "StageMemory", "Usage", "measure", "predict", "table"]

@@ -68,7 +68,7 @@ def trace_stage(
 
     Of the tp ranks and the replicas it is the first, whose share is the largest where a split is uneven.
     """
-    batch = _microbatch(config)
+    batch = sample_microbatch(config)
     with Tracker(device) as tracker:
         traced = _TracedStage(config, blocks, recompute, buffers, tracker)
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
@@ -89,12 +89,12 @@ class _TracedStage:
     def __init__(self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, tracker: Tracker):
         model, dtype, device = config.model, DTYPES[config.train.dtype], tracker.device
         self.config, self.tracker = config, tracker
-        self.tp = _silent_axis("tp", config.parallel.tp)
+        self.tp = silent_axis("tp", config.parallel.tp)
         built = build_blocks(model, self.tp, blocks, kernels=config.kernels, dtype=dtype)
         self.stage = Stage(built, recompute)
         parameters = StageParameters(self.stage, dtype)
         placements, dp = parameters.placements, config.parallel.dp
-        routes = make_routes(config, placements, 0, _silent_axis("dp", dp), _silent_axis("ends", 2 * dp))
+        routes = make_routes(config, placements, 0, silent_axis("dp", dp), silent_axis("ends", 2 * dp))
         owned = Partition(parameters.layout, routes).owned
         self.weights = WeightStore(
             parameters, Ownership(owned), buffers.versions, device, predict=config.optim.staleness == "prediction")
@@ -169,7 +169,7 @@ def _num_bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def _microbatch(config: Config) -> dict[str, Tensor]:
+def sample_microbatch(config: Config) -> dict[str, Tensor]:
     """A micro-batch of full sequences; of BERT's positions, the usual share is labelled."""
     model, b = config.model, config.train.micro_batch_size
     shape = (b, model.seq_length)
@@ -200,5 +200,6 @@ class _SilentGroup(dist.ProcessGroup):
         return _Done()
 
 
-def _silent_axis(name: str, size: int) -> Axis:
+def silent_axis(name: str, size: int) -> Axis:
+    """An axis of `size` ranks, of which this is the first, whose collectives send nothing and change nothing."""
     return Axis(name, 0, tuple(range(size)), _SilentGroup(0, size) if size > 1 else None)  # type: ignore[call-arg]

@@ -11,7 +11,7 @@ The plan says what is in flight when, so a schedule needs no rule of its own her
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from hybridpar.config import Config
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
-from hybridpar.models.build import recomputed_blocks
+from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.passes import lower
@@ -59,11 +59,18 @@ class StageMemory:
         return asdict(self) | {"total": self.total}
 
 
-def predict(config: Config, schedule: Schedule | None = None, device: torch.device | None = None) -> list[StageMemory]:
+Tracer = Callable[[Config, range, Recomputation, Buffers, torch.device], Footprint]
+
+
+def predict(
+    config: Config, schedule: Schedule | None = None, device: torch.device | None = None, *,
+    trace: Tracer = trace_stage,
+) -> list[StageMemory]:
     """The peak memory of a rank of each pipeline stage, as the allocator of `device` will count it.
 
     `config`: resolved. `schedule`, `device`: None: those that the configuration names, or the CPU where this machine
-    has no other. On a CPU, what kernels need inside is not in it: up to some megabytes a thread.
+    has no other. On a CPU, what kernels need inside is not in it: up to some megabytes a thread. `trace`: one that
+    remembers (layers.Footprints) where many configurations are asked for.
     """
     schedule = schedule or schedule_of(config.pipeline)
     device = device or default_device(config)
@@ -80,7 +87,7 @@ def predict(config: Config, schedule: Schedule | None = None, device: torch.devi
         again = tuple(number in recompute[stage].blocks for number in blocks)
         pattern = (len(blocks), ends, again, recompute[stage].whole, buffers)
         if pattern not in traced:
-            traced[pattern] = trace_stage(config, blocks, recompute[stage], buffers, device)
+            traced[pattern] = trace(config, blocks, recompute[stage], buffers, device)
         actions = lower(schedule, walked, stage, schedule.sync_steps, batches_to_peak(config), gather=gather)
         found.append(walk(actions, traced[pattern], walked))
     return found

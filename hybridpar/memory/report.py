@@ -94,12 +94,15 @@ class MemoryWatch:
             self._meter.read()  # takes what has piled up
 
     def compare(self, grid: ProcessGrid) -> Comparison:
-        """Ends the measurement. Collectives: one gather over the grid."""
+        """Ends the measurement. A plan's prediction is compared with, where there is one. Collectives: one gather."""
         self._meter.close()
         mine = (grid.pp.rank, self._meter.read().peak)
         peaks = [0] * grid.pp.size
         for stage, peak in gather_objects(mine, grid.world):
             peaks[stage] = max(peaks[stage], peak)
+        planned = self._config.plan.memory_mib
+        if len(planned) == grid.pp.size:
+            return Comparison(tuple(peaks), tuple(round(_MIB * mib) for mib in planned))
         return Comparison(tuple(peaks), tuple(s.total for s in predict(self._config, device=self._device)))
 
 

@@ -57,6 +57,8 @@ class Link:
     """Share of `bandwidth` that a large message reaches. An estimate: protocol and packets cost about a fifth."""
     pair_bandwidth: float = 0.0
     """Between two devices alone, where a device's links lead to several others; 0: all of it."""
+    call: float = 0.0
+    """What a rank takes to issue a message."""
 
     def transfer_time(self, num_bytes: float, flows: float = 1) -> float:
         """A message to one neighbour, while `flows` equal ones share this link in the same direction."""
@@ -68,6 +70,14 @@ class Link:
             return 0.0
         steps = 2 * (ranks - 1)
         return steps * (self.latency + num_bytes / ranks * rings / (self.bandwidth * self.share))
+
+    def transfer_work(self, num_bytes: float) -> float:
+        """CPU time for a message: none, devices send on their own."""
+        return 0.0
+
+    def ring_work(self, num_bytes: float, ranks: int) -> float:
+        """CPU time for an all-reduce."""
+        return 0.0
 
 
 DEVICES = {

@@ -107,7 +107,8 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         if config.pipeline.early_switch == "auto":
             config = settle_early_switch(config, grid, device)
             reporter.say(f"pipeline.early_switch: {config.pipeline.early_switch}, the smallest that costs no time here")
-        watch = MemoryWatch(config, device) if config.train.measure_memory else None
+        watched = config.train.measure_memory or bool(config.plan.memory_mib)
+        watch = MemoryWatch(config, device) if watched else None
         engine = Engine(config, grid, device)
         root = config.run.folder / run_folder.CHECKPOINTS
         resumed = checkpoint.resume(root, engine, data.train.fingerprint, reporter.say)

@@ -12,6 +12,7 @@ import signal
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ class Run:
         self.recorder: trace.Recorder | None = None
         self.traced = False
         self.costs: RunCosts | None = None
+        self.step_seconds: list[float] = []
         self.flops_per_token = training_flops_per_token(config.model)
         self.peak, source = peak_flops(config, engine.device, self.grid.world)
         reporter.say(f"MFU = tokens/s x {self.flops_per_token:,} FLOP/token (6 N + 12 L h s) / {self.peak / 1e9:,.0f} "
@@ -150,6 +152,7 @@ class Run:
         if self.recorder is not None:
             self.recorder.after_step(result.step)
         seconds = self.clock.seconds(result.step - 1)
+        self.step_seconds.append(seconds)
         self.loss, settings = result.loss, self.config.train
         if self.metrics is None or (result.step % settings.log_interval and result.step != settings.num_steps):
             return
@@ -222,6 +225,10 @@ class Run:
         if not self.writes:
             return
         few = f"no {run_folder.COSTS}: that takes {_TRACED_STEPS} steps in a row without an evaluation or a checkpoint"
+        if self.config.plan.step_ms and len(self.step_seconds) >= _TRACED_STEPS:
+            planned, took = self.config.plan.step_ms, 1e3 * median(self.step_seconds)
+            self.reporter.say(f"plan: a step takes {took:.4g} ms (median of {len(self.step_seconds)}), "
+                              f"{planned:.4g} ms predicted ({100 * (planned / took - 1):+.1f} %)")
         for line in describe(self.costs) if self.costs is not None else [few] * self.traced:
             self.reporter.say(line)
         rows = read_metrics(self.folder / run_folder.METRICS)

@@ -1,0 +1,270 @@
+"""Claims: on two cores, `hybridpar plan` predicts the step time of every grid within 15% and its memory within 5%, and
+its first choice is the fastest grid that was measured, or within 5% of it.
+
+    python -m benchmarks.planner                                    ranks of one machine
+    sudo env "PATH=$PATH" python -m benchmarks.planner --link lan=200:1     two hosts and a slow link (scripts/testbed)
+
+The machine is profiled once, as `hybridpar profile` does. Then every grid is trained, in every round, by Gloo ranks of
+one thread each; the median over the rounds counts. `ratio`: predicted over measured. The planner chooses among the
+grids for the same global batch, and what it chooses is trained like the others. Memory: the allocator's peak of the
+fullest stage, in a run of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import SHAPES, FixedLoader, Shape, arguments, engine_config, parse, run_ranks, write_results
+from hybridpar.config import Config, Launch
+from hybridpar.grid import ProcessGrid
+from hybridpar.memory import MemoryWatch
+from hybridpar.planner.candidates import Request
+from hybridpar.planner.cluster import measured_machine
+from hybridpar.planner.cost import Model
+from hybridpar.planner.profile import Profile, read_profile, write_profile
+from hybridpar.planner.search import search
+from hybridpar.planner.survey import measure_here, survey
+from hybridpar.train import trace
+from hybridpar.train.costs import run_costs
+from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.launch import keep_freed_memory
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTBED = ROOT / "scripts" / "testbed" / "testbed.py"
+STATE_VARIABLE, CANNOT_RUN = "TESTBED_STATE", 77  # as in testbed.py
+GRIDS = ((1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1), (2, 1, 2))
+MEANING = ("ratio: predicted step time over measured, median of rounds; of a choice: its measured step time over that "
+           "of the fastest")
+TIME_BOUND, MEMORY_BOUND, CHOICE_BOUND = 0.15, 0.05, 0.05
+
+
+@dataclass
+class Case:
+    """One configuration: what is predicted, and what was measured in each round."""
+
+    config: Config
+    predicted: float
+    measured: list[float] = field(default_factory=list)
+    memory: tuple[int, int] = (0, 0)
+    """Measured and predicted, of the fullest stage."""
+
+    @property
+    def name(self) -> str:
+        parallel, pipeline = self.config.parallel, self.config.pipeline
+        zero = " zero" if parallel.zero else ""
+        warmup = f" {pipeline.warmup}" if pipeline.warmup != "depth" else ""
+        return (f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp} {pipeline.schedule}{warmup} "
+                f"{pipeline.num_microbatches}x{self.config.train.micro_batch_size}{zero}")
+
+    @property
+    def ranks(self) -> int:
+        return self.config.parallel.tp * self.config.parallel.pp * self.config.parallel.dp
+
+    @property
+    def typical(self) -> float:
+        return statistics.median(self.measured)
+
+    def row(self, settings: dict[str, Any]) -> dict[str, Any]:
+        measured, predicted = self.memory
+        return {
+            "case": self.name, "ratio": round(self.predicted / self.typical, 4),
+            "predicted_ms": round(1e3 * self.predicted, 3), "measured_ms": [round(1e3 * t, 3) for t in self.measured],
+            "memory_measured": measured, "memory_predicted": predicted,
+            "memory_ratio": round(predicted / measured, 4) if measured else None, "settings": settings}
+
+
+def train_all(configs: Sequence[Config], shape: Shape, batches: int, with_memory: bool) -> list[Any]:
+    """Step time of each, or the peaks of its stages, measured and predicted. Collectives: on all ranks."""
+    keep_freed_memory()
+    return [_memory(c, shape) if with_memory else _step_time(c, shape, batches) for c in configs]
+
+
+def _engine(config: Config, shape: Shape) -> tuple[ProcessGrid, FixedLoader]:
+    parallel = config.parallel
+    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
+    scaled = replace(shape, micro_batch=config.train.micro_batch_size)
+    return grid, FixedLoader(scaled, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size)
+
+
+def _step_time(config: Config, shape: Shape, batches: int) -> float:
+    grid, loader = _engine(config, shape)
+    engine = Engine(config, grid, torch.device("cpu"))
+    recorder = trace.Recorder(engine.executor, 0, batches + trace.WARMUP)
+    engine.train(loader, batches + trace.WARMUP, partial(_after_step, recorder))
+    recorder.close()
+    costs = run_costs(config, trace.gather(recorder, grid))
+    assert costs is not None, f"{batches} batches are too few"
+    return costs.measured.step_time
+
+
+def _after_step(recorder: trace.Recorder, result: StepResult) -> None:
+    recorder.after_step(result.step)
+
+
+def _memory(config: Config, shape: Shape) -> tuple[int, int]:
+    grid, loader = _engine(config, shape)
+    device = torch.device("cpu")
+    watch = MemoryWatch(config, device)
+    engine = Engine(config, grid, device)
+    engine.train(watch.loader(loader), 5, lambda result: None)
+    compared = watch.compare(grid)
+    fullest = max(range(grid.pp.size), key=compared.measured.__getitem__)
+    return compared.measured[fullest], compared.predicted[fullest]
+
+
+def choose(base: Config, profile: Profile, ranks: int, batch: int, batches: Sequence[int]) -> Config:
+    """What the planner takes for so many ranks."""
+    free = replace(base, parallel=replace(base.parallel, tp=1, pp=1, dp=0))
+    names = (base.pipeline.schedule,)
+    request = Request(batch_size=batch, schedules=names, micro_batches=tuple(batches), quick=True)
+    return search(free, measured_machine(profile, ranks), request).ranked[0].config
+
+
+def plan_cases(
+    base: Config, profile: Profile, batch: int, ranks: Sequence[int]
+) -> tuple[list[Case], dict[int, Config]]:
+    """Every grid of so many ranks, and what the planner chooses for each number of them."""
+    b = base.train.micro_batch_size
+    configs = [
+        replace(base, parallel=replace(base.parallel, tp=tp, pp=pp, dp=dp),
+                pipeline=replace(base.pipeline, num_microbatches=batch // (b * dp)))
+        for tp, pp, dp in GRIDS if tp * pp * dp in ranks]
+    chosen = {n: choose(base, profile, n, batch, (b,)) for n in ranks if n > 1}
+    for config in chosen.values():
+        if not any(_same(config, other) for other in configs):
+            configs.append(config)
+    cases = []
+    for config in configs:
+        n = config.parallel.tp * config.parallel.pp * config.parallel.dp
+        cases.append(Case(config, Model(config, measured_machine(profile, n)).step_time))
+    return cases, chosen
+
+
+def _same(a: Config, b: Config) -> bool:
+    """Whether two configurations train in the same way."""
+    plain = [replace(c.pipeline, split=()) for c in (a, b)]
+    return a.parallel == b.parallel and plain[0] == plain[1] and a.train == b.train and (
+        a.pipeline.split == b.pipeline.split or not (a.pipeline.split and b.pipeline.split))
+
+
+def report(cases: Sequence[Case], chosen: dict[int, Config], settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Prints and returns the entries of the result file."""
+    rows = [case.row(settings) for case in cases]
+    for case, row in zip(cases, rows, strict=True):
+        print(f"{case.name:<40} measured {1e3 * case.typical:8.1f} ms, predicted {row['ratio']:.3f} of that; memory "
+              f"{row['memory_ratio'] or 0:.3f}", flush=True)
+    for n, config in chosen.items():
+        here = [case for case in cases if case.ranks == n]
+        fastest = min(here, key=lambda case: case.typical)
+        taken = next(case for case in here if _same(case.config, config))
+        over = taken.typical / fastest.typical
+        print(f"{n} ranks: chosen {taken.name}, {over:.3f} times the fastest, {fastest.name}", flush=True)
+        rows.append({"case": f"choice of {n} ranks", "chosen": taken.name, "fastest": fastest.name,
+                     "ratio": round(over, 4), "settings": settings})
+    return rows
+
+
+def on_one_machine(args: Any) -> list[dict[str, Any]]:
+    rows = []
+    for shape_name in args.shapes:
+        shape = SHAPES[shape_name]
+        for schedule in args.schedules:
+            base = engine_config(shape, schedule=schedule, num_microbatches=args.batch // shape.micro_batch)
+            path = Path(args.profile) if args.profile else None
+            profile = read_profile(path) if path and path.exists() else survey(
+                base, Launch(0, 0, 1, 1), sizes=(shape.micro_batch,))
+            if path:
+                write_profile(profile, path)
+            cases, chosen = plan_cases(base, profile, args.batch, args.ranks)
+            for round_ in range(args.rounds + 1):
+                for n in args.ranks:
+                    here = [case for case in cases if case.ranks == n]
+                    found = run_ranks(train_all, n, [c.config for c in here], shape, args.batches, round_ == 0)
+                    for case, value in zip(here, found, strict=True):
+                        print(f"{case.name:<40} {value} predicted {case.predicted:.4f}", flush=True)
+                        if round_ == 0:
+                            case.memory = value
+                        else:
+                            case.measured.append(value)
+            rows += report(cases, chosen, {"shape": shape_name, "schedule": schedule, "batch": args.batch, "link": ""})
+    return rows
+
+
+def on_host(args: Any) -> list[dict[str, Any]] | None:
+    """Everything, on one of the two ranks of the test bed."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    rows = []
+    for shape_name in args.shapes:
+        shape = SHAPES[shape_name]
+        for schedule in args.schedules:
+            base = engine_config(shape, schedule=schedule, num_microbatches=args.batch // shape.micro_batch)
+            profile = measure_here(base, (1, 2), (shape.micro_batch,), False, torch.device("cpu"))
+            shared = [profile]
+            dist.broadcast_object_list(shared)
+            cases, chosen = plan_cases(base, shared[0], args.batch, (2,))
+            for _ in range(args.rounds):
+                for case in cases:
+                    case.measured += train_all([case.config], shape, args.batches, False)
+            if dist.get_rank() == 0:
+                rows += report(cases, chosen,
+                               {"shape": shape_name, "schedule": schedule, "batch": args.batch, "link": args.link})
+    dist.barrier()
+    first = dist.get_rank() == 0
+    dist.destroy_process_group()
+    return rows if first else None
+
+
+def launch(args: Any) -> int:
+    """Makes the hosts, runs this module on them, and removes them."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    testbed = [sys.executable, str(TESTBED), "--name", f"planner{os.getpid()}"]
+    made = subprocess.run([*testbed, "up", "--link", args.link], stdout=subprocess.DEVNULL).returncode
+    if made:
+        print("benchmarks.planner: skipped, as this machine cannot make the hosts (see above)")
+        return 0 if made == CANNOT_RUN else made
+    try:
+        name = args.link.partition("=")[0]
+        command = ["run", "--link", name, "1", "-m", "benchmarks.planner", *sys.argv[1:]]
+        return subprocess.run([*testbed, *command], cwd=ROOT).returncode
+    finally:
+        subprocess.run([*testbed, "down"])
+
+
+def main() -> int:
+    parser = arguments(__doc__, rounds=2, shapes=["small"])
+    parser.add_argument("--schedules", nargs="+", default=["1f1b"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--batch", type=int, default=16, help="samples of a step")
+    parser.add_argument("--batches", type=int, default=4, help="recorded batches of a run")
+    parser.add_argument("--profile", default="", help="read the profile from here if it is there, else keep it here")
+    parser.add_argument("--link", default="", metavar="NAME=MBIT:DELAY_MS", help="over two hosts and this link")
+    args = parse(parser)
+    if args.link and STATE_VARIABLE not in os.environ:
+        return launch(args)
+    rows = on_host(args) if args.link else on_one_machine(args)
+    if rows is not None:
+        times = [r["ratio"] for r in rows if "measured_ms" in r]
+        within = sum(abs(ratio - 1) <= TIME_BOUND for ratio in times)
+        print(f"{within} of {len(times)} step times within {TIME_BOUND:.0%}")
+        print(write_results("planner", rows, args, meaning=MEANING))
+        print(json.dumps({"rows": len(rows)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+"""The commands that measure, plan and simulate: `profile`, `plan`, `simulate`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import FlagConversionOff, Positional, arg
+
+from hybridpar.config import Config, Launch, load_toml, to_toml
+from hybridpar.errors import config_error
+
+if TYPE_CHECKING:
+    from hybridpar.pipeline.plan.costs import Costs
+    from hybridpar.planner.candidates import Candidate
+    from hybridpar.planner.cost import Machine
+    from hybridpar.planner.profile import Profile as Measured
+
+ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
+Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
+_QUIET = 0.8
+"""Share of the cores that ranks must have got for a quick profile to be kept."""
+_WIDEST = 400
+"""Characters of a line of a picture in a terminal."""
+_TIMES = ("forward", "backward", "waits", "optimizer")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measure what the blocks of a model, and messages, take on this machine; alone, or under torchrun."""
+
+    path: ConfigFile
+    config: Overrides
+    out: str = "profile.json"
+    tp: tuple[int, ...] = ()
+    """Tensor-parallel degrees; empty: 1, 2, 4, .. as many as ranks."""
+    micro_batch: tuple[int, ...] = ()
+    """Micro-batch sizes; empty: the configuration's and twice that."""
+    ranks: int = 0
+    """Processes on a CPU, where torchrun has not started any; 0: one a core."""
+    quick: bool = False
+    """A few seconds: less of everything."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.planner.profile import write_profile
+        from hybridpar.planner.survey import survey
+
+        resolved(self.config)
+        if self.ranks < 0:
+            raise config_error("ranks", self.ranks, "must not be negative", "0")
+        profile = survey(self.config, launch, degrees=self.tp, sizes=self.micro_batch, quick=self.quick,
+                         ranks=self.ranks)
+        if launch.rank:
+            return 0
+        write_profile(profile, Path(self.out))
+        print(json.dumps({"ok": True, "profile": self.out}) if self.json else "\n".join(profile_lines(profile)))
+        if not self.json:
+            print(self.out)
+        return 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Choose grid, split, micro-batch size, schedule and recomputation, and say why; writes a plan for `train`."""
+
+    path: ConfigFile
+    config: Overrides
+    profile: str = ""
+    """What `hybridpar profile` has measured; empty: this machine is measured, quickly, and that is kept."""
+    cluster: str = ""
+    """A cluster.toml: plan for machines that are not at hand. With a profile, its blocks are used, and these links."""
+    devices: int = 0
+    """How many to use; 0: all GPUs or cores here, or all of the cluster."""
+    batch_size: int = 0
+    """Samples of a step, however they are divided; 0: the configuration's micro-batches on its replicas."""
+    grid: str = ""
+    """Sizes to keep, such as tp=2,pp=1. Axes to which the configuration gives more than one rank are kept, too."""
+    schedules: tuple[str, ...] = ()
+    """Schedules to choose from; empty: the configuration's, and 1f1b where it trains alike."""
+    micro_batches: tuple[int, ...] = ()
+    """Micro-batch sizes to choose from; empty: those profiled, and powers of two between."""
+    top: int = 5
+    """How many to rank."""
+    out: str = "plan.toml"
+    svg: str = ""
+    """Also draw the pipeline, to this file."""
+    brief: bool = False
+    """For scripts: one line, on stderr; a run that has begun goes on as it is."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.planner import report
+        from hybridpar.planner.candidates import Request
+        from hybridpar.planner.search import search
+
+        resolved(replace(self.config, parallel=replace(self.config.parallel, tp=1, pp=1, dp=1),
+                         pipeline=replace(self.config.pipeline, split=(), recompute="none", schedule="1f1b",
+                                          early_switch="off", warmup="depth", gradient_buffers=0, sync_steps=0),
+                         optim=replace(self.config.optim, staleness="none")))
+        for name, value in (("devices", self.devices), ("top", self.top - 1)):
+            if value < 0:
+                raise config_error(name, value, "is too small", "1")
+        if self.brief and (begun := self._begun()) is not None:
+            Path(self.out).parent.mkdir(parents=True, exist_ok=True)
+            Path(self.out).write_text(to_toml(begun), encoding="utf-8")
+            print(f"plan: {report.describe(begun)}, as {self.config.run.folder} began", file=sys.stderr)
+            return 0
+        request = Request(self._keep(), self.batch_size, self.schedules, self.micro_batches, self.top, quick=self.brief)
+        machine = machine_for(self.config, launch, self.profile, self.cluster, self.devices, self._keep())
+        result = search(self.config, machine, request)
+        if self.json:
+            print(json.dumps(report.as_json(result)))
+        elif not self.brief:
+            from rich.console import Console
+
+            source = "estimated" if machine.profile.estimated else "measured"
+            print(f"{machine.num_devices} x {machine.profile.hardware.name}, {source} times of blocks")
+            Console(width=None if sys.stdout.isatty() else 160).print(report.table(result))
+            print("\n".join(report.failures(result)))
+        if not result.ranked:
+            print("hybridpar plan: nothing fits: " + "; ".join(report.failures(result)), file=sys.stderr)
+            return 1
+        best = result.ranked[0]
+        report.write_plan(best, Path(self.out))
+        if self.svg:
+            self._draw(best)
+        out = sys.stdout if not self.json and not self.brief else sys.stderr
+        print(f"plan: {report.describe(best.config)}: {1e3 * best.model.step_time:.4g} ms a step, "
+              f"{best.model.tokens_per_s:,.0f} tokens/s predicted; {report.bound_by(best, result.limit)}", file=out)
+        if not self.brief:
+            ranks = machine.num_devices
+            print(f"{self.out}: torchrun --nproc-per-node {ranks} -m hybridpar train {self.out}", file=out)
+        return 0
+
+    def _begun(self) -> Config | None:
+        """This configuration, divided as that of the run that is in its folder; None: there is none."""
+        path = self.config.run.folder / "config.toml"
+        if not path.exists():
+            return None
+        before, given = load_toml(path), self._keep()
+        grid = {axis: getattr(before.parallel, axis) for axis in ("tp", "pp", "dp")}
+        if any(grid[axis] != size for axis, size in given.items()):
+            return None  # train says what is wrong with that
+        return replace(self.config, parallel=before.parallel, pipeline=before.pipeline, optim=before.optim,
+                       plan=before.plan, train=replace(
+                           self.config.train, micro_batch_size=before.train.micro_batch_size))
+
+    def _keep(self) -> dict[str, int]:
+        from hybridpar.cli.commands import parse_grid
+
+        parallel = self.config.parallel
+        kept = {axis: size for axis, size in (("tp", parallel.tp), ("pp", parallel.pp)) if size > 1}
+        kept |= {"dp": parallel.dp} if parallel.dp > 0 else {}
+        return kept | (parse_grid(self.grid) if self.grid else {})
+
+    def _draw(self, best: Candidate) -> None:
+        from hybridpar.pipeline.plan.draw import draw_svg
+        from hybridpar.planner.report import describe
+
+        model = best.model
+        timeline = model.ordering.timeline(model.sizes, model.costs, 2)
+        Path(self.svg).write_text(
+            draw_svg(timeline.scaled(1e3), title=f"{describe(best.config)} (milliseconds)"), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Simulate:
+    """Draw the pipeline schedule of a configuration, and say how long stages would be idle and a step would take."""
+
+    path: ConfigFile
+    config: Overrides
+    measured: Annotated[str, arg(name="run")] = ""
+    """A run folder: simulate with the costs that it has measured. Stands for its configuration, too; other schedules
+    and numbers of micro-batches may be asked for."""
+    profile: str = ""
+    """Simulate with the times of blocks and links that `hybridpar profile` has measured."""
+    cluster: str = ""
+    """A cluster.toml: simulate on those machines, with estimated times (or those of the profile)."""
+    svg: str = ""
+    """Also write a picture to this file."""
+    perfetto: str = ""
+    """Also write a trace for ui.perfetto.dev to this file."""
+    batches: int = 2
+    """Batches to draw."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.pipeline.plan.draw import draw, draw_svg
+        from hybridpar.pipeline.plan.perfetto import trace_entries, trace_json
+        from hybridpar.train.preview import costs_of_run, preview
+
+        if self.batches < 1:
+            raise config_error("batches", self.batches, "must be positive", "2")
+        config, costs = resolved(self.config), None
+        run = costs_of_run(Path(self.measured), config) if self.measured else None
+        if self.profile or self.cluster:
+            config, costs = self._planned(launch)
+        elif run:
+            costs = run.measured.costs
+        pipeline, stages = config.pipeline, config.parallel.pp
+        shown = preview(config, self.batches, costs)
+        # a second has so many units of the simulation; what takes one where nothing is measured is drawn as 1 ms
+        per_second = 1.0 if costs else 1e3
+        drawn = shown.timeline.scaled(1e3 / per_second)
+        title = f"{pipeline.schedule}, {stages} stages, {pipeline.num_microbatches} micro-batches a batch"
+        if self.svg:
+            heading = f"{title} (simulated, in milliseconds)" if costs else title
+            Path(self.svg).write_text(draw_svg(drawn, title=heading), encoding="utf-8")
+        each = config.parallel.tp * max(config.parallel.dp, 1)
+        if self.perfetto:
+            names = {stage: (stage, f"stage {stage}" + (f", ranks {stage * each}-{stage * each + each - 1}"
+                                                        if each > 1 else "")) for stage in range(stages)}
+            entries = trace_entries(shown.timeline, names, per_second=per_second)
+            Path(self.perfetto).write_text(trace_json(entries), encoding="utf-8")
+        out = sys.stderr if self.json else sys.stdout
+        picture = draw(drawn)
+        fits = max(map(len, picture.splitlines())) <= _WIDEST or not costs
+        print(f"{title}\n\n{picture}\n" if fits else title, file=out)
+        time = f"{shown.step_time:.2f} times the forward of the costliest stage"
+        if run:
+            time = (f"{1e3 * shown.step_time:.4g} ms, from the costs of {self.measured} (where one took "
+                    f"{1e3 * run.measured.step_time:.4g} ms with {run.ordering.schedule} and "
+                    f"{run.sizes.num_microbatches} micro-batches)")
+        elif costs:
+            time = (f"{1e3 * shown.step_time:.4g} ms on {each * stages} ranks, "
+                    f"{config.batch_tokens / shown.step_time:,.0f} tokens/s")
+        print(f"steady state: a batch takes {time}", file=out)
+        for stage in range(stages):
+            print(f"  stage {stage}: idle {100 * shown.bubble[stage]:4.1f} %, at most {shown.peak_activations[stage]} "
+                  f"micro-batches in flight, {shown.peak_versions[stage]} weight versions", file=out)
+        if self.json:
+            print(json.dumps({
+                "ok": True, "schedule": pipeline.schedule, "stages": stages, "ranks": each * stages,
+                "num_microbatches": pipeline.num_microbatches, "step_time": shown.step_time, "bubble": shown.bubble,
+                "peak_activations": shown.peak_activations, "peak_versions": shown.peak_versions,
+                "makespan": shown.timeline.makespan, "unit": "s" if costs else "forward of the costliest stage",
+                "measured_step_time": run.measured.step_time if run else None, "svg": self.svg or None}))
+        return 0
+
+    def _planned(self, launch: Launch) -> tuple[Config, Costs]:
+        """The configuration with its grid filled in, and what its stages cost there. One pipeline stands for all."""
+        from hybridpar.planner.cost import Model
+
+        parallel = self.config.parallel
+        devices = parallel.tp * parallel.pp * parallel.dp
+        machine = machine_for(self.config, launch, self.profile, self.cluster, devices)
+        config = resolved(self.config, machine.num_devices)
+        return config, Model(config, machine).costs
+
+
+def machine_for(
+    config: Config, launch: Launch, profile: str, cluster: str, devices: int, keep: Mapping[str, int] | None = None
+) -> Machine:
+    """What to plan for: a cluster's description, a profile, both, or the machine at hand, profiled now or before.
+
+    devices: how many; 0: all, or, on CPUs, as many as go with the sizes of axes to keep.
+
+    Raises: ConfigError; DataError if a file is damaged.
+    """
+    from hybridpar.planner.cluster import estimate, machine_of, measured_machine, read_cluster
+    from hybridpar.planner.profile import check_settings, read_profile
+
+    found: Measured | None = None
+    if profile:
+        found = read_profile(Path(profile))
+        check_settings(found, config)
+    if cluster:
+        described = read_cluster(Path(cluster))
+        return machine_of(described, found or estimate(config, described), devices)
+    found = found or cached_profile(config, launch)
+    if not devices and found.hardware.cores:
+        kept = math.prod((keep or {}).values())
+        every = found.hardware.devices_per_host * found.hardware.hosts
+        devices = kept if keep and len(keep) == 3 else kept * max(1, every // kept)
+    return measured_machine(found, devices)
+
+
+def cached_profile(config: Config, launch: Launch) -> Measured:
+    """A quick profile of this machine, from the cache of profiles where it has been made before."""
+    from hybridpar.planner.profile import read_profile, write_profile
+    from hybridpar.planner.survey import identity, survey
+
+    key = hashlib.sha256(json.dumps(identity(config), sort_keys=True, default=str).encode()).hexdigest()[:16]
+    path = Path(config.data.cache or Path(config.run.dir) / "data") / "profiles" / f"{key}.json"
+    if path.exists():
+        return read_profile(path)
+    print("measuring this machine", file=sys.stderr)
+    profile = survey(config, launch, quick=True)
+    if (share := profile.hardware.efficiency) < _QUIET:
+        print(f"other programs took {1 - share:.0%} of the cores meanwhile: times are uncertain, and not kept",
+              file=sys.stderr)
+    else:
+        write_profile(profile, path)
+    return profile
+
+
+def profile_lines(profile: Measured) -> list[str]:
+    """A few lines for people."""
+    hardware = profile.hardware
+    lines = [f"{hardware.name}, {hardware.hosts} x {hardware.devices_per_host} ranks, {hardware.cores} cores",
+             f"{'block':<10} {'tp':>3} {'micro-batch':>11}" + "".join(f" {name:>9}" for name in _TIMES) + "  ms"]
+    for (kind, tp, b), cost in profile.blocks.items():
+        numbers = (cost.forward, cost.backward, cost.forward_wait + cost.backward_wait, cost.norm + cost.update)
+        lines.append(f"{kind:<10} {tp:>3} {b:>11} " + " ".join(f"{1e3 * x:9.3f}" for x in numbers))
+    for name, link in profile.links.items():
+        reduce = ", ".join(f"all-reduce over {n} {curve.bandwidth / 1e6:,.0f} MB/s" for n, curve in link.reduce.items())
+        lines.append(f"{name}: {1e6 * link.send.latency:.0f} us, {link.send.bandwidth / 1e6:,.0f} MB/s; {reduce}")
+    return lines
+
+
+def resolved(config: Config, world_size: int = 0) -> Config:
+    """The configuration with its grid filled in (world_size 0: as many processes as it has). Raises: ConfigError."""
+    from hybridpar.validate import resolve
+
+    parallel = config.parallel
+    return resolve(config, world_size or max(1, parallel.tp * parallel.pp * max(parallel.dp, 1)))

@@ -1,0 +1,280 @@
+"""Measures blocks: the model's own, run one by one as if each were a stage, on all ranks of a job at the same time.
+
+    a pass    F embedding, F layer, .., F head,  B head, B layer, .., B embedding     six layers at most
+    a batch   some passes, then norm and update of each block
+
+All ranks compute at once, as in training: they share the machine's memory and caches. Tensor parallelism is measured
+twice, with collectives that do nothing (what a rank computes), and real ones (what they take besides).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hybridpar.comm import barrier, gather_objects
+from hybridpar.config import Config
+from hybridpar.dp.accumulate import GradientAccumulator
+from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.memory.footprint import Buffers, sample_microbatch, silent_axis, trace_stage
+from hybridpar.models.build import DTYPES, Recomputation, build_blocks
+from hybridpar.nn.init import initialize
+from hybridpar.nn.placement import reduce_shared_gradients
+from hybridpar.optim import ParameterSlot, build_optimizer, squared_norm
+from hybridpar.pipeline.plan.schedules import schedule_of
+from hybridpar.pipeline.run.recording import Clock, make_clock
+from hybridpar.pipeline.run.stage import Stage
+from hybridpar.pipeline.run.weights import Ownership, StageParameters, WeightStore
+from hybridpar.planner.profile import KINDS, BlockCost, Key
+from hybridpar.random import RandomKey
+
+_MOST_LAYERS = 6
+_UPDATES = 3
+_WARMUP_PASSES = 1
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure each tp degree and micro-batch size. `parts`: also the input part of the backward pass."""
+
+    seconds: float = 2.0
+    most_passes: int = 100
+    parts: bool = True
+
+
+QUICK = Effort(0.4, 20, parts=False)
+FULL = Effort()
+
+
+class Unit:
+    """One block with all that a stage of its own has: weights, gradients, optimizer."""
+
+    def __init__(self, config: Config, number: int, tp: Axis, device: torch.device):
+        dtype = DTYPES[config.train.dtype]
+        self.device, self.tp, self.receives = device, tp, number > 0
+        self.stage = Stage(build_blocks(config.model, tp, [number], kernels=config.kernels, dtype=dtype))
+        parameters = StageParameters(self.stage, dtype)
+        versions = 1 if schedule_of(config.pipeline).flush else 2
+        self.weights = WeightStore(parameters, Ownership.of_all(parameters.layout), versions, device,
+                                   predict=config.optim.staleness == "prediction")
+        placements = parameters.placements
+        self.weights.fill(lambda tensors: initialize(
+            [(name, tensors[name], place) for name, place in placements.items()], 0, tp.rank))
+        self.accumulator = GradientAccumulator(parameters.layout, device)
+        self.slots = [ParameterSlot(o.name, placements[o.name], tp.rank, o.part) for o in self.weights.owned]
+        self.optimizer = build_optimizer(config.optim, self.slots, tp)
+        self.optimizer.allocate(device, self.weights.master_dtype)
+        self.num_parameters = sum(p.numel() for p in self.stage.parameters())
+        self.accumulator.begin(0)
+        self.key = RandomKey(config.train.seed, 0, 0)
+        self._edge: GradientEdge
+        self._input: Tensor | None = None
+
+    def forward(self, x: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
+        """As an executor's; returns what it sends on."""
+        self.weights.bind(self.weights.newest)
+        self._input = x.detach().requires_grad_() if x is not None else None
+        out: Any = self.stage(self._input, batch, self.key)
+        if isinstance(out, dict):
+            out = sum(out.values())
+        self._edge = get_gradient_edge(out)
+        return out.detach()
+
+    def backward(self, gradient: Tensor) -> Tensor | None:
+        """The gradient of its input."""
+        self.accumulator.bind(self.weights.leaves_of(self.weights.newest), 0)
+        torch.autograd.backward(self._edge, gradient)
+        given, self._input = self._input, None
+        del self._edge
+        return None if given is None else given.grad
+
+    def norm(self) -> None:
+        """As an engine's."""
+        self.accumulator.finish(0)
+        gradients = self.weights.owned_views(self.accumulator.buffers[0])
+        reduce_shared_gradients(
+            ((g, s.placement) for g, s in zip(gradients, self.slots, strict=True) if s.part is None), self.tp)
+        squared_norm(gradients, self.slots)
+
+    def update(self) -> None:
+        """As an engine's, at a learning rate of 0."""
+        gradients = self.weights.owned_views(self.accumulator.buffers[0])
+        self.weights.advance(lambda parameters: self.optimizer.step(parameters, gradients, lr=0.0, gradient_scale=1.0))
+
+    def freeze(self, frozen: bool) -> None:
+        """Whether backward leaves out what only weights need."""
+        for leaf in self.weights.leaves_of(self.weights.newest).values():
+            leaf.requires_grad_(not frozen)
+
+
+Stamps = list[tuple[str, str, Any, Any]]
+"""What was done, with which kind of block, from when to when."""
+
+
+class Bench:
+    """Some blocks of the model on one tp axis."""
+
+    def __init__(self, config: Config, b: int, tp: Axis, device: torch.device):
+        self.config = replace(config, train=replace(config.train, micro_batch_size=b))
+        model = config.model
+        numbers = [0, *range(1, min(model.num_layers, _MOST_LAYERS) + 1), model.num_blocks - 1]
+        self.kinds = [KINDS[0], *[KINDS[1]] * (len(numbers) - 2), KINDS[2]]
+        self.units = [Unit(self.config, number, tp, device) for number in numbers]
+        self.batch = {name: x.to(device) for name, x in sample_microbatch(self.config).items()}
+        self.device, self.tp = device, tp
+        self.clock: Clock = make_clock(device)
+        self.had_core = 1.0
+        """Share of the time that it had a core, when it wanted one."""
+
+    def a_pass(self, stamps: Stamps, what: str = "") -> None:
+        """All blocks forward, then backward."""
+        now, x = self.clock.now, None
+        for kind, unit in zip(self.kinds, self.units, strict=True):
+            start = now()
+            x = unit.forward(x, self.batch)
+            stamps.append((f"forward{what}", kind, start, now()))
+        gradient: Tensor | None = torch.ones_like(x) if x is not None else None
+        for kind, unit in zip(self.kinds[::-1], self.units[::-1], strict=True):
+            if gradient is None:
+                break
+            start = now()
+            gradient = unit.backward(gradient)
+            stamps.append((f"backward{what}", kind, start, now()))
+
+    def updates(self, stamps: Stamps) -> None:
+        """Norm and update of all blocks."""
+        now = self.clock.now
+        for kind, unit in zip(self.kinds, self.units, strict=True):
+            start = now()
+            unit.norm()
+            middle = now()
+            unit.update()
+            stamps += [("norm", kind, start, middle), ("update", kind, middle, now())]
+
+    def messages(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """The collectives over tp of one forward and backward of each kind: their bytes, evenly shared."""
+        axis = self.tp
+        x: Tensor | None = None
+        found: dict[tuple[str, str], tuple[int, ...]] = {}
+
+        def note(what: str, kind: str) -> None:
+            calls, size = axis.traffic.calls["all_reduce"], axis.traffic.num_bytes["all_reduce"]
+            found[what, kind] = (size // calls,) * calls if calls else ()
+            axis.traffic.clear()
+
+        axis.traffic.clear()
+        for kind, unit in zip(self.kinds, self.units, strict=True):
+            x = unit.forward(x, self.batch)
+            note("forward", kind)
+        gradient = torch.ones_like(x) if x is not None else None
+        for kind, unit in zip(self.kinds[::-1], self.units[::-1], strict=True):
+            gradient = unit.backward(gradient) if gradient is not None else None
+            note("backward", kind)
+        for (what, kind), sizes in found.items():
+            yield what, kind, sizes
+
+
+def measure_blocks(
+    config: Config, degrees: Sequence[int], sizes: Sequence[int], device: torch.device, effort: Effort = FULL
+) -> tuple[dict[Key, BlockCost], float]:
+    """Every kind of block at every tp degree and micro-batch size; and the share of the time that ranks had a core
+    while all of them computed. Collectives: on all ranks of the job.
+
+    Degrees that do not divide the number of ranks are measured without collectives.
+    """
+    world = world_axis()
+    found: dict[Key, BlockCost] = {}
+    shares = []
+    for tp in degrees:
+        axis = Axis("tp", 0, (world.rank,))
+        if tp > 1 and world.size % tp == 0:
+            axis = ProcessGrid(tp=tp, dp=world.size // tp, device_type=device.type).tp
+        for b in sizes:
+            costs, share = _measure(config, tp, b, axis, device, effort)
+            found |= costs
+            shares.append(share)
+    return found, fmean(shares)
+
+
+def world_axis() -> Axis:
+    """All ranks of the job, or this process alone. Collectives: on all ranks."""
+    grid = ProcessGrid(dp=torch.distributed.get_world_size()) if torch.distributed.is_initialized() else ProcessGrid()
+    return grid.world
+
+
+def _measure(
+    config: Config, tp: int, b: int, axis: Axis, device: torch.device, effort: Effort
+) -> tuple[dict[Key, BlockCost], float]:
+    world = world_axis()
+    alone = Bench(config, b, silent_axis("tp", tp), device)
+    messages = {(what, kind): sizes for what, kind, sizes in alone.messages()} if tp > 1 else {}
+    own = _timed(alone, world, effort, own=True)
+    real = _timed(Bench(config, b, axis, device), world, effort, own=False) if axis.size > 1 else {}
+    kept = _kept(config, tp, b, device) if effort.parts else {}
+    costs = {}
+    for i, kind in enumerate(KINDS):
+        wait = {what: max(0.0, real[what, kind] - own[what, kind]) if real else 0.0 for what in ("forward", "backward")}
+        unit = alone.units[(0, 1, -1)[i]]
+        costs[kind, tp, b] = BlockCost(
+            own["forward", kind], own["backward", kind], own["norm", kind], own["update", kind], wait["forward"],
+            wait["backward"], messages.get(("forward", kind), ()), messages.get(("backward", kind), ()),
+            own.get(("backward_input", kind), 0.0), unit.num_parameters, kept.get(kind, 0))
+    return costs, fmean(gather_objects(alone.had_core, world))
+
+
+def _kept(config: Config, tp: int, b: int, device: torch.device) -> dict[str, int]:
+    """Bytes that a micro-batch leaves in each kind of block between its forward and its backward."""
+    at = replace(config, train=replace(config.train, micro_batch_size=b),
+                 parallel=replace(config.parallel, tp=tp, pp=1, dp=1))
+    last = config.model.num_blocks - 1
+    return {kind: trace_stage(at, range(n, n + 1), Recomputation(), Buffers(1, 1), device).kept
+            for kind, n in zip(KINDS, (0, 1, last), strict=True)}
+
+
+def _timed(bench: Bench, world: Axis, effort: Effort, *, own: bool) -> dict[tuple[str, str], float]:
+    """Seconds by what and kind of block, mean over the ranks. own: the rank's own time, else on the wall."""
+    stamps: Stamps = []
+    barrier(world)
+    start = time.perf_counter()
+    for _ in range(_WARMUP_PASSES):
+        bench.a_pass(stamps)
+    bench.updates(stamps)
+    took = max(gather_objects(time.perf_counter() - start, world))
+    passes = int(min(effort.most_passes, max(4, effort.seconds / took)))
+    stamps.clear()
+    barrier(world)
+    for i in range(passes):
+        bench.a_pass(stamps)
+        if i % -(-passes // _UPDATES) == 0:
+            bench.updates(stamps)
+    if effort.parts and own:
+        for unit in bench.units[1:]:
+            unit.freeze(True)
+        for _ in range(max(2, passes // 3)):
+            bench.a_pass(stamps, "_input")
+        for unit in bench.units[1:]:
+            unit.freeze(False)
+    by_name: dict[tuple[str, str], list[float]] = {}
+    on_wall = of_own = 0.0
+    for what, kind, first, last in stamps:
+        (wall0, own0), (wall1, own1) = bench.clock.read(first), bench.clock.read(last)
+        by_name.setdefault((what, kind), []).append(own1 - own0 if own else wall1 - wall0)
+        on_wall, of_own = on_wall + wall1 - wall0, of_own + own1 - own0
+    bench.had_core = min(1.0, of_own / on_wall) if on_wall else 1.0
+    mine = {name: _typical(times) for name, times in by_name.items()}
+    everyone = gather_objects(mine, world)
+    return {name: fmean(rank[name] for rank in everyone) for name in mine}
+
+
+def _typical(times: Sequence[float]) -> float:
+    """Their mean without the slowest tenth, which something else has held up; of a few, their median."""
+    if len(times) < 5:
+        return median(times)
+    return fmean(sorted(times)[: len(times) - len(times) // 10])

@@ -1,0 +1,149 @@
+"""The candidates: every grid, micro-batch size and schedule that the devices and the batch allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from hybridpar.config import Config, OptimConfig, PipelineConfig
+from hybridpar.errors import ConfigError, config_error
+from hybridpar.memory import StageMemory
+from hybridpar.pipeline.plan.schedules import Sizes, find_schedule, schedule_of
+from hybridpar.planner.cost import Machine, Model
+from hybridpar.planner.split import best_split
+
+STALE = frozenset({"2bw", "pipedream"})
+"""Schedules that train on older weights: one is not taken for another unless that is asked for."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for. keep: sizes of axes that stay. batch_size: samples of a step (0: the configuration's).
+
+    schedules: names (none: the configuration's, and what trains alike). micro_batches: sizes (none: all profiled ones
+    and powers of two between them). top: how many are to be ranked.
+    """
+
+    keep: Mapping[str, int] = field(default_factory=dict)
+    batch_size: int = 0
+    schedules: tuple[str, ...] = ()
+    micro_batches: tuple[int, ...] = ()
+    top: int = 5
+    quick: bool = False
+    """Memory is predicted of the best alone, and of those that may not fit."""
+
+
+@dataclass
+class Candidate:
+    """One configuration under consideration. `reason`: why it cannot run; empty where it can."""
+
+    config: Config
+    model: Model
+    memory: list[StageMemory] | None = None
+    reason: str = ""
+    tried_recomputation: bool = False
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest stage."""
+        return max(stage.total for stage in self.memory or [])
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        parallel = self.config.parallel
+        return parallel.tp, parallel.pp, parallel.dp
+
+
+def candidates(config: Config, machine: Machine, request: Request) -> Iterator[Candidate]:
+    batch = batch_size(config, request)
+    for tp, pp, dp in grids(config, machine, request.keep):
+        if batch % dp:
+            continue
+        for b in micro_batches(machine, tp, batch // dp, request):
+            m = batch // (dp * b)
+            for pipeline, optim in _schedules(config, pp, m, request):
+                made = replace(
+                    config, pipeline=replace(pipeline, num_microbatches=m, recompute="none"), optim=optim,
+                    parallel=replace(config.parallel, tp=tp, pp=pp, dp=dp),
+                    train=replace(config.train, micro_batch_size=b))
+                keeps_split = config.pipeline.split and len(config.pipeline.split) == pp and request.keep.get("pp")
+                yield Candidate(made, Model(made, machine)) if keeps_split else balanced(made, machine)
+
+
+def batch_size(config: Config, request: Request) -> int:
+    """Samples of a step. Raises: ConfigError."""
+    own = config.train.micro_batch_size * config.pipeline.num_microbatches * max(config.parallel.dp, 1)
+    if request.batch_size < 0:
+        raise config_error("batch_size", request.batch_size, "must be positive, or 0 for the configuration's", str(own))
+    return request.batch_size or own
+
+
+def grids(config: Config, machine: Machine, keep: Mapping[str, int]) -> list[tuple[int, int, int]]:
+    """(tp, pp, dp) of all devices. Tensor parallelism stays within a server, unless the user has chosen it."""
+    number = machine.num_devices
+    found = []
+    for tp in [t for t in range(1, number + 1) if number % t == 0]:
+        if tp != keep.get("tp", tp) or tp > config.model.num_heads or tp not in machine.profile.tp_degrees:
+            continue
+        if tp > machine.devices_per_server and "tp" not in keep:
+            continue
+        for pp in [p for p in range(1, number // tp + 1) if number // tp % p == 0]:
+            dp = number // (tp * pp)
+            if pp == keep.get("pp", pp) and dp == keep.get("dp", dp) and pp <= config.model.num_blocks:
+                found.append((tp, pp, dp))
+    return found
+
+
+def micro_batches(machine: Machine, tp: int, samples: int, request: Request) -> list[int]:
+    """Sizes that divide a replica's samples, within what was profiled."""
+    known = machine.profile.micro_batches(tp)
+    wanted = request.micro_batches or [b for b in range(min(known), max(known) + 1) if b in known or b & (b - 1) == 0]
+    return [b for b in wanted if samples % b == 0]
+
+
+def _schedules(
+    config: Config, pp: int, m: int, request: Request
+) -> Iterator[tuple[PipelineConfig, OptimConfig]]:
+    """The configuration's own schedule and those that train alike, or those asked for; with what they need changed."""
+    own = config.pipeline
+    names = request.schedules or ((own.schedule,) if own.schedule in STALE else (own.schedule, "1f1b"))
+    for name in dict.fromkeys(find_schedule(name).name for name in names):
+        stale = name in STALE
+        optim = config.optim if stale or config.optim.staleness == "none" else replace(config.optim, staleness="none")
+        base = own if name == own.schedule else replace(
+            own, schedule=name,  # type: ignore[arg-type]
+            warmup="depth", early_switch="off", gradient_buffers=0,
+            sync_steps=own.sync_steps if stale else 0)
+        for warmup in ("depth", "latency") if name == "2bw" and pp > 1 else (base.warmup,):
+            switch = base.early_switch
+            if isinstance(switch, int) and warmup == "latency":
+                switch = max(switch, pp - 1)
+            pipeline = replace(
+                base, warmup=warmup, early_switch=switch, num_microbatches=m, split=(),
+                gradient_buffers=0 if warmup == "latency" and base.gradient_buffers == 1 else base.gradient_buffers)
+            try:
+                schedule_of(pipeline).check_sizes(Sizes(pp, m))
+            except ConfigError:
+                continue
+            yield pipeline, optim
+
+
+def balanced(config: Config, machine: Machine) -> Candidate:
+    """With the split that makes the slowest stage the fastest, whatever it takes of memory."""
+    model = Model(config, machine)
+    if model.pp > 1:
+        found = best_split(*block_costs(model), model.pp)
+        assert found is not None, "there are as many blocks as stages"
+        config = replace(config, pipeline=replace(config.pipeline, split=found.sizes))
+        model = Model(config, machine)
+    return Candidate(config, model)
+
+
+def block_costs(model: Model) -> tuple[list[float], list[float], list[float]]:
+    """Of each block: forward, backward, and its share of a batch's norm and update for each micro-batch."""
+    blocks = range(model.config.model.num_blocks)
+    times = [model.block_time(n) for n in blocks]
+    m = model.sizes.num_microbatches
+    share = model.dp if model.config.parallel.zero else 1
+    updates = [(model.block(n).norm + model.block(n).update / share) / m for n in blocks]
+    return [f for f, _ in times], [b for _, b in times], updates

@@ -1,0 +1,186 @@
+"""cluster.toml: machines that are not at hand, and what the blocks of a model take on them, estimated.
+
+    servers = 8
+    devices_per_server = 8
+    device = "v100-16gb"            # of planner.hardware, or a table: name, tflops, memory_gib, memory_gb_per_s
+    inner = "nvlink2"               # joins the devices of a server: of planner.hardware, or a table:
+    outer = "ethernet-25"           #   { gbit_per_s = 25, latency_us = 30, share = 0.6 }
+    outer_links = 1                 # of a server, shared by its devices
+
+`outer` may be left out where there is one server.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hybridpar.config import Config, ModelConfig
+from hybridpar.errors import ConfigError, Problem, config_error
+from hybridpar.memory.footprint import silent_axis
+from hybridpar.models.build import build_blocks
+from hybridpar.planner.cost import Machine
+from hybridpar.planner.hardware import (
+    GIB,
+    GIGABIT,
+    Cluster,
+    Device,
+    Link,
+    activation_bytes,
+    block_times,
+    find_device,
+    find_link,
+)
+from hybridpar.planner.profile import KINDS, BlockCost, Hardware, Key, Profile, settings_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+NORM_TRAFFIC, UPDATE_TRAFFIC = 4, 28 + 2 + 2
+"""Bytes for each parameter: the norm reads the gradient; Adam reads and writes fp32 weight and two moments and reads
+the gradient, which is emptied; the new version is written."""
+SWEPT = (1, 2, 4, 8, 16)
+"""Micro-batch sizes that are estimated; others lie between."""
+
+_DEVICE = {"name": str, "tflops": float, "memory_gib": float, "memory_gb_per_s": float, "matmul_share": float}
+_LINK = {"name": str, "gbit_per_s": float, "latency_us": float, "share": float}
+_KEYS = {"servers": int, "devices_per_server": int, "device": (str, dict), "inner": (str, dict),
+         "outer": (str, dict), "outer_links": int}
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Reads a cluster.toml. Raises: ConfigError with everything that is wrong with it."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise config_error("cluster", str(path), f"cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise config_error("cluster", str(path), f"is not valid TOML: {error}") from None
+    problems = [*_problems("", document, _KEYS, ("servers", "devices_per_server", "device", "inner"))]
+    servers = document.get("servers", 1)
+    if not problems and servers > 1 and "outer" not in document:
+        problems.append(Problem("outer", None, f"joins the {servers} servers, so there must be one", '"ethernet-25"'))
+    if problems:
+        raise ConfigError(*(replace(p, field=f"{path.name}: {p.field}") for p in problems))
+    inner = _link(document["inner"], "inner")
+    return Cluster(
+        _device(document["device"]), document["devices_per_server"], servers, inner,
+        _link(document["outer"], "outer") if "outer" in document else inner, document.get("outer_links", 1))
+
+
+def _problems(
+    where: str, table: Mapping[str, Any], known: Mapping[str, Any], needed: Iterable[str]
+) -> Iterable[Problem]:
+    for key, value in table.items():
+        if key not in known:
+            yield Problem(f"{where}{key}", value, f"is not known here; there are {', '.join(known)}")
+            continue
+        kinds = (int, float) if known[key] is float else known[key]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            yield Problem(f"{where}{key}", value, "is of the wrong type")
+        elif isinstance(value, int | float) and not value > 0 and key != "latency_us":
+            yield Problem(f"{where}{key}", value, "must be positive", "1")
+        elif key == "latency_us" and value < 0:
+            yield Problem(f"{where}{key}", value, "must not be negative", "5")
+        elif key in ("share", "matmul_share") and value > 1:
+            yield Problem(f"{where}{key}", value, "is a share, so at most 1", "0.8")
+    for key in needed:
+        if key not in table:
+            yield Problem(f"{where}{key}", None, "is missing")
+
+
+def _device(given: str | Mapping[str, Any]) -> Device:
+    if isinstance(given, str):
+        return find_device(given)
+    if found := [*_problems("device.", given, _DEVICE, ("tflops", "memory_gib", "memory_gb_per_s"))]:
+        raise ConfigError(*found)
+    return Device(given.get("name", "own device"), 1e12 * given["tflops"], GIB * given["memory_gib"],
+                  1e9 * given["memory_gb_per_s"], given.get("matmul_share", 0.6))
+
+
+def _link(given: str | Mapping[str, Any], where: str) -> Link:
+    if isinstance(given, str):
+        return find_link(given)
+    if found := [*_problems(f"{where}.", given, _LINK, ("gbit_per_s",))]:
+        raise ConfigError(*found)
+    return Link(given.get("name", where), GIGABIT * given["gbit_per_s"], 1e-6 * given.get("latency_us", 10.0),
+                given.get("share", 0.8))
+
+
+# -- what it is to a planner -------------------------------------------------------------------------------------------
+
+
+def machine_of(cluster: Cluster, profile: Profile, num_devices: int = 0) -> Machine:
+    """The cluster with these blocks; of its devices the first `num_devices` (0: all).
+
+    Raises: ConfigError if it has fewer.
+    """
+    if num_devices > cluster.num_devices:
+        raise config_error("devices", num_devices, f"the cluster has {cluster.num_devices}", str(cluster.num_devices))
+    return Machine(
+        profile, num_devices or cluster.num_devices, cluster.devices_per_server, cluster.inner,
+        cluster.outer if cluster.num_servers > 1 else None, cluster.device.memory_bytes, cluster.outer_links,
+        measured=False)
+
+
+def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
+    """The machine that was measured; 0: as many devices as it has.
+
+    Raises: ConfigError if there are fewer, or nothing is known of a link that they need.
+    """
+    hardware = profile.hardware
+    most = hardware.devices_per_host * hardware.hosts
+    number = num_devices or most
+    if number > most and hardware.cores == 0:
+        raise config_error("devices", number, f"the profile is of {most}; give a --cluster", str(most))
+    per = hardware.devices_per_host if hardware.hosts > 1 else max(hardware.devices_per_host, number)
+    inner, outer = profile.links.get("local"), profile.links.get("network")
+    inner, outer = inner or outer, outer if hardware.hosts > 1 else None
+    if number > 1 and inner is None:
+        raise config_error("profile", "no links", f"was made with one rank, so it cannot plan for {number}",
+                           "profile with as many ranks, or give a --cluster")
+    if number > per and outer is None:
+        raise config_error("devices", number, f"nothing is known of links beyond {per} devices", str(per))
+    memory = hardware.memory * hardware.devices_per_host / per
+    return Machine(profile, number, per, inner or Link("none", 1.0, 0.0), outer, memory)
+
+
+def estimate(config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT) -> Profile:
+    """The profile of a model on a cluster's device, from planner.hardware's formulas.
+
+    Raises: ConfigError if the model is not in 16 bits.
+    """
+    if config.train.dtype not in ("bf16", "fp16"):
+        raise config_error("train.dtype", config.train.dtype, "estimates are of bf16 and fp16 only; measured profiles "
+                           "of all", "bf16")
+    model, device = config.model, cluster.device
+    degrees = [t for t in (1, 2, 4, 8, 16, 32) if t <= min(model.num_heads, cluster.num_devices)]
+    blocks: dict[Key, BlockCost] = {}
+    for tp in degrees:
+        parameters = count_parameters(model, tp)
+        for b in sizes:
+            times = block_times(model, b, device, tp)
+            message = activation_bytes(model, b)
+            # embedding, layer and head: their all-reduces over tp, forward and backward
+            calls = {"embedding": ((message,), ()), "layer": ((message,) * 2, (message,) * 2), "head": ((), (message,))}
+            for kind, time in zip(KINDS, (times[0], times[1], times[-1]), strict=True):
+                forward, backward = calls[kind] if tp > 1 else ((), ())
+                n = parameters[kind]
+                blocks[kind, tp, b] = BlockCost(
+                    time.forward, time.backward, device.memory_time(NORM_TRAFFIC * n),
+                    device.memory_time(UPDATE_TRAFFIC * n), forward_messages=forward, backward_messages=backward,
+                    parameters=n)
+    hardware = Hardware(device.name, cluster.devices_per_server, device.memory_bytes, hosts=cluster.num_servers)
+    return Profile(hardware, blocks, {}, settings_of(config), estimated=True, about={"source": "planner.hardware"})
+
+
+def count_parameters(model: ModelConfig, tp: int) -> dict[str, int]:
+    """Parameters of each kind of block on the first of `tp` ranks; nothing is allocated."""
+    built = build_blocks(
+        replace(model, tie_embeddings=False, num_layers=1), silent_axis("tp", tp), range(3))
+    return {kind: sum(p.numel() for p in built[n].parameters()) for n, kind in enumerate(KINDS)}

@@ -1,0 +1,337 @@
+"""What a configuration takes on a machine: the costs of its stages, its step time by simulation, and a bound on that.
+
+    stage        its blocks' times at this tp degree and micro-batch size; recomputed ones forward once more
+    tp           collectives of every block, on the slowest link within a tp group
+    pp           messages, on links that all pipelines which cross them share; CPU time that goes into them
+    dp           ring all-reduce of the stage's gradients (ZeRO-1: half of it, the gather is the other); tied weights
+                 over both ends; hidden or not as the schedule has it
+    update       norm and optimizer of the stage's own parameters; ZeRO-1: a share of it
+
+`pipeline.plan.simulate` puts these together, so bubbles, slack and warm-up are those of the plan that would run. All
+replicas and tp ranks of a stage run in step: one pipeline stands for all of them. Units: seconds, bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+from hybridpar.config import Config
+from hybridpar.models.build import recomputed_blocks
+from hybridpar.models.cost import stage_split
+from hybridpar.pipeline.plan.action import Kind
+from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
+from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.planner.profile import KINDS, BlockCost, Profile
+
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+GRADIENT_BYTES = {"fp32": 4, "bf16": 4, "fp16": 4, "fp64": 8}
+BUCKET_BYTES = 25 * 2**20  # as dp.partition
+_NORM_BYTES = 64
+FEWEST_SIMULATED = 8
+
+
+class AnyLink(Protocol):
+    """A link, measured or estimated."""
+
+    @property
+    def call(self) -> float: ...
+    def transfer_time(self, num_bytes: float, flows: float = 1) -> float: ...
+    def transfer_work(self, num_bytes: float) -> float: ...
+    def ring_time(self, num_bytes: float, ranks: int, rings: float = 1) -> float: ...
+    def ring_work(self, num_bytes: float, ranks: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is planned for: the profile of its blocks, and how its devices are joined.
+
+    `inner` joins the devices of a server, `outer` the servers (None: there is one). outer_links: of a server, shared by
+    its devices. memory: bytes of a device. measured: `inner` is the link that the profile's waits were measured on.
+    """
+
+    profile: Profile
+    num_devices: int
+    devices_per_server: int
+    inner: AnyLink
+    outer: AnyLink | None
+    memory: float
+    outer_links: int = 1
+    measured: bool = True
+
+    def servers(self, ranks: Sequence[int]) -> int:
+        """How many servers these ranks are on."""
+        return len({rank // self.devices_per_server for rank in ranks})
+
+    def link(self, ranks: Sequence[int]) -> AnyLink:
+        """The slowest link among these ranks."""
+        if self.servers(ranks) == 1:
+            return self.inner
+        assert self.outer is not None, "a machine of several servers has a link between them"
+        return self.outer
+
+    def all_reduce(self, num_bytes: float, ranks: Sequence[int], rings: int = 1) -> float:
+        """A ring over these ranks, while `rings` equal ones pass through the same servers."""
+        if len(ranks) == 1 or not num_bytes:
+            return 0.0
+        link = self.link(ranks)
+        shared = max(rings / self.outer_links, 1) if link is self.outer else 1
+        return link.ring_time(num_bytes, len(ranks), shared)
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What a stage takes; `blocks`: which it holds. Recomputation is in `backward`, collectives over tp in both."""
+
+    blocks: range
+    forward: float
+    backward: float
+    norm: float
+    update: float
+    parameters: int
+    tied: int  # parameters, of `parameters`, that the other end holds too
+
+    @property
+    def compute(self) -> float:
+        return self.forward + self.backward
+
+
+class Model:
+    """The costs of one configuration (resolved: dp is known) on a machine.
+
+    Raises: ConfigError where the profile has nothing of its tp degree, or the split does not fit the model.
+    """
+
+    def __init__(self, config: Config, machine: Machine):
+        self.config, self.machine = config, machine
+        parallel = config.parallel
+        self.tp, self.pp, self.dp = parallel.tp, parallel.pp, max(parallel.dp, 1)
+        self.sizes = Sizes(self.pp, config.pipeline.num_microbatches)
+        profile, b = machine.profile, config.train.micro_batch_size
+        self.kinds = {kind: profile.block(kind, self.tp, b) for kind in KINDS}
+        self.item = ITEM_BYTES[config.train.dtype]
+        self.is_cpu = profile.hardware.cores > 0
+
+    @cached_property
+    def waits(self) -> dict[str, tuple[float, float]]:
+        """By kind of block: what its collectives over tp take, forward and backward."""
+        return {kind: self._waits(cost) for kind, cost in self.kinds.items()}
+
+    def _waits(self, cost: BlockCost) -> tuple[float, float]:
+        if self.tp == 1:
+            return 0.0, 0.0
+        group, machine = range(self.tp), self.machine
+        was_measured = cost.forward_wait + cost.backward_wait > 0
+        if was_measured and machine.measured and machine.link(group) is machine.inner:
+            return cost.forward_wait, cost.backward_wait
+        own = machine.profile.links.get("local") or machine.profile.links.get("network")
+        found = []
+        both = ((cost.forward_wait, cost.forward_messages), (cost.backward_wait, cost.backward_messages))
+        for wait, messages in both:
+            here = sum(machine.all_reduce(n, group, self._groups_on_a_server()) for n in messages)
+            there = sum(own.ring_time(n, self.tp) for n in messages) if own and was_measured else 0.0
+            found.append(max(here, wait + here - there))
+        return found[0], found[1]
+
+    def _groups_on_a_server(self) -> int:
+        """Tp groups that leave a server at the same time."""
+        return min(self.machine.devices_per_server, self.tp * self.dp * self.pp)
+
+    def kind(self, number: int) -> str:
+        """The kind of a block by its number in the model."""
+        last = self.config.model.num_blocks - 1
+        return KINDS[0] if number == 0 else KINDS[2] if number == last else KINDS[1]
+
+    def block(self, number: int) -> BlockCost:
+        """The cost of a block by its number in the model."""
+        return self.kinds[self.kind(number)]
+
+    def block_time(self, number: int) -> tuple[float, float]:
+        """Forward and backward of a block, collectives over tp included."""
+        cost, (forward, backward) = self.block(number), self.waits[self.kind(number)]
+        return cost.forward + forward, cost.backward + backward
+
+    @cached_property
+    def stages(self) -> list[StageCost]:
+        """What every stage takes."""
+        config = self.config
+        split = stage_split(config.model, self.pp, config.pipeline.split)
+        again = recomputed_blocks(config.pipeline.recompute, config.model, split)
+        return [self.stage(blocks, set(blocks) if one.whole else set(one.blocks))
+                for blocks, one in zip(split, again, strict=True)]
+
+    def stage(self, blocks: range, again: set[int]) -> StageCost:
+        """A stage of these blocks, of which `again` are recomputed."""
+        model, last = self.config.model, self.config.model.num_blocks - 1
+        costs = [self.block(n) for n in blocks]
+        times = [self.block_time(n) for n in blocks]
+        embedding = self.kinds["embedding"]
+        tied = embedding.parameters if model.tie_embeddings else 0
+        if model.position == "learned":
+            tied = max(0, tied - model.seq_length * model.hidden_size)
+        both, ends = 0 in blocks and last in blocks, 0 in blocks or last in blocks
+        twice = embedding if both and model.tie_embeddings else None  # held once
+        share = self.dp if self.config.parallel.zero else 1
+        return StageCost(
+            blocks, sum(f for f, _ in times) + self.machine.profile.per_microbatch,
+            sum(b for _, b in times) + sum(times[n - blocks.start][0] for n in again),
+            sum(c.norm for c in costs) - (twice.norm if twice else 0.0),
+            (sum(c.update for c in costs) - (twice.update if twice else 0.0)) / share + self.machine.profile.per_batch,
+            sum(c.parameters for c in costs) - (tied if twice else 0),
+            tied if ends and not both else 0)
+
+    # -- what goes between ranks ---------------------------------------------------------------------------------------
+
+    def ranks_of(self, stage: int, tp_rank: int = 0) -> range:
+        """The replicas of a stage."""
+        first = stage * self.dp * self.tp + tp_rank
+        return range(first, first + self.dp * self.tp, self.tp)
+
+    @property
+    def message_bytes(self) -> int:
+        """An activation between two stages."""
+        config = self.config
+        return self.item * config.train.micro_batch_size * config.model.seq_length * config.model.hidden_size
+
+    def flows(self, link: int) -> int:
+        """How many pipelines leave the fullest server over the link from that stage to the next, at the same time.
+
+        Pipelines run in step, and so do all links: whatever leaves a server one way shares what the server has.
+        """
+        per = self.machine.devices_per_server
+        size = self.dp * self.tp
+        leaving: dict[int, int] = {}
+        for r in range(self.pp - 1):
+            for i in range(size):
+                source, target = r * size + i, (r + 1) * size + i
+                if source // per != target // per:
+                    leaving[source // per] = leaving.get(source // per, 0) + 1
+        mine = {(link * size + i) // per for i in range(size)}
+        return max((leaving.get(server, 0) for server in mine), default=0) or 1
+
+    def links(self) -> list[tuple[float, float, float]]:
+        """Of each link between stages: time that it is taken, latency after that, CPU time."""
+        found, size, n = [], self.dp * self.tp, self.message_bytes
+        for r in range(self.pp - 1):
+            pair = range(r * size, (r + 2) * size, size)
+            crosses = any(self.machine.servers((r * size + i, (r + 1) * size + i)) > 1 for i in range(size))
+            link = self.machine.outer if crosses and self.machine.outer else self.machine.link(pair)
+            flows = max(self.flows(r) / self.machine.outer_links, 1) if crosses else 1
+            latency, whole, work = link.transfer_time(1), link.transfer_time(n, flows), link.transfer_work(n)
+            found.append((max(0.0, whole - latency - work), min(latency, max(0.0, whole - work)), work))
+        return found
+
+    def reduction(self, stage: StageCost, index: int) -> tuple[float, float]:
+        """Seconds that the gradients of a stage take to be reduced, and CPU time that goes into it."""
+        machine, ranks = self.machine, self.ranks_of(index)
+        size = GRADIENT_BYTES[self.config.train.dtype]
+        own = size * (stage.parameters - stage.tied)
+        seconds = self._in_buckets(own, ranks, self.tp)
+        work = machine.link(ranks).ring_work(own, self.dp) if self.dp > 1 else 0.0
+        if stage.tied:
+            ends = [*self.ranks_of(0), *self.ranks_of(self.pp - 1)]
+            seconds += self._in_buckets(size * stage.tied, ends, self.dp * self.tp)
+            work += machine.link(ends).ring_work(size * stage.tied, len(ends))
+        return seconds, work
+
+    def _in_buckets(self, num_bytes: float, ranks: Sequence[int], rings: int) -> float:
+        if len(ranks) == 1 or not num_bytes:
+            return 0.0
+        whole, rest = divmod(num_bytes, BUCKET_BYTES)
+        once = self.machine.all_reduce
+        return whole * once(BUCKET_BYTES, ranks, rings) + (once(rest, ranks, rings) if rest else 0.0)
+
+    # -- together ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def ordering(self) -> Ordering:
+        """Of the plan, with early_switch = "auto" settled."""
+        ordering = Ordering.of(self.config)
+        if self.config.pipeline.early_switch == "auto":
+            return replace(ordering, early_switch=smallest_early_switch(
+                self.costs, self.sizes, warmup=ordering.warmup, gradient_buffers=ordering.gradient_buffers,
+                clip=ordering.clip, gather=ordering.gather))
+        return ordering
+
+    @cached_property
+    def costs(self) -> Costs:
+        """For `simulate`."""
+        machine, stages, p = self.machine, self.stages, self.pp
+        hardware = machine.profile.hardware
+        links = self.links()
+        calls: dict[Kind, float | list[float]] = {Kind.NORM: [stage.norm for stage in stages]}
+        if p > 1:
+            calls |= dict.fromkeys((Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B), machine.inner.call)
+        reductions = [self.reduction(stage, r) for r, stage in enumerate(stages)]
+        if any(work for _, work in reductions):
+            calls[Kind.REDUCE] = [min(seconds, work) for seconds, work in reductions]
+        sharded = self.config.parallel.zero > 0 and self.dp > 1
+        reduce = [max(0.0, seconds - work) / (1 + sharded) for seconds, work in reductions]
+        hidden = 0.0 if self.is_cpu else 0.5  # of a last backward, on a stream of its own, in buckets
+        reduce = [max(t - hidden * stage.backward, min(t, t * BUCKET_BYTES / max(4 * stage.parameters, 1)))
+                  if hidden else t for t, stage in zip(reduce, stages, strict=True)]
+        world = self.tp * self.pp * self.dp
+        norm = machine.all_reduce(_NORM_BYTES, range(world)) if world > 1 else 0.0
+        cores = None
+        if self.is_cpu:
+            here = min(world, machine.devices_per_server)
+            cores = max(0.1, p * hardware.cores * hardware.efficiency / (here * hardware.threads)) / self._at_work
+        return Costs(
+            [s.forward for s in stages], [s.backward for s in stages], [s.update for s in stages], calls,
+            reduce=reduce, norm=norm, gather=list(reduce) if sharded else 0.0, transfer=[t for t, _, _ in links],
+            latency=[t for _, t, _ in links], tied=self.config.model.tie_embeddings and p > 1,
+            blocking_norm=self.is_cpu, serial_links=not self.is_cpu, cores=cores,
+            transfer_work=[t for _, _, t in links])
+
+    @property
+    def _at_work(self) -> float:
+        """Share of a forward and backward in which a CPU rank computes or sends, rather than waits for its tp group."""
+        if self.tp == 1:
+            return 1.0
+        layer, link = self.kinds["layer"], self.machine.link(range(self.tp))
+        sent = sum(link.ring_work(n, self.tp) for n in (*layer.forward_messages, *layer.backward_messages))
+        computed = layer.forward + layer.backward
+        return min(1.0, (computed + sent) / (computed + sum(self.waits["layer"])))
+
+    @cached_property
+    def bound(self) -> float:
+        """Less than this no step takes: the costliest stage's work, or the slowest link's, with what cannot overlap."""
+        m = self.sizes.num_microbatches
+        schedule = self.ordering.make() if self.config.pipeline.early_switch != "auto" else None
+        fill = 0.0
+        if schedule is not None and schedule.flush:
+            total = sum(s.compute for s in self.stages)
+            fill = min(total - s.compute for s in self.stages)
+        work = max(m * s.compute + s.update + s.norm for s in self.stages)
+        link = max((m * t for t, _, _ in self.links()), default=0.0)
+        reduction = max(self.reduction(stage, r)[0] for r, stage in enumerate(self.stages))
+        return max(work + fill, link, reduction)
+
+    @cached_property
+    def step_time(self) -> float:
+        """Of a batch in the steady state, simulated."""
+        return self.simulated(self.costs)
+
+    def simulated(self, costs: Costs) -> float:
+        """The step time with these costs.
+
+        Of many micro-batches some are simulated: once a pipeline is full, each more takes what the one before took.
+        """
+        p, m = self.sizes.num_stages, self.sizes.num_microbatches
+        few = 4 * p + 2 * FEWEST_SIMULATED
+        if m <= 2 * few or self.ordering.early_switch is not None:
+            return self._step(m, costs)
+        first, second = self._step(few, costs), self._step(few + p + FEWEST_SIMULATED, costs)
+        return first + (m - few) * (second - first) / (p + FEWEST_SIMULATED)
+
+    def _step(self, m: int, costs: Costs) -> float:
+        ordering = self.ordering
+        batches = 4 if ordering.make().flush else 0
+        return ordering.timeline(Sizes(self.sizes.num_stages, m), costs, batches).step_time(m)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.config.batch_tokens / self.step_time

@@ -1,0 +1,231 @@
+"""Links as they were measured: messages between two ranks and all-reduces, against their size.
+
+    to and fro between two ranks                        half of a round trip
+    all-reduce over two, four, .. ranks of a level      on the rank that takes the longest
+
+Besides the time on the wall, what it takes of the cores is measured: on CPUs, messages are carried by threads that
+compete with those that compute. A `MeasuredLink` answers the questions that `hardware.Link` does.
+
+Units: seconds, bytes.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from hybridpar.comm import all_reduce, barrier, gather_objects, irecv, isend
+from hybridpar.grid import Axis
+
+SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
+QUICK_SIZES = (1 << 10, 1 << 17, 1 << 21)
+_LEAST_S, _MOST_REPEATS = 0.02, 50
+"""A size is measured for so long, and so often at most."""
+_TOO_LONG_S = 2.0
+"""Larger messages than one that took so long are not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds against bytes: straight between the points, and beyond the last as between the last two."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        assert self.points, "a curve needs a point"
+        assert sizes == sorted(set(sizes)), f"sizes of a curve rise: {sizes}"
+
+    def __call__(self, num_bytes: float) -> float:
+        points = self.points
+        if num_bytes <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        i = min(bisect_left(points, (num_bytes, 0.0)), len(points) - 1)
+        (x0, y0), (x1, y1) = points[i - 1], points[i]
+        return max(0.0, y0 + (y1 - y0) * (num_bytes - x0) / (x1 - x0))
+
+    @property
+    def latency(self) -> float:
+        """What the smallest message takes."""
+        return self.points[0][1]
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second of what is beyond the last but one size."""
+        if len(self.points) == 1:
+            return self.points[0][0] / max(self.points[0][1], 1e-12)
+        (x0, y0), (x1, y1) = self.points[-2:]
+        return (x1 - x0) / max(y1 - y0, 1e-12)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLink:
+    """What joins the ranks of one level: those of a server, or servers. `reduce`: all-reduces, by number of ranks.
+
+    `send_work`, `reduce_work`: CPU time, which a rank takes from who computes. `call`: to issue a send or a receive.
+    """
+
+    name: str
+    send: Curve
+    reduce: Mapping[int, Curve]
+    send_work: Curve = Curve(((1.0, 0.0),))
+    reduce_work: Mapping[int, Curve] = field(default_factory=dict)
+    call: float = 0.0
+
+    def transfer_time(self, num_bytes: float, flows: float = 1) -> float:
+        """As `hardware.Link.transfer_time`."""
+        return self.send.latency + (self.send(num_bytes) - self.send.latency) * max(flows, 1)
+
+    def transfer_work(self, num_bytes: float) -> float:
+        """CPU time for a message, both ends together."""
+        return self.send_work(num_bytes)
+
+    def ring_time(self, num_bytes: float, ranks: int, rings: float = 1) -> float:
+        """As `hardware.Link.ring_time`. Of more ranks than were measured: as a ring of more steps."""
+        if ranks == 1:
+            return 0.0
+        measured, scale = self._nearest(self.reduce, ranks)
+        bytes_part = measured(num_bytes) - measured.latency
+        return measured.latency * scale[0] + bytes_part * scale[1] * max(rings, 1)
+
+    def ring_work(self, num_bytes: float, ranks: int) -> float:
+        """CPU time of each rank for that."""
+        if ranks == 1 or not self.reduce_work:
+            return 0.0
+        measured, scale = self._nearest(self.reduce_work, ranks)
+        return measured(num_bytes) * scale[1]
+
+    @staticmethod
+    def _nearest(curves: Mapping[int, Curve], ranks: int) -> tuple[Curve, tuple[float, float]]:
+        """The curve of the nearest number of ranks, and by how much more steps and bytes a ring of `ranks` has."""
+        near = min(curves, key=lambda n: abs(n - ranks))
+        return curves[near], ((ranks - 1) / (near - 1), (ranks - 1) / ranks * near / (near - 1))
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def measure_links(world: Axis, device: torch.device, *, sizes: Sequence[int] = SIZES) -> dict[str, MeasuredLink]:
+    """By level: `local` between ranks of one host, `network` between hosts. Empty for a single rank.
+
+    Collectives: on all ranks of the job.
+    """
+    if world.size == 1:
+        return {}
+    hosts = gather_objects(_host_name(), world)
+    levels = {}
+    for level, same in (("local", True), ("network", False)):
+        pair = next(((a, b) for a in range(world.size) for b in range(a + 1, world.size)
+                     if (hosts[a] == hosts[b]) == same), None)
+        if pair is None:
+            continue
+        levels[level] = _measure_level(level, pair, _groups_of(level, hosts), world, device, sizes)
+    return levels
+
+
+def _host_name() -> str:
+    return platform.node()
+
+
+def _groups_of(level: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
+    """Which ranks reduce together, by size: on the first host that has several, or over the hosts."""
+    everyone = range(len(hosts))
+    if level == "local":
+        fullest = max(set(hosts), key=hosts.count)
+        here = [rank for rank in everyone if hosts[rank] == fullest]
+    else:
+        here = [hosts.index(name) for name in dict.fromkeys(hosts)]
+    sizes = [n for n in (2, 4, 8, 16, len(here)) if n <= len(here)]
+    return [tuple(here[:n]) for n in sorted(set(sizes))]
+
+
+def _measure_level(
+    name: str, pair: tuple[int, int], groups: Sequence[tuple[int, ...]], world: Axis, device: torch.device,
+    sizes: Sequence[int],
+) -> MeasuredLink:
+    send, send_work, calls = _sweep(sizes, lambda n, k: _ping(n, k, pair, world, device), world)
+    reduce, reduce_work = {}, {}
+    for ranks in groups:
+        group = world.group if len(ranks) == world.size else dist.new_group(list(ranks))
+        axis = Axis("tp", ranks.index(world.rank), ranks, group) if world.rank in ranks else None
+        reduce[len(ranks)], reduce_work[len(ranks)], _ = _sweep(
+            sizes, lambda n, k, axis=axis: _reduce(n, k, axis, device), world)  # type: ignore[misc]
+    return MeasuredLink(name, send, reduce, send_work, reduce_work, calls)
+
+
+Times = tuple[float, float, float]
+"""Of one message: seconds, CPU time, and time to issue it; zeros on ranks that take no part."""
+
+
+def _sweep(
+    sizes: Sequence[int], once: Callable[[int, int], Times], world: Axis
+) -> tuple[Curve, Curve, float]:
+    """Seconds and CPU time against size, and the time that a call takes. Collectives: on all ranks."""
+    seconds: list[tuple[float, float]] = []
+    work: list[tuple[float, float]] = []
+    calls: list[float] = []
+    for num_bytes in sizes:
+        barrier(world)
+        first = max(gather_objects(once(num_bytes, 1)[0], world))
+        repeats = int(min(_MOST_REPEATS, max(3, _LEAST_S / max(first, 1e-6))))
+        barrier(world)
+        everyone = [t for t in gather_objects(once(num_bytes, repeats), world) if t[0]]
+        slowest = max(t[0] for t in everyone)
+        floor = seconds[-1][1] if seconds else 0.0
+        seconds.append((float(num_bytes), max(slowest, floor)))
+        work.append((float(num_bytes), median(t[1] for t in everyone)))
+        calls.append(median(t[2] for t in everyone))
+        if first > _TOO_LONG_S:
+            break
+    return Curve(tuple(seconds)), Curve(tuple(work)), min(calls)
+
+
+def _ping(num_bytes: int, repeats: int, pair: tuple[int, int], world: Axis, device: torch.device) -> Times:
+    if world.rank not in pair:
+        return 0.0, 0.0, 0.0
+    first = world.rank == pair[0]
+    other = pair[1] if first else pair[0]
+    message = torch.zeros(num_bytes // 4, device=device)
+    answer = torch.zeros_like(message)
+    seconds, calls = [], []
+    cpu, thread = time.process_time(), time.thread_time()
+    for _ in range(repeats):
+        start = time.perf_counter()
+        received = irecv(answer, other, world)
+        if not first:
+            received.wait()
+        before = time.thread_time()
+        sent = isend(message, other, world)
+        calls.append(time.thread_time() - before)
+        received.wait()
+        sent.wait()
+        _finish(device)
+        seconds.append((time.perf_counter() - start) / 2)
+    beside = (time.process_time() - cpu) - (time.thread_time() - thread)
+    return median(seconds), max(0.0, beside) / repeats, median(calls)
+
+
+def _reduce(num_bytes: int, repeats: int, axis: Axis | None, device: torch.device) -> Times:
+    if axis is None:
+        return 0.0, 0.0, 0.0
+    x = torch.zeros(num_bytes // 4, device=device)
+    seconds = []
+    cpu = time.process_time()
+    for _ in range(repeats):
+        start = time.perf_counter()
+        all_reduce(x, axis)
+        _finish(device)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds), (time.process_time() - cpu) / repeats, 0.0
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,171 @@
+"""`hybridpar profile`: measures blocks and links of the machine at hand, in a job's ranks or in some of its own."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import platform
+import subprocess
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from hybridpar import __version__
+from hybridpar.comm import gather_objects
+from hybridpar.config import Config, Launch
+from hybridpar.errors import HybridparError, config_error
+from hybridpar.planner.bench import FULL, QUICK, Effort, measure_blocks, world_axis
+from hybridpar.planner.links import QUICK_SIZES, SIZES, measure_links
+from hybridpar.planner.profile import FORMAT, Hardware, Profile, settings_of
+from hybridpar.train.launch import Job, choose_device, keep_freed_memory, set_threads
+
+
+def survey(
+    config: Config, launch: Launch, *, degrees: Sequence[int] = (), sizes: Sequence[int] = (), quick: bool = False,
+    ranks: int = 0,
+) -> Profile:
+    """Measures in the ranks of the job that torchrun started; alone, in `ranks` processes (0: one a core or GPU).
+
+    degrees: of tensor parallelism (none: 1, 2, 4, .. as many as ranks). sizes: of micro-batches (none: the
+    configuration's, and twice that). Returns the same on all ranks.
+    Raises: ConfigError; HybridparError with the first traceback where a process fails.
+    """
+    every = torch.cuda.device_count() if _has_gpus(config) else max(2, _cores())
+    ranks = launch.world_size if launch.world_size > 1 else ranks or every
+    own = config.train.micro_batch_size
+    sizes = tuple(sizes) or ((own,) if quick else (own, 2 * own))
+    degrees = tuple(degrees) or tuple(
+        t for t in (1, 2, 4, 8, 16) if t <= min(ranks, config.model.num_heads) and ranks % t == 0)
+    for name, values in (("micro_batch", sizes), ("tp", degrees)):
+        if min(values) < 1:
+            raise config_error(name, min(values), "must be at least 1", "1")
+    if (most := max(degrees)) > config.model.num_heads:
+        raise config_error("tp", most, f"must be at most model.num_heads = {config.model.num_heads}",
+                           str(config.model.num_heads))
+    request = (config, degrees, sizes, quick)
+    if launch.world_size > 1 or ranks == 1:
+        device = choose_device(config.train.device, launch)
+        set_threads(config.train.threads, launch)
+        job = Job.connect(launch)
+        job.start_group(device, max(config.train.timeout_s, 120.0))
+        profile = measure_here(*request, device)
+        job.end_group()
+        return profile
+    return _in_processes(request, ranks)
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What a profile of this machine and configuration would be of; another one needs another profile."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if _has_gpus(config) else []
+    return {
+        "settings": settings_of(config), "train": [config.train.micro_batch_size, config.train.threads], "gpus": gpus,
+        "cpu": _cpu_name(), "cores": _cores(), "torch": torch.__version__, "hybridpar": __version__,
+        "schedule": config.pipeline.schedule, "format": FORMAT}
+
+
+def _has_gpus(config: Config) -> bool:
+    return config.train.device != "cpu" and torch.cuda.is_available()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def measure_here(
+    config: Config, degrees: Sequence[int], sizes: Sequence[int], quick: bool, device: torch.device
+) -> Profile:
+    """Collectives: on all ranks of the job."""
+    if config.train.keep_memory and device.type == "cpu":
+        keep_freed_memory()
+    world, effort = world_axis(), QUICK if quick else FULL
+    links = measure_links(world, device, sizes=QUICK_SIZES if quick else SIZES)
+    blocks, had_core = measure_blocks(config, degrees, sizes, device, effort)
+    hardware = _hardware(device, gather_objects(platform.node(), world))
+    # with cores to spare every rank has one
+    busy = hardware.devices_per_host * hardware.threads >= hardware.cores > 0
+    hardware = replace(hardware, efficiency=round(had_core, 4) if busy else 1.0)
+    return Profile(hardware, blocks, links, settings_of(config), about=_about(effort, world.size))
+
+
+def _hardware(device: torch.device, hosts: Sequence[str]) -> Hardware:
+    number = len(set(hosts))
+    here = -(-len(hosts) // number)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return Hardware(properties.name, torch.cuda.device_count(), float(properties.total_memory), hosts=number)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Hardware(
+        _cpu_name(), here, memory / here, _cores(), torch.get_num_threads(), number)
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _about(effort: Effort, ranks: int) -> dict[str, Any]:
+    root = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        commit = ""
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "hybridpar": __version__, "commit": commit,
+        "torch": torch.__version__, "python": platform.python_version(), "ranks": ranks, "seconds": effort.seconds}
+
+
+# -- processes of our own ----------------------------------------------------------------------------------------------
+
+
+def _in_processes(request: tuple[Config, Sequence[int], Sequence[int], bool], ranks: int) -> Profile:
+    """Raises: HybridparError with the traceback of a process that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        # forked, they have torch already; CUDA does not survive that
+        method = "spawn" if _has_gpus(request[0]) else "fork"
+        context = mp.start_processes(_one_process, (ranks, folder, request), ranks, join=False, start_method=method)
+        assert context is not None
+        try:
+            while not context.join(timeout=1):
+                pass
+        except mp.ProcessExitedException:  # the process's own traceback says more
+            pass
+        errors = sorted((p.read_text() for p in Path(folder).glob("error*")), key=lambda text: "Connection" in text)
+        if errors:
+            raise HybridparError(f"a process that measured failed:\n{errors[0]}")
+        return pickle.loads(Path(folder, "profile").read_bytes())
+
+
+def _one_process(
+    rank: int, ranks: int, folder: str, request: tuple[Config, Sequence[int], Sequence[int], bool]
+) -> None:
+    config = request[0]
+    try:
+        launch = Launch(rank, rank, ranks, ranks)
+        set_threads(config.train.threads, launch)
+        device = choose_device(config.train.device, launch)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks,
+            timeout=timedelta(seconds=120))
+        profile = measure_here(*request, device)
+        if rank == 0:
+            Path(folder, "profile").write_bytes(pickle.dumps(profile))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f"error{rank}").write_text(traceback.format_exc())
+        os._exit(1)

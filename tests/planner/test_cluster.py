@@ -1,0 +1,97 @@
+"""cluster.toml, and estimated profiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planner import made
+
+from hybridpar.config import TrainConfig
+from hybridpar.errors import ConfigError
+from hybridpar.planner.cluster import count_parameters, estimate, machine_of, measured_machine, read_cluster
+from hybridpar.planner.cost import Model
+from hybridpar.planner.hardware import block_times
+
+GOOD = """
+servers = 2
+devices_per_server = 4
+device = "a100-80gb"
+inner = "nvlink3"
+outer = { gbit_per_s = 100, latency_us = 7 }
+outer_links = 2
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return path
+
+
+def test_names_and_numbers(tmp_path: Path) -> None:
+    cluster = read_cluster(write(tmp_path, GOOD))
+    assert (cluster.num_devices, cluster.device.name, cluster.outer_links) == (8, "a100-80gb", 2)
+    assert (cluster.outer.bandwidth, cluster.outer.latency) == (pytest.approx(12.5e9), pytest.approx(7e-6))
+    own = GOOD.replace('"a100-80gb"', "{ tflops = 100, memory_gib = 24, memory_gb_per_s = 900 }")
+    assert read_cluster(write(tmp_path, own)).device.memory_bytes == 24 * 2**30
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (('"a100-80gb"', '"a200"'), "device = 'a200': must be one of v100-16gb"),
+    (('"nvlink3"', '"wire"'), "link = 'wire': must be one of nvlink2"),
+    (("servers = 2", "servers = -2"), "servers = -2: must be positive"),
+    (("servers = 2\n", ""), "servers = None: is missing"),
+    (("servers = 2", 'servers = "two"'), "servers = 'two': is of the wrong type"),
+    (("outer_links", "outer_link"), "outer_link = 2: is not known here"),
+    (("latency_us = 7", "latency_us = -7"), "outer.latency_us = -7: must not be negative"),
+    (("gbit_per_s = 100,", ""), "outer.gbit_per_s = None: is missing"),
+    (("servers = 2", "servers ="), "is not valid TOML"),
+])
+def test_each_mistake_is_named(change: tuple[str, str], message: str, tmp_path: Path) -> None:
+    assert change[0] in GOOD
+    with pytest.raises(ConfigError, match=message):
+        read_cluster(write(tmp_path, GOOD.replace(*change)))
+
+
+def test_several_servers_need_a_link(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="outer = None: joins the 2 servers"):
+        read_cluster(write(tmp_path, GOOD.replace('outer = { gbit_per_s = 100, latency_us = 7 }\n', "")))
+
+
+def test_estimates_are_those_of_the_hardware_tables(tmp_path: Path) -> None:
+    config = replace(made.config(), train=TrainConfig(dtype="bf16"))
+    cluster = read_cluster(write(tmp_path, GOOD))
+    profile = estimate(config, cluster)
+    assert profile.estimated
+    assert profile.tp_degrees == [1, 2, 4]
+    for tp, b in ((1, 1), (2, 8)):
+        times = block_times(config.model, b, cluster.device, tp)
+        assert profile.block("layer", tp, b).forward == pytest.approx(times[1].forward)
+        assert profile.block("head", tp, b).backward == pytest.approx(times[-1].backward)
+    assert profile.block("layer", 2, 1).forward_messages == (2 * 32 * 64,) * 2
+    with pytest.raises(ConfigError, match=r"train.dtype = 'fp32': estimates are of bf16 and fp16 only"):
+        estimate(made.config(), cluster)
+    with pytest.raises(ConfigError, match="devices = 9: the cluster has 8; try 8"):
+        machine_of(cluster, profile, 9)
+
+
+def test_parameters_are_those_of_the_blocks() -> None:
+    h, v = 64, 128
+    whole, half = (count_parameters(made.MODEL, tp) for tp in (1, 2))
+    assert whole["embedding"] == v * h + 32 * h
+    assert whole["layer"] == 12 * h * h + 13 * h
+    assert whole["head"] == v * h + 2 * h
+    assert half["layer"] < whole["layer"] < 2 * half["layer"]
+
+
+def test_a_measured_machine_has_links_for_all_its_ranks() -> None:
+    config = made.config()
+    profile = made.profile(config, cores=2)
+    assert measured_machine(profile, 4).devices_per_server == 8
+    with pytest.raises(ConfigError, match="was made with one rank"):
+        measured_machine(replace(profile, links={}), 2)
+    with pytest.raises(ConfigError, match="devices = 9: the profile is of 8; give a --cluster"):
+        measured_machine(made.profile(config), 9)
+    assert Model(config, measured_machine(profile, 1)).step_time > 0

@@ -1,0 +1,77 @@
+"""`hybridpar profile` and `plan` from the command line, and a run that came from a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from planner import made
+from train.runs import write_config
+
+from hybridpar.cli import main
+from hybridpar.config import load_toml
+from hybridpar.planner.profile import read_profile, settings_of, write_profile
+
+CLUSTER = 'servers = 2\ndevices_per_server = 4\ndevice = "a100-80gb"\ninner = "nvlink3"\nouter = "infiniband-hdr"\n'
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    code = main([str(a) for a in args])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.ranks
+def test_from_a_profile_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, profile, plan = write_config(tmp_path), tmp_path / "profile.json", tmp_path / "plan.toml"
+    code, _, err = run(capsys, "profile", config, "--quick", "--ranks", 2, "--out", profile)
+    assert code == 0, err
+    measured = read_profile(profile)
+    assert measured.tp_degrees == [1, 2]
+    assert measured.settings == settings_of(load_toml(config))
+    layer = measured.block("layer", 1, load_toml(config).train.micro_batch_size)
+    assert 0 < layer.forward < layer.backward * 5
+    assert measured.block("layer", 2, 1).forward_messages
+    assert measured.links["local"].reduce[2](1e6) > 0
+    code, out, err = run(capsys, "plan", config, "--profile", profile, "--devices", 1, "--out", plan)
+    assert code == 0, err
+    assert "tp=1 pp=1 dp=1" in out
+    code, _, err = run(capsys, "train", plan, "--train.num_steps", 6)
+    assert code == 0, err
+    assert "plan: a step takes" in err
+    assert "predicted" in err
+
+
+def test_a_plan_for_a_cluster_and_its_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, cluster, plan = write_config(tmp_path), tmp_path / "cluster.toml", tmp_path / "plan.toml"
+    cluster.write_text(CLUSTER)
+    bf16 = ("--train.dtype", "bf16", "--cluster", cluster)
+    code, out, err = run(capsys, "plan", config, *bf16, "--batch_size", 16, "--grid", "pp=2", "--out", plan, "--json",
+                         "--svg", tmp_path / "plan.svg")
+    assert code == 0, err
+    found = json.loads(out)
+    assert {row["pp"] for row in found["ranked"]} == {2}
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+    code, out, err = run(capsys, "simulate", plan, "--cluster", cluster, "--json", "--perfetto", tmp_path / "t.json")
+    assert code == 0, err
+    assert json.loads(out)["ranks"] == 8
+    assert json.loads(out)["step_time"] == pytest.approx(load_toml(plan).plan.step_ms / 1e3, rel=1e-3)
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, profile = write_config(tmp_path), tmp_path / "profile.json"
+    write_profile(made.profile(made.config()), profile)
+    for args, message in (
+            (("--profile", profile), "the profile was made with"),
+            (("--profile", tmp_path / "none.json"), "does not exist"),
+            (("--cluster", tmp_path / "none.toml"), "cannot be read"),
+            (("--devices", -1), "devices = -1: is too small"),
+            (("--grid", "tp=x"), "must be sizes of tp, pp and dp")):
+        code, out, err = run(capsys, "plan", config, *args, "--out", tmp_path / "plan.toml")
+        assert code == 1
+        assert message in err
+        assert "Traceback" not in err
+        assert not out
+    assert not (tmp_path / "plan.toml").exists()

@@ -1,0 +1,95 @@
+"""profile.json: what is written is read back; what is damaged, foreign or of another version is said to be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planner import made
+
+from hybridpar.errors import ConfigError, DataError
+from hybridpar.planner.links import Curve, MeasuredLink
+from hybridpar.planner.profile import check_settings, read_profile, write_profile
+
+
+def test_reads_back_what_was_written(tmp_path: Path) -> None:
+    profile = made.profile(made.config(), wait=0.25, cores=2)
+    write_profile(profile, tmp_path / "deep" / "profile.json")
+    assert read_profile(tmp_path / "deep" / "profile.json") == profile
+
+
+def test_sizes_between_measured_ones_lie_on_the_line() -> None:
+    profile = made.profile(made.config(), layer=3.0, sizes=(2, 8))
+    assert profile.block("layer", 1, 4).forward == pytest.approx(12.0)
+    assert profile.block("layer", 1, 1).backward == pytest.approx(6.0)  # beyond the smallest
+    assert profile.block("layer", 2, 16).forward == pytest.approx(24.0)  # beyond the largest
+    assert profile.block("layer", 2, 4).forward_messages == (4096, 4096)
+    assert made.profile(made.config(), sizes=(4,)).block("layer", 1, 2).forward == pytest.approx(2.0)
+
+
+def test_a_degree_that_was_not_measured() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.tp = 4: the profile has tp degrees 1, 2 only"):
+        made.profile(made.config()).block("layer", 4, 1)
+
+
+def test_another_model_needs_another_profile() -> None:
+    profile = made.profile(made.config())
+    check_settings(profile, replace(made.config(pp=2, m=4)))
+    with pytest.raises(ConfigError, match=r"model.hidden_size = 128: the profile was made with 64; try 64"):
+        check_settings(profile, made.config(hidden_size=128))
+
+
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "version": (lambda d: d.update(format="hybridpar profile 0"), "format is 'hybridpar profile 0', not"),
+    "negative": (lambda d: d["blocks"][1].update(forward=-1.0), "layer tp=1 micro_batch=1: forward is -1.0"),
+    "not a number": (lambda d: d["blocks"][0].update(update="fast"), "update is 'fast'"),
+    "missing": (lambda d: d["blocks"][0].pop("norm"), "'norm' is missing"),
+    "a kind": (lambda d: d["blocks"].pop(0), "blocks must have embedding, layer, head"),
+    "no link": (lambda d: d.pop("links"), "'links' is missing"),
+    "falling sizes": (lambda d: d["links"]["local"]["send"].reverse(), "sizes of a curve rise"),
+    "no memory": (lambda d: d["hardware"].update(memory=0), "hardware.memory is 0"),
+    "unknown": (lambda d: d["hardware"].update(speed=1), "speed"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(made.profile(made.config()), path)
+    document = json.loads(path.read_text())
+    damage, message = DAMAGE[name]
+    damage(document)
+    path.write_text(json.dumps(document))
+    with pytest.raises(DataError, match="profile.json: .*" + message.replace("(", r"\(")):
+        read_profile(path)
+
+
+def test_files_that_are_not_there_or_not_json(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist; try hybridpar profile CONFIG"):
+        read_profile(tmp_path / "none.json")
+    (tmp_path / "half.json").write_text('{"format": ')
+    with pytest.raises(DataError, match="cannot be read"):
+        read_profile(tmp_path / "half.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(DataError, match="is not an object"):
+        read_profile(tmp_path / "list.json")
+
+
+def test_a_curve_goes_on_as_it_ends() -> None:
+    curve = Curve(((10.0, 1.0), (20.0, 2.0), (40.0, 3.0)))
+    assert [curve(x) for x in (1, 10, 15, 30, 80)] == pytest.approx([1.0, 1.0, 1.5, 2.5, 5.0])
+    assert (curve.latency, curve.bandwidth) == (1.0, 20.0)
+
+
+def test_a_measured_link_shares_and_scales_like_a_ring() -> None:
+    link = MeasuredLink("x", Curve(((1.0, 1.0), (101.0, 2.0))), {2: Curve(((1.0, 1.0), (101.0, 2.0)))})
+    assert link.transfer_time(101, flows=3) == pytest.approx(1 + 3)
+    assert link.ring_time(101, 1) == 0
+    assert link.ring_time(101, 2) == pytest.approx(2.0)
+    # of 4 ranks: 3 steps for 1, and 2 * 3/4 of the bytes for 2 * 1/2
+    assert link.ring_time(101, 4) == pytest.approx(3 * 1.0 + 1.5 * 1.0)
+    assert link.ring_work(101, 4) == 0

@@ -1,0 +1,56 @@
+"""The published planner on the paper's models and machines."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hybridpar.config import ModelConfig
+from hybridpar.errors import ConfigError
+from hybridpar.planner.hardware import DEVICES, LINKS, Cluster
+from hybridpar.planner.published import memory_bytes, plan, ranked
+
+SIZES = {"355m": (24, 1024, 16), "2.2b": (32, 2304, 32), "3.8b": (32, 3072, 32)}
+
+
+def model(size: str) -> ModelConfig:
+    layers, hidden, heads = SIZES[size]
+    return ModelConfig(num_layers=layers, hidden_size=hidden, num_heads=heads, seq_length=512, vocab_size=50304)
+
+
+def servers(number: int) -> Cluster:
+    return Cluster(DEVICES["v100-16gb"], 8, number, LINKS["nvlink2"], LINKS["ethernet-25"])
+
+
+@pytest.mark.parametrize("batch", [512, 2048])
+@pytest.mark.parametrize(("size", "depth", "width"), [("2.2b", 8, 8), ("3.8b", 16, 4)])
+def test_chooses_what_the_paper_ran_on_64_gpus(size: str, depth: int, width: int, batch: int) -> None:
+    """Source: arXiv 2006.09503v3, section 5.2."""
+    chosen = plan(model(size), servers(8), batch)
+    assert (chosen.depth, chosen.width) == (depth, width)
+    recomputed = max((c for c in ranked(model(size), servers(8), batch) if c.recompute), key=lambda c: c.throughput)
+    assert recomputed.depth == depth
+
+
+def test_one_server_holds_the_smaller_model_at_depth_8() -> None:
+    chosen = plan(model("2.2b"), servers(1), 256)
+    assert (chosen.depth, chosen.width) == (8, 1)
+
+
+def test_takes_less_than_a_second_on_512_devices() -> None:
+    start = time.process_time()
+    chosen = plan(model("3.8b"), servers(64), 4096)
+    assert chosen.width * chosen.depth == 512
+    assert time.process_time() - start < 1
+
+
+def test_recomputation_takes_less_memory_and_depth_divides_the_state() -> None:
+    assert memory_bytes(model("2.2b"), 8, 8, True) < memory_bytes(model("2.2b"), 8, 8, False)
+    assert memory_bytes(model("2.2b"), 16, 1, True) < memory_bytes(model("2.2b"), 8, 1, True)
+
+
+def test_says_when_nothing_fits() -> None:
+    huge = ModelConfig(num_layers=8, hidden_size=12288, num_heads=96, seq_length=512, vocab_size=50304)
+    with pytest.raises(ConfigError, match="no width and depth holds the model on v100-16gb"):
+        plan(huge, servers(1), 512)

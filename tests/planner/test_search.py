@@ -1,0 +1,136 @@
+"""The search against all configurations there are, its memory, its reasons, and its plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planner import made
+
+from hybridpar.config import Config, OptimConfig, load_toml
+from hybridpar.errors import ConfigError
+from hybridpar.memory import predict
+from hybridpar.planner import report
+from hybridpar.planner.candidates import Request, balanced, candidates, grids
+from hybridpar.planner.cost import Machine
+from hybridpar.planner.room import memory_limit, surely_fits
+from hybridpar.planner.search import search
+from hybridpar.validate import problems
+
+
+def machine(config: Config, devices: int = 4, *, memory: float = 1e9, wait: float = 0.1) -> Machine:
+    profile = made.profile(config, layer=1.0, head=2.0, update=0.3, wait=wait, degrees=(1, 2, 4))
+    return made.machine(config, devices, made=profile, inner=made.link(latency=0.05, bandwidth=1e5), memory=memory)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_finds_the_fastest_of_all(schedule: str) -> None:
+    config = replace(made.config(schedule=schedule, m=16, b=1), parallel=made.ParallelConfig(dp=0))
+    on = machine(config, memory=1e11)
+    every = list(candidates(config, on, Request()))
+    every += [balanced(replace(one.config, parallel=replace(one.config.parallel, zero=1)), on)
+              for one in every if one.config.parallel.dp > 1]
+    fastest = min(one.model.step_time for one in every)
+    result = search(config, on, Request(top=3))
+    # ZeRO-1 is not tried where it can gain less than a hundredth
+    assert result.ranked[0].model.step_time == pytest.approx(fastest, rel=0.01)
+    times = [one.model.step_time for one in result.ranked]
+    assert times == sorted(times)
+    assert all(one.model.bound <= one.model.step_time * (1 + 1e-9) for one in every)
+
+
+def test_every_candidate_trains_the_same_batch_and_can_run() -> None:
+    config = replace(made.config(m=6, b=2), parallel=made.ParallelConfig(dp=0))
+    for one in candidates(config, machine(config, 6), Request()):
+        assert one.config.global_batch_size == 12
+        assert problems(one.config, 6) == []
+
+
+def test_what_is_given_stays() -> None:
+    config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=0))
+    assert grids(config, machine(config), {"pp": 2}) == [(1, 2, 2), (2, 2, 1)]
+    assert {one.grid for one in search(config, machine(config), Request(keep={"tp": 2})).ranked} <= {
+        (2, 1, 2), (2, 2, 1)}
+
+
+def test_stale_schedules_are_taken_only_where_they_are_asked_for() -> None:
+    config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=0))
+    assert {one.config.pipeline.schedule for one in candidates(config, machine(config), Request())} == {"1f1b"}
+    stale = replace(made.config(m=16, b=1, schedule="2bw"), optim=OptimConfig(staleness="extrapolation"))
+    found = [one.config for one in candidates(stale, machine(stale), Request(schedules=("2bw", "gpipe")))]
+    assert {c.pipeline.schedule: c.optim.staleness for c in found} == {"2bw": "extrapolation", "gpipe": "none"}
+
+
+def big(dp: int = 0) -> Config:
+    """Two samples of activations take more than the weights."""
+    config = made.config(m=16, b=2, num_layers=10, hidden_size=96, seq_length=256)
+    return replace(config, parallel=made.ParallelConfig(dp=dp))
+
+
+def test_recomputes_and_splits_by_memory() -> None:
+    config = big()
+    plain = replace(config, parallel=made.ParallelConfig(1, 2, 1), pipeline=replace(
+        config.pipeline, split=(6, 6)))
+    most = max(stage.total for stage in predict(plain))
+    tight = machine(config, 2, memory=0.6 * most / 0.96 + 1.5 * 2**30)
+    request = Request(keep={"tp": 1, "pp": 2}, micro_batches=(2,), top=2)
+    result = search(config, tight, request)
+    chosen = result.ranked[0]
+    assert chosen.config.pipeline.recompute != "none"
+    assert max(stage.total for stage in predict(chosen.config)) <= memory_limit(tight)
+    assert [stage.total for stage in chosen.memory or []] == pytest.approx(
+        [stage.total for stage in predict(chosen.config)], rel=0.01)
+    assert not surely_fits(chosen.model, memory_limit(tight))
+
+
+def test_says_what_does_not_fit_and_what_would() -> None:
+    config = big()
+    smallest = min(max(s.total for s in predict(replace(
+        config, parallel=made.ParallelConfig(1, pp, 1), pipeline=replace(config.pipeline, recompute="all"))))
+        for pp in (4,))
+    tight = machine(config, 4, memory=1.15 * smallest / 0.96 + 1.5 * 2**30)
+    result = search(config, tight, Request(keep={"tp": 1}, micro_batches=(2,), top=9))
+    assert result.ranked
+    failed = [one for one in result.failed if one.grid[1] == 1]
+    assert failed
+    assert "recomputation is not enough" in failed[0].reason
+    assert "pp=4 would fit" in failed[0].reason
+    nothing = search(config, machine(config, 4, memory=1.5 * 2**30 + 1e6), Request(micro_batches=(2,)))
+    assert not nothing.ranked
+    assert len(nothing.failed) == nothing.considered
+
+
+def test_what_cannot_be_planned_is_said() -> None:
+    config = replace(made.config(m=7, b=1), parallel=made.ParallelConfig(dp=0))
+    with pytest.raises(ConfigError, match=r"parallel.pp = 16: the model has only 8 blocks; try 8"):
+        search(config, machine(config, 16), Request(keep={"pp": 16}))
+    with pytest.raises(ConfigError, match="batch_size = 7: no grid of 4 devices with dp=4 divides it"):
+        search(config, machine(config), Request(keep={"dp": 4}))
+    with pytest.raises(ConfigError, match="batch_size = -1: must be positive"):
+        search(config, machine(config), Request(batch_size=-1))
+
+
+def test_the_plan_is_a_configuration_that_says_what_to_expect(tmp_path: Path) -> None:
+    config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=0))
+    result = search(config, machine(config, memory=1e10), Request())
+    best = result.ranked[0]
+    report.write_plan(best, tmp_path / "plan.toml")
+    plan = load_toml(tmp_path / "plan.toml")
+    assert problems(plan, 4) == []
+    assert plan.plan.step_ms == pytest.approx(1e3 * best.model.step_time)
+    assert len(plan.plan.memory_mib) == plan.parallel.pp
+    assert replace(plan, plan=Config().plan) == best.config
+
+
+def test_parts_add_up_and_the_report_is_plain_data() -> None:
+    config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=0))
+    result = search(config, machine(config, memory=1e10), Request())
+    for one in result.ranked:
+        parts = report.parts_of(one.model)
+        whole = sum((parts.compute, parts.tensor, parts.optimizer, parts.reduction, parts.transfers, parts.bubble))
+        assert whole == pytest.approx(one.model.step_time, rel=0.1)
+    plain = json.loads(json.dumps(report.as_json(result)))
+    assert plain["ranked"][0]["step_ms"] == pytest.approx(1e3 * result.ranked[0].model.step_time)
+    assert report.table(result).row_count == len(result.ranked)
