@@ -130,6 +130,11 @@ def _cross_entropy_fake(logits: Tensor, column: Tensor, num_real: int, with_sum:
     return logits.new_empty((4 if with_sum else 3, logits.shape[0]), dtype=_wide(logits))
 
 
+def _best_loads_fake(covers: Tensor, class_cost: Tensor, class_nets: Tensor, net_cost: Tensor, net_size: Tensor,
+                     num_ideals: int, num_accelerators: int, num_cpus: int, *args: Any) -> Tensor:
+    return class_cost.new_empty((num_ideals, num_accelerators + 1, num_cpus + 1))
+
+
 def _nothing(*args: Any) -> None:
     return None
 
@@ -156,4 +161,5 @@ FAKES: dict[str, Callable[..., Any]] = {
     "attention_backward": _attention_backward_fake,
     "cross_entropy": _cross_entropy_fake,
     "cross_entropy_backward_": _nothing,
+    "placement_best_loads": _best_loads_fake,
 }
