@@ -18,6 +18,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+import torch
+
+from hybridpar import native
 from hybridpar.planner.placement.classes import ClassGraph
 from hybridpar.planner.placement.ideals import Ideals
 from hybridpar.planner.placement.workload import Floats, Ints
@@ -74,12 +77,32 @@ class PairLoads:
 
 
 def best_loads(graph: ClassGraph, ideals: Ideals, limit: float, deadline: float) -> Floats:
-    """The table best[I, a, c], by numpy; values above `limit` may be infinite instead.
+    """The table best[I, a, c]; values above `limit` may be infinite instead.
 
     Raises: OutOfTime once `time.monotonic()` is past `deadline`.
     """
+    way = _best_loads_numpy if native.missing() else _best_loads_native
+    return way(graph, ideals, limit * (1 + SLACK), deadline)
+
+
+def _best_loads_native(graph: ClassGraph, ideals: Ideals, limit: float, deadline: float) -> Floats:
     w = graph.workload
-    limit *= 1 + SLACK
+    unsupported = np.isinf(graph.accelerator_time)
+    costs = np.stack([np.where(unsupported, 0.0, graph.accelerator_time), graph.cpu_time, graph.size, unsupported], 1)
+    pins = [(v, e) for v, nets in enumerate(graph.nets_of) for e in nets]
+    net_size = [len(net) for net in graph.nets]
+    best = torch.ops.hybridpar.placement_best_loads(
+        torch.from_numpy(ideals.covers), torch.from_numpy(np.ascontiguousarray(costs, np.float64)),
+        torch.tensor(pins, dtype=torch.int64).reshape(-1, 2), torch.tensor(graph.net_cost, dtype=torch.float64),
+        torch.tensor(net_size, dtype=torch.int64), len(ideals), w.num_accelerators, w.num_cpus, w.memory, limit,
+        min(deadline - time.monotonic(), 1e9))
+    if not len(best):
+        raise OutOfTime
+    return best.numpy()
+
+
+def _best_loads_numpy(graph: ClassGraph, ideals: Ideals, limit: float, deadline: float) -> Floats:
+    w = graph.workload
     loads = PairLoads(graph, ideals)
     best = np.full((len(ideals), w.num_accelerators + 1, w.num_cpus + 1), np.inf)
     best[0] = 0.0

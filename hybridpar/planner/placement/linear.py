@@ -13,7 +13,7 @@ from hybridpar.planner.placement.classes import ClassGraph
 from hybridpar.planner.placement.workload import Floats, Ints
 
 
-class _Segments:
+class Segments:
     """Loads of all segments [i, j) of the order that end at j, for growing j."""
 
     def __init__(self, graph: ClassGraph):
@@ -48,7 +48,7 @@ def solve_linear(graph: ClassGraph) -> tuple[float, Ints]:
     n = graph.num_classes
     best = np.full((n + 1, k + 1, l + 1), np.inf)  # of a prefix, by how many accelerators and CPUs it may use
     best[0] = 0.0
-    segments = _Segments(graph)
+    segments = Segments(graph)
     for j in range(1, n + 1):
         accelerator, cpu = segments.extend()
         best[j, 1:] = np.maximum(best[:j, :-1], accelerator[:, None, None]).min(0)
@@ -67,7 +67,7 @@ def _trace(graph: ClassGraph, best: Floats) -> Ints:
     j, a, c = graph.num_classes, best.shape[1] - 1, best.shape[2] - 1
     used_a = used_c = 0
     while j:
-        segments = _Segments(graph)
+        segments = Segments(graph)
         while segments.j < j:
             accelerator, cpu = segments.extend()
         on_accelerator = np.maximum(best[:j, a - 1, c], accelerator) if a else np.full(j, np.inf)
