@@ -23,7 +23,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
-from hybridpar.planner.placement.workload import Bools, Floats, Ints, Workload
+from hybridpar.planner.placement.workload import Floats, Ints, Workload, order_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,8 @@ def class_graph(workload: Workload, *, merge: Iterable[Iterable[int]] = (), merg
     label = _fuse_cycles(w, _labels(w, merge))
     if merge_leaves:
         label = _merge_leaves(w, label)
-    order = _topological(int(label.max()) + 1, _edges(w, label))
+    order = order_of(int(label.max()) + 1, _edges(w, label))
+    assert len(order) == label.max() + 1, "a cycle is left"
     number = np.empty(len(order), np.int64)
     number[order] = np.arange(len(order))
     class_of = number[label]
@@ -149,26 +150,6 @@ def _nets(w: Workload, class_of: Ints) -> tuple[tuple[tuple[int, ...], ...], Flo
         if len(net) > 1:
             cost[net] = cost.get(net, 0.0) + float(w.transfer_time[u])
     return tuple(cost), np.array(list(cost.values()), np.float64)
-
-
-def _topological(n: int, edges: Iterable[tuple[int, int]]) -> list[int]:
-    """An order of the classes, depth first, so that classes that feed each other are near."""
-    after: list[list[int]] = [[] for _ in range(n)]
-    missing = [0] * n
-    for u, v in edges:
-        after[u].append(v)
-        missing[v] += 1
-    ready = [v for v in range(n) if not missing[v]]
-    order: list[int] = []
-    while ready:
-        u = ready.pop()
-        order.append(u)
-        for v in after[u]:
-            missing[v] -= 1
-            if not missing[v]:
-                ready.append(v)
-    assert len(order) == n, "a cycle is left"
-    return order
 
 
 # -- leaves ------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from hybridpar.planner.placement.linear import Segments
 from hybridpar.planner.placement.load import latency, problems
 from hybridpar.planner.placement.model import Model
 from hybridpar.planner.placement.result import Placement, make_placement
-from hybridpar.planner.placement.workload import Floats, Ints, Workload
+from hybridpar.planner.placement.workload import Floats, Ints, Workload, order_of
 
 SLACK = 1e-6
 
@@ -82,20 +82,9 @@ def _longest(w: Workload, times: Floats) -> float:
 def _in_order(w: Workload) -> list[tuple[int, list[int]]]:
     """Nodes, each after all that it reads."""
     before: list[list[int]] = [[] for _ in range(w.num_nodes)]
-    after: list[list[int]] = [[] for _ in range(w.num_nodes)]
     for u, v in w.edges.tolist():
         before[v].append(u)
-        after[u].append(v)
-    missing = [len(x) for x in before]
-    ready, order = [v for v in range(w.num_nodes) if not missing[v]], []
-    while ready:
-        v = ready.pop()
-        order.append((v, before[v]))
-        for x in after[v]:
-            missing[x] -= 1
-            if not missing[x]:
-                ready.append(x)
-    return order
+    return [(v, before[v]) for v in order_of(w.num_nodes, w.edges.tolist())]
 
 
 # -- without integer programming ---------------------------------------------------------------------------------------

@@ -139,27 +139,42 @@ class Checker:
 
 def cycle(num_nodes: int, edges: Iterable[tuple[int, int]]) -> list[int]:
     """Nodes on one cycle, in order; empty if the graph has none."""
-    after: list[list[int]] = [[] for _ in range(num_nodes)]
-    before: list[list[int]] = [[] for _ in range(num_nodes)]
-    missing = [0] * num_nodes
+    edges = list(edges)
+    left = set(range(num_nodes)).difference(order_of(num_nodes, edges))
+    before: dict[int, list[int]] = {v: [] for v in left}
     for u, v in edges:
-        after[u].append(v)
-        before[v].append(u)
-        missing[v] += 1
-    ready = [v for v in range(num_nodes) if not missing[v]]
-    while ready:
-        for v in after[ready.pop()]:
-            missing[v] -= 1
-            if not missing[v]:
-                ready.append(v)
-    node = next((v for v in range(num_nodes) if missing[v]), None)
-    if node is None:
+        if u in left and v in left:
+            before[v].append(u)
+    if not left:
         return []
+    node = min(left)
     walk: dict[int, int] = {}  # going back from a node that is left, through nodes that are left, must meet itself
     while node not in walk:
         walk[node] = len(walk)
-        node = next(u for u in before[node] if missing[u])
+        node = before[node][0]
     return list(walk)[walk[node]:][::-1]
+
+
+def order_of(num_nodes: int, edges: Iterable[tuple[int, int]]) -> list[int]:
+    """An order in which edges lead onwards, depth first, so that nodes that feed each other are near.
+
+    Shorter than `num_nodes` if there is a cycle.
+    """
+    after: list[list[int]] = [[] for _ in range(num_nodes)]
+    missing = [0] * num_nodes
+    for u, v in edges:
+        after[u].append(v)
+        missing[v] += 1
+    ready = [v for v in range(num_nodes) if not missing[v]]
+    order: list[int] = []
+    while ready:
+        u = ready.pop()
+        order.append(u)
+        for v in after[u]:
+            missing[v] -= 1
+            if not missing[v]:
+                ready.append(v)
+    return order
 
 
 # -- from and to JSON --------------------------------------------------------------------------------------------------
