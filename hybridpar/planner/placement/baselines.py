@@ -25,8 +25,8 @@ def one_accelerator(workload: Workload) -> Ints:
 def greedy(graph: ClassGraph, share: float) -> Ints | None:
     """Classes in order: each accelerator takes them until its memory is full or its time reaches `share`.
 
-    What cannot run there, or comes when all are full, goes to the first CPU. Returns a device for each class; None if there
-    is no CPU and something is left.
+    What cannot run there, or comes when all are full, goes to the first CPU. Returns a device for each class; None if
+    there is no CPU and something is left.
     Source: arXiv 2006.16423, appendix F, where only memory ends an accelerator's turn: `share` = infinity.
     """
     w = graph.workload
@@ -48,10 +48,10 @@ def greedy(graph: ClassGraph, share: float) -> Ints | None:
 def pipedream_groups(workload: Workload, ignored: Collection[int] | None = None) -> list[list[int]]:
     """Groups of nodes (positions) that PipeDream's optimizer keeps together before it splits a line of layers.
 
-    Of the graph of colour classes, forward and backward apart, the edges of a biconnected component have their sources
-    merged. Edges from `ignored` nodes (ids) do not count: by default forward nodes that take no time and feed several
-    others, such as inputs and masks, which PipeDream's profiles leave out. (The authors leave out some by number; of the
-    mask of their training graph of BERT-24 only the forward node, so that nearly all of it is merged.)
+    Of the graph of colour classes, forward and backward apart, the edges of a biconnected component have their
+    sources merged. Edges from `ignored` nodes (ids) do not count: by default forward nodes that take no time and feed
+    several others, such as inputs and masks, which PipeDream's profiles leave out. (The authors leave out nodes by
+    number. Where the backward node of a mask counts, nearly all of a training graph is merged, as in their results.)
     Source: arXiv 2006.16423, section 6.1 and appendix; Narayanan et al., PipeDream, SOSP 2019, section 3.1.
     """
     import networkx  # torch needs it too; a quarter of a second to import

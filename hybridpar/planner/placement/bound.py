@@ -13,9 +13,9 @@ def work_bound(graph: ClassGraph) -> float:
 
     Fractions go to the kind of device that is best at them, relative to the other: a fractional knapsack.
     """
-    k, l = graph.workload.num_accelerators, graph.workload.num_cpus
+    k, num_cpus = graph.workload.num_accelerators, graph.workload.num_cpus
     accelerator, cpu = graph.accelerator_time, graph.cpu_time
-    if not l:
+    if not num_cpus:
         return max(float(accelerator.sum()) / k, float(accelerator.max()))
     only_cpu = np.isinf(accelerator)
     fixed, accelerator, cpu = float(cpu[only_cpu].sum()), accelerator[~only_cpu], cpu[~only_cpu]
@@ -25,12 +25,12 @@ def work_bound(graph: ClassGraph) -> float:
     on_cpu = fixed + np.concatenate([[0.0], np.cumsum(c)])  # the first i classes go to CPUs
     rest = np.concatenate([np.cumsum(a[::-1])[::-1], [0.0]])
     for i in range(len(a)):  # find the class at which both kinds are equally loaded
-        if on_cpu[i + 1] / l >= rest[i + 1] / k:
-            x = _balance(on_cpu[i] / l, c[i] / l, rest[i] / k, a[i] / k)
-            shared = max((on_cpu[i] + x * c[i]) / l, (rest[i] - x * a[i]) / k)
+        if on_cpu[i + 1] / num_cpus >= rest[i + 1] / k:
+            x = _balance(on_cpu[i] / num_cpus, c[i] / num_cpus, rest[i] / k, a[i] / k)
+            shared = max((on_cpu[i] + x * c[i]) / num_cpus, (rest[i] - x * a[i]) / k)
             break
     else:
-        shared = on_cpu[-1] / l
+        shared = on_cpu[-1] / num_cpus
     single = np.minimum(graph.accelerator_time, graph.cpu_time)
     return max(float(shared), float(single.max()))
 
@@ -58,5 +58,5 @@ def check_possible(graph: ClassGraph) -> None:
             f"{graph.size[c]:.0f} bytes, and there is no CPU", f"{graph.size[c]:.0f}")
     if (total := float(graph.size.sum())) > w.memory * w.num_accelerators:
         raise config_error(
-            "maxSizePerFPGA", w.memory, f"{w.num_accelerators} accelerators of that are less than the graph's {total:.0f} "
-            "bytes, and there is no CPU", f"{np.ceil(total / w.num_accelerators):.0f}")
+            "maxSizePerFPGA", w.memory, f"{w.num_accelerators} accelerators of that are less than the graph's "
+            f"{total:.0f} bytes, and there is no CPU", f"{np.ceil(total / w.num_accelerators):.0f}")

@@ -5,8 +5,8 @@ colours that lie on a common cycle. Its costs are sums. Between classes there ar
 
     edges    u -> v: a forward node of v reads a forward node of u, so no device may hold u after v. A class without
              forward nodes gets its edges from its backward ones, reversed, as those of a layer run in reverse order.
-    nets     all classes that one output touches: its producer's and its readers'. An accelerator that holds some of them,
-             but not all, pays the transfer once, to send or to receive. So the transfer time of a set S of classes is
+    nets     all classes that one output touches: its producer's and its readers'. An accelerator that holds some of
+             them, but not all, pays the transfer once, to send or to receive. So the transfer time of a set S is
 
                  sum of cost(e) over nets e with  0 < |e & S| < |e|
 
@@ -80,8 +80,8 @@ class ClassGraph:
 def class_graph(workload: Workload, *, merge: Iterable[Iterable[int]] = (), merge_leaves: bool = True) -> ClassGraph:
     """The classes of a workload.
 
-    `merge`: groups of nodes (positions) that shall share a class too. `merge_leaves`: also puts classes that cost no time
-    and hang on one other class together with that, where this cannot make any placement worse.
+    `merge`: groups of nodes (positions) that shall share a class too. `merge_leaves`: also puts classes that cost no
+    time and hang on one other class together with that, where this cannot make any placement worse.
     """
     w = workload
     label = _fuse_cycles(w, _labels(w, merge))
@@ -93,7 +93,7 @@ def class_graph(workload: Workload, *, merge: Iterable[Iterable[int]] = (), merg
     number[order] = np.arange(len(order))
     class_of = number[label]
     n = len(order)
-    total = lambda values: np.bincount(class_of, values, n)  # noqa: E731
+    total = lambda values: np.bincount(class_of, values, n).astype(np.float64)  # noqa: E731
     size, unsupported = total(w.size), total((~w.supported).astype(float)) > 0
     before: list[set[int]] = [set() for _ in range(n)]
     for u, v in _edges(w, class_of):

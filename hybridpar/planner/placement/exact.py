@@ -3,10 +3,11 @@
     best[I][a][c] = least largest load of ideal I on at most a accelerators and c CPUs
                   = min over ideals I' in I of  max(best[I'][a-1][c], accelerator(I - I')),  same with a CPU
 
-Pairs are walked depth first: from I one class after the other is taken away, always one with a smaller number than the
-last, which meets each I' once. Loads are kept up to date on the way, and a branch ends where its difference is already too much
-for an accelerator and for a CPU: more than `limit`, the load of a placement known before. hybridpar._C does that
-where it is built; without it, numpy computes an ideal's pairs at once, from how many classes of each net are in each ideal.
+Pairs are walked depth first: from I one class after the other is taken away, always one with a smaller number than
+the last, which meets each I' once. Loads are kept up to date on the way, and a branch ends where its difference is
+already too much for an accelerator and for a CPU: more than `limit`, the load of a placement known before.
+hybridpar._C does that where it is built; without it, numpy computes an ideal's pairs at once, from how many classes of
+each net are in each ideal.
 
 Source: arXiv 2006.16423, section 5.1, theorem 5.1.
 """
@@ -17,7 +18,6 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
-
 import torch
 
 from hybridpar import native

@@ -1,8 +1,8 @@
 """The least time of one sample: integer programming, from what greedy packing and a dynamic program find.
 
-Accelerators run what they hold in `slots` calls each; every operator on the CPUs has a core of its own. `load.latency` says what
-a placement takes. Units are what one call cannot share: with one slot, colour classes, fused where they lie on a common cycle
-(no call could start before the other); with more, single nodes.
+Accelerators run what they hold in `slots` calls each; every operator on the CPUs has a core of its own. `load.latency`
+says what a placement takes. A unit is placed as a whole: with one slot, colour classes, fused where they lie on a
+common cycle (no call could start before the other); with more slots, single nodes.
 
     x[u, j]          unit u runs in call j (0: on the CPUs)
     comes, goes[v]   node v's output is moved into call j, out of it
@@ -40,8 +40,9 @@ def minimise_latency(workload: Workload, slots: int, seconds: float) -> Placemen
     start = time.monotonic()
     if workload.training:
         node = int(workload.backward.argmax())
-        raise config_error(f"nodes[{node}].isBackwardNode", True, "latency is that of inference: no node may be backward",
-                           "solver = 'dp', for the throughput of training")
+        raise config_error(
+            f"nodes[{node}].isBackwardNode", True, "latency is that of inference: no node may be backward",
+            "solver = 'dp', for the throughput of training")
     graph = class_graph(workload, merge_leaves=False)
     check_possible(graph)
     bound = _path_bound(workload)
@@ -105,7 +106,7 @@ def _split(graph: ClassGraph) -> Ints | None:
     w, n, k = graph.workload, graph.num_classes, graph.workload.num_accelerators
     best = np.full((n + 1, k + 1), np.inf)  # of a prefix, by how many accelerators it may use
     best[0] = 0.0
-    came = np.zeros((n + 1, k + 1), np.int64)  # where the last accelerator's part starts; -1: the last class is on a CPU
+    came = np.zeros((n + 1, k + 1), np.int64)  # where the last accelerator's part starts; -1: last class on a CPU
     segments = Segments(graph)
     for j in range(1, n + 1):
         accelerator, _ = segments.extend()
@@ -147,7 +148,7 @@ class _Problem:
     known: float
 
     def solve(self, seconds: float) -> tuple[list[tuple[Ints, Ints]], float, bool, bool]:
-        """Placements that were found (none or one), a bound, whether that is proven to be best, and whether none exists."""
+        """Placements that were found (none or one), a bound, whether these are proven best, and whether none exists."""
         w, k, q = self.workload, self.workload.num_accelerators, self.slots
         model, x, unit = self._model()
         answer = model.solve(seconds)

@@ -44,22 +44,22 @@ def solve_linear(graph: ClassGraph) -> tuple[float, Ints]:
 
     Devices: 0 .. k - 1 accelerators, k .. k + l - 1 CPUs. Infinite, and no devices, if nothing fits.
     """
-    k, l = graph.workload.num_accelerators, graph.workload.num_cpus
+    k, num_cpus = graph.workload.num_accelerators, graph.workload.num_cpus
     n = graph.num_classes
-    best = np.full((n + 1, k + 1, l + 1), np.inf)  # of a prefix, by how many accelerators and CPUs it may use
+    best = np.full((n + 1, k + 1, num_cpus + 1), np.inf)  # of a prefix, by how many accelerators and CPUs it may use
     best[0] = 0.0
     segments = Segments(graph)
     for j in range(1, n + 1):
         accelerator, cpu = segments.extend()
         best[j, 1:] = np.maximum(best[:j, :-1], accelerator[:, None, None]).min(0)
-        if l:
+        if num_cpus:
             on_cpu = np.maximum(best[:j, :, :-1], cpu[:, None, None]).min(0)
             best[j, :, 1:] = np.minimum(best[j, :, 1:], on_cpu)
         for axis in (0, 1):
             best[j] = np.minimum.accumulate(best[j], axis)
-    if not np.isfinite(best[n, k, l]):
+    if not np.isfinite(best[n, k, num_cpus]):
         return np.inf, np.empty(0, np.int64)
-    return float(best[n, k, l]), _trace(graph, best)
+    return float(best[n, k, num_cpus]), _trace(graph, best)
 
 
 def _trace(graph: ClassGraph, best: Floats) -> Ints:
@@ -73,9 +73,12 @@ def _trace(graph: ClassGraph, best: Floats) -> Ints:
         on_accelerator = np.maximum(best[:j, a - 1, c], accelerator) if a else np.full(j, np.inf)
         on_cpu = np.maximum(best[:j, a, c - 1], cpu) if c else np.full(j, np.inf)
         if on_accelerator.min() <= on_cpu.min():
-            i, device_index, a, used_a = int(on_accelerator.argmin()), used_a, a - 1, used_a + 1
+            i = int(on_accelerator.argmin())
+            device[i:j] = used_a
+            a, used_a = a - 1, used_a + 1
         else:
-            i, device_index, c, used_c = int(on_cpu.argmin()), graph.workload.num_accelerators + used_c, c - 1, used_c + 1
-        device[i:j] = device_index
+            i = int(on_cpu.argmin())
+            device[i:j] = graph.workload.num_accelerators + used_c
+            c, used_c = c - 1, used_c + 1
         j = i
     return device

@@ -12,6 +12,7 @@ Source: arXiv 2006.16423, section 3.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -112,10 +113,10 @@ def is_ordered(workload: Workload, devices: Ints) -> bool:
 
 
 def latency(workload: Workload, devices: Ints, slots: Ints) -> float:
-    """The time of one sample, alone on the devices; infinite if calls of accelerators would wait for each other in a circle.
+    """The time of one sample, alone on the devices; infinite if calls would wait for each other in a circle.
 
-    An accelerator runs what it holds in one call for each slot (`slots` [nodes], from 0), in their order: it starts when all
-    inputs are there, moves them in, computes, and moves outputs out. Every node on a CPU has a core of its own.
+    An accelerator runs what it holds in one call for each slot (`slots` [nodes], from 0), in their order: it starts
+    when all inputs are there, moves them in, computes, and moves outputs out. A node on a CPU has a core of its own.
 
     Source: arXiv 2006.16423, section 4 and appendix A.
     """
@@ -137,7 +138,7 @@ def latency(workload: Workload, devices: Ints, slots: Ints) -> float:
         if call < len(calls):
             duration[call] += float(w.transfer_time[u])
     ordered = sorted(calls)
-    for (d, s), (next_d, next_s) in zip(ordered, ordered[1:], strict=False):
+    for (d, s), (next_d, next_s) in pairwise(ordered):
         if d == next_d:
             pairs.add((calls[d, s], calls[next_d, next_s]))
     return _longest_path(duration, pairs)

@@ -8,8 +8,8 @@
 Contiguity: z[v, d] >= x[v, d] for forward nodes v, and along a forward edge u -> v, z[v] <= z[u] and
 z[v] <= x[v] - x[u] + 1: after an edge that leaves a device there is nothing of it.
 
-Beyond the paper: classes instead of nodes, nets instead of edges, bounds of L from placements known before, and equal devices
-are told apart (the i-th largest class is on one of the first i).
+Beyond the paper: classes instead of nodes, nets instead of edges, bounds of L from placements known before, and equal
+devices are told apart (the i-th largest class is on one of the first i).
 
 Source: arXiv 2006.16423, figure 5 and section 5.2.
 """
@@ -95,11 +95,11 @@ def _model(graph: ClassGraph, contiguous: bool, known: float) -> tuple[Model, In
 
 def _allowed(graph: ClassGraph) -> Floats:
     """1 where a class may be on a device. Of equal devices, the i-th largest class takes one of the first i."""
-    n, k, l = graph.num_classes, graph.workload.num_accelerators, graph.workload.num_cpus
-    upper = np.ones((n, k + l))
+    n, k, num_cpus = graph.num_classes, graph.workload.num_accelerators, graph.workload.num_cpus
+    upper = np.ones((n, k + num_cpus))
     upper[:, :k] = np.isfinite(graph.accelerator_time)[:, None]
     largest = np.argsort(-np.minimum(graph.accelerator_time, graph.cpu_time), kind="stable")
-    for first, count in ((0, k), (k, l)):
+    for first, count in ((0, k), (k, num_cpus)):
         for i, c in enumerate(largest[:count]):
             upper[c, first + i + 1:first + count] = 0.0
     return upper

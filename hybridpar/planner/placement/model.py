@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +17,7 @@ RELATIVE_GAP = 1e-7
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """`values` is empty if no solution was found. `bound`: no solution is below it. `proven`: the values are optimal."""
+    """`values` is empty if no solution was found. `bound`: none is below it. `proven`: the values are optimal."""
 
     values: Floats
     bound: float
@@ -46,7 +47,7 @@ class Model:
         first, self._num_variables = self._num_variables, self._num_variables + count
         return np.arange(first, first + count).reshape(shape)
 
-    def at_most(self, terms: list[tuple[ArrayLike, ArrayLike]], limit: ArrayLike) -> None:
+    def at_most(self, terms: Sequence[tuple[ArrayLike, ArrayLike]], limit: ArrayLike) -> None:
         """Rows  sum over terms of  coefficient * variable <= limit.
 
         A term's variables are [rows] or [rows, several], its coefficients something that broadcasts to them.
@@ -60,7 +61,7 @@ class Model:
         self._at_most.append(np.broadcast_to(np.asarray(limit, np.float64), (rows,)))
         self._num_rows += rows
 
-    def equal(self, terms: list[tuple[ArrayLike, ArrayLike]], value: float) -> None:
+    def equal(self, terms: Sequence[tuple[ArrayLike, ArrayLike]], value: float) -> None:
         """As `at_most`, with =."""
         self.at_most(terms, value)
         self.at_most([(-np.asarray(c, np.float64), v) for c, v in terms], -value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,9 @@ class Placement:
     seconds: float
     note: str = ""
     """What else is to be said: that the time ran out, for instance."""
-    stats: dict[str, float] = field(default_factory=dict)
+    stats: Mapping[str, float] = field(default_factory=dict)
     slots: Ints | None = field(default=None, repr=False)
-    """Where the objective is the time of one sample: in which call of its accelerator a node runs. All CPUs are number k."""
+    """Where the objective is the time of one sample: the call of its accelerator that a node is in. CPUs are one: k."""
 
     @property
     def objective(self) -> float:
@@ -79,7 +80,7 @@ class Placement:
                 name = f"accelerator {d}" if d < k else f"CPU {d - k}"
                 lines.append(f"  {name:<16} load {load:<12.6g} transfers {self.score.transfers[d]:<12.6g} "
                              f"{self.score.memory[d] / 2**30:8.3f} GiB  {count} nodes")
-        return "\n".join([*lines, f"  {used} of {self.workload.num_accelerators + self.workload.num_cpus} devices used"])
+        return "\n".join([*lines, f"  {used} of {k + self.workload.num_cpus} devices used"])
 
     def document(self) -> dict[str, Any]:
         """In the paper's format of splits (`fpgas` and `cpus`, lists of {load, nodes}), and what is known of it."""
@@ -88,13 +89,14 @@ class Placement:
                     for d, load in enumerate(self.score.loads)]
         k = self.workload.num_accelerators
         return {
-            "maxLoad" if self.slots is None else "totalLatency": self.objective, "fpgas": machines[:k], "cpus": machines[k:], "solver": self.solver,
+            "maxLoad" if self.slots is None else "totalLatency": self.objective,
+            "fpgas": machines[:k], "cpus": machines[k:], "solver": self.solver,
             "bound": self.bound, "proven": self.proven, "seconds": self.seconds, "note": self.note,
-            "stats": self.stats}
+            "stats": dict(self.stats)}
 
 
 def make_placement(workload: Workload, solver: str, devices: Ints, bound: float, seconds: float, *, note: str = "",
-                   exact: bool = False, stats: dict[str, float] | None = None,
+                   exact: bool = False, stats: Mapping[str, float] | None = None,
                    slots: Ints | None = None) -> Placement:
     """Scores and checks a solver's answer. `exact`: the solver proves that its answer is the best of its kind.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridpar.errors import config_error
+from hybridpar.errors import ConfigError, config_error
 from hybridpar.planner.placement.baselines import greedy, one_accelerator, pipedream_groups
 from hybridpar.planner.placement.bound import check_possible, work_bound
 from hybridpar.planner.placement.classes import ClassGraph, class_graph
@@ -20,6 +20,9 @@ from hybridpar.planner.placement.milp import solve_max_load
 from hybridpar.planner.placement.result import Placement, make_placement
 from hybridpar.planner.placement.search import local_search
 from hybridpar.planner.placement.workload import Ints, Workload
+
+SOON = 5_000
+"""Ideals whose dynamic program is worth a try before integer programming."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,8 @@ class _Clock:
 
 
 def _no_fit(workload: Workload, what: str) -> Exception:
-    return config_error("maxSizePerFPGA", workload.memory, f"{what} fits {workload.num_accelerators} accelerators of that "
-                        f"and {workload.num_cpus} CPUs", "maxCPUs = 1, which has no limit, or more memory")
+    return config_error("maxSizePerFPGA", workload.memory, f"{what} fits {workload.num_accelerators} accelerators of "
+                        f"that and {workload.num_cpus} CPUs", "maxCPUs = 1, which has no limit, or more memory")
 
 
 def _linear(w: Workload, graph: ClassGraph, solver: str, clock: _Clock) -> Placement:
@@ -127,11 +130,22 @@ def _start(graph: ClassGraph, options: Options, clock: _Clock, contiguous: bool)
     """A good placement before integer programming: its largest load, infinite if there is none, and devices."""
     known, device = solve_linear(graph)
     if contiguous:
-        return known, device
+        return _better_start(graph, known, device, clock.start + options.time_limit / 4)
     starts = (device,) if np.isfinite(known) else ()
     found, moved = local_search(graph, restarts=options.restarts, seed=options.seed, starts=starts,
                                 deadline=clock.start + options.time_limit / 4)
     return (found, moved) if found < known else (known, device)
+
+
+def _better_start(graph: ClassGraph, known: float, device: Ints, deadline: float) -> tuple[float, Ints]:
+    """The best pipeline, if it is soon found; else what is known."""
+    try:
+        ideals = enumerate_ideals(graph.predecessors, SOON)
+        best = best_loads(graph, ideals, known, deadline)
+    except (ConfigError, OutOfTime):
+        return known, device
+    found = float(best[-1, -1, -1])
+    return (found, trace(graph, ideals, best)) if np.isfinite(found) else (known, device)
 
 
 def _milp(w: Workload, options: Options, contiguous: bool) -> Placement:

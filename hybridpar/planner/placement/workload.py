@@ -34,7 +34,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Workload:
-    """An acyclic graph of n operators, and k accelerators and l CPUs for them. Made by `make_workload`, which checks it.
+    """An acyclic graph of n operators, and k accelerators and l CPUs for it. Made by `make_workload`, which checks it.
 
     Shapes: all arrays are [n], by position in the file; `edges` [m, 2] holds positions of source and destination.
     """
@@ -198,7 +198,7 @@ def read_document(path: str | Path) -> Any:
 
 
 def read_workload(path: str | Path) -> Workload:
-    """Reads a workload of the paper's format. Raises: DataError if it is no JSON, ConfigError if it cannot be placed."""
+    """Reads a workload of the paper's format. Raises: DataError if it is no JSON, ConfigError if fields are wrong."""
     return make_workload(read_document(path))
 
 

@@ -8,13 +8,28 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from hybridpar.planner.placement.piper.instance import PLAIN, RECOMPUTED, Instance
 from hybridpar.planner.placement.piper.load import Stage, StagePlan, make_plan, score_stages
 from hybridpar.planner.placement.workload import order_of
 
 
-def plan_equal_stages(instance: Instance) -> StagePlan:
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a plan may use; less of it gives the paper's ablations noDP, noTP and noAR."""
+
+    data: bool = True
+    tensor: bool = True
+    recompute: bool = True
+
+    @property
+    def name(self) -> str:
+        without = [x for x, y in (("DP", self.data), ("TP", self.tensor), ("AR", self.recompute)) if not y]
+        return "piper" + "".join(f" no{x}" for x in without)
+
+
+def plan_equal_stages(instance: Instance, allowed: Allowed | None = None) -> StagePlan:
     """The best plan of equal stages.
 
     Where half of the layers or more have one name (transformer layers), those are dealt out evenly, what comes before
@@ -24,7 +39,7 @@ def plan_equal_stages(instance: Instance) -> StagePlan:
     best: tuple[float, Sequence[Stage]] = (float("inf"), ())
     tried = 0
     for groups in _splits(instance):
-        for stages in _uniform(instance, groups):
+        for stages in _uniform(instance, groups, allowed or Allowed()):
             tried += 1
             score = score_stages(instance, stages)
             if not score.problems and score.time < best[0]:
@@ -68,15 +83,15 @@ def _ends(instance: Instance, layers: set[int], order: Sequence[int]) -> tuple[l
     return [v for v in order if v not in after], [v for v in order if v in after and v not in layers]
 
 
-def _uniform(instance: Instance, groups: list[list[int]]) -> Iterator[list[Stage]]:
+def _uniform(instance: Instance, groups: list[list[int]], allowed: Allowed) -> Iterator[list[Stage]]:
     p, devices = len(groups), instance.num_devices
     for d in range(1, min(devices, instance.num_microbatches) // p + 1):
-        if instance.num_microbatches % d:
+        if instance.num_microbatches % d or (d > 1 and not allowed.data):
             continue
         for t in instance.degrees:
-            if p * d * t > devices or not all(t in ways for ways in instance.ways):
+            if p * d * t > devices or (t > 1 and not allowed.tensor) or not all(t in ways for ways in instance.ways):
                 continue
-            for wanted in (PLAIN, RECOMPUTED):
+            for wanted in (PLAIN, RECOMPUTED)[:1 + allowed.recompute]:
                 yield [Stage({v: _named(instance, v, t, wanted) for v in group}, d, t) for group in groups]
 
 

@@ -15,7 +15,7 @@ PLAIN = "vanilla"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run a layer on some number of devices ("TMPC" in the paper). Units: seconds of a micro-batch, bytes.
+    """A way to run a layer on some number of devices ("TMPC" in the paper). Units: seconds a micro-batch, bytes.
 
     Memory of a device: `memory_a` for each micro-batch in flight, and `memory_b`. `sync_forward[u]`, `sync_backward[w]`:
     bytes that the group exchanges if layer u before it, or w after it, is in another stage.
@@ -57,8 +57,8 @@ class Instance:
         """Degrees of tensor parallelism that some layer has a way for."""
         return tuple(sorted({t for ways in self.ways for t in ways}))
 
-    def with_devices(self, *, num_devices: int | None = None, memory: float | None = None, bandwidth: float | None = None,
-                     num_microbatches: int | None = None) -> Instance:
+    def with_devices(self, *, num_devices: int | None = None, memory: float | None = None,
+                     bandwidth: float | None = None, num_microbatches: int | None = None) -> Instance:
         """The same layers on other devices. Raises: ConfigError."""
         given = {"maxDevices": num_devices, "maxMemoryPerDevice": memory, "bandwidth": bandwidth,
                  "mbsInBatch": num_microbatches}
@@ -76,7 +76,7 @@ def read_instance(path: str | Path) -> Instance:
 
 
 def make_instance(document: object) -> Instance:
-    """Checks a document of Piper's format (a dict). Raises: ConfigError with the fields that are wrong (the first 10)."""
+    """Checks a document of Piper's format (a dict). Raises: ConfigError with what is wrong (the first 10 fields)."""
     check = Checker()
     top = check.mapping(document, "instance")
     devices = _devices(check, top)
@@ -127,8 +127,8 @@ def _links(check: Checker, edges: list[Mapping[str, Any]], position: Mapping[int
             links[ends[0], ends[1]] = cost
     if around := cycle(len(position), links):
         ids = list(position)
-        check.add("edges", " -> ".join(str(ids[v]) for v in around + around[:1]), "is a cycle; layers must have an order",
-                  "the graph without one of these edges")
+        check.add("edges", " -> ".join(str(ids[v]) for v in around + around[:1]),
+                  "is a cycle; layers must have an order", "the graph without one of these edges")
     return links
 
 
@@ -142,7 +142,7 @@ def _ways(check: Checker, node: Mapping[str, Any], i: int, links: Mapping[tuple[
                 and len(key) < 9):
             check.add(where, key, f"the degree of tensor parallelism must be 1 to {MAX_DEVICES}", '"1"')
             continue
-        ways = []
+        ways: list[Way] = []
         for j, entry in enumerate(check.items(entries, where)):
             at = f"{where}[{j}]."
             entry = check.mapping(entry, at)

@@ -58,7 +58,8 @@ class StagePlan:
 
     def __str__(self) -> str:
         if not self.fits:
-            return f"{self.planner}: nothing fits {self.instance.num_devices} devices of {self.instance.memory:.6g} bytes"
+            return (f"{self.planner}: nothing fits {self.instance.num_devices} devices of "
+                    f"{self.instance.memory:.6g} bytes")
         lines = [f"{self.planner}: {self.time:.6g} s a micro-batch, {self.seconds:.2f} s"]
         for stage, seconds, memory in zip(self.stages, self.score.times, self.score.memory, strict=True):
             again = sum(name != self.instance.ways[v][stage.tensor][0].name for v, name in stage.ways.items())

@@ -4,8 +4,8 @@
         max(best[D'][k - d t][s - d], time of stage D - D' on d t devices, with ceil(s / d) micro-batches in flight)
 
 on at most k devices with a sum of data degrees of at most s. A stage's ways to run its layers are a knapsack: all
-fastest, if that fits; else layers change to a leaner way in the order of time lost for memory gained, until it does. With two
-ways a layer that is optimal to within one layer.
+fastest, if that fits; else layers change to a leaner way in the order of time lost for memory gained, until it does.
+With two ways a layer that is optimal to within one layer.
 
 Source: Piper (NeurIPS 2021), section 4 and appendix A.
 """
@@ -19,27 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridpar.planner.placement.ideals import MAX_IDEALS, Ideals, enumerate_ideals
-from hybridpar.planner.placement.piper.equal import plan_equal_stages
+from hybridpar.planner.placement.piper.equal import Allowed, plan_equal_stages
 from hybridpar.planner.placement.piper.instance import RECOMPUTED, Instance, Way
 from hybridpar.planner.placement.piper.load import Stage, StagePlan, make_plan
 from hybridpar.planner.placement.workload import Bools, Floats, Ints, order_of
 
 SLACK = 1e-9
 ENOUGH = 1e-9  # bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """What a plan may use; less of it gives the paper's ablations noDP, noTP and noAR."""
-
-    data: bool = True
-    tensor: bool = True
-    recompute: bool = True
-
-    @property
-    def name(self) -> str:
-        without = [x for x, y in (("DP", self.data), ("TP", self.tensor), ("AR", self.recompute)) if not y]
-        return "piper" + "".join(f" no{x}" for x in without)
 
 
 def plan_stages(instance: Instance, allowed: Allowed | None = None, max_downsets: int = MAX_IDEALS) -> StagePlan:
@@ -55,8 +41,7 @@ def plan_stages(instance: Instance, allowed: Allowed | None = None, max_downsets
     for u, v, _ in instance.edges:
         after[number[u]].append(number[v])
     downsets = enumerate_ideals(after, max_downsets)
-    # only what all of Piper may use bounds its plans: the ablations may be worse than equal stages
-    limit = plan_equal_stages(instance).time if allowed == Allowed() else np.inf
+    limit = plan_equal_stages(instance, allowed).time  # no stage that takes longer need be looked at
     table = _Table(instance, allowed, downsets, np.array(order, np.int64), limit * (1 + SLACK))
     table.fill()
     return make_plan(instance, allowed.name, table.stages(), time.monotonic() - start,
@@ -75,7 +60,7 @@ class _Degree:
     memory_a: Floats
     memory_b: Floats
     edge_bytes: Floats
-    """[edges, 2, ways]: twice the bytes if the edge leaves the stage of its source, or enters that of its destination."""
+    """[edges, 2, ways]: twice the bytes if the edge leaves its source's stage, or enters its destination's."""
 
 
 def _degree(instance: Instance, t: int, recompute: bool) -> _Degree:
@@ -89,8 +74,8 @@ def _degree(instance: Instance, t: int, recompute: bool) -> _Degree:
     edge_bytes = np.zeros((len(instance.edges), 2, width))
     for e, (u, v, num_bytes) in enumerate(instance.edges):
         for side, layer, other in ((0, u, v), (1, v, u)):
-            for l, way in enumerate(ways[layer]):
-                edge_bytes[e, side, l] = 2 * (num_bytes + _sync(way, side, other))
+            for i, way in enumerate(ways[layer]):
+                edge_bytes[e, side, i] = 2 * (num_bytes + _sync(way, side, other))
     return _Degree(t, [[way.name for way in row] for row in ways], np.array([bool(row) for row in ways]),
                    column("time", np.inf), column("weights", 0.0), column("memory_a", 0.0), column("memory_b", 0.0),
                    edge_bytes)
@@ -148,11 +133,21 @@ class _Table:
                 continue
             data = self.data[self.data * degree.t <= self.instance.num_devices]
             cost = self._costs(degree, inside, data)
-            for d, layer_cost in zip(data.tolist(), cost, strict=True):
-                if layer_cost.min(1).sum() <= self.limit:
-                    times = self._knapsack(degree, inside, layer_cost, self.most // d + 1)[0]
-                    if np.isfinite(times[0]):
-                        yield degree, d, times
+            useful = np.flatnonzero(cost.min(2).sum(1) <= self.limit)
+            if not len(useful):
+                continue
+            memory = self._memory(degree, inside)
+            if memory[0].min(1).sum() > self.instance.memory:
+                continue
+            for i in useful.tolist():
+                yield degree, int(data[i]), self._knapsack(cost[i], memory[:self.most // int(data[i]) + 1])[0]
+
+    def _memory(self, degree: _Degree, inside: Bools) -> Floats:
+        """[micro-batches in flight, from 1; layers of the stage; ways]"""
+        flight = np.arange(1, self.most + 2)[:, None, None]
+        memory = degree.memory_a[inside] * flight + degree.memory_b[inside]
+        memory[:, np.isinf(degree.time[inside])] = np.inf
+        return memory
 
     def _costs(self, degree: _Degree, inside: Bools, data: Ints) -> Floats:
         """[data degrees, layers of the stage, ways]: seconds that each layer adds to the stage."""
@@ -165,20 +160,18 @@ class _Table:
         sync = 4 * (d - 1) * degree.weights[inside] / d / self.instance.num_microbatches
         return (crossing[inside] / d + sync) / self.instance.bandwidth + degree.time[inside] / d
 
-    def _knapsack(self, degree: _Degree, inside: Bools, cost: Floats, most: int) -> tuple[Floats, Ints]:
-        """The stage's time [most] for 1, 2, .. micro-batches in flight, infinite if it does not fit, and ways [most, layers]."""
-        flight = np.arange(1, most + 1)[:, None, None]
-        memory = degree.memory_a[inside] * flight + degree.memory_b[inside]
-        memory = np.where(np.isinf(degree.time[inside]), np.inf, memory)
+    def _knapsack(self, cost: Floats, memory: Floats) -> tuple[Floats, Ints]:
+        """The stage's time by micro-batches in flight, infinite if it does not fit, and ways [in flight, layers]."""
         rows = np.arange(len(cost))
-        way = np.repeat(cost.argmin(1)[None], most, 0)
-        used = np.take_along_axis(memory, way[..., None], 2)[..., 0]
-        total = np.full(most, cost.min(1).sum())
-        excess = used.sum(1) - self.instance.memory
-        total[memory.min(2).sum(1) > self.instance.memory] = np.inf
-        for i in np.flatnonzero((excess > 0) & np.isfinite(total)):
-            way[i] = _leaner(cost, memory[i], way[i], float(excess[i]))
-            total[i] = cost[rows, way[i]].sum()
+        fastest = cost.argmin(1)
+        way = np.repeat(fastest[None], len(memory), 0)
+        total = np.full(len(memory), cost.min(1).sum())
+        excess = memory[:, rows, fastest].sum(1) - self.instance.memory
+        if excess[-1] > 0:
+            total[memory.min(2).sum(1) > self.instance.memory] = np.inf
+            for i in np.flatnonzero((excess > 0) & np.isfinite(total)):
+                way[i] = _leaner(cost, memory[i], fastest, float(excess[i]))
+                total[i] = cost[rows, way[i]].sum()
         return total, way
 
     def stages(self) -> list[Stage]:
@@ -196,9 +189,9 @@ class _Table:
             below, degree, d = self.choices[self.came[downset, k, s]]
             inside = self.layers[downset] & ~self.layers[below]
             cost = self._costs(degree, inside, np.array([d]))[0]
-            way = self._knapsack(degree, inside, cost, self.most // d + 1)[1][-(-s // d) - 1]
+            way = self._knapsack(cost, self._memory(degree, inside))[1][-(-s // d) - 1]
             layers = np.flatnonzero(inside).tolist()
-            found.append(Stage({v: degree.names[v][l] for v, l in zip(layers, way.tolist(), strict=True)}, d, degree.t))
+            found.append(Stage({v: degree.names[v][i] for v, i in zip(layers, way.tolist(), strict=True)}, d, degree.t))
             downset, k, s = below, k - d * degree.t, s - d
         return found
 
@@ -223,7 +216,7 @@ def _leaner(cost: Floats, memory: Floats, way: Ints, excess: float) -> Ints:
                 if excess < ENOUGH:
                     return way
             return way
-        v, to = np.unravel_index(int(price.argmin()), price.shape)
+        v, to = divmod(int(price.argmin()), price.shape[1])
         excess -= float(saved[v, to])
         way[v] = to
     return way
