@@ -1,7 +1,7 @@
 """A workload as the placement solvers see it: colour classes, their order, and what moves between them.
 
-A class is a set of operators that must share a device: the forward and backward nodes of one colour, or of several
-colours that lie on a common cycle. Its costs are sums. Between classes there are
+A class is a set of operators that must share a device: the forward and backward nodes of one colour. In a pipeline also
+those of several colours that lie on a common cycle. Its costs are sums. Between classes there are
 
     edges    u -> v: a forward node of v reads a forward node of u, so no device may hold u after v. A class without
              forward nodes gets its edges from its backward ones, reversed, as those of a layer run in reverse order.
@@ -28,7 +28,7 @@ from hybridpar.planner.placement.workload import Floats, Ints, Workload, order_o
 
 @dataclass(frozen=True, eq=False)
 class ClassGraph:
-    """n classes, numbered so that edges lead to larger numbers, and the nets between them.
+    """n classes, and the nets between them. For pipelines they are numbered so that edges lead to larger numbers.
 
     Shapes: costs [n]; `class_of` [nodes of the workload]; `net_cost` [number of nets].
     """
@@ -76,23 +76,33 @@ class ClassGraph:
         """A device for each node of the workload, from one for each class."""
         return np.asarray(of_class, np.int64)[self.class_of]
 
+    def of_classes(self, devices: Ints) -> Ints:
+        """The inverse of `devices`, of a placement that keeps classes together."""
+        found = np.empty(self.num_classes, np.int64)
+        found[self.class_of] = devices
+        return found
 
-def class_graph(workload: Workload, *, merge: Iterable[Iterable[int]] = (), merge_leaves: bool = True) -> ClassGraph:
+
+def class_graph(workload: Workload, *, pipeline: bool = True, merge: Iterable[Iterable[int]] = (),
+                merge_leaves: bool = True) -> ClassGraph:
     """The classes of a workload.
 
+    `pipeline`: for placements whose devices are in a row; else classes on a common cycle may be on several devices.
     `merge`: groups of nodes (positions) that shall share a class too. `merge_leaves`: also puts classes that cost no
     time and hang on one other class together with that, where this cannot make any placement worse.
     """
     w = workload
-    label = _fuse_cycles(w, _labels(w, merge))
+    label = _labels(w, merge)
+    if pipeline:
+        label = _fuse_cycles(w, label)
     if merge_leaves:
         label = _merge_leaves(w, label)
-    order = order_of(int(label.max()) + 1, _edges(w, label))
-    assert len(order) == label.max() + 1, "a cycle is left"
-    number = np.empty(len(order), np.int64)
-    number[order] = np.arange(len(order))
+    n = int(label.max()) + 1
+    order = order_of(n, _edges(w, label)) if pipeline else list(range(n))
+    assert len(order) == n, "a cycle is left"
+    number = np.empty(n, np.int64)
+    number[order] = np.arange(n)
     class_of = number[label]
-    n = len(order)
     total = lambda values: np.bincount(class_of, values, n).astype(np.float64)  # noqa: E731
     size, unsupported = total(w.size), total((~w.supported).astype(float)) > 0
     before: list[set[int]] = [set() for _ in range(n)]

@@ -53,6 +53,8 @@ class Model:
         A term's variables are [rows] or [rows, several], its coefficients something that broadcasts to them.
         """
         rows = np.asarray(terms[0][1]).shape[0]
+        if not rows:
+            return
         for coefficient, variable in terms:
             columns = np.asarray(variable).reshape(rows, -1)
             values = np.broadcast_to(np.asarray(coefficient, np.float64), np.asarray(variable).shape)

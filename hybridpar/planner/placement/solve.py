@@ -14,8 +14,9 @@ from hybridpar.planner.placement.bound import check_possible, work_bound
 from hybridpar.planner.placement.classes import ClassGraph, class_graph
 from hybridpar.planner.placement.exact import OutOfTime, best_loads, trace
 from hybridpar.planner.placement.ideals import MAX_IDEALS, enumerate_ideals
-from hybridpar.planner.placement.latency import minimise_latency
+from hybridpar.planner.placement.latency_milp import minimise_latency
 from hybridpar.planner.placement.linear import solve_linear
+from hybridpar.planner.placement.load import score
 from hybridpar.planner.placement.milp import solve_max_load
 from hybridpar.planner.placement.result import Placement, make_placement
 from hybridpar.planner.placement.search import local_search
@@ -92,7 +93,7 @@ def _linear(w: Workload, graph: ClassGraph, solver: str, clock: _Clock) -> Place
     value, device = solve_linear(graph)
     if not np.isfinite(value):
         raise _no_fit(w, "no split of the order of operators")
-    return make_placement(w, solver, graph.devices(device), work_bound(graph), clock.seconds)
+    return make_placement(w, solver, graph.devices(device), work_bound(class_graph(w)), clock.seconds)
 
 
 def _dpl(w: Workload, options: Options) -> Placement:
@@ -126,42 +127,50 @@ def _dp(w: Workload, options: Options) -> Placement:
                           stats=stats)
 
 
-def _start(graph: ClassGraph, options: Options, clock: _Clock, contiguous: bool) -> tuple[float, Ints]:
-    """A good placement before integer programming: its largest load, infinite if there is none, and devices."""
+def _pipeline(w: Workload, deadline: float) -> Ints | None:
+    """The best pipeline, a device for each node, if it is soon found; else that of one order; None if there is none."""
+    graph = class_graph(w)
     known, device = solve_linear(graph)
-    if contiguous:
-        return _better_start(graph, known, device, clock.start + options.time_limit / 4)
-    starts = (device,) if np.isfinite(known) else ()
-    found, moved = local_search(graph, restarts=options.restarts, seed=options.seed, starts=starts,
-                                deadline=clock.start + options.time_limit / 4)
-    return (found, moved) if found < known else (known, device)
-
-
-def _better_start(graph: ClassGraph, known: float, device: Ints, deadline: float) -> tuple[float, Ints]:
-    """The best pipeline, if it is soon found; else what is known."""
     try:
         ideals = enumerate_ideals(graph.predecessors, SOON)
         best = best_loads(graph, ideals, known, deadline)
+        if np.isfinite(best[-1, -1, -1]):
+            device = trace(graph, ideals, best)
     except (ConfigError, OutOfTime):
-        return known, device
-    found = float(best[-1, -1, -1])
-    return (found, trace(graph, ideals, best)) if np.isfinite(found) else (known, device)
+        pass
+    return graph.devices(device) if len(device) else None
+
+
+def _start(w: Workload, graph: ClassGraph, options: Options, clock: _Clock, contiguous: bool) -> list[Ints]:
+    """Placements to begin integer programming with, a device for each node: none, one or two."""
+    deadline = clock.start + options.time_limit / 4
+    found = _pipeline(w, deadline)
+    starts = [] if found is None else [found]
+    if not contiguous:
+        of_class = tuple(graph.of_classes(x) for x in starts)
+        value, moved = local_search(graph, restarts=options.restarts, seed=options.seed, starts=of_class,
+                                    deadline=deadline)
+        if np.isfinite(value):
+            starts.append(graph.devices(moved))
+    return starts
 
 
 def _milp(w: Workload, options: Options, contiguous: bool) -> Placement:
     clock = _Clock(options.time_limit)
-    graph = class_graph(w)
+    graph = class_graph(w, pipeline=False)
     check_possible(graph)
-    known, device = _start(graph, options, clock, contiguous)
+    candidates = _start(w, graph, options, clock, contiguous)
+    known = min((score(w, x).objective for x in candidates), default=np.inf)
     solution = solve_max_load(graph, contiguous=contiguous, known=known, seconds=clock.deadline - time.monotonic())
-    candidates = [x for x in (device, solution.device) if len(x)]
+    if len(solution.device):
+        candidates.append(graph.devices(solution.device))
     if not candidates and solution.proven:
         raise _no_fit(w, f"no {'contiguous ' * contiguous}placement")
     if not candidates:
         raise config_error("time_limit", options.time_limit, "was not enough to find any placement",
                            f"{10 * options.time_limit:g}")
     name = "milp-contiguous" if contiguous else "milp"
-    placed = [make_placement(w, name, graph.devices(x), solution.bound, clock.seconds) for x in candidates]
+    placed = [make_placement(w, name, x, solution.bound, clock.seconds) for x in candidates]
     best = min(placed, key=lambda p: p.objective)
     if solution.proven:
         return make_placement(w, name, best.devices, solution.bound, clock.seconds, exact=True)
@@ -182,7 +191,7 @@ def _greedy(w: Workload, options: Options) -> Placement:
 
 def _local_search(w: Workload, options: Options) -> Placement:
     clock = _Clock(options.time_limit)
-    graph = class_graph(w)
+    graph = class_graph(w, pipeline=False)
     check_possible(graph)
     value, device = local_search(graph, restarts=max(options.restarts, 1), seed=options.seed, deadline=clock.deadline)
     if not np.isfinite(value):
@@ -194,14 +203,14 @@ def _local_search(w: Workload, options: Options) -> Placement:
 
 def _one_accelerator(w: Workload, options: Options) -> Placement:
     clock = _Clock(options.time_limit)
-    return make_placement(w, "one-accelerator", one_accelerator(w), work_bound(class_graph(w)), clock.seconds)
+    return make_placement(w, "one-accelerator", one_accelerator(w), work_bound(class_graph(w, pipeline=False)), clock.seconds)
 
 
 def _expert(w: Workload, options: Options) -> Placement:
     clock = _Clock(options.time_limit)
     if options.split is None:
         raise config_error("split", None, "the expert's placement must be given", "read_split(workload, path)")
-    return make_placement(w, "expert", options.split, work_bound(class_graph(w)), clock.seconds)
+    return make_placement(w, "expert", options.split, work_bound(class_graph(w, pipeline=False)), clock.seconds)
 
 
 SOLVERS: dict[str, Callable[[Workload, Options], Placement]] = {

@@ -43,8 +43,8 @@ def minimise_latency(workload: Workload, slots: int, seconds: float) -> Placemen
         raise config_error(
             f"nodes[{node}].isBackwardNode", True, "latency is that of inference: no node may be backward",
             "solver = 'dp', for the throughput of training")
+    check_possible(class_graph(workload, pipeline=slots == 1))
     graph = class_graph(workload, merge_leaves=False)
-    check_possible(graph)
     bound = _path_bound(workload)
     name = "latency-milp" if seconds else "latency-greedy"
     found = [x for x in _simple(graph) if not problems(workload, x[0])]
