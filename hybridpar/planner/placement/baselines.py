@@ -16,7 +16,7 @@ def one_accelerator(workload: Workload) -> Ints:
     if not workload.supported.all():
         node = workload.ids[int((~workload.supported).argmax())]
         raise config_error("solver", "one-accelerator", f"no accelerator can run node {node}", "dpl")
-    if (total := float(workload.size.sum())) > workload.memory:
+    if (total := float(workload.size.sum())) > workload.room:
         raise config_error("solver", "one-accelerator", f"the graph takes {total:.0f} bytes, an accelerator has "
                            f"{workload.memory:.0f}", "dpl")
     return np.zeros(workload.num_nodes, np.int64)
@@ -37,7 +37,7 @@ def greedy(graph: ClassGraph, share: float) -> Ints | None:
         if np.isinf(more):
             device[c] = w.num_accelerators
             continue
-        fits = size + bytes_more <= w.memory
+        fits = size + bytes_more <= w.room
         if d < w.num_accelerators and (not fits or (load + more / 2 > share and d + 1 < w.num_accelerators)):
             d, size, load = d + 1, 0.0, 0.0
         device[c] = d  # number k, when all are full, is the first CPU

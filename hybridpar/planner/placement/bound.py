@@ -56,7 +56,7 @@ def check_possible(graph: ClassGraph) -> None:
         raise config_error(
             "maxSizePerFPGA", w.memory, f"the nodes that must share a device with node {nodes[0]} take "
             f"{graph.size[c]:.0f} bytes, and there is no CPU", f"{graph.size[c]:.0f}")
-    if (total := float(graph.size.sum())) > w.memory * w.num_accelerators:
+    if (total := float(graph.size.sum())) > w.room * w.num_accelerators:
         raise config_error(
             "maxSizePerFPGA", w.memory, f"{w.num_accelerators} accelerators of that are less than the graph's "
             f"{total:.0f} bytes, and there is no CPU", f"{np.ceil(total / w.num_accelerators):.0f}")

@@ -110,7 +110,7 @@ def class_graph(workload: Workload, *, pipeline: bool = True, merge: Iterable[It
         before[v].add(u)
     nets, cost = _nets(w, class_of)
     return ClassGraph(
-        w, class_of, total(w.cpu_time), np.where(unsupported | (size > w.memory), np.inf, total(w.accelerator_time)),
+        w, class_of, total(w.cpu_time), np.where(unsupported | (size > w.room), np.inf, total(w.accelerator_time)),
         size, tuple(tuple(sorted(x)) for x in before), nets, cost)
 
 
@@ -174,7 +174,7 @@ def _merge_leaves(w: Workload, label: Ints) -> Ints:
     time = np.bincount(label, w.cpu_time + w.accelerator_time, n)
     size = np.bincount(label, w.size, n)
     supported = np.bincount(label, ~w.supported, n) == 0
-    roomy = bool(w.size.sum() <= w.memory)  # then memory binds nobody
+    roomy = bool(w.size.sum() <= w.room)  # then memory binds nobody
     neighbours: list[set[int]] = [set() for _ in range(n)]
     for u, v in _edges(w, label):
         neighbours[u].add(v)

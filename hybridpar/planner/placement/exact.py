@@ -26,7 +26,7 @@ from hybridpar.planner.placement.ideals import Ideals
 from hybridpar.planner.placement.workload import Floats, Ints
 
 SLACK = 1e-9
-"""Relative: what is this little above the limit is kept, as sums differ in their last bits by the order of addition."""
+ROUNDING = 1e-12
 BLOCK = 1 << 22  # numbers in a temporary array of numpy's way
 
 
@@ -54,7 +54,7 @@ class PairLoads:
         """
         subsets = self.ideals.subsets(ideal)
         accelerator, cpu, size, unsupported = (self._totals[ideal] - self._totals[subsets]).T
-        fits = (unsupported < 0.5) & (size <= self.graph.workload.memory) & (accelerator <= limit)
+        fits = (unsupported < 0.5) & (size <= self.graph.workload.room) & (accelerator <= limit)
         keep = fits | (cpu <= limit)
         subsets, accelerator, cpu, fits = subsets[keep], accelerator[keep], cpu[keep], fits[keep]
         load = np.full(len(subsets), np.inf)
@@ -82,7 +82,13 @@ def best_loads(graph: ClassGraph, ideals: Ideals, limit: float, deadline: float)
     Raises: OutOfTime once `time.monotonic()` is past `deadline`.
     """
     way = _best_loads_numpy if native.missing() else _best_loads_native
-    return way(graph, ideals, limit * (1 + SLACK), deadline)
+    return way(graph, ideals, _above(graph, limit), deadline)
+
+
+def _above(graph: ClassGraph, limit: float) -> float:
+    """A little more than the limit, as sums differ in their last bits by the order of addition."""
+    total = graph.accelerator_time[np.isfinite(graph.accelerator_time)].sum() + graph.cpu_time.sum()
+    return limit * (1 + SLACK) + ROUNDING * float(total)
 
 
 def _best_loads_native(graph: ClassGraph, ideals: Ideals, limit: float, deadline: float) -> Floats:
@@ -94,7 +100,7 @@ def _best_loads_native(graph: ClassGraph, ideals: Ideals, limit: float, deadline
     best = torch.ops.hybridpar.placement_best_loads(
         torch.from_numpy(ideals.covers), torch.from_numpy(np.ascontiguousarray(costs, np.float64)),
         torch.tensor(pins, dtype=torch.int64).reshape(-1, 2), torch.tensor(graph.net_cost, dtype=torch.float64),
-        torch.tensor(net_size, dtype=torch.int64), len(ideals), w.num_accelerators, w.num_cpus, w.memory, limit,
+        torch.tensor(net_size, dtype=torch.int64), len(ideals), w.num_accelerators, w.num_cpus, w.room, limit,
         min(deadline - time.monotonic(), 1e9))
     if not len(best):
         raise OutOfTime
@@ -128,12 +134,13 @@ def trace(graph: ClassGraph, ideals: Ideals, best: Floats) -> Ints:
     device = np.full(graph.num_classes, -1, np.int64)
     next_accelerator, next_cpu = 0, graph.workload.num_accelerators
     ideal, a, c = len(ideals) - 1, best.shape[1] - 1, best.shape[2] - 1
-    limit = float(best[ideal, a, c]) * (1 + SLACK)
+    limit = _above(graph, float(best[ideal, a, c]))
     while ideal:
         subsets, accelerator, cpu = (x[:-1] for x in loads(ideal, limit))
         nowhere = np.full(len(subsets), np.inf)
         on_accelerator = np.maximum(best[subsets, a - 1, c], accelerator) if a else nowhere
         on_cpu = np.maximum(best[subsets, a, c - 1], cpu) if c else nowhere
+        assert min(on_accelerator.min(), on_cpu.min()) <= limit, "the table promises more"
         if on_accelerator.min() <= on_cpu.min():
             below, index, a, next_accelerator = (
                 int(subsets[on_accelerator.argmin()]), next_accelerator, a - 1, next_accelerator + 1)

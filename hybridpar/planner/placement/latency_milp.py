@@ -193,7 +193,7 @@ class _Problem:
         upper = np.ones((count, 1 + w.num_accelerators * q))
         upper[:, 0] = float(w.num_cpus > 0)
         upper[np.bincount(unit, ~w.supported, count) > 0, 1:] = 0.0
-        upper[np.bincount(unit, w.size, count) > w.memory, 1:] = 0.0
+        upper[np.bincount(unit, w.size, count) > w.room, 1:] = 0.0
         largest = np.argsort(-np.bincount(unit, w.cpu_time, count), kind="stable")
         for i, u in enumerate(largest[:w.num_accelerators]):  # accelerators are equal: tell them apart
             upper[u, 1 + (i + 1) * q:] = 0.0

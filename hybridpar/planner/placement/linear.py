@@ -35,7 +35,7 @@ class Segments:
         for total, values in ((self._accelerator, g.accelerator_time), (self._cpu, g.cpu_time), (self._size, g.size)):
             total[:j + 1] += values[j]
         load = self._accelerator[:j + 1] + self._transfer[:j + 1]
-        load[self._size[:j + 1] > g.workload.memory] = np.inf
+        load[self._size[:j + 1] > g.workload.room] = np.inf
         return load, self._cpu[:j + 1]
 
 

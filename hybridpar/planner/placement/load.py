@@ -60,7 +60,7 @@ def problems(workload: Workload, devices: Ints) -> list[Problem]:
         v = int(outside[0])
         return [Problem("device", int(devices[v]), f"of node {w.ids[v]} is not there", f"0 to {k + w.num_cpus - 1}")]
     for d, used in enumerate(np.bincount(devices, w.size, k + w.num_cpus)[:k].tolist()):
-        if used > w.memory:
+        if used > w.memory + min(2e-12 * w.memory, 0.5):  # sums of whole bytes are exact, of fractions not quite
             found.append(Problem(f"memory of accelerator {d}", used, f"is more than its {w.memory:g} bytes",
                                  f"maxSizePerFPGA = {used:g}"))
     for v in np.flatnonzero(~w.supported & (devices < k)).tolist():

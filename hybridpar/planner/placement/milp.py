@@ -61,7 +61,7 @@ def solve_max_load(graph: ClassGraph, *, contiguous: bool, known: float, seconds
 def _overfull(graph: ClassGraph, device: Ints) -> list[Ints]:
     """The classes of each accelerator whose memory does not suffice."""
     used = np.bincount(device, graph.size, int(device.max()) + 1)[:graph.workload.num_accelerators]
-    return [np.flatnonzero(device == d) for d in np.flatnonzero(used > graph.workload.memory)]
+    return [np.flatnonzero(device == d) for d in np.flatnonzero(used > graph.workload.room)]
 
 
 def _model(graph: ClassGraph, contiguous: bool, known: float) -> tuple[Model, Ints]:

@@ -68,7 +68,7 @@ class LocalSearch:
                 break
             self._move(state, int(v), int(to))
         state = self._state(state.device)  # without what rounding has gathered
-        fits = bool((state.memory[:self.k] <= self.graph.workload.memory).all())
+        fits = bool((state.memory[:self.k] <= self.graph.workload.room).all())
         return (float(state.loads.max()) if fits else np.inf), state.device
 
     def _state(self, device: Ints) -> _State:

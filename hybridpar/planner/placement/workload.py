@@ -57,12 +57,20 @@ class Workload:
     num_accelerators: int
     num_cpus: int
     node_extra: tuple[Mapping[str, Any], ...] = field(repr=False)
-    """What else the file says of each node (name, layerId, ...), kept for writing."""
+    """What else the file says of each node (colorClass, if it has one, name, layerId, ...), kept for writing."""
     edge_extra: tuple[Mapping[str, Any], ...] = field(repr=False)
 
     @property
     def num_nodes(self) -> int:
         return len(self.ids)
+
+    @property
+    def room(self) -> float:
+        """What the sizes on an accelerator may add up to: its memory, and what adding in another order may change.
+
+        The sum of whole bytes is exact, and less than this only if it is within the memory.
+        """
+        return min(self.memory * (1 + 1e-12), self.memory + 0.5)
 
     @property
     def training(self) -> bool:
@@ -179,7 +187,7 @@ def order_of(num_nodes: int, edges: Iterable[tuple[int, int]]) -> list[int]:
 
 # -- from and to JSON --------------------------------------------------------------------------------------------------
 
-NODE_KEYS = ("id", "supportedOnFpga", "cpuLatency", "fpgaLatency", "isBackwardNode", "colorClass", "size")
+NODE_KEYS = ("id", "supportedOnFpga", "cpuLatency", "fpgaLatency", "isBackwardNode", "size")
 EDGE_KEYS = ("sourceId", "destId", "cost")
 MAX_INT = 2**62
 
@@ -307,7 +315,7 @@ def workload_document(workload: Workload) -> dict[str, Any]:
     nodes = [
         {**w.node_extra[i], "id": w.ids[i], "supportedOnFpga": bool(w.supported[i]),
          "cpuLatency": float(w.cpu_time[i]), "fpgaLatency": float(w.accelerator_time[i]),
-         "isBackwardNode": bool(w.backward[i]), "colorClass": int(w.colour[i]), "size": float(w.size[i])}
+         "isBackwardNode": bool(w.backward[i]), "size": float(w.size[i])}
         for i in range(w.num_nodes)]
     edges = [
         {**extra, "sourceId": w.ids[u], "destId": w.ids[v], "cost": float(w.transfer_time[u])}

@@ -25,6 +25,8 @@ from hybridpar.planner.placement.piper.load import Stage, StagePlan, make_plan
 from hybridpar.planner.placement.workload import Bools, Floats, Ints, order_of
 
 SLACK = 1e-9
+FIRST_LIMIT, NEXT_LIMIT, LIMITS = 1.15, 1.4, 3
+"""Of the least time there can be; from a limit to the next; how many before there is none."""
 ENOUGH = 1e-9  # bytes
 
 
@@ -41,11 +43,18 @@ def plan_stages(instance: Instance, allowed: Allowed | None = None, max_downsets
     for u, v, _ in instance.edges:
         after[number[u]].append(number[v])
     downsets = enumerate_ideals(after, max_downsets)
-    limit = plan_equal_stages(instance, allowed).time  # no stage that takes longer need be looked at
-    table = _Table(instance, allowed, downsets, np.array(order, np.int64), limit * (1 + SLACK))
-    table.fill()
-    return make_plan(instance, allowed.name, table.stages(), time.monotonic() - start,
-                     {"downsets": len(downsets), "pairs": table.num_pairs})
+    known = plan_equal_stages(instance, allowed).time
+    table = _Table(instance, allowed, downsets, np.array(order, np.int64))
+    # stages that take longer than a limit are not looked at; where the limit was too low, nothing is found
+    limit = FIRST_LIMIT * table.least()
+    for _ in range(LIMITS):
+        table.fill(min(limit, known) * (1 + SLACK))
+        if limit >= known or np.isfinite(table.best[-1, -1, -1]):
+            break
+        limit *= NEXT_LIMIT
+    else:
+        table.fill(known)
+    return make_plan(instance, allowed.name, table.stages(), time.monotonic() - start, {"downsets": len(downsets)})
 
 
 @dataclass(eq=False)
@@ -61,6 +70,14 @@ class _Degree:
     memory_b: Floats
     edge_bytes: Floats
     """[edges, 2, ways]: twice the bytes if the edge leaves its source's stage, or enters its destination's."""
+
+    def useful(self, inside: Bools, table: _Table) -> Bools:
+        """Which of many stages [stages, layers] can run at this degree, in the limit and memory, at best."""
+        leanest = np.where(np.isinf(self.time), np.inf, self.memory_a + self.memory_b).min(1)
+        known = np.where(self.runs, np.stack([self.time.min(1), leanest]), 0.0)
+        compute, memory = known @ inside.T
+        return (~(inside & ~self.runs).any(1) & (memory <= table.instance.memory * (1 + SLACK))
+                & (compute <= table.limit * int(table.data_of(self)[-1])))
 
 
 def _degree(instance: Instance, t: int, recompute: bool) -> _Degree:
@@ -88,8 +105,8 @@ def _sync(way: Way, side: int, other: int) -> float:
 class _Table:
     """The table best[D][k][s], and how each entry came about. `order`: the layer of each element of the downsets."""
 
-    def __init__(self, instance: Instance, allowed: Allowed, downsets: Ideals, order: Ints, limit: float):
-        self.instance, self.downsets, self.limit = instance, downsets, limit
+    def __init__(self, instance: Instance, allowed: Allowed, downsets: Ideals, order: Ints):
+        self.instance, self.downsets, self.limit = instance, downsets, np.inf
         self.layers = np.zeros((len(downsets), instance.num_layers), np.bool_)
         self.layers[:, order] = downsets.members.astype(np.bool_)
         self.edges = np.array([(u, v) for u, v, _ in instance.edges], np.int64).reshape(-1, 2)
@@ -100,17 +117,28 @@ class _Table:
         self.data = np.array([d for d in range(1, self.most + 1) if instance.num_microbatches % d == 0]
                              if allowed.data else [1], np.int64)
         self.best = np.full((len(downsets), k + 1, self.most + 1), np.inf)
-        self.best[0] = 0.0
         self.came = np.full(self.best.shape, -1, np.int32)
         self.choices: list[tuple[int, _Degree, int]] = []
-        self.num_pairs = 0
 
-    def fill(self) -> None:
+    def least(self) -> float:
+        """No plan is faster: every layer run the fastest way, all devices equally busy, without communication."""
+        total = np.min([degree.time.min(1) * degree.t for degree in self.degrees], axis=0, initial=np.inf)
+        return float(total.sum()) / self.instance.num_devices
+
+    def fill(self, limit: float) -> None:
+        """The table for plans that take `limit` at most; what takes longer may be infinite."""
+        self.limit = limit
+        self.best[...], self.came[...] = np.inf, -1
+        self.best[0] = 0.0
+        self.choices.clear()
         for downset in range(1, len(self.downsets)):
-            for below in self.downsets.subsets(downset)[:-1].tolist():
-                self.num_pairs += 1
-                for degree, d, times in self._stage_times(self.layers[downset] & ~self.layers[below]):
-                    self._update(downset, below, degree, d, times)
+            subsets = self.downsets.subsets(downset)[:-1]
+            subsets = subsets[self.best[subsets, -1, -1] <= limit]
+            for degree in self.degrees:
+                for below in subsets[degree.useful(self.layers[downset] & ~self.layers[subsets], self)].tolist():
+                    inside = self.layers[downset] & ~self.layers[below]
+                    for d, times in self._stage_times(degree, inside):
+                        self._update(downset, below, degree, d, times)
             row = self.best[downset]
             for axis in (0, 1):
                 np.minimum.accumulate(row, axis, out=row)
@@ -126,21 +154,19 @@ class _Table:
             came[better] = len(self.choices)
             self.choices.append((below, degree, d))
 
-    def _stage_times(self, inside: Bools) -> Iterator[tuple[_Degree, int, Floats]]:
-        """For each degree of tensor and data parallelism: the stage's time by micro-batches in flight, from 1."""
-        for degree in self.degrees:
-            if not degree.runs[inside].all():
-                continue
-            data = self.data[self.data * degree.t <= self.instance.num_devices]
-            cost = self._costs(degree, inside, data)
-            useful = np.flatnonzero(cost.min(2).sum(1) <= self.limit)
-            if not len(useful):
-                continue
+    def data_of(self, degree: _Degree) -> Ints:
+        """The degrees of data parallelism that there are devices for."""
+        return self.data[self.data * degree.t <= self.instance.num_devices]
+
+    def _stage_times(self, degree: _Degree, inside: Bools) -> Iterator[tuple[int, Floats]]:
+        """For each degree of data parallelism: the stage's time by micro-batches in flight, from 1."""
+        data = self.data_of(degree)
+        cost = self._costs(degree, inside, data)
+        useful = np.flatnonzero(cost.min(2).sum(1) <= self.limit)
+        if len(useful):
             memory = self._memory(degree, inside)
-            if memory[0].min(1).sum() > self.instance.memory:
-                continue
             for i in useful.tolist():
-                yield degree, int(data[i]), self._knapsack(cost[i], memory[:self.most // int(data[i]) + 1])[0]
+                yield int(data[i]), self._knapsack(cost[i], memory[:self.most // int(data[i]) + 1])[0]
 
     def _memory(self, degree: _Degree, inside: Bools) -> Floats:
         """[micro-batches in flight, from 1; layers of the stage; ways]"""
@@ -165,13 +191,15 @@ class _Table:
         rows = np.arange(len(cost))
         fastest = cost.argmin(1)
         way = np.repeat(fastest[None], len(memory), 0)
-        total = np.full(len(memory), cost.min(1).sum())
+        total = np.full(len(memory), cost[rows, fastest].sum())
         excess = memory[:, rows, fastest].sum(1) - self.instance.memory
         if excess[-1] > 0:
             total[memory.min(2).sum(1) > self.instance.memory] = np.inf
-            for i in np.flatnonzero((excess > 0) & np.isfinite(total)):
-                way[i] = _leaner(cost, memory[i], fastest, float(excess[i]))
-                total[i] = cost[rows, way[i]].sum()
+            some = np.flatnonzero((excess > 0) & np.isfinite(total))
+            if len(some):
+                leaner = _leaner if cost.shape[1] > 2 else _leaner_of_two
+                way[some] = leaner(cost, memory[some], fastest, excess[some])
+                total[some] = cost[rows, way[some]].sum(1)
         return total, way
 
     def stages(self) -> list[Stage]:
@@ -196,27 +224,35 @@ class _Table:
         return found
 
 
-def _leaner(cost: Floats, memory: Floats, way: Ints, excess: float) -> Ints:
+def _leaner_of_two(cost: Floats, memory: Floats, fastest: Ints, excess: Floats) -> Ints:
     """Changes ways, the cheapest first by time lost for memory gained, until `excess` bytes are saved.
 
-    Shapes: cost, memory [layers, ways]; way [layers].
+    Shapes: cost [layers, 2], memory [y, layers, 2], fastest [layers], excess [y]. Returns ways [y, layers].
     """
-    way = way.copy()
-    rows = np.arange(len(way))
-    while excess > ENOUGH:
-        saved = memory[rows, way][:, None] - memory
-        with np.errstate(divide="ignore", invalid="ignore"):
-            price = np.where(saved > ENOUGH, (cost - cost[rows, way][:, None]) / saved, np.inf)
-        if cost.shape[1] <= 2:  # no layer changes twice: all in one go
-            options = price.min(1)
-            for v in np.argsort(options, kind="stable"):
-                to = int(price[v].argmin())
-                excess -= float(saved[v, to])
-                way[v] = to
-                if excess < ENOUGH:
-                    return way
-            return way
-        v, to = divmod(int(price.argmin()), price.shape[1])
-        excess -= float(saved[v, to])
-        way[v] = to
-    return way
+    if cost.shape[1] == 1:
+        return np.repeat(fastest[None], len(memory), 0)
+    rows, other = np.arange(len(fastest)), 1 - fastest
+    saved = memory[:, rows, fastest] - memory[:, rows, other]
+    lost = cost[rows, other] - cost[rows, fastest]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        order = np.where(saved > ENOUGH, lost / saved, np.inf).argsort(1, kind="stable")
+    left = excess[:, None] - np.take_along_axis(saved, order, 1).cumsum(1)
+    before = np.concatenate([excess[:, None], left[:, :-1]], 1)
+    changed = np.zeros(saved.shape, np.bool_)
+    np.put_along_axis(changed, order, before >= ENOUGH, 1)
+    return np.where(changed, other, fastest)
+
+
+def _leaner(cost: Floats, memory: Floats, fastest: Ints, excess: Floats) -> Ints:
+    """The same for any number of ways, among which a layer may change several times."""
+    rows = np.arange(len(fastest))
+    found = np.repeat(fastest[None], len(memory), 0)
+    for way, used, left in zip(found, memory, excess.tolist(), strict=True):
+        while left > ENOUGH:
+            saved = used[rows, way][:, None] - used
+            with np.errstate(divide="ignore", invalid="ignore"):
+                price = np.where(saved > ENOUGH, (cost - cost[rows, way][:, None]) / saved, np.inf)
+            v, to = divmod(int(price.argmin()), price.shape[1])
+            left -= float(saved[v, to])
+            way[v] = to
+    return found
