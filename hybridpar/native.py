@@ -138,6 +138,11 @@ def _sum_squares_fake(tensors: list[Tensor]) -> Tensor:
     return torch.empty(len(tensors), dtype=torch.float64, device=tensors[0].device if tensors else None)
 
 
+def _best_loads_fake(covers: Tensor, class_cost: Tensor, class_nets: Tensor, net_cost: Tensor, net_size: Tensor,
+                     num_ideals: int, num_accelerators: int, num_cpus: int, *args: Any) -> Tensor:
+    return class_cost.new_empty((num_ideals, num_accelerators + 1, num_cpus + 1))
+
+
 def _nothing(*args: Any) -> None:
     return None
 
@@ -170,4 +175,5 @@ FAKES: dict[str, Callable[..., Any]] = {
     "move_": _nothing,
     "extrapolate_": _nothing,
     "sum_squares": _sum_squares_fake,
+    "placement_best_loads": _best_loads_fake,
 }

@@ -1,0 +1,264 @@
+"""The least time of one sample: integer programming, from what greedy packing and a dynamic program find.
+
+Accelerators run what they hold in `slots` calls each; every operator on the CPUs has a core of its own. `load.latency`
+says what a placement takes. A unit is placed as a whole: with one slot, colour classes, fused where they lie on a
+common cycle (no call could start before the other); with more slots, single nodes.
+
+    x[u, j]          unit u runs in call j (0: on the CPUs)
+    comes, goes[v]   node v's output is moved into call j, out of it
+    start[j] >= done[v] if v's output comes;   finish[j] = start[j] + times + transfers
+    done[v] >= finish[j] if v is in j;   done[v] >= done[u] + CPU's time if v is on a CPU and reads u
+
+Source: arXiv 2006.16423, figure 3 and appendix A; the greedy baseline of appendix F.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridpar.errors import config_error
+from hybridpar.planner.placement.baselines import greedy
+from hybridpar.planner.placement.bound import check_possible
+from hybridpar.planner.placement.classes import ClassGraph, class_graph
+from hybridpar.planner.placement.linear import Segments
+from hybridpar.planner.placement.load import latency, problems
+from hybridpar.planner.placement.model import Model
+from hybridpar.planner.placement.result import Placement, make_placement
+from hybridpar.planner.placement.workload import Floats, Ints, Workload, order_of
+
+SLACK = 1e-6
+
+
+def minimise_latency(workload: Workload, slots: int, seconds: float) -> Placement:
+    """The placement of the least latency that is found in that time; without time, the best simple one.
+
+    Raises: ConfigError for training graphs, and if nothing fits.
+    """
+    start = time.monotonic()
+    if workload.training:
+        node = int(workload.backward.argmax())
+        raise config_error(
+            f"nodes[{node}].isBackwardNode", True, "latency is that of inference: no node may be backward",
+            "solver = 'dp', for the throughput of training")
+    check_possible(class_graph(workload, pipeline=slots == 1))
+    graph = class_graph(workload, merge_leaves=False)
+    bound = _path_bound(workload)
+    name = "latency-milp" if seconds else "latency-greedy"
+    found = [x for x in _simple(graph) if not problems(workload, x[0])]
+    if not seconds:
+        if not found:
+            raise config_error("solver", name, "what is packed in order does not fit", "latency-milp")
+        best = min(found, key=lambda x: latency(workload, *x))
+        return make_placement(workload, name, best[0], bound, time.monotonic() - start, slots=best[1])
+    known = min((latency(workload, *x) for x in found), default=np.inf)
+    proven, note = False, "the time limit was reached"
+    problem = _Problem(workload, graph, slots, known)
+    better, dual, proven, infeasible = problem.solve(seconds - (time.monotonic() - start))
+    found += better
+    if not found:
+        rule = "nothing fits" if infeasible else "was not enough to find any placement"
+        raise config_error("maxSizePerFPGA" if infeasible else "time_limit",
+                           workload.memory if infeasible else seconds, rule, "maxCPUs = 1, which has no limit")
+    best = min(found, key=lambda x: latency(workload, *x))
+    return make_placement(workload, name, best[0], max(bound, dual), time.monotonic() - start, exact=proven,
+                          slots=best[1], note="" if proven else note)
+
+
+def _path_bound(w: Workload) -> float:
+    """The longest path, every node on the device that is best at it."""
+    fastest = np.minimum(np.where(w.supported, w.accelerator_time, np.inf), w.cpu_time if w.num_cpus else np.inf)
+    return _longest(w, fastest)
+
+
+def _longest(w: Workload, times: Floats) -> float:
+    done = times.copy()
+    for v, before in _in_order(w):
+        done[v] = times[v] + max((float(done[u]) for u in before), default=0.0)
+    return float(done.max())
+
+
+def _in_order(w: Workload) -> list[tuple[int, list[int]]]:
+    """Nodes, each after all that it reads."""
+    before: list[list[int]] = [[] for _ in range(w.num_nodes)]
+    for u, v in w.edges.tolist():
+        before[v].append(u)
+    return [(v, before[v]) for v in order_of(w.num_nodes, w.edges.tolist())]
+
+
+# -- without integer programming ---------------------------------------------------------------------------------------
+
+
+def _simple(graph: ClassGraph) -> list[tuple[Ints, Ints]]:
+    """Placements with one call for each accelerator: packed greedily, split along the order, all on CPUs."""
+    w = graph.workload
+    zeros = np.zeros(w.num_nodes, np.int64)
+    found = [greedy(graph, np.inf), _split(graph)]
+    if w.num_cpus:
+        found.append(np.full(graph.num_classes, w.num_accelerators))
+    return [(graph.devices(x), zeros) for x in found if x is not None]
+
+
+def _split(graph: ClassGraph) -> Ints | None:
+    """The split of the order whose loads, one after the other, add up to least. None if nothing fits."""
+    w, n, k = graph.workload, graph.num_classes, graph.workload.num_accelerators
+    best = np.full((n + 1, k + 1), np.inf)  # of a prefix, by how many accelerators it may use
+    best[0] = 0.0
+    came = np.zeros((n + 1, k + 1), np.int64)  # where the last accelerator's part starts; -1: last class on a CPU
+    segments = Segments(graph)
+    for j in range(1, n + 1):
+        accelerator, _ = segments.extend()
+        total = best[:j, :-1] + accelerator[:, None]
+        came[j, 1:] = total.argmin(0)
+        best[j, 1:] = total.min(0)
+        on_cpu = best[j - 1] + (graph.cpu_time[j - 1] if w.num_cpus else np.inf)
+        came[j] = np.where(on_cpu < best[j], -1, came[j])
+        best[j] = np.minimum(best[j], on_cpu)
+        for a in range(1, k + 1):
+            if best[j, a - 1] <= best[j, a]:
+                best[j, a], came[j, a] = best[j, a - 1], came[j, a - 1]
+    if not np.isfinite(best[n, k]):
+        return None
+    device = np.full(n, k, np.int64)
+    j, a, used = n, k, 0
+    while j:
+        while a and best[j, a - 1] == best[j, a]:
+            a -= 1
+        i = int(came[j, a])
+        if i < 0:
+            j -= 1
+            continue
+        device[i:j] = used
+        j, a, used = i, a - 1, used + 1
+    return device
+
+
+# -- with it -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Problem:
+    """`known`: the least latency found before, in which everything must end."""
+
+    workload: Workload
+    graph: ClassGraph
+    slots: int
+    known: float
+
+    def solve(self, seconds: float) -> tuple[list[tuple[Ints, Ints]], float, bool, bool]:
+        """Placements that were found (none or one), a bound, whether these are proven best, and whether none exists."""
+        w, k, q = self.workload, self.workload.num_accelerators, self.slots
+        model, x, unit = self._model()
+        answer = model.solve(seconds)
+        if answer.infeasible:
+            none = not np.isfinite(self.known)
+            return [], self.known if not none else 0.0, not none, none
+        if not len(answer.values):
+            return [], answer.bound, False, False
+        call = answer.values[x].argmax(1)[unit]
+        devices = np.where(call == 0, k, (call - 1) // q)
+        slots = np.where(call == 0, 0, (call - 1) % q)
+        if problems(w, devices) or not np.isfinite(latency(w, devices, slots)):
+            return [], answer.bound, False, False  # right only within HiGHS's tolerances
+        return [(devices, slots)], answer.bound, answer.proven, False
+
+    def _model(self) -> tuple[Model, Ints, Ints]:
+        w, q = self.workload, self.slots
+        k, n = w.num_accelerators, w.num_nodes
+        calls = k * q
+        unit = self.graph.class_of if q == 1 else np.arange(n)
+        horizon = self.known * (1 + SLACK) if np.isfinite(self.known) else float(
+            np.where(w.supported, w.accelerator_time, w.cpu_time).sum() + 2 * w.transfer_time.sum() * calls
+            + w.cpu_time.sum() * bool(w.num_cpus))
+        model = Model()
+        x = model.variables((int(unit.max()) + 1, 1 + calls), 0.0, self._allowed(unit), integer=True)
+        of_node = x[unit]
+        model.equal([(1.0, x)], 1.0)
+        if w.size.sum() > w.memory:
+            for d in range(k):
+                mine = of_node[:, 1 + d * q:1 + (d + 1) * q]
+                model.at_most([(np.repeat(w.size / w.memory, q)[None], mine.reshape(1, -1))], 1.0)
+        if q > 1:
+            self._colocate(model, of_node)
+        comes, goes = self._transfers(model, of_node, unit)
+        self._contiguous(model, of_node, unit)
+        self._times(model, of_node, comes, goes, horizon)
+        return model, x, unit
+
+    def _allowed(self, unit: Ints) -> Floats:
+        w, q = self.workload, self.slots
+        count = int(unit.max()) + 1
+        upper = np.ones((count, 1 + w.num_accelerators * q))
+        upper[:, 0] = float(w.num_cpus > 0)
+        upper[np.bincount(unit, ~w.supported, count) > 0, 1:] = 0.0
+        upper[np.bincount(unit, w.size, count) > w.room, 1:] = 0.0
+        largest = np.argsort(-np.bincount(unit, w.cpu_time, count), kind="stable")
+        for i, u in enumerate(largest[:w.num_accelerators]):  # accelerators are equal: tell them apart
+            upper[u, 1 + (i + 1) * q:] = 0.0
+        return upper
+
+    def _colocate(self, model: Model, of_node: Ints) -> None:
+        w, q = self.workload, self.slots
+        first: dict[int, int] = {}
+        for v, colour in enumerate(w.colour.tolist()):
+            u = first.setdefault(colour, v)
+            if u == v:
+                continue
+            groups = [[0], *([*range(1 + d * q, 1 + (d + 1) * q)] for d in range(w.num_accelerators))]
+            for group in groups:
+                model.equal([(1.0, of_node[None, u, group]), (-1.0, of_node[None, v, group])], 0.0)
+
+    def _edges(self, unit: Ints) -> tuple[Ints, Ints]:
+        u, v = self.workload.edges.T
+        apart = unit[u] != unit[v]
+        pairs = np.unique(np.stack([u, v], 1)[apart], axis=0)
+        return pairs[:, 0], pairs[:, 1]
+
+    def _transfers(self, model: Model, of_node: Ints, unit: Ints) -> tuple[Ints, Ints]:
+        calls = of_node.shape[1] - 1
+        comes = model.variables((self.workload.num_nodes, calls), 0.0, 1.0)
+        goes = model.variables((self.workload.num_nodes, calls), 0.0, 1.0)
+        u, v = self._edges(unit)
+        for j in range(calls if len(u) else 0):
+            inside = of_node[:, j + 1]
+            model.at_most([(1.0, inside[v]), (-1.0, inside[u]), (-1.0, comes[u, j])], 0.0)
+            model.at_most([(1.0, inside[u]), (-1.0, inside[v]), (-1.0, goes[u, j])], 0.0)
+        return comes, goes
+
+    def _contiguous(self, model: Model, of_node: Ints, unit: Ints) -> None:
+        u, v = self._edges(unit)
+        edges = self.workload.edges.T
+        if not len(u):
+            return
+        z = model.variables((self.workload.num_nodes, of_node.shape[1] - 1), 0.0, 1.0)
+        for j in range(z.shape[1]):
+            inside = of_node[:, j + 1]
+            model.at_most([(1.0, inside), (-1.0, z[:, j])], 0.0)
+            model.at_most([(1.0, z[edges[1], j]), (-1.0, z[edges[0], j])], 0.0)
+            model.at_most([(1.0, z[v, j]), (-1.0, inside[v]), (1.0, inside[u])], 1.0)
+
+    def _times(self, model: Model, of_node: Ints, comes: Ints, goes: Ints, horizon: float) -> None:
+        w, n, q = self.workload, self.workload.num_nodes, self.slots
+        done = model.variables((n,), 0.0, horizon)
+        calls = comes.shape[1]
+        start, finish = model.variables((calls,), 0.0, horizon), model.variables((calls,), 0.0, horizon)
+        end = model.variables((1,), _path_bound(w), horizon)
+        model.objective = int(end[0])
+        ran = np.where(w.supported, w.accelerator_time, 0.0)
+        reads = np.unique(w.edges[:, 0])
+        for j in range(calls):
+            if len(reads):
+                model.at_most([(1.0, done[reads]), (-1.0, np.full(len(reads), start[j])), (horizon, comes[reads, j])],
+                              horizon)
+            model.equal([(1.0, start[None, j]), (-1.0, finish[None, j]), (ran, of_node[None, :, j + 1]),
+                         (w.transfer_time, comes[None, :, j]), (w.transfer_time, goes[None, :, j])], 0.0)
+            model.at_most([(1.0, np.full(n, finish[j])), (-1.0, done), (horizon, of_node[:, j + 1])], horizon)
+            if j % q:
+                model.at_most([(1.0, finish[None, j - 1]), (-1.0, start[None, j])], 0.0)
+        model.at_most([(w.cpu_time, of_node[:, 0]), (-1.0, done)], 0.0)
+        if len(w.edges):
+            u, v = w.edges.T
+            model.at_most([(1.0, done[u]), (w.cpu_time[v], of_node[v, 0]), (-1.0, done[v])], 0.0)
+        model.at_most([(1.0, done), (-1.0, np.full(n, end[0]))], 0.0)

@@ -1,0 +1,16 @@
+"""Piper: splits a graph of layers into stages, and picks tensor and data parallelism and recomputation for each.
+
+    plan = plan_stages(read_instance("bert32a100.json"))
+
+Source: Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization", NeurIPS 2021.
+"""
+
+from hybridpar.planner.placement.piper.equal import Allowed, plan_equal_stages
+from hybridpar.planner.placement.piper.instance import Instance, make_instance, read_instance
+from hybridpar.planner.placement.piper.load import Stage, StagePlan, StageScore, score_stages
+from hybridpar.planner.placement.piper.search import plan_stages
+
+__all__ = [
+    "Allowed", "Instance", "Stage", "StagePlan", "StageScore", "make_instance", "plan_equal_stages", "plan_stages",
+    "read_instance", "score_stages",
+]

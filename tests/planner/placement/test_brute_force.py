@@ -1,0 +1,75 @@
+"""Every solver against all placements of small graphs: shared colours, orphans, tight memory, unsupported nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hybridpar.errors import ConfigError
+from hybridpar.planner.placement import Options, Workload, place, problems
+from hybridpar.planner.placement.bound import work_bound
+from hybridpar.planner.placement.classes import class_graph
+
+from .graphs import best_latency, best_pipeline, best_placement, random_workload
+
+SIZES = {False: 5, True: 7}  # of inference and training graphs
+
+
+def objective(w: Workload, solver: str, **options: object) -> float:
+    """Infinite where the solver says that nothing fits."""
+    try:
+        placement = place(w, solver, Options(**options))  # type: ignore[arg-type]
+    except ConfigError:
+        return np.inf
+    assert not problems(w, placement.devices)
+    assert placement.proven
+    assert placement.bound <= placement.objective
+    return placement.objective
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_dp_finds_the_best_pipeline(training: bool) -> None:
+    for seed in range(80):
+        w = random_workload(seed, training=training, most=SIZES[training])
+        best = best_pipeline(w)
+        found = objective(w, "dp")
+        assert found == pytest.approx(best, rel=1e-9), seed
+        if np.isfinite(best):
+            assert work_bound(class_graph(w)) <= best * (1 + 1e-9), seed
+            assert work_bound(class_graph(w, pipeline=False)) <= best_placement(w, False) * (1 + 1e-9), seed
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_milp_finds_the_best_placement(training: bool, contiguous: bool) -> None:
+    for seed in range(1000, 1025):
+        w = random_workload(seed, training=training, most=SIZES[training])
+        found = objective(w, "milp-contiguous" if contiguous else "milp", restarts=seed % 2)
+        assert found == pytest.approx(best_placement(w, contiguous), rel=1e-5, abs=1e-9), seed
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_latency_milp_finds_the_best_placement(slots: int) -> None:
+    for seed in range(2000, 2016):
+        w = random_workload(seed, training=False, most=4 if slots == 2 else 5)
+        found = objective(w, "latency-milp", slots=slots)
+        assert found == pytest.approx(best_latency(w, slots), rel=1e-5, abs=1e-9), seed
+
+
+@pytest.mark.parametrize("solver", ["dpl", "pipedream", "greedy", "local-search"])
+def test_heuristics_are_valid_and_not_below_the_best(solver: str) -> None:
+    fits = 0
+    for seed in range(3000, 3040):
+        w = random_workload(seed, training=seed % 2 == 0, most=6)
+        try:
+            placement = place(w, solver, Options(restarts=3))
+        except ConfigError:
+            continue
+        fits += 1
+        assert not problems(w, placement.devices)
+        best = best_placement(w, False) if solver == "local-search" else best_pipeline(w)
+        assert placement.bound <= best * (1 + 1e-9) <= placement.objective * (1 + 2e-9)
+        if solver != "local-search":
+            assert placement.ordered
+            assert placement.contiguous
+    assert fits > 15
