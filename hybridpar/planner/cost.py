@@ -32,6 +32,7 @@ GRADIENT_BYTES = {"fp32": 4, "bf16": 4, "fp16": 4, "fp64": 8}
 BUCKET_BYTES = 25 * 2**20  # as dp.partition
 _NORM_BYTES = 64
 FEWEST_SIMULATED = 8
+_STEADY = 0.999
 
 
 class AnyLink(Protocol):
@@ -319,13 +320,17 @@ class Model:
         """The step time with these costs.
 
         Of many micro-batches some are simulated: once a pipeline is full, each more takes what the one before took.
+        Where few of them wait for a reduction that more would hide, all are.
         """
         p, m = self.sizes.num_stages, self.sizes.num_microbatches
-        few = 4 * p + 2 * FEWEST_SIMULATED
+        few = 2 * p + 2 * FEWEST_SIMULATED
         if m <= 2 * few or self.ordering.early_switch is not None:
             return self._step(m, costs)
         first, second = self._step(few, costs), self._step(few + p + FEWEST_SIMULATED, costs)
-        return first + (m - few) * (second - first) / (p + FEWEST_SIMULATED)
+        each = (second - first) / (p + FEWEST_SIMULATED)
+        if each < _STEADY * max(stage.compute for stage in self.stages):
+            return self._step(m, costs)
+        return first + (m - few) * each
 
     def _step(self, m: int, costs: Costs) -> float:
         ordering = self.ordering

@@ -90,6 +90,17 @@ def test_ranks_that_share_cores_slow_down_and_waiting_is_no_work() -> None:
     assert waiting.costs.cores > busy.costs.cores  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("latency", [0.0, 400.0, 900.0])
+def test_a_reduction_that_more_micro_batches_hide(latency: float) -> None:
+    """Few of them all wait for it, so they do not tell what many take."""
+    config = made.config(pp=2, dp=2, m=100, b=1, split=(4, 4), schedule="2bw")
+    inner = made.link(latency=latency)
+    model = Model(config, made.machine(config, 4, made=made.profile(config, head=0.0), inner=inner))
+    exact = model.ordering.timeline(model.sizes, model.costs).step_time(100)
+    assert model.step_time == pytest.approx(exact, rel=1e-6)
+    assert model.bound <= model.step_time * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_many_micro_batches_take_what_their_simulation_takes(schedule: str) -> None:
     config = made.config(pp=3, m=200, b=1, schedule=schedule)

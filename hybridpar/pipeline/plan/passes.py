@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import cache, partial
 
 from hybridpar.pipeline.plan.action import COMPUTE, NO_VERSION, Action, Kind
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule
@@ -32,19 +33,21 @@ def add_updates(
     so it comes `schedule.update_delay` after REDUCE(t) if that is earlier.
     """
     m = sizes.num_microbatches
+    # of a stage they are always the same, and are asked for with every action
+    update_delay = cache(partial(schedule.update_delay, sizes))
+    norm_delay = cache(partial(schedule.norm_delay, sizes, gather=gather))
     reduced = normed = updated = first_batch  # the first batch that has not got there yet
     stage = 0
     for action in actions:
         stage = action.stage
         needed = _needed_version(action, schedule, sizes, first_batch)
         position = _position(action, schedule, sizes)
-        if gather and updated < reduced and position - 2 * m * (updated + 1) >= schedule.update_delay(sizes, stage):
+        if gather and updated < reduced and position - 2 * m * (updated + 1) >= update_delay(stage):
             needed = max(needed, updated + 1)
         for batch in range(updated, needed):
             yield from _update(stage, batch, with_norm=clip and batch >= normed)
         updated, normed = max(updated, needed), max(normed, needed)
-        if clip and normed < reduced and position - 2 * m * reduced >= schedule.norm_delay(
-                sizes, stage, gather=gather):
+        if clip and normed < reduced and position - 2 * m * reduced >= norm_delay(stage):
             yield Action(Kind.NORM, stage, normed)
             normed += 1
         yield action
