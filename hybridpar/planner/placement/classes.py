@@ -72,6 +72,15 @@ class ClassGraph:
         columns = [e for e, net in enumerate(self.nets) for _ in net]
         return csr_array((np.ones(len(rows)), (rows, columns)), shape=(self.num_classes, len(self.nets)))
 
+    def reordered(self, order: Sequence[int]) -> ClassGraph:
+        """The same classes, of which order[i] becomes number i. Edges must still lead to larger numbers."""
+        number = np.empty(self.num_classes, np.int64)
+        number[list(order)] = np.arange(self.num_classes)
+        renamed = lambda members: tuple(sorted(number[list(members)].tolist()))  # noqa: E731
+        return ClassGraph(
+            self.workload, number[self.class_of], self.cpu_time[order], self.accelerator_time[order], self.size[order],
+            tuple(renamed(self.predecessors[c]) for c in order), tuple(map(renamed, self.nets)), self.net_cost)
+
     def devices(self, of_class: Sequence[int] | Ints) -> Ints:
         """A device for each node of the workload, from one for each class."""
         return np.asarray(of_class, np.int64)[self.class_of]

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hybridpar import native
 from hybridpar.planner.placement.classes import ClassGraph
@@ -35,17 +36,23 @@ class OutOfTime(Exception):
 
 
 class PairLoads:
-    """Loads of differences of ideals, by numpy."""
+    """Loads of differences of ideals, by numpy. `all_pairs`: most of them will be asked for, so a table pays."""
 
-    def __init__(self, graph: ClassGraph, ideals: Ideals):
+    def __init__(self, graph: ClassGraph, ideals: Ideals, all_pairs: bool):
         self.graph, self.ideals = graph, ideals
-        members = ideals.members
         unsupported = np.isinf(graph.accelerator_time)
         finite = np.where(unsupported, 0.0, graph.accelerator_time)
-        self._totals = members.astype(np.float64) @ np.stack([finite, graph.cpu_time, graph.size, unsupported], 1)
+        costs = np.stack([finite, graph.cpu_time, graph.size, unsupported], 1)
+        step = max(1, BLOCK // graph.num_classes)
+        self._totals = np.concatenate([
+            ideals.members[i:i + step].astype(np.float64) @ costs for i in range(0, len(ideals), step)])
         self._net_size = np.array([len(net) for net in graph.nets], np.int32)
-        self._count = (members.astype(np.int32) @ graph.incidence.astype(np.int32).toarray()
-                       if graph.nets else np.zeros((len(ideals), 0), np.int32))
+        self._pins = graph.incidence.T.astype(np.int32).tocsr()
+        self._table = self._count(np.arange(len(ideals))) if all_pairs else None
+
+    def _count(self, ideals: Ints) -> NDArray[np.int32]:
+        """[ideals, nets]: how many of a net's classes are in the ideal."""
+        return np.ascontiguousarray((self._pins @ self.ideals.members[ideals].T.astype(np.int32)).T)
 
     def __call__(self, ideal: int, limit: float) -> tuple[Ints, Floats, Floats]:
         """Subsets of the ideal, and what an accelerator and a CPU have to do that hold the rest.
@@ -62,16 +69,17 @@ class PairLoads:
         return subsets, load, cpu
 
     def _transfers(self, ideal: int, subsets: Ints) -> Floats:
-        here = self._count[ideal]
+        here = self._count(np.array([ideal]))[0]
         nets = np.flatnonzero(here)
         whole = nets[here[nets] == self._net_size[nets]]
         cost = self.graph.net_cost
         out = np.empty(len(subsets))
         step = max(1, BLOCK // max(1, len(nets)))
         for start in range(0, len(subsets), step):
-            some = subsets[start:start + step, None]
-            touched = self._count[some, nets] != here[nets]
-            held = self._count[some, whole] == 0
+            some = subsets[start:start + step]
+            count = self._count(some) if self._table is None else self._table[some]
+            touched = count[:, nets] != here[nets]
+            held = count[:, whole] == 0
             out[start:start + step] = touched @ cost[nets] - held @ cost[whole]
         return out
 
@@ -109,7 +117,7 @@ def _best_loads_native(graph: ClassGraph, ideals: Ideals, limit: float, deadline
 
 def _best_loads_numpy(graph: ClassGraph, ideals: Ideals, limit: float, deadline: float) -> Floats:
     w = graph.workload
-    loads = PairLoads(graph, ideals)
+    loads = PairLoads(graph, ideals, all_pairs=True)
     best = np.full((len(ideals), w.num_accelerators + 1, w.num_cpus + 1), np.inf)
     best[0] = 0.0
     for ideal in range(1, len(ideals)):
@@ -130,7 +138,7 @@ def _best_loads_numpy(graph: ClassGraph, ideals: Ideals, limit: float, deadline:
 
 def trace(graph: ClassGraph, ideals: Ideals, best: Floats) -> Ints:
     """The device of each class, from a table whose last value is finite. Devices: accelerators, then CPUs."""
-    loads = PairLoads(graph, ideals)
+    loads = PairLoads(graph, ideals, all_pairs=False)
     device = np.full(graph.num_classes, -1, np.int64)
     next_accelerator, next_cpu = 0, graph.workload.num_accelerators
     ideal, a, c = len(ideals) - 1, best.shape[1] - 1, best.shape[2] - 1

@@ -20,16 +20,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridpar.errors import config_error
-from hybridpar.planner.placement.baselines import greedy
 from hybridpar.planner.placement.bound import check_possible
 from hybridpar.planner.placement.classes import ClassGraph, class_graph
-from hybridpar.planner.placement.linear import Segments
+from hybridpar.planner.placement.latency_search import searched_placements, simple_placements
 from hybridpar.planner.placement.load import latency, problems
 from hybridpar.planner.placement.model import Model
 from hybridpar.planner.placement.result import Placement, make_placement
 from hybridpar.planner.placement.workload import Floats, Ints, Workload, order_of
 
 SLACK = 1e-6
+SEARCH_SHARE = 0.5
+"""Of the time limit: for search that integer programming begins with."""
 
 
 def minimise_latency(workload: Workload, slots: int, seconds: float) -> Placement:
@@ -43,19 +44,21 @@ def minimise_latency(workload: Workload, slots: int, seconds: float) -> Placemen
         raise config_error(
             f"nodes[{node}].isBackwardNode", True, "latency is that of inference: no node may be backward",
             "solver = 'dp', for the throughput of training")
-    check_possible(class_graph(workload, pipeline=slots == 1))
+    units = class_graph(workload, pipeline=slots == 1, merge_leaves=False)
+    check_possible(units)
     graph = class_graph(workload, merge_leaves=False)
-    bound = _path_bound(workload)
+    bound = _path_bound(units)
     name = "latency-milp" if seconds else "latency-greedy"
-    found = [x for x in _simple(graph) if not problems(workload, x[0])]
+    found = [(x, np.zeros_like(x)) for x in simple_placements(graph)]
     if not seconds:
         if not found:
             raise config_error("solver", name, "what is packed in order does not fit", "latency-milp")
         best = min(found, key=lambda x: latency(workload, *x))
         return make_placement(workload, name, best[0], bound, time.monotonic() - start, slots=best[1])
+    better_ones = searched_placements(graph, [x for x, _ in found], start + SEARCH_SHARE * seconds)
+    found += [(x, np.zeros_like(x)) for x in better_ones]
     known = min((latency(workload, *x) for x in found), default=np.inf)
-    proven, note = False, "the time limit was reached"
-    problem = _Problem(workload, graph, slots, known)
+    problem = _Problem(workload, graph, slots, known, bound)
     better, dual, proven, infeasible = problem.solve(seconds - (time.monotonic() - start))
     found += better
     if not found:
@@ -64,19 +67,16 @@ def minimise_latency(workload: Workload, slots: int, seconds: float) -> Placemen
                            workload.memory if infeasible else seconds, rule, "maxCPUs = 1, which has no limit")
     best = min(found, key=lambda x: latency(workload, *x))
     return make_placement(workload, name, best[0], max(bound, dual), time.monotonic() - start, exact=proven,
-                          slots=best[1], note="" if proven else note)
+                          slots=best[1], note="" if proven else "the time limit was reached")
 
 
-def _path_bound(w: Workload) -> float:
-    """The longest path, every node on the device that is best at it."""
-    fastest = np.minimum(np.where(w.supported, w.accelerator_time, np.inf), w.cpu_time if w.num_cpus else np.inf)
-    return _longest(w, fastest)
-
-
-def _longest(w: Workload, times: Floats) -> float:
-    done = times.copy()
+def _path_bound(units: ClassGraph) -> float:
+    """The longest path, every node on the device that is best at it, and without transfers."""
+    w = units.workload
+    runs = np.isfinite(units.accelerator_time)[units.class_of]  # what must be with it fits an accelerator too
+    done = np.minimum(np.where(runs, w.accelerator_time, np.inf), w.cpu_time if w.num_cpus else np.inf)
     for v, before in _in_order(w):
-        done[v] = times[v] + max((float(done[u]) for u in before), default=0.0)
+        done[v] += max((float(done[u]) for u in before), default=0.0)
     return float(done.max())
 
 
@@ -88,54 +88,7 @@ def _in_order(w: Workload) -> list[tuple[int, list[int]]]:
     return [(v, before[v]) for v in order_of(w.num_nodes, w.edges.tolist())]
 
 
-# -- without integer programming ---------------------------------------------------------------------------------------
-
-
-def _simple(graph: ClassGraph) -> list[tuple[Ints, Ints]]:
-    """Placements with one call for each accelerator: packed greedily, split along the order, all on CPUs."""
-    w = graph.workload
-    zeros = np.zeros(w.num_nodes, np.int64)
-    found = [greedy(graph, np.inf), _split(graph)]
-    if w.num_cpus:
-        found.append(np.full(graph.num_classes, w.num_accelerators))
-    return [(graph.devices(x), zeros) for x in found if x is not None]
-
-
-def _split(graph: ClassGraph) -> Ints | None:
-    """The split of the order whose loads, one after the other, add up to least. None if nothing fits."""
-    w, n, k = graph.workload, graph.num_classes, graph.workload.num_accelerators
-    best = np.full((n + 1, k + 1), np.inf)  # of a prefix, by how many accelerators it may use
-    best[0] = 0.0
-    came = np.zeros((n + 1, k + 1), np.int64)  # where the last accelerator's part starts; -1: last class on a CPU
-    segments = Segments(graph)
-    for j in range(1, n + 1):
-        accelerator, _ = segments.extend()
-        total = best[:j, :-1] + accelerator[:, None]
-        came[j, 1:] = total.argmin(0)
-        best[j, 1:] = total.min(0)
-        on_cpu = best[j - 1] + (graph.cpu_time[j - 1] if w.num_cpus else np.inf)
-        came[j] = np.where(on_cpu < best[j], -1, came[j])
-        best[j] = np.minimum(best[j], on_cpu)
-        for a in range(1, k + 1):
-            if best[j, a - 1] <= best[j, a]:
-                best[j, a], came[j, a] = best[j, a - 1], came[j, a - 1]
-    if not np.isfinite(best[n, k]):
-        return None
-    device = np.full(n, k, np.int64)
-    j, a, used = n, k, 0
-    while j:
-        while a and best[j, a - 1] == best[j, a]:
-            a -= 1
-        i = int(came[j, a])
-        if i < 0:
-            j -= 1
-            continue
-        device[i:j] = used
-        j, a, used = i, a - 1, used + 1
-    return device
-
-
-# -- with it -----------------------------------------------------------------------------------------------------------
+# -- integer program -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -146,9 +99,10 @@ class _Problem:
     graph: ClassGraph
     slots: int
     known: float
+    bound: float
 
     def solve(self, seconds: float) -> tuple[list[tuple[Ints, Ints]], float, bool, bool]:
-        """Placements that were found (none or one), a bound, whether these are proven best, and whether none exists."""
+        """Placements that were found (none or one), a bound, whether that is proven, and whether none exists."""
         w, k, q = self.workload, self.workload.num_accelerators, self.slots
         model, x, unit = self._model()
         answer = model.solve(seconds)
@@ -244,7 +198,7 @@ class _Problem:
         done = model.variables((n,), 0.0, horizon)
         calls = comes.shape[1]
         start, finish = model.variables((calls,), 0.0, horizon), model.variables((calls,), 0.0, horizon)
-        end = model.variables((1,), _path_bound(w), horizon)
+        end = model.variables((1,), min(self.bound, horizon), horizon)
         model.objective = int(end[0])
         ran = np.where(w.supported, w.accelerator_time, 0.0)
         reads = np.unique(w.edges[:, 0])

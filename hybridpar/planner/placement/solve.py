@@ -203,7 +203,8 @@ def _local_search(w: Workload, options: Options) -> Placement:
 
 def _one_accelerator(w: Workload, options: Options) -> Placement:
     clock = _Clock(options.time_limit)
-    return make_placement(w, "one-accelerator", one_accelerator(w), work_bound(class_graph(w, pipeline=False)), clock.seconds)
+    devices, bound = one_accelerator(w), work_bound(class_graph(w, pipeline=False))
+    return make_placement(w, "one-accelerator", devices, bound, clock.seconds)
 
 
 def _expert(w: Workload, options: Options) -> Placement:

@@ -72,15 +72,13 @@ def layered_training(num_layers: int, branches: int, per_layer: int, seed: int =
     generator = np.random.default_rng(seed)
     edges, forward, last = [], 0, -1
     for _ in range(num_layers):
-        first = forward
         ends = []
-        for branch in range(branches):
+        for _ in range(branches):
             for i in range(per_layer):
                 edges += [(forward - 1, forward)] if i else [(last, forward)] * (last >= 0)
                 forward += 1
             ends.append(forward - 1)
         edges += [(end, forward) for end in ends] + ([(last, forward)] if last >= 0 else [])
-        assert first < forward
         last, forward = forward, forward + 1
     mirrored = [(2 * forward - 1 - v, 2 * forward - 1 - u) for u, v in edges]
     across = [(v, 2 * forward - 1 - v) for v in range(forward)]

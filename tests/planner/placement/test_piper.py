@@ -110,8 +110,7 @@ def test_plans_keep_the_rules_and_ablations_are_no_better(branch: bool) -> None:
 def test_a_stage_by_hand() -> None:
     """Two stages of two layers: times, the edge between them twice, two micro-batches in flight first."""
     instance = make_instance(small(4))
-    ways = {v: "vanilla" for v in range(4)}
-    score = score_stages(instance, [Stage({v: ways[v] for v in (0, 1)}, 1, 1), Stage({v: ways[v] for v in (2, 3)}, 1, 1)])
+    score = score_stages(instance, [Stage(dict.fromkeys(part, "vanilla"), 1, 1) for part in ((0, 1), (2, 3))])
     compute = [sum(instance.ways[v][1][0].time for v in part) for part in ((0, 1), (2, 3))]
     assert score.times == pytest.approx([x + 2 * 1.0 / 10 for x in compute])
     assert score.memory == (2 * (6 * 2 + 2), 2 * (6 + 2))

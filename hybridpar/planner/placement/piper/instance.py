@@ -17,8 +17,8 @@ PLAIN = "vanilla"
 class Way:
     """A way to run a layer on some number of devices ("TMPC" in the paper). Units: s, bytes.
 
-    Memory of a device: `memory_a` for each micro-batch in flight, and `memory_b`. `sync_forward[u]`, `sync_backward[w]`:
-    bytes that the group exchanges if layer u before it, or w after it, is in another stage.
+    Memory of a device: `memory_a` for each micro-batch in flight, and `memory_b`. `sync_forward[u]`,
+    `sync_backward[w]`: bytes that the group exchanges if layer u before it, or w after it, is in another stage.
     """
 
     name: str

@@ -1,0 +1,137 @@
+"""Placements of little latency without integer programming: packed in order, split along orders, then improved.
+
+All run each accelerator once (one slot). `load.latency` says what they take.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from hybridpar.planner.placement.baselines import greedy
+from hybridpar.planner.placement.classes import ClassGraph
+from hybridpar.planner.placement.linear import Segments
+from hybridpar.planner.placement.load import latency, problems
+from hybridpar.planner.placement.workload import Ints
+
+ORDERS = 20  # that are tried besides the first
+GAIN = 1e-9
+
+
+def simple_placements(graph: ClassGraph) -> list[Ints]:
+    """Packed greedily, split along the order, all on CPUs: those that fit, a device for each node."""
+    w = graph.workload
+    found = [greedy(graph, np.inf), _split(graph)]
+    if w.num_cpus:
+        found.append(np.full(graph.num_classes, w.num_accelerators))
+    return [x for x in (graph.devices(y) for y in found if y is not None) if not problems(w, x)]
+
+
+def searched_placements(graph: ClassGraph, known: list[Ints], deadline: float) -> list[Ints]:
+    """The best of splits along several orders, improved until `deadline` (`time.monotonic()`), or a local optimum."""
+    w = graph.workload
+    found = list(known)
+    generator = np.random.default_rng(0)
+    for _ in range(ORDERS):
+        if time.monotonic() > deadline:
+            break
+        other = graph.reordered(_random_order(graph, generator))
+        if (split := _split(other)) is not None and not problems(w, other.devices(split)):
+            found.append(other.devices(split))
+    if not found:
+        return []
+    zeros = np.zeros(w.num_nodes, np.int64)
+    best = min(found, key=lambda x: latency(w, x, zeros))
+    return [_improved(graph, best, deadline)]
+
+
+def _random_order(graph: ClassGraph, generator: np.random.Generator) -> list[int]:
+    """Depth first, with random choices."""
+    missing = [len(x) for x in graph.predecessors]
+    ready = [c for c in range(graph.num_classes) if not missing[c]]
+    generator.shuffle(ready)
+    order = []
+    while ready:
+        c = ready.pop()
+        order.append(c)
+        freed = []
+        for after in graph.successors[c]:
+            missing[after] -= 1
+            if not missing[after]:
+                freed.append(after)
+        generator.shuffle(freed)
+        ready += freed
+    return order
+
+
+def _improved(graph: ClassGraph, devices: Ints, deadline: float) -> Ints:
+    """Moves single classes to the devices of their neighbours, or to the CPUs, while that helps."""
+    w = graph.workload
+    zeros = np.zeros(w.num_nodes, np.int64)
+    best, value = devices.copy(), latency(w, devices, zeros)
+    members = [np.flatnonzero(graph.class_of == c) for c in range(graph.num_classes)]
+    improved = True
+    while improved:
+        improved = False
+        for c, target in _moves(graph, best):
+            if time.monotonic() > deadline:
+                return best
+            changed = best.copy()
+            changed[members[c]] = target
+            used = w.size[changed == target].sum()
+            if target < w.num_accelerators and used > w.room:
+                continue
+            if (found := latency(w, changed, zeros)) < value * (1 - GAIN):
+                best, value, improved = changed, found, True
+    return best
+
+
+def _moves(graph: ClassGraph, devices: Ints) -> Iterator[tuple[int, int]]:
+    """(class, device) of the moves that may help, from a placement that may change meanwhile."""
+    w = graph.workload
+    at = graph.of_classes(devices)
+    for c in range(graph.num_classes):
+        near = {int(at[x]) for x in (*graph.predecessors[c], *graph.successors[c])}
+        if w.num_cpus:
+            near.add(w.num_accelerators)
+        if unused := set(range(w.num_accelerators)).difference(at.tolist()):
+            near.add(min(unused))
+        for target in sorted(near - {int(at[c])}):
+            if target >= w.num_accelerators or np.isfinite(graph.accelerator_time[c]):
+                yield c, target
+
+
+def _split(graph: ClassGraph) -> Ints | None:
+    """The split of the order whose loads, one after the other, add up to least. None if nothing fits."""
+    w, n, k = graph.workload, graph.num_classes, graph.workload.num_accelerators
+    best = np.full((n + 1, k + 1), np.inf)  # of a prefix, by how many accelerators it may use
+    best[0] = 0.0
+    came = np.zeros((n + 1, k + 1), np.int64)  # where the last accelerator's part starts; -1: last class on a CPU
+    segments = Segments(graph)
+    for j in range(1, n + 1):
+        accelerator, _ = segments.extend()
+        total = best[:j, :-1] + accelerator[:, None]
+        came[j, 1:] = total.argmin(0)
+        best[j, 1:] = total.min(0)
+        on_cpu = best[j - 1] + (graph.cpu_time[j - 1] if w.num_cpus else np.inf)
+        came[j] = np.where(on_cpu < best[j], -1, came[j])
+        best[j] = np.minimum(best[j], on_cpu)
+        for a in range(1, k + 1):
+            if best[j, a - 1] <= best[j, a]:
+                best[j, a], came[j, a] = best[j, a - 1], came[j, a - 1]
+    if not np.isfinite(best[n, k]):
+        return None
+    device = np.full(n, k, np.int64)
+    j, a, used = n, k, 0
+    while j:
+        while a and best[j, a - 1] == best[j, a]:
+            a -= 1
+        i = int(came[j, a])
+        if i < 0:
+            j -= 1
+            continue
+        device[i:j] = used
+        j, a, used = i, a - 1, used + 1
+    return device
