@@ -17,6 +17,7 @@ RUNS = (
     ("pipeline", "--shapes", "balanced", "--schedules", "2bw", "--others", "--batches", "1", "--name",
      "pipeline_balanced"),
     ("simulator",),
+    ("placement",),
     ("slow_link",),  # needs root, else it is skipped
 )
 

@@ -88,7 +88,7 @@ def _in_order(w: Workload) -> list[tuple[int, list[int]]]:
     return [(v, before[v]) for v in order_of(w.num_nodes, w.edges.tolist())]
 
 
-# -- integer program --------------------------------------------------------------------------------------------------
+# -- integer program ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

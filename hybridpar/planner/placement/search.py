@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridpar.planner.placement.classes import ClassGraph
-from hybridpar.planner.placement.workload import Floats, Ints
+from hybridpar.planner.placement.workload import Bools, Floats, Ints
 
 NORM = 24.0
 PENALTY = 10.0  # of an excess as large as all memory of an accelerator, in units of the whole graph's work
@@ -26,7 +26,6 @@ GAIN = 1e-9  # relative; moves that gain less are rounding
 class _State:
     """A placement of classes, and what it costs. Shapes: D devices; `held` [nets, D] counts classes of each net."""
 
-    graph: ClassGraph
     device: Ints
     held: Floats
     loads: Floats
@@ -40,6 +39,7 @@ class LocalSearch:
         w = graph.workload
         self.graph = graph
         self.k, self.num_devices = w.num_accelerators, w.num_accelerators + w.num_cpus
+        self.is_accelerator = np.arange(self.num_devices) < self.k
         self.allowed = np.ones((graph.num_classes, self.num_devices), np.bool_)
         self.allowed[:, :self.k] = np.isfinite(graph.accelerator_time)[:, None]
         accelerator = np.where(np.isinf(graph.accelerator_time), 0.0, graph.accelerator_time)
@@ -78,18 +78,17 @@ class LocalSearch:
         held = self.incidence.T @ at if g.nets else np.zeros((0, self.num_devices))
         cut = (held > 0) & (held < self.net_size[:, None])
         cut[:, self.k:] = False
-        return _State(g, device, held, (at * self.times).sum(0) + g.net_cost @ cut, g.size @ at)
+        return _State(device, held, (at * self.times).sum(0) + g.net_cost @ cut, g.size @ at)
 
     def _value(self, loads: Floats, memory: Floats) -> float:
-        return float(self._penalised(loads, memory).max() * self._norm(self._penalised(loads, memory)))
+        values = self._penalised(loads, memory, self.is_accelerator)
+        top = max(float(values.max()), 1e-300)
+        return top * float(((values / top) ** NORM).sum() ** (1 / NORM))
 
-    def _penalised(self, loads: Floats, memory: Floats) -> Floats:
-        extra = np.maximum(memory[:self.k] / self.graph.workload.memory - 1, 0) * (PENALTY * self.scale)
-        return loads + np.concatenate([extra, np.zeros(self.num_devices - self.k)])
-
-    def _norm(self, values: Floats) -> float:
-        """The p-norm, relative to the largest value."""
-        return float(((values / max(values.max(), 1e-300)) ** NORM).sum() ** (1 / NORM))
+    def _penalised(self, loads: Floats, memory: Floats, accelerator: Bools) -> Floats:
+        """Loads, and a penalty for memory that an accelerator has not. `accelerator`: whether the device is one."""
+        limit = self.graph.workload.memory
+        return loads + np.where(accelerator, np.maximum(memory / limit - 1, 0) * (PENALTY * self.scale), 0.0)
 
     def _moves(self, s: _State) -> Floats:
         """[n, D]: the value after the move of each class to each device; infinite where it may not go."""
@@ -102,13 +101,10 @@ class LocalSearch:
         fewer = (self.incidence @ leaves)[rows, s.device] - self.times[rows, s.device] if g.nets else \
             -self.times[rows, s.device]
         more = self.times + (self.incidence @ enters if g.nets else 0.0)
-        excess = PENALTY * self.scale / g.workload.memory
-        def penalised(load: Floats, memory: Floats, accelerator: np.ndarray) -> Floats:
-            return load + np.where(accelerator, np.maximum(memory - g.workload.memory, 0) * excess, 0.0)
-        is_accelerator = np.arange(self.num_devices) < self.k
-        now = penalised(s.loads, s.memory, is_accelerator)
-        from_load = penalised(s.loads[s.device] + fewer, s.memory[s.device] - g.size, is_accelerator[s.device])
-        to_load = penalised(s.loads + more, s.memory + g.size[:, None], is_accelerator)
+        now = self._penalised(s.loads, s.memory, self.is_accelerator)
+        from_load = self._penalised(
+            s.loads[s.device] + fewer, s.memory[s.device] - g.size, self.is_accelerator[s.device])
+        to_load = self._penalised(s.loads + more, s.memory + g.size[:, None], self.is_accelerator)
         top = max(float(now.max()), 1e-300)
         powers = (now / top) ** NORM
         with np.errstate(over="ignore"):
@@ -120,25 +116,19 @@ class LocalSearch:
         return values
 
     def _move(self, s: _State, v: int, to: int) -> None:
-        moved = self._state_change(s, v, to)
-        s.device[v] = to
-        s.loads, s.memory = moved
-
-    def _state_change(self, s: _State, v: int, to: int) -> tuple[Floats, Floats]:
-        g, old = self.graph, int(s.device[v])
+        g = self.graph
         nets = np.array(g.nets_of[v], np.int64)
-        loads, memory = s.loads.copy(), s.memory.copy()
-        for d, step in ((old, -1.0), (to, 1.0)):
+        for d, step in ((int(s.device[v]), -1.0), (to, 1.0)):
             before = s.held[nets, d]
             after = before + step
             if d < self.k:
                 size = self.net_size[nets]
                 cut = ((after > 0) & (after < size)).astype(float) - ((before > 0) & (before < size))
-                loads[d] += float(g.net_cost[nets] @ cut)
+                s.loads[d] += float(g.net_cost[nets] @ cut)
             s.held[nets, d] = after
-            loads[d] += step * self.times[v, d]
-            memory[d] += step * g.size[v]
-        return loads, memory
+            s.loads[d] += step * self.times[v, d]
+            s.memory[d] += step * g.size[v]
+        s.device[v] = to
 
 
 def local_search(graph: ClassGraph, *, restarts: int = 10, seed: int = 0, starts: tuple[Ints, ...] = (),

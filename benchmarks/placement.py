@@ -1,0 +1,179 @@
+"""Claim: hybridpar's placement solvers find what the authors' programs find, or better, and take seconds.
+
+    python -m benchmarks.placement
+
+Workloads: those of Tarnawski et al. (NeurIPS 2020) and of Piper (NeurIPS 2021) in `--data`, where that folder is, and
+synthetic training graphs. `known`: what the authors' programs print (dp, dpl, pipedream, one-accelerator, piper and its
+baselines), what their random local search found, and for milp the least load of any placement, or the best known. A
+ratio of known over found above 1 is better than known. Times cover the whole call, from the graph to the placement.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import arguments, parse, write_results
+from hybridpar import native
+from hybridpar.errors import ConfigError
+from hybridpar.planner.placement import Options, Workload, make_workload, place, read_workload
+from hybridpar.planner.placement.piper import Allowed, Instance, plan_equal_stages, plan_stages, read_instance
+
+GIB = 2**30
+KNOWN: Mapping[str, Mapping[str, float]] = {
+    "bert24_inference": {"dp": 17.7899, "dpl": 17.7899, "pipedream": 17.7899, "local-search": 17.7776,
+                         "one-accelerator": 92.406, "milp": 17.7147},
+    "bert24_training": {"dp": 41.7458, "dpl": 41.7458, "pipedream": 187.914, "local-search": 39.9432,
+                        "one-accelerator": 217.813, "milp": 39.7895, "milp-contiguous": 41.7458},
+    "resnet50_inference": {"dp": 33.7747, "dpl": 33.7747, "pipedream": 39.3981, "local-search": 35.8893,
+                           "one-accelerator": 201.45},
+    "resnet50_training": {"dp": 78.6318, "dpl": 78.6498, "pipedream": 83.6744, "one-accelerator": 462.381,
+                          "milp": 76.6414},
+    "bert_l-3_inference": {"dp": 27.9186, "dpl": 27.9186, "pipedream": 37.4557, "local-search": 27.5741,
+                           "one-accelerator": 49.3526, "milp": 21.9084},
+    "bert_l-3_training": {"dp": 65.3031, "dpl": 65.3031, "pipedream": 122.987, "local-search": 68.0629,
+                          "one-accelerator": 122.987, "milp": 54.2074},
+}
+PIPER = {  # devices, GiB of each
+    (8, 8): {"piper": 0.165856, "equi": 0.230978, "noAR": 0.259752},
+    (8, 80): {"piper": 0.122007, "noDP": 0.164516},
+    (16, 8): {"piper": 0.082962, "equi": 0.102604, "noDP": 0.100427, "noAR": 0.117829},
+    (16, 80): {"piper": 0.061232},
+    (32, 2): {"piper": 0.066550, "equi": math.inf, "noDP": 0.073906, "noTP": math.inf, "noAR": math.inf},
+    (32, 8): {"piper": 0.041515, "equi": 0.051351},
+    (32, 80): {"piper": 0.030844},
+}
+PLANNERS: Mapping[str, Callable[[Instance], Any]] = {
+    "piper": plan_stages, "equi": plan_equal_stages, "noDP": lambda x: plan_stages(x, Allowed(data=False)),
+    "noTP": lambda x: plan_stages(x, Allowed(tensor=False)), "noAR": lambda x: plan_stages(x, Allowed(recompute=False)),
+}
+SOLVERS = ("dp", "dpl", "milp", "milp-contiguous", "pipedream", "greedy", "local-search", "one-accelerator")
+MEANING = ("objective: largest load in ms (piper: seconds a micro-batch, latency: ms of one sample); seconds: median "
+           "of the rounds; ratio: known / objective")
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """A training graph: layers of parallel branches of operators, and as many backward nodes. Transfers are uneven."""
+
+    num_layers: int
+    branches: int
+    operators: int
+    """In each branch."""
+
+    def workload(self, seed: int = 0) -> Workload:
+        generator = np.random.default_rng(seed)
+        edges: list[tuple[int, int]] = []
+        last, n = -1, 0
+        for _ in range(self.num_layers):
+            join = n + self.branches * self.operators
+            for _ in range(self.branches):
+                edges += [(last, n)] * (last >= 0) + [(v, v + 1) for v in range(n, n + self.operators - 1)]
+                edges.append((n + self.operators - 1, join))
+                n += self.operators
+            last, n = join, join + 1
+        backward = lambda v: 2 * n - 1 - v  # noqa: E731
+        edges += [(backward(v), backward(u)) for u, v in edges] + [(v, backward(v)) for v in range(n)]
+        times = generator.uniform(0.1, 2, n).round(3)
+        cost = generator.uniform(0.01, 0.3, 2 * n).round(3)
+        nodes = [{"id": v, "supportedOnFpga": True, "cpuLatency": 10 * t, "fpgaLatency": t, "size": 1e6,
+                  "isBackwardNode": v >= n, "colorClass": min(v, backward(v))}
+                 for v, t in enumerate([*times.tolist(), *(2 * times[::-1]).tolist()])]
+        return make_workload({
+            "maxSizePerFPGA": 16e9, "maxFPGAs": 6, "maxCPUs": 1, "nodes": nodes,
+            "edges": [{"sourceId": u, "destId": v, "cost": float(cost[u])} for u, v in edges]})
+
+
+SHAPES = {
+    "gnmt-sized": Synthetic(2, 3, 20),  # 18,523 ideals
+    "wide": Synthetic(1, 3, 24),  # 15,626 ideals
+    "2000 nodes": Synthetic(50, 4, 5),
+    "paper": Synthetic(0, 0, 0),  # what the paper's own graphs are listed under
+}
+
+
+def run(name: str, solve: Callable[[], Any], value: Callable[[Any], float], known: float | None,
+        rounds: int) -> dict[str, Any]:
+    """One entry of the result file, printed as a row."""
+    times, note, found, bound, proven = [], "", math.nan, None, None
+    for _ in range(rounds):
+        start = time.perf_counter()
+        try:
+            result = solve()
+        except ConfigError as error:
+            note = str(error)
+            break
+        times.append(time.perf_counter() - start)
+        found, note = value(result), getattr(result, "note", "")
+        bound, proven = getattr(result, "bound", None), getattr(result, "proven", None)
+    seconds = float(np.median(times)) if times else math.nan
+    ratio = known / found if known is not None and math.isfinite(known) and found else math.nan
+    print(f"{name:<38} {found:>12.6g} {'' if known is None else f'{known:.6g}':>10} {seconds:>9.3f} s  "
+          f"{'proven ' * bool(proven)}{note[:70]}", flush=True)
+    number = lambda x: x if x is None or math.isfinite(x) else str(x)  # noqa: E731
+    return {"case": name, "objective": number(found), "known": None if known is None else number(known),
+            "ratio": number(ratio), "seconds": number(seconds), "bound": bound, "proven": proven, "note": note}
+
+
+def placements(name: str, workload: Workload, solvers: tuple[str, ...], shape: str,
+               args: Namespace) -> Iterator[dict[str, Any]]:
+    known = KNOWN.get(name, {})
+    for solver in solvers:
+        # the authors' one accelerator has memory without limit
+        w = workload.with_devices(memory=1e15) if solver == "one-accelerator" else workload
+        slow = solver in ("milp", "milp-contiguous", "latency-milp")
+        options = Options(time_limit=args.time_limit if slow else 300.0)
+        entry = run(f"{name} {solver}", lambda w=w, solver=solver, options=options: place(w, solver, options),
+                    lambda p: p.objective, known.get(solver), 1 if slow else args.rounds)
+        yield entry | {"settings": {"shape": shape, "solver": solver, "nodes": w.num_nodes,
+                                    "accelerators": w.num_accelerators, "cpus": w.num_cpus}}
+
+
+def latency_workload(workload: Workload, memory: float) -> Workload:
+    return workload.with_devices(memory=memory, num_cpus=8)
+
+
+def cases(args: Namespace) -> Iterator[dict[str, Any]]:
+    data = Path(args.data)
+    for path in sorted((data / "device_placement").glob("*/*.json")):
+        yield from placements(path.stem, read_workload(path), SOLVERS, "paper", args)
+        if path.stem.endswith("inference"):
+            small = latency_workload(read_workload(path), 0.6 * GIB)
+            yield from placements(f"{path.stem} 0.6 GiB", small, ("latency-greedy", "latency-milp"), "paper", args)
+    for name in ("wide", "gnmt-sized"):
+        yield from placements(name, SHAPES[name].workload(), ("dp", "dpl"), name, args)
+    yield from placements("2000 nodes", SHAPES["2000 nodes"].workload(), ("dpl", "pipedream", "greedy"), "2000 nodes",
+                          args)
+    if (path := data / "piper" / "bert32a100.json").exists():
+        for (devices, gib), known in PIPER.items():
+            instance = read_instance(path).with_devices(
+                num_devices=devices, memory=gib * GIB, bandwidth=25 * GIB, num_microbatches=1920)
+            for planner, plan in PLANNERS.items():
+                entry = run(f"bert32 {devices} x {gib} GiB {planner}", lambda plan=plan, x=instance: plan(x),
+                            lambda p: p.time, known.get(planner), 1)
+                yield entry | {"settings": {"shape": "paper", "solver": planner, "accelerators": devices}}
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=3, shapes=[])
+    beside = [folder / "shared" / "data" for folder in Path(__file__).resolve().parents]
+    parser.add_argument("--data", default=str(next((x for x in beside if x.is_dir()), beside[0])),
+                        help="folder with device_placement/ and piper/")
+    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds of each integer program")
+    args = parse(parser)
+    native.missing()  # loads the extension, which is in no one's time
+    print(f"{'':<38} {'objective':>12} {'known':>10} {'time':>9}")
+    found = list(cases(args))
+    args.data = Path(args.data).name
+    print(write_results("placement", found, args, meaning=MEANING, shapes=SHAPES))
+
+
+if __name__ == "__main__":
+    main()
