@@ -13,7 +13,8 @@ from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.grid import Axis
 from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
 from hybridpar.nn.placement import ParallelModule, Shard, split_ranges
-from hybridpar.ops import gelu, gelu_exact, swiglu
+from hybridpar.ops import gelu, swiglu
+from hybridpar.ops.activation import gelu_exact
 
 Activation = Literal["gelu", "gelu_exact", "swiglu"]
 

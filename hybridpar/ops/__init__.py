@@ -1,6 +1,6 @@
 """Operations on local tensors: public functions with shape checks; registry.py is the table of what runs them."""
 
-from hybridpar.ops.activation import gelu, gelu_exact, swiglu
+from hybridpar.ops.activation import gelu, swiglu
 from hybridpar.ops.attention import attention, softmax
 from hybridpar.ops.cross_entropy import cross_entropy
 from hybridpar.ops.dropout import dropout
@@ -10,6 +10,6 @@ from hybridpar.ops.rotary import rotary
 from hybridpar.ops.update import optimizer
 
 __all__ = [
-    "add_norm", "attention", "bias_dropout_add", "cross_entropy", "dropout", "embedding", "gelu", "gelu_exact",
-    "layer_norm", "optimizer", "rms_norm", "rotary", "softmax", "swiglu",
+    "add_norm", "attention", "bias_dropout_add", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm",
+    "optimizer", "rms_norm", "rotary", "softmax", "swiglu",
 ]
