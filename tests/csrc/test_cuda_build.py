@@ -25,8 +25,10 @@ pytestmark = [
     pytest.mark.skipif(NVCC is None, reason="needs nvcc"),
     pytest.mark.skipif(native.missing() is not None, reason=str(native.missing())),
 ]
-ELSEWHERE = {"philox_bits", "philox_normal", "attention", "attention_backward", "placement_best_loads"}
-"""Operators without a version in CUDA C++: parameters are drawn and graphs placed on the CPU, attention is Triton's."""
+ELSEWHERE = {"philox_bits", "philox_normal", "attention", "attention_backward", "placement_best_loads", "embedding",
+             "embedding_backward_", "adam_", "move_", "extrapolate_", "sum_squares"}
+"""Operators without a version in CUDA C++: parameters are drawn and graphs placed on the CPU, attention is Triton's,
+embedding and optimizer are torch's."""
 
 ONLY_CUDA = """
 import runpy, setuptools, sys
