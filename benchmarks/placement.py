@@ -79,7 +79,10 @@ class Synthetic:
                 edges.append((n + self.operators - 1, join))
                 n += self.operators
             last, n = join, join + 1
-        backward = lambda v: 2 * n - 1 - v  # noqa: E731
+
+        def backward(v: int) -> int:
+            return 2 * n - 1 - v
+
         edges += [(backward(v), backward(u)) for u, v in edges] + [(v, backward(v)) for v in range(n)]
         times = generator.uniform(0.1, 2, n).round(3)
         cost = generator.uniform(0.01, 0.3, 2 * n).round(3)
@@ -117,8 +120,11 @@ def run(name: str, solve: Callable[[], Any], value: Callable[[Any], float], know
     ratio = known / found if known is not None and math.isfinite(known) and found else math.nan
     print(f"{name:<38} {found:>12.6g} {'' if known is None else f'{known:.6g}':>10} {seconds:>9.3f} s  "
           f"{'proven ' * bool(proven)}{note[:70]}", flush=True)
-    number = lambda x: x if x is None or math.isfinite(x) else str(x)  # noqa: E731
-    return {"case": name, "objective": number(found), "known": None if known is None else number(known),
+
+    def number(x: float | None) -> float | str | None:
+        return x if x is None or math.isfinite(x) else str(x)
+
+    return {"case": name, "objective": number(found), "known": number(known),
             "ratio": number(ratio), "seconds": number(seconds), "bound": bound, "proven": proven, "note": note}
 
 

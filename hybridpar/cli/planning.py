@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,16 +16,11 @@ from hybridpar.errors import config_error
 if TYPE_CHECKING:
     from hybridpar.pipeline.plan.costs import Costs
     from hybridpar.planner.candidates import Candidate
-    from hybridpar.planner.cost import Machine
-    from hybridpar.planner.profile import Profile as Measured
 
 ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
 Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
-_QUIET = 0.8
-"""Share of the cores that ranks must have got for a quick profile to be kept."""
 _WIDEST = 400
 """Characters of a line of a picture in a terminal."""
-_TIMES = ("forward", "backward", "waits", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -50,6 +42,7 @@ class Profile:
 
     def run(self, launch: Launch) -> int:
         from hybridpar.planner.profile import write_profile
+        from hybridpar.planner.report import profile_lines
         from hybridpar.planner.survey import survey
 
         resolved(self.config)
@@ -97,6 +90,7 @@ class Plan:
 
     def run(self, launch: Launch) -> int:
         from hybridpar.planner import report
+        from hybridpar.planner.at_hand import machine_for
         from hybridpar.planner.candidates import Request
         from hybridpar.planner.search import search
 
@@ -246,6 +240,7 @@ class Simulate:
 
     def _planned(self, launch: Launch) -> tuple[Config, Costs]:
         """The configuration with its grid filled in, and what its stages cost there. One pipeline stands for all."""
+        from hybridpar.planner.at_hand import machine_for
         from hybridpar.planner.cost import Model
 
         parallel = self.config.parallel
@@ -253,66 +248,6 @@ class Simulate:
         machine = machine_for(self.config, launch, self.profile, self.cluster, devices)
         config = resolved(self.config, machine.num_devices)
         return config, Model(config, machine).costs
-
-
-def machine_for(
-    config: Config, launch: Launch, profile: str, cluster: str, devices: int, keep: Mapping[str, int] | None = None
-) -> Machine:
-    """What to plan for: a cluster's description, a profile, both, or the machine at hand, profiled now or before.
-
-    devices: how many; 0: all, or, on CPUs, as many as go with the sizes of axes to keep.
-
-    Raises: ConfigError; DataError if a file is damaged.
-    """
-    from hybridpar.planner.cluster import estimate, machine_of, measured_machine, read_cluster
-    from hybridpar.planner.profile import check_settings, read_profile
-
-    found: Measured | None = None
-    if profile:
-        found = read_profile(Path(profile))
-        check_settings(found, config)
-    if cluster:
-        described = read_cluster(Path(cluster))
-        return machine_of(described, found or estimate(config, described), devices)
-    found = found or cached_profile(config, launch)
-    if not devices and found.hardware.cores:
-        kept = math.prod((keep or {}).values())
-        every = found.hardware.devices_per_host * found.hardware.hosts
-        devices = kept if keep and len(keep) == 3 else kept * max(1, every // kept)
-    return measured_machine(found, devices)
-
-
-def cached_profile(config: Config, launch: Launch) -> Measured:
-    """A quick profile of this machine, from the cache of profiles where it has been made before."""
-    from hybridpar.planner.profile import read_profile, write_profile
-    from hybridpar.planner.survey import identity, survey
-
-    key = hashlib.sha256(json.dumps(identity(config), sort_keys=True, default=str).encode()).hexdigest()[:16]
-    path = Path(config.data.cache or Path(config.run.dir) / "data") / "profiles" / f"{key}.json"
-    if path.exists():
-        return read_profile(path)
-    print("measuring this machine", file=sys.stderr)
-    profile = survey(config, launch, quick=True)
-    if (share := profile.hardware.efficiency) < _QUIET:
-        print(f"other programs took {1 - share:.0%} of the cores meanwhile: times are uncertain, and not kept",
-              file=sys.stderr)
-    else:
-        write_profile(profile, path)
-    return profile
-
-
-def profile_lines(profile: Measured) -> list[str]:
-    """A few lines for people."""
-    hardware = profile.hardware
-    lines = [f"{hardware.name}, {hardware.hosts} x {hardware.devices_per_host} ranks, {hardware.cores} cores",
-             f"{'block':<10} {'tp':>3} {'micro-batch':>11}" + "".join(f" {name:>9}" for name in _TIMES) + "  ms"]
-    for (kind, tp, b), cost in profile.blocks.items():
-        numbers = (cost.forward, cost.backward, cost.forward_wait + cost.backward_wait, cost.norm + cost.update)
-        lines.append(f"{kind:<10} {tp:>3} {b:>11} " + " ".join(f"{1e3 * x:9.3f}" for x in numbers))
-    for name, link in profile.links.items():
-        reduce = ", ".join(f"all-reduce over {n} {curve.bandwidth / 1e6:,.0f} MB/s" for n, curve in link.reduce.items())
-        lines.append(f"{name}: {1e6 * link.send.latency:.0f} us, {link.send.bandwidth / 1e6:,.0f} MB/s; {reduce}")
-    return lines
 
 
 def resolved(config: Config, world_size: int = 0) -> Config:

@@ -9,7 +9,8 @@ from hybridpar.config import Config, OptimConfig, PipelineConfig
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.memory import StageMemory
 from hybridpar.pipeline.plan.schedules import Sizes, find_schedule, schedule_of
-from hybridpar.planner.cost import Machine, Model
+from hybridpar.planner.cost import Model
+from hybridpar.planner.machine import Machine
 from hybridpar.planner.split import best_split
 
 STALE = frozenset({"2bw", "pipedream"})

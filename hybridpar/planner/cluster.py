@@ -22,7 +22,6 @@ from hybridpar.config import Config, ModelConfig
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.memory.footprint import silent_axis
 from hybridpar.models.build import build_blocks
-from hybridpar.planner.cost import Machine
 from hybridpar.planner.hardware import (
     GIB,
     GIGABIT,
@@ -34,6 +33,7 @@ from hybridpar.planner.hardware import (
     find_device,
     find_link,
 )
+from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import KINDS, BlockCost, Hardware, Key, Profile, settings_of
 
 if sys.version_info >= (3, 11):

@@ -16,71 +16,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 from hybridpar.config import Config
-from hybridpar.models.build import recomputed_blocks
+from hybridpar.dp.partition import BUCKET_BYTES
+from hybridpar.models.build import DTYPES, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
 from hybridpar.pipeline.plan.schedules import Sizes
-from hybridpar.planner.profile import KINDS, BlockCost, Profile
+from hybridpar.planner.machine import Machine
+from hybridpar.planner.profile import KINDS, BlockCost
 
-ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
-GRADIENT_BYTES = {"fp32": 4, "bf16": 4, "fp16": 4, "fp64": 8}
-BUCKET_BYTES = 25 * 2**20  # as dp.partition
+GRADIENT_BYTES = {name: max(dtype.itemsize, 4) for name, dtype in DTYPES.items()}
 _NORM_BYTES = 64
 FEWEST_SIMULATED = 8
 _STEADY = 0.999
-
-
-class AnyLink(Protocol):
-    """A link, measured or estimated."""
-
-    @property
-    def call(self) -> float: ...
-    def transfer_time(self, num_bytes: float, flows: float = 1) -> float: ...
-    def transfer_work(self, num_bytes: float) -> float: ...
-    def ring_time(self, num_bytes: float, ranks: int, rings: float = 1) -> float: ...
-    def ring_work(self, num_bytes: float, ranks: int) -> float: ...
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What is planned for: the profile of its blocks, and how its devices are joined.
-
-    `inner` joins the devices of a server, `outer` the servers (None: there is one). outer_links: of a server, shared by
-    its devices. memory: bytes of a device. measured: `inner` is the link that the profile's waits were measured on.
-    """
-
-    profile: Profile
-    num_devices: int
-    devices_per_server: int
-    inner: AnyLink
-    outer: AnyLink | None
-    memory: float
-    outer_links: int = 1
-    measured: bool = True
-
-    def servers(self, ranks: Sequence[int]) -> int:
-        """How many servers these ranks are on."""
-        return len({rank // self.devices_per_server for rank in ranks})
-
-    def link(self, ranks: Sequence[int]) -> AnyLink:
-        """The slowest link among these ranks."""
-        if self.servers(ranks) == 1:
-            return self.inner
-        assert self.outer is not None, "a machine of several servers has a link between them"
-        return self.outer
-
-    def all_reduce(self, num_bytes: float, ranks: Sequence[int], rings: int = 1) -> float:
-        """A ring over these ranks, while `rings` equal ones pass through the same servers."""
-        if len(ranks) == 1 or not num_bytes:
-            return 0.0
-        link = self.link(ranks)
-        shared = max(rings / self.outer_links, 1) if link is self.outer else 1
-        return link.ring_time(num_bytes, len(ranks), shared)
 
 
 @dataclass(frozen=True)
@@ -113,7 +64,7 @@ class Model:
         self.sizes = Sizes(self.pp, config.pipeline.num_microbatches)
         profile, b = machine.profile, config.train.micro_batch_size
         self.kinds = {kind: profile.block(kind, self.tp, b) for kind in KINDS}
-        self.item = ITEM_BYTES[config.train.dtype]
+        self.item = DTYPES[config.train.dtype].itemsize
         self.is_cpu = profile.hardware.cores > 0
 
     @cached_property

@@ -14,12 +14,14 @@ from hybridpar.config import Config, PlanConfig, to_toml
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.planner.candidates import Candidate
 from hybridpar.planner.cost import Model
+from hybridpar.planner.profile import Profile
 from hybridpar.planner.search import Result
 
 _MIB = 2**20
 _SHOWN_FAILURES = 3
 _TIGHT = 0.9
 _REDUCTIONS = frozenset({Kind.REDUCE})
+_TIMES = ("forward", "backward", "waits", "optimizer")
 _TRANSFERS = (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B)
 
 
@@ -165,3 +167,17 @@ def write_plan(candidate: Candidate, path: Path) -> None:
     """Writes plan.toml: an ordinary configuration."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, f"# {describe(candidate.config)}\n\n{to_toml(planned(candidate))}")
+
+
+def profile_lines(profile: Profile) -> list[str]:
+    """A few lines for people."""
+    hardware = profile.hardware
+    lines = [f"{hardware.name}, {hardware.hosts} x {hardware.devices_per_host} ranks, {hardware.cores} cores",
+             f"{'block':<10} {'tp':>3} {'micro-batch':>11}" + "".join(f" {name:>9}" for name in _TIMES) + "  ms"]
+    for (kind, tp, b), cost in profile.blocks.items():
+        numbers = (cost.forward, cost.backward, cost.forward_wait + cost.backward_wait, cost.norm + cost.update)
+        lines.append(f"{kind:<10} {tp:>3} {b:>11} " + " ".join(f"{1e3 * x:9.3f}" for x in numbers))
+    for name, link in profile.links.items():
+        reduce = ", ".join(f"all-reduce over {n} {curve.bandwidth / 1e6:,.0f} MB/s" for n, curve in link.reduce.items())
+        lines.append(f"{name}: {1e6 * link.send.latency:.0f} us, {link.send.bandwidth / 1e6:,.0f} MB/s; {reduce}")
+    return lines

@@ -15,7 +15,8 @@ from hybridpar.memory.predict import default_device
 from hybridpar.models.build import Recomputation
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.planner.candidates import Candidate, block_costs
-from hybridpar.planner.cost import GRADIENT_BYTES, Machine, Model
+from hybridpar.planner.cost import GRADIENT_BYTES, Model
+from hybridpar.planner.machine import Machine
 from hybridpar.planner.split import best_split
 
 RESERVED = 1.5 * 2**30

@@ -20,7 +20,7 @@ from hybridpar.errors import ConfigError, config_error
 from hybridpar.memory import Footprints, predict
 from hybridpar.models.build import recomputed_blocks
 from hybridpar.planner.candidates import Candidate, Request, balanced, batch_size, candidates, grids
-from hybridpar.planner.cost import Machine
+from hybridpar.planner.machine import Machine
 from hybridpar.planner.room import Room, least, memory_limit, surely_fits, with_recomputation
 from hybridpar.validate import problems
 

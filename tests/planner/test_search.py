@@ -14,7 +14,7 @@ from hybridpar.errors import ConfigError
 from hybridpar.memory import predict
 from hybridpar.planner import report
 from hybridpar.planner.candidates import Request, balanced, candidates, grids
-from hybridpar.planner.cost import Machine
+from hybridpar.planner.machine import Machine
 from hybridpar.planner.room import memory_limit, surely_fits
 from hybridpar.planner.search import search
 from hybridpar.validate import problems

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from hybridpar.errors import config_error
+from hybridpar.planner.placement.fields import Checker
 from hybridpar.planner.placement.load import Score, is_contiguous, is_ordered, latency, problems, score
-from hybridpar.planner.placement.workload import Checker, Ints, Workload, read_document
+from hybridpar.planner.placement.workload import Ints, Workload, read_document
 
 GAP = 1e-6
 """Relative: an objective this little above the bound counts as proven."""

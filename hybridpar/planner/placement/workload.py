@@ -18,13 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridpar.errors import ConfigError, DataError, Problem
+from hybridpar.errors import DataError
+from hybridpar.planner.placement.fields import Checker
 
-LARGEST = 1e30
-"""No time or size may exceed it, so that no sum of them overflows."""
 MAX_FILE_BYTES = 256 * 2**20
 MAX_DEVICES = 10_000
-MAX_PROBLEMS = 10
 COST_TOLERANCE = 1e-6  # by which the costs of one node's edges may differ, as in the authors' reader
 
 Floats = NDArray[np.float64]
@@ -87,62 +85,6 @@ class Workload:
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
-
-
-class Checker:
-    """Reads fields of a JSON document and collects what is wrong with them."""
-
-    def __init__(self) -> None:
-        self.problems: list[Problem] = []
-
-    def add(self, field_name: str, value: object, rule: str, suggestion: str = "") -> None:
-        self.problems.append(Problem(field_name, value, rule, suggestion))
-
-    def finish(self) -> None:
-        """Raises: ConfigError if anything was wrong; it names the first few."""
-        if self.problems:
-            raise ConfigError(*self.problems[:MAX_PROBLEMS])
-
-    def mapping(self, value: object, where: str) -> Mapping[str, Any]:
-        if isinstance(value, Mapping):
-            return value
-        self.add(where, value, "must be a JSON object", "{}")
-        return {}
-
-    def items(self, value: object, where: str) -> Sequence[Any]:
-        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-            return value
-        self.add(where, value, "must be a JSON array", "[]")
-        return ()
-
-    def number(self, holder: Mapping[str, Any], key: str, where: str, default: float | None = None,
-               positive: bool = False) -> float:
-        """A finite number of 0 or more (`positive`: above 0)."""
-        name, value = f"{where}{key}", holder.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self.add(name, value, "must be a number", "1.0")
-        elif not (0 <= value <= LARGEST) or (positive and value == 0):  # false for NaN too
-            self.add(name, value, f"must be {'above 0' if positive else '0 or more'} and at most {LARGEST:g}", "1.0")
-        else:
-            return float(value)
-        return 1.0
-
-    def integer(self, holder: Mapping[str, Any], key: str, where: str, least: int, most: int, suggestion: str) -> int:
-        name, value = f"{where}{key}", holder.get(key)
-        if isinstance(value, bool) or not isinstance(value, int):
-            self.add(name, value, "must be an integer", suggestion)
-        elif not least <= value <= most:
-            self.add(name, value, f"must be {least} to {most}", suggestion)
-        else:
-            return value
-        return least
-
-    def flag(self, holder: Mapping[str, Any], key: str, where: str) -> bool:
-        value = holder.get(key)
-        if isinstance(value, (bool, int)) and value in (0, 1):
-            return bool(value)
-        self.add(f"{where}{key}", value, "must be true, false, 1 or 0", "true")
-        return True
 
 
 def cycle(num_nodes: int, edges: Iterable[tuple[int, int]]) -> list[int]:
@@ -278,15 +220,9 @@ def _edges(check: Checker, edges: Sequence[Mapping[str, Any]],
     pairs: list[tuple[int, int]] = []
     costs = np.full(len(position), math.nan)
     for i, edge in enumerate(edges):
-        ends = []
-        for key in ("sourceId", "destId"):
-            value = edge.get(key)
-            if isinstance(value, bool) or not isinstance(value, int) or value not in position:
-                check.add(f"edges[{i}].{key}", value, "must be the id of a node", str(next(iter(position))))
-            else:
-                ends.append(position[value])
+        ends = check.ends(edge, i, position)
         cost = check.number(edge, "cost", f"edges[{i}].")
-        if len(ends) < 2:
+        if ends is None:
             continue
         u, v = ends
         pairs.append((u, v))

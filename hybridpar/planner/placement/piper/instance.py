@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hybridpar.planner.placement.workload import MAX_DEVICES, MAX_INT, Checker, cycle, read_document
+from hybridpar.planner.placement.fields import Checker
+from hybridpar.planner.placement.workload import MAX_DEVICES, MAX_INT, cycle, read_document
 
 RECOMPUTED = "activation recomp"
 PLAIN = "vanilla"
@@ -113,18 +114,12 @@ def _devices(check: Checker, top: Mapping[str, Any]) -> dict[str, Any]:
 def _links(check: Checker, edges: list[Mapping[str, Any]], position: Mapping[int, int]) -> dict[tuple[int, int], float]:
     links: dict[tuple[int, int], float] = {}
     for i, edge in enumerate(edges):
-        ends = []
-        for key in ("sourceId", "destId"):
-            value = edge.get(key)
-            if isinstance(value, bool) or not isinstance(value, int) or value not in position:
-                check.add(f"edges[{i}].{key}", value, "must be the id of a node", str(next(iter(position))))
-            else:
-                ends.append(position[value])
+        ends = check.ends(edge, i, position)
         cost = check.number(edge, "communicationCost", f"edges[{i}].")
-        if len(ends) == 2:
-            if (ends[0], ends[1]) in links:
+        if ends is not None:
+            if ends in links:
                 check.add(f"edges[{i}]", f"{edge['sourceId']} -> {edge['destId']}", "is there twice", "one of them")
-            links[ends[0], ends[1]] = cost
+            links[ends] = cost
     if around := cycle(len(position), links):
         ids = list(position)
         check.add("edges", " -> ".join(str(ids[v]) for v in around + around[:1]),

@@ -1,0 +1,59 @@
+"""Finds the machine to plan for: what a file describes, or this one, measured now or before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hybridpar.config import Config, Launch
+from hybridpar.planner.cluster import estimate, machine_of, measured_machine, read_cluster
+from hybridpar.planner.machine import Machine
+from hybridpar.planner.profile import Profile, check_settings, read_profile, write_profile
+from hybridpar.planner.survey import identity, survey
+
+_QUIET = 0.8
+"""Share of the cores that ranks must have got for a quick profile to be kept."""
+
+
+def machine_for(
+    config: Config, launch: Launch, profile: str, cluster: str, devices: int, keep: Mapping[str, int] | None = None
+) -> Machine:
+    """What to plan for: a cluster's description, a profile, both, or the machine at hand, profiled now or before.
+
+    devices: how many; 0: all, or, on CPUs, as many as go with the sizes of axes to keep.
+
+    Raises: ConfigError; DataError if a file is damaged.
+    """
+    found: Profile | None = None
+    if profile:
+        found = read_profile(Path(profile))
+        check_settings(found, config)
+    if cluster:
+        described = read_cluster(Path(cluster))
+        return machine_of(described, found or estimate(config, described), devices)
+    found = found or cached_profile(config, launch)
+    if not devices and found.hardware.cores:
+        kept = math.prod((keep or {}).values())
+        every = found.hardware.devices_per_host * found.hardware.hosts
+        devices = kept if keep and len(keep) == 3 else kept * max(1, every // kept)
+    return measured_machine(found, devices)
+
+
+def cached_profile(config: Config, launch: Launch) -> Profile:
+    """A quick profile of this machine, from the cache of profiles where it has been made before."""
+    key = hashlib.sha256(json.dumps(identity(config), sort_keys=True, default=str).encode()).hexdigest()[:16]
+    path = Path(config.data.cache or Path(config.run.dir) / "data") / "profiles" / f"{key}.json"
+    if path.exists():
+        return read_profile(path)
+    print("measuring this machine", file=sys.stderr)
+    profile = survey(config, launch, quick=True)
+    if (share := profile.hardware.efficiency) < _QUIET:
+        print(f"other programs took {1 - share:.0%} of the cores meanwhile: times are uncertain, and not kept",
+              file=sys.stderr)
+    else:
+        write_profile(profile, path)
+    return profile
