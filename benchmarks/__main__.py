@@ -18,6 +18,7 @@ RUNS = (
      "pipeline_balanced"),
     ("simulator",),
     ("placement",),
+    ("planner",),
     ("slow_link",),  # needs root, else it is skipped
 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import platform
 import subprocess
 import tempfile
@@ -25,7 +24,7 @@ from hybridpar.config import Config, Launch
 from hybridpar.errors import HybridparError, config_error
 from hybridpar.planner.bench import FULL, QUICK, Effort, measure_blocks, world_axis
 from hybridpar.planner.links import QUICK_SIZES, SIZES, measure_links
-from hybridpar.planner.profile import FORMAT, Hardware, Profile, settings_of
+from hybridpar.planner.profile import FORMAT, Hardware, Profile, read_profile, settings_of, write_profile
 from hybridpar.train.launch import Job, choose_device, keep_freed_memory, set_threads
 
 
@@ -146,7 +145,7 @@ def _in_processes(request: tuple[Config, Sequence[int], Sequence[int], bool], ra
         errors = sorted((p.read_text() for p in Path(folder).glob("error*")), key=lambda text: "Connection" in text)
         if errors:
             raise HybridparError(f"a process that measured failed:\n{errors[0]}")
-        return pickle.loads(Path(folder, "profile").read_bytes())
+        return read_profile(Path(folder, "profile.json"))
 
 
 def _one_process(
@@ -163,7 +162,7 @@ def _one_process(
             timeout=timedelta(seconds=120))
         profile = measure_here(*request, device)
         if rank == 0:
-            Path(folder, "profile").write_bytes(pickle.dumps(profile))
+            write_profile(profile, Path(folder, "profile.json"))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
