@@ -42,28 +42,40 @@ struct Weights {
   bool predicted;
 };
 
-// Writes fresh(i) as the new weights, and what follows of it as the working copy.
-template <class T, class F>
-HYBRIDPAR_INLINE void write(const Weights<T>& to, int64_t n, const F& fresh) {
+// Writes fresh(i, old) as the new weights, and what follows of it as the working copy. `streams`: what `fresh` goes through besides.
+template <class T, class F, class... S>
+HYBRIDPAR_INLINE void write(const Weights<T>& to, int64_t n, const F& fresh, const S*... streams) {
   using W = Wide<T>;
   const W* old = to.old;
   W* out = to.fresh;
   T* working = to.working;
-  if (working == nullptr) {
-    each(n, [=](int64_t i, int) { out[i] = fresh(i, old[i]); });
-  } else if (to.predicted) {
-    each(n, [=](int64_t i, int) {
-      const W before = old[i], after = fresh(i, before);
-      out[i] = after;
-      working[i] = narrow<T>(W(2) * after - before);  // twice is exact: one rounding
-    });
-  } else {
-    each(n, [=](int64_t i, int) {
-      const W after = fresh(i, old[i]);
-      out[i] = after;
-      working[i] = narrow<T>(after);
-    });
+  const bool predicted = to.predicted;
+  const auto copy = [=](W before, W after) __attribute__((always_inline)) {
+    return narrow<T>(predicted ? W(2) * after - before : after);  // twice is exact: one rounding
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    W before[kLanes], after[kLanes];
+    (prefetch(streams + i), ..., prefetch(old + i));
+#pragma omp simd
+    for (int lane = 0; lane < kLanes; ++lane) {
+      before[lane] = old[i + lane];
+      after[lane] = fresh(i + lane, before[lane]);
+    }
+    if (out == old) std::memcpy(out + i, after, sizeof after);
+    else store(out + i, after);
+    if (working == nullptr) continue;
+    T copies[kLanes];
+#pragma omp simd
+    for (int lane = 0; lane < kLanes; ++lane) copies[lane] = copy(before[lane], after[lane]);
+    store(working + i, copies);
   }
+  for (; i < n; ++i) {
+    const W before = old[i], after = fresh(i, before);
+    out[i] = after;
+    if (working != nullptr) working[i] = copy(before, after);
+  }
+  stored();
 }
 
 // What a step of Adam does to every element:
@@ -104,13 +116,13 @@ HYBRIDPAR_INLINE void adam_any(const AdamPiece<T>& a) {
       W m, g;
       const W root = moments(i, m, g);
       return r.keep * x - r.of_mean * (m / root);
-    });
+    }, gradient, mean, square);
   } else {
     write(a.weights, a.n, [=](int64_t i, W x) __attribute__((always_inline)) {
       W m, g;
       const W root = moments(i, m, g);
       return r.keep * x - (r.of_mean * m + r.of_gradient * g) / root;
-    });
+    }, gradient, mean, square);
   }
 }
 
@@ -130,7 +142,7 @@ HYBRIDPAR_INLINE void move_any(const MovePiece<T>& a) {
   const W keep = a.keep, factor = a.factor;
   write(a.weights, a.n, [=](int64_t i, W x) __attribute__((always_inline)) {
     return keep * x + factor * direction[i];
-  });
+  }, direction);
 }
 
 template <class T>
@@ -152,7 +164,7 @@ HYBRIDPAR_INLINE void extrapolate_any(const ExtrapolatePiece<T>& a) {
     const W update = fresh[i] - old[i], x = fresh[i] + update - previous[i];
     previous[i] = update;
     fresh[i] = x;
-  });
+  }, old, fresh, previous);
   if (working != nullptr) each(a.n, [=](int64_t i, int) { working[i] = narrow<T>(fresh[i]); });
 }
 
@@ -163,7 +175,7 @@ HYBRIDPAR_INLINE double squares_any(const T* x, int64_t n) {
   each(n, [x, &lanes](int64_t i, int lane) {
     const double value = static_cast<double>(wide(x[i]));
     lanes[lane] += value * value;
-  });
+  }, x);
   return sum_lanes(lanes);
 }
 

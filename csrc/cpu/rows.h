@@ -18,6 +18,10 @@
 #include <optional>
 #include <vector>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include "simd.h"
 
 namespace hybridpar {
@@ -77,12 +81,22 @@ HYBRIDPAR_INLINE double multiply_add(double a, double b, double c) { return __bu
 
 // --- loops ---
 
-// f(i, lane) for i in [0, n), by kLanes at a time: what a loop that sums by lane or only maps elements is made of.
-template <class F>
-HYBRIDPAR_INLINE void each(int64_t n, const F& f) {
+// Asks for the kLanes elements that a pass will come to 1 KiB later: alone, a core spends half of a pass over memory waiting, as
+// its own prefetching stops at every page. Beyond an array's end this does nothing.
+template <class T>
+HYBRIDPAR_INLINE void prefetch(const T* x) {
+  constexpr int kAhead = 1024 / sizeof(T), kLine = 64 / sizeof(T);
+  for (int i = 0; i < kLanes; i += kLine) __builtin_prefetch(x + kAhead + i);
+}
+
+// f(i, lane) for i in [0, n), by kLanes at a time: what a loop that sums by lane or only maps elements is made of. `streams`: the
+// arrays that f goes through, where they are too large for the caches.
+template <class F, class... T>
+HYBRIDPAR_INLINE void each(int64_t n, const F& f, const T*... streams) {
   constexpr int kShort = 8;  // what is left goes by this many: a head's half may be all there is
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
+    (prefetch(streams + i), ...);
 #pragma omp simd
     for (int lane = 0; lane < kLanes; ++lane) f(i + lane, lane);
   }
@@ -92,6 +106,26 @@ HYBRIDPAR_INLINE void each(int64_t n, const F& f) {
     for (int lane = 0; lane < kShort; ++lane) f(i + at + lane, at + lane);
   }
   for (; i + at < n; ++at) f(i + at, at);
+}
+
+// Writes kLanes elements past the caches, where what is there need not be read first. Call `stored` at the end.
+template <class T>
+HYBRIDPAR_INLINE void store(T* to, const T* from) {
+#ifdef __SSE2__
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0) {
+    for (size_t i = 0; i < kLanes * sizeof(T) / sizeof(__m128i); ++i)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i));
+    return;
+  }
+#endif
+  std::memcpy(to, from, kLanes * sizeof(T));
+}
+
+// From here on other threads see what `store` wrote.
+HYBRIDPAR_INLINE void stored() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
 }
 
 template <class W>

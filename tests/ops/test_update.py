@@ -202,3 +202,26 @@ def test_refuses_what_does_not_fit() -> None:
         passes.move(Weights.in_place([torch.ones(3).bfloat16()]), a, [1.0], [1.0])
     with pytest.raises(ConfigError, match=r"kernels\.optimizer = 'triton': is not a backend"):
         ops.optimizer(torch.ones(1), "triton")
+
+
+@needs_cpp
+@pytest.mark.parametrize("shift", [1, 3, 4])
+def test_adam_writes_equal_bits_at_any_address(shift: int) -> None:
+    """Parts of flat buffers (ZeRO-1) begin anywhere, whole parameters at multiples of 64 bytes."""
+
+    def at(shift: int, tensors: list[Tensor]) -> list[Tensor]:
+        placed = [torch.empty(x.numel() + shift, dtype=x.dtype)[shift:].view(x.shape) for x in tensors]
+        for to, x in zip(placed, tensors, strict=True):
+            to.copy_(x)
+        return placed
+
+    results = []
+    for offset in (0, shift):
+        weights = Weights(at(offset, randoms(0, torch.float32)), at(offset, poisoned(torch.float32)),
+                          at(offset, poisoned(torch.bfloat16)))
+        moments = at(offset, randoms(2, torch.float32)), at(offset, randoms(3, torch.float32, positive=True))
+        gradients = at(offset, randoms(1, torch.float32))
+        ops.optimizer(weights.old[0], "cpp").adam(weights, gradients, moments, DECAYS, 1e-2, PLAIN)
+        results.append([*weights.new, *weights.working, *moments[0], *moments[1]])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
