@@ -52,6 +52,7 @@ from benchmarks.common import (
 from benchmarks.plain import PlainGPT, adamw, clip, cross_entropy
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.cost import stage_split
+from hybridpar.pipeline.plan.schedules import WARMUPS
 from hybridpar.train import trace
 from hybridpar.train.measure import measure as measure_parts
 
@@ -240,7 +241,7 @@ def main() -> None:
     parser = arguments(__doc__, rounds=9, shapes=["balanced", "small"])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--schedules", nargs="+", choices=[*PEERS, "2bw"], default=[*PEERS, "2bw"])
-    parser.add_argument("--warmups", nargs="+", choices=["depth", "latency"], default=["latency"])
+    parser.add_argument("--warmups", nargs="+", choices=list(WARMUPS), default=["latency"])
     parser.add_argument("--others", action="store_true", help="also hold the schedules that drain against 2bw's ideal")
     parser.add_argument("--batches", type=int, default=2, help="batches of a timed round of 2bw")
     args = parse(parser)

@@ -23,7 +23,7 @@ What is printed for each side:
                         waits (tensor parallelism; synchronous replicas, but for what the last backward hides)
     simulated           what pipeline.plan.simulate says of the plan that ran, with stages of the same weight. A
                         transfer can be hidden up to half of a forward and backward (2bw with pipeline.warmup =
-                        "latency") or not at all (1f1b; 2bw with "depth")
+                        "latency"), a whole one ("bandwidth") or not at all (1f1b; 2bw with "depth")
     inputs, norm        per cent of the time that each rank waited, for inputs and for the norm and reduction
     no core             per cent that it could have gone on, but other work had the core: if much, numbers mean little
     emulator            CPU time of the link's emulator, of one core
@@ -63,7 +63,8 @@ PACES_S = 0.1, 0.05
 
 Methods = Mapping[str, Method]  # the first is the one that the others are held against
 PIPELINES: Methods = {
-    "2bw, latency": Method(pp=2, schedule="2bw", warmup="latency"), "2bw, depth": Method(pp=2, schedule="2bw"),
+    "2bw, latency": Method(pp=2, schedule="2bw", warmup="latency"),
+    "2bw, bandwidth": Method(pp=2, schedule="2bw", warmup="bandwidth"), "2bw, depth": Method(pp=2, schedule="2bw"),
     "1f1b": Method(pp=2), "gpipe": Method(pp=2, schedule="gpipe")}
 TENSOR: Methods = {"2bw, latency": PIPELINES["2bw, latency"], "tensor": Method(tp=2, overlaps=False)}
 REPLICAS: Methods = {"2bw": Method(dp=2, schedule="2bw"), "synchronous": Method(dp=2, overlaps=False)}

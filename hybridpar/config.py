@@ -100,8 +100,9 @@ class PipelineConfig:
     recompute: str = "none"
     """Layers whose activations are recomputed in the backward pass: 'none', 'all', or a list such as '0,2-5'; or
     'stage' (every stage keeps nothing but its input), 'stage:0,2-3' (those stages)."""
-    warmup: Literal["depth", "latency"] = "depth"
-    """2bw: forwards that stage r runs ahead, p-1-r or 2(p-1-r); the latter hides the latency of slow links."""
+    warmup: Literal["depth", "latency", "bandwidth"] = "depth"
+    """Forwards that stage r runs ahead: p-1-r; 2(p-1-r), which hides transfers that take half a forward and backward;
+    2bw alone: 3(p-1-r), which hides those that take a whole one."""
     early_switch: int | Literal["off", "auto"] = "off"
     """2bw: L, where only the first pp-1+L micro-batches of a batch use the older weights; 'off': all of them do, as in
     the paper; 'auto': the smallest L that costs no time, measured before the first step."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hybridpar.config import Config, OptimConfig, PipelineConfig
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.memory import StageMemory
-from hybridpar.pipeline.plan.schedules import Sizes, find_schedule, schedule_of
+from hybridpar.pipeline.plan.schedules import WARMUPS, Sizes, find_schedule, schedule_of
 from hybridpar.planner.cost import Model
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.split import best_split
@@ -115,13 +115,13 @@ def _schedules(
             own, schedule=name,  # type: ignore[arg-type]
             warmup="depth", early_switch="off", gradient_buffers=0,
             sync_steps=own.sync_steps if stale else 0)
-        for warmup in ("depth", "latency") if name == "2bw" and pp > 1 else (base.warmup,):
-            switch = base.early_switch
-            if isinstance(switch, int) and warmup == "latency":
-                switch = max(switch, pp - 1)
+        for warmup in WARMUPS if name == "2bw" and pp > 1 else (base.warmup,):
+            switch, factor = base.early_switch, WARMUPS[warmup]
+            if isinstance(switch, int):
+                switch = max(switch, (factor - 1) * (pp - 1))
             pipeline = replace(
                 base, warmup=warmup, early_switch=switch, num_microbatches=m, split=(),
-                gradient_buffers=0 if warmup == "latency" and base.gradient_buffers == 1 else base.gradient_buffers)
+                gradient_buffers=0 if factor > 1 and base.gradient_buffers == 1 else base.gradient_buffers)
             try:
                 schedule_of(pipeline).check_sizes(Sizes(pp, m))
             except ConfigError:

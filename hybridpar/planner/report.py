@@ -87,7 +87,7 @@ def describe(config: Config) -> str:
     text = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}"
     text += f", {pipeline.num_microbatches} micro-batches of {config.train.micro_batch_size}, {pipeline.schedule}"
     if pipeline.warmup != "depth":
-        text += f" (warm-up for {pipeline.warmup})"
+        text += f" (warm-up {pipeline.warmup})"
     if parallel.pp > 1:
         text += f", blocks {'+'.join(map(str, pipeline.split))}"
     if pipeline.recompute != "none":

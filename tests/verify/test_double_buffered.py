@@ -62,6 +62,7 @@ def test_early_switch(p: int, m: int, early_switch: int) -> None:
 @pytest.mark.parametrize("pipeline", [
     {"warmup": "latency", "num_microbatches": 5},
     {"warmup": "latency", "num_microbatches": 6, "early_switch": 3, "recompute": "stage"},
+    {"warmup": "bandwidth", "num_microbatches": 7},
     {"gradient_buffers": 1}, {"sync_steps": 2}, {"sync_steps": 2, "early_switch": 1, "recompute": "all"},
 ], ids=str)
 def test_options_of_the_schedule(pipeline: dict[str, Any]) -> None:

@@ -152,10 +152,11 @@ class Schedule:
     def _lead(self, sizes: Sizes, stage: int) -> int:
         """Forwards and backwards that `stage` runs between its last backward of a batch and that of stage 0.
 
-        It ends r backwards earlier: 2r/3 pairs where a backward takes two forwards. A longer warm-up is for links whose
-        latency is about a forward: r pairs. (Without one, r pairs would delay all stages where there is no slack.)
+        It ends r backwards earlier: 2r/3 pairs where a backward takes two forwards. A longer warm-up, k(p-1-r), is for
+        links that take (k-1)/2 pairs: kr/2 pairs. (Without it, r pairs would delay all stages where there is no slack.)
         """
-        return 2 * stage if self.warmup(sizes, 0) >= sizes.num_stages else (4 * stage + 1) // 3
+        warmup = self.warmup(sizes, 0)
+        return warmup * stage // (sizes.num_stages - 1) if warmup >= sizes.num_stages else (4 * stage + 1) // 3
 
     def max_live_activations(self, sizes: Sizes, stage: int) -> int:
         """Micro-batches that have run forward and not yet backward on this stage, at most."""
@@ -251,12 +252,12 @@ def _depth_below(sizes: Sizes, stage: int) -> int:
     return sizes.num_stages - 1 - stage
 
 
-def _twice_depth_below(sizes: Sizes, stage: int) -> int:
-    """2(p-1-r): one more micro-batch on every link, each way, so that a transfer takes nobody's time.
+def _times_depth_below(factor: int) -> SizeOf:
+    """k(p-1-r): k - 1 micro-batches on every link, to and fro, so that transfers of (k-1)/2 periods take nobody's time.
 
-    Source: eager 1F1B, arXiv 2211.05322.
+    Source: with k = 2, eager 1F1B, arXiv 2211.05322.
     """
-    return 2 * _depth_below(sizes, stage)
+    return lambda sizes, stage: factor * _depth_below(sizes, stage)
 
 
 def _stashed_versions(sizes: Sizes, stage: int) -> int:
@@ -293,7 +294,8 @@ SCHEDULES: dict[str, Schedule] = {
     )
 }
 
-WARMUPS: dict[str, SizeOf] = {"depth": _depth_below, "latency": _twice_depth_below}
+WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
+"""By name k, where stage r runs k(p-1-r) forwards ahead. 3 keeps a link busy all the time: no more is worth while."""
 
 
 def make_schedule(
@@ -304,12 +306,15 @@ def make_schedule(
     Raises: ConfigError with every option that it does not know or that has no such value.
     """
     schedule = find_schedule(name)
+    factor = WARMUPS.get(warmup, 0)
     most = schedule.num_gradient_buffers
     # With fewer than it can use all stages stop at the same backward. What a longer warm-up has in flight cannot pass
     # those that have stopped where the transfers of a rank on an axis queue: check finds deadlocks from 4 stages on.
-    buffers = (0, most) if warmup == "latency" else range(most + 1)
+    buffers = (0, most) if factor > 1 else range(most + 1)
+    # nor can it pass a drain, where it is long
+    warmups = [name for name, k in WARMUPS.items() if k < 3 or not schedule.flush]
     options = {  # value, the one that changes nothing, whether it is allowed, the rule
-        "warmup": (warmup, "depth", warmup in WARMUPS, f"must be {' or '.join(WARMUPS)}"),
+        "warmup": (warmup, "depth", warmup in warmups, f"must be {' or '.join(warmups)} with schedule {name}"),
         "early_switch": (early_switch, None, (early_switch or 0) >= 0, "must be off or at least 0"),
         "gradient_buffers": (
             gradient_buffers, gradient_buffers, gradient_buffers in buffers,
@@ -328,10 +333,10 @@ def make_schedule(
     if problems:
         raise ConfigError(*problems)
     return replace(
-        schedule, warmup=WARMUPS[warmup] if "warmup" in schedule.options else schedule.warmup,
-        # A transfer that takes nobody's time may last half a forward and a backward: a receive is posted early enough.
+        schedule, warmup=_times_depth_below(factor) if factor > 1 else schedule.warmup,
+        # Transfers that take nobody's time may last (k-1)/2 forwards and backwards: receives are posted early enough.
         # With the longer warm-up that cannot deadlock on any transport, if no stage waits for a drain.
-        receive_ahead=2 if warmup == "latency" and not schedule.flush else schedule.receive_ahead,
+        receive_ahead=2 if factor > 1 and not schedule.flush else schedule.receive_ahead,
         early_switch=early_switch, num_gradient_buffers=gradient_buffers or most, sync_steps=sync_steps,
     )
 

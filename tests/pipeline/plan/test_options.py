@@ -11,15 +11,15 @@ from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.check import check
 from hybridpar.pipeline.plan.liveness import Live
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, make_schedule
+from hybridpar.pipeline.plan.schedules import SCHEDULES, WARMUPS, Sizes, make_schedule
 from hybridpar.pipeline.plan.simulate import Costs, simulate
 
 
 @st.composite
 def options_of_2bw(draw, max_stages=8, max_microbatches=24):
     """Options that can run, and sizes that they can run on."""
-    p, warmup = draw(st.integers(1, max_stages)), draw(st.sampled_from(["depth", "latency"]))
-    ahead = (p - 1) * (2 if warmup == "latency" else 1)
+    p, warmup = draw(st.integers(1, max_stages)), draw(st.sampled_from(list(WARMUPS)))
+    ahead = (p - 1) * WARMUPS[warmup]
     m = draw(st.integers(max(ahead, 1), max(ahead, max_microbatches)))
     return {
         "warmup": warmup,
@@ -50,7 +50,8 @@ OFF = {"warmup": "depth", "early_switch": None, "gradient_buffers": 0, "sync_ste
     ("name", "option", "value", "rule"),
     [
         ("gpipe", "warmup", "latency", "schedule gpipe has no such option, only 1f1b and 2bw"),
-        ("2bw", "warmup", "width", "must be depth or latency"),
+        ("2bw", "warmup", "width", "must be depth or latency or bandwidth"),
+        ("1f1b", "warmup", "bandwidth", "must be depth or latency with schedule 1f1b"),
         ("1f1b", "early_switch", 0, "schedule 1f1b has no such option, only 2bw"),
         ("2bw", "early_switch", -1, "must be off or at least 0"),
         ("pipedream", "gradient_buffers", 2, "must be 0 or 1 with schedule pipedream"),
@@ -89,6 +90,7 @@ def test_one_buffer_stops_what_a_longer_warmup_has_in_flight():
     [
         (4, 2, {}, "pipeline.num_microbatches", 3),
         (4, 5, {"warmup": "latency"}, "pipeline.num_microbatches", 6),
+        (4, 8, {"warmup": "bandwidth"}, "pipeline.num_microbatches", 9),
         (4, 8, {"early_switch": 6}, "pipeline.early_switch", 1),
         (4, 8, {"early_switch": 2, "warmup": "latency"}, "pipeline.early_switch", 4),
         (4, 8, {"early_switch": 6, "warmup": "latency"}, "pipeline.early_switch", 4),
@@ -279,7 +281,7 @@ def test_agrees_with_an_independent_simulation(setting, forward, backward, laten
         for action, start in zip(plan[rank], timeline.starts[rank], strict=True) if action.kind is Kind.F
     }
     switch = m - p + 1 if options["early_switch"] is None else options["early_switch"]
-    run_ahead = 2 if options["warmup"] == "latency" else 1
+    run_ahead = WARMUPS[options["warmup"]]
     assert starts == independent_starts(p, m, 4, run_ahead, switch, forward, backward, latency, reduce)
 
 
@@ -336,10 +338,14 @@ def test_a_longer_warmup_hides_the_latency(latency, early_switch):
     assert relative_step(for_depth, 8, 32, **costs) > 1 + 0.5 * latency
 
 
-@pytest.mark.parametrize("costs", [{"latency": 1.5}, {"transfer": 1.25, "latency": 0.25}])
-def test_a_longer_warmup_hides_transfers_of_half_a_pair(costs):
-    """The most it can hide, and a transfer longer than a forward: receives are posted early enough."""
-    assert relative_step(make_schedule("2bw", warmup="latency"), 8, 32, **costs) == 1
+@pytest.mark.parametrize(("warmup", "costs"), [
+    ("latency", {"latency": 1.5}), ("latency", {"transfer": 1.25, "latency": 0.25}),
+    ("bandwidth", {"latency": 3}), ("bandwidth", {"transfer": 2.5, "latency": 0.5})])
+def test_longer_warmups_hide_transfers_of_half_a_pair_and_of_a_whole_one(warmup, costs):
+    """The most they can hide, and transfers longer than a forward: receives are posted early enough."""
+    assert relative_step(make_schedule("2bw", warmup=warmup), 8, 64, **costs) == 1
+    shorter = next(name for name, factor in WARMUPS.items() if factor == WARMUPS[warmup] - 1)
+    assert relative_step(make_schedule("2bw", warmup=shorter), 8, 64, **costs) > 1.1
 
 
 def test_a_longer_warmup_hides_latency_for_1f1b_too():
