@@ -120,7 +120,8 @@ def _schedules(
             if isinstance(switch, int):
                 switch = max(switch, (factor - 1) * (pp - 1))
             pipeline = replace(
-                base, warmup=warmup, early_switch=switch, num_microbatches=m, split=(),
+                base, warmup=warmup,  # type: ignore[arg-type]
+                early_switch=switch, num_microbatches=m, split=(),
                 gradient_buffers=0 if factor > 1 and base.gradient_buffers == 1 else base.gradient_buffers)
             try:
                 schedule_of(pipeline).check_sizes(Sizes(pp, m))
