@@ -35,6 +35,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from hybridpar.config import Config, ModelConfig, OptimConfig, ParallelConfig, PipelineConfig, TrainConfig
+from hybridpar.cpu import cpu_name
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.train.engine import Engine
@@ -268,14 +269,10 @@ def write_results(claim: str, cases: Sequence[Mapping[str, Any]], args: argparse
 
 def machine() -> dict[str, Any]:
     """Hardware, versions, and what else was running."""
-    cpu = platform.processor()
-    if (info := Path("/proc/cpuinfo")).exists():
-        lines = [line.split(":", 1) for line in info.read_text().splitlines() if ":" in line]
-        cpu = next((v.strip() for k, v in lines if k.strip() == "model name"), cpu)
     git = lambda *args: subprocess.run(  # noqa: E731
         ["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     return {
-        "cpu": cpu, "cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu": cpu_name(), "cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability(),
         "load_average": list(os.getloadavg()), "python": platform.python_version(), "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": f"{platform.system()} {platform.machine()}", "commit": git("rev-parse", "HEAD"),

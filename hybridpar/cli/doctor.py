@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hybridpar import __version__, native
+from hybridpar.cpu import cpu_fields, cpu_name
 from hybridpar.ops import registry
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -48,13 +47,10 @@ def _versions() -> dict[str, str | None]:
 
 
 def _cpu() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
-    known = flags[1].split() if flags else []
+    fields = cpu_fields()
+    known = (fields.get("flags") or fields.get("Features", "")).split()
     return {
-        "cpu": model[1] if model else platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "instructions": [name for name in CPU_FLAGS if name in known],
     }

@@ -1,8 +1,9 @@
 """The matrix products of a linear layer, forward and backward, by the library that is fastest for them.
 
-On CPUs torch hands float32 products to MKL, and bfloat16 ones to oneDNN. With AVX-512, oneDNN's float32 products are
-faster where the weight is the second factor: by 9% on an AMD EPYC (106 against 97 GFLOP/s on one core, 1024x512x2048);
-with AVX2 alone they are slower, by 10 to 20% (EPYC, 35 shapes of 64 to 1024 rows), and each call takes 40 us more.
+On CPUs torch hands float32 products to MKL, and bfloat16 ones to oneDNN. On an AMD EPYC with AVX-512 oneDNN's float32
+products are faster where the weight is the second factor: by 9% (106 against 97 GFLOP/s on one core, 1024x512x2048). On
+an Intel Xeon they are slower, by 3 to 15% (GPT steps: 0 to 6%), and so they are on an EPYC with AVX2 alone, by 10 to
+20% (35 shapes of 64 to 1024 rows); each call takes 40 us more.
 The weight's gradient is best added by the product itself (`addmm_`): no temporary, no pass over memory to add it.
 
 Where a CPU has no instructions for bfloat16 or float16, torch's products of them take nine times as long as those of
@@ -18,6 +19,8 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from hybridpar.cpu import cpu_fields
 
 SINK = "gradient_sink"
 """Attribute of a leaf: takes parts of its gradient, by `add(write)`, at any time in a backward.
@@ -97,5 +100,6 @@ def _has_instructions(dtype: torch.dtype) -> bool:
 
 @cache
 def _prefers_onednn() -> bool:
-    return (torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT") and torch.backends.mkldnn.is_available()
+    return (cpu_fields().get("vendor_id") == "AuthenticAMD" and torch.backends.mkldnn.is_available()
+            and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT")
             and hasattr(torch.ops.mkldnn, "_linear_pointwise"))

@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 from hybridpar import __version__
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config, Launch
+from hybridpar.cpu import cpu_name
 from hybridpar.errors import HybridparError, config_error
 from hybridpar.planner.bench import FULL, QUICK, Effort, measure_blocks, world_axis
 from hybridpar.planner.links import QUICK_SIZES, SIZES, measure_links
@@ -67,7 +68,7 @@ def identity(config: Config) -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if _has_gpus(config) else []
     return {
         "settings": settings_of(config), "train": [config.train.micro_batch_size, config.train.threads], "gpus": gpus,
-        "cpu": _cpu_name(), "cores": _cores(), "torch": torch.__version__, "hybridpar": __version__,
+        "cpu": cpu_name(), "cores": _cores(), "torch": torch.__version__, "hybridpar": __version__,
         "schedule": config.pipeline.schedule, "format": FORMAT}
 
 
@@ -103,16 +104,7 @@ def _hardware(device: torch.device, hosts: Sequence[str]) -> Hardware:
         return Hardware(properties.name, torch.cuda.device_count(), float(properties.total_memory), hosts=number)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Hardware(
-        _cpu_name(), here, memory / here, _cores(), torch.get_num_threads(), number)
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+        cpu_name(), here, memory / here, _cores(), torch.get_num_threads(), number)
 
 
 def _about(effort: Effort, ranks: int) -> dict[str, Any]:

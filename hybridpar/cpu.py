@@ -1,0 +1,23 @@
+"""What Linux says of this machine's CPU."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def cpu_fields() -> dict[str, str]:
+    """The fields of the first processor in /proc/cpuinfo, such as 'vendor_id', 'model name', 'flags'; {} elsewhere."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return {}
+    first = info.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def cpu_name() -> str:
+    """What its maker calls it, or else its architecture."""
+    return cpu_fields().get("model name") or platform.processor() or platform.machine()
