@@ -26,6 +26,8 @@ from hybridpar.validate import problems
 
 _WORTH_SHARING = 0.01
 """ZeRO-1 is tried where the optimizer takes such a share of the step, or memory is short."""
+_DOUBT = 0.02
+"""Where a configuration without it fits, it must be faster by this share: less is within the error of predictions."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def search(config: Config, machine: Machine, request: Request) -> Result:
     ranked: list[Candidate] = []
     failed: list[Candidate] = []
     while (candidate := hopes.next()) is not None:
-        if len(ranked) >= request.top and candidate.model.bound >= ranked[request.top - 1].model.step_time:
+        if len(ranked) >= request.top and candidate.model.bound >= _rank(ranked[request.top - 1]):
             break
         if hopes.fits(candidate):
             if wrong := problems(candidate.config, machine.num_devices):
@@ -56,7 +58,7 @@ def search(config: Config, machine: Machine, request: Request) -> Result:
                 failed.append(candidate)
             else:
                 ranked.append(candidate)
-                ranked.sort(key=lambda one: one.model.step_time)
+                ranked.sort(key=_rank)
         elif not hopes.add_recomputed(candidate):
             failed.append(candidate)
     ranked = hopes.verified(ranked, failed)
@@ -105,7 +107,7 @@ class _Hopes:
             if candidate.memory is None or candidate.peak <= self.limit:
                 sure.append(candidate)
             elif (again := with_recomputation(candidate, self.limit, self.footprints)) is not None:
-                left = sorted([*left, again], key=lambda one: one.model.step_time)
+                left = sorted([*left, again], key=_rank)
             else:
                 failed.append(candidate)
         return sure
@@ -141,6 +143,10 @@ class _Hopes:
             return False
         self._push(again)
         return True
+
+
+def _rank(candidate: Candidate) -> float:
+    return candidate.model.step_time * (1 + _DOUBT * candidate.config.parallel.zero)
 
 
 def _why(candidate: Candidate, ranked: Sequence[Candidate], limit: float) -> str:
