@@ -1,7 +1,9 @@
-"""Checkpoints: plain save and exact resume on one grid, weights for any grid, and exchange with Hugging Face."""
+"""Checkpoints: saved by any grid, resumed on any other; weights for new runs; and exchange with Hugging Face."""
 
+from hybridpar.checkpoint.compatible import check_compatible
+from hybridpar.checkpoint.folders import saved_steps
 from hybridpar.checkpoint.load import FullWeights, find, load_full, newest, resume
-from hybridpar.checkpoint.manifest import Manifest, check_compatible, read_manifest, saved_steps
+from hybridpar.checkpoint.manifest import Manifest, read_manifest
 from hybridpar.checkpoint.save import save, save_weights
 from hybridpar.checkpoint.start import find_start, start_from
 

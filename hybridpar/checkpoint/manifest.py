@@ -1,68 +1,120 @@
-"""What a checkpoint folder holds, and which other runs it may go on in.
+"""What a checkpoint folder holds.
 
     checkpoints/
         step_00000100/
             pp0-tp0.safetensors  pp0-tp1.safetensors ...     the shards of each pipeline stage and tensor part
             pp0-tp0-dp1.safetensors ...                      with ZeRO: the optimizer state that other replicas keep
-            manifest.json                                    written last: who made them, and a checksum of each
+            manifest.json                                    written last: who made them, at which step, checksums
         step_00000200/ ...
 
-A shard's tensors are named as by Engine.state_tensors, and its own header says how they are placed and the rest of the
-state; nothing is pickled. The newest KEEP checkpoints are kept.
+A shard's tensors are named as by Engine.state_tensors, and its own header says how they are placed (shards.py); nothing
+is pickled, and no name leads out of the folder.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from hybridpar import __version__
+from hybridpar.checkpoint import plain
 from hybridpar.config import Config, from_mapping, to_mapping
 from hybridpar.errors import CheckpointError, ConfigError
-from hybridpar.nn.placement import Init, Placement, Shard
 
-FORMAT = 1
-KEEP = 2
+FORMAT = 2
 MANIFEST = "manifest.json"
-# What must be as it was for training to go on to the bit; all else may change between two runs of a folder.
-FIXED = {
-    "model": None,  # every key
-    "parallel": ("tp", "pp", "dp", "zero"),
-    "pipeline": ("schedule", "num_microbatches", "split", "early_switch", "sync_steps"),
-    "optim": ("name", "staleness"),
-    "train": ("micro_batch_size", "dtype", "seed"),
-}
+_MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file of a checkpoint: the part of pipeline stage `pp` and tensor part `tp`, written by replica `dp`."""
+    """One file: the part of pipeline stage `pp` and tensor part `tp`, written by replica `dp`.
 
-    name: str
+    `blocks`: those of the stage, from the first to before the last.
+    """
+
     pp: int
     tp: int
+    dp: int
+    blocks: tuple[int, int]
     num_bytes: int
     sha256: str
-    dp: int = 0
+
+    @property
+    def name(self) -> str:
+        return file_name(self.pp, self.tp, self.dp)
+
+
+def file_name(pp: int, tp: int, dp: int) -> str:
+    """What the file of a stage, a tensor part and a replica is called."""
+    return f"pp{pp}-tp{tp}{f'-dp{dp}' if dp else ''}.safetensors"
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Where training stood, besides its tensors; equal on all ranks.
+
+    `versions`: of the weights, those that all stages have saved. `num_updates`: steps the optimizer took.
+    `loss_scales`: the one that came with each version.
+    """
+
+    batches_done: int
+    versions: tuple[int, ...]
+    num_updates: int = 0
+    loss_scaler: Mapping[str, float] = field(default_factory=dict)
+    loss_scales: Mapping[int, float] = field(default_factory=dict)
+
+    @staticmethod
+    def of(meta: Mapping[str, Any]) -> TrainingState:
+        """From the plain values of Engine.state_meta, or of a manifest. Raises: ValueError."""
+        done = plain.integer(meta.get("batches_done"), "batches_done")
+        versions = [plain.integer(v, "versions", 0, done) for v in plain.sequence(meta.get("versions"), "versions")]
+        if not versions or versions != sorted(set(versions)) or versions[-1] != done:
+            raise ValueError(f"versions must ascend to batches_done = {done}")
+        scaler = plain.mapping(meta.get("loss_scaler"), "loss_scaler")
+        scales = plain.mapping(meta.get("loss_scales"), "loss_scales")
+        return TrainingState(
+            done, tuple(versions), plain.integer(meta.get("num_updates"), "num_updates", 0, done),
+            {key: plain.number(value, key) for key, value in scaler.items()},
+            {plain.integer(int(key), "loss_scales", 0, done): plain.number(value, "loss_scales")
+             for key, value in scales.items()})
+
+    def as_meta(self) -> dict[str, Any]:
+        """As Engine.load_state takes it."""
+        return asdict(self) | {
+            "versions": list(self.versions), "loss_scales": {str(v): scale for v, scale in self.loss_scales.items()}}
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's table of contents. `step`: optimizer steps done; `corpus`: fingerprint of the data stream."""
+    """A checkpoint's table of contents. `corpus`: fingerprint of the data stream. `val_loss`: at this step."""
 
-    step: int
     config: Config
     corpus: str
+    state: TrainingState
     shards: tuple[ShardFile, ...]
+    val_loss: float | None = None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.state.batches_done
 
     def to_json(self) -> str:
-        parallel = self.config.parallel
-        grid = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp}
+        parallel, step = self.config.parallel, self.step
         return json.dumps({
-            "format": FORMAT, "step": self.step, "grid": grid, "corpus": self.corpus,
-            "shards": [asdict(shard) for shard in self.shards], "config": to_mapping(self.config),
+            "format": FORMAT, "step": step, "grid": {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp},
+            "data": {"corpus": self.corpus, "samples": step * self.config.global_batch_size},
+            "val_loss": self.val_loss, "versions": {"hybridpar": __version__, "torch": torch.__version__},
+            "state": self.state.as_meta(),
+            "shards": [{"name": shard.name} | asdict(shard) for shard in self.shards],
+            "config": to_mapping(self.config),
         }, indent=1)
 
 
@@ -70,68 +122,65 @@ def read_manifest(folder: Path) -> Manifest:
     """Raises: CheckpointError if there is none, or it is damaged or of another format."""
     path = folder / MANIFEST
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        if plain["format"] != FORMAT:
-            raise CheckpointError(f"{path}: has format {plain['format']}, this version reads {FORMAT}")
-        shards = tuple(ShardFile(**shard) for shard in plain["shards"])
-        return Manifest(int(plain["step"]), from_mapping(plain["config"]), str(plain["corpus"]), shards)
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise ValueError(f"it has {size} bytes, more than {_MAX_BYTES}")
+        document = plain.mapping(plain.parse(path.read_bytes()), "it")
+        if (version := document.get("format")) != FORMAT:
+            raise CheckpointError(f"{path}: has format {version!r}, this version reads {FORMAT}")
+        return _parse(document)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
-        raise CheckpointError(f"{path}: is damaged ({type(error).__name__}: {error})") from None
+    except (ValueError, ConfigError) as error:
+        raise CheckpointError(f"{path}: is damaged ({error})") from None
 
 
-def folder_of(root: Path, step: int) -> Path:
-    return root / f"step_{step:08d}"
+def _parse(document: Mapping[str, Any]) -> Manifest:
+    """Raises: ValueError, ConfigError."""
+    config = from_mapping(plain.mapping(document.get("config"), "config"))
+    data = plain.mapping(document.get("data"), "data")
+    state = TrainingState.of(plain.mapping(document.get("state"), "state"))
+    parallel = config.parallel
+    if min(parallel.tp, parallel.pp, parallel.dp) < 1:
+        raise ValueError("its grid is empty")
+    if document.get("step") != state.batches_done:
+        raise ValueError("it names two steps")
+    if data.get("samples") != state.batches_done * config.global_batch_size:
+        raise ValueError("its step and its position in the data do not agree")
+    val_loss = document.get("val_loss")
+    manifest = Manifest(
+        config, plain.string(data.get("corpus"), "corpus"), state,
+        tuple(_parse_shard(shard, config) for shard in plain.sequence(document.get("shards"), "shards")),
+        None if val_loss is None else plain.number(val_loss, "val_loss"))
+    _check_stages(manifest)
+    return manifest
 
 
-def saved_steps(root: Path) -> list[int]:
-    """The steps that complete checkpoints below `root` were made at, newest first."""
-    found = [path.parent.name.removeprefix("step_") for path in root.glob(f"step_*/{MANIFEST}")]
-    return sorted((int(step) for step in found if step.isdigit()), reverse=True)
+def _parse_shard(entry: Any, config: Config) -> ShardFile:
+    entry, parallel = plain.mapping(entry, "a shard"), config.parallel
+    pp, tp, dp = (plain.integer(entry.get(key), key, 0, most - 1) for key, most in (
+        ("pp", parallel.pp), ("tp", parallel.tp), ("dp", parallel.dp)))
+    shard = ShardFile(
+        pp, tp, dp, plain.span(entry.get("blocks"), "blocks", config.model.num_blocks),
+        plain.integer(entry.get("num_bytes"), "num_bytes"), plain.string(entry.get("sha256"), "sha256"))
+    if entry.get("name") != shard.name:
+        raise ValueError(f"the file of stage {pp}, tensor part {tp}, replica {dp} must be called {shard.name}, "
+                         f"not {entry.get('name')!r}")
+    if not re.fullmatch("[0-9a-f]{64}", shard.sha256):
+        raise ValueError(f"{shard.name} has no checksum")
+    return shard
 
 
-def check_compatible(saved: Config, wanted: Config, where: Path) -> None:
-    """Raises: CheckpointError naming every field in which a run cannot go on from what another left at `where`."""
-    old, new = to_mapping(saved), to_mapping(wanted)
-    if (grids := (_grid(old), _grid(new)))[0] != grids[1]:
-        raise CheckpointError(
-            f"{where} was made on the grid {grids[0]}, this job is {grids[1]}; training goes on "
-            "on the same grid only: use that one, or another run.name")
-    changed = [
-        f"{section}.{key} is {old[section].get(key)!r} there and {new[section].get(key)!r} here"
-        for section, keys in FIXED.items() for key in keys or new[section]
-        if old[section].get(key) != new[section].get(key)
-    ]
-    if changed:
-        raise CheckpointError(f"{where} belongs to another run: {'; '.join(changed)}. Choose another run.name")
-
-
-def _grid(config: Mapping[str, Any]) -> str:
-    return " ".join(f"{axis}={config['parallel'][axis]}" for axis in ("tp", "pp", "dp"))
-
-
-def placements_to_plain(placements: Mapping[str, Placement]) -> dict[str, Any]:
-    """Placements as JSON values: what it takes to put shards together, or to cut them anew for another grid."""
-    return {
-        name: {
-            "shape": list(p.shape), "weight_decay": p.weight_decay, "tied": p.tied,
-            "shard": None if p.shard is None else {
-                "dim": p.shard.dim, "ranges": [[list(r) for r in ranges] for ranges in p.shard.ranges]},
-        }
-        for name, p in placements.items()
-    }
-
-
-def placements_from_plain(plain: Mapping[str, Any]) -> dict[str, Placement]:
-    """The inverse, except that how a parameter was initialised is not kept."""
-    return {
-        name: Placement(
-            tuple(p["shape"]), Init("zeros"), weight_decay=p["weight_decay"], tied=p["tied"],
-            shard=None if p["shard"] is None else Shard(p["shard"]["dim"], _ranges(p["shard"]["ranges"])))
-        for name, p in plain.items()
-    }
-
-
-def _ranges(plain: Iterable[Iterable[Iterable[int]]]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    return tuple(tuple((int(a), int(b)) for a, b in ranges) for ranges in plain)
+def _check_stages(manifest: Manifest) -> None:
+    """Every stage and tensor part is there once, and the stages are all blocks. Raises: ValueError."""
+    parallel = manifest.config.parallel
+    where = [(shard.pp, shard.tp, shard.dp) for shard in manifest.shards]
+    if len(set(where)) < len(where):
+        raise ValueError("it names a file twice")
+    if len([1 for _, _, dp in where if dp == 0]) != parallel.pp * parallel.tp:
+        raise ValueError(f"it names other files than those of {parallel.pp} stages and {parallel.tp} tensor parts")
+    stages = sorted({(shard.pp, *shard.blocks) for shard in manifest.shards})
+    edges = [0, *(stop for _, _, stop in stages)]
+    if len(stages) != parallel.pp or [start for _, start, _ in stages] != edges[:-1]:
+        raise ValueError("its stages do not follow each other")
+    if edges[-1] != manifest.config.model.num_blocks:
+        raise ValueError(f"its stages have {edges[-1]} blocks, its model {manifest.config.model.num_blocks}")

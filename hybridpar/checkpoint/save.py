@@ -2,79 +2,65 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridpar.checkpoint.files import sha256, sync
-from hybridpar.checkpoint.manifest import (
-    KEEP,
-    MANIFEST,
-    Manifest,
-    ShardFile,
-    folder_of,
-    placements_to_plain,
-    saved_steps,
-)
+from hybridpar.checkpoint.folders import begin, prune, publish
+from hybridpar.checkpoint.manifest import Manifest, ShardFile, TrainingState, file_name
+from hybridpar.checkpoint.shards import WEIGHTS, header_of
+from hybridpar.checkpoint.tensorfile import write_tensors
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config
 from hybridpar.errors import CheckpointError
 from hybridpar.grid import ProcessGrid
 from hybridpar.nn.placement import Placement
+from hybridpar.optim import ParameterSlot
+from hybridpar.optim.loss_scale import LossScaler
+from hybridpar.pipeline.run.weights import WeightStore
 
 
 class Trainee(Protocol):
-    """What is saved and loaded here; train.engine.Engine is one."""
+    """What is saved and loaded here; train.engine.Engine is one. `split`: the blocks of each stage."""
 
     config: Config
     grid: ProcessGrid
-    device: torch.device
+    weights: WeightStore
+    scaler: LossScaler
+    slots: list[ParameterSlot]
+    split: tuple[range, ...]
+    placements: dict[str, Placement]
 
-    @property
-    def batches_done(self) -> int: ...
-    @property
-    def placements(self) -> Mapping[str, Placement]: ...
     def owned_parts(self) -> dict[str, tuple[int, int]]: ...
     def state_tensors(self) -> dict[str, Tensor]: ...
     def state_meta(self) -> dict[str, Any]: ...
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None: ...
 
 
+Written = tuple[ShardFile, tuple[int, ...]]
+"""A file, and the versions of the weights that its stage has."""
+
+
 def save(root: Path, engine: Trainee, corpus: str) -> Path:
     """Saves `engine` (its pipeline drained) under `root`, removes checkpoints older than the newest KEEP; its folder.
 
-    The first replica of each stage and tensor part writes; with ZeRO the others add what they alone have. `corpus`:
-    fingerprint of the data stream.
+    `corpus`: fingerprint of the data stream.
     Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any cannot write.
     """
-    grid = engine.grid
-    folder = folder_of(root, engine.batches_done)
-    aside = root / f".{folder.name}.part"
+    grid, state = engine.grid, TrainingState.of(engine.state_meta())
+    step = state.batches_done
 
-    def make_room() -> None:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+    def finish() -> Path:
+        folder = publish(aside, make_manifest(engine.config, corpus, state, filter(None, everyone)))
+        prune(root, step)
+        return folder
 
-    def write() -> dict[str, Any]:
-        return asdict(_write_shard(aside, engine))
-
-    def publish() -> None:
-        shards = tuple(ShardFile(**shard) for shard in everyone if shard is not None)
-        _publish(aside, folder, Manifest(engine.batches_done, engine.config, corpus, shards))
-        _prune(root, engine.batches_done)
-
-    _on(grid, grid.rank == 0, make_room)
-    everyone = _on(grid, grid.dp.is_first or engine.config.parallel.zero > 0, write)
-    _on(grid, grid.rank == 0, publish)
-    return folder
+    aside = _on(grid, grid.rank == 0, lambda: begin(root, step))[0]
+    everyone = _on(grid, is_writer(engine), lambda: write_shard(aside, engine))
+    return _on(grid, grid.rank == 0, finish)[0]
 
 
 def _on(grid: ProcessGrid, here: bool, action: Callable[[], Any]) -> list[Any]:
@@ -91,6 +77,31 @@ def _on(grid: ProcessGrid, here: bool, action: Callable[[], Any]) -> list[Any]:
     return [value for value, _ in everyone]
 
 
+def is_writer(engine: Trainee) -> bool:
+    """Whether this rank has a file to write: the first replica of each stage and tensor part has, with ZeRO all have,
+    the others what they alone keep."""
+    return engine.grid.dp.is_first or engine.config.parallel.zero > 0
+
+
+def write_shard(folder: Path, engine: Trainee) -> Written:
+    """Writes this rank's file. Raises: OSError."""
+    grid, state = engine.grid, TrainingState.of(engine.state_meta())
+    where = grid.pp.rank, grid.tp.rank, grid.dp.rank
+    tensors = {name: tensor for name, tensor in engine.state_tensors().items()
+               if grid.dp.is_first or not name.startswith(f"{WEIGHTS}/")}  # which all replicas have
+    header = header_of(engine.placements, engine.owned_parts())
+    size, digest = write_tensors(folder / file_name(*where), tensors, header)
+    blocks = engine.split[grid.pp.rank]
+    return ShardFile(*where, (blocks.start, blocks.stop), size, digest), state.versions
+
+
+def make_manifest(config: Config, corpus: str, state: TrainingState, written: Iterable[Written]) -> Manifest:
+    """The table of contents of files that are all written; `state`: of any rank."""
+    shards, versions = zip(*written, strict=True)
+    common = set.intersection(*map(set, versions))
+    return Manifest(config, corpus, replace(state, versions=tuple(sorted(common))), shards)
+
+
 def save_weights(root: Path, config: Config, weights: Mapping[str, Tensor],
                  placements: Mapping[str, Placement]) -> Path:
     """Saves a whole model of another origin under `root` as a checkpoint of step 0, of one process; its folder.
@@ -98,52 +109,12 @@ def save_weights(root: Path, config: Config, weights: Mapping[str, Tensor],
     It is for train.start_from, generate and export; there is no state of an optimizer to go on from.
     Raises: CheckpointError if it cannot be written.
     """
-    folder = folder_of(root, 0)
-    aside = root / f".{folder.name}.part"
-    path = aside / "pp0-tp0.safetensors"
-    header = {"state": {"batches_done": 0, "versions": [0]}, "placements": placements_to_plain(placements), "parts": {}}
+    state = TrainingState(0, (0,))
     try:
-        aside.mkdir(parents=True)
-        save_file({f"weights/0/{name}": tensor.contiguous() for name, tensor in weights.items()}, path,
-                  metadata={key: json.dumps(value) for key, value in header.items()})
-        sync(path)
-        shard = ShardFile(path.name, 0, 0, path.stat().st_size, sha256(path))
-        _publish(aside, folder, Manifest(0, config, "", (shard,)))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: cannot be written ({error})") from None
-    return folder
-
-
-def _write_shard(folder: Path, engine: Trainee) -> ShardFile:
-    pp, tp, dp = engine.grid.pp.rank, engine.grid.tp.rank, engine.grid.dp.rank
-    path = folder / f"pp{pp}-tp{tp}{f'-dp{dp}' if dp else ''}.safetensors"
-    header = {"state": engine.state_meta(), "placements": placements_to_plain(engine.placements),
-              "parts": engine.owned_parts()}
-    tensors = {name: tensor.contiguous() for name, tensor in engine.state_tensors().items()
-               if dp == 0 or not name.startswith("weights/")}  # which all replicas have
-    save_file(tensors, path, metadata={key: json.dumps(value) for key, value in header.items()})
-    sync(path)
-    return ShardFile(path.name, pp, tp, path.stat().st_size, sha256(path), dp)
-
-
-def _publish(aside: Path, folder: Path, manifest: Manifest) -> None:
-    (aside / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-    sync(aside / MANIFEST)
-    sync(aside)
-    if folder.exists():  # a damaged one that was passed over, or the end of a run that is now to be longer
-        outdated = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(outdated, ignore_errors=True)
-        folder.rename(outdated)
-        aside.rename(folder)
-        shutil.rmtree(outdated)
-    else:
-        aside.rename(folder)
-    sync(folder.parent)
-
-
-def _prune(root: Path, newest: int) -> None:
-    """Removes what is older than the newest KEEP, and what a killed process left half written."""
-    for step in [s for s in saved_steps(root) if s <= newest][KEEP:]:
-        shutil.rmtree(folder_of(root, step), ignore_errors=True)
-    for path in (*root.glob(".step_*.part"), *root.glob(".step_*.old")):
-        shutil.rmtree(path, ignore_errors=True)
+        aside = begin(root, 0)
+        size, digest = write_tensors(aside / file_name(0, 0, 0), {f"{WEIGHTS}/0/{n}": t for n, t in weights.items()},
+                                     header_of(placements, {}))
+        shard = ShardFile(0, 0, 0, (0, config.model.num_blocks), size, digest)
+        return publish(aside, make_manifest(config, "", state, [(shard, state.versions)]))
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be written to ({error})") from None

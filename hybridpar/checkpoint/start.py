@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
@@ -15,16 +14,10 @@ from hybridpar.checkpoint.save import Trainee
 from hybridpar.comm import gather_objects
 from hybridpar.config import ModelConfig
 from hybridpar.errors import CheckpointError, ConfigError, Problem
-from hybridpar.pipeline.run.weights import WeightStore
+from hybridpar.optim import ParameterSlot
 
 FREE = ("dropout", "attention_dropout", "init_std", "label_smoothing", "logits_chunk")
 """Keys of [model] that say how it is trained, not what it computes."""
-
-
-class Starter(Trainee, Protocol):
-    """What can start from given weights; train.engine.Engine is one."""
-
-    weights: WeightStore
 
 
 def find_start(path: str | Path, model: ModelConfig) -> Path:
@@ -41,23 +34,20 @@ def find_start(path: str | Path, model: ModelConfig) -> Path:
     return folder
 
 
-def start_from(folder: Path, engine: Starter) -> None:
+def start_from(folder: Path, engine: Trainee) -> None:
     """Gives `engine` the weights of a checkpoint of any grid; its optimizer starts anew.
 
-    Every rank reads what it needs, one parameter at a time.
+    Ranks share out the checksums, then each reads what it needs, one parameter at a time.
     Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any cannot read.
     """
     grid = engine.grid
     failure = ""
     try:
-        full = FullWeights(folder, check=grid.rank == 0)
+        full = FullWeights(folder, check=(grid.world.rank, grid.world.size))
 
         def write(tensors: Mapping[str, Tensor]) -> None:
             for name, target in tensors.items():
-                place = engine.placements[name]
-                if (theirs := full.find_tied(name, place.tied)) is None:
-                    raise CheckpointError(f"{folder}: has no {name}")
-                target.copy_(place.take(full.read(theirs), grid.tp.rank))
+                target.copy_(full.read_part(ParameterSlot(name, engine.placements[name], grid.tp.rank)))
 
         engine.weights.fill(write)
     except CheckpointError as error:

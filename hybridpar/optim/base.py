@@ -105,10 +105,11 @@ class Optimizer(ABC):
                 key = f"{slot.name}.{name}"
                 if key not in tensors:
                     raise CheckpointError(f"optimizer state {key} is missing")
-                if tuple(tensors[key].shape) != slot.shape:
+                tensor = tensors[key]
+                if tuple(tensor.shape) != slot.shape:
                     raise CheckpointError(
-                        f"optimizer state {key} has shape {tuple(tensors[key].shape)}, the parameter {slot.shape}")
-                loaded[name].append(tensors[key].contiguous())
+                        f"optimizer state {key} has shape {tuple(tensor.shape)}, the parameter {slot.shape}")
+                loaded[name].append(tensor.contiguous())
         self._state = loaded
 
     def _parts(self, column: Sequence[Tensor]) -> list[Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpar.checkpoint.restate import Under
 from hybridpar.comm import Work, all_reduce, all_reduce_async
 from hybridpar.config import Config
 from hybridpar.dp.accumulate import GradientAccumulator
@@ -283,14 +284,15 @@ class Engine:
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Puts back what `state_tensors` and `state_meta` gave, on the same grid: training goes on to the bit.
+        """Puts back what `state_tensors` and `state_meta` gave on the same grid, or what checkpoint.restate has made of
+        those of another one. Each tensor is asked for once; an optimizer's are kept as they are.
 
         Raises: CheckpointError naming the first tensor that is missing or of another shape.
         """
         for version in meta["versions"]:
-            self.weights.restore(version, _under(f"weights/{version}/", tensors))
-        self.weights.restore_master(_under("master/", tensors))
-        self.optimizer.load_state_tensors(_under("optimizer/", tensors), meta["num_updates"])
+            self.weights.restore(version, Under(f"weights/{version}/", tensors))
+        self.weights.restore_master(Under("master/", tensors))
+        self.optimizer.load_state_tensors(Under("optimizer/", tensors), meta["num_updates"])
         self.scaler.load_state(meta["loss_scaler"])
         self._scales = {int(v): s for v, s in meta["loss_scales"].items()}
         self.batches_done = meta["batches_done"]
@@ -313,7 +315,3 @@ class Engine:
                 totals += totals.new_tensor([float(losses.get(n, 0.0)) for n in self.loss_names])
         all_reduce(totals, self.grid.world)
         return dict(zip(self.loss_names, (totals / num_batches).tolist(), strict=True))
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from hybridpar.checkpoint import check_compatible, saved_steps
@@ -27,11 +28,16 @@ COSTS = "costs.json"
 
 
 def settled_early_switch(config: Config) -> int | str:
-    """pipeline.early_switch, where that is "auto" as an earlier job of this run has measured it ("auto": none has)."""
+    """pipeline.early_switch, where that is "auto" as an earlier job of this run has measured it ("auto": none has, on
+    such a grid)."""
     path = config.run.folder / CONFIG
     if config.pipeline.early_switch == "auto" and path.exists():
         with contextlib.suppress(ConfigError):  # find_run says what is wrong with it
-            return load_toml(path).pipeline.early_switch
+            before = load_toml(path)
+            settled = replace(config.pipeline, early_switch=before.pipeline.early_switch)
+            if (before.parallel, before.pipeline, before.train.micro_batch_size) == (
+                    config.parallel, settled, config.train.micro_batch_size):
+                return settled.early_switch
     return config.pipeline.early_switch
 
 

@@ -12,9 +12,12 @@ import torch
 from checkpoint.test_resume import make_config, make_engine
 from ranks import run_ranks
 
+import hybridpar
 from hybridpar import checkpoint
-from hybridpar.checkpoint.manifest import placements_from_plain, placements_to_plain
-from hybridpar.config import Config, ParallelConfig
+from hybridpar.checkpoint.manifest import ShardFile
+from hybridpar.checkpoint.shards import SavedShard, header_of
+from hybridpar.checkpoint.tensorfile import write_tensors
+from hybridpar.config import Config, from_mapping
 from hybridpar.errors import CheckpointError
 from hybridpar.nn.placement import Init, Placement, Shard
 
@@ -110,18 +113,28 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
         checkpoint.resume(tmp_path, engine, "another corpus", print)
 
 
-def test_another_grid_is_refused_naming_both() -> None:
+@pytest.mark.parametrize(("dp", "micro_batches", "micro_batch", "says"), [
+    (2, 2, 2, r"batches of 4 samples \(micro_batch_size 2 x num_microbatches 2 x dp 1\), here they are 8 samples .*; "
+              r"try pipeline.num_microbatches = 1"),
+    (1, 2, 3, "try train.micro_batch_size = 1, pipeline.num_microbatches = 4"),
+    (3, 2, 2, "try a parallel.dp that divides 4, or another run.name"),
+])
+def test_another_batch_size_is_refused_saying_how_to_keep_it(
+        dp: int, micro_batches: int, micro_batch: int, says: str) -> None:
     config = one_rank()
-    other = replace(config, parallel=ParallelConfig(2, 2, 1))
-    with pytest.raises(CheckpointError, match=r"grid tp=1 pp=1 dp=1, this job is tp=2 pp=2 dp=1"):
+    other = from_mapping({"parallel": {"dp": dp}, "pipeline": {"num_microbatches": micro_batches},
+                          "train": {"micro_batch_size": micro_batch}}, config)
+    with pytest.raises(CheckpointError, match=says):
         checkpoint.check_compatible(config, other, Path("run"))
 
 
 def test_what_may_change_between_two_runs() -> None:
     config = one_rank()
-    longer = replace(config, train=replace(config.train, num_steps=99, threads=3), optim=replace(config.optim, lr=1.0))
-    checkpoint.check_compatible(config, longer, Path("run"))
-    for section, change in (("train", {"seed": 5}), ("optim", {"name": "sgd"}), ("pipeline", {"schedule": "gpipe"})):
+    for change in ({"train": {"num_steps": 99, "threads": 3}, "optim": {"lr": 1.0, "staleness": "nesterov"}},
+                   {"parallel": {"tp": 2, "pp": 2, "dp": 2, "zero": 1}, "pipeline": {"num_microbatches": 1}},
+                   {"pipeline": {"schedule": "2bw", "early_switch": 1, "sync_steps": 3}}):
+        checkpoint.check_compatible(config, from_mapping(change, config), Path("run"))
+    for section, change in (("train", {"seed": 5}), ("optim", {"name": "sgd"}), ("train", {"dtype": "bf16"})):
         other = replace(config, **{section: replace(getattr(config, section), **change)})
         with pytest.raises(CheckpointError, match=f"{section}.{next(iter(change))} is"):
             checkpoint.check_compatible(config, other, Path("run"))
@@ -131,17 +144,22 @@ def test_the_manifest_tells_what_a_later_reshard_needs(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     plain = json.loads((tmp_path / "step_00000001" / "manifest.json").read_text())
     assert plain["grid"] == {"tp": 1, "pp": 1, "dp": 1}
-    assert plain["shards"][0].keys() == {"name", "pp", "tp", "dp", "num_bytes", "sha256"}
+    assert plain["shards"][0].keys() == {"name", "pp", "tp", "dp", "blocks", "num_bytes", "sha256"}
+    assert plain["data"] == {"corpus": "corpus", "samples": 4}
+    assert plain["versions"] == {"hybridpar": hybridpar.__version__, "torch": torch.__version__}
     assert checkpoint.read_manifest(tmp_path / "step_00000001").config == one_rank()
 
 
-def test_placements_survive_json() -> None:
-    init = Init("zeros")
+def test_placements_survive_a_file(tmp_path: Path) -> None:
+    init, parts = Init("zeros"), {"blocks.1.b": (2, 4)}
     placements = {
-        "a": Placement((6, 4), init, Shard(0, (((0, 2), (4, 5)), ((2, 4), (5, 6))))),
-        "b": Placement((5,), init, weight_decay=False), "c": Placement((3, 3), init, tied="words"),
+        "blocks.0.a": Placement((6, 4), init, Shard(0, (((0, 2), (4, 5)), ((2, 4), (5, 6))))),
+        "blocks.1.b": Placement((5,), init, weight_decay=False), "blocks.2.c": Placement((3, 3), init, tied="words"),
     }
-    assert placements_from_plain(json.loads(json.dumps(placements_to_plain(placements)))) == placements
+    size, digest = write_tensors(tmp_path / "pp0-tp1.safetensors", {}, header_of(placements, parts))
+    shard = SavedShard(tmp_path, ShardFile(0, 1, 0, (0, 3), size, digest), num_tp=2)
+    assert shard.placements == placements
+    assert shard.parts == parts
 
 
 def damage_one_rank(root: Path) -> tuple[int, list[str]]:

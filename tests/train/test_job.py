@@ -60,6 +60,24 @@ def test_an_interrupted_and_then_killed_job_ends_as_if_nothing_had_happened(tmp_
     assert (run / "executed.svg").read_text().count("stage") >= 2
 
 
+def test_a_job_of_two_ranks_goes_on_as_one(tmp_path: Path) -> None:
+    """Batches are kept by accumulation; the losses are those of a job that had two to the end, but for rounding."""
+    config = write_config(tmp_path)
+    two = ("--parallel.dp", "2", "--parallel.zero", "1")
+    for name, end in (("run", "3"), ("whole", "6")):
+        code, out = finish(torchrun(2, "train", config, *two, "--train.num_steps", end, "--run.name", name,
+                                    "--optim.decay", "constant"))
+        assert code == 0, out
+    code, out = finish(torchrun(1, "train", config, "--pipeline.num_microbatches", "4", "--optim.decay", "constant"))
+    assert code == 0, out
+    assert "since the last time: parallel.dp: 2 -> 1" in out
+    assert "going on after step 3" in out
+    moved, whole = (steps(metrics(tmp_path / "runs" / name)) for name in ("run", "whole"))
+    assert [step for step, _, _ in moved] == [1, 2, 3, 4, 5, 6]
+    for a, b in zip(moved, whole, strict=True):
+        assert a == pytest.approx(b, rel=1e-4)  # fp32
+
+
 def interrupt(config: Path, run: Path) -> int:
     """Starts the job, presses Ctrl-C, and returns the step it stopped after."""
     process = torchrun(2, "train", config, "--parallel.pp", "2", *LONG)

@@ -14,11 +14,12 @@ import pytest
 from train.runs import metrics, steps, write_config
 
 from hybridpar.cli import main
-from hybridpar.config import Config, Launch, load_toml
+from hybridpar.config import Config, Launch, from_mapping, load_toml, to_toml
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.train import loop
-from hybridpar.train.folder import in_use
+from hybridpar.train.folder import in_use, settled_early_switch
 from hybridpar.train.run import Run
+from hybridpar.validate import resolve
 
 ALONE = Launch(0, 0, 1, 1)
 
@@ -108,6 +109,33 @@ def test_a_run_can_be_made_longer(config: Config, capsys: pytest.CaptureFixture[
     assert (outcome.resumed_from, outcome.step) == (6, 8)
     assert "train.num_steps: 6 -> 8" in capsys.readouterr().err
     assert [row[0] for row in steps(metrics(config.run.folder))] == list(range(1, 9))
+
+
+def test_a_run_goes_on_under_another_schedule(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    loop.train(config, ALONE)
+    pipeline = replace(config.pipeline, schedule="1f1b", num_microbatches=4)  # type: ignore[arg-type]
+    longer = with_train(replace(config, pipeline=pipeline), num_steps=8, micro_batch_size=1)
+    outcome = loop.train(longer, ALONE)
+    assert (outcome.resumed_from, outcome.step) == (6, 8)
+    err = capsys.readouterr().err
+    assert "pipeline.schedule: '2bw' -> '1f1b'" in err
+    assert "pipeline.num_microbatches: 2 -> 4" in err
+    assert metrics(config.run.folder)[-2]["consumed_tokens"] == 8 * 4 * 16
+    with pytest.raises(CheckpointError, match=r"batches of 4 samples .* here they are 8 samples"):
+        loop.train(with_train(longer, num_steps=9, micro_batch_size=2), ALONE)
+
+
+def test_an_early_switch_is_measured_again_on_another_grid(config: Config) -> None:
+    auto = resolve(replace(config, pipeline=replace(config.pipeline, early_switch="auto")), 1)
+    assert settled_early_switch(auto) == "auto"
+    run_folder = config.run.folder
+    run_folder.mkdir(parents=True)
+    (run_folder / "config.toml").write_text(to_toml(replace(auto, pipeline=replace(auto.pipeline, early_switch=1))))
+    assert settled_early_switch(auto) == 1
+    for section, change in (("parallel", {"pp": 2}), ("pipeline", {"num_microbatches": 4}),
+                            ("train", {"micro_batch_size": 1})):
+        assert settled_early_switch(from_mapping({section: change}, auto)) == "auto"
+    assert settled_early_switch(from_mapping({"pipeline": {"early_switch": 0}}, auto)) == 0
 
 
 def test_another_model_is_refused_and_nothing_overwritten(config: Config) -> None:

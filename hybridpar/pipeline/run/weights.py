@@ -267,7 +267,8 @@ def _copy_all(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what
     for name, target in targets.items():
         if name not in tensors:
             raise CheckpointError(f"{what}: {name} is missing")
-        if tensors[name].shape != target.shape:
+        tensor = tensors[name]
+        if tensor.shape != target.shape:
             raise CheckpointError(
-                f"{what}: {name} has shape {tuple(tensors[name].shape)}, this model needs {tuple(target.shape)}")
-        target.copy_(tensors[name])
+                f"{what}: {name} has shape {tuple(tensor.shape)}, this model needs {tuple(target.shape)}")
+        target.copy_(tensor)

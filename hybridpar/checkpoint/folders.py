@@ -1,0 +1,78 @@
+"""The folders of a run's checkpoints: their names, how one appears, and how old ones go.
+
+    .step_00000200.part    being written, or left by a process that was killed
+    step_00000200          published: one rename makes it all appear
+    .step_00000200.old     what had that name before; counts as published while nothing else has it, as where a process
+                           was killed between the two renames
+    .step_00000100.gone    being removed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from pathlib import Path
+
+from hybridpar.checkpoint.files import sync
+from hybridpar.checkpoint.manifest import MANIFEST, Manifest
+
+KEEP = 2
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or would be."""
+    folder = _named(root, step)
+    outdated = _beside(folder, "old")
+    return outdated if (outdated / MANIFEST).exists() and not (folder / MANIFEST).exists() else folder
+
+
+def saved_steps(root: Path) -> list[int]:
+    """The steps that complete checkpoints below `root` were made at, newest first."""
+    names = [path.parent.name for path in (*root.glob(f"step_*/{MANIFEST}"), *root.glob(f".step_*.old/{MANIFEST}"))]
+    found = [re.fullmatch(r"\.?step_([0-9]{8,18})(\.old)?", name) for name in names]
+    return sorted({int(match[1]) for match in found if match}, reverse=True)
+
+
+def begin(root: Path, step: int) -> Path:
+    """An empty folder to write the checkpoint of a step into. Raises: OSError."""
+    aside = _beside(_named(root, step), "part")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    return aside
+
+
+def publish(aside: Path, manifest: Manifest) -> Path:
+    """Completes a folder that has all its shards, and gives it its name; where it is then. Raises: OSError."""
+    folder = _named(aside.parent, manifest.step)
+    (aside / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    sync(aside / MANIFEST)
+    sync(aside)
+    if folder.exists():  # a damaged one that was passed over, or the end of a run that is now to be longer
+        outdated = _beside(folder, "old")
+        shutil.rmtree(outdated, ignore_errors=True)
+        folder.rename(outdated)
+    aside.rename(folder)
+    sync(folder.parent)
+    return folder
+
+
+def prune(root: Path, newest: int, keep: int = KEEP) -> None:
+    """Removes what is older than the newest `keep` up to step `newest`, and what a killed process left half written."""
+    with contextlib.suppress(OSError):  # what stays takes space, no more
+        for step in [step for step in saved_steps(root) if step <= newest][keep:]:
+            gone = _beside(_named(root, step), "gone")
+            shutil.rmtree(gone, ignore_errors=True)
+            folder_of(root, step).rename(gone)
+    kept = {folder_of(root, step) for step in saved_steps(root)}
+    for path in (path for kind in ("part", "old", "gone") for path in root.glob(f".step_*.{kind}")):
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _named(root: Path, step: int) -> Path:
+    return root / f"step_{step:08d}"
+
+
+def _beside(folder: Path, kind: str) -> Path:
+    return folder.with_name(f".{folder.name}.{kind}")

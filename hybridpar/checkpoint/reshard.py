@@ -1,0 +1,98 @@
+"""Where the elements that one rank needs lie in what other ranks have written: arithmetic alone, nothing is read.
+
+    global   [ 0 1 2 3 4 5 6 7 8 9 ]
+    saved    rank 0: [ 0 1 2 3 4 ]     rank 1: [ 5 6 7 8 9 ]
+    wanted   rank 1 of 3: [ 4 5 6 ]    pieces: 1 element at 4 of rank 0 to 0, 2 elements at 0 of rank 1 to 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import numpy as np
+
+from hybridpar.checkpoint.tensorfile import Pieces
+from hybridpar.nn.placement import Placement, Range, Shard
+
+Located = tuple[int, int, int]  # global start, global stop, position in the local tensor
+
+
+def find_pieces(wanted: Placement, rank: int, saved: Placement) -> dict[int, Pieces]:
+    """Which pieces of the saved local tensors make up the local tensor of `rank`, by the tp rank that saved them.
+
+    Each element has one source, that of the same tp rank where it has it: rows may be held by several.
+    Shapes: rows of (first element there, first element here, how many), counted in flat tensors.
+    Raises: ValueError if the two are not the same parameter.
+    """
+    if wanted.shape != saved.shape:
+        raise ValueError(f"has shape {list(saved.shape)}, this model needs {list(wanted.shape)}")
+    dims = {shard.dim for shard in (wanted.shard, saved.shard) if shard is not None} or {0}
+    if len(dims) > 1:
+        raise ValueError("is split along another dimension")
+    dim, = dims
+    missing = _located(wanted.shard, rank, wanted.shape[dim])
+    here = sum(stop - start for start, stop, _ in missing)
+    num_sources = 1 if saved.shard is None else len(saved.shard.ranges)
+    outer, inner = prod(wanted.shape[:dim]), prod(wanted.shape[dim + 1 :])
+    found: dict[int, Pieces] = {}
+    for source in sorted(range(num_sources), key=lambda source: source != rank):
+        ranges = _located(saved.shard, source, saved.shape[dim])
+        lines = []
+        for start, stop, there in ranges:
+            lines += [(there + a - start, at, b - a) for a, b, at in _inside(missing, start, stop)]
+            missing = list(_outside(missing, start, stop))
+        if lines and outer:
+            extent = sum(stop - start for start, stop, _ in ranges)
+            found[source] = _flat(lines, outer, inner, extent, here)
+    if missing:
+        raise ValueError(f"nobody has saved {missing[0][0]} to {missing[0][1]} of dimension {dim}")
+    return found
+
+
+def clip(pieces: Pieces, column: int, part: Range) -> Pieces:
+    """What of `pieces` lies in `part` of one side (column 0: there, 1: here), counted from its start there."""
+    start, stop = part
+    first = np.maximum(pieces[:, column], start)
+    count = np.minimum(pieces[:, column] + pieces[:, 2], stop) - first
+    clipped = pieces[:, :2] + (first - pieces[:, column])[:, None]
+    clipped[:, column] -= start
+    return np.column_stack([clipped, count])[count > 0]
+
+
+def _located(shard: Shard | None, rank: int, size: int) -> list[Located]:
+    """The global ranges that a rank holds, and where in its tensor they begin."""
+    ranges: tuple[Range, ...] = ((0, size),) if shard is None else shard.ranges[rank]
+    found, at = [], 0
+    for start, stop in ranges:
+        if start < stop:
+            found.append((start, stop, at))
+        at += stop - start
+    return found
+
+
+def _inside(ranges: list[Located], start: int, stop: int) -> Iterator[Located]:
+    for a, b, at in ranges:
+        low, high = max(a, start), min(b, stop)
+        if low < high:
+            yield low, high, at + low - a
+
+
+def _outside(ranges: list[Located], start: int, stop: int) -> Iterator[Located]:
+    for a, b, at in ranges:
+        for low, high in ((a, min(b, start)), (max(a, stop), b)):
+            if low < high:
+                yield low, high, at + low - a
+
+
+def _flat(lines: list[Located], outer: int, inner: int, there: int, here: int) -> Pieces:
+    """Ranges along one dimension, of extents `there` and `here`, as pieces of flat tensors; neighbours are joined."""
+    table = np.array(lines, np.int64) * inner
+    steps = np.arange(outer, dtype=np.int64)[:, None, None] * np.array([there * inner, here * inner, 0])
+    pieces = (table[None] + steps).reshape(-1, 3)
+    pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
+    ends = pieces[:-1, :2] + pieces[:-1, 2:]
+    starts = np.concatenate([[True], (ends != pieces[1:, :2]).any(1)])
+    joined = pieces[starts]
+    joined[:, 2] = np.add.reduceat(pieces[:, 2], np.flatnonzero(starts))
+    return joined

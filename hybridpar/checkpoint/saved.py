@@ -1,0 +1,129 @@
+"""An opened checkpoint: any part of any tensor, read for a rank of any grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridpar.checkpoint.manifest import Manifest, read_manifest
+from hybridpar.checkpoint.reshard import clip, find_pieces
+from hybridpar.checkpoint.shards import MASTER, OPTIMIZER, WEIGHTS, SavedShard
+from hybridpar.errors import CheckpointError
+from hybridpar.nn.placement import Placement, Range
+from hybridpar.optim import ParameterSlot
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A stage that has saved a parameter, and what it is called there."""
+
+    stage: int
+    name: str
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """A file's tensor, which is elements `part` of a parameter's local tensor."""
+
+    shard: SavedShard
+    key: str
+    part: Range
+
+
+class Saved:
+    """Reads pieces of a checkpoint's tensors, from those files alone that have them; a file's header is read once.
+
+    Checksums are not compared here. Raises: CheckpointError, here and below, for what is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest | None = None):
+        self.folder, self.manifest = folder, manifest or read_manifest(folder)
+        self._where = {(shard.pp, shard.tp, shard.dp): shard for shard in self.manifest.shards}
+        self._open: dict[tuple[int, int, int], SavedShard] = {}
+        self.stages = {shard.pp: range(*shard.blocks) for shard in self.manifest.shards}
+
+    def placements(self, stage: int) -> dict[str, Placement]:
+        """Those of a stage's parameters, by name."""
+        return self._shard(stage, 0, 0).placements
+
+    def holders(self, name: str, tied: str = "") -> list[Holder]:
+        """Who has saved a parameter: under this name first, then under another one that is tied to it."""
+        found = [Holder(stage, name, self.placements(stage)[name]) for stage, blocks in self.stages.items()
+                 if _block_of(name) in blocks and name in self.placements(stage)]
+        for stage in sorted({min(self.stages), max(self.stages)}) if tied else ():  # with the embedding, or the head
+            found += [Holder(stage, other, place) for other, place in self.placements(stage).items()
+                      if place.tied == tied and other != name]
+        return found
+
+    def keeps_state(self, slot: ParameterSlot, state: str) -> bool:
+        """Whether the optimizer kept such a state, say 'momentum', of this parameter or of any other one beside it."""
+        holders = self.holders(slot.name, slot.placement.tied)
+        return any(state in shard.optimizer_states for holder in holders for shard in self._replicas(holder.stage, 0))
+
+    def read(self, slot: ParameterSlot, kind: str, what: str = "") -> Tensor:
+        """What `slot` names of a parameter's weights (`what`: the version), master, or optimizer state (`what`: which).
+
+        Shapes: slot.shape, on the CPU, in memory of its own.
+        """
+        holders = self.holders(slot.name, slot.placement.tied)
+        wanted = f"{kind} {what} of {slot.name}" if what else f"{kind} of {slot.name}"
+        if not (first := self._keepers(holders, 0, kind, what)):
+            raise CheckpointError(f"{self.folder}: has no {wanted}")
+        target = torch.empty(slot.numel, dtype=first[0].shard.file.tensors[first[0].key].dtype)
+        filled = 0
+        try:
+            sources = find_pieces(slot.placement, slot.tp_rank, holders[0].placement)
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder}: {slot.name} {error}") from None
+        for source, pieces in sources.items():
+            if slot.part is not None:
+                pieces = clip(pieces, 1, slot.part)
+            done = 0
+            for keeper in self._keepers(holders, source, kind, what) if len(pieces) else ():
+                start, stop = max(done, keeper.part[0]), keeper.part[1]
+                mine = clip(pieces, 0, (start, stop))
+                mine[:, 0] += start - keeper.part[0]
+                keeper.shard.file.read(keeper.key, mine, target)
+                filled += int(mine[:, 2].sum())
+                done = max(done, stop)
+        if filled != slot.numel:
+            raise CheckpointError(f"{self.folder}: has only {filled} of {slot.numel} elements of {wanted}")
+        return target.view(slot.shape)
+
+    def read_newest(self, slot: ParameterSlot) -> Tensor:
+        """The newest weights of a parameter, neither rounded nor predicted: the master's where there is one."""
+        if self._keepers(self.holders(slot.name, slot.placement.tied), 0, MASTER, ""):
+            return self.read(slot, MASTER)
+        return self.read(slot, WEIGHTS, str(self.manifest.step))
+
+    def _keepers(self, holders: Sequence[Holder], tp: int, kind: str, what: str) -> list[Keeper]:
+        """Those tensors that make up what holders' tensor part `tp` has, in the order of their parts."""
+        found = []
+        for holder in holders:
+            key = {WEIGHTS: f"{WEIGHTS}/{what}/{holder.name}", MASTER: f"{MASTER}/{holder.name}",
+                   OPTIMIZER: f"{OPTIMIZER}/{holder.name}.{what}"}[kind]
+            whole = 0, prod(holder.placement.local_shape(tp))
+            found += [Keeper(shard, key, whole if kind == WEIGHTS else shard.parts.get(holder.name, whole))
+                      for shard in self._replicas(holder.stage, tp) if key in shard.file.tensors]
+        return sorted(found, key=lambda keeper: keeper.part)
+
+    def _replicas(self, stage: int, tp: int) -> list[SavedShard]:
+        return [self._shard(*where) for where in sorted(self._where) if where[:2] == (stage, tp)]
+
+    def _shard(self, pp: int, tp: int, dp: int) -> SavedShard:
+        where = pp, tp, dp
+        if where not in self._open:
+            self._open[where] = SavedShard(self.folder, self._where[where], self.manifest.config.parallel.tp)
+        return self._open[where]
+
+
+def _block_of(name: str) -> int:
+    """3 for blocks.3.mlp.up.weight; -1 for what is in no block."""
+    number = name.split(".")[1] if name.startswith("blocks.") else ""
+    return int(number) if number.isdecimal() else -1

@@ -1,0 +1,133 @@
+"""One file of a checkpoint: which tensors of which parameters it has, and how they are placed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from hybridpar.checkpoint import plain
+from hybridpar.checkpoint.files import sha256
+from hybridpar.checkpoint.manifest import ShardFile
+from hybridpar.checkpoint.tensorfile import TensorFile, TensorInfo
+from hybridpar.errors import CheckpointError
+from hybridpar.nn.placement import Init, Placement, Range, Shard
+
+WEIGHTS, MASTER, OPTIMIZER = "weights", "master", "optimizer"
+
+
+def check_file(folder: Path, expected: ShardFile) -> None:
+    """Compares a file's size and checksum with the manifest's. Raises: CheckpointError, also where it is missing."""
+    path = folder / expected.name
+    try:
+        if (size := path.stat().st_size) != expected.num_bytes:
+            raise CheckpointError(f"{path}: has {size} bytes, should have {expected.num_bytes}")
+        if sha256(path) != expected.sha256:
+            raise CheckpointError(f"{path}: is damaged (its checksum differs from the manifest's)")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+class SavedShard:
+    """What one rank has written: tensors named as by Engine.state_tensors, of parameters placed as `placements` say.
+
+    `parts`: of parameters that it updates in part, which elements of the local tensor; `master` and `optimizer` tensors
+    of those are vectors. Raises: CheckpointError if the file is missing, or not what the manifest and itself say.
+    """
+
+    def __init__(self, folder: Path, where: ShardFile, num_tp: int):
+        self.where = where
+        self.file = TensorFile(folder / where.name)
+        try:
+            placements, parts = (_parse_json(self.file, key) for key in ("placements", "parts"))
+            self.placements = {name: _parse_placement(name, value, num_tp) for name, value in placements.items()}
+            self.parts = {name: plain.span(value, f"the part of {name}", self._numel(name))
+                          for name, value in parts.items()}
+            self._check_blocks()
+            for name, info in self.file.tensors.items():
+                self._check_tensor(name, info)
+        except ValueError as error:
+            raise CheckpointError(f"{self.file.path}: is damaged ({error})") from None
+
+    def _numel(self, name: str) -> int:
+        if name not in self.placements:
+            raise ValueError(f"{name} has no placement")
+        return prod(self.placements[name].local_shape(self.where.tp))
+
+    def _check_blocks(self) -> None:
+        """So a model is never larger than its files."""
+        start, stop = self.where.blocks
+        found = {name.split(".")[1] for name in self.placements if name.startswith("blocks.") and name.count(".") > 1}
+        # a tied head is kept with the embedding, and may have nothing else
+        least = stop - start - (stop - start > 1 and any(place.tied for place in self.placements.values()))
+        if not least <= len(found) <= stop - start or not found <= set(map(str, range(start, stop))):
+            raise ValueError(f"it has parameters of {len(found)} blocks, the manifest says {start} to {stop - 1}")
+
+    def _check_tensor(self, name: str, info: TensorInfo) -> None:
+        kind, _, rest = name.partition("/")
+        version, parameter = "", rest
+        if kind == WEIGHTS:
+            version, _, parameter = rest.partition("/")
+        elif kind == OPTIMIZER:
+            parameter = rest.rpartition(".")[0]
+        if kind not in (WEIGHTS, MASTER, OPTIMIZER) or (kind == WEIGHTS and not version.isdecimal()):
+            raise ValueError(f"{name!r} is no tensor of a checkpoint")
+        if parameter not in self.placements:
+            raise ValueError(f"{name} has no placement")
+        shape = self.placements[parameter].local_shape(self.where.tp)
+        if kind != WEIGHTS and parameter in self.parts:
+            start, stop = self.parts[parameter]
+            shape = (stop - start,)
+        if info.shape != shape:
+            raise ValueError(f"{name} has shape {list(info.shape)}, its placement says {list(shape)}")
+
+    @cached_property
+    def optimizer_states(self) -> frozenset[str]:
+        """What an optimizer has kept of parameters, say 'momentum'."""
+        return frozenset(name.rpartition(".")[2] for name in self.file.tensors if name.startswith(f"{OPTIMIZER}/"))
+
+
+def header_of(placements: Mapping[str, Placement], parts: Mapping[str, Range]) -> dict[str, str]:
+    """What a file says of its tensors."""
+    return {"placements": json.dumps(placements_to_plain(placements)), "parts": json.dumps(parts)}
+
+
+def placements_to_plain(placements: Mapping[str, Placement]) -> dict[str, Any]:
+    """Placements as JSON values: what it takes to put shards together, or to cut them anew for another grid."""
+    return {
+        name: {
+            "shape": list(p.shape), "weight_decay": p.weight_decay, "tied": p.tied,
+            "shard": None if p.shard is None else {
+                "dim": p.shard.dim, "ranges": [[list(r) for r in ranges] for ranges in p.shard.ranges]},
+        }
+        for name, p in placements.items()
+    }
+
+
+def _parse_json(file: TensorFile, key: str) -> plain.Object:
+    if key not in file.metadata:
+        raise ValueError(f"its header has no {key}")
+    return plain.mapping(plain.parse(file.metadata[key]), key)
+
+
+def _parse_placement(name: str, value: Any, num_tp: int) -> Placement:
+    """Without how the parameter was initialised, which is not kept. Raises: ValueError."""
+    value = plain.mapping(value, name)
+    shape = tuple(plain.integer(n, f"{name}: shape") for n in plain.sequence(value.get("shape"), f"{name}: shape"))
+    return Placement(
+        shape, Init("zeros"), None if value.get("shard") is None else _parse_split(name, value["shard"], shape, num_tp),
+        weight_decay=bool(value.get("weight_decay")), tied=plain.string(value.get("tied"), f"{name}: tied"))
+
+
+def _parse_split(name: str, value: Any, shape: tuple[int, ...], num_tp: int) -> Shard:
+    what = f"{name}: shard"
+    value = plain.mapping(value, what)
+    dim = plain.integer(value.get("dim"), what, 0, len(shape) - 1)
+    ranks = plain.sequence(value.get("ranges"), what)
+    if len(ranks) != num_tp:
+        raise ValueError(f"{what}: is split over {len(ranks)} ranks, the grid has tp = {num_tp}")
+    return Shard(dim, tuple(tuple(plain.span(r, what, shape[dim]) for r in plain.sequence(ranges, what))
+                            for ranges in ranks))

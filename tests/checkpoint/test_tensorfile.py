@@ -1,0 +1,131 @@
+"""Our safetensors files are everyone's; a header that does not describe its file exactly is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from hybridpar.checkpoint.tensorfile import TensorFile, write_tensors
+from hybridpar.errors import CheckpointError
+
+TENSORS = {
+    "b": torch.arange(6, dtype=torch.float32).view(2, 3), "a": torch.randn(5, dtype=torch.float64),
+    "half": torch.ones(3, dtype=torch.bfloat16), "fp16": torch.ones(1, 1, dtype=torch.float16),
+    "empty": torch.empty(0, 4), "turned": torch.arange(6.0).view(2, 3).T, "one": torch.tensor(3.0),
+}
+
+
+def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    size, digest = write_tensors(path, TENSORS, {"key": "väl\nue"})
+    assert (size, digest) == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+    found = load_file(path)
+    assert found.keys() == TENSORS.keys()
+    assert all(torch.equal(found[name], t) and found[name].dtype == t.dtype for name, t in TENSORS.items())
+    assert TensorFile(path).metadata == {"key": "väl\nue"}
+
+
+def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    save_file({name: t.contiguous() for name, t in TENSORS.items()}, path, metadata={"k": "v"})
+    file = TensorFile(path)
+    assert file.metadata == {"k": "v"}
+    for name, tensor in TENSORS.items():
+        target = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        file.read(name, np.array([[0, 0, tensor.numel()]]), target)
+        assert torch.equal(target, tensor.flatten())
+        assert file.tensors[name].shape == tensor.shape
+
+
+def test_pieces(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "file", {"x": torch.arange(10.0), "y": torch.arange(10.0) + 100}, {})
+    target = torch.zeros(6)
+    TensorFile(tmp_path / "file").read("y", np.array([[8, 0, 2], [1, 3, 3]]), target)
+    assert target.tolist() == [108, 109, 0, 101, 102, 103]
+
+
+def test_a_file_that_shrinks_after_it_was_opened(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_tensors(path, {"x": torch.arange(1000.0)}, {})
+    file = TensorFile(path)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match="x cannot be read"):
+        file.read("x", np.array([[0, 0, 1000]]), torch.empty(1000))
+    path.unlink()
+    with pytest.raises(CheckpointError, match="x cannot be read"):
+        file.read("x", np.array([[0, 0, 1]]), torch.empty(1000))
+
+
+def write_header(path: Path, header: Any, data: bytes = b"\0" * 16) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(start: int = 0, stop: int = 16, shape: Any = (4,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(("header", "says"), [
+    ({"a": entry(0, 8, (2,)), "b": entry(8, 16, (2,), "F99")}, "of type 'F99'"),
+    ({"a": entry(shape=(5,))}, r"has 16 bytes, which is not shape \[5\]"),
+    ({"a": entry(shape=(2**61, 2))}, "is not shape"),
+    ({"a": entry(shape=(-4,))}, "not a whole number"), ({"a": entry(shape=(4.0,))}, "not a whole number"),
+    ({"a": entry(shape=(True, 4))}, "not a whole number"), ({"a": entry(shape="4")}, "not a list"),
+    ({"a": entry(shape=(1,) * 9 + (4,))}, "is not shape"),
+    ({"a": entry(0, 8, (2,))}, "end at byte 8 of 16"), ({"a": entry(8, 16, (2,))}, "begins at byte 8"),
+    ({"a": entry(), "b": entry()}, "begins at byte 0, what comes before ends at 16"),
+    ({"a": entry(0, 12, (3,)), "b": entry(8, 16, (2,))}, "begins at byte 8, what comes before ends at 12"),
+    ({"a": entry(0, 32, (8,))}, "from 0 to 16"), ({"a": entry(16, 0)}, "not a whole number"),
+    ({"a": {"dtype": "F32", "shape": [4]}}, "data_offsets is not a list"), ({"a": 3}, "a is not an object"),
+    ([], "the header is not an object"), ({"__metadata__": {"k": 3}, "a": entry()}, "metadata k is not a text"),
+    (b'{"a":{},"a":{}}', "one key twice"), (b"[" * 100_000, "nests too deep"), (b"\xff\xfe", "damaged"),
+    (b"", "cannot be 0 bytes long"),
+])
+def test_a_header_that_lies_is_refused(tmp_path: Path, header: Any, says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        TensorFile(write_header(tmp_path / "file", header))
+
+
+@pytest.mark.parametrize("length", [0, 1, 25, 2**20, 2**63, 2**64 - 1])
+def test_a_header_longer_than_the_file(tmp_path: Path, length: int) -> None:
+    (tmp_path / "file").write_bytes(length.to_bytes(8, "little") + b"{}" * 8)
+    with pytest.raises(CheckpointError, match="damaged, or no safetensors file"):
+        TensorFile(tmp_path / "file")
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        TensorFile(tmp_path / "nowhere")
+    (tmp_path / "file").write_bytes(b"1234")
+    with pytest.raises(CheckpointError, match="damaged"):
+        TensorFile(tmp_path / "file")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+    | st.sampled_from(["F32", "dtype", "shape", "data_offsets"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
+        st.sampled_from(["dtype", "shape", "data_offsets", "__metadata__", "a"]), inner, max_size=4), max_leaves=12)
+
+
+@settings(max_examples=300)
+@given(st.one_of(VALUES, st.dictionaries(st.text(max_size=3), st.fixed_dictionaries({
+    "dtype": st.sampled_from(["F32", "F64", "I8"]), "shape": st.lists(st.integers(-1, 5), max_size=3),
+    "data_offsets": st.lists(st.integers(-1, 40), min_size=1, max_size=3)}), max_size=3)), st.integers(0, 40))
+def test_any_header_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, header: Any, size: int) -> None:
+    path = write_header(tmp_path_factory.getbasetemp() / "fuzzed", header, b"\0" * size)
+    try:
+        file = TensorFile(path)
+    except CheckpointError:
+        return
+    assert sum(t.dtype.itemsize * int(np.prod(t.shape)) for t in file.tensors.values()) == size
