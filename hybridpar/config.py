@@ -165,6 +165,16 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """Which of a run's checkpoints stay; when they are made is train.save_interval's."""
+
+    keep: int = 2
+    """The newest ones."""
+    keep_best: int = 0
+    """And those with the lowest validation loss, of steps that were evaluated and saved."""
+
+
+@dataclass(frozen=True)
 class DataConfig:
     corpus: tuple[str, ...] = ("stdlib",)
     """Text files, folders, .jsonl files, prefixes of .bin/.idx pairs, or 'stdlib' (the Python library's own source)."""
@@ -230,6 +240,7 @@ class Config:
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     run: RunConfig = field(default_factory=RunConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     @property
     def global_batch_size(self) -> int:

@@ -17,13 +17,13 @@ from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 POSITIVE = (
     "model.num_layers", "model.hidden_size", "model.num_heads", "model.seq_length", "model.vocab_size",
     "parallel.tp", "parallel.pp", "pipeline.num_microbatches", "train.num_steps", "train.micro_batch_size",
-    "train.timeout_s", "train.log_interval", "train.eval_batches", "optim.loss_scale", "optim.eps",
+    "train.timeout_s", "train.log_interval", "checkpoint.keep", "train.eval_batches", "optim.loss_scale", "optim.eps",
 )
 NOT_NEGATIVE = (
     "model.num_kv_heads", "model.ffn_hidden_size", "model.norm_eps", "model.init_std", "model.logits_chunk",
     "parallel.dp", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps", "optim.weight_decay",
     "optim.clip_grad", "optim.momentum", "optim.staleness_steps", "train.seed", "train.threads", "train.eval_interval",
-    "train.save_interval", "plan.step_ms",
+    "train.save_interval", "checkpoint.keep_best", "plan.step_ms",
 )
 BELOW_ONE = ("model.dropout", "model.attention_dropout", "model.label_smoothing", "data.split")
 
@@ -43,7 +43,7 @@ def problems(config: Config, world_size: int) -> list[Problem]:
     if not found:  # what follows divides by these numbers
         found = [
             *_grid(config, world_size), *_model(config), *_pipeline(config), *_staleness(config), *_data(config),
-            *_kernels(config)]
+            *_kernels(config), *_checkpoints(config)]
     return found
 
 
@@ -124,6 +124,16 @@ def _staleness(config: Config) -> Iterator[Problem]:
     if works and schedule not in works:
         yield Problem("optim.staleness", staleness, "makes up for old gradients as pipeline.schedule = "
                       f"{' or '.join(works)} has them, not {schedule}", '"none"')
+
+
+def _checkpoints(config: Config) -> Iterator[Problem]:
+    train, best = config.train, config.checkpoint.keep_best
+    if best and not train.eval_interval:
+        yield Problem("checkpoint.keep_best", best, "needs validation losses, and train.eval_interval is 0", "0")
+    elif best and train.save_interval % train.eval_interval:
+        yield Problem("train.save_interval", train.save_interval, "must be a multiple of train.eval_interval = "
+                      f"{train.eval_interval}, so that checkpoint.keep_best can tell which checkpoint is best",
+                      str(-(-train.save_interval // train.eval_interval) * train.eval_interval))
 
 
 def _kernels(config: Config) -> Iterator[Problem]:

@@ -1,13 +1,13 @@
 """Checkpoints: saved by any grid, resumed on any other; weights for new runs; and exchange with Hugging Face."""
 
 from hybridpar.checkpoint.compatible import check_compatible
-from hybridpar.checkpoint.folders import saved_steps
+from hybridpar.checkpoint.folders import best_steps, saved_steps
 from hybridpar.checkpoint.load import FullWeights, find, load_full, newest, resume
 from hybridpar.checkpoint.manifest import Manifest, read_manifest
 from hybridpar.checkpoint.save import save, save_weights
 from hybridpar.checkpoint.start import find_start, start_from
 
 __all__ = [
-    "FullWeights", "Manifest", "check_compatible", "find", "find_start", "load_full", "newest", "read_manifest",
-    "resume", "save", "save_weights", "saved_steps", "start_from",
+    "FullWeights", "Manifest", "best_steps", "check_compatible", "find", "find_start", "load_full", "newest",
+    "read_manifest", "resume", "save", "save_weights", "saved_steps", "start_from",
 ]

@@ -15,9 +15,9 @@ import shutil
 from pathlib import Path
 
 from hybridpar.checkpoint.files import sync
-from hybridpar.checkpoint.manifest import MANIFEST, Manifest
-
-KEEP = 2
+from hybridpar.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from hybridpar.config import CheckpointConfig
+from hybridpar.errors import CheckpointError
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -57,10 +57,11 @@ def publish(aside: Path, manifest: Manifest) -> Path:
     return folder
 
 
-def prune(root: Path, newest: int, keep: int = KEEP) -> None:
-    """Removes what is older than the newest `keep` up to step `newest`, and what a killed process left half written."""
+def prune(root: Path, newest: int, settings: CheckpointConfig) -> None:
+    """Removes checkpoints up to step `newest` that need not stay, and what a killed process left half written."""
     with contextlib.suppress(OSError):  # what stays takes space, no more
-        for step in [step for step in saved_steps(root) if step <= newest][keep:]:
+        older = [step for step in saved_steps(root) if step <= newest][settings.keep :]
+        for step in set(older) - set(best_steps(root, settings.keep_best)):
             gone = _beside(_named(root, step), "gone")
             shutil.rmtree(gone, ignore_errors=True)
             folder_of(root, step).rename(gone)
@@ -68,6 +69,17 @@ def prune(root: Path, newest: int, keep: int = KEEP) -> None:
     for path in (path for kind in ("part", "old", "gone") for path in root.glob(f".step_*.{kind}")):
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def best_steps(root: Path, most: int = 1) -> list[int]:
+    """The steps with the lowest validation losses among those saved below `root`, best first, of equal ones the newest.
+    """
+    found = []
+    for step in saved_steps(root) if most else ():
+        with contextlib.suppress(CheckpointError):
+            if (loss := read_manifest(folder_of(root, step)).val_loss) is not None:
+                found.append((loss, -step))
+    return [-step for _, step in sorted(found)[:most]]
 
 
 def _named(root: Path, step: int) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,18 +45,18 @@ Written = tuple[ShardFile, tuple[int, ...]]
 """A file, and the versions of the weights that its stage has."""
 
 
-def save(root: Path, engine: Trainee, corpus: str) -> Path:
-    """Saves `engine` (its pipeline drained) under `root`, removes checkpoints older than the newest KEEP; its folder.
+def save(root: Path, engine: Trainee, corpus: str, val_loss: float | None = None) -> Path:
+    """Saves `engine` (its pipeline drained) under `root`, removes what config.checkpoint does not keep; its folder.
 
-    `corpus`: fingerprint of the data stream.
+    `corpus`: fingerprint of the data stream. `val_loss`: that of this step, if it was evaluated.
     Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any cannot write.
     """
     grid, state = engine.grid, TrainingState.of(engine.state_meta())
     step = state.batches_done
 
     def finish() -> Path:
-        folder = publish(aside, make_manifest(engine.config, corpus, state, filter(None, everyone)))
-        prune(root, step)
+        folder = publish(aside, make_manifest(engine.config, corpus, state, filter(None, everyone), val_loss))
+        prune(root, step, engine.config.checkpoint)
         return folder
 
     aside = _on(grid, grid.rank == 0, lambda: begin(root, step))[0]
@@ -95,11 +96,14 @@ def write_shard(folder: Path, engine: Trainee) -> Written:
     return ShardFile(*where, (blocks.start, blocks.stop), size, digest), state.versions
 
 
-def make_manifest(config: Config, corpus: str, state: TrainingState, written: Iterable[Written]) -> Manifest:
+def make_manifest(config: Config, corpus: str, state: TrainingState, written: Iterable[Written],
+                  val_loss: float | None = None) -> Manifest:
     """The table of contents of files that are all written; `state`: of any rank."""
     shards, versions = zip(*written, strict=True)
     common = set.intersection(*map(set, versions))
-    return Manifest(config, corpus, replace(state, versions=tuple(sorted(common))), shards)
+    known = val_loss is not None and isfinite(val_loss)
+    state = replace(state, versions=tuple(sorted(common)))
+    return Manifest(config, corpus, state, shards, val_loss if known else None)
 
 
 def save_weights(root: Path, config: Config, weights: Mapping[str, Tensor],

@@ -6,7 +6,7 @@
         executed.svg      the same batches, drawn          loss.png         where matplotlib is installed
         tokenizer.json    of the corpus                    sample.txt       GPT: text from the trained model
         costs.json        what its steps cost, measured    tensorboard/     where tensorboard is installed
-        checkpoints/      the newest two
+        checkpoints/      the newest ones, and the best
 """
 
 from __future__ import annotations

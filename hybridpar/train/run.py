@@ -82,6 +82,8 @@ class Run:
         self.board = TensorBoard(self.folder / "tensorboard", resumed, enabled=self.writes)
         self.loss: float | None = None
         self.val_loss: float | None = None
+        self.evaluated = -1
+        """The step of val_loss."""
         self.recorder: trace.Recorder | None = None
         self.traced = False
         self.costs: RunCosts | None = None
@@ -182,7 +184,7 @@ class Run:
             return
         assert self.valid_loader is not None, "validate.py refuses evaluations without data.split"
         losses = self.engine.evaluate(self.valid_loader, settings.eval_batches)
-        self.val_loss = sum(losses.values())
+        self.val_loss, self.evaluated = sum(losses.values()), step
         if self.metrics is not None:
             row: dict[str, Any] = {"step": step, "val_loss": self.val_loss}
             self.metrics.write(row | ({"val_losses": losses} if len(losses) > 1 else {}))
@@ -190,8 +192,10 @@ class Run:
             self.reporter.evaluation(step, self.val_loss)
 
     def _save(self) -> None:
-        where = checkpoint.save(self.folder / run_folder.CHECKPOINTS, self.engine, self.corpus)
-        self.reporter.say(f"step {self.engine.batches_done}: saved {where}")
+        step = self.engine.batches_done
+        val_loss = self.val_loss if self.evaluated == step else None
+        where = checkpoint.save(self.folder / run_folder.CHECKPOINTS, self.engine, self.corpus, val_loss)
+        self.reporter.say(f"step {step}: saved {where}")
 
     def _stop(self, number: int) -> None:
         self.engine.stop_requested = True

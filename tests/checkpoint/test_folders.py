@@ -1,0 +1,212 @@
+"""Which checkpoints stay, and that one appears whole or not at all, whenever the process that writes it is killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint.grids import differing, engines, fill
+from checkpoint.test_reshard import make
+
+from hybridpar import checkpoint
+from hybridpar.checkpoint import folders
+from hybridpar.config import CheckpointConfig, Config
+
+CONFIG = make({})
+
+
+def save_at(root: Path, step: int, config: Config = CONFIG, val_loss: float | None = None) -> None:
+    (engine,) = engines(config)
+    fill(engine, step)
+    checkpoint.save(root, engine, "corpus", val_loss)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def is_whole(root: Path, steps: set[int]) -> int:
+    """The step of the newest checkpoint, which must be one of those, and not passed over."""
+    (engine,) = engines(CONFIG)
+    said: list[str] = []
+    step = checkpoint.resume(root, engine, "corpus", said.append)
+    assert step in steps
+    assert not said
+    assert not differing(engine)
+    return step
+
+
+# -- what stays ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("keep", "keep_best", "expected"), [
+    (2, 0, [6, 5]), (1, 0, [6]), (4, 0, [6, 5, 4, 3]), (1, 1, [6, 3]), (2, 3, [6, 5, 3, 1]), (1, 2, [6, 5, 3]),
+    (1, 9, [6, 5, 3, 2, 1]),
+])
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, keep: int, keep_best: int, expected: list[int]) -> None:
+    config = make({}, checkpoint={"keep": keep, "keep_best": keep_best})
+    for step, loss in enumerate([2.0, 2.5, 1.0, None, 2.0, float("nan")], 1):
+        save_at(tmp_path, step, config, loss)
+    assert checkpoint.saved_steps(tmp_path) == expected
+    assert names(tmp_path) == [f"step_{step:08d}" for step in reversed(expected)]
+
+
+def test_of_equally_good_ones_the_newest_is_best(tmp_path: Path) -> None:
+    for step, loss in enumerate([1.0, 1.0, 2.0], 1):
+        save_at(tmp_path, step, make({}, checkpoint={"keep": 3}), loss)
+    assert checkpoint.best_steps(tmp_path) == [2]
+    assert checkpoint.best_steps(tmp_path, 3) == [2, 1, 3]
+    (tmp_path / "step_00000002" / "manifest.json").write_text("{}")
+    assert checkpoint.best_steps(tmp_path) == [1]
+
+
+def test_checkpoints_ahead_of_the_one_that_is_saved_stay(tmp_path: Path) -> None:
+    """As where the newest was damaged and training went back."""
+    for step in (7, 8, 3, 4, 5):
+        save_at(tmp_path, step)
+    assert checkpoint.saved_steps(tmp_path) == [8, 7, 5, 4]
+
+
+def test_other_names_are_let_alone(tmp_path: Path) -> None:
+    for name in ("step_x", "step_1", "mine", ".step_00000001.kept", "step_00000001.tmp"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "manifest.json").write_text("{}")
+    before = names(tmp_path)
+    assert checkpoint.saved_steps(tmp_path) == []
+    save_at(tmp_path, 9)
+    assert names(tmp_path) == sorted([*before, "step_00000009"])
+
+
+# -- how one appears -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_published_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files before the manifest, both before the folder's own list of names, all that before the rename."""
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_sync(handle: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        events.append(f"{path.name} -> {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    root = tmp_path / "checkpoints"
+    save_at(root, 1)
+    part, name = ".step_00000001.part", "step_00000001"
+    assert events == ["pp0-tp0.safetensors", "manifest.json", part, f"{part} -> {name}", "checkpoints"]
+    events.clear()
+    save_at(root, 1)
+    assert events[3:] == [f"{name} -> .step_00000001.old", f"{part} -> {name}", "checkpoints"]
+    assert names(root) == [name]
+
+
+def test_what_had_the_name_counts_until_the_name_is_taken_again(tmp_path: Path) -> None:
+    save_at(tmp_path, 1)
+    (tmp_path / "step_00000001").rename(tmp_path / ".step_00000001.old")  # as if killed between the two renames
+    assert checkpoint.saved_steps(tmp_path) == [1]
+    assert is_whole(tmp_path, {1})
+    assert checkpoint.newest(tmp_path, print) == tmp_path / ".step_00000001.old"
+    save_at(tmp_path, 2)
+    assert names(tmp_path) == [".step_00000001.old", "step_00000002"]
+    save_at(tmp_path, 1)
+    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+
+
+def killed(work: Callable[[], Any], after_s: float | None = None) -> bool:
+    """Runs `work` in a process of its own, and kills that with SIGKILL; whether it was killed before it was done."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    if after_s is not None:
+        time.sleep(after_s)
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return os.WIFSIGNALED(status)
+
+
+CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+
+def killing(work: Callable[[], Any], number: int) -> Callable[[], None]:
+    """`work` that kills itself right before it would do its so-and-so-manieth thing to a file."""
+    left = count(number, -1)
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in CHANGES and not next(left):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def watched() -> None:
+        sys.addaudithook(watch)  # for good: in a process that ends
+        work()
+
+    return watched
+
+
+@pytest.mark.parametrize(("before", "keep"), [([1], 1), ([1, 2], 2), ([1, 2, 3], 1), ([3], 1), ([2, 3], 2)], ids=str)
+def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path, before: list[int], keep: int) -> None:
+    """Also of a step that was saved already, and is the only one."""
+    config = make({}, checkpoint={"keep": keep})
+    start = tmp_path / "start"
+    for step in before:
+        save_at(start, step, make({}, checkpoint={"keep": 3}))
+    found = set()
+    for number in count():
+        root = tmp_path / str(number)
+        shutil.copytree(start, root)
+        was_killed = killed(killing(lambda root=root: save_at(root, 3, config), number))  # type: ignore[misc]
+        found.add(is_whole(root, {before[-1], 3}))
+        save_at(root, 4, config)
+        assert not [name for name in names(root) if name.endswith((".part", ".gone"))]
+        if not was_killed:
+            break
+    assert number > 10, "there are that many points at least"
+    assert found == {before[-1], 3}
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    save_at(tmp_path, 1)
+    newest = 1
+
+    def save_more() -> None:
+        for step in count(newest + 1):
+            save_at(tmp_path, step)
+
+    for _ in range(20):
+        assert killed(save_more, after_s=draw.uniform(0.01, 0.2))
+        steps = checkpoint.saved_steps(tmp_path)
+        newest = is_whole(tmp_path, set(steps))
+        assert newest == steps[0]
+    assert newest > 1, "they got somewhere"
+    save_at(tmp_path, newest + 1)
+    assert names(tmp_path) == [f"step_{newest + i:08d}" for i in (0, 1)]
+
+
+def test_what_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save_at(tmp_path, step)
+
+    def refuse(path: Path, target: Path) -> Path:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    folders.prune(tmp_path, 2, CheckpointConfig(keep=1))
+    assert checkpoint.saved_steps(tmp_path) == [2, 1]
