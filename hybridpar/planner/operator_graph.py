@@ -2,7 +2,8 @@
 
 Every kind of block is exported once (operators.py), and the blocks are put one after the other. For training there is
 a backward node for each forward one, of the same colour class, with all edges turned round; the losses lead from one
-half to the other.
+half to the other. Gradients of an output that several nodes read are added up where the first of them is, by a node of
+no cost, and go on from there as one.
 
     time    the nodes of a block share out what it takes forward, and backward, by the profile: each by the longer of
             its operations' and its bytes' time
@@ -74,16 +75,14 @@ def operator_graph(config: Config, machine: Machine, *, training: bool) -> dict[
     nodes, ends = _stitched(config, machine, training)
     hardware, link = machine.profile.hardware, machine.link(range(machine.num_devices))
     sent = [_MS * link.transfer_time(node.output) for node in nodes]
-    returned = [max((sent[u] for u in node.reads), default=0.0) for node in nodes]
-    n = len(nodes)
-    rows = [_row(i, i, node, backward=False) for i, node in enumerate(nodes)]
+    rows = [_row(i, node.name, node, node.forward, size=node.size) for i, node in enumerate(nodes)]
     edges = [_edge(u, v, sent[u]) for v, node in enumerate(nodes) for u in node.reads]
     if training:
-        rows += [_row(n + i, i, node, backward=True) for i, node in enumerate(nodes)]
-        edges += [_edge(v, n + v, sent[v]) for v in ends]
-        edges += [_edge(n + v, n + u, returned[v]) for v, node in enumerate(nodes) for u in node.reads]
+        backward_rows, backward_edges = _mirrored(nodes, sent)
+        rows += backward_rows
+        edges += [_edge(v, len(nodes) + v, sent[v]) for v in ends] + backward_edges
     return {
-        "maxSizePerFPGA": int(memory_limit(machine)), "maxFPGAs": machine.num_devices, "maxCPUs": 0,
+        "maxSizePerFPGA": max(1, int(memory_limit(machine))), "maxFPGAs": machine.num_devices, "maxCPUs": 0,
         "about": {
             "kind": config.model.kind, "layers": config.model.num_layers, "training": training,
             "micro_batch": config.train.micro_batch_size, "dtype": config.train.dtype, "device": hardware.name,
@@ -91,12 +90,33 @@ def operator_graph(config: Config, machine: Machine, *, training: bool) -> dict[
         "nodes": rows, "edges": edges}
 
 
-def _row(number: int, colour: int, node: _Node, *, backward: bool) -> dict[str, Any]:
-    time = node.backward if backward else node.forward
+def _mirrored(nodes: Sequence[_Node], sent: Sequence[float]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Backward nodes and the edges between them; `sent`: what each output, and so each gradient, takes on a link."""
+    n = len(nodes)
+    readers: list[list[int]] = [[] for _ in nodes]
+    for v, node in enumerate(nodes):
+        for u in node.reads:
+            readers[u].append(v)
+    rows = [_row(n + i, f"{node.name}.backward", node, node.backward, colour=i) for i, node in enumerate(nodes)]
+    returned = [max((sent[u] for u in node.reads), default=0.0) for node in nodes]
+    edges = []
+    for u, read_by in enumerate(readers):
+        to = n + u
+        if len(read_by) > 1:
+            to = len(rows) + n
+            rows.append(_row(to, f"{nodes[u].name}.gradients", nodes[read_by[0]], 0.0, colour=read_by[0]))
+            edges.append(_edge(to, n + u, sent[u]))
+        edges += [_edge(n + v, to, returned[v]) for v in read_by]
+    return rows, edges
+
+
+def _row(number: int, name: str, node: _Node, time: float, *, size: int = 0,
+         colour: int | None = None) -> dict[str, Any]:
+    """A node of the document; with a colour a backward one, else a forward one, which has the colour of its number."""
     return {
-        "id": number, "name": node.name + ".backward" * backward, "supportedOnFpga": True,
-        "cpuLatency": CPU_SLOWDOWN * time, "fpgaLatency": time, "isBackwardNode": backward, "colorClass": colour,
-        "size": 0 if backward else node.size, "layerId": node.block}
+        "id": number, "name": name, "supportedOnFpga": True, "cpuLatency": CPU_SLOWDOWN * time, "fpgaLatency": time,
+        "isBackwardNode": colour is not None, "colorClass": number if colour is None else colour, "size": size,
+        "layerId": node.block}
 
 
 def _edge(source: int, to: int, cost: float) -> dict[str, Any]:
