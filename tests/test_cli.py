@@ -68,7 +68,7 @@ def test_help_needs_no_torch() -> None:
     script = ("import sys; from hybridpar.cli import main\n"
               "try: main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules")
     for args in (["--help"], ["train", "--help"], ["generate", "--help"], ["export", "--help"],
-                 ["import", "--help"]):
+                 ["import", "--help"], ["place", "--help"], ["graph", "--help"]):
         out = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, check=True).stdout
         assert "hybridpar" in out
 

@@ -33,7 +33,7 @@ class CrossEntropy:
     @staticmethod
     def statistics(logits: Tensor, column: Tensor, num_real: int, with_sum: bool) -> Tensor:
         real = logits[:, :num_real].to(torch.promote_types(logits.dtype, torch.float32))
-        out = real.new_zeros(4 if with_sum else 3, len(logits))
+        out = real.new_zeros(4 if with_sum else 3, logits.shape[0])
         if num_real == 0:
             out[0] = -torch.inf
             return out

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from hybridpar.errors import Problem
-from hybridpar.planner.placement.workload import Floats, Ints, Workload, cycle
+from hybridpar.planner.placement.workload import Floats, Ints, Workload, order_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,10 +103,43 @@ def is_contiguous(workload: Workload, devices: Ints) -> bool:
     return True
 
 
+def chunks(workload: Workload, devices: Ints) -> Ints:
+    """How many contiguous parts what each device holds falls into, at least: 1 where it is contiguous, 0 where nothing
+    is. So often a path of forward nodes enters the device, at most.
+
+    Shapes: [k + l], by device.
+    """
+    total = workload.num_accelerators + workload.num_cpus
+    edges = _forward_edges(workload)
+    before: list[list[int]] = [[] for _ in range(workload.num_nodes)]
+    for u, v in edges:
+        before[v].append(u)
+    entered = np.zeros((workload.num_nodes, total), np.int64)  # by the paths that end at a node
+    for v in order_of(workload.num_nodes, edges):
+        d = int(devices[v])
+        if workload.backward[v]:
+            entered[v, d] = 1
+            continue
+        for u in before[v]:
+            come = entered[u].copy()
+            come[d] += devices[u] != d
+            np.maximum(entered[v], come, out=entered[v])
+        entered[v, d] = max(entered[v, d], 1)
+    return entered.max(0)
+
+
+def in_order(workload: Workload, devices: Ints) -> list[int]:
+    """The devices in use, in a row in which forward edges lead only onwards; none if there is no such row."""
+    pairs = {(int(devices[u]), int(devices[v])) for u, v in _forward_edges(workload) if devices[u] != devices[v]}
+    total = workload.num_accelerators + workload.num_cpus
+    order = order_of(total, pairs)
+    used = set(devices.tolist())
+    return [d for d in order if d in used] if len(order) == total else []
+
+
 def is_ordered(workload: Workload, devices: Ints) -> bool:
     """Whether forward edges between devices make no cycle, so that the devices can form a pipeline."""
-    pairs = {(int(devices[u]), int(devices[v])) for u, v in _forward_edges(workload) if devices[u] != devices[v]}
-    return not cycle(workload.num_accelerators + workload.num_cpus, pairs)
+    return bool(in_order(workload, devices))
 
 
 # -- time of one sample ------------------------------------------------------------------------------------------------

@@ -71,6 +71,11 @@ class Instance:
         return replace(self, **values)
 
 
+def is_instance(document: object) -> bool:
+    """Whether a document is meant to be of Piper's format, right or wrong."""
+    return isinstance(document, Mapping) and not {"maxDevices", "mbsInBatch"}.isdisjoint(document)
+
+
 def read_instance(path: str | Path) -> Instance:
     """Raises: DataError if the file is no JSON, ConfigError if it holds no instance."""
     return make_instance(read_document(path))

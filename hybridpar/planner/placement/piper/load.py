@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hybridpar.errors import Problem
 from hybridpar.planner.placement.piper.instance import Instance, Way
@@ -55,6 +56,16 @@ class StagePlan:
     def time(self) -> float:
         """Seconds a micro-batch when the pipeline is full; infinite if nothing fits."""
         return self.score.time
+
+    def document(self) -> dict[str, Any]:
+        """Plain values only: the stages, first to last, with the ids of their layers and the way each is run."""
+        parts = zip(self.stages, self.score.times, self.score.memory, self.score.in_flight, strict=True)
+        return {
+            "timePerSample": self.time if self.fits else None, "solver": self.planner, "seconds": self.seconds,
+            "stages": [
+                {"dataParallel": stage.data, "tensorParallel": stage.tensor, "time": time, "memory": memory,
+                 "inFlight": in_flight, "nodes": {str(self.instance.ids[v]): way for v, way in stage.ways.items()}}
+                for stage, time, memory, in_flight in parts]}
 
     def __str__(self) -> str:
         if not self.fits:

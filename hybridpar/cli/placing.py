@@ -1,0 +1,182 @@
+"""The commands that place operators: `place` a graph of them, and `graph`, which makes one of a model of ours."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from hybridpar.cli.planning import ConfigFile, Overrides, resolved
+from hybridpar.config import Launch, ParallelConfig
+from hybridpar.errors import config_error
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hybridpar.planner.machine import Machine
+
+GraphFile = Positional[Annotated[Path, arg(metavar="GRAPH.json")]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place a graph of operators on accelerators and CPUs, and say how good the placement is known to be."""
+
+    path: GraphFile
+    """A workload of Tarnawski et al., which `hybridpar graph` writes too, or an instance of Piper's planner."""
+    solver: str = ""
+    """dp: the best pipeline. dpl (what is taken if empty): the best split of one order of the operators. milp: the best
+    placement at all, in which a device may hold several chunks of the model, as interleaved pipelines have them;
+    `hybridpar train` does not run these yet. milp-contiguous. Baselines: pipedream, greedy, local-search,
+    one-accelerator, expert (with --split). latency-milp, latency-greedy: the time of one sample. Piper instances:
+    piper, or its baseline equi."""
+    accelerators: int = 0
+    """0: as many as the file says."""
+    cpus: int = -1
+    """-1: as many as the file says."""
+    memory_gb: float = 0.0
+    """Of each accelerator, in 1e9 bytes; 0: as the file says."""
+    time_limit: float = 60.0
+    """Seconds for dp, the milps and local-search, which then give the best that they have, and a bound."""
+    slots: int = 1
+    """latency-milp: how often each accelerator may be called for a sample."""
+    split: str = ""
+    """expert: a file of the paper's format, which --out writes too."""
+    out: str = ""
+    """Write the placement to this file, in the paper's format of splits."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.planner.placement import read_document
+        from hybridpar.planner.placement.piper import is_instance
+
+        document = read_document(self.path)
+        return self._stages(document) if is_instance(document) else self._place(document)
+
+    def _place(self, document: Any) -> int:
+        from hybridpar.planner.placement import Options, make_workload, place, read_split, report
+
+        if self.solver == "expert" and not self.split:
+            raise config_error("split", "", "the expert's placement must be given", "--split SPLIT.json")
+        workload = make_workload(document)
+        if self.accelerators or self.cpus != -1 or self.memory_gb:
+            workload = workload.with_devices(
+                num_accelerators=self.accelerators or None, num_cpus=None if self.cpus == -1 else self.cpus,
+                memory=1e9 * self.memory_gb or None)
+        split = read_split(workload, self.split) if self.split else None
+        options = Options(time_limit=self.time_limit, slots=self.slots, split=split)
+        placement = place(workload, self.solver or "dpl", options)
+        others = report.compare(placement)
+        about = _about(document.get("about"))
+        self._write(placement.document())
+        if self.json:
+            print(json.dumps(report.as_json(placement, others)))
+        else:
+            _show([*about, *report.lines(placement, others)], report.device_table(placement))
+        return 0
+
+    def _stages(self, document: Mapping[str, Any]) -> int:
+        from hybridpar.planner.placement import report
+        from hybridpar.planner.placement.piper import make_instance, plan_equal_stages, plan_stages
+
+        planners = {"piper": plan_stages, "equi": plan_equal_stages}
+        solver = self.solver or "piper"
+        if solver not in planners:
+            raise config_error("solver", solver, f"{self.path} is an instance of Piper's, planned by piper or equi",
+                               "piper")
+        if self.cpus > 0:
+            raise config_error("cpus", self.cpus, "Piper places on accelerators only", "0")
+        instance = make_instance(document).with_devices(
+            num_devices=self.accelerators or None, memory=1e9 * self.memory_gb or None)
+        plan, *others = [planners[name](instance) for name in (solver, *(["equi"] if solver == "piper" else []))]
+        self._write(plan.document())
+        if self.json:
+            print(json.dumps({"ok": plan.fits, **plan.document(),
+                              "others": {one.planner: one.time if one.fits else None for one in others}}))
+        else:
+            _show(report.stage_lines(plan, others), report.stage_table(plan) if plan.fits else None)
+        return 0 if plan.fits else 1
+
+    def _write(self, document: Mapping[str, Any]) -> None:
+        if self.out:
+            Path(self.out).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Write the operator graph of a model, with what its operators take, for `hybridpar place`."""
+
+    path: ConfigFile
+    config: Overrides
+    out: str = "graph.json"
+    training: bool = False
+    """With backward nodes, gradients and optimizer state."""
+    profile: str = ""
+    """What `hybridpar profile` has measured: the operators of a block add up to that. Empty: estimates."""
+    cluster: str = ""
+    """A cluster.toml: the devices, and the slowest of its links. With a profile: its blocks, and these links."""
+    device: str = "a100-80gb"
+    """To estimate for, without profile and cluster."""
+    link: str = "nvlink3"
+    """Between such devices."""
+    accelerators: int = 0
+    """How many; 0: all of the profile or cluster, else 8."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.checkpoint.files import write_text
+        from hybridpar.planner.operator_graph import operator_graph
+
+        if self.accelerators < 0:
+            raise config_error("accelerators", self.accelerators, "must not be negative", "8")
+        resolved(replace(self.config, parallel=ParallelConfig(dp=1),
+                         pipeline=replace(self.config.pipeline, split=(), recompute="none")))
+        document = operator_graph(self.config, self._machine(launch), training=self.training)
+        write_text(Path(self.out), json.dumps(document, indent=1) + "\n")
+        nodes, edges = document["nodes"], document["edges"]
+        total = {way: sum(n["fpgaLatency"] for n in nodes if n["isBackwardNode"] == way) for way in (False, True)}
+        size = sum(n["size"] for n in nodes)
+        if self.json:
+            print(json.dumps({
+                "ok": True, "graph": self.out, "nodes": len(nodes), "edges": len(edges), "forward_ms": total[False],
+                "backward_ms": total[True], "bytes": size, **document["about"]}))
+            return 0
+        backward = f", backward {total[True]:.6g} ms" if self.training else ""
+        print("\n".join(_about(document["about"])))
+        print(f"{self.out}: {len(nodes)} nodes, {len(edges)} edges; forward {total[False]:.6g} ms{backward}; "
+              f"{size / 1e9:.3f} GB")
+        return 0
+
+    def _machine(self, launch: Launch) -> Machine:
+        from hybridpar.planner.at_hand import machine_for
+        from hybridpar.planner.cluster import estimate, machine_of
+        from hybridpar.planner.hardware import Cluster, find_device, find_link
+
+        if self.profile or self.cluster:
+            return machine_for(self.config, launch, self.profile, self.cluster, self.accelerators)
+        link = find_link(self.link)
+        cluster = Cluster(find_device(self.device), self.accelerators or 8, 1, link, link)
+        return machine_of(cluster, estimate(self.config, cluster))
+
+
+def _about(about: object) -> list[str]:
+    """What a graph of ours says of itself, in a line; nothing of other graphs."""
+    if not isinstance(about, Mapping) or "estimated" not in about:
+        return []
+    what = "training" if about.get("training") else "inference"
+    times = "estimated" if about["estimated"] else "measured"
+    return [f"{about.get('kind')}, {about.get('layers')} layers, {what}, micro-batch {about.get('micro_batch')}, "
+            f"{about.get('dtype')} on {about.get('device')}; {times} times of blocks, in {about.get('unit')}"]
+
+
+def _show(lines: Sequence[str], table: Table | None) -> None:
+    from rich.console import Console
+
+    if table is not None:
+        Console(width=None if sys.stdout.isatty() else 160).print(table)
+    print("\n".join(lines))

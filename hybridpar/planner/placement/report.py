@@ -1,0 +1,156 @@
+"""A placement for people: a table of its devices, how good it is known to be, and what baselines give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from hybridpar.errors import ConfigError
+from hybridpar.planner.placement.load import chunks, in_order
+from hybridpar.planner.placement.piper import StagePlan
+from hybridpar.planner.placement.result import Placement
+from hybridpar.planner.placement.solve import place
+
+BESIDE = ("dpl", "greedy", "pipedream", "one-accelerator")
+BESIDE_LATENCY = ("latency-greedy",)
+_ENGINE = "interleaved chunks, which `hybridpar train` does not run yet"
+
+
+@dataclass(frozen=True)
+class Other:
+    """What another solver gives; None: nothing, for a reason."""
+
+    solver: str
+    placement: Placement | None
+    reason: str = ""
+
+
+def compare(placement: Placement) -> list[Other]:
+    """The quick solvers and baselines, on the same workload."""
+    found = []
+    for solver in BESIDE if placement.slots is None else BESIDE_LATENCY:
+        if solver != placement.solver:
+            try:
+                found.append(Other(solver, place(placement.workload, solver)))
+            except ConfigError as error:
+                found.append(Other(solver, None, error.problems[0].rule))
+    return found
+
+
+# -- for a terminal ----------------------------------------------------------------------------------------------------
+
+
+def device_table(placement: Placement) -> Table:
+    """The devices that are used, in the order of the pipeline if they are one."""
+    k, layer_of = placement.workload.num_accelerators, _layers(placement)
+    times = [("load", placement.score.loads), ("of it transfers", placement.score.transfers)]
+    held = chunks(placement.workload, placement.devices)
+    columns = ["device", "nodes", *(["layers"] if layer_of is not None else []), *(name for name, _ in times),
+               "memory GB", "chunks"]
+    shown = _table(columns, left=("device", "layers"))
+    for d in in_order(placement.workload, placement.devices) or np.unique(placement.devices).tolist():
+        here = placement.devices == d
+        layers = [] if layer_of is None else [_ranges(sorted(set(layer_of[here].tolist())))]
+        shown.add_row(
+            f"accelerator {d}" if d < k else f"CPU {d - k}", str(int(here.sum())), *layers,
+            *(f"{values[d]:.6g}" for _, values in times), f"{placement.score.memory[d] / 1e9:.3f}", str(held[d]))
+    return shown
+
+
+def lines(placement: Placement, others: Sequence[Other]) -> list[str]:
+    """What it comes to, what is known of that, whether it is a pipeline, and what else was tried."""
+    what = "largest load" if placement.slots is None else "time of one sample"
+    if placement.proven:
+        quality = "proven to be the least of its kind"
+    else:
+        quality = f"not proven: at most {placement.gap:.2%} could be saved (bound {placement.bound:.6g})"
+    note = f"; {placement.note}" if placement.note else ""
+    used, devices = len(np.unique(placement.devices)), len(placement.score.loads)
+    told = [f"{placement.solver}: {what} {placement.objective:.6g}, {quality}; {placement.seconds:.2f} s{note}",
+            f"{used} of {devices} devices used"]
+    if placement.slots is None:
+        told.append(_shape(placement, others))
+    for other in others:
+        if other.placement is None:
+            told.append(f"  {other.solver:<16} none: {other.reason}")
+        else:
+            told.append(f"  {other.solver:<16} {other.placement.objective:<12.6g} {_over(other.placement, placement)}")
+    return told
+
+
+def _shape(placement: Placement, others: Sequence[Other]) -> str:
+    if placement.contiguous:
+        if placement.ordered:
+            return "contiguous: the devices are a pipeline, in this order"
+        return "contiguous, but no pipeline: devices wait for each other in a circle"
+    held = chunks(placement.workload, placement.devices)[np.unique(placement.devices)]
+    text = f"not contiguous: the devices would hold {', '.join(map(str, held))} chunks ({_ENGINE})"
+    lined_up = [o.placement for o in others if o.placement is not None and o.placement.contiguous]
+    if lined_up:
+        best = min(lined_up, key=lambda p: p.objective)
+        text += f"; the best contiguous one here, {best.solver}'s: {best.objective:.6g} {_over(best, placement)}"
+    return text
+
+
+def _over(placement: Placement, best: Placement) -> str:
+    return f"({placement.objective / best.objective - 1:+.2%})" if best.objective else ""
+
+
+def _layers(placement: Placement) -> Any:
+    """[nodes] layerId, where all nodes have a number there."""
+    found = [extra.get("layerId") for extra in placement.workload.node_extra]
+    return np.array(found) if all(type(x) is int for x in found) else None
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Such as 0-3, 7."""
+    starts = [i for i, n in enumerate(numbers) if not i or numbers[i - 1] != n - 1]
+    parts = [numbers[a:b] for a, b in zip(starts, [*starts[1:], len(numbers)], strict=True)]
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def _table(columns: Sequence[str], left: Sequence[str] = ()) -> Table:
+    shown = Table()
+    for name in columns:
+        shown.add_column(name, justify="left" if name in left else "right")
+    return shown
+
+
+def stage_table(plan: StagePlan) -> Table:
+    """Piper's stages."""
+    shown = _table(("stage", "layers", "data", "tensor", "devices", "ms a micro-batch", "in flight", "memory GB",
+                    "not the first way"))
+    parts = zip(plan.stages, plan.score.times, plan.score.in_flight, plan.score.memory, strict=True)
+    for i, (stage, seconds, in_flight, memory) in enumerate(parts):
+        other = sum(name != plan.instance.ways[v][stage.tensor][0].name for v, name in stage.ways.items())
+        shown.add_row(*map(str, (i, len(stage.ways), stage.data, stage.tensor, stage.data * stage.tensor)),
+                      f"{1e3 * seconds:.6g}", str(in_flight), f"{memory / 1e9:.3f}", str(other))
+    return shown
+
+
+def stage_lines(plan: StagePlan, others: Sequence[StagePlan]) -> list[str]:
+    """What Piper's plan comes to, and what others do."""
+    told = []
+    for one in (plan, *others):
+        took = f"{one.seconds:.2f} s to find"
+        told.append(f"{one.planner}: {one.time:.6g} s a micro-batch; {took}" if one.fits else
+                    f"{one.planner}: nothing fits {one.instance.num_devices} devices of "
+                    f"{one.instance.memory / 1e9:.6g} GB; {took}")
+    return told
+
+
+# -- for programs ------------------------------------------------------------------------------------------------------
+
+
+def as_json(placement: Placement, others: Sequence[Other]) -> Mapping[str, Any]:
+    """Plain values only: the paper's format of splits, and all that `lines` says."""
+    return {
+        "ok": True, **placement.document(), "objective": placement.objective, "gap": placement.gap,
+        "contiguous": placement.contiguous, "ordered": placement.ordered,
+        "chunks": chunks(placement.workload, placement.devices).tolist(),
+        "memory": placement.score.memory.tolist(), "transfers": placement.score.transfers.tolist(),
+        "others": {o.solver: None if o.placement is None else o.placement.objective for o in others}}
