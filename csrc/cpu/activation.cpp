@@ -36,9 +36,9 @@ HYBRIDPAR_INLINE void gelu_any(const Rows<T>& a, int64_t begin, int64_t end) {
     const T* x = a.x + row * a.cols;
     T* y = a.out + row * a.cols;
     if (bias)
-      each(a.cols, [=](int64_t i, int) { y[i] = narrow<T>(Gelu<Wide<T>>::value(wide(x[i]) + bias[i])); });
+      each(a.cols, [=](int64_t i, int) { y[i] = narrow<T>(Gelu<Wide<T>>::value(wide(x[i]) + bias[i])); }, ahead(x), ahead(y));
     else
-      each(a.cols, [=](int64_t i, int) { y[i] = narrow<T>(Gelu<Wide<T>>::value(wide(x[i]))); });
+      each(a.cols, [=](int64_t i, int) { y[i] = narrow<T>(Gelu<Wide<T>>::value(wide(x[i]))); }, ahead(x), ahead(y));
   }
 }
 
@@ -55,9 +55,10 @@ HYBRIDPAR_INLINE void gelu_backward_any(const Rows<T>& a, int64_t begin, int64_t
         const W g = wide(dy[i]) * Gelu<W>::derivative(wide(x[i]) + bias[i]);
         sums[i] += g;
         dx[i] = narrow<T>(g);
-      });
+      }, ahead(x), ahead(dy), ahead(dx));
     else
-      each(a.cols, [=](int64_t i, int) { dx[i] = narrow<T>(wide(dy[i]) * Gelu<W>::derivative(wide(x[i]))); });
+      each(a.cols, [=](int64_t i, int) { dx[i] = narrow<T>(wide(dy[i]) * Gelu<W>::derivative(wide(x[i]))); },
+           ahead(x), ahead(dy), ahead(dx));
   }
 }
 
@@ -74,12 +75,12 @@ HYBRIDPAR_INLINE void swiglu_any(const Rows<T>& a, int64_t begin, int64_t end) {
       each(cols, [=](int64_t i, int) {
         const W g = wide(gate[i]) + bias[i], u = wide(up[i]) + bias[cols + i];
         y[i] = narrow<T>(g * sigmoid(g).value * u);
-      });
+      }, ahead(gate), ahead(up), ahead(y));
     else
       each(cols, [=](int64_t i, int) {
         const W g = wide(gate[i]);
         y[i] = narrow<T>(g * sigmoid(g).value * wide(up[i]));
-      });
+      }, ahead(gate), ahead(up), ahead(y));
   }
 }
 
@@ -101,14 +102,14 @@ HYBRIDPAR_INLINE void swiglu_backward_any(const Rows<T>& a, int64_t begin, int64
         sums[cols + i] += across;
         dgate[i] = narrow<T>(along);
         dup[i] = narrow<T>(across);
-      });
+      }, ahead(gate), ahead(up), ahead(dy), ahead(dgate), ahead(dup));
     else
       each(cols, [=](int64_t i, int) {
         const W g = wide(gate[i]), d = wide(dy[i]);
         const Sigmoid<W> s = sigmoid(g);
         dgate[i] = narrow<T>(d * wide(up[i]) * multiply_add(g * s.value, s.rest, s.value));
         dup[i] = narrow<T>(d * g * s.value);
-      });
+      }, ahead(gate), ahead(up), ahead(dy), ahead(dgate), ahead(dup));
   }
 }
 
