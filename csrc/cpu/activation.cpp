@@ -23,21 +23,22 @@ struct Gelu {
 
 template <class T>
 struct Rows {
-  const T *x, *bias, *dy;  // bias, dy: may be null
+  const T *x, *dy;  // dy: may be null
+  const Wide<T>* bias;  // may be null
   T* out;
   int64_t cols;  // of y
 };
 
 template <class T>
 HYBRIDPAR_INLINE void gelu_any(const Rows<T>& a, int64_t begin, int64_t end) {
-  const T* bias = a.bias;
+  const Wide<T>* bias = a.bias;
   for (int64_t row = begin; row < end; ++row) {
     const T* x = a.x + row * a.cols;
     T* y = a.out + row * a.cols;
     if (bias)
-      each(a.cols, [=](int64_t i, int) { y[i] = narrow<T>(Gelu<Wide<T>>::value(wide(x[i]) + wide(bias[i]))); });
+      each(a.cols, [=](int64_t i, int) { y[i] = narrow<T>(Gelu<Wide<T>>::value(wide(x[i]) + bias[i])); }, ahead(x), ahead(y));
     else
-      each(a.cols, [=](int64_t i, int) { y[i] = narrow<T>(Gelu<Wide<T>>::value(wide(x[i]))); });
+      each(a.cols, [=](int64_t i, int) { y[i] = narrow<T>(Gelu<Wide<T>>::value(wide(x[i]))); }, ahead(x), ahead(y));
   }
 }
 
@@ -45,18 +46,19 @@ HYBRIDPAR_INLINE void gelu_any(const Rows<T>& a, int64_t begin, int64_t end) {
 template <class T>
 HYBRIDPAR_INLINE void gelu_backward_any(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {
   using W = Wide<T>;
-  const T* bias = a.bias;
+  const Wide<T>* bias = a.bias;
   for (int64_t row = begin; row < end; ++row) {
     const T *x = a.x + row * a.cols, *dy = a.dy + row * a.cols;
     T* dx = a.out + row * a.cols;
     if (bias)
       each(a.cols, [=](int64_t i, int) {
-        const W g = wide(dy[i]) * Gelu<W>::derivative(wide(x[i]) + wide(bias[i]));
+        const W g = wide(dy[i]) * Gelu<W>::derivative(wide(x[i]) + bias[i]);
         sums[i] += g;
         dx[i] = narrow<T>(g);
-      });
+      }, ahead(x), ahead(dy), ahead(dx));
     else
-      each(a.cols, [=](int64_t i, int) { dx[i] = narrow<T>(wide(dy[i]) * Gelu<W>::derivative(wide(x[i]))); });
+      each(a.cols, [=](int64_t i, int) { dx[i] = narrow<T>(wide(dy[i]) * Gelu<W>::derivative(wide(x[i]))); },
+           ahead(x), ahead(dy), ahead(dx));
   }
 }
 
@@ -65,20 +67,20 @@ template <class T>
 HYBRIDPAR_INLINE void swiglu_any(const Rows<T>& a, int64_t begin, int64_t end) {
   using W = Wide<T>;
   const int64_t cols = a.cols;
-  const T* bias = a.bias;
+  const Wide<T>* bias = a.bias;
   for (int64_t row = begin; row < end; ++row) {
     const T *gate = a.x + row * 2 * cols, *up = gate + cols;
     T* y = a.out + row * cols;
     if (bias)
       each(cols, [=](int64_t i, int) {
-        const W g = wide(gate[i]) + wide(bias[i]), u = wide(up[i]) + wide(bias[cols + i]);
+        const W g = wide(gate[i]) + bias[i], u = wide(up[i]) + bias[cols + i];
         y[i] = narrow<T>(g * sigmoid(g).value * u);
-      });
+      }, ahead(gate), ahead(up), ahead(y));
     else
       each(cols, [=](int64_t i, int) {
         const W g = wide(gate[i]);
         y[i] = narrow<T>(g * sigmoid(g).value * wide(up[i]));
-      });
+      }, ahead(gate), ahead(up), ahead(y));
   }
 }
 
@@ -87,27 +89,27 @@ template <class T>
 HYBRIDPAR_INLINE void swiglu_backward_any(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {
   using W = Wide<T>;
   const int64_t cols = a.cols;
-  const T* bias = a.bias;
+  const Wide<T>* bias = a.bias;
   for (int64_t row = begin; row < end; ++row) {
     const T *gate = a.x + row * 2 * cols, *up = gate + cols, *dy = a.dy + row * cols;
     T *dgate = a.out + row * 2 * cols, *dup = dgate + cols;
     if (bias)
       each(cols, [=](int64_t i, int) {
-        const W g = wide(gate[i]) + wide(bias[i]), u = wide(up[i]) + wide(bias[cols + i]), d = wide(dy[i]);
+        const W g = wide(gate[i]) + bias[i], u = wide(up[i]) + bias[cols + i], d = wide(dy[i]);
         const Sigmoid<W> s = sigmoid(g);
         const W along = d * u * multiply_add(g * s.value, s.rest, s.value), across = d * g * s.value;
         sums[i] += along;
         sums[cols + i] += across;
         dgate[i] = narrow<T>(along);
         dup[i] = narrow<T>(across);
-      });
+      }, ahead(gate), ahead(up), ahead(dy), ahead(dgate), ahead(dup));
     else
       each(cols, [=](int64_t i, int) {
         const W g = wide(gate[i]), d = wide(dy[i]);
         const Sigmoid<W> s = sigmoid(g);
         dgate[i] = narrow<T>(d * wide(up[i]) * multiply_add(g * s.value, s.rest, s.value));
         dup[i] = narrow<T>(d * g * s.value);
-      });
+      }, ahead(gate), ahead(up), ahead(dy), ahead(dgate), ahead(dup));
   }
 }
 
@@ -154,13 +156,13 @@ std::tuple<Tensor, Tensor> run_backward(const char* op, const Tensor& dy, const 
   by_type(op, x, [&](auto element) {
     using T = decltype(element);
     using W = Wide<T>;
-    const Rows<T> a{data<T>(x), data<T>(bias), data<T>(dy), data<T>(dx), cols};
+    const Widened<T> shared(data<T>(bias), width);
+    const Rows<T> a{data<T>(x), data<T>(dy), shared, data<T>(dx), cols};
     if (!bias) {
       over_rows(rows, width, [&](int64_t begin, int64_t end) { backward(a, begin, end, static_cast<W*>(nullptr)); });
       return;
     }
-    std::vector<W> partial;
-    ColumnSums(rows, width, 1).run(partial, [&](int64_t begin, int64_t end, W* to) { backward(a, begin, end, to); });
+    const auto partial = ColumnSums<W>(rows, width, 1).run([&](int64_t begin, int64_t end, W* to) { backward(a, begin, end, to); });
     for (int64_t i = 0; i < width; ++i) data<T>(dbias)[i] = narrow<T>(partial[i]);
   });
   return {dx, dbias};
@@ -172,7 +174,8 @@ Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
   const int64_t cols = x.size(x.dim() - 1);
   by_type("bias_gelu", x, [&](auto element) {
     using T = decltype(element);
-    const Rows<T> a{data<T>(x), data<T>(bias), nullptr, data<T>(y), cols};
+    const Widened<T> shared(data<T>(bias), cols);
+    const Rows<T> a{data<T>(x), nullptr, shared, data<T>(y), cols};
     over_rows(num_rows(x), cols, [&](int64_t begin, int64_t end) { gelu_rows(a, begin, end); });
   });
   return y;
@@ -192,7 +195,8 @@ Tensor bias_swiglu(const Tensor& x, const std::optional<Tensor>& bias) {
   Tensor y = empty_rows(x, width / 2);
   by_type("bias_swiglu", x, [&](auto element) {
     using T = decltype(element);
-    const Rows<T> a{data<T>(x), data<T>(bias), nullptr, data<T>(y), width / 2};
+    const Widened<T> shared(data<T>(bias), width);
+    const Rows<T> a{data<T>(x), nullptr, shared, data<T>(y), width / 2};
     over_rows(num_rows(x), width, [&](int64_t begin, int64_t end) { swiglu_rows(a, begin, end); });
   });
   return y;

@@ -1,101 +1,22 @@
-// LayerNorm and RMSNorm over the last dimension, alone or after `residual + dropout(x + bias)`, and that sum alone;
-// forward and backward.
+// LayerNorm and RMSNorm over the last dimension, alone or after `residual + dropout(x + bias)`; forward and backward.
 //
 // One pass over memory: a row stays in the first-level cache between the sums and what is made of them. Traffic
-// forward: reads x (and the residual), writes y (and the sum); backward: reads dy, x, writes dx.
+// forward: reads x (and the residual), writes y (and the sum); backward: reads dy, x (and dsum), writes dx. Rows go two at
+// a time: their sums do not wait for each other, and what all rows share is loaded once for both.
 
-#include "philox.h"
+#include "residual.h"
 
 namespace hybridpar {
 namespace {
 
-template <class T>
-struct Addition {
-  const T *x, *bias, *residual;  // bias: may be null
-  T* sum;
-  int64_t cols;
-  Mask mask;
-};
-
-// sum = residual + dropout(x + bias), rounded once
-template <class T>
-HYBRIDPAR_INLINE void add_row(const Addition<T>& a, int64_t row) {
-  using W = Wide<T>;
-  const T *x = a.x + row * a.cols, *residual = a.residual + row * a.cols, *bias = a.bias;
-  T* sum = a.sum + row * a.cols;
-  if (a.mask.threshold == 0) {
-    if (bias)
-      each(a.cols, [=](int64_t i, int) { sum[i] = narrow<T>(wide(residual[i]) + (wide(x[i]) + wide(bias[i]))); });
-    else
-      each(a.cols, [=](int64_t i, int) { sum[i] = narrow<T>(wide(residual[i]) + wide(x[i])); });
-    return;
-  }
-  const W scale = static_cast<W>(a.mask.scale);
-  const uint32_t threshold = a.mask.threshold;
-  blocks(a.mask.stream_of(row), a.mask.index_of(row), a.cols, [=](const uint32_t* words, int64_t at, int64_t n) {
-    if (bias)
-      each(n, [=](int64_t i, int) {
-        const W kept = (wide(x[at + i]) + wide(bias[at + i])) * scale;
-        sum[at + i] = narrow<T>(wide(residual[at + i]) + (words[i] >= threshold ? kept : W(0)));
-      });
-    else
-      each(n, [=](int64_t i, int) {
-        const W kept = wide(x[at + i]) * scale;
-        sum[at + i] = narrow<T>(wide(residual[at + i]) + (words[i] >= threshold ? kept : W(0)));
-      });
-  });
-}
-
-template <class T>
-HYBRIDPAR_INLINE void add_any(const Addition<T>& a, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) add_row(a, row);
-}
-
-// dropped: what dropout leaves of the gradient dx of a row; sums (may be null): the columns' sums of it. In place where
-// nothing is dropped.
-template <class T>
-HYBRIDPAR_INLINE void drop_row(const Mask& mask, int64_t row, int64_t cols, const T* dx, T* dropped, Wide<T>* sums) {
-  using W = Wide<T>;
-  if (mask.threshold == 0) {
-    if (sums) each(cols, [=](int64_t i, int) { sums[i] += wide(dx[i]); });
-    return;
-  }
-  const W scale = static_cast<W>(mask.scale);
-  const uint32_t threshold = mask.threshold;
-  blocks(mask.stream_of(row), mask.index_of(row), cols, [=](const uint32_t* words, int64_t at, int64_t n) {
-    if (sums)
-      each(n, [=](int64_t i, int) {
-        const W value = words[i] >= threshold ? wide(dx[at + i]) * scale : W(0);
-        sums[at + i] += value;
-        dropped[at + i] = narrow<T>(value);
-      });
-    else
-      each(n, [=](int64_t i, int) {
-        dropped[at + i] = narrow<T>(words[i] >= threshold ? wide(dx[at + i]) * scale : W(0));
-      });
-  });
-}
-
-template <class T>
-struct Subtraction {  // the backward of an addition
-  const T* dsum;
-  T* dropped;
-  int64_t cols;
-  bool with_bias;
-  Mask mask;
-};
-
-template <class T>
-HYBRIDPAR_INLINE void drop_any(const Subtraction<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {
-  for (int64_t row = begin; row < end; ++row)
-    drop_row(a.mask, row, a.cols, a.dsum + row * a.cols, a.dropped + row * a.cols, a.with_bias ? sums : nullptr);
-}
+constexpr int kTogether = 2;  // rows
 
 template <class T>
 struct Forward {
   Addition<T> addition;
   bool adds;
-  const T *weight, *bias;  // bias: may be null
+  const T* x;  // what is normalised: may be the sum
+  const Wide<T> *weight, *bias;  // bias: may be null
   T* y;
   Wide<T>* stats;  // [rows, 2]: mean (0 where not centred), 1 / deviation
   int64_t cols;
@@ -103,99 +24,212 @@ struct Forward {
   bool centre;
 };
 
-template <class T>
-HYBRIDPAR_INLINE void forward_any(const Forward<T>& a, int64_t begin, int64_t end) {
+// value(at, i) is element i of a row that begins `at` elements after the first of R rows: it is called once for each, in order.
+// `later`: what it reads, of the next rows.
+template <int R, class T, class F, class... S>
+HYBRIDPAR_INLINE void forward_block(const Forward<T>& a, int64_t row, const F& value, const S&... later) {
   using W = Wide<T>;
-  for (int64_t row = begin; row < end; ++row) {
-    if (a.adds) add_row(a.addition, row);
-    const T* x = (a.adds ? a.addition.sum : a.addition.x) + row * a.cols;
-    W mean = 0;
-    if (a.centre) {
-      W lanes[kLanes] = {};
-      each(a.cols, [&](int64_t i, int lane) { lanes[lane] += wide(x[i]); });
-      mean = sum_lanes(lanes) / static_cast<W>(a.cols);
-    }
-    W squares[kLanes] = {};
-    each(a.cols, [&](int64_t i, int lane) {
-      const W d = wide(x[i]) - mean;
-      squares[lane] = multiply_add(d, d, squares[lane]);
+  const int64_t cols = a.cols;
+  const T* x = a.x + row * cols;
+  W sums[R][kLanes] = {}, mean[R] = {}, scale[R];
+  if (a.centre) {
+    each(cols, [&](int64_t i, int lane) {
+      repeat<R>([&](auto r) { sums[r][lane] += value(r * cols, i); });
+    }, later...);
+    repeat<R>([&](auto r) {
+      mean[r] = sum_lanes(sums[r]) / static_cast<W>(cols);
+      std::fill_n(sums[r], kLanes, W(0));
     });
-    const W variance = sum_lanes(squares) / static_cast<W>(a.cols);
-    const W scale = W(1) / std::sqrt(variance + static_cast<W>(a.eps));
-    a.stats[2 * row] = mean;
-    a.stats[2 * row + 1] = scale;
-    T* y = a.y + row * a.cols;
-    const T *weight = a.weight, *bias = a.bias;
-    if (bias)
-      each(a.cols, [=](int64_t i, int) {
-        y[i] = narrow<T>(multiply_add((wide(x[i]) - mean) * scale, wide(weight[i]), wide(bias[i])));
+    each(cols, [&](int64_t i, int lane) {
+      repeat<R>([&](auto r) {
+        const W d = wide(x[r * cols + i]) - mean[r];
+        sums[r][lane] = multiply_add(d, d, sums[r][lane]);
       });
-    else
-      each(a.cols, [=](int64_t i, int) { y[i] = narrow<T>((wide(x[i]) - mean) * scale * wide(weight[i])); });
+    });
+  } else {
+    each(cols, [&](int64_t i, int lane) {
+      repeat<R>([&](auto r) {
+        const W d = value(r * cols, i);
+        sums[r][lane] = multiply_add(d, d, sums[r][lane]);
+      });
+    }, later...);
   }
+  repeat<R>([&](auto r) {
+    const W variance = sum_lanes(sums[r]) / static_cast<W>(cols);
+    scale[r] = W(1) / std::sqrt(variance + static_cast<W>(a.eps));
+    a.stats[2 * (row + r)] = mean[r];
+    a.stats[2 * (row + r) + 1] = scale[r];
+  });
+  T* y = a.y + row * cols;
+  const W *weight = a.weight, *bias = a.bias;
+  const Later<R, T> next{y + R * cols, cols};
+  if (bias)
+    each(cols, [&](int64_t i, int) {
+      const W w = weight[i], b = bias[i];
+      repeat<R>([&](auto r) {
+        y[r * cols + i] = narrow<T>(multiply_add((wide(x[r * cols + i]) - mean[r]) * scale[r], w, b));
+      });
+    }, next);
+  else
+    each(cols, [&](int64_t i, int) {
+      const W w = weight[i];
+      repeat<R>([&](auto r) { y[r * cols + i] = narrow<T>((wide(x[r * cols + i]) - mean[r]) * scale[r] * w); });
+    }, next);
+}
+
+template <int R, class T>
+HYBRIDPAR_INLINE void forward_rows(const Forward<T>& a, int64_t row) {
+  using W = Wide<T>;
+  const int64_t cols = a.cols, at = row * cols, after = at + R * cols;
+  const Addition<T>& add = a.addition;
+  if (!a.adds || add.mask.threshold) {
+    if (a.adds) repeat<R>([&](auto r) { add_row(add, row + r); });
+    const T* x = a.x + at;
+    forward_block<R>(a, row, [x](int64_t begin, int64_t i) { return wide(x[begin + i]); }, Later<R, T>{a.x + after, cols});
+    return;
+  }
+  const T *x = add.x + at, *residual = add.residual + at;
+  const W* bias = add.bias;
+  T* sum = add.sum + at;
+  const Later<R, T> next{add.x + after, cols}, next_residual{add.residual + after, cols}, next_sum{add.sum + after, cols};
+  if (bias)
+    forward_block<R>(a, row, [=](int64_t begin, int64_t i) {
+      return wide(sum[begin + i] = added(x, residual, begin + i, bias[i]));
+    }, next, next_residual, next_sum);
+  else
+    forward_block<R>(a, row, [=](int64_t begin, int64_t i) {
+      return wide(sum[begin + i] = added(x, residual, begin + i));
+    }, next, next_residual, next_sum);
 }
 
 template <class T>
 struct Backward {
-  const T *dy, *dsum, *x, *weight;  // dsum: may be null
-  const Wide<T>* stats;
-  T *dx, *dropped;  // dropped: null without an addition
+  const T *dy, *dsum, *x;  // dsum: may be null
+  const Wide<T> *weight, *stats;
+  T *dx, *dropped;  // dropped: only where the mask drops
   int64_t cols;
-  bool centre, with_bias;  // with_bias: of the addition
+  bool centre, with_bias;  // the addition's bias
   Mask mask;
+
+  HYBRIDPAR_INLINE_MEMBER int num_sums() const { return 1 + centre + with_bias; }
+  HYBRIDPAR_INLINE_MEMBER Wide<T>* sums_of_bias(Wide<T>* sums) const {
+    return with_bias ? sums + (num_sums() - 1) * cols : nullptr;
+  }
 };
 
-// partial: [3, cols], the sums of dy * normalised x, of dy, and of the gradient of x + bias
-template <class T>
-HYBRIDPAR_INLINE void backward_any(const Backward<T>& a, int64_t begin, int64_t end, Wide<T>* partial) {
+// dx = scale (h - mean(h) - z mean(h z)) + dsum,  h = dy weight,  z = (x - mean) scale
+template <int R, class W>
+struct Line {  // dx = scale h + slope (x - mean) + origin + dsum
+  W mean[R], scale[R], slope[R], origin[R];
+};
+
+// Adds to the sums of columns: of the weight, and of the bias where there is one.
+template <int R, class T>
+HYBRIDPAR_INLINE Line<R, Wide<T>> backward_sums(const Backward<T>& a, int64_t row, Wide<T>* partial) {
   using W = Wide<T>;
-  const T* weight = a.weight;
-  for (int64_t row = begin; row < end; ++row) {
-    const T *dy = a.dy + row * a.cols, *x = a.x + row * a.cols;
-    const W mean = a.stats[2 * row], scale = a.stats[2 * row + 1];
-    W along[kLanes] = {}, level[kLanes] = {};
-    W *dweight = partial, *dbias = partial + a.cols;
-    if (a.centre)
-      each(a.cols, [&](int64_t i, int lane) {
-        const W g = wide(dy[i]), z = (wide(x[i]) - mean) * scale, h = g * wide(weight[i]);
-        along[lane] = multiply_add(h, z, along[lane]);
-        level[lane] += h;
-        dweight[i] = multiply_add(g, z, dweight[i]);
-        dbias[i] += g;
+  const int64_t cols = a.cols;
+  const T *dy = a.dy + row * cols, *x = a.x + row * cols;
+  const W* weight = a.weight;
+  W *dweight = partial, *dbias = partial + cols;
+  W along[R][kLanes] = {}, level[R][kLanes] = {};
+  Line<R, W> line;
+  repeat<R>([&](auto r) {
+    line.mean[r] = a.stats[2 * (row + r)];
+    line.scale[r] = a.stats[2 * (row + r) + 1];
+  });
+  const Later<R, T> next_dy{dy + R * cols, cols}, next_x{x + R * cols, cols};
+  if (a.centre)
+    each(cols, [&](int64_t i, int lane) {
+      W dw = dweight[i], db = dbias[i];
+      repeat<R>([&](auto r) {
+        const W g = wide(dy[r * cols + i]), h = g * weight[i];
+        const W z = (wide(x[r * cols + i]) - line.mean[r]) * line.scale[r];
+        along[r][lane] = multiply_add(h, z, along[r][lane]);
+        level[r][lane] += h;
+        dw = multiply_add(g, z, dw);
+        db += g;
       });
-    else
-      each(a.cols, [&](int64_t i, int lane) {
-        const W g = wide(dy[i]), z = wide(x[i]) * scale;
-        along[lane] = multiply_add(g * wide(weight[i]), z, along[lane]);
-        dweight[i] = multiply_add(g, z, dweight[i]);
+      dweight[i] = dw;
+      dbias[i] = db;
+    }, next_dy, next_x);
+  else
+    each(cols, [&](int64_t i, int lane) {
+      W dw = dweight[i];
+      repeat<R>([&](auto r) {
+        const W g = wide(dy[r * cols + i]), z = wide(x[r * cols + i]) * line.scale[r];
+        along[r][lane] = multiply_add(g * weight[i], z, along[r][lane]);
+        dw = multiply_add(g, z, dw);
       });
-    const W c1 = sum_lanes(along) / static_cast<W>(a.cols), c0 = sum_lanes(level) / static_cast<W>(a.cols);
-    T* dx = a.dx + row * a.cols;
-    const T* dsum = a.dsum ? a.dsum + row * a.cols : nullptr;
-    const auto gradient = [=](int64_t i) __attribute__((always_inline)) {
-      const W z = (wide(x[i]) - mean) * scale;
-      return (multiply_add(wide(dy[i]), wide(weight[i]), -c0) - z * c1) * scale;
-    };
-    if (dsum)
-      each(a.cols, [=](int64_t i, int) { dx[i] = narrow<T>(gradient(i) + wide(dsum[i])); });
-    else
-      each(a.cols, [=](int64_t i, int) { dx[i] = narrow<T>(gradient(i)); });
-    if (a.dropped)
-      drop_row(a.mask, row, a.cols, a.dx + row * a.cols, a.dropped + row * a.cols,
-               a.with_bias ? partial + 2 * a.cols : nullptr);
-  }
+      dweight[i] = dw;
+    }, next_dy, next_x);
+  repeat<R>([&](auto r) {
+    const W c1 = sum_lanes(along[r]) / static_cast<W>(cols), c0 = sum_lanes(level[r]) / static_cast<W>(cols);
+    line.slope[r] = -line.scale[r] * line.scale[r] * c1;
+    line.origin[r] = -line.scale[r] * c0;
+  });
+  return line;
 }
 
-#define HYBRIDPAR_NORM(T)                                                                                   \
-  HYBRIDPAR_CLONES void add_rows(const Addition<T>& a, int64_t begin, int64_t end) { add_any(a, begin, end); } \
-  HYBRIDPAR_CLONES void drop_rows(const Subtraction<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {      \
-    drop_any(a, begin, end, sums);                                                                          \
-  }                                                                                                         \
-  HYBRIDPAR_CLONES void forward_rows(const Forward<T>& a, int64_t begin, int64_t end) {                     \
-    forward_any(a, begin, end);                                                                             \
-  }                                                                                                         \
-  HYBRIDPAR_CLONES void backward_rows(const Backward<T>& a, int64_t begin, int64_t end, Wide<T>* partial) { \
-    backward_any(a, begin, end, partial);                                                     \
+// sums: of dx before it is rounded, by column; null unless asked for
+template <int R, class T>
+HYBRIDPAR_INLINE void backward_write(const Backward<T>& a, int64_t row, const Line<R, Wide<T>>& line, Wide<T>* sums) {
+  using W = Wide<T>;
+  const int64_t cols = a.cols;
+  const T *dy = a.dy + row * cols, *x = a.x + row * cols, *dsum = a.dsum ? a.dsum + row * cols : nullptr;
+  const W* weight = a.weight;
+  T* dx = a.dx + row * cols;
+  const auto write = [&](auto adds, auto sums_up) __attribute__((always_inline)) {
+    const auto f = [&](int64_t i, int) __attribute__((always_inline)) {
+      W total = 0;
+      if constexpr (sums_up) total = sums[i];
+      repeat<R>([&](auto r) {
+        const W rest = multiply_add(wide(x[r * cols + i]) - line.mean[r], line.slope[r], line.origin[r]);
+        W value = multiply_add(wide(dy[r * cols + i]) * weight[i], line.scale[r], rest);
+        if constexpr (adds) value += wide(dsum[r * cols + i]);
+        if constexpr (sums_up) total += value;
+        dx[r * cols + i] = narrow<T>(value);
+      });
+      if constexpr (sums_up) sums[i] = total;
+    };
+    const Later<R, T> next{dx + R * cols, cols};
+    if constexpr (adds) each(cols, f, next, Later<R, T>{dsum + R * cols, cols});
+    else each(cols, f, next);
+  };
+  constexpr std::true_type yes;
+  constexpr std::false_type no;
+  if (dsum) sums ? write(yes, yes) : write(yes, no);
+  else sums ? write(no, yes) : write(no, no);
+}
+
+template <int R, class T>
+HYBRIDPAR_INLINE void backward_rows(const Backward<T>& a, int64_t row, Wide<T>* partial) {
+  const Line<R, Wide<T>> line = backward_sums<R>(a, row, partial);
+  backward_write<R>(a, row, line, a.mask.threshold == 0 ? a.sums_of_bias(partial) : nullptr);
+  if (a.mask.threshold == 0) return;
+  repeat<R>([&](auto r) {
+    const int64_t at = (row + r) * a.cols;
+    drop_row(a.mask, row + r, a.cols, a.dx + at, a.dropped + at, a.sums_of_bias(partial));
+  });
+}
+
+template <class T>
+HYBRIDPAR_INLINE void forward_any(const Forward<T>& a, int64_t begin, int64_t end) {
+  int64_t row = begin;
+  for (; row + kTogether <= end; row += kTogether) forward_rows<kTogether>(a, row);
+  for (; row < end; ++row) forward_rows<1>(a, row);
+}
+
+template <class T>
+HYBRIDPAR_INLINE void backward_any(const Backward<T>& a, int64_t begin, int64_t end, Wide<T>* partial) {
+  int64_t row = begin;
+  for (; row + kTogether <= end; row += kTogether) backward_rows<kTogether>(a, row, partial);
+  for (; row < end; ++row) backward_rows<1>(a, row, partial);
+}
+
+#define HYBRIDPAR_NORM(T)                                                                                     \
+  HYBRIDPAR_CLONES void forward(const Forward<T>& a, int64_t begin, int64_t end) { forward_any(a, begin, end); } \
+  HYBRIDPAR_CLONES void backward(const Backward<T>& a, int64_t begin, int64_t end, Wide<T>* partial) {         \
+    backward_any(a, begin, end, partial);                                                                     \
   }
 HYBRIDPAR_EACH_TYPE(HYBRIDPAR_NORM)
 
@@ -212,28 +246,10 @@ void check(const char* op, const Tensor& x, const Tensor& weight, const std::opt
 
 // What is added before: residual + dropout(x + bias).
 struct Sum {
-  const Tensor* residual;
-  std::optional<Tensor> bias;
+  const Tensor& residual;
+  const std::optional<Tensor>& bias;
   Mask mask;
 };
-
-Sum make_sum(const char* op, const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual,
-             const Mask& mask) {
-  check_contiguous(op, "x", x);
-  check_contiguous(op, "residual", residual);
-  STD_TORCH_CHECK(residual.numel() == x.numel() && residual.scalar_type() == x.scalar_type(), op,
-                  ": residual must be like x");
-  STD_TORCH_CHECK(!bias || (bias->is_contiguous() && bias->dim() == 1 && bias->size(0) == x.size(x.dim() - 1) &&
-                            bias->scalar_type() == x.scalar_type()),
-                  op, ": bias must be of the last size of x, and of its type");
-  return {&residual, bias, mask};
-}
-
-template <class T>
-Addition<T> addition(const Tensor& x, const Sum* sum, const Tensor& out) {
-  if (!sum) return {data<T>(x), nullptr, nullptr, nullptr, 0, Mask{}};
-  return {data<T>(x), data<T>(sum->bias), data<T>(*sum->residual), data<T>(out), x.size(x.dim() - 1), sum->mask};
-}
 
 struct Normalised {
   Tensor y, sum, stats;
@@ -247,18 +263,14 @@ Normalised run_forward(const char* op, const Tensor& x, const Sum* sum, const Te
   Tensor stats = torch::stable::empty({rows, 2}, wide_type(x));
   by_type(op, x, [&](auto element) {
     using T = decltype(element);
-    const Forward<T> a{addition<T>(x, sum, total), sum != nullptr, data<T>(weight), data<T>(bias), data<T>(y),
-                       data<Wide<T>>(stats), cols, eps, centre};
-    over_rows(rows, cols, [&](int64_t begin, int64_t end) { forward_rows(a, begin, end); });
+    const Widened<T> scales(data<T>(weight), cols), shifts(data<T>(bias), cols);
+    const Widened<T> added(sum ? data<T>(sum->bias) : nullptr, cols);
+    Forward<T> a{{}, sum != nullptr, data<T>(sum ? total : x), scales, shifts, data<T>(y), data<Wide<T>>(stats), cols,
+                 eps, centre};
+    if (sum) a.addition = {data<T>(x), data<T>(sum->residual), added, data<T>(total), cols, sum->mask};
+    over_rows(rows, cols, [&](int64_t begin, int64_t end) { forward(a, begin, end); });
   });
   return {y, total, stats};
-}
-
-template <class T>
-Tensor narrowed(const Wide<T>* values, int64_t cols, ScalarType type) {
-  Tensor out = torch::stable::empty({cols}, type);
-  for (int64_t i = 0; i < cols; ++i) data<T>(out)[i] = narrow<T>(values[i]);
-  return out;
 }
 
 struct Gradients {
@@ -273,21 +285,21 @@ Gradients run_backward(const char* op, const Tensor& dy, const std::optional<Ten
   STD_TORCH_CHECK(!dsum || dsum->is_contiguous(), op, ": dsum must be contiguous");
   const int64_t rows = num_rows(x), cols = weight.size(0);
   const ScalarType type = x.scalar_type();
-  const Tensor none = torch::stable::empty({0}, type);
-  Gradients out{torch::stable::empty_like(x), none, none, none, none};
-  if (mask && mask->threshold) out.dropped = torch::stable::empty_like(x);
+  Tensor dx = torch::stable::empty_like(x), none = torch::stable::empty({0}, type);
+  Gradients out{dx, mask && mask->threshold ? torch::stable::empty_like(x) : none, none, none, none};
   by_type(op, x, [&](auto element) {
     using T = decltype(element);
     using W = Wide<T>;
-    const Backward<T> a{data<T>(dy), data<T>(dsum), data<T>(x), data<T>(weight), data<W>(stats), data<T>(out.dx),
-                        mask ? data<T>(mask->threshold ? out.dropped : out.dx) : nullptr, cols, centre, with_bias,
-                        mask ? *mask : Mask{}};
-    std::vector<W> partial;
-    ColumnSums(rows, cols, 3).run(
-        partial, [&](int64_t begin, int64_t end, W* to) { backward_rows(a, begin, end, to); });
-    out.dweight = narrowed<T>(partial.data(), cols, type);
-    out.dbias = narrowed<T>(partial.data() + cols, cols, type);
-    if (with_bias) out.dbias_of_x = narrowed<T>(partial.data() + 2 * cols, cols, type);
+    const Widened<T> scales(data<T>(weight), cols);
+    const Backward<T> a{data<T>(dy), data<T>(dsum), data<T>(x), scales, data<W>(stats), data<T>(dx), data<T>(out.dropped),
+                        cols, centre, with_bias, mask ? *mask : Mask{}};
+    const auto sums = ColumnSums<W>(rows, cols, a.num_sums()).run([&](int64_t begin, int64_t end, W* to) {
+      backward(a, begin, end, to);
+    });
+    out.dweight = narrowed<T>(sums.get(), cols, type);
+    out.dbias = narrowed<T>(sums.get() + (centre ? cols : 0), cols, type);
+    if (!centre) std::fill_n(data<T>(out.dbias), cols, T{});
+    if (with_bias) out.dbias_of_x = narrowed<T>(a.sums_of_bias(sums.get()), cols, type);
   });
   return out;
 }
@@ -310,7 +322,8 @@ std::tuple<Tensor, Tensor, Tensor> add_norm(const Tensor& x, const std::optional
                                             int64_t key1, int64_t step, int64_t sample, int64_t threshold, double scale,
                                             int64_t stride, int64_t start) {
   const Mask mask = make_mask("add_norm", x, key0, key1, step, sample, threshold, scale, stride, start);
-  const Sum sum = make_sum("add_norm", x, bias_of_x, residual, mask);
+  check_addition("add_norm", x, bias_of_x, residual);
+  const Sum sum{residual, bias_of_x, mask};
   const auto out = run_forward("add_norm", x, &sum, weight, bias, eps, centre);
   return {out.y, out.sum, out.stats};
 }
@@ -325,48 +338,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_norm_backward(
   return {out.dx, out.dropped, out.dbias_of_x, out.dweight, out.dbias};
 }
 
-Tensor bias_dropout_add(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual, int64_t key0,
-                        int64_t key1, int64_t step, int64_t sample, int64_t threshold, double scale, int64_t stride,
-                        int64_t start) {
-  const Mask mask = make_mask("bias_dropout_add", x, key0, key1, step, sample, threshold, scale, stride, start);
-  const Sum sum = make_sum("bias_dropout_add", x, bias, residual, mask);
-  Tensor out = torch::stable::empty_like(x);
-  by_type("bias_dropout_add", x, [&](auto element) {
-    const auto a = addition<decltype(element)>(x, &sum, out);
-    over_rows(num_rows(x), a.cols, [&](int64_t begin, int64_t end) { add_rows(a, begin, end); });
-  });
-  return out;
-}
-
-// the gradients of x (empty without dropout: the sum's) and of the bias (empty without one)
-std::tuple<Tensor, Tensor> bias_dropout_add_backward(const Tensor& dsum, bool with_bias, int64_t key0, int64_t key1,
-                                                     int64_t step, int64_t sample, int64_t threshold, double scale,
-                                                     int64_t stride, int64_t start) {
-  const char* op = "bias_dropout_add_backward";
-  check_contiguous(op, "dsum", dsum);
-  const Mask mask = make_mask(op, dsum, key0, key1, step, sample, threshold, scale, stride, start);
-  const int64_t cols = dsum.size(dsum.dim() - 1);
-  const Tensor none = torch::stable::empty({0}, dsum.scalar_type());
-  Tensor dropped = threshold ? torch::stable::empty_like(dsum) : none, dbias = none;
-  by_type(op, dsum, [&](auto element) {
-    using T = decltype(element);
-    const Subtraction<T> a{data<T>(dsum), data<T>(dropped), cols, with_bias, mask};
-    std::vector<Wide<T>> partial;
-    ColumnSums(num_rows(dsum), cols, 1).run(
-        partial, [&](int64_t begin, int64_t end, Wide<T>* to) { drop_rows(a, begin, end, to); });
-    if (with_bias) dbias = narrowed<T>(partial.data(), cols, dsum.scalar_type());
-  });
-  return {dropped, dbias};
-}
-
 }  // namespace
 }  // namespace hybridpar
 
 using namespace hybridpar;
 
 STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
-#define HYBRIDPAR_MASK \
-  "int key0, int key1, SymInt step, SymInt sample, int threshold, float scale, SymInt stride, SymInt start"
   library.def("norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centre) -> (Tensor, Tensor)");
   library.def(
       "norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor stats, bool centre) -> (Tensor, Tensor, Tensor)");
@@ -376,8 +353,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
   library.def(
       "add_norm_backward(Tensor dy, Tensor? dsum, Tensor sum, Tensor weight, Tensor stats, bool with_bias, bool "
       "centre, " HYBRIDPAR_MASK ") -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  library.def("bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, " HYBRIDPAR_MASK ") -> Tensor");
-  library.def("bias_dropout_add_backward(Tensor dsum, bool with_bias, " HYBRIDPAR_MASK ") -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hybridpar, CPU, library) {
@@ -385,6 +360,4 @@ STABLE_TORCH_LIBRARY_IMPL(hybridpar, CPU, library) {
   library.impl("norm_backward", TORCH_BOX(&norm_backward));
   library.impl("add_norm", TORCH_BOX(&add_norm));
   library.impl("add_norm_backward", TORCH_BOX(&add_norm_backward));
-  library.impl("bias_dropout_add", TORCH_BOX(&bias_dropout_add));
-  library.impl("bias_dropout_add_backward", TORCH_BOX(&bias_dropout_add_backward));
 }

@@ -56,7 +56,7 @@ HYBRIDPAR_INLINE void write(const Weights<T>& to, int64_t n, const F& fresh, con
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     W before[kLanes], after[kLanes];
-    (prefetch(streams + i), ..., prefetch(old + i));
+    (prefetch(ahead(streams + i)), ..., prefetch(ahead(old + i)));
 #pragma omp simd
     for (int lane = 0; lane < kLanes; ++lane) {
       before[lane] = old[i + lane];
@@ -164,7 +164,7 @@ HYBRIDPAR_INLINE void extrapolate_any(const ExtrapolatePiece<T>& a) {
     const W update = fresh[i] - old[i], x = fresh[i] + update - previous[i];
     previous[i] = update;
     fresh[i] = x;
-  }, old, fresh, previous);
+  }, ahead(old), ahead(fresh), ahead(previous));
   if (working != nullptr) each(a.n, [=](int64_t i, int) { working[i] = narrow<T>(fresh[i]); });
 }
 
@@ -175,7 +175,7 @@ HYBRIDPAR_INLINE double squares_any(const T* x, int64_t n) {
   each(n, [x, &lanes](int64_t i, int lane) {
     const double value = static_cast<double>(wide(x[i]));
     lanes[lane] += value * value;
-  }, x);
+  }, ahead(x));
   return sum_lanes(lanes);
 }
 

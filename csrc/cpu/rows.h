@@ -16,6 +16,8 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #ifdef __SSE2__
@@ -81,29 +83,63 @@ HYBRIDPAR_INLINE double multiply_add(double a, double b, double c) { return __bu
 
 // --- loops ---
 
-// Asks for the kLanes elements that a pass will come to 1 KiB later: alone, a core spends half of a pass over memory waiting, as
-// its own prefetching stops at every page. Beyond an array's end this does nothing.
-template <class T>
-HYBRIDPAR_INLINE void prefetch(const T* x) {
-  constexpr int kAhead = 1024 / sizeof(T), kLine = 64 / sizeof(T);
-  for (int i = 0; i < kLanes; i += kLine) __builtin_prefetch(x + kAhead + i);
+// f(std::integral_constant<int, i>()) for i in [0, n).
+template <class F, int... i>
+HYBRIDPAR_INLINE void repeat(const F& f, std::integer_sequence<int, i...>) {
+  (f(std::integral_constant<int, i>()), ...);
+}
+template <int n, class F>
+HYBRIDPAR_INLINE void repeat(const F& f) {
+  repeat(f, std::make_integer_sequence<int, n>());
 }
 
-// f(i, lane) for i in [0, n), by kLanes at a time: what a loop that sums by lane or only maps elements is made of. `streams`: the
-// arrays that f goes through, where they are too large for the caches.
-template <class F, class... T>
-HYBRIDPAR_INLINE void each(int64_t n, const F& f, const T*... streams) {
-  constexpr int kShort = 8;  // what is left goes by this many: a head's half may be all there is
+// Asks for kLanes elements that a pass will come to: alone, a core spends half of a pass over memory waiting, as its own
+// prefetching stops at every page. Beyond an array's end this does nothing.
+template <class T>
+HYBRIDPAR_INLINE void prefetch(const T* x) {
+  for (int i = 0; i < kLanes; i += 64 / sizeof(T)) __builtin_prefetch(x + i);
+}
+
+// What a pass over x comes to 1 KiB later.
+template <class T>
+HYBRIDPAR_INLINE const T* ahead(const T* x) {
+  return x + 1024 / sizeof(T);
+}
+
+// R rows, that are asked for together.
+template <int R, class T>
+struct Later {
+  const T* first;
+  int64_t cols;
+};
+template <class T>
+HYBRIDPAR_INLINE void ask(const T* later, int64_t i) { prefetch(later + i); }
+template <int R, class T>
+HYBRIDPAR_INLINE void ask(const Later<R, T>& later, int64_t i) {
+  repeat<R>([&](auto r) { prefetch(later.first + r * later.cols + i); });
+}
+
+// f(i, lane) for i in [0, n), by kLanes at a time: what a loop that sums by lane or only maps elements is made of. `later`: what
+// to ask for meanwhile, as far on as f is, where arrays are too large for the caches.
+template <class F, class... S>
+HYBRIDPAR_INLINE void each(int64_t n, const F& f, const S&... later) {
+  constexpr int kShort = 8;  // what is left goes by twice this many, then by this many: a head's half may be all there is
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    (prefetch(streams + i), ...);
+    (ask(later, i), ...);
 #pragma omp simd
     for (int lane = 0; lane < kLanes; ++lane) f(i + lane, lane);
   }
   int at = 0;
-  for (; i + at + kShort <= n; at += kShort) {
+  if (i + 2 * kShort <= n) {
+#pragma omp simd
+    for (int lane = 0; lane < 2 * kShort; ++lane) f(i + lane, lane);
+    at = 2 * kShort;
+  }
+  if (i + at + kShort <= n) {
 #pragma omp simd
     for (int lane = 0; lane < kShort; ++lane) f(i + at + lane, at + lane);
+    at += kShort;
   }
   for (; i + at < n; ++at) f(i + at, at);
 }
@@ -147,20 +183,20 @@ HYBRIDPAR_INLINE W max_lanes(W* lanes) {
 
 // e^x for x from -87 to 88, to 1 ulp or so; NaN for NaN. No branch, so that loops vectorise.
 HYBRIDPAR_INLINE float exponential_within(float x) {
-  const float shifted = multiply_add(x, 1.44269504088896341f, 12582912.0f);  // 1.5 * 2^23: the fraction drops out
-  const float n = shifted - 12582912.0f;
+  constexpr float kShift = 12582912.0f + 127.0f;  // 1.5 * 2^23, where the fraction drops out, and the exponent's bias
+  const float shifted = multiply_add(x, 1.44269504088896341f, kShift);
+  const float n = shifted - kShift;
   float r = multiply_add(n, -0.693359375f, x);  // ln 2 in two parts: exact
   r = multiply_add(n, 2.12194440e-4f, r);
-  float p = 1.9875691500e-4f;
-  p = multiply_add(p, r, 1.3981999507e-3f);
-  p = multiply_add(p, r, 8.3334519073e-3f);
-  p = multiply_add(p, r, 4.1665795894e-2f);
-  p = multiply_add(p, r, 1.6666665459e-1f);
-  p = multiply_add(p, r, 5.0000001201e-1f);
+  float p = 1.381454058e-3f;  // what is left of the series, fitted: relative error 3e-9
+  p = multiply_add(p, r, 8.368745446e-3f);
+  p = multiply_add(p, r, 4.166838899e-2f);
+  p = multiply_add(p, r, 1.666652113e-1f);
+  p = multiply_add(p, r, 4.999999404e-1f);
   p = multiply_add(p, r * r, r) + 1.0f;
-  uint32_t bits;  // n is in the lowest bits of `shifted`
+  uint32_t bits;  // n, with its bias, is in the lowest bits of `shifted`
   std::memcpy(&bits, &shifted, sizeof bits);
-  bits = (bits + 127u) << 23;
+  bits <<= 23;
   float scale;
   std::memcpy(&scale, &bits, sizeof scale);
   return p * scale;
@@ -170,8 +206,8 @@ HYBRIDPAR_INLINE double exponential_within(double x) { return std::exp(x); }
 // e^x where x is at most 0, or at most 88: 0 below -87.
 template <class W>
 HYBRIDPAR_INLINE W exponential(W x) {
-  const W y = exponential_within(x < W(-87) ? W(-87) : x);
-  return x < W(-87) ? W(0) : y;
+  const W y = exponential_within(x);
+  return x < W(-87) ? W(0) : y;  // whatever y is
 }
 
 template <class W>
@@ -182,7 +218,8 @@ struct Sigmoid {
 template <class W>
 HYBRIDPAR_INLINE Sigmoid<W> sigmoid(W x) {
   const W high = x > W(80) ? W(80) : x;  // beyond, nothing changes, and e^-x stays a normal number
-  const W power = exponential_within(high < W(-80) ? W(80) : -high);
+  const W within = high < W(-80) ? W(-80) : high;  // two instructions, where NaN stays NaN
+  const W power = exponential_within(-within);
   const W value = W(1) / (W(1) + power);
   return {value, value * power};
 }
@@ -197,6 +234,26 @@ template <class T>
 const T* data(const std::optional<Tensor>& x) {
   return x ? static_cast<const T*>(x->data_ptr()) : nullptr;
 }
+
+// A vector that all rows share, in the type of the arithmetic: converted once. Null where there is none.
+template <class T>
+class Widened {
+ public:
+  Widened(const T* x, int64_t n) {
+    if constexpr (std::is_same_v<T, Wide<T>>) {
+      values_ = x;
+    } else if (x) {
+      own_.resize(static_cast<size_t>(n));
+      std::transform(x, x + n, own_.begin(), [](T value) { return wide(value); });
+      values_ = own_.data();
+    }
+  }
+  operator const Wide<T>*() const { return values_; }
+
+ private:
+  std::vector<Wide<T>> own_;
+  const Wide<T>* values_ = nullptr;
+};
 
 // Calls f with a value of the element type of x.
 template <class F>
@@ -239,30 +296,40 @@ void over_rows(int64_t rows, int64_t cols, const F& f) {
 
 // Sums of columns that do not depend on the number of threads: rows go in fixed blocks to partial sums of their own,
 // which are added in order.
+template <class W>
 class ColumnSums {
  public:
   ColumnSums(int64_t rows, int64_t cols, int num_sums)
-      : rows_(rows), cols_(cols), block_(std::max<int64_t>(32, (rows + 63) / 64)), num_sums_(num_sums) {
-    num_blocks_ = (rows + block_ - 1) / block_;
-  }
+      : rows_(rows), cols_(cols), block_(std::max<int64_t>(32, (rows + 63) / 64)), size_(num_sums * cols),
+        num_blocks_(std::max<int64_t>(1, (rows + block_ - 1) / block_)) {}
 
-  // f(begin, end, partial): adds rows [begin, end) to partial [num_sums, cols], which begins as zeros of W.
-  template <class W, class F>
-  void run(std::vector<W>& partial, const F& f) {
-    const int64_t size = num_sums_ * cols_;
-    partial.assign(std::max<int64_t>(num_blocks_, 1) * size, W(0));
-    W* base = partial.data();
+  // f(begin, end, partial): adds rows [begin, end) to partial [num_sums, cols], which begins as zeros. -> the sums.
+  template <class F>
+  std::unique_ptr<W[]> run(const F& f) {
+    std::unique_ptr<W[]> sums(new W[static_cast<size_t>(num_blocks_ * size_)]);
+    W* base = sums.get();
+    int64_t done = 0;  // blocks that are in the first sums
     const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, cols_ * block_));
-    torch::stable::parallel_for(0, num_blocks_, grain, [&, base](int64_t first, int64_t last) {
-      for (int64_t b = first; b < last; ++b) f(b * block_, std::min(rows_, (b + 1) * block_), base + b * size);
+    torch::stable::parallel_for(0, num_blocks_, grain, [&](int64_t first, int64_t last) {
+      for (int64_t b = first; b < last; ++b) {
+        const bool at_once = first == 0 && b > 0;  // those before are added already: one place does for all
+        W* partial = base + (at_once ? 1 : b) * size_;
+        std::fill_n(partial, size_, W(0));
+        f(b * block_, std::min(rows_, (b + 1) * block_), partial);
+        if (at_once) add(base, partial);
+      }
+      if (first == 0) done = last;
     });
-    for (int64_t b = 1; b < num_blocks_; ++b)
-      for (int64_t i = 0; i < size; ++i) base[i] += base[b * size + i];
+    for (int64_t b = done; b < num_blocks_; ++b) add(base, base + b * size_);
+    return sums;
   }
 
  private:
-  int64_t rows_, cols_, block_, num_blocks_;
-  int num_sums_;
+  void add(W* to, const W* partial) const {
+    for (int64_t i = 0; i < size_; ++i) to[i] += partial[i];
+  }
+
+  int64_t rows_, cols_, block_, size_, num_blocks_;
 };
 
 }  // namespace hybridpar
