@@ -10,7 +10,7 @@ F.gelu, F.cross_entropy; `compile` the same function under torch.compile. A roun
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,9 +153,12 @@ def step(function: Function, tensors: list[Tensor], gradient: Tensor) -> Step:
     return run
 
 
-def measure(size_name: str, dtype_name: str, rounds: int) -> list[dict[str, Any]]:
+def measure(size_name: str, dtype_name: str, rounds: int, only: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """`only`: the names of operations to measure; none: all."""
     cases = []
     for name, operation in operations(SIZES[size_name], DTYPES[dtype_name]).items():
+        if only and name not in only:
+            continue
         torch._dynamo.reset()
         tensors, eager = operation.tensors, operation.eager
         functions = {OURS: operation.ours("auto"), "eager": eager, "compile": torch.compile(eager)}
@@ -224,6 +227,7 @@ def measure_update(size_name: str, rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = arguments(__doc__, rounds=11, shapes=[])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--ops", nargs="+", default=[], help="operators by their names in the table; by default all")
     args = parse(parser)
     torch.set_num_threads(1)
     cases = [entry for size in args.sizes for dtype in args.dtypes for entry in measure(size, dtype, args.rounds)]

@@ -100,7 +100,7 @@ Scores<T> scores(const Tensor& x, const Tensor* dy, const Tensor& out, const std
 
 Tensor masked_softmax(const Tensor& x, const std::optional<Tensor>& real, double scale, bool causal) {
   check("masked_softmax", x, real);
-  Tensor y = torch::stable::empty_like(x);
+  Tensor y = make_like(x);
   by_type("masked_softmax", x, [&](auto element) {
     const auto a = scores<decltype(element)>(x, nullptr, y, real, scale, causal);
     over_rows(num_rows(x), a.keys, [&](int64_t begin, int64_t end) { forward_rows(a, begin, end); });
@@ -113,7 +113,7 @@ Tensor masked_softmax_backward(const Tensor& dy, const Tensor& y, double scale, 
   check("masked_softmax_backward", dy, std::nullopt);
   STD_TORCH_CHECK(dy.numel() == y.numel() && dy.scalar_type() == y.scalar_type(),
                   "masked_softmax_backward: dy must be like y");
-  Tensor dx = torch::stable::empty_like(y);
+  Tensor dx = make_like(y);
   by_type("masked_softmax_backward", y, [&](auto element) {
     const auto a = scores<decltype(element)>(y, &dy, dx, std::nullopt, scale, causal);
     over_rows(num_rows(y), a.keys, [&](int64_t begin, int64_t end) { backward_rows(a, begin, end); });

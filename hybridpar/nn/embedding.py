@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
 from hybridpar import ops
+from hybridpar.autograd import once_differentiable
 from hybridpar.comm import reduce_from_
 from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.errors import DataError, config_error
@@ -75,7 +76,7 @@ def check_range(ids: Tensor, stop: int, what: str) -> None:
     """Raises: DataError naming the first of `ids` that is not within 0 to stop - 1."""
     if not ids.numel():
         return
-    low, high = ids.aminmax()
+    low, high = (bound.item() for bound in ids.aminmax())
     if low < 0 or high >= stop:
         bad = (ids < 0) | (ids >= stop)
         where = tuple(bad.nonzero()[0].tolist())
