@@ -11,8 +11,10 @@ from torch.autograd import function
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's decorator of a Function's backward, without what it costs where nobody differentiates again: 2.5 us of the
-    27 that a forward and backward take which do nothing."""
+    """torch's decorator of a Function's backward, without what it costs where nobody differentiates again.
+
+    That is 2.5 us of the 27 that a forward and backward take which do nothing.
+    """
     careful = function.once_differentiable(backward)
 
     @wraps(backward)

@@ -37,11 +37,12 @@ def cross_entropy(logits: Tensor, column: Tensor, num_real: int, with_sum: bool)
 def cross_entropy_backward_(gradient: Tensor, logits: Tensor, column: Tensor, numbers: Tensor, num_real: int) -> None:
     """gradient becomes exp(logits - top) * factor - level, less `target` at column; 0 beyond num_real.
 
-    Shapes: gradient and logits [rows, v], which may be one; column int64 [rows]; numbers float32 [4, rows]: top, factor,
-    target, level.
+    Shapes: gradient and logits [rows, v], which may be one; column int64 [rows]; numbers float32 [4, rows]: top,
+    factor, target, level.
     """
     _check(logits, column)
-    check(gradient=gradient, numbers=numbers)
+    check(gradient=gradient, logits=logits)
+    check(numbers=numbers)
     assert numbers.dtype == torch.float32, f"numbers must be float32, got {numbers.dtype}"
     rows, cols = logits.shape
     size = tile(cols, _WIDEST)

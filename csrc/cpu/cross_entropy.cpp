@@ -36,7 +36,7 @@ HYBRIDPAR_INLINE void forward_any(const Forward<T>& a, int64_t begin, int64_t en
       // where nothing is above -infinity yet, subtract nothing
       const W level = new_top == -std::numeric_limits<W>::infinity() ? W(0) : new_top;
       W added[kLanes] = {};
-      each(n, [&](int64_t i, int lane) { added[lane] += exponential(wide(chunk[i]) - level); });
+      each(n, [&](int64_t i, int lane) { added[lane] += exponential(wide(chunk[i]) - level); }, chunk + kChunk);
       total = total * exponential(top - level) + sum_lanes(added);
       top = new_top;
     }
