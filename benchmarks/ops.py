@@ -182,7 +182,7 @@ def measure(size_name: str, dtype_name: str, rounds: int, only: Sequence[str] = 
     return cases
 
 
-def measure_update(size_name: str, rounds: int) -> list[dict[str, Any]]:
+def measure_update(size_name: str, rounds: int, only: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The passes that follow the backward, over the parameters of a layer and an embedding, in float32.
 
     Ours reads one version of the weights and writes another, PyTorch's writes over the only one.
@@ -225,6 +225,8 @@ def measure_update(size_name: str, rounds: int) -> list[dict[str, Any]]:
     }
     cases = []
     for name, sides in races.items():
+        if only and name not in only:
+            continue
         result = race(sides, rounds, tolerance=1e-2)  # torch sums a large tensor's squares in float32
         cases.append(case(f"{size_name} fp32 {name}", result, numel, shape=size_name, dtype="fp32", op=name))
         print_case(cases[-1])
@@ -237,9 +239,9 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", default=[], help="operators by their names in the table; by default all")
     args = parse(parser)
     torch.set_num_threads(1)
-    cases = [entry for size in args.sizes for dtype in args.dtypes for entry in measure(size, dtype, args.rounds)]
+    cases = [entry for size in args.sizes for dtype in args.dtypes for entry in measure(size, dtype, args.rounds, args.ops)]
     if "fp32" in args.dtypes:
-        cases += [entry for size in args.sizes for entry in measure_update(size, args.rounds)]
+        cases += [entry for size in args.sizes for entry in measure_update(size, args.rounds, args.ops)]
     print(write_results("ops", cases, args, shapes=SIZES))
 
 

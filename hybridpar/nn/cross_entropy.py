@@ -127,15 +127,16 @@ def _combine(statistics: Tensor, column: Tensor, labels: Tensor, ignored: Tensor
              columns: _Columns) -> tuple[Tensor, _Rows]:
     """The loss, from what every rank knows of its own columns."""
     axis, e = columns.axis, columns.smoothing
-    own_top, total, target, *below = statistics
-    top = all_reduce(own_top.clone(), axis, "max")
-    total = all_reduce(total * (own_top - top).exp_(), axis)
-    if e:  # all logits, less top
-        below[0] += columns.num_real * (own_top - top).nan_to_num_(neginf=0.0)
-    all_reduce(statistics[2:], axis)  # a label's logit is 0 where it is not
-    loss = total.log() - (1 - e) * target.sub_(top)
+    top, total, target, *below = statistics
+    if axis.size > 1:
+        own_top, top = top, all_reduce(top.clone(), axis, "max")
+        total = all_reduce(total * (own_top - top).exp_(), axis)
+        if e:  # all logits, less top
+            below[0] += columns.num_real * (own_top - top).nan_to_num_(neginf=0.0)
+        all_reduce(statistics[2:], axis)  # a label's logit is 0 where it is not
+    loss = total.log().sub_(target.sub_(top), alpha=1 - e)
     if e:
-        loss -= e / columns.num_vocab * below[0]
+        loss.sub_(below[0], alpha=e / columns.num_vocab)
     if labels.device.type != "cpu":  # where they were refused
         loss.masked_fill_(((labels < 0) | (labels >= columns.num_vocab)).flatten(), torch.nan)
     return loss.view(labels.shape).masked_fill_(ignored, 0), _Rows(column, top, total, ignored)

@@ -69,7 +69,7 @@ class LearnedPositionEmbedding(ParallelModule):
         if start + length > (longest := self.weight.shape[0]):
             raise config_error("model.seq_length", longest, f"the input reaches position {start + length}",
                                str(start + length))
-        return self.weight[start : start + length]
+        return self.weight if length == longest else self.weight[start : start + length]
 
 
 def check_range(ids: Tensor, stop: int, what: str) -> None:
