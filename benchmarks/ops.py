@@ -239,7 +239,8 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", default=[], help="operators by their names in the table; by default all")
     args = parse(parser)
     torch.set_num_threads(1)
-    cases = [entry for size in args.sizes for dtype in args.dtypes for entry in measure(size, dtype, args.rounds, args.ops)]
+    cases = [entry for size in args.sizes for dtype in args.dtypes
+             for entry in measure(size, dtype, args.rounds, args.ops)]
     if "fp32" in args.dtypes:
         cases += [entry for size in args.sizes for entry in measure_update(size, args.rounds, args.ops)]
     print(write_results("ops", cases, args, shapes=SIZES))

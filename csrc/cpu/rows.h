@@ -100,10 +100,10 @@ HYBRIDPAR_INLINE void prefetch(const T* x) {
   for (int i = 0; i < kLanes; i += 64 / sizeof(T)) __builtin_prefetch(x + i);
 }
 
-// What a pass over x comes to so many bytes later.
-template <int bytes = 1024, class T>
+// What a pass over x comes to 1 KiB later.
+template <class T>
 HYBRIDPAR_INLINE const T* ahead(const T* x) {
-  return x + bytes / sizeof(T);
+  return x + 1024 / sizeof(T);
 }
 
 // R rows, that are asked for together.
