@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import arguments, parse, write_results
-from benchmarks.ops import DTYPES, SIZES, TOLERANCE, Operation, Size, compute, gradient_for, operations
+from benchmarks.ops import DTYPES, SIZES, TOLERANCE, Operation, Size, compute, gradients_for, operations
 from hybridpar.ops import registry
 
 GPU_SIZES = {"345M": Size(8, 1024, 1024, 16, 50304), "1.3B": Size(4, 2048, 2048, 16, 50304),
@@ -113,10 +113,10 @@ def measure(clock: Clock, roof: Roof, size_name: str, dtype_name: str, rounds: i
         functions = {row.name: operation.ours(row.name) for row in rows
                      if row.name != "torch" and row.unsupported(clock.device, dtype) is None}
         functions |= {"eager": operation.eager, "compile": torch.compile(operation.eager)}
-        gradient = gradient_for(operation.eager, operation.tensors)
+        gradients = gradients_for(operation.eager, operation.tensors)
         sides, values = {}, {}
         for side, function in functions.items():
-            work = partial(compute, function, operation.tensors, gradient)
+            work = partial(compute, function, operation.tensors, gradients)
             values[side] = sum(t.detach().double().abs().sum().item() for t in work())
             assert abs(values[side] - values[next(iter(values))]) <= TOLERANCE[dtype_name] * values[side], values
             sides[side] = clock.prepared(work)

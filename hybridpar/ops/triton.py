@@ -56,7 +56,7 @@ def _load() -> str | None:
             return f"cannot be imported ({error})"
         for name in names:
             function = getattr(kernels, name)
-            changed = ("logits",) if name.endswith("_") else ()
+            changed = ("gradient",) if name.endswith("_") else ()
             library.define(name + torch.library.infer_schema(function, mutates_args=changed))
             library.impl(name, function, "CompositeExplicitAutograd")
             torch.library.register_fake(f"hybridpar_triton::{name}", FAKES[name], lib=library)
