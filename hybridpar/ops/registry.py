@@ -69,8 +69,10 @@ TABLE = (
     *_rows("cross_entropy", "cross_entropy:CrossEntropy"),
     *_rows("dropout", "dropout:dropout_torch"),
     Backend("embedding", "cpp", "hybridpar.ops.embedding:compiled", "hybridpar.ops.fused:cpp_unsupported"),
+    Backend("embedding", "triton", "hybridpar.ops.embedding:triton", "hybridpar.ops.triton:unsupported"),
     Backend("embedding", "torch", "hybridpar.ops.embedding:Passes"),
     Backend("optimizer", "cpp", "hybridpar.ops.update:compiled", "hybridpar.ops.fused:cpp_unsupported"),
+    Backend("optimizer", "triton", "hybridpar.ops.update:triton", "hybridpar.ops.triton:unsupported"),
     Backend("optimizer", "torch", "hybridpar.ops.update:Passes"),
 )
 
