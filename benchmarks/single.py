@@ -19,6 +19,7 @@ torch.compile, which is the default on a GPU. MFU there: 3 x the forward pass's 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 from collections.abc import Callable
 from functools import partial
@@ -120,10 +121,14 @@ def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace)
     """Races hybridpar and the peers of `dtype` on one shape."""
     torch.set_num_threads(threads)
     shape, device = SHAPES[shape_name], args.device
+    peers = PEERS[dtype]
+    if device == "cuda" and importlib.util.find_spec("transformers") is None:
+        print("transformers is not installed: hybridpar runs alone")
+        peers = {}
     make: dict[str, Callable[[], Step]] = {
         OURS: lambda: OurStep(engine_config(shape, dtype=dtype, device=device), shape, ProcessGrid())}
     for compiled in (False, True) if args.compile else (False,):
-        for name, (activation, precision) in PEERS[dtype].items():
+        for name, (activation, precision) in peers.items():
             make[f"{name}{' compiled' * compiled}"] = partial(
                 HuggingFaceStep, shape, activation, precision, device, compiled=compiled)
     sides, memory = {}, {}

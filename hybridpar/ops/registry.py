@@ -56,7 +56,7 @@ def _rows(op: str, torch: str, *, apex: bool = False) -> tuple[Backend, ...]:
     )
 
 
-# Per operation in the order `auto` tries them where measured.py has no times; the last one is the reference and always can.
+# Per operation in the order `auto` tries them where measured.py has no times; the last is the reference and always can.
 TABLE = (
     *_rows("layer_norm", "norm:layer_norm_torch", apex=True),
     *_rows("rms_norm", "norm:rms_norm_torch", apex=True),
