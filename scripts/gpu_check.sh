@@ -23,6 +23,7 @@ status=0
 
 "$python" - <<'PY' || exit 3
 import importlib.util
+import os
 import shutil
 import sys
 
@@ -31,7 +32,8 @@ def lacks(names):
 
 missing, optional = lacks(["torch", "triton", "numpy", "pytest", "setuptools"]), lacks(
     ["hypothesis", "pytest_timeout", "transformers", "apex"])
-optional += [name for name in ("ninja", "nvcc") if shutil.which(name) is None]
+path = f"{os.environ.get('PATH')}:{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"
+optional += [name for name in ("ninja", "nvcc") if shutil.which(name, path=path) is None]
 if missing:
     sys.exit(f"missing, and needed: {', '.join(missing)}")
 print(f"missing, and done without: {', '.join(optional) or 'nothing'}")
