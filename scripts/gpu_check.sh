@@ -107,10 +107,11 @@ ops() {
     fi
 }
 
-train() {  # against eager peers; then, where time is left, against compiled ones
+train() {  # against eager peers; then, where time is left, against the one whose numerics are nearest, compiled
     if [ -n "$gpu" ]; then
         "$python" -m benchmarks.single --device cuda --shapes 345M --rounds 7 --no-compile --name gpu_single --out "$out" &&
-            "$python" -m benchmarks.single --device cuda --shapes 345M --rounds 7 --name gpu_single_compiled --out "$out"
+            "$python" -m benchmarks.single --device cuda --shapes 345M --rounds 7 --peers "autocast gelu_pytorch_tanh" \
+                --name gpu_single_compiled --out "$out"
     else
         "$python" -m benchmarks.single --shapes tiny --dtypes bf16 --threads 1 --rounds 2 --compile --out "$(mktemp -d)"
     fi
