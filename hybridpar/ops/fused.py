@@ -29,6 +29,8 @@ PASSES = {
     "softmax": ("masked_softmax", "masked_softmax_backward"),
     "cross_entropy": ("cross_entropy", "cross_entropy_backward_"),
     "dropout": ("philox_dropout",),
+    "embedding": ("embedding", "embedding_backward_"),
+    "optimizer": ("adam_", "move_", "extrapolate_", "sum_squares"),
 }
 """What each operation needs of a library."""
 
