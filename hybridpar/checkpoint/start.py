@@ -37,13 +37,13 @@ def find_start(path: str | Path, model: ModelConfig) -> Path:
 def start_from(folder: Path, engine: Trainee) -> None:
     """Gives `engine` the weights of a checkpoint of any grid; its optimizer starts anew.
 
-    Ranks share out the checksums, then each reads what it needs, one parameter at a time.
+    Each rank reads what it needs, one parameter at a time.
     Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any cannot read.
     """
     grid = engine.grid
     failure = ""
     try:
-        full = FullWeights(folder, check=(grid.world.rank, grid.world.size))
+        full = FullWeights(folder)
 
         def write(tensors: Mapping[str, Tensor]) -> None:
             for name, target in tensors.items():
