@@ -10,8 +10,8 @@ from torch import Tensor
 from hybridpar.checkpoint.compatible import check_compatible
 from hybridpar.checkpoint.folders import folder_of, published_steps
 from hybridpar.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from hybridpar.checkpoint.part import Trainee
 from hybridpar.checkpoint.restate import Restated
-from hybridpar.checkpoint.save import Trainee
 from hybridpar.checkpoint.saved import Saved
 from hybridpar.checkpoint.shards import SavedShard
 from hybridpar.comm import gather_objects

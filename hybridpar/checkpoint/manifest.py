@@ -39,7 +39,7 @@ _MAX_BYTES = 64 << 20
 class ShardFile:
     """One file: the part of pipeline stage `pp` and tensor part `tp`, written by replica `dp`.
 
-    `blocks`: those of the stage, from the first to before the last. `checksums`: as tensorfile.write_tensors gives them.
+    `blocks`: those of the stage, from the first to before the last. `checksums`: as from tensorfile.write_tensors.
     """
 
     pp: int

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridpar.checkpoint.load import FullWeights, find
 from hybridpar.checkpoint.manifest import read_manifest
-from hybridpar.checkpoint.save import Trainee
+from hybridpar.checkpoint.part import Trainee
 from hybridpar.comm import gather_objects
 from hybridpar.config import ModelConfig
 from hybridpar.errors import CheckpointError, ConfigError, Problem

@@ -70,7 +70,8 @@ def empty(path: Path) -> None:
 @pytest.mark.parametrize(("damage", "file", "says"), [
     (cut, SHARD, "bytes, should have"), (flip, SHARD, "the checksum of its bytes 0 to"),
     (flip_in_the_header, SHARD, "the checksum of its header"), (Path.unlink, SHARD, "No such file"),
-    (empty, MANIFEST, "is damaged"), (change_a_number, MANIFEST, "its checksum"), (Path.unlink, MANIFEST, "No such file"),
+    (empty, MANIFEST, "is damaged"), (change_a_number, MANIFEST, "its checksum"),
+    (Path.unlink, MANIFEST, "No such file"),
 ])
 def test_a_damaged_checkpoint_is_passed_over(
         tmp_path: Path, damage: Callable[[Path], None], file: str, says: str) -> None:

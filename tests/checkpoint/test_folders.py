@@ -107,10 +107,11 @@ def test_what_is_published_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     root = tmp_path / "checkpoints"
     save_at(root, 1)
     part, name = ".step_00000001.part", "step_00000001"
-    assert events == ["pp0-tp0.safetensors", "manifest.json", part, f"{part} -> {name}", "checkpoints"]
+    file, note = "pp0-tp0.safetensors", ".pp0-tp0.safetensors.json.part"
+    assert events == [file, note, "manifest.json", part, f"{part} -> {name}", "checkpoints"]
     events.clear()
     save_at(root, 1)
-    assert events[3:] == [f"{name} -> .step_00000001.old", f"{part} -> {name}", "checkpoints"]
+    assert events[4:] == [f"{name} -> .step_00000001.old", f"{part} -> {name}", "checkpoints"]
     assert names(root) == [name]
 
 
