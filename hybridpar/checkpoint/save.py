@@ -109,9 +109,9 @@ class Saver:
         config = self._engine.config
         written = notes.collect(aside, config, given_up)
         folder = publish(aside, make_manifest(config, self._corpus, state, written, val_loss))
-        prune(self._root, state.batches_done, config.checkpoint)
         self._say(f"step {state.batches_done}: saved {folder} ({self._num_bytes / 1e9:.3g} GB in "
                   f"{time.monotonic() - began:.3g} s)")
+        prune(self._root, state.batches_done, config.checkpoint)
         return folder
 
     def settle(self, *, wait: bool = True) -> Path | None:
