@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import Event
 
 from hybridpar.checkpoint import plain
-from hybridpar.checkpoint.files import write_text
 from hybridpar.checkpoint.manifest import ShardFile, file_name, parse_shard
 from hybridpar.config import Config
 
@@ -38,8 +37,10 @@ def writers(config: Config) -> list[tuple[int, int, int]]:
 def leave(folder: Path, written: Written) -> None:
     """Says that a file is there to last. Raises: OSError."""
     shard, versions = written
-    entry = {"name": shard.name} | asdict(shard) | {"versions": versions}
-    write_text(_note(folder, shard.name), json.dumps(entry))
+    note = _note(folder, shard.name)
+    aside = note.with_suffix(".part")  # nobody reads half a note; and none need last
+    aside.write_text(json.dumps({"name": shard.name} | asdict(shard) | {"versions": versions}), encoding="utf-8")
+    aside.rename(note)
 
 
 def collect(folder: Path, config: Config, given_up: Event) -> list[Written]:
