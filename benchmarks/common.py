@@ -89,6 +89,8 @@ SHAPES = {
     # the published ones: on a GPU
     "345M": Shape(24, 1024, 16, 1024, 50304, 8),
     "1.3B": Shape(24, 2048, 16, 2048, 50304, 4),
+    # the first on a CPU: a sample at a time
+    "345M_1": Shape(24, 1024, 16, 1024, 50304, 1),
     # for trying out a benchmark, not for measuring
     "tiny": Shape(2, 64, 4, 32, 256, 2),
 }

@@ -2,6 +2,7 @@
 
     python -m benchmarks.single
     python -m benchmarks.single --device cuda --name gpu_single    # 345M and 1.3B in bf16, on one GPU
+    python -m benchmarks.single --shapes 345M_1 --threads 1 --compile --peers gelu_new    # 14 s a step in fp32
 
 The peer is GPT2LMHeadModel with sdpa attention, untied head, no dropout, AdamW(fused), on the same weights, tokens,
 threads: with its default activation (`gelu_new`, the tanh form spelled out in torch operations) and with torch's fused
@@ -124,8 +125,8 @@ def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace)
         OURS: lambda: OurStep(engine_config(shape, dtype=dtype, device=device), shape, ProcessGrid())}
     for compiled in (False, True) if args.compile else (False,):
         for name, (activation, precision) in PEERS[dtype].items():
-            make[f"{name}{' compiled' * compiled}"] = partial(
-                HuggingFaceStep, shape, activation, precision, device, compiled=compiled)
+            if any(text in (side := f"{name}{' compiled' * compiled}") for text in args.peers):
+                make[side] = partial(HuggingFaceStep, shape, activation, precision, device, compiled=compiled)
     sides, memory = {}, {}
     for name, construct in make.items():
         sides[name], memory[name] = peak_gib(construct, device)
@@ -156,6 +157,7 @@ def main() -> None:
     parser = arguments(__doc__, rounds=11, shapes=[])
     parser.add_argument("--threads", nargs="+", type=int)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--peers", nargs="+", default=[""])
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction)
     args = parse(parser)
     gpu = args.device == "cuda"

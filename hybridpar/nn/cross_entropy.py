@@ -187,10 +187,11 @@ class _LinearCrossEntropy(Function):
             part, numbers = x[piece], rows.numbers(grad, ctx.columns)[:, piece].contiguous()
             gradient = matmul.linear(part, weight, bias)
             ctx.passes.gradient_(gradient, rows.column[piece], numbers, ctx.columns.num_real)
+            factor = matmul.factor(gradient)
             if dx is not None:
-                dx[piece] = matmul.input_gradient(gradient, weight)
+                dx[piece] = matmul.input_gradient(factor, weight)
             if wants_weight:
-                product = matmul.weight_gradient(gradient, part, ctx.leaf)
+                product = matmul.weight_gradient(factor, part, ctx.leaf)
                 dw = product if dw is None or product.is_sparse else dw.add_(product)
             if wants_bias:
                 total = gradient.sum(0)

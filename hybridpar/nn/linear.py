@@ -149,12 +149,13 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         num_rows = x.shape[:-1].numel()
         dy2 = dy.reshape(num_rows, dy.shape[-1])
+        factor = matmul.factor(dy2)
         dx = dw = db = work = None
         if ctx.needs_input_grad[0]:
-            dx = matmul.input_gradient(dy2, weight).view(x.shape)
+            dx = matmul.input_gradient(factor, weight).view(x.shape)
             work = None if ctx.axis is None else all_reduce_async(dx, ctx.axis)
         if ctx.needs_input_grad[1]:
-            dw = matmul.weight_gradient(dy2, x.reshape(num_rows, x.shape[-1]), ctx.leaf)
+            dw = matmul.weight_gradient(factor, x.reshape(num_rows, x.shape[-1]), ctx.leaf)
         if ctx.needs_input_grad[2]:
             db = dy2.sum(0)
         if work is not None:

@@ -96,8 +96,8 @@ def test_split_in_working_precision(dtype: torch.dtype, tolerance: float) -> Non
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [(3, 11), (1,), (0,)])
 def test_products_by_float32(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: tuple[int, ...]) -> None:
-    """Where a CPU has no instructions for a type: float32's products of the same numbers, rounded once."""
-    monkeypatch.setattr(matmul, "_has_instructions", lambda dtype: dtype == torch.float32)
+    """Where a CPU has no fast instructions for a type: float32's products of the same numbers, rounded once."""
+    monkeypatch.setattr(matmul, "_has_fast_instructions", lambda dtype: dtype == torch.float32)
     inputs = [torch.randn(shape).to(dtype).requires_grad_() for shape in ((*rows, 65), (17, 65), (17,))]
     wide = [x.detach().float().requires_grad_() for x in inputs]
     y, y_ref = column_linear(*inputs, AXIS), F.linear(*wide)
