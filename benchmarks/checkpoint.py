@@ -25,7 +25,6 @@ import statistics
 import tempfile
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,17 +37,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.common import (
-    SHAPES,
-    OurStep,
-    arguments,
-    engine_config,
-    over_ranks,
-    parse,
-    run_ranks,
-    summary,
-    write_results,
-)
+from benchmarks import common
+from benchmarks.common import SHAPES, OurStep, over_ranks, run_ranks, summary, write_results
 from hybridpar import checkpoint
 from hybridpar.config import Config, from_mapping
 from hybridpar.grid import ProcessGrid
@@ -60,7 +50,7 @@ PLAIN = "no save"
 
 
 def config_of(shape: str, *, tp: int = 1, pp: int = 1) -> Config:
-    base = engine_config(SHAPES[shape], tp=tp, pp=pp, num_microbatches=2)
+    base = common.engine_config(SHAPES[shape], tp=tp, pp=pp, num_microbatches=2)
     return from_mapping({"checkpoint": {"keep": 1000}}, base)  # what is removed, and when, is no one's time
 
 
@@ -287,21 +277,19 @@ def load_cases(shape: str, folder: Path, rounds: int) -> Iterator[dict[str, Any]
                "state_bytes": side[0]["state"]}
 
 
-def measure(args: Namespace) -> Iterator[dict[str, Any]]:
-    for shape in args.shapes:
-        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            found = run_ranks(saving, 2, shape, Path(folder), args.rounds, args.steps)
-            yield from save_cases(shape, found, args.steps)
-            yield from load_cases(shape, Path(folder), args.load_rounds)
-
-
 def main() -> None:
-    parser = arguments(__doc__, rounds=5, shapes=["85M"])
+    parser = common.arguments(__doc__, rounds=5, shapes=["85M"])
     parser.add_argument("--steps", type=int, default=4, help="training steps beside a save")
     parser.add_argument("--load-rounds", type=int, default=3)
     parser.add_argument("--folder", default=None, help="where checkpoints are written; the system's temporary folder")
-    args = parse(parser)
-    print(write_results("checkpoint", list(measure(args)), args, meaning=(
+    args = common.parse(parser)
+    cases: list[dict[str, Any]] = []
+    for shape in args.shapes:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            found = run_ranks(saving, 2, shape, Path(folder), args.rounds, args.steps)
+            cases += save_cases(shape, found, args.steps)
+            cases += load_cases(shape, Path(folder), args.load_rounds)
+    print(write_results("checkpoint", cases, args, meaning=(
         "blocked_share, extra_share: seconds over those from a save's beginning to its last sync, median and "
         "quartiles over the rounds; peak: of resident memory while loading, over the rank's own state")))
 
