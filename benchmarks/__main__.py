@@ -19,6 +19,7 @@ RUNS = (
     ("simulator",),
     ("placement",),
     ("planner",),
+    ("checkpoint", "--load-rounds", "2"),
     ("slow_link",),  # needs root, else it is skipped
 )
 

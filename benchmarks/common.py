@@ -84,6 +84,8 @@ SHAPES = {
     "mini": Shape(6, 128, 4, 64, 1024, 2),
     # hardly any work, for stages that only wait; an activation is as large as that of small and thin
     "light": Shape(2, 64, 2, 128, 64, 8),
+    # 1 GB of weights and Adam's state in fp32
+    "85M": Shape(12, 768, 12, 128, 4096, 1),
     # the published ones: on a GPU
     "345M": Shape(24, 1024, 16, 1024, 50304, 8),
     "1.3B": Shape(24, 2048, 16, 2048, 50304, 4),

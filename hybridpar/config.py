@@ -164,12 +164,15 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Which of a run's checkpoints stay; when they are made is train.save_interval's."""
+    """How checkpoints are written, and which stay; when they are made is train.save_interval's."""
 
     keep: int = 2
     """The newest ones."""
     keep_best: int = 0
     """And those with the lowest validation loss, of steps that were evaluated and saved."""
+    asynchronous: bool = True
+    """Training goes on while a copy of its state is written: host memory for that copy is kept. The last save of a run
+    has no copy."""
 
 
 @dataclass(frozen=True)
@@ -245,6 +248,11 @@ class Config:
         """Samples an optimizer step; parallel.dp must be resolved."""
         assert self.parallel.dp > 0, "parallel.dp is not resolved"
         return self.train.micro_batch_size * self.pipeline.num_microbatches * self.parallel.dp
+
+    @property
+    def saves_beside_training(self) -> bool:
+        """Whether a copy of the training state will be written while training goes on."""
+        return self.checkpoint.asynchronous and 0 < self.train.save_interval < self.train.num_steps
 
     @property
     def batch_tokens(self) -> int:

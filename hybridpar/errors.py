@@ -36,7 +36,7 @@ class DataError(HybridparError):
 
 
 class CheckpointError(HybridparError):
-    """A checkpoint cannot be loaded: missing, damaged, or made by another model."""
+    """A checkpoint cannot be loaded (missing, damaged, or made by another model), or cannot be written."""
 
 
 def config_error(field: str, value: object, rule: str, suggestion: str = "") -> ConfigError:

@@ -4,10 +4,10 @@ from hybridpar.checkpoint.compatible import check_compatible
 from hybridpar.checkpoint.folders import best_steps, saved_steps
 from hybridpar.checkpoint.load import FullWeights, find, load_full, newest, resume
 from hybridpar.checkpoint.manifest import Manifest, read_manifest
-from hybridpar.checkpoint.save import save, save_weights
+from hybridpar.checkpoint.save import Saver, save, save_weights
 from hybridpar.checkpoint.start import find_start, start_from
 
 __all__ = [
-    "FullWeights", "Manifest", "best_steps", "check_compatible", "find", "find_start", "load_full", "newest",
+    "FullWeights", "Manifest", "Saver", "best_steps", "check_compatible", "find", "find_start", "load_full", "newest",
     "read_manifest", "resume", "save", "save_weights", "saved_steps", "start_from",
 ]

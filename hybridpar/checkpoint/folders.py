@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import shutil
 from pathlib import Path
@@ -29,17 +30,34 @@ def folder_of(root: Path, step: int) -> Path:
 
 def saved_steps(root: Path) -> list[int]:
     """The steps that complete checkpoints below `root` were made at, newest first."""
-    names = [path.parent.name for path in (*root.glob(f"step_*/{MANIFEST}"), *root.glob(f".step_*.old/{MANIFEST}"))]
-    found = [re.fullmatch(r"\.?step_([0-9]{8,18})(\.old)?", name) for name in names]
+    return _steps([path.parent for path in (*root.glob(f"step_*/{MANIFEST}"), *root.glob(f".step_*.old/{MANIFEST}"))])
+
+
+def published_steps(root: Path) -> list[int]:
+    """Those, and the ones whose manifest has been lost since, newest first."""
+    return _steps([*root.glob("step_*"), *(folder_of(root, step) for step in saved_steps(root))])
+
+
+def _steps(folders: list[Path]) -> list[int]:
+    found = [re.fullmatch(r"\.?step_([0-9]{8,18})(\.old)?", path.name) for path in folders]
     return sorted({int(match[1]) for match in found if match}, reverse=True)
 
 
-def begin(root: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of a step into. Raises: OSError."""
+def begin(root: Path, step: int, num_bytes: int = 0) -> Path:
+    """An empty folder to write the checkpoint of a step into, of so many bytes. Raises: OSError, if full ENOSPC."""
     aside = _beside(_named(root, step), "part")
-    shutil.rmtree(aside, ignore_errors=True)
+    discard(aside)
     aside.mkdir(parents=True)
+    room = shutil.disk_usage(aside)
+    if room.total and room.free < num_bytes:  # some file systems do not say
+        discard(aside)
+        raise OSError(errno.ENOSPC, f"{room.free / 1e9:.3g} GB are free", str(root))
     return aside
+
+
+def discard(aside: Path) -> None:
+    """Removes what will not be published."""
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def publish(aside: Path, manifest: Manifest) -> Path:

@@ -8,12 +8,12 @@ from pathlib import Path
 from torch import Tensor
 
 from hybridpar.checkpoint.compatible import check_compatible
-from hybridpar.checkpoint.folders import folder_of, saved_steps
+from hybridpar.checkpoint.folders import folder_of, published_steps
 from hybridpar.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from hybridpar.checkpoint.part import Trainee
 from hybridpar.checkpoint.restate import Restated
-from hybridpar.checkpoint.save import Trainee
 from hybridpar.checkpoint.saved import Saved
-from hybridpar.checkpoint.shards import check_file
+from hybridpar.checkpoint.shards import SavedShard
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config
 from hybridpar.errors import CheckpointError, ConfigError
@@ -27,21 +27,20 @@ from hybridpar.pipeline.run.stage import Stage
 def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None]) -> int:
     """Loads the newest checkpoint under `root` that is whole into `engine`; its step, or 0 where there is none.
 
-    It may be of another grid, schedule or ZeRO setting (restate.py). A damaged one is passed over, and `say` is told
-    so. Ranks share out the checksums, then each reads what it needs.
+    It may be of another grid, schedule or ZeRO setting (restate.py). Each rank reads what it needs and compares that
+    with its checksums. Where one finds damage all pass over this checkpoint, and `say` is told the file and what is
+    wrong with it.
     Collectives: on all ranks of the grid.
     Raises: CheckpointError, on all ranks: another model, batch size or corpus, or no checkpoint is whole.
     """
     world = engine.grid.world
-    steps = gather_objects(saved_steps(root), world)[0]
+    steps = gather_objects(published_steps(root), world)[0]
     for step in steps:
         folder = folder_of(root, step)
         damage, mismatch = "", ""
         try:
             manifest = read_manifest(folder)
             mismatch = _mismatch(manifest, engine.config, corpus, folder)
-            if not mismatch:
-                check_files(folder, manifest, world.rank, world.size)
         except CheckpointError as error:
             damage = str(error)
         outcomes = gather_objects((damage, mismatch), world)
@@ -73,10 +72,10 @@ def load(saved: Saved, engine: Trainee) -> None:
     engine.load_state(state, state.meta(engine.scaler.state()))
 
 
-def check_files(folder: Path, manifest: Manifest, rank: int = 0, num_ranks: int = 1) -> None:
-    """Compares the checksums of every `num_ranks`-th file, from number `rank` on. Raises: CheckpointError."""
-    for shard in manifest.shards[rank::num_ranks]:
-        check_file(folder, shard)
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Compares everything with its checksums. Raises: CheckpointError."""
+    for shard in manifest.shards:
+        SavedShard(folder, shard, manifest.config.parallel.tp).file.check()
 
 
 def _mismatch(manifest: Manifest, config: Config, corpus: str, folder: Path) -> str:
@@ -92,7 +91,7 @@ def _mismatch(manifest: Manifest, config: Config, corpus: str, folder: Path) -> 
 
 def newest(root: Path, say: Callable[[str], None]) -> Path:
     """The folder of the newest checkpoint under `root` that is whole. Raises: CheckpointError if there is none."""
-    for step in saved_steps(root):
+    for step in published_steps(root):
         folder = folder_of(root, step)
         try:
             check_files(folder, read_manifest(folder))
@@ -116,16 +115,13 @@ def find(path: str | Path, say: Callable[[str], None]) -> Path:
 class FullWeights:
     """The newest weights of a checkpoint, put together one at a time: the fp32 master where there is one.
 
-    A weight that is tied across stages appears under both its names. `check`: the part of the checksums to compare, as
-    (number, of how many); None: none.
-    Raises: CheckpointError if a file is missing or damaged, or if the files are not of the model that they are said to
-    be of.
+    A weight that is tied across stages appears under both its names. What is read is compared with its checksums.
+    Raises: CheckpointError, here and below, if a file is missing or damaged, or if the files are not of the model that
+    they are said to be of.
     """
 
-    def __init__(self, folder: Path, *, check: tuple[int, int] | None = (0, 1)):
+    def __init__(self, folder: Path):
         self.folder, self.manifest = folder, read_manifest(folder)
-        if check is not None:
-            check_files(folder, self.manifest, *check)
         self._saved = Saved(folder, self.manifest)
         self.placements: dict[str, Placement] = {}
         for stage in self._saved.stages:

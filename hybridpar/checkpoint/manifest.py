@@ -4,7 +4,8 @@
         step_00000100/
             pp0-tp0.safetensors  pp0-tp1.safetensors ...     the shards of each pipeline stage and tensor part
             pp0-tp0-dp1.safetensors ...                      with ZeRO: the optimizer state that other replicas keep
-            manifest.json                                    written last: who made them, at which step, checksums
+            manifest.json                                    written last: who made them, at which step, checksums,
+                                                             its own among them
         step_00000200/ ...
 
 A shard's tensors are named as by Engine.state_tensors, and its own header says how they are placed (shards.py); nothing
@@ -13,6 +14,7 @@ is pickled, and no name leads out of the folder.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -27,8 +29,9 @@ from hybridpar.checkpoint import plain
 from hybridpar.config import Config, from_mapping, to_mapping
 from hybridpar.errors import CheckpointError, ConfigError
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
+_CHECKSUM = "sha256"
 _MAX_BYTES = 64 << 20
 
 
@@ -36,7 +39,7 @@ _MAX_BYTES = 64 << 20
 class ShardFile:
     """One file: the part of pipeline stage `pp` and tensor part `tp`, written by replica `dp`.
 
-    `blocks`: those of the stage, from the first to before the last.
+    `blocks`: those of the stage, from the first to before the last. `checksums`: as from tensorfile.write_tensors.
     """
 
     pp: int
@@ -44,7 +47,7 @@ class ShardFile:
     dp: int
     blocks: tuple[int, int]
     num_bytes: int
-    sha256: str
+    checksums: str
 
     @property
     def name(self) -> str:
@@ -108,14 +111,20 @@ class Manifest:
 
     def to_json(self) -> str:
         parallel, step = self.config.parallel, self.step
-        return json.dumps({
+        document = {
             "format": FORMAT, "step": step, "grid": {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp},
             "data": {"corpus": self.corpus, "samples": step * self.config.global_batch_size},
             "val_loss": self.val_loss, "versions": {"hybridpar": __version__, "torch": torch.__version__},
             "state": self.state.as_meta(),
             "shards": [{"name": shard.name} | asdict(shard) for shard in self.shards],
             "config": to_mapping(self.config),
-        }, indent=1)
+        }
+        return json.dumps(document | {_CHECKSUM: _checksum(document)}, indent=1)
+
+
+def _checksum(document: Mapping[str, Any]) -> str:
+    """Of values, not of how they are laid out. Floats are written such that they read back as they were."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -127,6 +136,8 @@ def read_manifest(folder: Path) -> Manifest:
         document = plain.mapping(plain.parse(path.read_bytes()), "it")
         if (version := document.get("format")) != FORMAT:
             raise CheckpointError(f"{path}: has format {version!r}, this version reads {FORMAT}")
+        if document.pop(_CHECKSUM, "") != _checksum(document):
+            raise ValueError("its checksum is not what it was when it was written")
         return _parse(document)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
@@ -149,24 +160,25 @@ def _parse(document: Mapping[str, Any]) -> Manifest:
     val_loss = document.get("val_loss")
     manifest = Manifest(
         config, plain.string(data.get("corpus"), "corpus"), state,
-        tuple(_parse_shard(shard, config) for shard in plain.sequence(document.get("shards"), "shards")),
+        tuple(parse_shard(shard, config) for shard in plain.sequence(document.get("shards"), "shards")),
         None if val_loss is None else plain.number(val_loss, "val_loss"))
     _check_stages(manifest)
     return manifest
 
 
-def _parse_shard(entry: Any, config: Config) -> ShardFile:
+def parse_shard(entry: Any, config: Config) -> ShardFile:
+    """A file of a checkpoint of `config`. Raises: ValueError."""
     entry, parallel = plain.mapping(entry, "a shard"), config.parallel
     pp, tp, dp = (plain.integer(entry.get(key), key, 0, most - 1) for key, most in (
         ("pp", parallel.pp), ("tp", parallel.tp), ("dp", parallel.dp)))
     shard = ShardFile(
         pp, tp, dp, plain.span(entry.get("blocks"), "blocks", config.model.num_blocks),
-        plain.integer(entry.get("num_bytes"), "num_bytes"), plain.string(entry.get("sha256"), "sha256"))
+        plain.integer(entry.get("num_bytes"), "num_bytes"), plain.string(entry.get("checksums"), "checksums"))
     if entry.get("name") != shard.name:
         raise ValueError(f"the file of stage {pp}, tensor part {tp}, replica {dp} must be called {shard.name}, "
                          f"not {entry.get('name')!r}")
-    if not re.fullmatch("[0-9a-f]{64}", shard.sha256):
-        raise ValueError(f"{shard.name} has no checksum")
+    if not re.fullmatch("([0-9a-f]{8})+", shard.checksums):
+        raise ValueError(f"{shard.name} has no checksums")
     return shard
 
 

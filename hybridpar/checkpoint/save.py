@@ -1,48 +1,40 @@
-"""Writes checkpoints: shards side by side, then the manifest, then one rename that makes them all appear."""
+"""Writes checkpoints: shards side by side, then the manifest, then one rename that makes them all appear.
+
+    this rank, drained   begin | copy ............. | write its file, sync | leave a note
+    rank 0 in addition                                                     | all notes there? manifest, rename, prune
+    training                   | forward, backward, update, forward ............
+
+All but `begin` runs in a thread without collectives, whether training goes on meanwhile or waits (`save`). Ranks agree
+on what became of it when training is next between two stretches (`Saver.settle`).
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from threading import Event
 
 from torch import Tensor
 
-from hybridpar.checkpoint.folders import begin, prune, publish
-from hybridpar.checkpoint.manifest import Manifest, ShardFile, TrainingState, file_name
+from hybridpar.checkpoint import notes
+from hybridpar.checkpoint.background import Task, explain
+from hybridpar.checkpoint.folders import begin, discard, prune, publish
+from hybridpar.checkpoint.manifest import Manifest, TrainingState
+from hybridpar.checkpoint.notes import Written
+from hybridpar.checkpoint.part import Part, Trainee, is_writer
 from hybridpar.checkpoint.shards import WEIGHTS, header_of
-from hybridpar.checkpoint.tensorfile import write_tensors
+from hybridpar.checkpoint.snapshot import Snapshot
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config
 from hybridpar.errors import CheckpointError
-from hybridpar.grid import ProcessGrid
 from hybridpar.nn.placement import Placement
-from hybridpar.optim import ParameterSlot
-from hybridpar.optim.loss_scale import LossScaler
-from hybridpar.pipeline.run.weights import WeightStore
 
-
-class Trainee(Protocol):
-    """What is saved and loaded here; train.engine.Engine is one. `split`: the blocks of each stage."""
-
-    config: Config
-    grid: ProcessGrid
-    weights: WeightStore
-    scaler: LossScaler
-    slots: list[ParameterSlot]
-    split: tuple[range, ...]
-    placements: dict[str, Placement]
-
-    def owned_parts(self) -> dict[str, tuple[int, int]]: ...
-    def state_tensors(self) -> dict[str, Tensor]: ...
-    def state_meta(self) -> dict[str, Any]: ...
-    def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None: ...
-
-
-Written = tuple[ShardFile, tuple[int, ...]]
-"""A file, and the versions of the weights that its stage has."""
+_TURN_S = 1.0  # ranks that wait for each other's files meet so often: no collective runs into its timeout
+_GRACE_S = 10.0
 
 
 def save(root: Path, engine: Trainee, corpus: str, val_loss: float | None = None) -> Path:
@@ -51,49 +43,110 @@ def save(root: Path, engine: Trainee, corpus: str, val_loss: float | None = None
     `corpus`: fingerprint of the data stream. `val_loss`: that of this step, if it was evaluated.
     Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any cannot write.
     """
-    grid, state = engine.grid, TrainingState.of(engine.state_meta())
-    step = state.batches_done
+    saver = Saver(root, engine, corpus)
+    saver.start(val_loss, beside=False)
+    folder = saver.settle()
+    assert folder is not None
+    return folder
 
-    def finish() -> Path:
-        folder = publish(aside, make_manifest(engine.config, corpus, state, filter(None, everyone), val_loss))
-        prune(root, step, engine.config.checkpoint)
+
+class Saver:
+    """Saves an engine under `root`, one checkpoint at a time, also while it trains on.
+
+    `say`: told of each one that has been published, on rank 0, from another thread.
+    """
+
+    def __init__(self, root: Path, engine: Trainee, corpus: str, say: Callable[[str], None] = lambda text: None):
+        self._root, self._engine, self._corpus, self._say = root, engine, corpus, say
+        self._snapshot = Snapshot()
+        self._task: Task | None = None
+        self._num_bytes = 0
+
+    def reserve(self) -> None:
+        """Takes the memory of a copy now: as much as the state has once the optimizer has made a step."""
+        if is_writer(self._engine):
+            rest = [tensor for name, tensor in Part.of(self._engine).tensors.items() if not name.startswith(WEIGHTS)]
+            versions = self._engine.weights.buffers if self._engine.grid.dp.is_first else []
+            self._snapshot.reserve([*versions, *rest])
+
+    def start(self, val_loss: float | None = None, *, beside: bool = True) -> None:
+        """Begins to save the engine, its pipeline drained. A save that is under way is waited for.
+
+        `beside`: training may go on at once, as a copy is written. Else it must wait for `settle`.
+        Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, for this save or the last one.
+        """
+        self.settle()
+        engine, grid = self._engine, self._engine.grid
+        part = Part.of(engine) if is_writer(engine) else None
+        state = TrainingState.of(engine.state_meta())
+        self._num_bytes = sum(gather_objects(part.num_bytes if part else 0, grid.world))
+        aside = self._begin(state.batches_done)
+        finish = partial(self._publish, aside, state, val_loss, time.monotonic())
+        task = Task(aside, finish if grid.rank == 0 else None, gives_way=beside)
+        if part is not None:
+            take = self._snapshot.begin(part.tensors) if beside else partial(dict, part.tensors)
+            task.writes(take, partial(part.write, aside))
+        engine.before_change = task.copied.wait
+        self._task = task
+        task.start()
+
+    def _begin(self, step: int) -> Path:
+        """The folder to write into, on all ranks."""
+        grid, aside, failure = self._engine.grid, None, ""
+        if grid.rank == 0:
+            try:
+                aside = begin(self._root, step, self._num_bytes)
+            except OSError as error:
+                failure = explain(error, grid.describe(), self._num_bytes)
+        aside, failure = gather_objects((aside, failure), grid.world)[0]
+        if aside is None:
+            raise CheckpointError(failure)
+        return aside
+
+    def _publish(self, aside: Path, state: TrainingState, val_loss: float | None, began: float,
+                 given_up: Event) -> Path:
+        """On rank 0, in its thread."""
+        config = self._engine.config
+        written = notes.collect(aside, config, given_up)
+        folder = publish(aside, make_manifest(config, self._corpus, state, written, val_loss))
+        self._say(f"step {state.batches_done}: saved {folder} ({self._num_bytes / 1e9:.3g} GB in "
+                  f"{time.monotonic() - began:.3g} s)")
+        prune(self._root, state.batches_done, config.checkpoint)
         return folder
 
-    aside = _on(grid, grid.rank == 0, lambda: begin(root, step))[0]
-    everyone = _on(grid, is_writer(engine), lambda: write_shard(aside, engine))
-    return _on(grid, grid.rank == 0, finish)[0]
+    def settle(self, *, wait: bool = True) -> Path | None:
+        """Ends the save under way; its folder, or None where there is none or, without `wait`, it is not over.
 
+        Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any could not write; nothing
+        is left of it then.
+        """
+        if (task := self._task) is None:
+            return None
+        grid = self._engine.grid
+        while True:
+            if wait:
+                task.join(_TURN_S)
+            mine = task.is_alive(), task.failure(grid.describe(), self._num_bytes), task.folder
+            everyone = gather_objects(mine, grid.world)
+            failures = [text for _, text, _ in everyone if text]
+            if not any(alive for alive, _, _ in everyone):
+                break
+            if failures:
+                task.given_up.set()
+            elif not wait:
+                return None
+            wait = True
+        self._task = None
+        if failures:
+            if grid.rank == 0:
+                discard(task.aside)
+            raise CheckpointError(failures[0]) from task.error
+        return everyone[0][2]
 
-def _on(grid: ProcessGrid, here: bool, action: Callable[[], Any]) -> list[Any]:
-    """What `action` returned on the ranks where `here` is true (else None), in rank order; fails on all at once."""
-    result, failure = None, ""
-    if here:
-        try:
-            result = action()
-        except OSError as error:
-            failure = f"{grid.describe()} cannot write the checkpoint: {error}"
-    everyone = gather_objects((result, failure), grid.world)
-    if failures := [text for _, text in everyone if text]:
-        raise CheckpointError(failures[0])
-    return [value for value, _ in everyone]
-
-
-def is_writer(engine: Trainee) -> bool:
-    """Whether this rank has a file to write: the first replica of each stage and tensor part has, with ZeRO all have,
-    the others what they alone keep."""
-    return engine.grid.dp.is_first or engine.config.parallel.zero > 0
-
-
-def write_shard(folder: Path, engine: Trainee) -> Written:
-    """Writes this rank's file. Raises: OSError."""
-    grid, state = engine.grid, TrainingState.of(engine.state_meta())
-    where = grid.pp.rank, grid.tp.rank, grid.dp.rank
-    tensors = {name: tensor for name, tensor in engine.state_tensors().items()
-               if grid.dp.is_first or not name.startswith(f"{WEIGHTS}/")}  # which all replicas have
-    header = header_of(engine.placements, engine.owned_parts())
-    size, digest = write_tensors(folder / file_name(*where), tensors, header)
-    blocks = engine.split[grid.pp.rank]
-    return ShardFile(*where, (blocks.start, blocks.stop), size, digest), state.versions
+    def close(self) -> None:
+        """Where training has failed: gives a save under way some seconds to end. No collectives."""
+        if self._task is not None:
+            self._task.join(_GRACE_S)
 
 
 def make_manifest(config: Config, corpus: str, state: TrainingState, written: Iterable[Written],
@@ -113,12 +166,10 @@ def save_weights(root: Path, config: Config, weights: Mapping[str, Tensor],
     It is for train.start_from, generate and export; there is no state of an optimizer to go on from.
     Raises: CheckpointError if it cannot be written.
     """
-    state = TrainingState(0, (0,))
+    tensors = {f"{WEIGHTS}/0/{name}": tensor for name, tensor in weights.items()}
+    part = Part((0, 0, 0), (0, config.model.num_blocks), (0,), tensors, header_of(placements, {}))
     try:
-        aside = begin(root, 0)
-        size, digest = write_tensors(aside / file_name(0, 0, 0), {f"{WEIGHTS}/0/{n}": t for n, t in weights.items()},
-                                     header_of(placements, {}))
-        shard = ShardFile(0, 0, 0, (0, config.model.num_blocks), size, digest)
-        return publish(aside, make_manifest(config, "", state, [(shard, state.versions)]))
+        aside = begin(root, 0, part.num_bytes)
+        return publish(aside, make_manifest(config, "", TrainingState(0, (0,)), [part.write(aside)]))
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be written to ({error})") from None

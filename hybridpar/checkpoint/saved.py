@@ -39,7 +39,7 @@ class Keeper:
 class Saved:
     """Reads pieces of a checkpoint's tensors, from those files alone that have them; a file's header is read once.
 
-    Checksums are not compared here. Raises: CheckpointError, here and below, for what is missing or damaged.
+    Raises: CheckpointError, here and below, for what is missing or damaged.
     """
 
     def __init__(self, folder: Path, manifest: Manifest | None = None):

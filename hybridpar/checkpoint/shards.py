@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar.checkpoint import plain
-from hybridpar.checkpoint.files import sha256
 from hybridpar.checkpoint.manifest import ShardFile
 from hybridpar.checkpoint.tensorfile import TensorFile, TensorInfo
 from hybridpar.errors import CheckpointError
@@ -19,28 +18,17 @@ from hybridpar.nn.placement import Init, Placement, Range, Shard
 WEIGHTS, MASTER, OPTIMIZER = "weights", "master", "optimizer"
 
 
-def check_file(folder: Path, expected: ShardFile) -> None:
-    """Compares a file's size and checksum with the manifest's. Raises: CheckpointError, also where it is missing."""
-    path = folder / expected.name
-    try:
-        if (size := path.stat().st_size) != expected.num_bytes:
-            raise CheckpointError(f"{path}: has {size} bytes, should have {expected.num_bytes}")
-        if sha256(path) != expected.sha256:
-            raise CheckpointError(f"{path}: is damaged (its checksum differs from the manifest's)")
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
-
-
 class SavedShard:
     """What one rank has written: tensors named as by Engine.state_tensors, of parameters placed as `placements` say.
 
     `parts`: of parameters that it updates in part, which elements of the local tensor; `master` and `optimizer` tensors
-    of those are vectors. Raises: CheckpointError if the file is missing, or not what the manifest and itself say.
+    of those are vectors. All that is read of `file` is compared with the manifest's checksums.
+    Raises: CheckpointError if the file is missing, damaged, or not what the manifest and itself say.
     """
 
     def __init__(self, folder: Path, where: ShardFile, num_tp: int):
         self.where = where
-        self.file = TensorFile(folder / where.name)
+        self.file = TensorFile(folder / where.name, (where.num_bytes, where.checksums))
         try:
             placements, parts = (_parse_json(self.file, key) for key in ("placements", "parts"))
             self.placements = {name: _parse_placement(name, value, num_tp) for name, value in placements.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridpar.checkpoint.load import FullWeights, find
 from hybridpar.checkpoint.manifest import read_manifest
-from hybridpar.checkpoint.save import Trainee
+from hybridpar.checkpoint.part import Trainee
 from hybridpar.comm import gather_objects
 from hybridpar.config import ModelConfig
 from hybridpar.errors import CheckpointError, ConfigError, Problem
@@ -37,13 +37,13 @@ def find_start(path: str | Path, model: ModelConfig) -> Path:
 def start_from(folder: Path, engine: Trainee) -> None:
     """Gives `engine` the weights of a checkpoint of any grid; its optimizer starts anew.
 
-    Ranks share out the checksums, then each reads what it needs, one parameter at a time.
+    Each rank reads what it needs, one parameter at a time.
     Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any cannot read.
     """
     grid = engine.grid
     failure = ""
     try:
-        full = FullWeights(folder, check=(grid.world.rank, grid.world.size))
+        full = FullWeights(folder)
 
         def write(tensors: Mapping[str, Tensor]) -> None:
             for name, target in tensors.items():

@@ -1,6 +1,12 @@
-"""safetensors files, written in one pass and read in pieces.
+"""safetensors files, written in one pass and read in pieces, with a checksum of each piece.
 
     8 bytes: n, little endian | n bytes: JSON {name: {dtype, shape, data_offsets}, "__metadata__": texts} | the tensors
+    checksum of the header ...........................................................................  | of each chunk
+
+A tensor is cut into chunks of 1 MiB, counted from its own start. So a reader of parts of some tensors can compare all
+that it uses and reads little else: one checksum of a whole file would take reading it all. CRC-32 finds what disks,
+networks and memory damage, at 4 GB/s (SHA-256: 1.4 GB/s), which a save beside training takes from it. It is no
+protection from forgery: for that sign the folder.
 
 Nothing is unpickled. A file is read only after its header has been checked: types, sizes, and tensors that follow each
 other without gap or overlap to the end of the file; so no more is ever allocated than the file holds.
@@ -8,10 +14,11 @@ other without gap or overlap to the end of the file; so no more is ever allocate
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from itertools import chain
@@ -31,7 +38,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
 _MAX_HEADER = 100_000_000  # as the library has it
 _MAX_DIMS = 8
-_CHUNK = 4 << 20  # of a write; stays in the cache between checksum and write
+CHUNK = 1 << 20
+"""Bytes that have one checksum; they stay in the cache between checksum and write."""
+_DIGITS = 8  # of a checksum, hexadecimal
 
 Pieces = NDArray[np.int64]
 """Rows of (first element in a flat tensor, first element in another, how many)."""
@@ -45,9 +54,13 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int
 
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[int, str]:
-    """Writes a file and makes its content last; its size in bytes and its SHA-256, in hexadecimal.
+    """Writes a file and makes its content last; its size in bytes, and its checksums as hexadecimal digits.
 
     Tensors may be on any device; one that is not contiguous or not on the CPU is copied, one at a time.
     Raises: OSError.
@@ -61,21 +74,25 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             "dtype": _NAMES[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [start, stop]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest, size = hashlib.sha256(), 0
+    sums, size = [], 0
     with path.open("wb", buffering=0) as file:
         for piece in chain([memoryview(len(text).to_bytes(8, "little") + text)],
                            *(_chunks(tensors[name]) for name in names)):
-            digest.update(piece)
+            sums.append(_checksum(piece))
             size += len(piece)
             while piece:
                 piece = piece[file.write(piece):]
         os.fsync(file.fileno())
-    return size, digest.hexdigest()
+    return size, "".join(sums)
+
+
+def _checksum(piece: bytes | memoryview) -> str:
+    return f"{zlib.crc32(piece):0{_DIGITS}x}"
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     view = _bytes_of(tensor.detach().contiguous().cpu())
-    return (view[start : start + _CHUNK] for start in range(0, len(view), _CHUNK))
+    return (view[start : start + CHUNK] for start in range(0, len(view), CHUNK))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -86,40 +103,113 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 class TensorFile:
     """A file whose header has been read and checked; it is open only while something is read.
 
-    Raises: CheckpointError if it is missing, truncated, or no safetensors file.
+    `written`: what `write_tensors` has said of it, and all that is read is compared with that; None: nothing is.
+    Raises: CheckpointError if it is missing, truncated, damaged, or no safetensors file.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, written: tuple[int, str] | None = None):
         self.path = path
+        expected, checksums = written or (-1, "")
+        self._sums = [checksums[i : i + _DIGITS] for i in range(0, len(checksums), _DIGITS)]
+        self._scratch = bytearray()
         try:
             with path.open("rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
+                if written is not None and size != expected:
+                    raise ValueError(f"it has {size} bytes, should have {expected}")
                 length = int.from_bytes(file.read(8), "little")
                 if not 2 <= length <= min(size - 8, _MAX_HEADER):
                     raise ValueError(f"its header cannot be {length} bytes long")
-                header = bytearray(length)
+                file.seek(0)
+                header = bytearray(8 + length)
                 _fill(file, memoryview(header))
+            if self._sums:
+                self._compare(header, 0, "its header")
             self._start = 8 + length
-            self.metadata, self.tensors = _parse_header(bytes(header), size - self._start)
+            self.metadata, self.tensors = _parse_header(bytes(header[8:]), size - self._start)
+            self._first_sums = self._number_chunks()
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
         except ValueError as error:
             raise CheckpointError(f"{path}: is damaged, or no safetensors file ({error})") from None
 
+    def _number_chunks(self) -> dict[str, int]:
+        """Which checksum is that of a tensor's first chunk."""
+        first, number = {}, 1
+        for name, info in sorted(self.tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+            first[name] = number
+            number += -(-info.num_bytes // CHUNK)
+        if self._sums and len(self._sums) != number:
+            raise ValueError(f"it needs {number} checksums and has {len(self._sums)}")
+        return first
+
+    def _compare(self, piece: bytes | bytearray | memoryview, number: int, what: str) -> None:
+        if self._sums and _checksum(memoryview(piece)) != self._sums[number]:
+            raise ValueError(f"the checksum of {what} is not what it was when it was written")
+
+    def check(self) -> None:
+        """Reads everything once, piece by piece. Raises: CheckpointError naming the first tensor that is damaged."""
+        for name, info in self.tensors.items():
+            with self._reading(name) as file:
+                for number in range(-(-info.num_bytes // CHUNK)):
+                    start, stop = self._span(name, number)
+                    self._read_chunk(file, name, number, self._spare()[: stop - start])
+
     def read(self, name: str, pieces: Pieces, target: Tensor) -> None:
         """Copies pieces of a tensor, as rows of (first element there, first element here, how many), into `target`.
 
+        Pieces do not overlap there. Each chunk in which one lies is read once, whole, and compared with its checksum.
         Shapes: target flat, contiguous, on the CPU, of the tensor's dtype. Raises: CheckpointError.
         """
         info, view = self.tensors[name], _bytes_of(target)
         assert target.dtype == info.dtype, f"{name} is {info.dtype}, not {target.dtype}"
+        pieces = pieces[np.argsort(pieces[:, 0], kind="stable")] * info.dtype.itemsize
+        starts, stops = pieces[:, 0], pieces[:, 0] + pieces[:, 2]
+        with self._reading(name) as file:
+            for number in _touched(starts, stops):
+                start, stop = self._span(name, number)
+                inside = pieces[np.searchsorted(stops, start, "right") : np.searchsorted(starts, stop, "left")].tolist()
+                there, here, count = inside[0]
+                if there <= start and there + count >= stop:  # it is all of one piece
+                    self._read_chunk(file, name, number, view[here + start - there : here + stop - there])
+                    continue
+                chunk = self._read_chunk(file, name, number, self._spare()[: stop - start])
+                for there, here, count in inside:
+                    first, last = max(there, start), min(there + count, stop)
+                    view[here + first - there : here + last - there] = chunk[first - start : last - start]
+
+    def _span(self, name: str, number: int) -> tuple[int, int]:
+        return number * CHUNK, min((number + 1) * CHUNK, self.tensors[name].num_bytes)
+
+    def _spare(self) -> memoryview:
+        self._scratch = self._scratch or bytearray(CHUNK)
+        return memoryview(self._scratch)
+
+    def _read_chunk(self, file: FileIO, name: str, number: int, place: memoryview) -> memoryview:
+        start, stop = self._span(name, number)
+        file.seek(self._start + self.tensors[name].start + start)
+        _fill(file, place)
+        self._compare(place, self._first_sums[name] + number, f"its bytes {start} to {stop}")
+        return place
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[FileIO]:
         try:
             with self.path.open("rb", buffering=0) as file:
-                for there, here, count in (pieces * info.dtype.itemsize).tolist():
-                    file.seek(self._start + info.start + there)
-                    _fill(file, view[here : here + count])
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: {name} cannot be read ({error})") from None
+                yield file
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {name} cannot be read ({error.strerror or error})") from None
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: is damaged, {name} cannot be read ({error})") from None
+
+
+def _touched(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> list[int]:
+    """The chunks in which ranges of bytes lie, in order; empty ranges lie in none."""
+    lie = starts < stops
+    first, after = starts[lie] // CHUNK, (stops[lie] - 1) // CHUNK + 1
+    length = int(after.max(initial=0)) + 1
+    changes = np.bincount(first, minlength=length) - np.bincount(after, minlength=length)
+    return np.flatnonzero(np.cumsum(changes)).tolist()
 
 
 def _fill(file: FileIO, view: memoryview) -> None:

@@ -1,6 +1,7 @@
 """The peak memory of every stage, before anything runs: the stage's footprint, walked along its list of actions.
 
-    static          weights (all versions), fp32 master, gradient buffers, optimizer state
+    static          weights (all versions), fp32 master, gradient buffers, optimizer state; where computing is done on
+                    CPUs, the copy of the state that a checkpoint is written from while training goes on
     activations     inputs and kept tensors of the micro-batches in flight
     communication   posted receives, outputs that wait, sends that have not been waited for
     transient       what the action at the peak takes on top: a forward, a backward, the norm, the update
@@ -38,6 +39,7 @@ class StageMemory:
     master: int
     gradients: int
     optimizer: int
+    checkpoint: int
     activations: int
     communication: int
     transient: int
@@ -47,7 +49,7 @@ class StageMemory:
     @property
     def static(self) -> int:
         """What is there all the time."""
-        return self.weights + self.master + self.gradients + self.optimizer
+        return self.weights + self.master + self.gradients + self.optimizer + self.checkpoint
 
     @property
     def total(self) -> int:
@@ -78,6 +80,7 @@ def predict(
     split = stage_split(config.model, sizes.num_stages, config.pipeline.split)
     recompute = recomputed_blocks(config.pipeline.recompute, config.model, split)
     walked, gather = _enough(schedule, sizes), config.parallel.zero > 0
+    copied = config.saves_beside_training and device.type == "cpu"  # else it is no memory of the device
     traced: dict[object, Footprint] = {}
     found = []
     for stage, blocks in enumerate(split):
@@ -89,7 +92,7 @@ def predict(
         if pattern not in traced:
             traced[pattern] = trace(config, blocks, recompute[stage], buffers, device)
         actions = lower(schedule, walked, stage, schedule.sync_steps, batches_to_peak(config), gather=gather)
-        found.append(walk(actions, traced[pattern], walked))
+        found.append(walk(actions, traced[pattern], walked, copied=copied))
     return found
 
 
@@ -111,14 +114,18 @@ def _enough(schedule: Schedule, sizes: Sizes) -> Sizes:
     return few if same else sizes
 
 
-def walk(actions: Iterable[Action], footprint: Footprint, sizes: Sizes) -> StageMemory:
-    """Follows what a rank holds along its actions, as pipeline.run.executor does, to where it is the most."""
+def walk(actions: Iterable[Action], footprint: Footprint, sizes: Sizes, *, copied: bool = False) -> StageMemory:
+    """Follows what a rank holds along its actions, as pipeline.run.executor does, to where it is the most.
+
+    `copied`: whether a copy of the state, for a checkpoint, is there as well.
+    """
     fp = footprint
+    copy = fp.weights + fp.master + fp.optimizer if copied else 0
     in_flight = received = 0  # micro-batches; messages posted or held
     waiting: dict[Kind, int] = {}  # outputs to be sent
     sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_stages))
     extra = {Kind.F: fp.forward, Kind.B: fp.backward, Kind.NORM: fp.norm, Kind.UPDATE: fp.update}
-    best = StageMemory(fp.weights, fp.master, fp.gradients, fp.optimizer, 0, 0, 0, 0, "")
+    best = StageMemory(fp.weights, fp.master, fp.gradients, fp.optimizer, copy, 0, 0, 0, 0, "")
     for action in actions:
         kind, has_input, has_output = action.kind, action.stage > 0, action.stage < sizes.num_stages - 1
         if kind in (Kind.RECV_F, Kind.RECV_B):

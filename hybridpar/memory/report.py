@@ -15,7 +15,8 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.memory.meter import CpuMeter, CudaMeter
 from hybridpar.memory.predict import StageMemory, batches_to_peak, predict
 
-_COLUMNS = ("weights", "master", "gradients", "optimizer", "activations", "communication", "transient", "total")
+_COLUMNS = ("weights", "master", "gradients", "optimizer", "checkpoint", "activations", "communication", "transient",
+            "total")
 _MIB = 2**20
 
 

@@ -97,6 +97,8 @@ class Engine:
         self._scales = {0: self.scaler.scale}
         """The loss scale that came with each version of the weights."""
         self._pending: dict[int, tuple[Tensor, Work]] = {}
+        self.before_change: Callable[[], object] = lambda: None
+        """Called before anything changes what state_tensors gives: a copy may be under way."""
         self.stop_requested = False
         self._stopping = False
         self.batches_done = 0
@@ -210,6 +212,7 @@ class Engine:
         if self._on_gradients is not None:
             self._on_gradients(batch, self._full_gradients(batch))
         finite = norm is None or math.isfinite(norm)
+        self.before_change()
         if finite:
             factor = (1.0 if norm is None else clip_scale(norm, self.config.optim.clip_grad)) / scale
             self.weights.advance(lambda weights: self.optimizer.step(
@@ -289,6 +292,7 @@ class Engine:
 
         Raises: CheckpointError naming the first tensor that is missing or of another shape.
         """
+        self.before_change()
         for version in meta["versions"]:
             self.weights.restore(version, Under(f"weights/{version}/", tensors))
         self.weights.restore_master(Under("master/", tensors))
@@ -303,6 +307,7 @@ class Engine:
     def evaluate(self, loader: Loader, num_batches: int) -> dict[str, float]:
         """Mean partial losses of the newest weights over the first batches of `loader`, without dropout."""
         assert self.batches_done == self.weights.newest, "evaluation needs a drained pipeline"
+        self.before_change()  # by `unpredicted`
         m = self.sizes.num_microbatches
         actions = forward_actions(self.sizes, self.grid.pp.rank, num_batches * m)
         newest = (replace(a, version=self.weights.newest) for a in actions)

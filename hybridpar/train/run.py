@@ -3,7 +3,8 @@
     step   0 ............. eval ............. eval+save ......... save ........ num_steps
            eval   one engine.train call     one call          one call        eval, save, pictures
 
-Between two marks the pipeline never drains.
+Between two marks the pipeline never drains. A save goes on beside the next call; at the marks after it ranks agree on
+whether it went well. The last one is waited for.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ class Run:
         self.val_loss: float | None = None
         self.evaluated = -1
         """The step of val_loss."""
+        self.saver = checkpoint.Saver(self.folder / run_folder.CHECKPOINTS, engine, self.corpus, reporter.say)
+        self.reserved = not config.saves_beside_training
         self.recorder: trace.Recorder | None = None
         self.traced = False
         self.costs: RunCosts | None = None
@@ -101,7 +104,8 @@ class Run:
             dp_size=self.grid.dp.size, num_microbatches=self.config.pipeline.num_microbatches)
 
     def close(self) -> None:
-        """Closes the logs."""
+        """Closes the logs. Where training has failed, a checkpoint that is nearly there may still come."""
+        self.saver.close()
         self.board.close()
         if self.metrics is not None:
             self.metrics.close()
@@ -115,12 +119,13 @@ class Run:
                 self._evaluate()
             while engine.batches_done < end and not stopped_by:
                 self._train_until(self._next_mark(engine.batches_done))
+                self.saver.settle(wait=False)
                 finished = engine.batches_done == end
                 stopped_by = 0 if finished else self._agree(wish.number)
                 if not stopped_by:
                     self._evaluate()
                 if stopped_by or finished or self._is_multiple(self.config.train.save_interval):
-                    self._save()
+                    self._save(beside=not (stopped_by or finished))
         if self.watch is not None:
             self.reporter.say(str(self.watch.compare(self.grid)))
         self._finish(stopped_by)
@@ -151,6 +156,9 @@ class Run:
             self.recorder, self.traced = None, True
 
     def _on_step(self, result: StepResult) -> None:
+        if not self.reserved:  # early, so that what is measured of memory has it
+            self.saver.reserve()
+            self.reserved = True
         if self.recorder is not None:
             self.recorder.after_step(result.step)
         seconds = self.clock.seconds(result.step - 1)
@@ -191,11 +199,12 @@ class Run:
             self.board.write(row)
             self.reporter.evaluation(step, self.val_loss)
 
-    def _save(self) -> None:
-        step = self.engine.batches_done
-        val_loss = self.val_loss if self.evaluated == step else None
-        where = checkpoint.save(self.folder / run_folder.CHECKPOINTS, self.engine, self.corpus, val_loss)
-        self.reporter.say(f"step {step}: saved {where}")
+    def _save(self, *, beside: bool) -> None:
+        """`beside`: training goes on, and the checkpoint may take its time."""
+        beside = beside and self.config.checkpoint.asynchronous
+        self.saver.start(self.val_loss if self.evaluated == self.engine.batches_done else None, beside=beside)
+        if not beside:
+            self.saver.settle()
 
     def _stop(self, number: int) -> None:
         self.engine.stop_requested = True

@@ -15,7 +15,8 @@ from torch import Tensor
 from hybridpar.checkpoint.folders import begin, publish
 from hybridpar.checkpoint.load import load
 from hybridpar.checkpoint.manifest import TrainingState
-from hybridpar.checkpoint.save import is_writer, make_manifest, write_shard
+from hybridpar.checkpoint.part import Part, is_writer
+from hybridpar.checkpoint.save import make_manifest
 from hybridpar.checkpoint.saved import Saved
 from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid
@@ -107,7 +108,7 @@ def save_all(root: Path, config: Config, step: int = 5) -> Path:
     for engine in engines(config):
         fill(engine, step)
         if is_writer(engine):
-            written.append(write_shard(aside, engine))
+            written.append(Part.of(engine).write(aside))
     state = TrainingState.of(engine.state_meta())
     return publish(aside, make_manifest(config, "corpus", state, written))
 

@@ -40,45 +40,62 @@ def test_only_the_newest_two_are_kept_and_leftovers_removed(tmp_path: Path) -> N
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
 
 
-def truncate(folder: Path) -> None:
-    path = folder / "pp0-tp0.safetensors"
+SHARD, MANIFEST = "pp0-tp0.safetensors", "manifest.json"
+
+
+def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def flip_a_bit(folder: Path) -> None:
-    path = folder / "pp0-tp0.safetensors"
+def flip(path: Path, at: int = -5) -> None:
     content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(bytes(content))
+    content[at] ^= 1
+    path.write_bytes(content)
 
 
-def remove_the_shard(folder: Path) -> None:
-    (folder / "pp0-tp0.safetensors").unlink()
+def flip_in_the_header(path: Path) -> None:
+    """A digit of a placement, which stays valid JSON."""
+    flip(path, path.read_bytes().index(b"[37, ") + 2)
 
 
-def break_the_manifest(folder: Path) -> None:
-    (folder / "manifest.json").write_text("{")
+def change_a_number(path: Path) -> None:
+    """That of the updates, to another possible one."""
+    path.write_text(path.read_text().replace('"num_updates": 3', '"num_updates": 2'))
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove_the_shard, break_the_manifest])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def empty(path: Path) -> None:
+    path.write_text("{")
+
+
+@pytest.mark.parametrize(("damage", "file", "says"), [
+    (cut, SHARD, "bytes, should have"), (flip, SHARD, "the checksum of its bytes 0 to"),
+    (flip_in_the_header, SHARD, "the checksum of its header"), (Path.unlink, SHARD, "No such file"),
+    (empty, MANIFEST, "is damaged"), (change_a_number, MANIFEST, "its checksum"),
+    (Path.unlink, MANIFEST, "No such file"),
+])
+def test_a_damaged_checkpoint_is_passed_over(
+        tmp_path: Path, damage: Callable[[Path], None], file: str, says: str) -> None:
     save_steps(tmp_path, 3)
-    damage(tmp_path / "step_00000003")
+    damage(tmp_path / "step_00000003" / file)
     engine, _ = make_engine(one_rank())
     said: list[str] = []
     assert checkpoint.resume(tmp_path, engine, "corpus", said.append) == 2
     assert engine.batches_done == 2
     assert len(said) == 1
-    assert "step_00000003" in said[0]
+    assert said[0].startswith(str(tmp_path / "step_00000003" / file))
+    assert says in said[0]
+    assert said[0].endswith("passed over")
     assert checkpoint.newest(tmp_path, said.append) == tmp_path / "step_00000002"
-    damage(tmp_path / "step_00000002")
-    with pytest.raises(CheckpointError, match="none of the 2 checkpoints is whole"):
-        checkpoint.resume(tmp_path, engine, "corpus", said.append)
+    assert said[1] == said[0]
+    if file == SHARD:
+        damage(tmp_path / "step_00000002" / file)
+        with pytest.raises(CheckpointError, match="none of the 2 checkpoints is whole"):
+            checkpoint.resume(tmp_path, engine, "corpus", said.append)
 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Path) -> None:
     save_steps(tmp_path, 3)
-    flip_a_bit(tmp_path / "step_00000003")
+    flip(tmp_path / "step_00000003" / SHARD)
     engine, loader = make_engine(one_rank())
     checkpoint.resume(tmp_path, engine, "corpus", print)
     engine.train(loader, 1, lambda step: None)
@@ -144,7 +161,7 @@ def test_the_manifest_tells_what_a_later_reshard_needs(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     plain = json.loads((tmp_path / "step_00000001" / "manifest.json").read_text())
     assert plain["grid"] == {"tp": 1, "pp": 1, "dp": 1}
-    assert plain["shards"][0].keys() == {"name", "pp", "tp", "dp", "blocks", "num_bytes", "sha256"}
+    assert plain["shards"][0].keys() == {"name", "pp", "tp", "dp", "blocks", "num_bytes", "checksums"}
     assert plain["data"] == {"corpus": "corpus", "samples": 4}
     assert plain["versions"] == {"hybridpar": hybridpar.__version__, "torch": torch.__version__}
     assert checkpoint.read_manifest(tmp_path / "step_00000001").config == one_rank()

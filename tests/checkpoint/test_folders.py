@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoint.grids import differing, engines, fill
 from checkpoint.test_reshard import make
+from ranks import run_ranks
 
 from hybridpar import checkpoint
 from hybridpar.checkpoint import folders
 from hybridpar.config import CheckpointConfig, Config
+from hybridpar.grid import ProcessGrid
+from hybridpar.train.engine import Engine
 
 CONFIG = make({})
 
@@ -34,9 +38,9 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def is_whole(root: Path, steps: set[int]) -> int:
+def is_whole(root: Path, steps: set[int], config: Config = CONFIG) -> int:
     """The step of the newest checkpoint, which must be one of those, and not passed over."""
-    (engine,) = engines(CONFIG)
+    (engine,) = engines(config)
     said: list[str] = []
     step = checkpoint.resume(root, engine, "corpus", said.append)
     assert step in steps
@@ -107,10 +111,12 @@ def test_what_is_published_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     root = tmp_path / "checkpoints"
     save_at(root, 1)
     part, name = ".step_00000001.part", "step_00000001"
-    assert events == ["pp0-tp0.safetensors", "manifest.json", part, f"{part} -> {name}", "checkpoints"]
+    file = "pp0-tp0.safetensors"
+    note = f"{file}.part -> {file}.json"
+    assert events == [file, note, "manifest.json", part, f"{part} -> {name}", "checkpoints"]
     events.clear()
     save_at(root, 1)
-    assert events[3:] == [f"{name} -> .step_00000001.old", f"{part} -> {name}", "checkpoints"]
+    assert events[4:] == [f"{name} -> .step_00000001.old", f"{part} -> {name}", "checkpoints"]
     assert names(root) == [name]
 
 
@@ -181,7 +187,7 @@ def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path,
     assert found == {before[-1], 3}
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, num_kills: int) -> None:
     draw = random.Random(0)
     save_at(tmp_path, 1)
     newest = 1
@@ -190,7 +196,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         for step in count(newest + 1):
             save_at(tmp_path, step)
 
-    for _ in range(20):
+    for _ in range(num_kills):
         assert killed(save_more, after_s=draw.uniform(0.01, 0.2))
         steps = checkpoint.saved_steps(tmp_path)
         newest = is_whole(tmp_path, set(steps))
@@ -198,6 +204,47 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     assert newest > 1, "they got somewhere"
     save_at(tmp_path, newest + 1)
     assert names(tmp_path) == [f"step_{newest + i:08d}" for i in (0, 1)]
+
+
+PAIR = make({"pp": 2}, pipeline={"schedule": "2bw"})
+
+
+def save_beside(root: Path, newest: int) -> None:
+    """One rank of two: the state goes on to be that of the next step as soon as it may."""
+    Path(f"{root}-{os.getpid()}").touch()
+    engine = Engine(PAIR, ProcessGrid(pp=2), torch.device("cpu"))
+    saver = checkpoint.Saver(root, engine, "corpus")
+    for step in count(newest + 1):
+        fill(engine, step)
+        saver.start()
+
+
+@pytest.mark.ranks
+def test_a_kill_while_two_ranks_save_beside_training(tmp_path: Path, num_kills: int) -> None:
+    """Of both, or of one, which the other may outlive for a while."""
+    draw, newest = random.Random(1), 0
+    seen: set[int] = set()
+    root = tmp_path / "root"
+    for i in range(num_kills):
+        job = os.fork()
+        if not job:
+            os.setsid()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            run_ranks(save_beside, 2, root, newest)
+        while len(ranks := [int(path.name.split("-")[1]) for path in tmp_path.glob("root-*")]) < 2:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.5))
+        if i % 2:
+            os.kill(draw.choice(ranks), signal.SIGKILL)
+            time.sleep(draw.uniform(0, 0.1))
+        os.killpg(job, signal.SIGKILL)
+        os.waitpid(job, 0)
+        for path in tmp_path.glob("root-*"):
+            path.unlink()
+        if steps := checkpoint.saved_steps(root):
+            newest = is_whole(root, set(steps[:1]), make({}, pipeline={"schedule": "2bw"}))
+        seen.add(newest)
+    assert len(seen) > 2, "they got somewhere"
 
 
 def test_what_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from hybridpar.checkpoint.folders import begin, publish
 from hybridpar.checkpoint.manifest import TrainingState
+from hybridpar.checkpoint.part import Part
 from hybridpar.checkpoint.reshard import clip, find_pieces
-from hybridpar.checkpoint.save import make_manifest, write_shard
+from hybridpar.checkpoint.save import make_manifest
 from hybridpar.checkpoint.saved import Saved
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import CheckpointError
@@ -242,7 +243,7 @@ def test_a_state_that_the_old_run_must_have_had_is_missed(tmp_path: Path) -> Non
     engine.optimizer.state_tensors = lambda: {  # type: ignore[method-assign]
         name: t for name, t in whole.items() if name != "blocks.1.mlp.up.weight.exp_avg_sq"}
     aside = begin(tmp_path, 5)
-    written = [write_shard(aside, engine)]
+    written = [Part.of(engine).write(aside)]
     folder = publish(aside, make_manifest(config, "", TrainingState.of(engine.state_meta()), written))
     with pytest.raises(CheckpointError, match=r"has no optimizer exp_avg_sq of blocks\.1\.mlp\.up\.weight"):
         list(load_all(folder, make({"tp": 2})))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from hybridpar.checkpoint import tensorfile
 from hybridpar.checkpoint.tensorfile import TensorFile, write_tensors
 from hybridpar.errors import CheckpointError
 
@@ -26,8 +29,9 @@ TENSORS = {
 
 def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
-    size, digest = write_tensors(path, TENSORS, {"key": "väl\nue"})
-    assert (size, digest) == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+    size, checksums = write_tensors(path, TENSORS, {"key": "väl\nue"})
+    assert size == path.stat().st_size
+    assert len(checksums) == 8 * (1 + sum(1 for t in TENSORS.values() if t.numel())), "header, and each of the tensors"
     found = load_file(path)
     assert found.keys() == TENSORS.keys()
     assert all(torch.equal(found[name], t) and found[name].dtype == t.dtype for name, t in TENSORS.items())
@@ -51,6 +55,63 @@ def test_pieces(tmp_path: Path) -> None:
     target = torch.zeros(6)
     TensorFile(tmp_path / "file").read("y", np.array([[8, 0, 2], [1, 3, 3]]), target)
     assert target.tolist() == [108, 109, 0, 101, 102, 103]
+
+
+@st.composite
+def cuts(draw: st.DrawFn, size: int) -> list[list[int]]:
+    """Pieces of a flat tensor, in any order: (first there, first here, how many)."""
+    edges = sorted(draw(st.sets(st.integers(0, size), min_size=2, max_size=8)))
+    kept = [(a, b) for a, b in pairwise(edges) if draw(st.booleans())]
+    at, found = 0, []
+    for a, b in draw(st.permutations(kept)):
+        found.append([a, at, b - a])
+        at += b - a
+    return found
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_what_is_read_is_compared_and_nothing_else(data: st.DataObject) -> None:
+    """Chunks of 16 bytes. One byte of the file is damaged."""
+    tensors = {"a": torch.arange(13.0), "b": torch.arange(30, dtype=torch.bfloat16), "c": torch.arange(9.0) + 50}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(tensorfile, "CHUNK", 16):
+        path = Path(folder, "file")
+        size, _ = written = write_tensors(path, tensors, {})
+        file = TensorFile(path, written)
+        name = data.draw(st.sampled_from("abc"))
+        tensor, info = tensors[name], file.tensors[name]
+        pieces = data.draw(cuts(tensor.numel()))
+        bad = data.draw(st.integers(0, size - 1))
+        content = bytearray(path.read_bytes())
+        content[bad] ^= 1 << data.draw(st.integers(0, 7))
+        path.write_bytes(content)
+        if bad < size - sum(t.nbytes for t in tensors.values()):
+            with pytest.raises(CheckpointError, match=r"its header|damaged, or no safetensors file"):
+                TensorFile(path, written)
+            return
+        at = bad - (size - sum(t.nbytes for t in tensors.values())) - info.start
+        width = info.dtype.itemsize
+        chunks = {byte // 16 for first, _, n in pieces for byte in range(first * width, (first + n) * width)}
+        target = torch.full((sum(n for *_, n in pieces),), -1, dtype=tensor.dtype)
+        if 0 <= at < info.num_bytes and at // 16 in chunks:
+            with pytest.raises(CheckpointError, match=f"{path}: is damaged, {name} cannot be read"):
+                file.read(name, np.array(pieces), target)
+        else:
+            file.read(name, np.array(pieces, np.int64).reshape(-1, 3), target)
+            for first, here, n in pieces:
+                assert torch.equal(target[here : here + n], tensor[first : first + n])
+        with pytest.raises(CheckpointError, match="is damaged"):
+            file.check()
+
+
+def test_checksums_of_another_file_are_refused(tmp_path: Path) -> None:
+    size, checksums = write_tensors(tmp_path / "file", {"x": torch.arange(4.0)}, {})
+    with pytest.raises(CheckpointError, match=f"it has {size} bytes, should have {size + 1}"):
+        TensorFile(tmp_path / "file", (size + 1, checksums))
+    with pytest.raises(CheckpointError, match="it needs 2 checksums and has 3"):
+        TensorFile(tmp_path / "file", (size, checksums + checksums[:8]))
+    with pytest.raises(CheckpointError, match="the checksum of its header"):
+        TensorFile(tmp_path / "file", (size, checksums[8:] + checksums[:8]))
 
 
 def test_a_file_that_shrinks_after_it_was_opened(tmp_path: Path) -> None:

@@ -47,7 +47,11 @@ def test_check_tells_the_peak_of_each_stage(tmp_path: Path, capsys: pytest.Captu
     expected = predict(resolve(config, 2))
     assert stages == [stage.as_json() for stage in expected]
     for stage in stages:
-        parts = ("weights", "master", "gradients", "optimizer", "activations", "communication", "transient")
+        parts = ("weights", "master", "gradients", "optimizer", "checkpoint", "activations", "communication",
+                 "transient")
         assert stage["total"] == sum(stage[part] for part in parts)
+        assert stage["checkpoint"] == stage["weights"] + stage["optimizer"], "written while training goes on"
+    for waits in ({"checkpoint": {"asynchronous": False}}, {"train": {"save_interval": 0}}):
+        assert not any(stage.checkpoint for stage in predict(resolve(from_mapping(waits, config), 2)))
     assert main(["check", str(path)]) == 0
     assert table(expected) in capsys.readouterr().out

@@ -1,0 +1,83 @@
+"""One rank's part of one save, in a thread of its own: copy, write, leave a note; the first rank then publishes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from hybridpar.checkpoint import notes
+
+_NICE = 10
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+Write = Callable[[dict[str, Tensor]], notes.Written]
+
+
+class Task(threading.Thread):
+    """Goes on while training does. No collectives; its time goes to copying memory, checksums and writing, which leave
+    Python's lock to others.
+
+    `copied`: set when training may change its state. `given_up`: to be set where another rank has failed. `error`: what
+    kept this one from its end. `folder`: what has been published, on the rank that does.
+    """
+
+    def __init__(self, aside: Path, publish: Callable[[threading.Event], Path] | None, *, gives_way: bool):
+        super().__init__(name="checkpoint", daemon=True)
+        self.aside, self._publish, self._gives_way = aside, publish, gives_way
+        self.copied, self.given_up = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        self.folder: Path | None = None
+        self._take: Callable[[], dict[str, Tensor]] | None = None
+        self._write: Write | None = None
+
+    def writes(self, take: Callable[[], dict[str, Tensor]], write: Write) -> None:
+        """Has it write what `take` gives, once that is there."""
+        self._take, self._write = take, write
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except notes.GivenUp:
+            pass
+        except Exception as error:
+            self.error = error
+        finally:
+            self.copied.set()
+
+    def _work(self) -> None:
+        if self._take is not None and self._write is not None:
+            tensors = self._take()
+            self.copied.set()
+            if self._gives_way:
+                _give_way()
+            notes.leave(self.aside, self._write(tensors))
+        if self._publish is not None:
+            self.folder = self._publish(self.given_up)
+
+    def failure(self, who: str, num_bytes: int) -> str:
+        """What went wrong (empty: nothing yet) on rank `who`. `num_bytes`: of the whole checkpoint."""
+        return "" if self.error is None else explain(self.error, who, num_bytes)
+
+
+def explain(error: Exception, who: str, num_bytes: int) -> str:
+    """Why a checkpoint of so many bytes could not be written."""
+    why = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
+    room = ""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        room = (f"; it takes {num_bytes / 1e9:.3g} GB, beside those that are kept until it is there: make room, or set "
+                "checkpoint.keep = 1")
+    return f"{who} cannot write the checkpoint: {why}{room}"
+
+
+def _give_way() -> None:
+    """This thread takes what time others leave. (Linux alone has priorities of threads.)"""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

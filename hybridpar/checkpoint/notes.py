@@ -1,0 +1,72 @@
+"""What the ranks that write tell the one that publishes, by files beside the shards.
+
+A save goes on beside training, whose collectives must meet in order; so there are none here. A rank that dies leaves no
+note, and what it had a part in is never published.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from threading import Event
+
+from hybridpar.checkpoint import plain
+from hybridpar.checkpoint.manifest import ShardFile, file_name, parse_shard
+from hybridpar.config import Config
+
+_FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.001, 0.2
+
+Written = tuple[ShardFile, tuple[int, ...]]
+"""A file, and the versions of the weights that its stage has."""
+
+
+class GivenUp(Exception):
+    """Another rank has failed: there is nothing to wait for."""
+
+
+def writers(config: Config) -> list[tuple[int, int, int]]:
+    """The (pp, tp, dp) that have a file to write: the first replica of each stage and tensor part; with ZeRO all, the
+    others what they alone keep."""
+    parallel = config.parallel
+    replicas = range(parallel.dp if parallel.zero else 1)
+    return [(pp, tp, dp) for pp in range(parallel.pp) for tp in range(parallel.tp) for dp in replicas]
+
+
+def leave(folder: Path, written: Written) -> None:
+    """Says that a file is there to last. Raises: OSError."""
+    shard, versions = written
+    note = _note(folder, shard.name)
+    aside = note.with_suffix(".part")  # nobody reads half a note; and none need last
+    aside.write_text(json.dumps({"name": shard.name} | asdict(shard) | {"versions": versions}), encoding="utf-8")
+    aside.rename(note)
+
+
+def collect(folder: Path, config: Config, given_up: Event) -> list[Written]:
+    """Waits for the notes of all writers, and takes them away. Raises: GivenUp, OSError, ValueError."""
+    paths = [_note(folder, file_name(*where)) for where in writers(config)]
+    written = [_read(path, config) for path in _as_they_come(paths, given_up)]
+    for path in paths:
+        path.unlink()
+    return written
+
+
+def _as_they_come(paths: list[Path], given_up: Event) -> Iterator[Path]:
+    for path in paths:
+        pause = _FIRST_LOOK_S
+        while not path.exists():
+            if given_up.wait(pause):
+                raise GivenUp
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        yield path
+
+
+def _read(path: Path, config: Config) -> Written:
+    entry = plain.mapping(plain.parse(path.read_bytes()), path.name)
+    versions = plain.sequence(entry.get("versions"), "versions")
+    return parse_shard(entry, config), tuple(plain.integer(v, "versions") for v in versions)
+
+
+def _note(folder: Path, shard: str) -> Path:
+    return folder / f"{shard}.json"

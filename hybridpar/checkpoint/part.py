@@ -1,0 +1,81 @@
+"""What one rank has of a training state, and writes: a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hybridpar.checkpoint import notes
+from hybridpar.checkpoint.manifest import ShardFile, TrainingState, file_name
+from hybridpar.checkpoint.notes import Written
+from hybridpar.checkpoint.shards import WEIGHTS, header_of
+from hybridpar.checkpoint.tensorfile import write_tensors
+from hybridpar.config import Config
+from hybridpar.grid import ProcessGrid
+from hybridpar.nn.placement import Placement
+from hybridpar.optim import ParameterSlot
+from hybridpar.optim.loss_scale import LossScaler
+from hybridpar.pipeline.run.weights import WeightStore
+
+
+class Trainee(Protocol):
+    """What is saved and loaded here; train.engine.Engine is one.
+
+    `split`: the blocks of each stage. `before_change`: called before anything changes what `state_tensors` gives.
+    """
+
+    config: Config
+    grid: ProcessGrid
+    weights: WeightStore
+    scaler: LossScaler
+    slots: list[ParameterSlot]
+    split: tuple[range, ...]
+    placements: dict[str, Placement]
+    before_change: Callable[[], object]
+
+    def owned_parts(self) -> dict[str, tuple[int, int]]: ...
+    def state_tensors(self) -> dict[str, Tensor]: ...
+    def state_meta(self) -> dict[str, Any]: ...
+    def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's file: which, and what goes into it. `versions`: of the weights, those that it has."""
+
+    where: tuple[int, int, int]
+    blocks: tuple[int, int]
+    versions: tuple[int, ...]
+    tensors: dict[str, Tensor]
+    header: dict[str, str]
+
+    @staticmethod
+    def of(engine: Trainee) -> Part:
+        """What this rank has to write; `tensors` are those that it trains."""
+        grid, blocks = engine.grid, engine.split[engine.grid.pp.rank]
+        tensors = {name: tensor for name, tensor in engine.state_tensors().items()
+                   if grid.dp.is_first or not name.startswith(f"{WEIGHTS}/")}  # which all replicas have
+        return Part(
+            (grid.pp.rank, grid.tp.rank, grid.dp.rank), (blocks.start, blocks.stop),
+            TrainingState.of(engine.state_meta()).versions, tensors,
+            header_of(engine.placements, engine.owned_parts()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Without the header."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> Written:
+        """Writes the file, with a copy of the tensors where there is one. Raises: OSError."""
+        size, checksums = write_tensors(folder / file_name(*self.where), tensors or self.tensors, self.header)
+        return ShardFile(*self.where, self.blocks, size, checksums), self.versions
+
+
+def is_writer(engine: Trainee) -> bool:
+    """Whether this rank has a file to write."""
+    grid = engine.grid
+    return (grid.pp.rank, grid.tp.rank, grid.dp.rank) in notes.writers(engine.config)
