@@ -46,7 +46,7 @@ class Place:
     time_limit: float = 60.0
     """Seconds for dp, the milps, local-search and piper, which then give the best that they have, and a bound."""
     max_ideals: int = 0
-    """dp: with more ideals than this (0: 60,000) it gives the best split of some orders of the operators, and a bound."""
+    """dp: with more ideals than this (0: 60,000) it gives the best split of some orders instead, and a bound."""
     slots: int = 1
     """latency-milp: how often each accelerator may be called for a sample."""
     split: str = ""
