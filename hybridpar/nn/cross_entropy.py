@@ -134,7 +134,7 @@ def _combine(statistics: Tensor, column: Tensor, labels: Tensor, ignored: Tensor
         if e:  # all logits, less top
             below[0] += columns.num_real * (own_top - top).nan_to_num_(neginf=0.0)
         all_reduce(statistics[2:], axis)  # a label's logit is 0 where it is not
-    loss = total.log().sub_(target.sub_(top), alpha=1 - e)
+    loss = total.log().sub_(target - top, alpha=1 - e)
     if e:
         loss.sub_(below[0], alpha=e / columns.num_vocab)
     if labels.device.type != "cpu":  # where they were refused
