@@ -3,10 +3,17 @@ attention at that of its tensor cores; neither is slower than PyTorch's, torch.c
 
     python -m benchmarks.gpu_ops                       # --device cpu: a rehearsal, at the tiny size
 
-Each backend of an operator that runs here against PyTorch's operation, eager and under torch.compile. Forward and
-backward are captured as a CUDA graph together, so that Python's time does not count; sides run by turns, each for a
-few milliseconds. `share of the roof`: the time that the operation's traffic takes at the bandwidth of a copy of 1 GiB,
-or attention's operations at the speed of a large matrix product (both measured in the same run), over the time it took.
+Each backend of an operator that runs here against PyTorch's operation, eager and under torch.compile (attention: also
+the kernels of cuDNN and of flash attention). Forward and backward are captured as a CUDA graph together, so that
+Python's time does not count; sides run by turns, each for a few milliseconds. Passes outside of autograd
+(gpu_passes.py) are not captured: Python's time counts where it is more than theirs. `share of the roof`: the time that
+the traffic takes at the bandwidth of a copy of 1 GiB, or the operations at the speed of a large matrix product (both
+measured in the same run), over the time it took.
+
+--table writes the backends' medians where `auto` looks them up (hybridpar/ops/measured.json), the reference among them:
+
+    python -m benchmarks.gpu_ops --table                                # for this kind of GPU
+    python -m benchmarks.gpu_ops --table --device cpu --sizes one       # for CPUs
 """
 
 from __future__ import annotations
@@ -21,16 +28,20 @@ from typing import Any
 import torch
 
 from benchmarks.common import arguments, parse, write_results
-from benchmarks.ops import DTYPES, SIZES, TOLERANCE, Operation, Size, compute, gradient_for, operations
-from hybridpar.ops import registry
+from benchmarks.gpu_passes import Pass, passes
+from benchmarks.ops import DTYPES, SIZES, TOLERANCE, Operation, Size, compute, gradients_for, operations
+from hybridpar.ops import measured, registry
 
 GPU_SIZES = {"345M": Size(8, 1024, 1024, 16, 50304), "1.3B": Size(4, 2048, 2048, 16, 50304),
-             "6.7B": Size(2, 2048, 4096, 32, 50304), "tiny": SIZES["tiny"]}
+             "6.7B": Size(2, 2048, 4096, 32, 50304), "one": SIZES["345M"], "tiny": SIZES["tiny"]}
 NAMES = {"bias + add + rms_norm": "add_norm", "bias + gelu": "gelu", "bias + swiglu": "swiglu",
-         "causal softmax": "softmax", "causal attention": "attention", "cross-entropy": "cross_entropy"}
+         "causal softmax": "softmax", "causal attention": "attention", "cross-entropy": "cross_entropy",
+         "AdamW": "optimizer", "embedding backward": "embedding"}
 """What the registry calls them, where it is not their name here."""
 ROUND_S = 5e-3
-MEANING = "microseconds of forward and backward: median of the rounds, and their quartiles"
+ATTENTION = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
+"""PyTorch's kernels of it, by what SDPBackend calls them."""
+MEANING = "microseconds of forward and backward, or of a pass: median of the rounds, and their quartiles"
 
 
 @dataclass(frozen=True)
@@ -98,45 +109,115 @@ class Roof:
             flops[name] = 2 * side**3 / statistics.median(product)
         return Roof(2 * size / copy, flops)
 
-    def seconds(self, operation: Operation, dtype: str) -> float:
-        """The least that the operation may take."""
-        itemsize = operation.tensors[0].element_size()
-        return max(operation.traffic * itemsize / self.bytes_per_s, operation.flops / self.flops_per_s[dtype])
+    def seconds(self, num_bytes: float, flops: float, dtype: str) -> float:
+        """The least that an operation may take."""
+        return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s[dtype])
 
 
-def measure(clock: Clock, roof: Roof, size_name: str, dtype_name: str, rounds: int) -> list[dict[str, Any]]:
-    dtype, cases = DTYPES[dtype_name], []
-    for name in operations(SIZES["tiny"], dtype, clock.device):  # one at a time, for memory's sake
-        torch._dynamo.reset()
-        operation = operations(GPU_SIZES[size_name], dtype, clock.device)[name]
-        rows = registry.backends(NAMES.get(name, name))
-        functions = {row.name: operation.ours(row.name) for row in rows
-                     if row.name != "torch" and row.unsupported(clock.device, dtype) is None}
-        functions |= {"eager": operation.eager, "compile": torch.compile(operation.eager)}
-        gradient = gradient_for(operation.eager, operation.tensors)
-        sides, values = {}, {}
-        for side, function in functions.items():
-            work = partial(compute, function, operation.tensors, gradient)
-            values[side] = sum(t.detach().double().abs().sum().item() for t in work())
-            assert abs(values[side] - values[next(iter(values))]) <= TOLERANCE[dtype_name] * values[side], values
-            sides[side] = clock.prepared(work)
-        times, least = clock.race(sides, rounds), roof.seconds(operation, dtype_name)
-        cases.append({
-            "case": f"{size_name} {dtype_name} {name}",
-            "settings": {"shape": size_name, "dtype": dtype_name, "op": name, "device": clock.device},
+@dataclass(frozen=True)
+class Where:
+    """What is measured with what."""
+
+    clock: Clock
+    roof: Roof
+    size: str
+    dtype: str
+    rounds: int
+    reference: bool
+
+    def case(self, name: str, sides: dict[str, Callable[[], Any]], num_bytes: float, flops: float) -> dict[str, Any]:
+        """Races the sides, prints and returns what came out."""
+        times, least = self.clock.race(sides, self.rounds), self.roof.seconds(num_bytes, flops, self.dtype)
+        of_roof = {side: round(least / statistics.median(t), 3) for side, t in times.items()}
+        entry = {
+            "case": f"{self.size} {self.dtype} {name}",
+            "settings": {"shape": self.size, "dtype": self.dtype, "op": name, "device": self.clock.device},
             "us": {side: [round(1e6 * q, 2) for q in statistics.quantiles(t, n=4)] for side, t in times.items()},
-            "share of the roof": {side: round(least / statistics.median(t), 3) for side, t in times.items()},
-        })
-        of_roof = cases[-1]["share of the roof"]
+            "share of the roof": of_roof,
+        }
         texts = (f"{side} {1e6 * statistics.median(t):.1f} us ({of_roof[side]:.2f})" for side, t in times.items())
-        print(f"{cases[-1]['case']:<36}{'  '.join(texts)}", flush=True)
-    return cases
+        print(f"{entry['case']:<36}{'  '.join(texts)}", flush=True)
+        return entry
+
+
+def measure(where: Where, name: str) -> dict[str, Any]:
+    """An operation's forward and backward."""
+    torch._dynamo.reset()
+    clock, dtype = where.clock, DTYPES[where.dtype]
+    operation = operations(GPU_SIZES[where.size], dtype, clock.device)[name]
+    rows = registry.backends(NAMES.get(name, name))
+    functions = {row.name: operation.ours(row.name) for row in rows
+                 if (row.name != "torch" or where.reference) and row.unsupported(clock.device, dtype) is None}
+    functions |= {"eager": operation.eager, "compile": torch.compile(operation.eager)}
+    if name == "causal attention" and clock.device == "cuda":
+        functions |= attention_kernels(operation)
+    gradients = gradients_for(operation.eager, operation.tensors)
+    sides, values = {}, {}
+    for side, function in functions.items():
+        work = partial(compute, function, operation.tensors, gradients)
+        values[side] = total(work())
+        check(values, where.dtype)
+        sides[side] = clock.prepared(work)
+    return where.case(name, sides, operation.traffic * dtype.itemsize, operation.flops)
+
+
+def attention_kernels(operation: Operation) -> dict[str, Callable[..., Any]]:
+    """Those of PyTorch that take such tensors."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def through(backend: Any, *tensors: Any) -> Any:
+        with sdpa_kernel(backend):
+            return operation.eager(*tensors)
+
+    found: dict[str, Callable[..., Any]] = {}
+    for name, constant in ATTENTION.items():
+        function = partial(through, getattr(SDPBackend, constant))
+        try:
+            compute(function, operation.tensors, gradients_for(function, operation.tensors))
+            found[name] = function
+        except RuntimeError as error:
+            print(f"no {name} attention for {operation.tensors[0].dtype} ({str(error).splitlines()[0]})")
+    return found
+
+
+def measure_pass(where: Where, one: Pass) -> dict[str, Any]:
+    values: dict[str, float] = {}
+    for side, work in one.sides.items():
+        values[side] = total(work())
+        check(values, where.dtype)
+    return where.case(one.name, dict(one.sides), one.num_bytes, one.flops)
+
+
+def total(tensors: list[torch.Tensor]) -> float:
+    return sum(t.detach().double().abs().sum().item() for t in tensors)
+
+
+def check(values: dict[str, float], dtype: str) -> None:
+    """Raises: AssertionError if the last side has computed something else than the first."""
+    first, last = next(iter(values.values())), next(reversed(values.values()))
+    assert abs(last - first) <= TOLERANCE[dtype] * first, values
+
+
+def write_table(cases: list[dict[str, Any]], device: str) -> None:
+    """Puts what each operation's backends took, all sizes together, where `auto` looks it up."""
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    for case in cases:
+        settings, us = case["settings"], {side: quartiles[1] for side, quartiles in case["us"].items()}
+        op = NAMES.get(settings["op"], settings["op"])
+        names = {row.name for row in registry.backends(op)}
+        dtype = "float32" if op == "optimizer" else str(DTYPES[settings["dtype"]]).removeprefix("torch.")
+        known = table.setdefault(op, {}).setdefault(dtype, {})
+        for side in names & us.keys():
+            known[side] = round(known.get(side, 0.0) + us[side], 2)
+    print(measured.write(device, {op: types for op, types in table.items() if registry.backends(op)}))
 
 
 def main() -> None:
     parser = arguments(__doc__, rounds=15, shapes=[])
     parser.add_argument("--sizes", nargs="+", choices=GPU_SIZES)
+    parser.add_argument("--ops", nargs="+", help="these alone, by their names in the output")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--table", action="store_true", help="have `auto` go by what comes out, on such a device")
     args = parse(parser)
     args.sizes = args.sizes or (["345M", "1.3B", "6.7B"] if args.device == "cuda" else ["tiny"])
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -146,11 +227,26 @@ def main() -> None:
     roof = Roof.measure(clock, args.dtypes, args.rounds)
     print(f"copy {roof.bytes_per_s / 1e9:.0f} GB/s; products " + ", ".join(
         f"{name} {flops / 1e12:.2f} Tflop/s" for name, flops in roof.flops_per_s.items()))
-    cases = [entry for size in args.sizes for dtype in args.dtypes
-             for entry in measure(clock, roof, size, dtype, args.rounds)]
-    cases = [{"case": "roof", "settings": {"shape": args.sizes[0]}, "copy_bytes_per_s": roof.bytes_per_s,
-              "product_flops_per_s": roof.flops_per_s}, *cases]
-    print(write_results("gpu_ops", cases, args, meaning=MEANING, shapes=GPU_SIZES))
+    cases: list[dict[str, Any]] = []
+
+    def note(entry: dict[str, Any]) -> None:
+        """As soon as it is known: whoever runs this may have to cut it off."""
+        cases.append(entry)
+        write_results("gpu_ops", [roof_entry, *cases], args, meaning=MEANING, shapes=GPU_SIZES)
+
+    roof_entry = {"case": "roof", "settings": {"shape": args.sizes[0]}, "copy_bytes_per_s": roof.bytes_per_s,
+                  "product_flops_per_s": roof.flops_per_s}
+    for size in args.sizes:
+        for dtype in args.dtypes:
+            where = Where(clock, roof, size, dtype, args.rounds, args.table)
+            for one in passes(GPU_SIZES[size], DTYPES[dtype], args.device):
+                if args.ops is None or one.name in args.ops:
+                    note(measure_pass(where, one))
+            for name in operations(SIZES["tiny"], DTYPES[dtype], args.device):  # one at a time, for memory's sake
+                if args.ops is None or name in args.ops:
+                    note(measure(where, name))
+    if args.table:
+        write_table(cases, args.device)
 
 
 if __name__ == "__main__":

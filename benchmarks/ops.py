@@ -10,7 +10,7 @@ F.gelu, F.cross_entropy; `compile` the same function under torch.compile. A roun
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class Size:
 
 
 SIZES = {"345M": Size(1, 1024, 1024, 16, 50304), "tiny": Size(4, 128, 256, 8, 4096)}
-Function = Callable[..., Tensor]
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def rotary_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -109,8 +109,8 @@ def operations(size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str,
             lambda x, w, b: F.layer_norm(x, (h,), w, b, 1e-5), 5 * t * h),
         "bias + add + rms_norm": Operation(
             [leaf(t, h), leaf(h), leaf(t, h), leaf(h)],
-            lambda k: lambda x, c, r, w: sum(ops.add_norm(x, r, w, None, 1e-6, centre=False, bias_of_x=c, backend=k)),
-            lambda x, c, r, w: (total := x + c + r) + F.rms_norm(total, (h,), w, 1e-6), 8 * t * h),
+            lambda k: lambda x, c, r, w: ops.add_norm(x, r, w, None, 1e-6, centre=False, bias_of_x=c, backend=k),
+            lambda x, c, r, w: (F.rms_norm(total := x + c + r, (h,), w, 1e-6), total), 8 * t * h),
         "bias + gelu": Operation(
             [leaf(t, features), leaf(features)], lambda k: lambda x, b: ops.gelu(x, b, backend=k),
             lambda x, b: F.gelu(x + b, approximate="tanh"), 5 * t * features),
@@ -132,36 +132,43 @@ def operations(size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str,
     }
 
 
-def gradient_for(function: Function, tensors: list[Tensor]) -> Tensor:
-    """What the backward pass begins with, the same for all sides."""
+def gradients_for(function: Function, tensors: list[Tensor]) -> list[Tensor]:
+    """What the backward pass begins with, the same for all sides: one for each output."""
     with torch.no_grad():
-        out = function(*tensors)
-    return torch.linspace(-1, 1, out.numel(), device=out.device).to(out.dtype).view(out.shape)
+        outputs = as_tuple(function(*tensors))
+    return [torch.linspace(-1, 1, y.numel(), device=y.device).to(y.dtype).view(y.shape) for y in outputs]
 
 
-def compute(function: Function, tensors: list[Tensor], gradient: Tensor) -> list[Tensor]:
-    """Forward and backward: the output and all gradients."""
-    out = function(*tensors)
-    return [out, *torch.autograd.grad(out, tensors, gradient)]
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
-def step(function: Function, tensors: list[Tensor], gradient: Tensor) -> Step:
+def compute(function: Function, tensors: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+    """Forward and backward: the outputs and the gradients of all tensors."""
+    outputs = as_tuple(function(*tensors))
+    return [*outputs, *torch.autograd.grad(outputs, tensors, gradients)]
+
+
+def step(function: Function, tensors: list[Tensor], gradients: list[Tensor]) -> Step:
     def run() -> float:
-        compute(function, tensors, gradient)
+        compute(function, tensors, gradients)
         return 0.0
 
     return run
 
 
-def measure(size_name: str, dtype_name: str, rounds: int) -> list[dict[str, Any]]:
+def measure(size_name: str, dtype_name: str, rounds: int, only: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """`only`: the names of operations to measure; none: all."""
     cases = []
     for name, operation in operations(SIZES[size_name], DTYPES[dtype_name]).items():
+        if only and name not in only:
+            continue
         torch._dynamo.reset()
         tensors, eager = operation.tensors, operation.eager
         functions = {OURS: operation.ours("auto"), "eager": eager, "compile": torch.compile(eager)}
-        gradient = gradient_for(eager, tensors)
-        steps = {side: step(function, tensors, gradient) for side, function in functions.items()}
-        values = {side: sum(t.detach().double().abs().sum().item() for t in compute(function, tensors, gradient))
+        gradients = gradients_for(eager, tensors)
+        steps = {side: step(function, tensors, gradients) for side, function in functions.items()}
+        values = {side: sum(t.detach().double().abs().sum().item() for t in compute(function, tensors, gradients))
                   for side, function in functions.items()}
         for value in values.values():
             assert abs(value - values[OURS]) <= TOLERANCE[dtype_name] * values[OURS], f"{name}: {values}"
@@ -175,7 +182,7 @@ def measure(size_name: str, dtype_name: str, rounds: int) -> list[dict[str, Any]
     return cases
 
 
-def measure_update(size_name: str, rounds: int) -> list[dict[str, Any]]:
+def measure_update(size_name: str, rounds: int, only: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The passes that follow the backward, over the parameters of a layer and an embedding, in float32.
 
     Ours reads one version of the weights and writes another, PyTorch's writes over the only one.
@@ -205,16 +212,21 @@ def measure_update(size_name: str, rounds: int) -> list[dict[str, Any]]:
     def norm() -> float:
         return float(passes.sum_squares(gradients).sum().sqrt())
 
+    def total_norm() -> float:
+        return float(torch.nn.utils.get_total_norm(gradients, foreach=True))
+
     def stepping(optimizer: torch.optim.AdamW) -> Step:
         return lambda: optimizer.step() or 0.0
 
     fused, foreach = peer(fused=True), peer(foreach=True)
     races: dict[str, dict[str, Step]] = {
         "AdamW": {OURS: adam, "fused": stepping(fused), "foreach": stepping(foreach)},
-        "gradient norm": {OURS: norm, "clip_grad_norm_": lambda: clip(fused)},
+        "gradient norm": {OURS: norm, "clip_grad_norm_": lambda: clip(fused), "get_total_norm": total_norm},
     }
     cases = []
     for name, sides in races.items():
+        if only and name not in only:
+            continue
         result = race(sides, rounds, tolerance=1e-2)  # torch sums a large tensor's squares in float32
         cases.append(case(f"{size_name} fp32 {name}", result, numel, shape=size_name, dtype="fp32", op=name))
         print_case(cases[-1])
@@ -224,11 +236,13 @@ def measure_update(size_name: str, rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = arguments(__doc__, rounds=11, shapes=[])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--ops", nargs="+", default=[], help="operators by their names in the table; by default all")
     args = parse(parser)
     torch.set_num_threads(1)
-    cases = [entry for size in args.sizes for dtype in args.dtypes for entry in measure(size, dtype, args.rounds)]
+    cases = [entry for size in args.sizes for dtype in args.dtypes
+             for entry in measure(size, dtype, args.rounds, args.ops)]
     if "fp32" in args.dtypes:
-        cases += [entry for size in args.sizes for entry in measure_update(size, args.rounds)]
+        cases += [entry for size in args.sizes for entry in measure_update(size, args.rounds, args.ops)]
     print(write_results("ops", cases, args, shapes=SIZES))
 
 

@@ -20,6 +20,7 @@ torch.compile, which is the default on a GPU. MFU there: 3 x the forward pass's 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 from collections.abc import Callable
 from functools import partial
@@ -121,10 +122,14 @@ def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace)
     """Races hybridpar and the peers of `dtype` on one shape."""
     torch.set_num_threads(threads)
     shape, device = SHAPES[shape_name], args.device
+    peers = PEERS[dtype]
+    if device == "cuda" and importlib.util.find_spec("transformers") is None:
+        print("transformers is not installed: hybridpar runs alone")
+        peers = {}
     make: dict[str, Callable[[], Step]] = {
         OURS: lambda: OurStep(engine_config(shape, dtype=dtype, device=device), shape, ProcessGrid())}
     for compiled in (False, True) if args.compile else (False,):
-        for name, (activation, precision) in PEERS[dtype].items():
+        for name, (activation, precision) in peers.items():
             if any(text in (side := f"{name}{' compiled' * compiled}") for text in args.peers):
                 make[side] = partial(HuggingFaceStep, shape, activation, precision, device, compiled=compiled)
     sides, memory = {}, {}

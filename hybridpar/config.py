@@ -16,8 +16,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal
 
-import tomli_w
-
 from hybridpar.errors import ConfigError, Problem
 
 if sys.version_info >= (3, 11):
@@ -321,6 +319,8 @@ def from_mapping(document: Mapping[str, Any], base: Config | None = None) -> Con
 
 def to_toml(config: Config) -> str:
     """The configuration as TOML; `load_toml` reads back an equal one."""
+    import tomli_w  # here, so that operators and benchmarks run without it
+
     return tomli_w.dumps(to_mapping(config))
 
 

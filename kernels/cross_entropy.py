@@ -34,19 +34,21 @@ def cross_entropy(logits: Tensor, column: Tensor, num_real: int, with_sum: bool)
     return out
 
 
-def cross_entropy_backward_(logits: Tensor, column: Tensor, numbers: Tensor, num_real: int) -> None:
-    """logits becomes exp(logits - top) * factor - level, less `target` at column; 0 beyond num_real.
+def cross_entropy_backward_(gradient: Tensor, logits: Tensor, column: Tensor, numbers: Tensor, num_real: int) -> None:
+    """gradient becomes exp(logits - top) * factor - level, less `target` at column; 0 beyond num_real.
 
-    Shapes: logits [rows, v], column int64 [rows], numbers float32 [4, rows]: top, factor, target, level.
+    Shapes: gradient and logits [rows, v], which may be one; column int64 [rows]; numbers float32 [4, rows]: top,
+    factor, target, level.
     """
     _check(logits, column)
+    check(gradient=gradient, logits=logits)
     check(numbers=numbers)
     assert numbers.dtype == torch.float32, f"numbers must be float32, got {numbers.dtype}"
     rows, cols = logits.shape
     size = tile(cols, _WIDEST)
     blocks = triton.cdiv(cols, size["COLS"])
-    launch(gradient_kernel, triton.cdiv(rows, size["ROWS"]) * blocks, logits, column, numbers, rows, cols, blocks,
-           num_real, **size)
+    launch(gradient_kernel, triton.cdiv(rows, size["ROWS"]) * blocks, gradient, logits, column, numbers, rows, cols,
+           blocks, num_real, **size)
 
 
 def _check(logits: Tensor, column: Tensor) -> None:
@@ -88,8 +90,8 @@ def statistics_kernel(logits_ptr, column_ptr, out_ptr, rows, cols, num_real, WIT
 
 
 @triton.jit(do_not_specialize=["rows", "num_real"])
-def gradient_kernel(logits_ptr, column_ptr, numbers_ptr, rows, cols, blocks, num_real, ROWS: tl.constexpr,
-                    COLS: tl.constexpr):
+def gradient_kernel(gradient_ptr, logits_ptr, column_ptr, numbers_ptr, rows, cols, blocks, num_real,
+                    ROWS: tl.constexpr, COLS: tl.constexpr):
     row = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
     inside = (row < rows) & (col < cols)
@@ -98,8 +100,8 @@ def gradient_kernel(logits_ptr, column_ptr, numbers_ptr, rows, cols, blocks, num
     target = tl.load(numbers_ptr + 2 * rows + row, mask=row < rows, other=0.0)
     level = tl.load(numbers_ptr + 3 * rows + row, mask=row < rows, other=0.0)
     column = tl.load(column_ptr + row, mask=row < rows, other=-1)
-    logits_ptr += row.to(tl.int64) * cols + col
-    x = tl.load(logits_ptr, mask=inside, other=0.0)
+    at = row.to(tl.int64) * cols + col
+    x = tl.load(logits_ptr + at, mask=inside, other=0.0)
     gradient = tl.exp(x.to(tl.float32) - top) * factor - level
     gradient -= tl.where(col == column, target, 0.0)
-    tl.store(logits_ptr, tl.where(col < num_real, gradient, 0.0).to(x.dtype), mask=inside)
+    tl.store(gradient_ptr + at, tl.where(col < num_real, gradient, 0.0).to(x.dtype), mask=inside)

@@ -1,56 +1,163 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: builds against the torch that is here, runs the GPU tests, then the GPU
-# benchmarks, and writes JSON.
+# benchmarks, and writes JSON. Made for ten minutes on a machine: about six, cut off after nine.
 #
-#   bash scripts/gpu_check.sh [FOLDER]      FOLDER: where gpu_check.json and the test report go (default: benchmarks/results)
+#   bash scripts/gpu_check.sh [FOLDER [STEP ..]]
 #
-# Installs nothing from the network: torch >= 2.11 with CUDA, triton, numpy, pytest and hybridpar's other dependencies must
-# be there. Without a GPU it rehearses: builds, collects the tests, and runs the benchmarks on the CPU at a tiny size.
-set -euo pipefail
+#   FOLDER     where gpu_check.json, the tests' and the benchmarks' reports go (default: benchmarks/results)
+#   STEP       of: build tests ops train sanitizer; default: the first four, in this order
+#   LIMIT=540  seconds for all of them; a step that is cut off leaves what it had
+#
+# Installs nothing: torch >= 2.11 with CUDA, triton, numpy and pytest must be there; what else is missing is said and left
+# out. Without a GPU it rehearses: builds the CPU operators, collects the tests, and runs the benchmarks at a tiny size.
+set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="${1:-benchmarks/results}"
+shift || true
+steps="${*:-build tests ops train}"
 mkdir -p "$out"
+out="$(cd "$out" && pwd)"
 python="${PYTHON:-python3}"
-mode=cpu
-if [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] || command -v nvcc >/dev/null; then mode=cuda; fi
-HYBRIDPAR_BUILD=$mode "$python" setup.py --quiet build_ext --inplace
+export PYTHONPATH="$PWD"
 status=0
-PYTHONPATH=$PWD "$python" -m pytest -m gpu --junitxml="$out/gpu_tests.xml" -p no:cacheprovider tests || status=$?
-[ "$status" -eq 5 ] && status=0  # no test was selected
-# every operator once more, at a few small shapes, under the checkers of memory and races, which are too slow for more
-if [ $mode = cuda ] && command -v compute-sanitizer >/dev/null && nvidia-smi >/dev/null 2>&1; then
-    for tool in memcheck racecheck; do
-        PYTHONPATH=$PWD PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
-            "$python" -m pytest -m gpu -p no:cacheprovider --timeout 1200 tests/ops/test_backends.py \
-            -k "bfloat16 and cuda and (3x7x41 or 2x64 or 5x6 or 5x7 or 4x2050) and not attention" || status=$?
+
+"$python" - <<'PY' || exit 3
+import importlib.util
+import os
+import shutil
+import sys
+
+def lacks(names):
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+missing, optional = lacks(["torch", "triton", "numpy", "pytest", "setuptools"]), lacks(
+    ["hypothesis", "pytest_timeout", "transformers", "apex"])
+path = f"{os.environ.get('PATH')}:{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"
+optional += [name for name in ("ninja", "nvcc") if shutil.which(name, path=path) is None]
+if missing:
+    sys.exit(f"missing, and needed: {', '.join(missing)}")
+print(f"missing, and done without: {', '.join(optional) or 'nothing'}")
+PY
+gpu="$("$python" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability() if torch.cuda.is_available() else "")')"
+# where there is no GPU there is no hurry
+[ -n "$gpu" ] && mode=cuda slower=1 || mode=cpu slower=10
+limit=$((${LIMIT:-540} * slower))
+if [ -n "$gpu" ] && [ ! -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] && ! command -v nvcc >/dev/null; then
+    echo "no nvcc: without the CUDA C++ operators"
+    mode=cpu
+fi
+
+step() {  # NAME SECONDS COMMAND ..: runs it for at most that long, and what is left; remembers that it failed
+    local name=$1 seconds=$(($2 * slower)) left=$((limit - SECONDS)) begin=$SECONDS code=0
+    shift 2
+    [ "$left" -lt "$seconds" ] && seconds=$left
+    if [ "$seconds" -lt 10 ]; then
+        echo "== $name: no time left" && status=124 && return
+    fi
+    timeout -k 10 "$seconds" "$@" || code=$?
+    [ "$code" -eq 5 ] && [[ "$name" == tests* ]] && code=0  # no test was selected
+    [ "$code" -ne 0 ] && status=$code
+    echo "== $name: $((SECONDS - begin)) s, status $code"
+}
+
+build() {
+    HYBRIDPAR_BUILD=$1 HYBRIDPAR_CUDA_ARCHS=${gpu:-90} "$python" setup.py --quiet build_ext --inplace
+}
+
+tests() {  # in parts side by side: most of their time is compilation
+    local backends=tests/ops/test_backends.py others part i=0
+    local parts=(
+        "attention and float32" "attention and bfloat16" "attention and not (float32 or bfloat16)"
+        "norm and bfloat16" "norm and not bfloat16" "softmax or rotary or cross_entropy"
+        "not (attention or norm or softmax or rotary or cross_entropy)"
+    )
+    others="$(grep -rlE 'mark\.gpu|import places' tests --include='test_*.py' | grep -v test_backends | tr '\n' ' ')"
+    rm -f "$out"/gpu_tests*.xml
+    for part in "${parts[@]}"; do
+        i=$((i + 1))
+        run_tests "$i" "$backends" -k "$part" &
     done
-fi
-if "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
-    PYTHONPATH=$PWD "$python" -m benchmarks.gpu_ops --out "$out" || status=$?
-    PYTHONPATH=$PWD "$python" -m benchmarks.single --device cuda --name gpu_single --out "$out" || status=$?
-else
-    PYTHONPATH=$PWD "$python" -m benchmarks.gpu_ops --out "$(mktemp -d)" --device cpu --rounds 3 || status=$?
-fi
-PYTHONPATH=$PWD "$python" - "$out" "$status" <<'PY'
+    # shellcheck disable=SC2086
+    run_tests 0 $others &
+    local code=0 job
+    for job in $(jobs -p); do wait "$job" || { local c=$?; [ $c -ne 5 ] && code=$c; }; done
+    return $code
+}
+
+run_tests() {
+    local number=$1
+    shift
+    "$python" -m pytest -m gpu -p no:cacheprovider --junitxml="$out/gpu_tests_$number.xml" "$@"
+}
+
+sanitizer() {  # every operator once more, at a few small shapes, under the checkers of memory and races
+    command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer"; return; }
+    for tool in memcheck racecheck; do
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+            "$python" -m pytest -m gpu -p no:cacheprovider tests/ops/test_backends.py \
+            -k "bfloat16 and cuda and (3x7x41 or 2x64 or 5x6 or 5x7 or 4x2050) and not attention" || return
+    done
+}
+
+ops() {
+    if [ -n "$gpu" ]; then
+        "$python" -m benchmarks.gpu_ops --out "$out" --sizes 1.3B --dtypes bf16 --rounds 9
+    else
+        "$python" -m benchmarks.gpu_ops --out "$(mktemp -d)" --device cpu --sizes tiny --rounds 3
+    fi
+}
+
+train() {  # against eager peers; then, where time is left, against the one whose numerics are nearest, compiled
+    if [ -n "$gpu" ]; then
+        "$python" -m benchmarks.single --device cuda --shapes 345M --rounds 7 --no-compile --name gpu_single --out "$out" &&
+            "$python" -m benchmarks.single --device cuda --shapes 345M --rounds 7 --peers "autocast gelu_pytorch_tanh" \
+                --name gpu_single_compiled --out "$out"
+    else
+        "$python" -m benchmarks.single --shapes tiny --dtypes bf16 --threads 1 --rounds 2 --compile --out "$(mktemp -d)"
+    fi
+}
+
+export -f build tests run_tests sanitizer ops train
+export out python gpu
+for name in $steps; do
+    case $name in
+        build)
+            step build 150 bash -c "build $mode"
+            if [ "$mode" = cuda ] && [ "$status" -ne 0 ]; then step "build of the CPU operators" 90 bash -c "build cpu"; fi ;;
+        tests) step tests 200 bash -c tests ;;
+        ops) step ops 150 bash -c ops ;;
+        train) step train 200 bash -c train ;;
+        sanitizer) step sanitizer 400 bash -c sanitizer ;;
+        *) echo "no step '$name': build tests ops train sanitizer" >&2; exit 2 ;;
+    esac
+done
+"$python" - "$out" "$status" "$steps" <<'PY'
 import json
 import platform
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
 from xml.etree import ElementTree
 
 import torch
 
-out, status = sys.argv[1], int(sys.argv[2])
-suite = ElementTree.parse(f"{out}/gpu_tests.xml").getroot().find("testsuite")
-gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+from hybridpar.ops import registry
+
+out, status, steps = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split()
+tests = Counter()
+for path in out.glob("gpu_tests_*.xml"):
+    suite = ElementTree.parse(path).getroot().find("testsuite")
+    tests.update({key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")})
 commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
 result = {
-    "gpu": gpu, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
-    "commit": commit, "status": status,
-    "tests": {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")},
+    "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "torch": torch.__version__,
+    "cuda": torch.version.cuda, "python": platform.python_version(), "commit": commit, "steps": steps,
+    "status": status, "tests": tests if "tests" in steps else None,
 }
-with open(f"{out}/gpu_check.json", "w") as file:
-    json.dump(result, file, indent=2)
+reports = registry.describe("cuda" if result["gpu"] else "cpu", torch.bfloat16)
+(out / "gpu_check.json").write_text(json.dumps(result | {"backends": [asdict(r) for r in reports]}, indent=2))
 print(json.dumps(result))
 PY
 exit "$status"

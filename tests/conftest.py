@@ -1,9 +1,13 @@
+import contextlib
+
 import pytest
 import torch
-from hypothesis import settings
 
-settings.register_profile("untimed", deadline=None)  # how busy the machine is says nothing of the code
-settings.load_profile("untimed")
+with contextlib.suppress(ImportError):  # what tests a GPU does without it
+    from hypothesis import settings
+
+    settings.register_profile("untimed", deadline=None)  # how busy the machine is says nothing of the code
+    settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

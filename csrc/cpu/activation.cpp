@@ -138,7 +138,7 @@ Tensor empty_rows(const Tensor& x, int64_t cols) {
   std::vector<int64_t> shape;
   for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) shape.push_back(x.size(dim));
   shape.push_back(cols);
-  return torch::stable::empty(shape, x.scalar_type());
+  return make(shape, x.scalar_type());
 }
 
 // Runs backward(args, begin, end, sums) over the rows; returns dx and the gradient of the bias, empty without one.
@@ -151,8 +151,8 @@ std::tuple<Tensor, Tensor> run_backward(const char* op, const Tensor& dy, const 
                       num_rows(dy) == num_rows(x),
                   op, ": dy must be like y");
   const int64_t rows = num_rows(x), width = x.size(x.dim() - 1);
-  Tensor dx = torch::stable::empty_like(x);
-  Tensor dbias = bias ? torch::stable::empty_like(*bias) : torch::stable::empty({0}, x.scalar_type());
+  Tensor dx = make_like(x);
+  Tensor dbias = bias ? make_like(*bias) : make({0}, x.scalar_type());
   by_type(op, x, [&](auto element) {
     using T = decltype(element);
     using W = Wide<T>;
@@ -170,7 +170,7 @@ std::tuple<Tensor, Tensor> run_backward(const char* op, const Tensor& dy, const 
 
 Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
   check("bias_gelu", x, bias);
-  Tensor y = torch::stable::empty_like(x);
+  Tensor y = make_like(x);
   const int64_t cols = x.size(x.dim() - 1);
   by_type("bias_gelu", x, [&](auto element) {
     using T = decltype(element);

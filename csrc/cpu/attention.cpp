@@ -353,8 +353,8 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
                                      const std::optional<Tensor>& real, const std::vector<int64_t>& kv_head,
                                      double scale, bool causal, int64_t key0, int64_t key1, int64_t step,
                                      int64_t sample, int64_t threshold, double keep_scale, int64_t start) {
-  Tensor out = torch::stable::empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.scalar_type());
-  Tensor lse = torch::stable::empty({q.size(0), q.size(1), q.size(2)}, wide_type(q));
+  Tensor out = make({q.size(0), q.size(2), q.size(1), q.size(3)}, q.scalar_type());
+  Tensor lse = make({q.size(0), q.size(1), q.size(2)}, wide_type(q));
   by_type("attention", q, [&](auto element) {
     using T = decltype(element);
     const auto p = problem<T>("attention", q, k, v, real, kv_head, scale, causal, key0, key1, step, sample, threshold,
@@ -371,9 +371,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const std::optional<Tensor>& real, const std::vector<int64_t>& kv_head, double scale, bool causal, int64_t key0,
     int64_t key1, int64_t step, int64_t sample, int64_t threshold, double keep_scale, int64_t start) {
-  Tensor dq = torch::stable::empty_like(out);
-  Tensor dk = torch::stable::empty({k.size(0), k.size(2), k.size(1), k.size(3)}, k.scalar_type());
-  Tensor dv = torch::stable::empty_like(dk);
+  Tensor dq = make_like(out);
+  Tensor dk = make({k.size(0), k.size(2), k.size(1), k.size(3)}, k.scalar_type());
+  Tensor dv = make_like(dk);
   by_type("attention_backward", q, [&](auto element) {
     using T = decltype(element);
     const auto p = problem<T>("attention_backward", q, k, v, real, kv_head, scale, causal, key0, key1, step, sample,

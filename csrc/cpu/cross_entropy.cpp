@@ -1,6 +1,6 @@
 // The local passes of the vocabulary-parallel cross-entropy: over this rank's columns of the logits, between which the
-// ranks exchange a few numbers a row. The exponentials are made twice rather than kept: logits are read once forward,
-// and read and overwritten by their gradient backward.
+// ranks exchange a few numbers a row. The exponentials are made twice rather than kept: logits are read once forward, and
+// read backward, where their gradient may overwrite them.
 
 #include "rows.h"
 
@@ -36,7 +36,7 @@ HYBRIDPAR_INLINE void forward_any(const Forward<T>& a, int64_t begin, int64_t en
       // where nothing is above -infinity yet, subtract nothing
       const W level = new_top == -std::numeric_limits<W>::infinity() ? W(0) : new_top;
       W added[kLanes] = {};
-      each(n, [&](int64_t i, int lane) { added[lane] += exponential(wide(chunk[i]) - level); });
+      each(n, [&](int64_t i, int lane) { added[lane] += exponential(wide(chunk[i]) - level); }, chunk + kChunk);
       total = total * exponential(top - level) + sum_lanes(added);
       top = new_top;
     }
@@ -54,7 +54,8 @@ HYBRIDPAR_INLINE void forward_any(const Forward<T>& a, int64_t begin, int64_t en
 
 template <class T>
 struct Backward {
-  T* logits;  // becomes its gradient
+  const T* logits;
+  T* gradient;  // may be the logits
   const int64_t* column;
   int64_t cols, real;
   const Wide<T>*top, *factor, *target, *level;  // of a row; dx = exp(x - top) * factor - level, less target at column
@@ -64,16 +65,17 @@ template <class T>
 HYBRIDPAR_INLINE void backward_any(const Backward<T>& a, int64_t begin, int64_t end) {
   using W = Wide<T>;
   for (int64_t row = begin; row < end; ++row) {
-    T* x = a.logits + row * a.cols;
+    const T* x = a.logits + row * a.cols;
+    T* dx = a.gradient + row * a.cols;
     const W top = a.top[row], factor = a.factor[row], level = a.level[row];
     const int64_t column = a.column[row];
     const bool here = column >= 0 && column < a.real;
     const W logit = here ? wide(x[column]) : W(0);
     each(a.real, [=](int64_t i, int) {
-      x[i] = narrow<T>(multiply_add(exponential(wide(x[i]) - top), factor, -level));
-    });
-    if (here) x[column] = narrow<T>(multiply_add(exponential(logit - top), factor, -level) - a.target[row]);
-    for (int64_t i = a.real; i < a.cols; ++i) x[i] = T{};
+      dx[i] = narrow<T>(multiply_add(exponential(wide(x[i]) - top), factor, -level));
+    }, ahead(x), ahead(dx));
+    if (here) dx[column] = narrow<T>(multiply_add(exponential(logit - top), factor, -level) - a.target[row]);
+    std::fill(dx + a.real, dx + a.cols, T{});
   }
 }
 
@@ -99,7 +101,7 @@ void check(const char* op, const Tensor& logits, const Tensor& column, int64_t n
 Tensor cross_entropy(const Tensor& logits, const Tensor& column, int64_t num_real, bool with_sum) {
   check("cross_entropy", logits, column, num_real);
   const int64_t rows = logits.size(0), cols = logits.size(1);
-  Tensor out = torch::stable::empty({with_sum ? 4 : 3, rows}, wide_type(logits));
+  Tensor out = make({with_sum ? 4 : 3, rows}, wide_type(logits));
   by_type("cross_entropy", logits, [&](auto element) {
     using T = decltype(element);
     auto* to = data<Wide<T>>(out);
@@ -110,19 +112,23 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& column, int64_t num_rea
   return out;
 }
 
-// numbers [4, rows]: top, factor, target, level
-void cross_entropy_backward_(const Tensor& logits, const Tensor& column, const Tensor& numbers, int64_t num_real) {
+// numbers [4, rows]: top, factor, target, level; gradient may be logits
+void cross_entropy_backward_(const Tensor& gradient, const Tensor& logits, const Tensor& column, const Tensor& numbers,
+                             int64_t num_real) {
   check("cross_entropy_backward_", logits, column, num_real);
+  check_contiguous("cross_entropy_backward_", "gradient", gradient);
   check_contiguous("cross_entropy_backward_", "numbers", numbers);
   const int64_t rows = logits.size(0), cols = logits.size(1);
   STD_TORCH_CHECK(numbers.dim() == 2 && numbers.size(0) == 4 && numbers.size(1) == rows &&
                       numbers.scalar_type() == wide_type(logits),
                   "cross_entropy_backward_: numbers must be [4, rows], in the type of the arithmetic");
+  STD_TORCH_CHECK(gradient.numel() == logits.numel() && gradient.scalar_type() == logits.scalar_type(),
+                  "cross_entropy_backward_: gradient must be like logits");
   by_type("cross_entropy_backward_", logits, [&](auto element) {
     using T = decltype(element);
     const auto* from = data<Wide<T>>(numbers);
-    const Backward<T> a{data<T>(logits), data<int64_t>(column), cols,           num_real,
-                        from,            from + rows,           from + 2 * rows, from + 3 * rows};
+    const Backward<T> a{data<T>(logits), data<T>(gradient), data<int64_t>(column), cols, num_real,
+                        from, from + rows, from + 2 * rows, from + 3 * rows};
     over_rows(rows, cols, [&](int64_t begin, int64_t end) { backward_rows(a, begin, end); });
   });
 }
@@ -135,7 +141,8 @@ using namespace hybridpar;
 STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
   library.def("cross_entropy(Tensor logits, Tensor column, SymInt num_real, bool with_sum) -> Tensor");
   library.def(
-      "cross_entropy_backward_(Tensor(a!) logits, Tensor column, Tensor numbers, SymInt num_real) -> ()");
+      "cross_entropy_backward_(Tensor(a!) gradient, Tensor logits, Tensor column, Tensor numbers, SymInt "
+      "num_real) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hybridpar, CPU, library) {

@@ -30,7 +30,7 @@ Tensor embedding(const Tensor& ids, const Tensor& weight, int64_t start) {
   const int64_t rows = weight.size(0), h = weight.size(1), count = ids.numel();
   std::vector<int64_t> shape(ids.sizes().begin(), ids.sizes().end());
   shape.push_back(h);
-  Tensor out = torch::stable::empty(shape, weight.scalar_type());
+  Tensor out = make(shape, weight.scalar_type());
   const auto* id = data<int64_t>(ids);
   by_type("embedding", weight, [&](auto element) {
     using T = decltype(element);

@@ -259,8 +259,8 @@ Normalised run_forward(const char* op, const Tensor& x, const Sum* sum, const Te
                        const std::optional<Tensor>& bias, double eps, bool centre) {
   check(op, x, weight, bias);
   const int64_t rows = num_rows(x), cols = weight.size(0);
-  Tensor y = torch::stable::empty_like(x), total = sum ? torch::stable::empty_like(x) : y;
-  Tensor stats = torch::stable::empty({rows, 2}, wide_type(x));
+  Tensor y = make_like(x), total = sum ? make_like(x) : y;
+  Tensor stats = make({rows, 2}, wide_type(x));
   by_type(op, x, [&](auto element) {
     using T = decltype(element);
     const Widened<T> scales(data<T>(weight), cols), shifts(data<T>(bias), cols);
@@ -285,8 +285,8 @@ Gradients run_backward(const char* op, const Tensor& dy, const std::optional<Ten
   STD_TORCH_CHECK(!dsum || dsum->is_contiguous(), op, ": dsum must be contiguous");
   const int64_t rows = num_rows(x), cols = weight.size(0);
   const ScalarType type = x.scalar_type();
-  Tensor dx = torch::stable::empty_like(x), none = torch::stable::empty({0}, type);
-  Gradients out{dx, mask && mask->threshold ? torch::stable::empty_like(x) : none, none, none, none};
+  Tensor dx = make_like(x), none = make({0}, type);
+  Gradients out{dx, mask && mask->threshold ? make_like(x) : none, none, none, none};
   by_type(op, x, [&](auto element) {
     using T = decltype(element);
     using W = Wide<T>;

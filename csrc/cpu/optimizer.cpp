@@ -278,7 +278,7 @@ void extrapolate_(Tensors old, Tensors fresh, Tensors previous, Tensors working)
 
 // -> float64 [number of tensors]. Pieces are summed apart and added in order, whatever the threads.
 Tensor sum_squares(Tensors tensors) {
-  Tensor out = torch::stable::empty({static_cast<int64_t>(tensors.size())}, ScalarType::Double);
+  Tensor out = make({static_cast<int64_t>(tensors.size())}, ScalarType::Double);
   auto* to = data<double>(out);
   std::fill(to, to + tensors.size(), 0.0);
   for (const Tensor& x : tensors) check_contiguous("sum_squares", "every tensor", x);

@@ -135,7 +135,7 @@ void for_each_run(Stream stream, Box box, const Run& run) {
 
 Tensor philox_bits(int64_t key0, int64_t key1, int64_t step, int64_t sample, int64_t num_samples, int64_t rows,
                    int64_t cols, int64_t stride, int64_t start) {
-  Tensor out = torch::stable::empty({num_samples, rows, cols}, ScalarType::Int);
+  Tensor out = make({num_samples, rows, cols}, ScalarType::Int);
   uint32_t* to = data<uint32_t>(out);
   for_each_run(make_stream(key0, key1, step, sample), {num_samples, rows, cols, stride, start},
                [=](const Stream& stream, int64_t index, int64_t n, int64_t at) {
@@ -146,7 +146,7 @@ Tensor philox_bits(int64_t key0, int64_t key1, int64_t step, int64_t sample, int
 
 Tensor philox_normal(int64_t key0, int64_t key1, int64_t rows, int64_t cols, int64_t stride, int64_t start,
                      bool is_double) {
-  Tensor out = torch::stable::empty({rows, cols}, is_double ? ScalarType::Double : ScalarType::Float);
+  Tensor out = make({rows, cols}, is_double ? ScalarType::Double : ScalarType::Float);
   for_each_run(make_stream(key0, key1, 0, 0), {1, rows, cols, stride, start},
                [&](const Stream& stream, int64_t index, int64_t n, int64_t at) {
                  if (is_double)
@@ -162,7 +162,7 @@ Tensor philox_dropout(const Tensor& x, int64_t key0, int64_t key1, int64_t step,
   STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous(), "philox_dropout: x must be contiguous [samples, rows, cols]");
   STD_TORCH_CHECK(threshold >= 0 && threshold <= 0xffffffffLL, "philox_dropout: threshold ", threshold,
                   " does not fit 32 bits");
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = make_like(x);
   const Stream stream = make_stream(key0, key1, step, sample);
   const Box box{x.size(0), x.size(1), x.size(2), stride, start};
   by_type("philox_dropout", x, [&](auto element) {

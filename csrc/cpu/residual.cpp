@@ -38,7 +38,7 @@ Tensor bias_dropout_add(const Tensor& x, const std::optional<Tensor>& bias, cons
   const char* op = "bias_dropout_add";
   const Mask mask = make_mask(op, x, key0, key1, step, sample, threshold, scale, stride, start);
   check_addition(op, x, bias, residual);
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = make_like(x);
   const int64_t cols = x.size(x.dim() - 1);
   by_type(op, x, [&](auto element) {
     using T = decltype(element);
@@ -57,8 +57,8 @@ std::tuple<Tensor, Tensor> bias_dropout_add_backward(const Tensor& dsum, bool wi
   check_contiguous(op, "dsum", dsum);
   const Mask mask = make_mask(op, dsum, key0, key1, step, sample, threshold, scale, stride, start);
   const int64_t cols = dsum.size(dsum.dim() - 1);
-  const Tensor none = torch::stable::empty({0}, dsum.scalar_type());
-  Tensor dropped = threshold ? torch::stable::empty_like(dsum) : none, dbias = none;
+  const Tensor none = make({0}, dsum.scalar_type());
+  Tensor dropped = threshold ? make_like(dsum) : none, dbias = none;
   by_type(op, dsum, [&](auto element) {
     using T = decltype(element);
     using W = Wide<T>;

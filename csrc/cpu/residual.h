@@ -90,7 +90,7 @@ inline void check_addition(const char* op, const Tensor& x, const std::optional<
 
 template <class T>
 Tensor narrowed(const Wide<T>* values, int64_t n, ScalarType type) {
-  Tensor out = torch::stable::empty({n}, type);
+  Tensor out = make({n}, type);
   std::transform(values, values + n, data<T>(out), [](Wide<T> value) { return narrow<T>(value); });
   return out;
 }

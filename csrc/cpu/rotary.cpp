@@ -88,7 +88,7 @@ Tensor rotary(const Tensor& x, double base, int64_t offset, const std::optional<
   STD_TORCH_CHECK(!positions || (positions->is_contiguous() && positions->scalar_type() == ScalarType::Long &&
                                  (positions->numel() == s || positions->numel() == samples * s)),
                   "rotary: positions must be int64 [s] or [samples, s]");
-  Tensor y = torch::stable::empty({samples, s, heads, d}, x.scalar_type());
+  Tensor y = make({samples, s, heads, d}, x.scalar_type());
   by_type("rotary", x, [&](auto element) {
     using T = decltype(element);
     using W = Wide<T>;

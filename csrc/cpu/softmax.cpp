@@ -32,6 +32,7 @@ HYBRIDPAR_INLINE void forward_any(const Scores<T>& a, int64_t begin, int64_t end
   for (int64_t row = begin; row < end; ++row) {
     const T* x = a.x + row * a.keys;
     T* y = a.out + row * a.keys;
+    const T *next = x + a.keys, *next_y = y + a.keys;
     const bool* real = a.real ? a.real + row / a.rows_per_sample * a.keys : nullptr;
     const int64_t n = seen(a, row);
     W tops[kLanes];
@@ -40,12 +41,12 @@ HYBRIDPAR_INLINE void forward_any(const Scores<T>& a, int64_t begin, int64_t end
       each(n, [&](int64_t i, int lane) {
         values[i] = real[i] ? wide(x[i]) * scale : kHidden;
         tops[lane] = values[i] > tops[lane] ? values[i] : tops[lane];
-      });
+      }, next);
     else
       each(n, [&](int64_t i, int lane) {
         values[i] = wide(x[i]) * scale;
         tops[lane] = values[i] > tops[lane] ? values[i] : tops[lane];
-      });
+      }, next);
     const W top = max_lanes(tops);
     W lanes[kLanes] = {};
     each(n, [&](int64_t i, int lane) {
@@ -53,7 +54,7 @@ HYBRIDPAR_INLINE void forward_any(const Scores<T>& a, int64_t begin, int64_t end
       lanes[lane] += values[i];
     });
     const W total = sum_lanes(lanes), factor = total == W(0) ? W(0) : W(1) / total;  // sees nothing: zeros
-    each(n, [=](int64_t i, int) { y[i] = narrow<T>(values[i] * factor); });
+    each(n, [=](int64_t i, int) { y[i] = narrow<T>(values[i] * factor); }, next_y);
     std::fill(y + n, y + a.keys, T{});
   }
 }
@@ -67,9 +68,10 @@ HYBRIDPAR_INLINE void backward_any(const Scores<T>& a, int64_t begin, int64_t en
     T* dx = a.out + row * a.keys;
     const int64_t n = seen(a, row);
     W lanes[kLanes] = {};
-    each(n, [&](int64_t i, int lane) { lanes[lane] = multiply_add(wide(p[i]), wide(dy[i]), lanes[lane]); });
+    each(n, [&](int64_t i, int lane) { lanes[lane] = multiply_add(wide(p[i]), wide(dy[i]), lanes[lane]); },
+         p + a.keys, dy + a.keys);
     const W mean = sum_lanes(lanes);
-    each(n, [=](int64_t i, int) { dx[i] = narrow<T>(wide(p[i]) * (wide(dy[i]) - mean) * scale); });
+    each(n, [=](int64_t i, int) { dx[i] = narrow<T>(wide(p[i]) * (wide(dy[i]) - mean) * scale); }, dx + a.keys);
     std::fill(dx + n, dx + a.keys, T{});
   }
 }
@@ -100,7 +102,7 @@ Scores<T> scores(const Tensor& x, const Tensor* dy, const Tensor& out, const std
 
 Tensor masked_softmax(const Tensor& x, const std::optional<Tensor>& real, double scale, bool causal) {
   check("masked_softmax", x, real);
-  Tensor y = torch::stable::empty_like(x);
+  Tensor y = make_like(x);
   by_type("masked_softmax", x, [&](auto element) {
     const auto a = scores<decltype(element)>(x, nullptr, y, real, scale, causal);
     over_rows(num_rows(x), a.keys, [&](int64_t begin, int64_t end) { forward_rows(a, begin, end); });
@@ -113,7 +115,7 @@ Tensor masked_softmax_backward(const Tensor& dy, const Tensor& y, double scale, 
   check("masked_softmax_backward", dy, std::nullopt);
   STD_TORCH_CHECK(dy.numel() == y.numel() && dy.scalar_type() == y.scalar_type(),
                   "masked_softmax_backward: dy must be like y");
-  Tensor dx = torch::stable::empty_like(y);
+  Tensor dx = make_like(y);
   by_type("masked_softmax_backward", y, [&](auto element) {
     const auto a = scores<decltype(element)>(y, &dy, dx, std::nullopt, scale, causal);
     over_rows(num_rows(y), a.keys, [&](int64_t begin, int64_t end) { backward_rows(a, begin, end); });

@@ -37,17 +37,23 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& column, int64_t num_rea
   return out;
 }
 
-// numbers [4, rows]: top, factor, target, level
-void cross_entropy_backward_(const Tensor& logits, const Tensor& column, const Tensor& numbers, int64_t num_real) {
+// numbers [4, rows]: top, factor, target, level; gradient may be logits
+void cross_entropy_backward_(const Tensor& gradient, const Tensor& logits, const Tensor& column, const Tensor& numbers,
+                             int64_t num_real) {
   const char* op = "cross_entropy_backward_";
-  check(op, logits, column, num_real);
+  check(op, gradient, column, num_real);
   check_contiguous(op, "numbers", numbers);
-  STD_TORCH_CHECK(numbers.dim() == 2 && numbers.size(0) == 4 && numbers.size(1) == logits.size(0) &&
-                      numbers.scalar_type() == wide_type(logits) && numbers.device() == logits.device(),
+  STD_TORCH_CHECK(numbers.dim() == 2 && numbers.size(0) == 4 && numbers.size(1) == gradient.size(0) &&
+                      numbers.scalar_type() == wide_type(gradient) && numbers.device() == gradient.device(),
                   op, ": numbers must be [4, rows], in the type of the arithmetic, on the device of the logits");
-  const Type type = type_of(op, logits);
-  const OnDevice on(logits);
-  launch_cross_entropy_backward(type, arguments(op, logits, column, numbers, num_real, true), on.stream);
+  const Type type = type_of(op, gradient);
+  const OnDevice on(gradient);
+  // the kernel works in place, at any alignment
+  if (gradient.data_ptr() != logits.data_ptr()) {
+    Tensor to = gradient;
+    torch::stable::copy_(to, logits);
+  }
+  launch_cross_entropy_backward(type, arguments(op, gradient, column, numbers, num_real, true), on.stream);
 }
 
 }  // namespace

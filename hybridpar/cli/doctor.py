@@ -72,10 +72,12 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _choices(op: str, device: str) -> dict[str, Any]:
-    """The backend that `auto` takes for each type of elements, and why the others cannot run at all there."""
-    taken = {str(dtype).removeprefix("torch."): registry.select(op, "auto", device, dtype).name for dtype in DTYPES}
-    reasons = {row.name: row.unsupported(device, DTYPES[0]) for row in registry.backends(op)}
-    return {**taken, "cannot": {name: reason for name, reason in reasons.items() if reason}}
+    """The backend that `auto` takes for each type of elements, for which types measured times decided that, and why the
+    others cannot run at all there."""
+    reports = {str(dtype).removeprefix("torch."): registry.report(op, device, dtype) for dtype in DTYPES}
+    return {**{name: report.active for name, report in reports.items()},
+            "measured": [name for name, report in reports.items() if report.measured],
+            "cannot": next(iter(reports.values())).rejected}
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
@@ -100,7 +102,8 @@ def _table(device: str, operators: Mapping[str, Mapping[str, Any]]) -> Iterator[
     dtypes = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     yield f"{'operators on ' + device:<20}" + "".join(f"{dtype:<10}" for dtype in dtypes)
     for op, choice in operators.items():
-        yield f"  {op:<18}" + "".join(f"{choice[dtype]:<10}" for dtype in dtypes)
+        yield f"  {op:<18}" + "".join(f"{choice[dtype] + '*' * (dtype in choice['measured']):<10}" for dtype in dtypes)
+    yield "  * the fastest measured on such a device; else the first that can, in the order of the table"
     grouped: dict[tuple[str, str], list[str]] = {}
     for op, choice in operators.items():
         for name, reason in choice["cannot"].items():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from hybridpar.planner.machine import Machine
+    from hybridpar.planner.placement.piper import Instance, StagePlan
 
 GraphFile = Positional[Annotated[Path, arg(metavar="GRAPH.json")]]
 
@@ -42,7 +44,9 @@ class Place:
     memory_gb: float = 0.0
     """Of each accelerator, in 1e9 bytes; 0: as the file says."""
     time_limit: float = 60.0
-    """Seconds for dp, the milps and local-search, which then give the best that they have, and a bound."""
+    """Seconds for dp, the milps, local-search and piper, which then give the best that they have, and a bound."""
+    max_ideals: int = 0
+    """dp: with more ideals than this (0: 60,000) it gives the best split of some orders instead, and a bound."""
     slots: int = 1
     """latency-milp: how often each accelerator may be called for a sample."""
     split: str = ""
@@ -60,6 +64,7 @@ class Place:
 
     def _place(self, document: Any) -> int:
         from hybridpar.planner.placement import Options, make_workload, place, read_split, report
+        from hybridpar.planner.placement.ideals import MAX_IDEALS
 
         if self.solver == "expert" and not self.split:
             raise config_error("split", "", "the expert's placement must be given", "--split SPLIT.json")
@@ -69,7 +74,8 @@ class Place:
                 num_accelerators=self.accelerators or None, num_cpus=None if self.cpus == -1 else self.cpus,
                 memory=1e9 * self.memory_gb or None)
         split = read_split(workload, self.split) if self.split else None
-        options = Options(time_limit=self.time_limit, slots=self.slots, split=split)
+        options = Options(time_limit=self.time_limit, max_ideals=self.max_ideals or MAX_IDEALS, slots=self.slots,
+                          split=split)
         placement = place(workload, self.solver or "dpl", options)
         others = report.compare(placement)
         about = _about(document.get("about"))
@@ -84,13 +90,16 @@ class Place:
         from hybridpar.planner.placement import report
         from hybridpar.planner.placement.piper import make_instance, plan_equal_stages, plan_stages
 
-        planners = {"piper": plan_stages, "equi": plan_equal_stages}
+        planners: dict[str, Callable[[Instance], StagePlan]] = {
+            "piper": partial(plan_stages, time_limit=self.time_limit), "equi": plan_equal_stages}
         solver = self.solver or "piper"
         if solver not in planners:
             raise config_error("solver", solver, f"{self.path} is an instance of Piper's, planned by piper or equi",
                                "piper")
         if self.cpus > 0:
             raise config_error("cpus", self.cpus, "Piper places on accelerators only", "0")
+        if not 0 < self.time_limit < 1e9:  # false for NaN
+            raise config_error("time_limit", self.time_limit, "must be above 0 seconds, and finite", "60")
         instance = make_instance(document).with_devices(
             num_devices=self.accelerators or None, memory=1e9 * self.memory_gb or None)
         plan, *others = [planners[name](instance) for name in (solver, *(["equi"] if solver == "piper" else []))]

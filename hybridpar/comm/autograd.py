@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
+from hybridpar.autograd import once_differentiable
 from hybridpar.comm.collectives import all_gather, all_reduce
 from hybridpar.grid import Axis
 

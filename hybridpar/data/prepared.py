@@ -15,16 +15,17 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hybridpar.data.corpus import SourceFile, corpus_files, corpus_key, documents, num_bytes, source_files
 from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from hybridpar.data.tokenizer import END, Kind, Tokenizer, check_vocab_fits, check_vocab_size, train_tokenizer
 from hybridpar.errors import DataError
+
+if TYPE_CHECKING:  # imported where it is used: operators and benchmarks run without it
+    from rich.progress import Progress
 
 try:
     import fcntl
@@ -221,6 +222,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _progress(quiet: bool) -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True), disable=quiet)
 

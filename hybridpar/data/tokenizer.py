@@ -10,14 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from hybridpar.errors import DataError, config_error
+
+if TYPE_CHECKING:  # imported where it is used: operators and benchmarks run without it
+    import tokenizers
 
 Kind = Literal["gpt", "bert"]
 END = "<|endoftext|>"
@@ -62,6 +63,8 @@ class Tokenizer:
 
     @staticmethod
     def load(path: str | Path) -> Tokenizer:
+        import tokenizers
+
         try:
             text = Path(path).read_text(encoding="utf-8")
             if not isinstance(json.loads(text), dict):
@@ -134,6 +137,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: Kind = "gpt") -
 
     Raises: ConfigError if the vocabulary cannot hold every byte and the special tokens.
     """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
     check_vocab_size(vocab_size, kind)
     inner = tokenizers.Tokenizer(models.BPE())
     pre_tokenizer: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hybridpar.nn.layout import FlatLayout
 from hybridpar.nn.matmul import SINK
@@ -33,7 +32,6 @@ class GradientAccumulator:
         self.on_final: Callable[[str], None] | None = None
         self._views = tuple(layout.views(buffer) for buffer in self.buffers)
         self._void: tuple[set[str], ...] = tuple(set() for _ in self.buffers)  # parameters without a gradient so far
-        self._hooks = WeakTensorKeyDictionary()  # leaf -> its hook, registered once
         self._bound_leaves: Mapping[str, Tensor] | None = None
         self._bound_index = 0
 
@@ -62,9 +60,9 @@ class GradientAccumulator:
         views = self._views[index]
         assert leaves.keys() == views.keys(), f"leaves and layout differ: {sorted(leaves.keys() ^ views.keys())}"
         for name, leaf in leaves.items():
-            hook = self._hooks.get(leaf)
-            if hook is None:
-                hook = self._hooks[leaf] = (_Report if leaf.dtype == self.layout.dtype else _AddAndReport)(self, name)
+            hook = getattr(leaf, SINK, None)
+            if hook is None or hook.owner is not self:
+                hook = (_Report if leaf.dtype == self.layout.dtype else _AddAndReport)(self, name)
                 leaf.register_post_accumulate_grad_hook(hook)
                 setattr(leaf, SINK, hook)
             hook.view, hook.void = views[name], self._void[index]

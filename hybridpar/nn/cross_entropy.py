@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
 from hybridpar import ops
+from hybridpar.autograd import once_differentiable
 from hybridpar.comm import all_reduce
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
@@ -118,23 +119,26 @@ class _Rows(NamedTuple):
         """What ops.cross_entropy's gradient_ takes."""
         grad = grad.to(self.top.dtype).masked_fill(self.ignored, 0).flatten()
         e = columns.smoothing
-        return torch.stack((self.top, grad / self.total, (1 - e) * grad, e / columns.num_vocab * grad))
+        target, level = ((1 - e) * grad, e / columns.num_vocab * grad) if e else (grad, torch.zeros_like(grad))
+        return torch.stack((self.top, grad / self.total, target, level))
 
 
-def _combine(statistics: Tensor, labels: Tensor, ignored: Tensor, columns: _Columns) -> tuple[Tensor, _Rows]:
+def _combine(statistics: Tensor, column: Tensor, labels: Tensor, ignored: Tensor,
+             columns: _Columns) -> tuple[Tensor, _Rows]:
     """The loss, from what every rank knows of its own columns."""
-    axis, e, column = columns.axis, columns.smoothing, columns.column(labels)
-    own_top, total, *target = statistics
-    top = all_reduce(own_top.clone(), axis, "max")
-    total = all_reduce(total * (own_top - top).exp_(), axis)
-    below = [torch.where((column >= 0) & (column < columns.num_real), target[0] - top, 0)]
-    if e:  # all logits, less top
-        below.append(target[1] + columns.num_real * (own_top - top).nan_to_num_(neginf=0.0))
-    all_below = all_reduce(torch.stack(below), axis)
-    loss = total.log() - (1 - e) * all_below[0]
+    axis, e = columns.axis, columns.smoothing
+    top, total, target, *below = statistics
+    if axis.size > 1:
+        own_top, top = top, all_reduce(top.clone(), axis, "max")
+        total = all_reduce(total * (own_top - top).exp_(), axis)
+        if e:  # all logits, less top
+            below[0] += columns.num_real * (own_top - top).nan_to_num_(neginf=0.0)
+        all_reduce(statistics[2:], axis)  # a label's logit is 0 where it is not
+    loss = total.log().sub_(target - top, alpha=1 - e)
     if e:
-        loss -= e / columns.num_vocab * all_below[1]
-    loss.masked_fill_(((labels < 0) | (labels >= columns.num_vocab)).flatten(), torch.nan)
+        loss.sub_(below[0], alpha=e / columns.num_vocab)
+    if labels.device.type != "cpu":  # where they were refused
+        loss.masked_fill_(((labels < 0) | (labels >= columns.num_vocab)).flatten(), torch.nan)
     return loss.view(labels.shape).masked_fill_(ignored, 0), _Rows(column, top, total, ignored)
 
 
@@ -144,8 +148,9 @@ class _CrossEntropy(Function):
                 backend: str) -> Tensor:
         flat = logits.detach().reshape(labels.numel(), logits.shape[-1]).contiguous()
         passes = ops.cross_entropy(flat, backend)
-        statistics = passes.statistics(flat, columns.column(labels), columns.num_real, columns.smoothing > 0)
-        loss, rows = _combine(statistics, labels, ignored, columns)
+        column = columns.column(labels)
+        statistics = passes.statistics(flat, column, columns.num_real, columns.smoothing > 0)
+        loss, rows = _combine(statistics, column, labels, ignored, columns)
         ctx.columns, ctx.overwrite, ctx.passes, ctx.shape = columns, overwrite, passes, logits.shape
         ctx.save_for_backward(flat, *rows)
         return loss
@@ -155,8 +160,8 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         flat, *saved = ctx.saved_tensors
         rows = _Rows(*saved)
-        gradient = flat if ctx.overwrite else flat.clone()
-        ctx.passes.gradient_(gradient, rows.column, rows.numbers(grad, ctx.columns), ctx.columns.num_real)
+        gradient = flat if ctx.overwrite else torch.empty_like(flat)
+        ctx.passes.gradient_(gradient, flat, rows.column, rows.numbers(grad, ctx.columns), ctx.columns.num_real)
         return gradient.view(ctx.shape), None, None, None, None, None
 
 
@@ -168,7 +173,7 @@ class _LinearCrossEntropy(Function):
         passes = ops.cross_entropy(flat, backend)
         statistics = [passes.statistics(matmul.linear(part, weight, bias), at, columns.num_real, columns.smoothing > 0)
                       for part, at in zip(flat.split(chunk), column.split(chunk), strict=True)]
-        loss, rows = _combine(torch.cat(statistics, 1), labels, ignored, columns)
+        loss, rows = _combine(torch.cat(statistics, 1), column, labels, ignored, columns)
         ctx.save_for_backward(flat, weight, bias, *rows)
         # the leaf itself: recomputation would bring back a copy, without its .grad
         ctx.columns, ctx.passes, ctx.shape, ctx.chunk, ctx.leaf = columns, passes, x.shape, chunk, weight
@@ -186,7 +191,7 @@ class _LinearCrossEntropy(Function):
             piece = slice(start, start + ctx.chunk)
             part, numbers = x[piece], rows.numbers(grad, ctx.columns)[:, piece].contiguous()
             gradient = matmul.linear(part, weight, bias)
-            ctx.passes.gradient_(gradient, rows.column[piece], numbers, ctx.columns.num_real)
+            ctx.passes.gradient_(gradient, gradient, rows.column[piece], numbers, ctx.columns.num_real)
             factor = matmul.factor(gradient)
             if dx is not None:
                 dx[piece] = matmul.input_gradient(factor, weight)

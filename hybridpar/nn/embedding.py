@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
 from hybridpar import ops
+from hybridpar.autograd import once_differentiable
 from hybridpar.comm import reduce_from_
 from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.errors import DataError, config_error
@@ -68,14 +69,14 @@ class LearnedPositionEmbedding(ParallelModule):
         if start + length > (longest := self.weight.shape[0]):
             raise config_error("model.seq_length", longest, f"the input reaches position {start + length}",
                                str(start + length))
-        return self.weight[start : start + length]
+        return self.weight if length == longest else self.weight[start : start + length]
 
 
 def check_range(ids: Tensor, stop: int, what: str) -> None:
     """Raises: DataError naming the first of `ids` that is not within 0 to stop - 1."""
     if not ids.numel():
         return
-    low, high = ids.aminmax()
+    low, high = (bound.item() for bound in ids.aminmax())
     if low < 0 or high >= stop:
         bad = (ids < 0) | (ids >= stop)
         where = tuple(bad.nonzero()[0].tolist())

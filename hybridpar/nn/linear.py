@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 from torch.nn import functional as F
 
+from hybridpar.autograd import once_differentiable
 from hybridpar.comm import all_reduce, all_reduce_async, gather_from, scatter_to
 from hybridpar.grid import Axis
 from hybridpar.nn import matmul

@@ -67,7 +67,12 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return (a @ b).to(x.dtype)
 
     def write(gradient: Tensor, overwrite: bool) -> None:
-        if gradient.dtype != b.dtype:
+        if gradient.dtype == torch.float32 and sums_in_float32(b.device.type, b.dtype):
+            if overwrite:
+                torch.mm(a, b, out_dtype=torch.float32, out=gradient)
+            else:
+                torch.addmm(gradient, a, b, out_dtype=torch.float32, out=gradient)
+        elif gradient.dtype != b.dtype:
             product = a @ b
             gradient.copy_(product) if overwrite else gradient.add_(product)
         elif overwrite:
@@ -93,6 +98,13 @@ def nothing(weight: Tensor) -> Tensor:
 def by_float32(x: Tensor) -> bool:
     """Whether products of tensors like this one are computed in float32, for want of instructions, or of fast ones."""
     return x.device.type == "cpu" and not _has_fast_instructions(x.dtype)
+
+
+@cache
+def sums_in_float32(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether torch adds products of this type to a float32 tensor without rounding them: on CUDA, since torch 2.11."""
+    return device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and all(
+        torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}.dtype_out", "CUDA") for name in ("mm", "addmm"))
 
 
 @cache

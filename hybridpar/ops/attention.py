@@ -108,13 +108,16 @@ def _visible(queries: int, keys: int, causal: bool, padding_mask: Tensor | None,
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-        raise ValueError(f"expected q [b, n, s, d] and k, v [b, n_kv, s, d], got {shapes}")
-    if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
-        raise ValueError(f"q and k must agree in samples, positions and head dimension, got {shapes}")
+        raise ValueError(f"expected q [b, n, s, d] and k, v [b, n_kv, s, d], got {_shapes(q, k, v)}")
+    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
+        raise ValueError(f"q and k must agree in samples, positions and head dimension, got {_shapes(q, k, v)}")
     if padding_mask is not None:
         _check_padding(padding_mask, (q.shape[0], q.shape[2]))
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
 def _check_padding(padding_mask: Tensor, shape: tuple[int, int]) -> None:

@@ -20,8 +20,9 @@ def cross_entropy(logits: Tensor, backend: str = "auto") -> Any:
     of a row, the sum of exponentials of what the others are below it, the logit at `column` [rows] (0 where that is no
     column here), and with_sum the sum of what the logits are
     below the largest.
-    gradient_(logits, column, numbers, num_real) makes of the logits their gradient: exp(logit - top) * factor - level,
-    less `target` at column; zero beyond num_real; numbers [4, rows] = top, factor, target, level.
+    gradient_(gradient, logits, column, numbers, num_real) writes the gradient of the logits, over them if it is them:
+    exp(logit - top) * factor - level, less `target` at column; zero beyond num_real; numbers [4, rows] = top, factor,
+    target, level.
     Both compute in float32, or float64 for float64 logits. Raises: ConfigError if the backend cannot run.
     """
     return resolve("cross_entropy", backend, logits)
@@ -46,10 +47,10 @@ class CrossEntropy:
         return out
 
     @staticmethod
-    def gradient_(logits: Tensor, column: Tensor, numbers: Tensor, num_real: int) -> None:
+    def gradient_(gradient: Tensor, logits: Tensor, column: Tensor, numbers: Tensor, num_real: int) -> None:
         top, factor, target, level = numbers.unsqueeze(-1)
-        gradient = (logits[:, :num_real].to(numbers.dtype) - top).exp_().mul_(factor).sub_(level)
+        wide = (logits[:, :num_real].to(numbers.dtype) - top).exp_().mul_(factor).sub_(level)
         row = ((column >= 0) & (column < num_real)).nonzero().squeeze(1)
-        gradient[row, column[row]] -= target.squeeze(1)[row]
-        logits[:, :num_real] = gradient
-        logits[:, num_real:] = 0
+        wide[row, column[row]] -= target.squeeze(1)[row]
+        gradient[:, :num_real] = wide
+        gradient[:, num_real:] = 0

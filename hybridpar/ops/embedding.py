@@ -16,8 +16,8 @@ def embedding(weight: Tensor, backend: str = "auto") -> Any:
 
     rows(ids, weight, start) -> [.., h]: weight[id - start] for ids int64 [..], zero where that is no row. start None:
     the table is whole, and an id that is not in it an IndexError (on a GPU, a failed assertion).
-    add_gradient_(gradient [rows, h], dy [.., h], ids, start, overwrite) adds each row's gradients in the order of ids;
-    overwrite: to zero. `gradient` has dy's type, or float32.
+    add_gradient_(gradient [rows, h], dy [.., h], ids, start, overwrite) adds each row's gradients, in an order that
+    depends on the ids alone; overwrite: to zero. `gradient` has dy's type, or float32.
     Raises: ConfigError if the backend cannot run.
     """
     return resolve("embedding", backend, weight)
@@ -64,6 +64,7 @@ class Compiled:
 
 
 compiled = Compiled("hybridpar")
+triton = Compiled("hybridpar_triton")
 
 
 def _elsewhere(ids: Tensor, num_rows: int, start: int) -> Tensor:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
 from hybridpar import native
+from hybridpar.autograd import once_differentiable
 from hybridpar.ops.dropout import Mask
 
 PASSES = {
@@ -28,6 +29,8 @@ PASSES = {
     "softmax": ("masked_softmax", "masked_softmax_backward"),
     "cross_entropy": ("cross_entropy", "cross_entropy_backward_"),
     "dropout": ("philox_dropout",),
+    "embedding": ("embedding", "embedding_backward_"),
+    "optimizer": ("adam_", "move_", "extrapolate_", "sum_squares"),
 }
 """What each operation needs of a library."""
 
@@ -232,9 +235,9 @@ class _CrossEntropy:
     def statistics(self, logits: Tensor, column: Tensor, num_real: int, with_sum: bool) -> Tensor:
         return self._ops.cross_entropy(logits, column, num_real, with_sum)
 
-    def gradient_(self, logits: Tensor, column: Tensor, numbers: Tensor, num_real: int) -> None:
-        self._ops.cross_entropy_backward_(logits, column, numbers, num_real)
-        torch.autograd.graph.increment_version(logits)
+    def gradient_(self, gradient: Tensor, logits: Tensor, column: Tensor, numbers: Tensor, num_real: int) -> None:
+        self._ops.cross_entropy_backward_(gradient, logits, column, numbers, num_real)
+        torch.autograd.graph.increment_version(gradient)
 
 
 def _rows(x: Tensor) -> Tensor:

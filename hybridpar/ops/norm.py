@@ -87,6 +87,7 @@ def bias_dropout_add_torch(x: Tensor, bias: Tensor | None, residual: Tensor, mas
 
 
 def _check(x: Tensor, **vectors: Tensor) -> None:
+    last = x.shape[-1:]
     for name, vector in vectors.items():
-        if x.dim() < 1 or vector.shape != x.shape[-1:]:
+        if not last or vector.shape != last:
             raise ValueError(f"x {tuple(x.shape)} needs {name} of its last size, got {tuple(vector.shape)}")

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hybridpar.errors import config_error
 from hybridpar.native import constant_when_traced
+from hybridpar.ops import measured
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def _rows(op: str, torch: str, *, apex: bool = False) -> tuple[Backend, ...]:
     )
 
 
-# Per operation in the order `auto` tries them; the last one is the reference and always can.
+# Per operation in the order `auto` tries them where measured.py has no times; the last is the reference and always can.
 TABLE = (
     *_rows("layer_norm", "norm:layer_norm_torch", apex=True),
     *_rows("rms_norm", "norm:rms_norm_torch", apex=True),
@@ -69,19 +70,25 @@ TABLE = (
     *_rows("cross_entropy", "cross_entropy:CrossEntropy"),
     *_rows("dropout", "dropout:dropout_torch"),
     Backend("embedding", "cpp", "hybridpar.ops.embedding:compiled", "hybridpar.ops.fused:cpp_unsupported"),
+    Backend("embedding", "triton", "hybridpar.ops.embedding:triton", "hybridpar.ops.triton:unsupported"),
     Backend("embedding", "torch", "hybridpar.ops.embedding:Passes"),
     Backend("optimizer", "cpp", "hybridpar.ops.update:compiled", "hybridpar.ops.fused:cpp_unsupported"),
+    Backend("optimizer", "triton", "hybridpar.ops.update:triton", "hybridpar.ops.triton:unsupported"),
     Backend("optimizer", "torch", "hybridpar.ops.update:Passes"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Which backend `auto` takes for an operation on this machine, and why not the others."""
+    """Which backend `auto` takes for an operation on this machine, and why not the others.
+
+    measured: it is the fastest of those measured; else the first of the table that can.
+    """
 
     op: str
     active: str
     rejected: dict[str, str]
+    measured: bool = False
 
 
 def ops() -> tuple[str, ...]:
@@ -95,7 +102,7 @@ def backends(op: str) -> tuple[Backend, ...]:
 
 
 def resolve(op: str, choice: str, x: Tensor) -> Callable[..., Any]:
-    """The function that runs `op` on tensors like `x`: the backend named, or the first that can for 'auto'.
+    """The function that runs `op` on tensors like `x`: the backend named, or the one that `select` takes for 'auto'.
 
     Raises: ConfigError if the backend does not exist or cannot run.
     """
@@ -106,13 +113,15 @@ def resolve(op: str, choice: str, x: Tensor) -> Callable[..., Any]:
 def select(op: str, choice: str = "auto", device_type: str | None = None, dtype: torch.dtype | None = None) -> Backend:
     """The row that runs `op` on such tensors (None: in general, on this machine).
 
+    'auto': of those that can, the fastest where two or more were measured on such tensors, else the first.
+
     Raises: ConfigError if the operation or backend does not exist, or the backend cannot run.
     """
     rows = backends(op)
     if not rows:
         raise config_error("kernels", op, "is not an operation", ", ".join(ops()))
     if choice == "auto":
-        return next(row for row in rows if row.unsupported(device_type, dtype) is None)
+        return _automatic(op, device_type, dtype)[0]
     row = next((row for row in rows if row.name == choice), None)
     works = ("auto", *(row.name for row in rows if row.unsupported(device_type, dtype) is None))
     if row is None:
@@ -125,12 +134,22 @@ def select(op: str, choice: str = "auto", device_type: str | None = None, dtype:
 
 def describe(device_type: str | None = None, dtype: torch.dtype | None = None) -> list[Report]:
     """What `auto` takes for each operation on such tensors (None: in general), and why not what it passed over."""
-    reports = []
-    for op in ops():
-        reasons = {row.name: row.unsupported(device_type, dtype) for row in backends(op)}
-        active = select(op, "auto", device_type, dtype).name
-        reports.append(Report(op, active, {name: reason for name, reason in reasons.items() if reason}))
-    return reports
+    return [report(op, device_type, dtype) for op in ops()]
+
+
+def report(op: str, device_type: str | None = None, dtype: torch.dtype | None = None) -> Report:
+    """The same of one operation."""
+    reasons = {row.name: row.unsupported(device_type, dtype) for row in backends(op)}
+    row, by_time = _automatic(op, device_type, dtype)
+    return Report(op, row.name, {name: reason for name, reason in reasons.items() if reason}, by_time)
+
+
+def _automatic(op: str, device_type: str | None, dtype: torch.dtype | None) -> tuple[Backend, bool]:
+    """What 'auto' takes, and whether measured times decided."""
+    able = [row for row in backends(op) if row.unsupported(device_type, dtype) is None]
+    times = measured.medians(op, device_type, dtype)
+    timed = [row for row in able if row.name in times]
+    return (min(timed, key=lambda row: times[row.name]), True) if len(timed) > 1 else (able[0], False)
 
 
 def _path(op: str, choice: str, device_type: str, dtype: torch.dtype) -> str:

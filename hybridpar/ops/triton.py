@@ -24,8 +24,21 @@ MODULES = {
     "rotary": ("rotary",),
     "cross_entropy": ("cross_entropy", "cross_entropy_backward_"),
     "attention": ("attention", "attention_backward"),
+    "embedding": ("embedding", "embedding_backward_"),
+    "optimizer": ("adam_", "move_", "extrapolate_", "sum_squares"),
 }
 """The kernels' modules, and the operators that each has."""
+CHANGED = {
+    "cross_entropy_backward_": ("gradient",),
+    "embedding_backward_": ("gradient",),
+    "adam_": ("means", "squares", "new", "working"),
+    "move_": ("new", "working"),
+    "extrapolate_": ("new", "previous", "working"),
+}
+"""The arguments that an operator writes."""
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = {"embedding": (torch.float64, *NARROW), "optimizer": (torch.float64, torch.float32)}
+"""What an operation's tensors may be, where not NARROW."""
 
 
 def unsupported(op: str, device_type: str | None, dtype: torch.dtype | None) -> str | None:
@@ -35,7 +48,7 @@ def unsupported(op: str, device_type: str | None, dtype: torch.dtype | None) -> 
         return "its interpreter runs on the CPU" if interpreted else f"runs on a GPU, not on {device_type}"
     if interpreted and dtype == torch.bfloat16:
         return "its interpreter computes bfloat16 wrongly"
-    if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+    if dtype not in (None, *DTYPES.get(op, NARROW)):
         return f"has no {dtype} version"
     known = {name for names in MODULES.values() for name in names}
     if not known.issuperset(PASSES[op]):
@@ -56,8 +69,7 @@ def _load() -> str | None:
             return f"cannot be imported ({error})"
         for name in names:
             function = getattr(kernels, name)
-            changed = ("logits",) if name.endswith("_") else ()
-            library.define(name + torch.library.infer_schema(function, mutates_args=changed))
+            library.define(name + torch.library.infer_schema(function, mutates_args=CHANGED.get(name, ())))
             library.impl(name, function, "CompositeExplicitAutograd")
             torch.library.register_fake(f"hybridpar_triton::{name}", FAKES[name], lib=library)
     _libraries.append(library)

@@ -192,6 +192,7 @@ class Compiled:
 
 
 compiled = Compiled("hybridpar")
+triton = Compiled("hybridpar_triton")
 
 BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}  # elements of scratch space; on a CPU it is to stay in the cache
 

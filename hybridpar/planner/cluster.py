@@ -47,6 +47,7 @@ the gradient, which is emptied; the new version is written."""
 SWEPT = (1, 2, 4, 8, 16)
 """Micro-batch sizes that are estimated; others lie between."""
 
+_MOST, _MOST_DEVICES = 1e9, 100_000
 _DEVICE = {"name": str, "tflops": float, "memory_gib": float, "memory_gb_per_s": float, "matmul_share": float}
 _LINK = {"name": str, "gbit_per_s": float, "latency_us": float, "share": float}
 _KEYS = {"servers": int, "devices_per_server": int, "device": (str, dict), "inner": (str, dict),
@@ -65,6 +66,8 @@ def read_cluster(path: Path) -> Cluster:
     servers = document.get("servers", 1)
     if not problems and servers > 1 and "outer" not in document:
         problems.append(Problem("outer", None, f"joins the {servers} servers, so there must be one", '"ethernet-25"'))
+    if not problems and (number := servers * document["devices_per_server"]) > _MOST_DEVICES:
+        problems.append(Problem("servers", servers, f"are {number} devices; there may be {_MOST_DEVICES}", "1024"))
     if problems:
         raise ConfigError(*(replace(p, field=f"{path.name}: {p.field}") for p in problems))
     inner = _link(document["inner"], "inner")
@@ -83,10 +86,10 @@ def _problems(
         kinds = (int, float) if known[key] is float else known[key]
         if not isinstance(value, kinds) or isinstance(value, bool):
             yield Problem(f"{where}{key}", value, "is of the wrong type")
-        elif isinstance(value, int | float) and not value > 0 and key != "latency_us":
-            yield Problem(f"{where}{key}", value, "must be positive", "1")
-        elif key == "latency_us" and value < 0:
-            yield Problem(f"{where}{key}", value, "must not be negative", "5")
+        elif isinstance(value, int | float) and not 0 < value <= _MOST and key != "latency_us":  # true for NaN
+            yield Problem(f"{where}{key}", value, f"must be positive, and at most {_MOST:g}", "1")
+        elif key == "latency_us" and not 0 <= value <= _MOST:
+            yield Problem(f"{where}{key}", value, "must not be negative, or too large", "5")
         elif key in ("share", "matmul_share") and value > 1:
             yield Problem(f"{where}{key}", value, "is a share, so at most 1", "0.8")
     for key in needed:

@@ -24,14 +24,16 @@ from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
-from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import KINDS, BlockCost
 
 GRADIENT_BYTES = {name: max(dtype.itemsize, 4) for name, dtype in DTYPES.items()}
 _NORM_BYTES = 64
 FEWEST_SIMULATED = 8
-_STEADY = 0.999
+_STEADY, _MEASURED = 0.999, 0.99
+_BATCHES_TO_SETTLE = 5
+"""After so many batches without a drain, most pipelines repeat themselves."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,18 @@ class Model:
         work = max(m * s.compute + s.update + s.norm for s in self.stages)
         link = max((m * t for t, _, _ in self.links()), default=0.0)
         reduction = max(self.reduction(stage, r)[0] for r, stage in enumerate(self.stages))
-        return max(work + fill, link, reduction)
+        in_flight = 0.0 if schedule is None or schedule.flush else self._round_trips(schedule)
+        return max(work + fill, link, reduction, in_flight)
+
+    def _round_trips(self, schedule: Schedule) -> float:
+        """A stage's next forward waits for a backward once it has so many micro-batches in flight: their way to the
+        last stage and back takes so long. (Of a few batches slightly less may be measured.)"""
+        way, most = 0.0, 0.0
+        links = [0.0, *(sum(link) for link in self.links()[::-1])]
+        for r, link in zip(reversed(range(self.pp)), links, strict=True):
+            way += self.stages[r].compute + 2 * link
+            most = max(most, way / (schedule.warmup(self.sizes, r) + 1))
+        return _MEASURED * self.sizes.num_microbatches * most
 
     @cached_property
     def step_time(self) -> float:
@@ -273,20 +286,29 @@ class Model:
         Of many micro-batches some are simulated: once a pipeline is full, each more takes what the one before took.
         Where few of them wait for a reduction that more would hide, all are.
         """
-        p, m = self.sizes.num_stages, self.sizes.num_microbatches
-        few = 2 * p + 2 * FEWEST_SIMULATED
-        if m <= 2 * few or self.ordering.early_switch is not None:
+        m = self.sizes.num_microbatches
+        if (few := self._few) == m:
             return self._step(m, costs)
-        first, second = self._step(few, costs), self._step(few + p + FEWEST_SIMULATED, costs)
-        each = (second - first) / (p + FEWEST_SIMULATED)
+        more = self.sizes.num_stages + FEWEST_SIMULATED
+        first, second = self._step(few, costs), self._step(few + more, costs)
+        each = (second - first) / more
         if each < _STEADY * max(stage.compute for stage in self.stages):
             return self._step(m, costs)
         return first + (m - few) * each
 
+    @property
+    def _few(self) -> int:
+        """How many of the micro-batches are simulated, at least: a full pipeline, and some more."""
+        p, m = self.sizes.num_stages, self.sizes.num_microbatches
+        few = max(2 * p, self.ordering.make().warmup(self.sizes, 0)) + 2 * FEWEST_SIMULATED
+        return m if m <= 2 * few or self.ordering.early_switch is not None else few
+
     def _step(self, m: int, costs: Costs) -> float:
-        ordering = self.ordering
-        batches = 4 if ordering.make().flush else 0
-        return ordering.timeline(Sizes(self.sizes.num_stages, m), costs, batches).step_time(m)
+        ordering, sizes = self.ordering, Sizes(self.sizes.num_stages, m)
+        if ordering.make().flush:
+            return ordering.timeline(sizes, costs, 4).step_time(m)
+        period = ordering.timeline(sizes, costs, _BATCHES_TO_SETTLE).period(m)
+        return period or ordering.timeline(sizes, costs).step_time(m)
 
     @property
     def tokens_per_s(self) -> float:

@@ -26,6 +26,8 @@ _BEARS: dict[str, tuple[str, ...]] = {
     "model": (), "kernels": (), "train": ("dtype",), "optim": ("name", "staleness"),
 }
 """What of a configuration blocks take their time by; (): the whole section."""
+_MOST, _LARGEST = 10**6, 1e30
+"""Of a count, and of a number, in a file that can be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +196,7 @@ def read_profile(path: Path) -> Profile:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise config_error("profile", str(path), "does not exist", f"hybridpar profile CONFIG --out {path}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
     try:
         return _profile(document)
@@ -214,23 +216,48 @@ def _profile(document: Mapping[str, Any]) -> Profile:
         raise _Wrong("is not an object")
     if (found := document.get("format")) != FORMAT:
         raise _Wrong(f"format is {found!r}, not {FORMAT!r}: profile the machine again")
-    blocks = {(str(row["kind"]), int(row["tp"]), int(row["micro_batch"])): _block(row) for row in document["blocks"]}
+    blocks = {_key(row): _block(row) for row in document["blocks"]}
     degrees = {(tp, b) for _, tp, b in blocks}
     if not blocks or any((kind, tp, b) not in blocks for kind in KINDS for tp, b in degrees):
         raise _Wrong(f"blocks must have {', '.join(KINDS)} at every tp degree and micro-batch size")
-    hardware = Hardware(**document["hardware"])
-    for name in ("devices_per_host", "memory", "threads", "hosts", "efficiency"):
-        if not getattr(hardware, name) > 0:
-            raise _Wrong(f"hardware.{name} is {getattr(hardware, name)!r}, it must be positive")
+    calls = {(kind, tp, len(cost.forward_messages), len(cost.backward_messages))
+             for (kind, tp, _), cost in blocks.items()}
+    if len(calls) > len({key[:2] for key in calls}):
+        raise _Wrong("blocks of one kind and tp degree must have equally many messages at every micro-batch size")
+    settings = document["settings"]
+    if not isinstance(settings, dict) or not all(isinstance(section, dict) for section in settings.values()):
+        raise _Wrong("settings must hold the sections of a configuration")
     return Profile(
-        hardware, blocks, {name: _link(name, row) for name, row in document["links"].items()}, document["settings"],
-        bool(document["estimated"]), _positive("per_microbatch_s", document["per_microbatch_s"]),
+        _hardware(document["hardware"]), blocks, {name: _link(name, row) for name, row in document["links"].items()},
+        settings, bool(document["estimated"]), _positive("per_microbatch_s", document["per_microbatch_s"]),
         _positive("per_batch_s", document["per_batch_s"]), document["about"])
 
 
+def _hardware(row: Mapping[str, Any]) -> Hardware:
+    hardware = Hardware(**row)
+    if not isinstance(hardware.name, str):
+        raise _Wrong(f"hardware.name is {hardware.name!r}, which is no name")
+    for name, least in (("devices_per_host", 1), ("hosts", 1), ("threads", 1), ("cores", 0)):
+        _count(f"hardware.{name}", getattr(hardware, name), least)
+    for name in ("memory", "efficiency"):
+        if not _positive(f"hardware.{name}", getattr(hardware, name)):
+            raise _Wrong(f"hardware.{name} is 0, it must be positive")
+    return hardware
+
+
+def _key(row: Mapping[str, Any]) -> Key:
+    return str(row["kind"]), _count("blocks: tp", row["tp"], 1), _count("blocks: micro_batch", row["micro_batch"], 1)
+
+
+def _count(where: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+        raise _Wrong(f"{where} is {value!r}, which must be an integer of {least} to {_MOST}")
+    return value
+
+
 def _positive(where: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise _Wrong(f"{where} is {value!r}, which must not be negative")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
+        raise _Wrong(f"{where} is {value!r}, which must be a number of 0 or more")
     return value
 
 
@@ -239,8 +266,12 @@ def _block(row: Mapping[str, Any]) -> BlockCost:
     where = f"blocks: {row['kind']} tp={row['tp']} micro_batch={row['micro_batch']}"
     for name in (f.name for f in fields(BlockCost)):
         value = row[name]
-        values[name] = (tuple(_positive(f"{where}: {name}", v) for v in value) if isinstance(value, list)
-                        else _positive(f"{where}: {name}", value))
+        if name.endswith("_messages"):
+            if not isinstance(value, list):
+                raise _Wrong(f"{where}: {name} is {value!r}, which must be a list")
+            values[name] = tuple(_positive(f"{where}: {name}", v) for v in value)
+        else:
+            values[name] = _positive(f"{where}: {name}", value)
     return BlockCost(**values)
 
 
@@ -250,6 +281,9 @@ def _link(name: str, row: Mapping[str, Any]) -> MeasuredLink:
         return Curve(tuple((_positive(where, x), _positive(where, y)) for x, y in points))
 
     curves = {
-        key: {int(n): curve(key, points) for n, points in row[key].items()} for key in ("reduce", "reduce_work")}
+        key: {_count(f"links.{name}.{key}", int(n), 2): curve(key, points) for n, points in row[key].items()}
+        for key in ("reduce", "reduce_work")}
+    if not curves["reduce"]:
+        raise _Wrong(f"links.{name}.reduce must hold an all-reduce over 2 ranks or more")
     return MeasuredLink(name, curve("send", row["send"]), curves["reduce"], curve("send_work", row["send_work"]),
                         curves["reduce_work"], _positive(f"links.{name}.call", row["call"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class Parts:
         return f"{text}, {second} {parts[second] / whole:.0%}" if parts[second] > 0.05 * whole else text
 
 
+@lru_cache(maxsize=64)
 def parts_of(model: Model) -> Parts:
     """Simulated with and without what goes between ranks."""
     step, costs, m = model.step_time, model.costs, model.sizes.num_microbatches

@@ -27,8 +27,8 @@ pytestmark = [
 ]
 ELSEWHERE = {"philox_bits", "philox_normal", "attention", "attention_backward", "placement_best_loads", "embedding",
              "embedding_backward_", "adam_", "move_", "extrapolate_", "sum_squares"}
-"""Operators without a version in CUDA C++: parameters are drawn and graphs placed on the CPU, attention is Triton's,
-embedding and optimizer are torch's."""
+"""Operators without a version in CUDA C++: parameters are drawn and graphs placed on the CPU; attention, embedding and
+optimizer are Triton's."""
 
 ONLY_CUDA = """
 import runpy, setuptools, sys

@@ -13,7 +13,8 @@ SPECS = {
         for t in TYPES for with_sum in (False, True) for tile, warps in STATISTICS
     ],
     "gradient_kernel": [
-        Spec({"logits_ptr": f"*{t}", "column_ptr": "*i64", "numbers_ptr": "*fp32", **SIZES, "blocks": "i32"}, tile,
+        Spec({"gradient_ptr": f"*{t}", "logits_ptr": f"*{t}", "column_ptr": "*i64", "numbers_ptr": "*fp32", **SIZES,
+              "blocks": "i32"}, tile,
              divisible=("cols",), most_registers=FULL)
         for t in TYPES for tile in GRADIENT
     ],

@@ -21,6 +21,11 @@ RUNS = {
     "numbers": (BACKENDS, f"{HERE} and not attention and (torch.float32 or torch.float16)"),  # bfloat16 is wrong there
     "attention": (BACKENDS, "attention and not cuda and torch.float32 and (x70x40 or x33x5 or x5x7 or x1x1)"),
     "memory": (BACKENDS, f"{HERE} and (nan_and_infinity or strides or memory_held and (5x1030 or 2x64 or 5x7))"),
+    "update": ("tests/ops/test_update.py", "triton and not cuda and not bfloat16 and (torch.float16-False-nadamw or "
+               "float64-None-True-first or float16-True or directions or extrapolation or square or autograd)"),
+    "addresses": ("tests/ops/test_update.py", "triton and not cuda and any_address and 3-triton"),
+    "embedding": ("tests/ops/test_embedding.py",
+                  "rows_and and triton and not cuda and not float16 and not (many and float64)"),
     "reach": ("tests/kernels/interpreted.py", ""),
 }
 

@@ -5,6 +5,7 @@ On the CPU these are C++ and, in Triton's interpreter (test_interpreter.py), Tri
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -191,14 +192,22 @@ def test_nan_and_infinity_are_not_hidden(op, value, device):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_outputs_do_not_depend_on_what_memory_held(case, device):
     """Fresh memory is filled with NaN: no operator reads what it has not written."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills it
+    malloc_fills(0x100)  # with bytes of 0xff: what operators take from the allocator themselves
     try:
+        assert torch.empty(5000).isnan().all()
+        torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what they get from torch.empty
         assert torch.empty(3, device=device).isnan().all()
         for backend in others(case.op, device):
             for tensor in compute(case, tensors_of(case, torch.float32, device=device), backend):
                 assert tensor.isfinite().all(), backend
     finally:
         torch.use_deterministic_algorithms(False)
+        malloc_fills(0)
+
+
+def malloc_fills(pattern: int) -> None:
+    """Has glibc fill what it gives out with the inverse of the lowest byte of `pattern`; 0: no longer."""
+    assert ctypes.CDLL(None).mallopt(-6, pattern)  # M_PERTURB
 
 
 ROWS = ["2x3-7", "1x0-5", "4x2050-2050", "3x40-33"]
@@ -216,13 +225,15 @@ def test_cross_entropy_passes(size, with_sum, dtype, device):
     column = torch.arange(rows, device=device) * 2 - 1  # on another rank, here, beyond
     numbers = torch.rand(4, rows, dtype=torch.float64, device=device)
     reference = ops.cross_entropy(logits.double(), "torch")
-    exact, gradient = reference.statistics(logits.double(), column, real, with_sum), logits.double().clone()
-    reference.gradient_(gradient, column, numbers, real)
+    exact, gradient = reference.statistics(logits.double(), column, real, with_sum), torch.empty_like(logits.double())
+    reference.gradient_(gradient, logits.double(), column, numbers, real)
     for backend in others("cross_entropy", device, dtype):
         passes = ops.cross_entropy(logits, backend)
-        got, own = passes.statistics(logits, column, real, with_sum), logits.clone()
+        got, own, other = passes.statistics(logits, column, real, with_sum), logits.clone(), torch.empty_like(logits)
         torch.testing.assert_close(got.double(), exact, rtol=3e-6, atol=1e-5)
-        passes.gradient_(own, column, numbers.to(got.dtype), real)
+        passes.gradient_(own, own, column, numbers.to(got.dtype), real)
+        passes.gradient_(other, logits, column, numbers.to(got.dtype), real)
+        assert torch.equal(own, other)
         torch.testing.assert_close(own.double(), gradient, rtol=2 * torch.finfo(dtype).eps + 1e-6, atol=1e-6)
         assert (own[:, real:] == 0).all()
 

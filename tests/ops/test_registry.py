@@ -1,4 +1,5 @@
 import importlib
+import json
 from operator import attrgetter
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 
 from hybridpar import native, ops
 from hybridpar.errors import ConfigError
-from hybridpar.ops import registry
+from hybridpar.ops import measured, registry
 from hybridpar.ops.registry import Backend, describe, select
 
 
@@ -34,6 +35,36 @@ def test_auto_takes_the_first_that_can(monkeypatch):
     (report,) = describe()
     assert (report.op, report.active) == ("op", "good")
     assert report.rejected == {"broken": "cannot be imported (no nowhere)", "picky": "wants a tpu, not None"}
+
+
+def test_auto_takes_the_fastest_where_it_was_measured(monkeypatch):
+    rows = [Backend("op", name, "math:sqrt") for name in ("first", "slow", "fast", "torch")]
+    rows.insert(0, Backend("op", "broken", "hybridpar.nowhere:f"))
+    times = {"cpu": {"op": {"float32": {"broken": 1, "fast": 2, "slow": 3}, "float16": {"slow": 3}}}}
+    monkeypatch.setattr(registry, "TABLE", tuple(rows))
+    monkeypatch.setattr(registry, "_load", fake_load)
+    monkeypatch.setattr(measured, "_table", lambda: times)
+    assert select("op", "auto", "cpu", torch.float32).name == "fast"
+    for where in (("cpu", torch.float16), ("cpu", torch.float64), ("cuda", torch.float32), (None, None)):
+        assert select("op", "auto", *where).name == "first", "one measured alone is compared with nothing"
+    assert [r.measured for t in (torch.float32, torch.float16) for r in describe("cpu", t)] == [True, False]
+
+
+def test_the_table_names_what_there_is():
+    for device, table in measured._table().items():
+        for op, types in table.items():
+            for dtype, times in types.items():
+                assert isinstance(getattr(torch, dtype), torch.dtype), (device, op, dtype)
+                assert times.keys() <= {row.name for row in registry.backends(op)}, (device, op, dtype)
+                assert min(times.values()) > 0
+
+
+def test_measurements_are_added_to_the_table(monkeypatch, tmp_path):
+    monkeypatch.setattr(measured, "_table", lambda: {"cpu": {"gelu": {"float32": {"cpp": 1.0}}}})
+    monkeypatch.setattr(measured, "TABLE", tmp_path / "table.json")
+    path = measured.write("cpu", {"gelu": {"bfloat16": {"cpp": 2.0}}, "swiglu": {"float32": {"torch": 3.0}}})
+    assert json.loads(path.read_text()) == {"cpu": {
+        "gelu": {"float32": {"cpp": 1.0}, "bfloat16": {"cpp": 2.0}}, "swiglu": {"float32": {"torch": 3.0}}}}
 
 
 def fake_load(path):

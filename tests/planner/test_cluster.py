@@ -48,6 +48,9 @@ def test_names_and_numbers(tmp_path: Path) -> None:
     (("latency_us = 7", "latency_us = -7"), "outer.latency_us = -7: must not be negative"),
     (("gbit_per_s = 100,", ""), "outer.gbit_per_s = None: is missing"),
     (("servers = 2", "servers ="), "is not valid TOML"),
+    (("servers = 2", "servers = 1000000"), "servers = 1000000: are 4000000 devices; there may be 100000"),
+    (("gbit_per_s = 100", "gbit_per_s = inf"), "outer.gbit_per_s = inf: must be positive, and at most 1e.09"),
+    (("latency_us = 7", "latency_us = nan"), "outer.latency_us = nan: must not be negative"),
 ])
 def test_each_mistake_is_named(change: tuple[str, str], message: str, tmp_path: Path) -> None:
     assert change[0] in GOOD

@@ -52,6 +52,14 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no link": (lambda d: d.pop("links"), "'links' is missing"),
     "falling sizes": (lambda d: d["links"]["local"]["send"].reverse(), "sizes of a curve rise"),
     "no memory": (lambda d: d["hardware"].update(memory=0), "hardware.memory is 0"),
+    "half a host": (lambda d: d["hardware"].update(hosts=1.5), "hardware.hosts is 1.5, which must be an integer of 1"),
+    "infinite": (lambda d: d["hardware"].update(memory=float("inf")), "hardware.memory is inf"),
+    "huge": (lambda d: d["blocks"][0].update(tp=1e400), "blocks: tp is inf, which must be an integer"),
+    "lists": (lambda d: d["blocks"][0].update(forward=[]), r"forward is \[\]"),
+    "messages": (lambda d: d["blocks"][-1].update(forward_messages=[1]), "equally many messages"),
+    "no all-reduce": (lambda d: d["links"]["local"].update(reduce={}), "links.local.reduce must hold"),
+    "alone": (lambda d: d["links"]["local"]["reduce"].update({"1": [[1, 1]]}), "links.local.reduce is 1"),
+    "settings": (lambda d: d.update(settings={"model": 3}), "settings must hold the sections"),
     "unknown": (lambda d: d["hardware"].update(speed=1), "speed"),
 }
 
@@ -74,6 +82,9 @@ def test_files_that_are_not_there_or_not_json(tmp_path: Path) -> None:
     (tmp_path / "half.json").write_text('{"format": ')
     with pytest.raises(DataError, match="cannot be read"):
         read_profile(tmp_path / "half.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_profile(tmp_path / "deep.json")
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(DataError, match="is not an object"):
         read_profile(tmp_path / "list.json")

@@ -15,6 +15,7 @@ from hybridpar.errors import ConfigError
 from hybridpar.memory import predict
 from hybridpar.planner import report
 from hybridpar.planner.candidates import Request, balanced, candidates, grids
+from hybridpar.planner.cost import Model
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.room import memory_limit, surely_fits
 from hybridpar.planner.search import search
@@ -40,6 +41,30 @@ def test_finds_the_fastest_of_all(schedule: str) -> None:
     times = [one.model.step_time for one in result.ranked]
     assert all(earlier <= 1.02 * later for earlier, later in pairwise(times))
     assert all(one.model.bound <= one.model.step_time * (1 + 1e-9) for one in every)
+
+
+@pytest.mark.parametrize("latency", [0.1, 1.0, 4.0])
+def test_round_trips_bound_and_change_nothing_else(latency: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slow links the time that micro-batches are on their way is the best bound; the search finds the same."""
+    config = replace(made.config(schedule="2bw", m=24, b=1), parallel=made.ParallelConfig(dp=0))
+    profile = made.profile(config, layer=1.0, head=2.0, update=0.3, degrees=(1, 2, 4))
+    on = made.machine(config, 4, made=profile, inner=made.link(latency=latency, bandwidth=1e6), memory=1e11)
+    every = list(candidates(config, on, Request()))
+    assert all(one.model.bound <= one.model.step_time * (1 + 1e-9) for one in every)
+    slow = [one.model for one in every if one.model.pp == 4 and one.config.pipeline.warmup == "depth"]
+    found = [(one.config, one.model.step_time) for one in search(config, on, Request(top=4)).ranked]
+    tight = [model.bound > 0.9 * model.step_time for model in slow]
+    monkeypatch.setattr(Model, "_round_trips", lambda *_: 0.0)
+    assert found == [(one.config, one.model.step_time) for one in search(config, on, Request(top=4)).ranked]
+    assert all(tight)
+
+
+def test_deep_pipelines_with_a_long_warm_up_are_simulated_in_part() -> None:
+    """Fewer micro-batches than that warm-up has in flight cannot be: of 7 stages 18."""
+    config = made.config(pp=7, m=400, b=1, schedule="2bw")
+    config = replace(config, pipeline=replace(config.pipeline, warmup="bandwidth"))
+    model = balanced(config, machine(config, 7)).model
+    assert model.simulated(model.costs) == pytest.approx(model._step(400, model.costs), rel=1e-3)
 
 
 @pytest.mark.parametrize(("update", "first"), [(1.0, 0), (6.0, 1)])

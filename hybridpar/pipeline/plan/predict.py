@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError
+from hybridpar.pipeline.plan.action import Plan
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
@@ -13,6 +15,8 @@ from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.pipeline.plan.timeline import Timeline
 
 _STEADY_BATCHES = 8
+_KEPT = 8
+"""Plans; one of 32 stages and 100 micro-batches takes 20 MB."""
 _WORTH = 1.01
 """What a smaller early switch may cost of the step time."""
 
@@ -55,8 +59,13 @@ class Ordering:
         varying = max((len(row) for rows in costs.variation.values() for row in rows), default=0)
         enough = _STEADY_BATCHES + 4 * -(-sizes.num_stages // sizes.num_microbatches)
         enough += -(-2 * varying // sizes.num_microbatches)
-        plan = make_plan(self.make(), sizes, 0, num_batches or enough, clip=self.clip, gather=self.gather)
-        return simulate(plan, costs)
+        return simulate(_plan(self, sizes, num_batches or enough), costs)
+
+
+@lru_cache(maxsize=_KEPT)
+def _plan(ordering: Ordering, sizes: Sizes, num_batches: int) -> Plan:
+    """A planner asks for the same one with other costs; making it takes as long as simulating it."""
+    return make_plan(ordering.make(), sizes, 0, num_batches, clip=ordering.clip, gather=ordering.gather)
 
 
 def smallest_early_switch(

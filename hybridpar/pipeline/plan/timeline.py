@@ -74,10 +74,29 @@ class Timeline:
         since, until, num_batches = self.steady(num_microbatches)
         return (until - since) / num_batches
 
+    def period(self, num_microbatches: int) -> float | None:
+        """The time of a batch, if every forward and backward of the last batch but one began as long after its
+        counterpart in the batch before, on all ranks: then all that follows does. None: they did not.
+
+        For plans whose stages have no more than a batch in flight, and do not drain before the end.
+        """
+        m = num_microbatches
+        end = max(action.microbatch for action in self.plan[0] if action.kind is Kind.F) + 1
+        shifts = []
+        for rank, actions in self.plan.items():
+            for kind in (Kind.F, Kind.B):
+                starts = [start for action, start in zip(actions, self.starts[rank], strict=True)
+                          if action.kind is kind and end - 3 * m <= action.microbatch < end - m]
+                shifts += [after - before for before, after in zip(starts, starts[m:], strict=False)]
+        least, most = min(shifts, default=0.0), max(shifts, default=0.0)
+        return most if most - least <= SAME * self.makespan else None
+
     def peak_live(self, rank: int, num_microbatches: int) -> Live:
         """The most activations, weight versions and gradients that the rank holds at once."""
         return peak_live(self.plan[rank], num_microbatches)
 
 
+SAME = 1e-12
+"""Share of a plan's time by which times that are equal may differ by rounding."""
 BESIDE = frozenset({Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B, Kind.REDUCE, Kind.NORM})
 """What goes on beside a rank's own work once it was issued."""

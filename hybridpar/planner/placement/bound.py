@@ -19,7 +19,7 @@ def work_bound(graph: ClassGraph) -> float:
         return max(float(accelerator.sum()) / k, float(accelerator.max()))
     only_cpu = np.isinf(accelerator)
     fixed, accelerator, cpu = float(cpu[only_cpu].sum()), accelerator[~only_cpu], cpu[~only_cpu]
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         order = np.argsort(np.nan_to_num(cpu / accelerator, nan=0.0, posinf=np.inf), kind="stable")
     a, c = accelerator[order], cpu[order]
     on_cpu = fixed + np.concatenate([[0.0], np.cumsum(c)])  # the first i classes go to CPUs

@@ -7,8 +7,8 @@ from typing import Any
 
 from hybridpar.errors import ConfigError, Problem
 
-LARGEST = 1e30
-"""No time or size may exceed it, so that no sum of them overflows."""
+LARGEST, SMALLEST = 1e30, 1e-30
+"""No time or size may exceed the one, and what must be positive be below the other: no sum or quotient overflows."""
 MAX_PROBLEMS = 10
 
 
@@ -40,11 +40,11 @@ class Checker:
 
     def number(self, holder: Mapping[str, Any], key: str, where: str, default: float | None = None,
                positive: bool = False) -> float:
-        """A finite number of 0 or more (`positive`: above 0)."""
+        """A finite number of 0 or more (`positive`: of `SMALLEST` or more)."""
         name, value = f"{where}{key}", holder.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self.add(name, value, "must be a number", "1.0")
-        elif not (0 <= value <= LARGEST) or (positive and value == 0):  # false for NaN too
+        elif not (SMALLEST if positive else 0) <= value <= LARGEST:  # false for NaN too
             self.add(name, value, f"must be {'above 0' if positive else '0 or more'} and at most {LARGEST:g}", "1.0")
         else:
             return float(value)

@@ -12,11 +12,10 @@ import numpy as np
 
 from hybridpar.planner.placement.baselines import greedy
 from hybridpar.planner.placement.classes import ClassGraph
-from hybridpar.planner.placement.linear import Segments
+from hybridpar.planner.placement.linear import ORDERS, Segments, random_order
 from hybridpar.planner.placement.load import latency, problems
 from hybridpar.planner.placement.workload import Ints
 
-ORDERS = 20  # that are tried besides the first
 GAIN = 1e-9
 
 
@@ -37,7 +36,7 @@ def searched_placements(graph: ClassGraph, known: list[Ints], deadline: float) -
     for _ in range(ORDERS):
         if time.monotonic() > deadline:
             break
-        other = graph.reordered(_random_order(graph, generator))
+        other = graph.reordered(random_order(graph, generator))
         if (split := _split(other)) is not None and not problems(w, other.devices(split)):
             found.append(other.devices(split))
     if not found:
@@ -45,25 +44,6 @@ def searched_placements(graph: ClassGraph, known: list[Ints], deadline: float) -
     zeros = np.zeros(w.num_nodes, np.int64)
     best = min(found, key=lambda x: latency(w, x, zeros))
     return [_improved(graph, best, deadline)]
-
-
-def _random_order(graph: ClassGraph, generator: np.random.Generator) -> list[int]:
-    """Depth first, with random choices."""
-    missing = [len(x) for x in graph.predecessors]
-    ready = [c for c in range(graph.num_classes) if not missing[c]]
-    generator.shuffle(ready)
-    order = []
-    while ready:
-        c = ready.pop()
-        order.append(c)
-        freed = []
-        for after in graph.successors[c]:
-            missing[after] -= 1
-            if not missing[after]:
-                freed.append(after)
-        generator.shuffle(freed)
-        ready += freed
-    return order
 
 
 def _improved(graph: ClassGraph, devices: Ints, deadline: float) -> Ints:

@@ -7,10 +7,14 @@ Source: arXiv 2006.16423, section 5.1.2 (linearisation).
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from hybridpar.planner.placement.classes import ClassGraph
 from hybridpar.planner.placement.workload import Floats, Ints
+
+ORDERS = 20  # that are tried besides the first
 
 
 class Segments:
@@ -82,3 +86,37 @@ def _trace(graph: ClassGraph, best: Floats) -> Ints:
             c, used_c = c - 1, used_c + 1
         j = i
     return device
+
+
+def solve_orders(graph: ClassGraph, deadline: float) -> tuple[float, Ints, int]:
+    """As `solve_linear`, the best of several orders, until `deadline` (`time.monotonic()`); and how many they were."""
+    best, device = solve_linear(graph)
+    generator = np.random.default_rng(0)
+    for tried in range(1, ORDERS + 1):
+        if time.monotonic() > deadline:
+            return best, device, tried
+        order = random_order(graph, generator)
+        value, found = solve_linear(graph.reordered(order))
+        if value < best:
+            best, device = value, np.empty_like(found)
+            device[order] = found
+    return best, device, ORDERS + 1
+
+
+def random_order(graph: ClassGraph, generator: np.random.Generator) -> list[int]:
+    """Depth first, with random choices."""
+    missing = [len(x) for x in graph.predecessors]
+    ready = [c for c in range(graph.num_classes) if not missing[c]]
+    generator.shuffle(ready)
+    order = []
+    while ready:
+        c = ready.pop()
+        order.append(c)
+        freed = []
+        for after in graph.successors[c]:
+            missing[after] -= 1
+            if not missing[after]:
+                freed.append(after)
+        generator.shuffle(freed)
+        ready += freed
+    return order

@@ -134,13 +134,7 @@ def stage_table(plan: StagePlan) -> Table:
 
 def stage_lines(plan: StagePlan, others: Sequence[StagePlan]) -> list[str]:
     """What Piper's plan comes to, and what others do."""
-    told = []
-    for one in (plan, *others):
-        took = f"{one.seconds:.2f} s to find"
-        told.append(f"{one.planner}: {one.time:.6g} s a micro-batch; {took}" if one.fits else
-                    f"{one.planner}: nothing fits {one.instance.num_devices} devices of "
-                    f"{one.instance.memory / 1e9:.6g} GB; {took}")
-    return told
+    return [one.quality if one.fits else one.failure for one in (plan, *others)]
 
 
 # -- for programs ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hybridpar.planner.placement.classes import ClassGraph, class_graph
 from hybridpar.planner.placement.exact import OutOfTime, best_loads, trace
 from hybridpar.planner.placement.ideals import MAX_IDEALS, enumerate_ideals
 from hybridpar.planner.placement.latency_milp import minimise_latency
-from hybridpar.planner.placement.linear import solve_linear
+from hybridpar.planner.placement.linear import solve_linear, solve_orders
 from hybridpar.planner.placement.load import score
 from hybridpar.planner.placement.milp import solve_max_load
 from hybridpar.planner.placement.result import Placement, make_placement
@@ -24,6 +24,8 @@ from hybridpar.planner.placement.workload import Ints, Workload
 
 SOON = 5_000
 """Ideals whose dynamic program is worth a try before integer programming."""
+LONG = 0.9
+"""Share of the time limit after which dp gives way to splits of some orders."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Options:
     time_limit: float = 60.0
     """Seconds for dp, milp, milp-contiguous, local-search, latency-milp; then the best that was found counts."""
     max_ideals: int = MAX_IDEALS
+    """Of dp, whose memory and time grow with them."""
     restarts: int = 10
     seed: int = 0
     """Of the random starts of local-search."""
@@ -61,7 +64,10 @@ def place(workload: Workload, solver: str = "dpl", options: Options | None = Non
         pipedream, greedy, local-search, one-accelerator, expert    baselines
         latency-milp, latency-greedy    the least time of one sample instead; CPUs are one pool without limit
 
-    Raises: ConfigError if nothing can be placed, or there are too many ideals for `dp`.
+    What a solver cannot finish (in time, or within `max_ideals`) it says in the placement's `note`, and gives the best
+    that it has, with a bound.
+
+    Raises: ConfigError if nothing can be placed.
     """
     options = options or Options()
     options.check()
@@ -110,21 +116,31 @@ def _dp(w: Workload, options: Options) -> Placement:
     clock = _Clock(options.time_limit)
     graph = class_graph(w)
     check_possible(graph)
-    ideals = enumerate_ideals(graph.predecessors, options.max_ideals)
-    known, device = solve_linear(graph)  # no placement of more load need be looked at
-    stats = {"classes": graph.num_classes, "ideals": len(ideals)}
+    stats = {"classes": graph.num_classes}
     try:
-        best = best_loads(graph, ideals, known, clock.deadline)
-    except OutOfTime:
-        if not np.isfinite(known):
-            raise config_error("time_limit", options.time_limit, "was not enough to find any placement",
-                               f"{10 * options.time_limit:g}") from None
-        return make_placement(w, "dp", graph.devices(device), work_bound(graph), clock.seconds, stats=stats,
-                              note="the time limit was reached: this is the placement of dpl")
+        ideals = enumerate_ideals(graph.predecessors, options.max_ideals)
+        known, _ = solve_linear(graph)  # no placement of more load need be looked at
+        best = best_loads(graph, ideals, known, clock.start + LONG * options.time_limit)
+    except (ConfigError, OutOfTime) as error:
+        reason = "the time limit was reached" if isinstance(error, OutOfTime) else (
+            f"the graph has more than {options.max_ideals} ideals, too many for the exact program")
+        return _of_orders(w, graph, clock, reason)
+    stats["ideals"] = len(ideals)
     if not np.isfinite(best[-1, -1, -1]):
         raise _no_fit(w, "no pipeline")
     return make_placement(w, "dp", graph.devices(trace(graph, ideals, best)), 0.0, clock.seconds, exact=True,
                           stats=stats)
+
+
+def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: str) -> Placement:
+    """What dp gives where it cannot finish, for that reason."""
+    value, device, tried = solve_orders(graph, clock.deadline)
+    if not np.isfinite(value):
+        raise config_error("solver", "dp", f"{reason}, and no split of {tried} orders of the operators fits",
+                           "milp-contiguous")
+    return make_placement(w, "dp", graph.devices(device), work_bound(graph), clock.seconds,
+                          note=f"{reason}: this is the best split of {tried} order{'s' * (tried > 1)}",
+                          stats={"classes": graph.num_classes})
 
 
 def _pipeline(w: Workload, deadline: float) -> Ints | None:

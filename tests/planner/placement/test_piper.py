@@ -20,6 +20,7 @@ from hybridpar.planner.placement.piper import (
     plan_stages,
     read_instance,
     score_stages,
+    search,
 )
 
 from .graphs import data_folder
@@ -154,6 +155,30 @@ def test_bad_instances(path: tuple, value: object, message: str) -> None:
         make_instance(bad)
 
 
-def test_too_many_downsets() -> None:
-    with pytest.raises(ConfigError, match="max_ideals = 3"):
-        plan_stages(make_instance(small(6)), max_downsets=3)
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"max_downsets": 3}, "more than 3 downsets: this is the best of one order of the layers"),
+    ({"time_limit": 1e-9}, "the time limit was reached: this is the best of equal stages"),
+])
+def test_what_could_not_be_searched_is_said(options: dict[str, Any], reason: str) -> None:
+    instance = make_instance(small(6, 1, 15.0, 5, branch=True))
+    best, plan = plan_stages(instance), plan_stages(instance, **options)
+    assert not best.note
+    assert plan.note == reason
+    assert f"{reason}, at most" in str(plan)
+    assert 0 < plan.bound <= best.time <= plan.time <= plan_equal_stages(instance).time
+    nowhere = plan_stages(instance.with_devices(memory=1.0), **options)
+    assert "nothing was found in time that fits 5 devices" in str(nowhere)
+
+
+def test_the_first_plan_within_no_limit_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits on what a stage may take grow from run to run; a plan above the limit says nothing of the best."""
+    sizes = (4, 3, 8.0, 4), (6, 3, 9.0, 8), (6, 7, 8.0, 8)
+    instances = [make_instance(small(*some, branch=True)) for some in sizes]
+    found = [plan_stages(instance).time for instance in instances]
+    monkeypatch.setattr(search, "FIRST_LIMIT", 1e6)
+    assert found == pytest.approx([plan_stages(instance).time for instance in instances], rel=1e-12)
+
+
+def test_one_order_is_enough_for_a_line() -> None:
+    instance = make_instance(small(5, 2, 9.0, 4))
+    assert plan_stages(instance, max_downsets=3).time == plan_stages(instance).time

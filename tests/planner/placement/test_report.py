@@ -78,7 +78,7 @@ def test_out_of_time_is_said_with_the_bound() -> None:
     best = place(layered_training(6, 3, 4), "dp", Options(time_limit=1e-3))
     told = lines(best, [])[0]
     assert f"not proven: at most {best.gap:.2%} could be saved (bound {best.bound:.6g})" in told
-    assert told.endswith("the time limit was reached: this is the placement of dpl")
+    assert told.endswith("the time limit was reached: this is the best split of 1 order")
     assert not as_json(best, [])["proven"]
 
 

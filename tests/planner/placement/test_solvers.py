@@ -104,7 +104,7 @@ def test_dp_out_of_time_says_so(compiled: bool, monkeypatch: pytest.MonkeyPatch)
     if not compiled:
         monkeypatch.setattr(exact_module.native, "missing", lambda: "not built")
     placement = place(w, "dp", Options(time_limit=1e-3))
-    assert placement.note == "the time limit was reached: this is the placement of dpl"
+    assert placement.note == "the time limit was reached: this is the best split of 1 order"
     assert not placement.proven
     assert 0 < placement.bound < placement.objective
     assert 0 < placement.gap < 1

@@ -47,6 +47,10 @@ class StagePlan:
     score: StageScore
     seconds: float
     stats: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+    """Why there may be faster plans: the time ran out, for instance."""
+    bound: float = 0.0
+    """No plan is faster."""
 
     @property
     def fits(self) -> bool:
@@ -62,16 +66,31 @@ class StagePlan:
         parts = zip(self.stages, self.score.times, self.score.memory, self.score.in_flight, strict=True)
         return {
             "timePerSample": self.time if self.fits else None, "solver": self.planner, "seconds": self.seconds,
+            "note": self.note, "bound": self.bound,
             "stages": [
                 {"dataParallel": stage.data, "tensorParallel": stage.tensor, "time": time, "memory": memory,
                  "inFlight": in_flight, "nodes": {str(self.instance.ids[v]): way for v, way in stage.ways.items()}}
                 for stage, time, memory, in_flight in parts]}
 
+    @property
+    def failure(self) -> str:
+        """In words, where nothing was found."""
+        found = "was found in time that" if self.note else ""
+        return " ".join(f"{self.planner}: nothing {found} fits {self.instance.num_devices} devices of "
+                        f"{self.instance.memory / 1e9:.6g} GB; {self.seconds:.2f} s".split())
+
+    @property
+    def quality(self) -> str:
+        """What the plan comes to, in words, and what is known of it."""
+        text = f"{self.planner}: {self.time:.6g} s a micro-batch; {self.seconds:.2f} s to find"
+        if not self.note:
+            return text
+        return f"{text}; {self.note}, at most {1 - self.bound / self.time:.2%} could be saved (bound {self.bound:.6g})"
+
     def __str__(self) -> str:
         if not self.fits:
-            return (f"{self.planner}: nothing fits {self.instance.num_devices} devices of "
-                    f"{self.instance.memory:.6g} bytes")
-        lines = [f"{self.planner}: {self.time:.6g} s a micro-batch, {self.seconds:.2f} s"]
+            return self.failure
+        lines = [self.quality]
         for stage, seconds, memory in zip(self.stages, self.score.times, self.score.memory, strict=True):
             again = sum(name != self.instance.ways[v][stage.tensor][0].name for v, name in stage.ways.items())
             lines.append(f"  {len(stage.ways)} layers  data {stage.data}  tensor {stage.tensor}  {seconds:.6g} s  "
@@ -83,11 +102,11 @@ NOTHING = StageScore(float("inf"), (), (), (), ())
 
 
 def make_plan(instance: Instance, planner: str, stages: Sequence[Stage], seconds: float,
-              stats: dict[str, float] | None = None) -> StagePlan:
+              stats: dict[str, float] | None = None, note: str = "", bound: float = 0.0) -> StagePlan:
     """Scores a planner's stages, which may be none."""
     score = score_stages(instance, stages) if stages else NOTHING
     assert not score.problems, f"{planner}: {score.problems[0]}"
-    return StagePlan(instance, planner, tuple(stages), score, seconds, stats or {})
+    return StagePlan(instance, planner, tuple(stages), score, seconds, stats or {}, note, bound)
 
 
 def score_stages(instance: Instance, stages: Sequence[Stage]) -> StageScore:

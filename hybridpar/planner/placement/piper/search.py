@@ -14,47 +14,59 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
+from hybridpar.errors import ConfigError
+from hybridpar.planner.placement.exact import OutOfTime
 from hybridpar.planner.placement.ideals import MAX_IDEALS, Ideals, enumerate_ideals
 from hybridpar.planner.placement.piper.equal import Allowed, plan_equal_stages
 from hybridpar.planner.placement.piper.instance import RECOMPUTED, Instance, Way
+from hybridpar.planner.placement.piper.knapsack import leaner
 from hybridpar.planner.placement.piper.load import Stage, StagePlan, make_plan
 from hybridpar.planner.placement.workload import Bools, Floats, Ints, order_of
 
 SLACK = 1e-9
 FIRST_LIMIT, NEXT_LIMIT, LIMITS = 1.15, 1.4, 3
 """Of the least time there can be; from a limit to the next; how many before there is none."""
-ENOUGH = 1e-9  # bytes
+LONG = 0.7
+"""Share of the time limit after which one order has to do."""
 
 
-def plan_stages(instance: Instance, allowed: Allowed | None = None, max_downsets: int = MAX_IDEALS) -> StagePlan:
-    """The best stages. A plan without stages says that nothing fits.
+def plan_stages(instance: Instance, allowed: Allowed | None = None, max_downsets: int = MAX_IDEALS,
+                time_limit: float = np.inf) -> StagePlan:
+    """The best stages. A plan without stages says that nothing fits, or, with a note, that nothing was found.
 
-    Raises: ConfigError if there are more downsets than `max_downsets`.
+    Where there are more downsets than `max_downsets`, or the time limit (seconds) is near, those of one order of the
+    layers are searched instead; where there is no time for that either, equal stages. `note` says so.
     """
     start = time.monotonic()
     allowed = allowed or Allowed()
+    equal = plan_equal_stages(instance, allowed)
     order = order_of(instance.num_layers, [(u, v) for u, v, _ in instance.edges])[::-1]
     number = {v: i for i, v in enumerate(order)}
     after: list[list[int]] = [[] for _ in order]
     for u, v, _ in instance.edges:
         after[number[u]].append(number[v])
-    downsets = enumerate_ideals(after, max_downsets)
-    known = plan_equal_stages(instance, allowed).time
-    table = _Table(instance, allowed, downsets, np.array(order, np.int64))
-    # stages that take longer than a limit are not looked at; where the limit was too low, nothing is found
-    limit = FIRST_LIMIT * table.least()
-    for _ in range(LIMITS):
-        table.fill(min(limit, known) * (1 + SLACK))
-        if limit >= known or np.isfinite(table.best[-1, -1, -1]):
-            break
-        limit *= NEXT_LIMIT
-    else:
-        table.fill(known)
-    return make_plan(instance, allowed.name, table.stages(), time.monotonic() - start, {"downsets": len(downsets)})
+    line = [[i - 1] if i else [] for i in range(len(order))]
+    table = partial(_Table, instance, allowed, np.array(order, np.int64))
+    reason, what = "", ""
+    try:
+        best = table(enumerate_ideals(after, max_downsets), start + LONG * time_limit)
+        stages = best.solve(equal.time)
+    except (ConfigError, OutOfTime) as error:
+        reason = "the time limit was reached" if isinstance(error, OutOfTime) else f"more than {max_downsets} downsets"
+        best, what = table(enumerate_ideals(line, len(line) + 2), start + time_limit), "one order of the layers"
+        try:
+            stages = best.solve(equal.time)
+        except OutOfTime:
+            stages, what = [], "equal stages"
+    seconds, stats = time.monotonic() - start, {"downsets": float(len(best.downsets))}
+    note = f"{reason}: this is the best of {what}" if reason else ""
+    plan = make_plan(instance, allowed.name, stages, seconds, stats, note, best.least())
+    return plan if plan.time <= equal.time else replace(plan, stages=equal.stages, score=equal.score)
 
 
 @dataclass(eq=False)
@@ -77,7 +89,7 @@ class _Degree:
         known = np.where(self.runs, np.stack([self.time.min(1), leanest]), 0.0)
         compute, memory = known @ inside.T
         return (~(inside & ~self.runs).any(1) & (memory <= table.instance.memory * (1 + SLACK))
-                & (compute <= table.limit * int(table.data_of(self)[-1])))
+                & (compute <= table.limit * int(table.data_of(self, table.instance.num_devices)[-1])))
 
 
 def _degree(instance: Instance, t: int, recompute: bool) -> _Degree:
@@ -105,8 +117,8 @@ def _sync(way: Way, side: int, other: int) -> float:
 class _Table:
     """The table best[D][k][s], and how each entry came about. `order`: the layer of each element of the downsets."""
 
-    def __init__(self, instance: Instance, allowed: Allowed, downsets: Ideals, order: Ints):
-        self.instance, self.downsets, self.limit = instance, downsets, np.inf
+    def __init__(self, instance: Instance, allowed: Allowed, order: Ints, downsets: Ideals, deadline: float):
+        self.instance, self.downsets, self.limit, self.deadline = instance, downsets, np.inf, deadline
         self.layers = np.zeros((len(downsets), instance.num_layers), np.bool_)
         self.layers[:, order] = downsets.members.astype(np.bool_)
         self.edges = np.array([(u, v) for u, v, _ in instance.edges], np.int64).reshape(-1, 2)
@@ -120,53 +132,96 @@ class _Table:
         self.came = np.full(self.best.shape, -1, np.int32)
         self.choices: list[tuple[int, _Degree, int]] = []
 
+    def least_work(self) -> Floats:
+        """[layers] the least device time of each: run the fastest way, without communication."""
+        return np.min([degree.time.min(1) * degree.t for degree in self.degrees], axis=0, initial=np.inf)
+
     def least(self) -> float:
-        """No plan is faster: every layer run the fastest way, all devices equally busy, without communication."""
-        total = np.min([degree.time.min(1) * degree.t for degree in self.degrees], axis=0, initial=np.inf)
-        return float(total.sum()) / self.instance.num_devices
+        """No plan is faster: all devices equally busy with that."""
+        return float(self.least_work().sum()) / self.instance.num_devices
+
+    def solve(self, known: float) -> list[Stage]:
+        """The best stages, none if nothing fits. `known`: some plan takes so long. Raises: OutOfTime."""
+        # stages that take longer than a limit are not looked at; where the limit was too low, nothing is found
+        limit = FIRST_LIMIT * self.least()
+        if not np.isfinite(limit):
+            return []
+        for _ in range(LIMITS):
+            self.fill(min(limit, known) * (1 + SLACK))
+            if limit >= known or self.best[-1, -1, -1] <= limit:  # a longer one may not be the best
+                break
+            limit *= NEXT_LIMIT
+        else:
+            self.fill(known * (1 + SLACK))
+        return self.stages()
 
     def fill(self, limit: float) -> None:
-        """The table for plans that take `limit` at most; what takes longer may be infinite."""
+        """The table for plans that take `limit` at most; what takes longer may be infinite.
+
+        With fewer devices than `lowest`, a downset takes more than that; with more than `highest`, the rest does.
+
+        Raises: OutOfTime.
+        """
         self.limit = limit
         self.best[...], self.came[...] = np.inf, -1
         self.best[0] = 0.0
         self.choices.clear()
-        for downset in range(1, len(self.downsets)):
+        work = self.layers @ self.least_work()
+        needed = np.ceil(np.stack([work, work[-1] - work]) / (limit or 1.0) * (1 - SLACK)).astype(np.int64)
+        self.lowest, self.highest = needed[0], self.instance.num_devices - needed[1]
+        for downset in (np.flatnonzero(self.lowest[1:] <= self.highest[1:]) + 1).tolist():
+            if time.monotonic() > self.deadline:
+                raise OutOfTime
             subsets = self.downsets.subsets(downset)[:-1]
-            subsets = subsets[self.best[subsets, -1, -1] <= limit]
+            subsets = subsets[(self.best[subsets, -1, -1] <= limit)
+                              & (self.lowest[subsets] < self.highest[downset])]
             for degree in self.degrees:
                 for below in subsets[degree.useful(self.layers[downset] & ~self.layers[subsets], self)].tolist():
-                    inside = self.layers[downset] & ~self.layers[below]
-                    for d, times in self._stage_times(degree, inside):
-                        self._update(downset, below, degree, d, times)
+                    self._try(downset, below, degree)
             row = self.best[downset]
             for axis in (0, 1):
                 np.minimum.accumulate(row, axis, out=row)
 
+    def _try(self, downset: int, below: int, degree: _Degree) -> None:
+        """Makes a stage of what is in `downset` and not in `below`, with every degree of data parallelism."""
+        inside = self.layers[downset] & ~self.layers[below]
+        highest = int(self.highest[downset])
+        data = self.data_of(degree, highest - int(self.lowest[below]))
+        for d, times in self._stage_times(degree, inside, data, min(highest, self.most)):
+            self._update(downset, below, degree, d, times)
+
     def _update(self, downset: int, below: int, degree: _Degree, d: int, times: Floats) -> None:
         used = degree.t * d
-        flight = -(-np.arange(d, self.most + 1) // d)
-        value = np.maximum(self.best[below, :self.best.shape[1] - used, :self.most + 1 - d], times[flight - 1])
-        row, came = self.best[downset, used:, d:], self.came[downset, used:, d:]
+        first = max(int(self.lowest[downset]), int(self.lowest[below]) + used)
+        last = min(int(self.highest[downset]), int(self.highest[below]) + used)
+        in_time = np.flatnonzero(times <= self.limit)
+        if first > last or not len(in_time):
+            return
+        most = min(self.most, last, d * int(in_time[-1] + 1))  # of replicas
+        flight = -(-np.arange(d, most + 1) // d)
+        value = np.maximum(self.best[below, first - used:last + 1 - used, :most + 1 - d], times[flight - 1])
+        row, came = self.best[downset, first:last + 1, d:most + 1], self.came[downset, first:last + 1, d:most + 1]
         better = value < row
         if better.any():
             row[better] = value[better]
             came[better] = len(self.choices)
             self.choices.append((below, degree, d))
 
-    def data_of(self, degree: _Degree) -> Ints:
-        """The degrees of data parallelism that there are devices for."""
-        return self.data[self.data * degree.t <= self.instance.num_devices]
+    def data_of(self, degree: _Degree, devices: int) -> Ints:
+        """The degrees of data parallelism that so many devices suffice for."""
+        return self.data[self.data * degree.t <= devices]
 
-    def _stage_times(self, degree: _Degree, inside: Bools) -> Iterator[tuple[int, Floats]]:
-        """For each degree of data parallelism: the stage's time by micro-batches in flight, from 1."""
-        data = self.data_of(degree)
+    def _stage_times(
+        self, degree: _Degree, inside: Bools, data: Ints, most: int
+    ) -> Iterator[tuple[int, Floats]]:
+        """For each degree of data parallelism: the stage's time by micro-batches in flight, from 1; of up to `most`
+        replicas."""
         cost = self._costs(degree, inside, data)
         useful = np.flatnonzero(cost.min(2).sum(1) <= self.limit)
         if len(useful):
             memory = self._memory(degree, inside)
             for i in useful.tolist():
-                yield int(data[i]), self._knapsack(cost[i], memory[:self.most // int(data[i]) + 1])[0]
+                yield int(data[i]), self._knapsack(cost[i], memory[:-(-most // int(data[i]))])[0]
 
     def _memory(self, degree: _Degree, inside: Bools) -> Floats:
         """[micro-batches in flight, from 1; layers of the stage; ways]"""
@@ -197,7 +252,6 @@ class _Table:
             total[memory.min(2).sum(1) > self.instance.memory] = np.inf
             some = np.flatnonzero((excess > 0) & np.isfinite(total))
             if len(some):
-                leaner = _leaner if cost.shape[1] > 2 else _leaner_of_two
                 way[some] = leaner(cost, memory[some], fastest, excess[some])
                 total[some] = cost[rows, way[some]].sum(1)
         return total, way
@@ -222,37 +276,3 @@ class _Table:
             found.append(Stage({v: degree.names[v][i] for v, i in zip(layers, way.tolist(), strict=True)}, d, degree.t))
             downset, k, s = below, k - d * degree.t, s - d
         return found
-
-
-def _leaner_of_two(cost: Floats, memory: Floats, fastest: Ints, excess: Floats) -> Ints:
-    """Changes ways, the cheapest first by time lost for memory gained, until `excess` bytes are saved.
-
-    Shapes: cost [layers, 2], memory [y, layers, 2], fastest [layers], excess [y]. Returns ways [y, layers].
-    """
-    if cost.shape[1] == 1:
-        return np.repeat(fastest[None], len(memory), 0)
-    rows, other = np.arange(len(fastest)), 1 - fastest
-    saved = memory[:, rows, fastest] - memory[:, rows, other]
-    lost = cost[rows, other] - cost[rows, fastest]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        order = np.where(saved > ENOUGH, lost / saved, np.inf).argsort(1, kind="stable")
-    left = excess[:, None] - np.take_along_axis(saved, order, 1).cumsum(1)
-    before = np.concatenate([excess[:, None], left[:, :-1]], 1)
-    changed = np.zeros(saved.shape, np.bool_)
-    np.put_along_axis(changed, order, before >= ENOUGH, 1)
-    return np.where(changed, other, fastest)
-
-
-def _leaner(cost: Floats, memory: Floats, fastest: Ints, excess: Floats) -> Ints:
-    """The same for any number of ways, among which a layer may change several times."""
-    rows = np.arange(len(fastest))
-    found = np.repeat(fastest[None], len(memory), 0)
-    for way, used, left in zip(found, memory, excess.tolist(), strict=True):
-        while left > ENOUGH:
-            saved = used[rows, way][:, None] - used
-            with np.errstate(divide="ignore", invalid="ignore"):
-                price = np.where(saved > ENOUGH, (cost - cost[rows, way][:, None]) / saved, np.inf)
-            v, to = divmod(int(price.argmin()), price.shape[1])
-            left -= float(saved[v, to])
-            way[v] = to
-    return found

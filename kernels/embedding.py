@@ -1,0 +1,144 @@
+"""A rank's rows of an embedding table: looks ids up, and adds gradients to the rows, without atomics.
+
+Gradients go by ids in order: these are sorted, a program takes _ROWS neighbours of the sorted list, sums runs of one id
+by a scan, and adds each sum to the id's row. Runs that go on into the next program's part leave their pieces in
+`partial`; one program a run then adds these in order. So the order of additions depends on the ids alone, an id that
+comes a thousand times costs what a thousand ids cost, and only rows that have an id are touched.
+
+Traffic: rows reads and writes an element for each of dy; the backward reads dy, and reads and writes the rows that have
+an id (overwrite: and writes zeros everywhere before). Sorting moves 12 bytes an id four times.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .rows import check, launch, tile
+
+_ROWS = 32  # of dy, that a program adds up
+_COLS = 64  # columns of it: 16 elements a thread
+_PIECES = 16  # of a run that spans parts, added at a time
+_WIDEST = 1024
+
+
+def embedding(ids: Tensor, weight: Tensor, start: int) -> Tensor:
+    """weight[id - start], zero where that is no row. Shapes: ids int64 [..], weight [rows, h] -> [.., h]."""
+    _check(ids, weight)
+    rows, cols = weight.shape
+    out = weight.new_empty((*ids.shape, cols))
+    size = tile(cols, _WIDEST)
+    blocks = triton.cdiv(cols, size["COLS"])
+    launch(rows_kernel, triton.cdiv(ids.numel(), size["ROWS"]) * blocks, ids, weight, out, ids.numel(), rows, cols,
+           blocks, start, **size)
+    return out
+
+
+def embedding_backward_(gradient: Tensor, dy: Tensor, ids: Tensor, start: int, overwrite: bool) -> None:
+    """Adds to each row of `gradient` what dy has for it, in dy's or a wider type; overwrite: to zero.
+
+    Shapes: gradient [rows, h], dy [.., h], ids int64 [..].
+    """
+    _check(ids, gradient)
+    rows, cols = gradient.shape
+    count = ids.numel()
+    assert dy.is_contiguous(), "dy must be contiguous"
+    assert dy.numel() == count * cols, f"dy must have a row of {cols} for each of {count} ids, got {tuple(dy.shape)}"
+    wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
+    assert gradient.dtype in (dy.dtype, wide), f"the gradient must be {dy.dtype} or {wide}, not {gradient.dtype}"
+    if overwrite:
+        gradient.zero_()
+    if min(rows, cols, count) == 0:
+        return
+    keys, order = _sorted(ids.reshape(-1), start, rows)
+    parts, blocks = triton.cdiv(count, _ROWS), triton.cdiv(cols, _COLS)
+    partial = dy.new_empty((parts, 2, cols), dtype=wide)
+    launch(add_runs_kernel, parts * blocks, keys, order, dy, gradient, partial, count, rows, cols, blocks, ROWS=_ROWS,
+           COLS=_COLS, num_warps=4)
+    launch(add_pieces_kernel, (parts - 1) * blocks, keys, gradient, partial, count, rows, cols, blocks, parts,
+           ROWS=_ROWS, COLS=_COLS, PIECES=_PIECES, num_warps=4)
+
+
+def _sorted(ids: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Each id's row in ascending order, `rows` for those of other ranks; and where in `ids` it is."""
+    row = ids - start
+    elsewhere = (row < 0) | (row >= rows)
+    return torch.sort(row.masked_fill_(elsewhere, rows).int(), stable=True)  # 4 bytes: half the passes of 8
+
+
+def _check(ids: Tensor, table: Tensor) -> None:
+    check(ids=ids)
+    check(table=table)
+    assert ids.dtype == torch.int64, f"ids must be int64, got {ids.dtype}"
+    assert table.dim() == 2, f"the table must be [rows, h], got {tuple(table.shape)}"
+    assert len(table) < 2**31, f"the table must have less than 2^31 rows, got {len(table)}"
+
+
+@triton.jit(do_not_specialize=["count", "rows", "start"])
+def rows_kernel(ids_ptr, weight_ptr, out_ptr, count, rows, cols, blocks, start, ROWS: tl.constexpr,
+                COLS: tl.constexpr):
+    at = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)[:, None]
+    col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
+    row = tl.load(ids_ptr + at, mask=at < count, other=-1) - start
+    here = (row >= 0) & (row < rows) & (at < count)
+    values = tl.load(weight_ptr + row * cols + col, mask=here & (col < cols), other=0.0)
+    tl.store(out_ptr + at.to(tl.int64) * cols + col, values, mask=(at < count) & (col < cols))
+
+
+@triton.jit(do_not_specialize=["count", "rows"])
+def add_runs_kernel(keys_ptr, order_ptr, dy_ptr, gradient_ptr, partial_ptr, count, rows, cols, blocks,
+                    ROWS: tl.constexpr, COLS: tl.constexpr):
+    part = tl.program_id(0) // blocks
+    at = part * ROWS + tl.arange(0, ROWS)[:, None]
+    col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
+    key = tl.load(keys_ptr + at, mask=at < count, other=-1)
+    real = (at < count) & (key < rows)  # `rows`: another rank's
+    begins = key != tl.load(keys_ptr + at - 1, mask=(at > 0) & (at < count), other=-1)
+    ends = key != tl.load(keys_ptr + at + 1, mask=at + 1 < count, other=-1)
+    place = tl.load(order_ptr + at, mask=real, other=0)
+    inside = real & (col < cols)
+    x = tl.load(dy_ptr + place * cols + col, mask=inside, other=0.0).to(partial_ptr.dtype.element_ty)
+    since = (begins & (col >= 0)).to(tl.int32)
+    total, begun = tl.associative_scan((x, since), 0, _add_within)
+    row_ptr = gradient_ptr + key.to(tl.int64) * cols + col
+    whole = inside & ends & (begun > 0)
+    sums = tl.load(row_ptr, mask=whole, other=0.0).to(total.dtype) + total
+    tl.store(row_ptr, sums.to(gradient_ptr.dtype.element_ty), mask=whole)
+    # a piece: of a run that began before (there is one at most), or that goes on (also one)
+    last = tl.arange(0, ROWS)[:, None] == ROWS - 1
+    piece_ptr = partial_ptr + (part.to(tl.int64) * 2 + begun) * cols + col
+    tl.store(piece_ptr, total, mask=inside & ((begun == 0) & ends | last & (ends == 0)))
+
+
+@triton.jit
+def _add_within(x, x_begun, y, y_begun):
+    """Sums of runs: what comes before the beginning of y's run does not count."""
+    return tl.where(y_begun > 0, y, x + y), x_begun | y_begun
+
+
+@triton.jit(do_not_specialize=["count", "rows", "parts"])
+def add_pieces_kernel(keys_ptr, gradient_ptr, partial_ptr, count, rows, cols, blocks, parts, ROWS: tl.constexpr,
+                      COLS: tl.constexpr, PIECES: tl.constexpr):
+    part = tl.program_id(0) // blocks  # not the last one
+    first = part * ROWS
+    col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
+    key = tl.load(keys_ptr + first + ROWS - 1)
+    goes_on = key == tl.load(keys_ptr + first + ROWS)
+    before = tl.load(keys_ptr + first - 1, mask=first > 0, other=-1)
+    begun_before = (key == before) & (key == tl.load(keys_ptr + first))
+    if goes_on & (begun_before == 0) & (key < rows):  # the run begins in this part
+        total = tl.load(partial_ptr + (part.to(tl.int64) * 2 + 1) * cols + col, mask=col < cols, other=0.0)
+        at = part + 1
+        more = 1
+        while more > 0:
+            piece = at + tl.arange(0, PIECES)[:, None]
+            mine = (piece < parts) & (tl.load(keys_ptr + piece * ROWS, mask=piece < parts, other=-1) == key)
+            x = tl.load(partial_ptr + piece.to(tl.int64) * 2 * cols + col, mask=mine & (col < cols), other=0.0)
+            total += tl.sum(x, 0, keep_dims=True)
+            more = (tl.sum(mine.to(tl.int32)) == PIECES).to(tl.int32)
+            at += PIECES
+        row_ptr = gradient_ptr + key.to(tl.int64) * cols + col
+        total += tl.load(row_ptr, mask=col < cols, other=0.0).to(total.dtype)
+        tl.store(row_ptr, total.to(gradient_ptr.dtype.element_ty), mask=col < cols)
