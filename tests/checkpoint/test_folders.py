@@ -196,12 +196,13 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, num_kill
         for step in count(newest + 1):
             save_at(tmp_path, step)
 
-    for _ in range(num_kills):
-        assert killed(save_more, after_s=draw.uniform(0.01, 0.2))
+    for i in count():
+        if i >= num_kills and newest > 1:  # they got somewhere, which may take longer on a busy machine
+            break
+        assert killed(save_more, after_s=draw.uniform(0.01, 0.2) * (1 + i / num_kills))
         steps = checkpoint.saved_steps(tmp_path)
         newest = is_whole(tmp_path, set(steps))
         assert newest == steps[0]
-    assert newest > 1, "they got somewhere"
     save_at(tmp_path, newest + 1)
     assert names(tmp_path) == [f"step_{newest + i:08d}" for i in (0, 1)]
 
@@ -222,18 +223,22 @@ def save_beside(root: Path, newest: int) -> None:
 @pytest.mark.ranks
 def test_a_kill_while_two_ranks_save_beside_training(tmp_path: Path, num_kills: int) -> None:
     """Of both, or of one, which the other may outlive for a while."""
-    draw, newest = random.Random(1), 0
+    draw, newest, root = random.Random(1), 0, tmp_path / "root"
     seen: set[int] = set()
-    root = tmp_path / "root"
-    for i in range(num_kills):
+    for i in count():
+        if i >= num_kills and len(seen) > 2:
+            break
         job = os.fork()
         if not job:
-            os.setsid()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            run_ranks(save_beside, 2, root, newest)
+            try:
+                os.setsid()
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                run_ranks(save_beside, 2, root, newest)  # raises when one is killed
+            finally:
+                os._exit(1)
         while len(ranks := [int(path.name.split("-")[1]) for path in tmp_path.glob("root-*")]) < 2:
             time.sleep(0.01)
-        time.sleep(draw.uniform(0, 0.5))
+        time.sleep(draw.uniform(0, 0.5) * (1 + i / num_kills))
         if i % 2:
             os.kill(draw.choice(ranks), signal.SIGKILL)
             time.sleep(draw.uniform(0, 0.1))
@@ -244,7 +249,6 @@ def test_a_kill_while_two_ranks_save_beside_training(tmp_path: Path, num_kills: 
         if steps := checkpoint.saved_steps(root):
             newest = is_whole(root, set(steps[:1]), make({}, pipeline={"schedule": "2bw"}))
         seen.add(newest)
-    assert len(seen) > 2, "they got somewhere"
 
 
 def test_what_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
