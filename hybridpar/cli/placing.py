@@ -43,6 +43,9 @@ class Place:
     """-1: as many as the file says."""
     memory_gb: float = 0.0
     """Of each accelerator, in 1e9 bytes; 0: as the file says."""
+    whole_blocks: bool = False
+    """All operators of a block (the nodes' layerId) share a device, as in `hybridpar train`, whose pipeline.split the
+    placement then is, if it is a pipeline."""
     time_limit: float = 60.0
     """Seconds for dp, the milps, local-search and piper, which then give the best that they have, and a bound."""
     max_ideals: int = 0
@@ -73,6 +76,8 @@ class Place:
             workload = workload.with_devices(
                 num_accelerators=self.accelerators or None, num_cpus=None if self.cpus == -1 else self.cpus,
                 memory=1e9 * self.memory_gb or None)
+        if self.whole_blocks:
+            workload = workload.in_blocks()
         split = read_split(workload, self.split) if self.split else None
         options = Options(time_limit=self.time_limit, max_ideals=self.max_ideals or MAX_IDEALS, slots=self.slots,
                           split=split)

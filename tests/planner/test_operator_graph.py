@@ -21,10 +21,11 @@ from hybridpar.planner.hardware import Cluster, find_device, find_link
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.operator_graph import operator_graph
 from hybridpar.planner.operators import Operator, block_operators
-from hybridpar.planner.placement import Options, is_contiguous, make_workload, place, score
+from hybridpar.planner.placement import Options, is_contiguous, make_workload, place, report, score
 from hybridpar.planner.profile import KINDS
 from hybridpar.planner.room import memory_limit
 from hybridpar.planner.split import best_split
+from hybridpar.validate import problems
 
 _exported: dict[str, tuple[Operator, ...]] = {}
 
@@ -192,6 +193,30 @@ def test_the_best_pipeline_is_near_the_planners_split(stages: int, training: boo
         assert period - block <= found.objective <= period + free
     assert place(w, "dp").objective == pytest.approx(place(w, "milp-contiguous").objective, rel=1e-5)
     assert place(w, "milp", Options(time_limit=0.5)).objective <= place(w, "dp").objective * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_whole_blocks_are_the_split_of_a_run(training: bool) -> None:
+    """Links are free. The best stages of whole blocks take what the planner's take; chunks may take less."""
+    config = made.config(num_layers=5)
+    machine = measured(config, 3)
+    w = make_workload(operator_graph(config, machine, training=training)).in_blocks()
+    period = max(planned(config, machine, 3, training)[1])
+    best = place(w, "dp")
+    assert best.objective == pytest.approx(period, rel=1e-4)
+    sizes = tuple(report.split(best))
+    assert sum(sizes) == config.model.num_blocks
+    assert f"--parallel.pp 3 --pipeline.split {' '.join(map(str, sizes))}" in "\n".join(report.lines(best, []))
+    run = replace(config, parallel=replace(config.parallel, pp=3, dp=1), pipeline=replace(config.pipeline, split=sizes))
+    assert problems(run, 3) == []
+    free = place(w, "milp")
+    assert free.proven
+    assert free.objective <= best.objective
+    assert w.blocks is not None
+    for block in range(config.model.num_blocks):
+        assert len(set(free.devices[w.blocks == block].tolist())) == 1
+    if not free.contiguous:
+        assert report.split(free) == []
 
 
 def test_what_cannot_be_a_graph() -> None:

@@ -8,8 +8,8 @@
 Contiguity: z[v, d] >= x[v, d] for forward nodes v, and along a forward edge u -> v, z[v] <= z[u] and
 z[v] <= x[v] - x[u] + 1: after an edge that leaves a device there is nothing of it.
 
-Beyond the paper: classes instead of nodes, nets instead of edges, bounds of L from placements known before, and equal
-devices are told apart (the i-th largest class is on one of the first i).
+Beyond the paper: classes instead of nodes, nets instead of edges, bounds of L from placements known before and from
+coverings (cover.py), and equal devices are told apart (the i-th largest class is on one of the first i).
 
 Source: arXiv 2006.16423, figure 5 and section 5.2.
 """
@@ -23,9 +23,14 @@ import numpy as np
 
 from hybridpar.planner.placement.bound import work_bound
 from hybridpar.planner.placement.classes import ClassGraph
+from hybridpar.planner.placement.cover import cover_bound
 from hybridpar.planner.placement.model import Model
 from hybridpar.planner.placement.workload import Floats, Ints
 
+COVER_SHARE = 0.4
+"""Of the time limit: for the bound that comes first. The best contiguous placement is mostly far above it."""
+GAP = 1e-6
+"""Relative: what is so little above the bound is the best."""
 SLACK = 1e-6
 """Relative, of the upper bound of L: HiGHS keeps rows only to within 1e-6."""
 
@@ -40,11 +45,16 @@ class Solution(NamedTuple):
 
 def solve_max_load(graph: ClassGraph, *, contiguous: bool, known: float, seconds: float) -> Solution:
     """Looks for a placement whose largest load is below `known` (which may be infinite)."""
-    end = time.monotonic() + seconds
-    model, x = _model(graph, contiguous, known)
+    start = time.monotonic()
+    end, least = start + seconds, work_bound(graph)
+    if not contiguous:
+        least = cover_bound(graph, known, start + COVER_SHARE * seconds)
+    if least >= known * (1 - GAP):
+        return Solution(np.empty(0, np.int64), least, True)
+    model, x = _model(graph, contiguous, known, least)
     while True:
         answer = model.solve(end - time.monotonic())
-        bound = max(answer.bound, work_bound(graph))
+        bound = max(answer.bound, least)
         if answer.infeasible:
             return Solution(np.empty(0, np.int64), known, True)
         if not len(answer.values):
@@ -64,7 +74,7 @@ def _overfull(graph: ClassGraph, device: Ints) -> list[Ints]:
     return [np.flatnonzero(device == d) for d in np.flatnonzero(used > graph.workload.room)]
 
 
-def _model(graph: ClassGraph, contiguous: bool, known: float) -> tuple[Model, Ints]:
+def _model(graph: ClassGraph, contiguous: bool, known: float, least: float) -> tuple[Model, Ints]:
     w, n, k = graph.workload, graph.num_classes, graph.workload.num_accelerators
     num_devices = k + w.num_cpus
     model = Model()
@@ -80,7 +90,7 @@ def _model(graph: ClassGraph, contiguous: bool, known: float) -> tuple[Model, In
         for d in range(k):
             model.at_most([(1.0, x[member, d]), (-1.0, high[net, d])], 0.0)
             model.at_most([(1.0, low[net, d]), (-1.0, x[member, d])], 0.0)
-    load = model.variables((1,), work_bound(graph), known * (1 + SLACK) if np.isfinite(known) else np.inf)
+    load = model.variables((1,), least, known * (1 + SLACK) if np.isfinite(known) else np.inf)
     model.objective = int(load[0])
     accelerator = np.where(np.isinf(graph.accelerator_time), 0.0, graph.accelerator_time)
     for d in range(num_devices):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +15,20 @@ from scipy.sparse import csr_array
 
 from hybridpar.planner.placement.workload import Floats, Ints
 
-RELATIVE_GAP = 1e-7
+RELATIVE_GAP = 5e-7
+
+
+@contextmanager
+def own_output() -> Iterator[None]:
+    """What HiGHS prints (it does, whatever its options are) goes to stderr: stdout may be JSON."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,11 +91,12 @@ class Model:
         row, column, value = (np.concatenate(x) for x in zip(*self._rows, strict=True))
         matrix = csr_array((value, (row, column)), shape=(self._num_rows, self._num_variables))
         limits = np.concatenate(self._at_most)
-        result = milp(
-            cost, integrality=np.concatenate(self._integer),
-            bounds=Bounds(np.concatenate(self._lower), np.concatenate(self._upper)),
-            constraints=LinearConstraint(matrix, -np.inf, limits),
-            options={"time_limit": max(seconds, 0.01), "mip_rel_gap": RELATIVE_GAP})
+        with own_output():
+            result = milp(
+                cost, integrality=np.concatenate(self._integer),
+                bounds=Bounds(np.concatenate(self._lower), np.concatenate(self._upper)),
+                constraints=LinearConstraint(matrix, -np.inf, limits),
+                options={"time_limit": max(seconds, 0.01), "mip_rel_gap": RELATIVE_GAP})
         bound = result.get("mip_dual_bound")
         return Answer(
             np.empty(0) if result.x is None else result.x, -np.inf if bound is None else float(bound),

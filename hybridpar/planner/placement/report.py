@@ -46,7 +46,7 @@ def compare(placement: Placement) -> list[Other]:
 
 def device_table(placement: Placement) -> Table:
     """The devices that are used, in the order of the pipeline if they are one."""
-    k, layer_of = placement.workload.num_accelerators, _layers(placement)
+    k, layer_of = placement.workload.num_accelerators, placement.workload.blocks
     times = [("load", placement.score.loads), ("of it transfers", placement.score.transfers)]
     held = chunks(placement.workload, placement.devices)
     columns = ["device", "nodes", *(["layers"] if layer_of is not None else []), *(name for name, _ in times),
@@ -84,6 +84,9 @@ def lines(placement: Placement, others: Sequence[Other]) -> list[str]:
 
 def _shape(placement: Placement, others: Sequence[Other]) -> str:
     if placement.contiguous:
+        if stages := split(placement):
+            return (f"stages of whole blocks: hybridpar train CONFIG.toml --parallel.pp {len(stages)} --pipeline.split "
+                    f"{' '.join(map(str, stages))}")
         if placement.ordered:
             return "contiguous: the devices are a pipeline, in this order"
         return "contiguous, but no pipeline: devices wait for each other in a circle"
@@ -96,14 +99,18 @@ def _shape(placement: Placement, others: Sequence[Other]) -> str:
     return text
 
 
+def split(placement: Placement) -> list[int]:
+    """The blocks of each stage, where the placement is a pipeline of whole blocks in their order; else none."""
+    blocks, row = placement.workload.blocks, in_order(placement.workload, placement.devices)
+    if blocks is None or not row or max(row) >= placement.workload.num_accelerators:
+        return []
+    held = [np.unique(blocks[placement.devices == d]) for d in row]
+    together = np.concatenate(held)
+    return [len(x) for x in held] if together.tolist() == list(range(len(together))) else []
+
+
 def _over(placement: Placement, best: Placement) -> str:
     return f"({placement.objective / best.objective - 1:+.2%})" if best.objective else ""
-
-
-def _layers(placement: Placement) -> Any:
-    """[nodes] layerId, where all nodes have a number there."""
-    found = [extra.get("layerId") for extra in placement.workload.node_extra]
-    return np.array(found) if all(type(x) is int for x in found) else None
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -145,6 +152,6 @@ def as_json(placement: Placement, others: Sequence[Other]) -> Mapping[str, Any]:
     return {
         "ok": True, **placement.document(), "objective": placement.objective, "gap": placement.gap,
         "contiguous": placement.contiguous, "ordered": placement.ordered,
-        "chunks": chunks(placement.workload, placement.devices).tolist(),
+        "split": split(placement), "chunks": chunks(placement.workload, placement.devices).tolist(),
         "memory": placement.score.memory.tolist(), "transfers": placement.score.transfers.tolist(),
         "others": {o.solver: None if o.placement is None else o.placement.objective for o in others}}

@@ -11,14 +11,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
 
-from hybridpar.errors import DataError
+from hybridpar.errors import DataError, config_error
 from hybridpar.planner.placement.fields import Checker
 
 MAX_FILE_BYTES = 256 * 2**20
@@ -82,6 +84,28 @@ class Workload:
             if value is not None:
                 document[key] = value
         return make_workload(document)
+
+    @property
+    def blocks(self) -> Ints | None:
+        """The block of each node, its `layerId`; None where not all nodes have a number there."""
+        found = [extra.get("layerId") for extra in self.node_extra]
+        return np.array(found, np.int64) if all(map(_is_number, found)) else None
+
+    def in_blocks(self) -> Workload:
+        """The same graph, where all nodes of a block share a device. Raises: ConfigError if a node has no block."""
+        if (blocks := self.blocks) is None:
+            extra = self.node_extra
+            at = next(i for i, x in enumerate(extra) if not _is_number(x.get("layerId")))
+            raise config_error(f"nodes[{at}].layerId", extra[at].get("layerId"), "must be the number of a block", "0")
+        colour, block = (np.unique(x, return_inverse=True)[1].ravel() for x in (self.colour, blocks))
+        first = int(colour.max()) + 1  # colours, then blocks: what hangs together shares a device
+        count = first + int(block.max()) + 1
+        pairs = csr_array((np.ones(len(colour)), (colour, first + block)), shape=(count, count))
+        return replace(self, colour=connected_components(pairs)[1][colour].astype(np.int64))
+
+
+def _is_number(block: object) -> bool:
+    return type(block) is int and abs(block) < MAX_INT
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

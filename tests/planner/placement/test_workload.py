@@ -103,3 +103,15 @@ def test_nodes_without_a_colour_have_one_each() -> None:
     given = document(3, [(0, 1)])
     given["nodes"][1]["colorClass"] = 7
     assert len(set(make_workload(given).colour.tolist())) == 3
+
+
+def test_blocks_share_a_device_with_all_their_colours() -> None:
+    """Nodes 0 and 3 have one colour, so blocks 7 and 9 go together."""
+    w = make_workload(document(4, [(0, 1), (1, 2), (2, 3)], colorClass=[1, 2, 3, 1], layerId=[7, 7, 8, 9]))
+    assert w.blocks is not None
+    assert w.blocks.tolist() == [7, 7, 8, 9]
+    colour = w.in_blocks().colour.tolist()
+    assert colour[0] == colour[1] == colour[3] != colour[2]
+    for bad in ([0, 1, 2, None], [0, 1, 2, "x"], [0, 1, 2, True], [0, 1, 2, 10**30]):
+        with pytest.raises(ConfigError, match=r"nodes\[3\].layerId = .*: must be the number of a block"):
+            make_workload(document(4, [(0, 1)], layerId=bad)).in_blocks()
