@@ -108,3 +108,28 @@ def test_products_by_float32(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
     torch.testing.assert_close(y, y_ref.to(dtype))
     for x, x_ref in zip(inputs[:2], wide[:2], strict=True):
         torch.testing.assert_close(x.grad, x_ref.grad.to(dtype))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not in this build of torch")
+@pytest.mark.parametrize("rows", [(3, 11), (1,), (0,)])
+def test_products_by_onednn(monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...]) -> None:
+    """Where oneDNN is the faster one, at any size: the same numbers, the weight's gradient added in blocks of rows."""
+    monkeypatch.setattr(matmul, "_onednn", lambda: matmul._OneDNN(1, 1))
+    monkeypatch.setattr(matmul, "ONEDNN_BLOCK", 4 * 65)
+    inputs = [torch.randn(shape).requires_grad_() for shape in ((*rows, 65), (17, 65), (17,))]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    accumulator = GradientAccumulator(FlatLayout(["w"], [(17, 65)], torch.float32))
+    accumulator.buffers[0].fill_(float("nan"))
+    accumulator.begin(0)
+    accumulator.bind({"w": inputs[1]}, 0)
+    for _ in range(2):
+        y, y_ref = column_linear(*inputs, AXIS), F.linear(*wide)
+        dy = torch.randn(17, *y.shape[:-1]).movedim(0, -1)  # strided
+        y.backward(dy)
+        y_ref.backward(dy.double())
+        torch.testing.assert_close(y, y_ref.float())
+    for x, x_ref in zip(inputs, wide, strict=True):
+        torch.testing.assert_close(x.grad, x_ref.grad.float(), rtol=1e-5, atol=1e-4)
+    w = torch.randn(17, 65, requires_grad=True)
+    column_linear(torch.ones(*rows, 65), w, None, AXIS).sum().backward()  # without a buffer
+    torch.testing.assert_close(w.grad, torch.full((17, 65), float(torch.Size(rows).numel())))
