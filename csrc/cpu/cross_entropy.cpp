@@ -17,6 +17,26 @@ struct Forward {
   Wide<T>*top, *total, *target, *sum;  // sum: of what all logits are above top; null unless asked for
 };
 
+// The largest of `top` and n elements; if one is NaN, that or NaN.
+template <class T>
+HYBRIDPAR_INLINE Wide<T> largest(const T* x, int64_t n, Wide<T> top) {
+  Wide<T> tops[kLanes];
+  std::fill_n(tops, kLanes, top);
+  each(n, [&](int64_t i, int lane) { tops[lane] = x[i] > tops[lane] ? x[i] : tops[lane]; });
+  return max_lanes(tops);
+}
+// Integers that are ordered as the numbers are: 32 in a register, and none of them needs widening.
+HYBRIDPAR_INLINE float largest(const BFloat16* x, int64_t n, float top) {
+  const auto ordered = [](int16_t bits) { return static_cast<int16_t>(bits ^ ((bits >> 15) & 0x7fff)); };
+  int16_t tops[kLanes];
+  std::fill_n(tops, kLanes, ordered(static_cast<int16_t>(narrow<BFloat16>(top).bits)));  // one of them, or infinite: exact
+  each(n, [&](int64_t i, int lane) {
+    const int16_t value = ordered(static_cast<int16_t>(x[i].bits));
+    tops[lane] = value > tops[lane] ? value : tops[lane];
+  });
+  return wide(BFloat16{static_cast<uint16_t>(ordered(max_lanes(tops)))});
+}
+
 template <class T>
 HYBRIDPAR_INLINE void forward_any(const Forward<T>& a, int64_t begin, int64_t end) {
   using W = Wide<T>;
@@ -26,13 +46,7 @@ HYBRIDPAR_INLINE void forward_any(const Forward<T>& a, int64_t begin, int64_t en
     for (int64_t at = 0; at < a.real; at += kChunk) {
       const int64_t n = std::min(kChunk, a.real - at);
       const T* chunk = x + at;
-      W tops[kLanes];
-      std::fill_n(tops, kLanes, top);
-      each(n, [&](int64_t i, int lane) {
-        const W value = wide(chunk[i]);
-        tops[lane] = value > tops[lane] ? value : tops[lane];
-      });
-      const W new_top = max_lanes(tops);
+      const W new_top = largest(chunk, n, top);
       // where nothing is above -infinity yet, subtract nothing
       const W level = new_top == -std::numeric_limits<W>::infinity() ? W(0) : new_top;
       W added[kLanes] = {};
