@@ -85,9 +85,9 @@ HYBRIDPAR_INLINE void backward_any(const Backward<T>& a, int64_t begin, int64_t 
     const int64_t column = a.column[row];
     const bool here = column >= 0 && column < a.real;
     const W logit = here ? wide(x[column]) : W(0);
-    each(a.real, [=](int64_t i, int) {
-      dx[i] = narrow<T>(multiply_add(exponential(wide(x[i]) - top), factor, -level));
-    }, ahead(x), ahead(dx));
+    map(a.real, x, dx, [=](W value) __attribute__((always_inline)) {
+      return multiply_add(exponential(value - top), factor, -level);
+    });
     if (here) dx[column] = narrow<T>(multiply_add(exponential(logit - top), factor, -level) - a.target[row]);
     std::fill(dx + a.real, dx + a.cols, T{});
   }

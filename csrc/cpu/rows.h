@@ -55,24 +55,26 @@ using Wide = typename WideOf<T>::type;
 HYBRIDPAR_INLINE float wide(float x) { return x; }
 HYBRIDPAR_INLINE double wide(double x) { return x; }
 HYBRIDPAR_INLINE float wide(Half x) { return static_cast<float>(x); }
-HYBRIDPAR_INLINE float wide(BFloat16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+HYBRIDPAR_INLINE float from_bits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
+HYBRIDPAR_INLINE float wide(BFloat16 x) { return from_bits(static_cast<uint32_t>(x.bits) << 16); }
 
 template <class T>
 HYBRIDPAR_INLINE T narrow(Wide<T> x) {
   return static_cast<T>(x);
 }
-// rounds to nearest even, keeps NaN
-template <>
-inline __attribute__((always_inline)) BFloat16 narrow<BFloat16>(float x) {
+// Rounded to nearest even, in the upper half of a word; keeps NaN.
+HYBRIDPAR_INLINE uint32_t rounded_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return {static_cast<uint16_t>(x != x ? 0x7fc0u : rounded)};
+  return x != x ? 0x7fc00000u : bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+template <>
+inline __attribute__((always_inline)) BFloat16 narrow<BFloat16>(float x) {
+  return {static_cast<uint16_t>(rounded_bits(x) >> 16)};
 }
 
 HYBRIDPAR_INLINE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
@@ -142,6 +144,30 @@ HYBRIDPAR_INLINE void each(int64_t n, const F& f, const S&... later) {
     at += kShort;
   }
   for (; i + at < n; ++at) f(i + at, at);
+}
+
+// to[i] = f(x[i]), in the type of the arithmetic, for i in [0, n); `to` may be x. Bfloat16 goes by pairs, which are widened and
+// narrowed in the word they are in: moving elements to lanes of twice the size takes longer.
+template <class T, class F>
+HYBRIDPAR_INLINE void map(int64_t n, const T* x, T* to, const F& f) {
+  int64_t i = 0;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    for (; i + kLanes <= n; i += kLanes) {
+      prefetch(ahead(x + i));
+      prefetch(ahead(to + i));
+#pragma omp simd
+      for (int pair = 0; pair < kLanes; pair += 2) {
+        uint32_t both;
+        std::memcpy(&both, x + i + pair, sizeof both);
+        const uint32_t low = rounded_bits(f(from_bits(both << 16))), high = rounded_bits(f(from_bits(both & 0xffff0000u)));
+        both = (low >> 16) | (high & 0xffff0000u);
+        std::memcpy(to + i + pair, &both, sizeof both);
+      }
+    }
+  }
+  const int64_t pairs = i;
+  each(n - pairs, [=](int64_t at, int) __attribute__((always_inline)) { to[pairs + at] = narrow<T>(f(wide(x[pairs + at]))); },
+       ahead(x), ahead(to));
 }
 
 // Writes kLanes elements past the caches, where what is there need not be read first. Call `stored` at the end.
