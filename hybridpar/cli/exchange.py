@@ -46,7 +46,7 @@ class Import:
     """Make a checkpoint of a local Hugging Face folder (GPT-2, LLaMA, Mistral or BERT), to train on any grid."""
 
     source: Positional[Annotated[Path, arg(metavar="FOLDER")]]
-    """A folder with config.json, model.safetensors (or its index and parts) and tokenizer.json."""
+    """A folder with config.json, model.safetensors or pytorch_model.bin (or an index and parts) and tokenizer.json."""
     output: Positional[Annotated[Path, arg(metavar="OUTPUT")]]
     """The new folder: config.toml, tokenizer.json and a checkpoint."""
     verify: bool = False
@@ -74,10 +74,11 @@ def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, 
     for note in made["notes"]:
         print(f"  note: {note}", file=out)
     if verify:
-        found = compare(checkpoint, folder)
+        bare = bool(made.get("started_anew"))
+        found = compare(checkpoint, folder, bare=bare)
         plain |= {"ok": found.ok, "tolerance": TOLERANCE, "largest_difference": found.difference}
-        print(f"  verify: largest difference of a logit {found.difference:.1e} over {found.num_tokens} tokens (logits "
-              f"up to {found.largest:.1e}, tolerance {TOLERANCE:g})", file=out)
+        print(f"  verify: largest difference of a {'feature' if bare else 'logit'} {found.difference:.1e} over "
+              f"{found.num_tokens} tokens (they are up to {found.largest:.1e}, tolerance {TOLERANCE:g})", file=out)
     if as_json:
         print(to_json(plain))
     return 0 if plain["ok"] else 1

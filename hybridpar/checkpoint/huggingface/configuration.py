@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,26 @@ _ROPE_PARAMETERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _LARGEST = 2**31 - 1
 
 
-def family_of(plain: Plain) -> Family:
-    """Raises: ConfigError for a model type that is in no table."""
+def family_of(plain: Plain, tensors: Iterable[str]) -> Family:
+    """The family of a folder; older ones name none, and are known by their tensors.
+
+    Raises: ConfigError for a model type that is in no table.
+    """
     name = plain.get("model_type")
+    if name is None:
+        name = _guess(set(tensors))
     if not isinstance(name, str) or name not in FAMILIES:
         raise config_error("config.json: model_type", name, "is not a model that can be imported",
                            ", ".join(FAMILIES))
     return FAMILIES[name]
+
+
+def _guess(tensors: set[str]) -> str | None:
+    for family in FAMILIES.values():
+        words = f"{family.tensors['embedding.tokens'].names[0]}.weight"
+        if tensors & {words, words.removeprefix(family.prefix)}:
+            return family.model_type
+    return None
 
 
 def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
