@@ -10,12 +10,12 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch import Tensor, serialization
 
 from hybridpar.errors import CheckpointError
 
@@ -49,10 +49,11 @@ def load_pickled(path: Path, inert: str = r"(?!)", old_inert: tuple[str, ...] = 
     try:
         with path.open("rb") as file:
             is_zip = file.read(len(_ZIP)) == _ZIP
-        named = sorted(get_unsafe_globals_in_checkpoint(str(path))) if is_zip else old_inert
-        if foreign := [name for name in named if not re.fullmatch(inert, name)]:
-            raise _refused(path, ", ".join(foreign[:8]))
-        with safe_globals([(Inert, name) for name in named]):
+        with _only_ours():
+            named = sorted(serialization.get_unsafe_globals_in_checkpoint(str(path))) if is_zip else old_inert
+            if foreign := [name for name in named if not re.fullmatch(inert, name)]:
+                raise _refused(path, ", ".join(foreign[:8]))
+            serialization.add_safe_globals([(Inert, name) for name in named])
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except CheckpointError:
         raise
@@ -63,6 +64,18 @@ def load_pickled(path: Path, inert: str = r"(?!)", old_inert: tuple[str, ...] = 
             raise _refused(path, found[1]) from None
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{path}: is damaged, or not a file of torch.save ({reason})") from None
+
+
+@contextmanager
+def _only_ours() -> Iterator[None]:
+    """Without the names that other code of this process has declared safe."""
+    theirs = serialization.get_safe_globals()
+    serialization.clear_safe_globals()
+    try:
+        yield
+    finally:
+        serialization.clear_safe_globals()
+        serialization.add_safe_globals(theirs)
 
 
 def _refused(path: Path, names: str) -> CheckpointError:

@@ -81,6 +81,17 @@ def test_stand_ins_keep_attributes_alone(tmp_path: Path, is_zip: bool) -> None:
     assert list(tensors_in(found, tmp_path)) == ["w"]
 
 
+def test_what_others_declare_safe_is_not(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.pt", Evil(tmp_path / "made", tempfile.mkdtemp))
+    theirs = [tempfile.mkdtemp, (Evil, "some.name")]
+    with torch.serialization.safe_globals(theirs):
+        before = torch.serialization.get_safe_globals()
+        with pytest.raises(CheckpointError, match=r"names tempfile\.mkdtemp"):
+            load_pickled(path)
+        assert set(torch.serialization.get_safe_globals()) == set(before)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @FORMAT
 def test_damaged_files(tmp_path: Path, is_zip: bool) -> None:
     whole = write(tmp_path / "x.pt", {"w": torch.arange(200.0)}, is_zip).read_bytes()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridpar.checkpoint.huggingface.families import EVERYWHERE, FAMILIES, REQUIRED, SAYS_NOTHING, Family, Key
+from hybridpar.checkpoint.huggingface.source import CONFIG
 from hybridpar.config import ModelConfig
 from hybridpar.errors import ConfigError, Problem, config_error
 
@@ -51,7 +52,7 @@ def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
         try:
             value = _read(plain, key)
         except ValueError as error:
-            problems.append(_problem(key.theirs, plain.get(key.theirs), str(error)))
+            problems.append(_problem(key.theirs, plain.get(key.theirs), str(error), where=family.settings))
             continue
         if key.ours in given and values[key.ours] != value:
             problems.append(_problem(key.theirs, plain.get(key.theirs, key.default), f"must be as {given[key.ours]}: "
@@ -66,8 +67,8 @@ def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
     return replace(ModelConfig(), **values), sorted(set(plain) - known)
 
 
-def _problem(key: str, value: object, rule: str, suggestion: str = "") -> Problem:
-    return Problem(f"config.json: {key}", value, rule, suggestion)
+def _problem(key: str, value: object, rule: str, suggestion: str = "", where: str = CONFIG) -> Problem:
+    return Problem(f"{where}: {key}", value, rule, suggestion)
 
 
 def _unsupported(plain: Plain, family: Family) -> Iterator[Problem]:
@@ -76,7 +77,8 @@ def _unsupported(plain: Plain, family: Family) -> Iterator[Problem]:
         if not any(value == w and isinstance(value, bool) == isinstance(w, bool) for w in works):
             if key == "sliding_window" and _reaches(value, plain.get("max_position_embeddings")):
                 continue
-            yield _problem(key, value, f"hybridpar has no such feature for {family.model_type}", str(works[0]))
+            yield _problem(key, value, f"hybridpar has no such feature for {family.model_type}", str(works[0]),
+                           family.settings)
 
 
 def _reaches(window: Any, length: Any) -> bool:

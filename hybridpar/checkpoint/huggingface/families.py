@@ -50,6 +50,7 @@ class Family:
     only: keys of config.json whose other values we cannot compute, with what works; the first is the default.
     computed: patterns of what their files may hold that is no parameter.
     renamed: endings in older files, and what they are now.
+    settings: where its keys are, for messages.
     """
 
     model_type: str
@@ -65,6 +66,7 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     rotary: bool = False
+    settings: str = "config.json"
 
 
 def _one(name: str, layout: str = "same") -> Tensors:

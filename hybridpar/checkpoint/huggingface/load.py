@@ -16,7 +16,7 @@ from hybridpar.checkpoint.huggingface.configuration import family_of, model_of
 from hybridpar.checkpoint.huggingface.families import Family
 from hybridpar.checkpoint.huggingface.folder import new_folder
 from hybridpar.checkpoint.huggingface.names import Match, Plan, match, plan_of
-from hybridpar.checkpoint.huggingface.source import CONFIG, DTYPES, WeightFiles, read_json
+from hybridpar.checkpoint.huggingface.source import CONFIG, DTYPES, WeightFiles, Weights, read_json
 from hybridpar.checkpoint.huggingface.tokens import TOKENIZER, tokenizer_of
 from hybridpar.checkpoint.save import save_weights
 from hybridpar.config import Config, ModelConfig, ParallelConfig, TrainConfig, to_toml
@@ -56,31 +56,34 @@ def import_folder(source: str | Path, output: str | Path) -> Imported:
     files = WeightFiles(source)
     family = family_of(plain, files.shapes)
     model, unknown = model_of(plain, family)
-    _check_sizes(model, files)
+    check_sizes(model, files, CONFIG)
     if model.kind == "bert":
         model = replace(model, sentence_head=_sentence_head(plain, files))
+    known = [f"config.json: {', '.join(unknown)}: no keys of {family.model_type}, passed over"] if unknown else []
+    return make_checkpoint(files, model, family, output, known)
+
+
+def make_checkpoint(files: Weights, model: ModelConfig, family: Family, output: Path, notes: list[str]) -> Imported:
+    """Makes the folder of `import_folder` from the tensors of a model of that family. Raises: as that."""
     plan = plan_of(model, family)
     matched = match(files.shapes, plan, family)
     dtype = _dtype(files, matched)
-    tokenizer = tokenizer_of(source, model)
+    tokenizer = tokenizer_of(files.folder, model)
     config = _config_of(model, dtype, output.resolve(), has_tokenizer=bool(tokenizer))
     with new_folder(output) as aside:
         write_text(aside / "config.toml", to_toml(config))
         if tokenizer:
             write_text(aside / TOKENIZER, tokenizer)
-        weights = _read(files, plan, matched, OUR_DTYPES[dtype])
+        weights = _read(files, plan, matched, OUR_DTYPES[dtype], family.settings)
         placements = {entry.ours: entry.placement for entry in plan.entries}
         saved = save_weights(aside / "checkpoints", config, weights, placements)
     return Imported(
         output, output / "checkpoints" / saved.name, family.model_type, dtype, len(matched.names),
-        plan.num_parameters, tuple(_notes(unknown, matched, family, has_tokenizer=bool(tokenizer))),
-        tuple(matched.absent))
+        plan.num_parameters, (*notes, *_notes(matched, family, has_tokenizer=bool(tokenizer))), tuple(matched.absent))
 
 
-def _notes(unknown: list[str], matched: Match, family: Family, *, has_tokenizer: bool) -> list[str]:
+def _notes(matched: Match, family: Family, *, has_tokenizer: bool) -> list[str]:
     notes = []
-    if unknown:
-        notes.append(f"config.json: {', '.join(unknown)}: no keys of {family.model_type}, passed over")
     if matched.unused:
         notes.append(f"{len(matched.unused)} tensors that take no part in {family.model_type} passed over: "
                      f"{matched.unused[0]}{', ..' * (len(matched.unused) > 1)}")
@@ -92,18 +95,18 @@ def _notes(unknown: list[str], matched: Match, family: Family, *, has_tokenizer:
     return notes
 
 
-def _check_sizes(model: ModelConfig, files: WeightFiles) -> None:
-    """Before anything is built. Raises: ConfigError where config.json names sizes that no tensor has."""
+def check_sizes(model: ModelConfig, files: Weights, settings: str) -> None:
+    """Before anything is built. Raises: ConfigError where its settings name sizes that no tensor has."""
     largest = max((max(shape, default=1) for shape in files.shapes.values()), default=0)
     if model.num_layers > len(files.shapes):
-        raise config_error("config.json: the number of layers", model.num_layers,
+        raise config_error(f"{settings}: the number of layers", model.num_layers,
                            f"the files have {len(files.shapes)} tensors in all")
     for name in _BY_TENSOR[1:]:
         if (value := getattr(model, name)) > largest:
-            raise config_error(f"config.json: what is model.{name} here", value,
+            raise config_error(f"{settings}: what is model.{name} here", value,
                                f"the longest dimension of a tensor in the files is {largest}")
     if model.position == "learned" and model.seq_length > largest:
-        raise config_error("config.json: the number of positions", model.seq_length,
+        raise config_error(f"{settings}: the number of positions", model.seq_length,
                            f"the longest dimension of a tensor in the files is {largest}")
 
 
@@ -117,7 +120,7 @@ def _sentence_head(plain: Mapping[str, Any], files: WeightFiles) -> Any:
     return head
 
 
-def _dtype(files: WeightFiles, matched: Match) -> str:
+def _dtype(files: Weights, matched: Match) -> str:
     """The smallest precision, of those that we train in, that holds all tensors exactly. Raises: CheckpointError."""
     for name in matched.names.values():
         if files.dtypes[name] not in DTYPES:
@@ -135,12 +138,12 @@ def _config_of(model: ModelConfig, dtype: str, output: Path, *, has_tokenizer: b
         run=replace(config.run, name=f"{output.name}-trained"))
 
 
-def _read(files: WeightFiles, plan: Plan, matched: Match, dtype: torch.dtype) -> dict[str, Tensor]:
+def _read(files: Weights, plan: Plan, matched: Match, dtype: torch.dtype, settings: str) -> dict[str, Tensor]:
     """Raises: CheckpointError for tensors that should be equal and are not."""
     for copy, original in matched.copies.items():
         if not torch.equal(files.read(copy), files.read(original)):
-            raise CheckpointError(f"{files.folder}: {copy} and {original} differ, but config.json ties them; make them "
-                                  "equal, or set tie_word_embeddings to false")
+            raise CheckpointError(f"{files.folder}: {copy} and {original} differ, but {settings} ties them; make them "
+                                  "equal, or untie them there (tie_word_embeddings)")
     weights = {}
     for entry in plan.entries:
         if entry.ours in matched.absent:

@@ -129,13 +129,13 @@ def match(found: Mapping[str, Shape], plan: Plan, family: Family) -> Match:
     needed = {name for entry in plan.entries if entry.ours not in absent for name in entry.theirs}
     wrong = [f"{name} is missing; must be there with shape {list(shape)}"
              for name, shape in wanted.items() if name in needed and name not in names]
-    wrong += [f"{names[name]} has shape {list(found[names[name]])}, config.json makes it {list(shape)}"
+    wrong += [f"{names[name]} has shape {list(found[names[name]])}, {family.settings} makes it {list(shape)}"
               for name, shape in wanted.items() if name in names and found[names[name]] != shape]
     wrong += [f"{name} {list(found[name])} is no tensor of this {family.model_type}; remove it from the files if it "
               "has no part in the language model" for name in found if name not in used and name not in unused]
     if wrong:
         more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-        raise CheckpointError("the tensors do not fit config.json:\n  - " + "\n  - ".join(wrong[:_SHOWN] + more))
+        raise CheckpointError(f"the tensors do not fit {family.settings}:\n  - " + "\n  - ".join(wrong[:_SHOWN] + more))
     return Match(names, copies, unused, absent)
 
 

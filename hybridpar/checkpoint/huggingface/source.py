@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,11 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As safetensors calls it; others as torch does."""
+    return _NAMES.get(dtype, str(dtype))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises: CheckpointError if the file is missing, or something else."""
     try:
@@ -33,6 +38,16 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise CheckpointError(f"{path}: must be a JSON object, not a {type(plain).__name__}")
     return plain
+
+
+class Weights(Protocol):
+    """Tensors of another program, by its names. `dtypes`: as safetensors calls them."""
+
+    folder: Path
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+
+    def read(self, name: str) -> Tensor: ...
 
 
 class Pickled:
@@ -112,6 +127,6 @@ def _kind(opened: Any, name: str) -> tuple[tuple[int, ...], str]:
     """A tensor's shape, and its type as safetensors calls it."""
     if isinstance(opened, Pickled):
         tensor = opened.tensors[name]
-        return tuple(tensor.shape), _NAMES.get(tensor.dtype, str(tensor.dtype))
+        return tuple(tensor.shape), dtype_name(tensor.dtype)
     part = opened.get_slice(name)
     return tuple(part.get_shape()), part.get_dtype()
