@@ -195,6 +195,11 @@ def test_ranks_that_are_missing_or_differ(tmp_path: Path) -> None:
     refused(tmp_path, root, CheckpointError, "has types BF16, F32 on different ranks")
     with_(model=whole["model"] | {"output_layer.weight": whole["model"]["output_layer.weight"] + 1})
     refused(tmp_path, root, CheckpointError, r"output_layer\.weight and embedding.* differ, but args ties them")
+    with_(model=whole["model"] | {name: torch.tensor(1.0)})
+    refused(tmp_path, root, CheckpointError, f"{name.replace('.1.', '.3.')} differs between tensor ranks")
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    with_(model=whole["model"] | {name: torch.tensor(1.0)})
+    refused(tmp_path, root, CheckpointError, "it has 2 dimensions at least")
     torch.save({"weights": 1}, path)
     refused(tmp_path, root, CheckpointError, "has no 'model'")
     torch.save([1], path)
@@ -203,6 +208,18 @@ def test_ranks_that_are_missing_or_differ(tmp_path: Path) -> None:
     refused(tmp_path, root, CheckpointError, "has none of model_optim_rng.pt")
     path.parent.rmdir()
     refused(tmp_path, root, CheckpointError, r"has no file of tensor rank 1, pipeline rank 1, with 2 x 2 ranks")
+
+
+def test_gates_that_are_not_half_of_a_rank(tmp_path: Path) -> None:
+    _, model = made(tmp_path, "llama")
+    root = write(tmp_path / "megatron", model, Layout("core", 2))
+    paths = sorted(root.glob("*/*/*.pt"))
+    whole = [torch.load(path, weights_only=False) for path in paths]
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    rows = torch.cat([part["model"][name] for part in whole]).split([69, 71])
+    for path, part, moved in zip(paths, whole, rows, strict=True):
+        torch.save(part | {"model": part["model"] | {name: moved.clone()}}, path)
+    refused(tmp_path, root, CheckpointError, "has 69 rows on a rank, which are no halves")
 
 
 def test_what_could_run_code_is_refused(tmp_path: Path) -> None:

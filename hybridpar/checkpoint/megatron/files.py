@@ -11,6 +11,7 @@ a rank has several stages. In their place, model.safetensors with the same names
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -31,6 +32,7 @@ ARGUMENTS = "args.json"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _PICKLED = ("model_optim_rng.pt", "model_rng.pt")
 _SAFE = "model.safetensors"
+_WORDS = "embedding.word_embeddings.weight"
 _CHUNK = re.compile(r"model(\d*)")
 _PLAIN = (bool, int, float, str, type(None))
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
@@ -64,10 +66,10 @@ class MegatronFiles:
         self.args, self.version = self._arguments(shards[0, 0])
         self._check_ranks()
         self._parts = _together(self.folder, {place: shard[0] for place, shard in shards.items()}, tp, pp)
-        words = self._parts.get("embedding.word_embeddings.weight")
-        if words is None:
-            raise CheckpointError(f"{self.folder}: has no embedding.word_embeddings.weight; only GPTs are imported")
-        self.rows = sum(len(part) for part in words)
+        if _WORDS not in self._parts:
+            raise CheckpointError(f"{self.folder}: has no {_WORDS}; only GPTs are imported")
+        self._vocab_size = sys.maxsize
+        self.rows = self._shape(_WORDS)[0]
         self.dtypes = {name: self._dtype(name) for name in self._parts}
         self.cut_vocabulary(self.rows)
 
@@ -129,6 +131,8 @@ class MegatronFiles:
         if ".linear_qkv." in name:
             parts = [self._by_head(part) for part in parts]
         if ".linear_fc1." in name and self.args.get("swiglu"):
+            if any(len(part) % 2 for part in parts):
+                raise CheckpointError(f"{self.folder}: {name} has {len(parts[0])} rows on a rank, which are no halves")
             parts = [half for i in range(2) for half in (part.chunk(2)[i] for part in parts)]
         whole = torch.cat(parts, dim)
         return whole[: self._vocab_size] if self._has_vocabulary(name) else whole
