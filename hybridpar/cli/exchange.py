@@ -1,4 +1,4 @@
-"""The commands that exchange models with Hugging Face; see commands.py."""
+"""The commands that exchange models with Hugging Face and Megatron-LM; see commands.py."""
 
 from __future__ import annotations
 
@@ -43,20 +43,34 @@ class Export:
 
 @dataclass(frozen=True)
 class Import:
-    """Make a checkpoint of a local Hugging Face folder (GPT-2, LLaMA, Mistral or BERT), to train on any grid."""
+    """Make a checkpoint of a local Hugging Face folder (GPT-2, LLaMA, Mistral or BERT) or of a GPT of Megatron-LM, to
+    train on any grid."""
 
     source: Positional[Annotated[Path, arg(metavar="FOLDER")]]
-    """A folder with config.json, model.safetensors (or its index and parts) and tokenizer.json."""
+    """A folder with config.json, model.safetensors or pytorch_model.bin (or an index and parts) and tokenizer.json;
+    or one with iter_0000100/mp_rank_00/model_optim_rng.pt (or that of one iteration)."""
     output: Positional[Annotated[Path, arg(metavar="OUTPUT")]]
     """The new folder: config.toml, tokenizer.json and a checkpoint."""
+    vocab_size: int | None = None
+    """Megatron-LM: tokens of the vocabulary; further rows of the embedding are its padding."""
     verify: bool = False
     """Load both sides afterwards and compare their logits; needs transformers."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:
         from hybridpar.checkpoint.huggingface import import_folder
+        from hybridpar.checkpoint.megatron import import_megatron, is_megatron
 
-        made = import_folder(self.source, self.output)
+        if is_megatron(self.source):
+            if self.verify:
+                raise config_error("verify", True, "transformers cannot read Megatron-LM's files", "hybridpar export "
+                                   f"{self.output} FOLDER --verify afterwards")
+            made = import_megatron(self.source, self.output, self.vocab_size)
+        elif self.vocab_size is not None:
+            raise config_error("vocab_size", self.vocab_size, f"is for Megatron-LM's files; {self.source} has none of "
+                               "them", "without it")
+        else:
+            made = import_folder(self.source, self.output)
         what = f"{made.num_parameters:,} parameters of a {made.model_type}, {made.dtype}"
         text = f"{made.folder}: {what}; hybridpar train {made.folder / 'config.toml'} goes on from it"
         return _exchanged(asdict(made), text, made.checkpoint, self.source, verify=self.verify, as_json=self.json)
@@ -74,10 +88,11 @@ def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, 
     for note in made["notes"]:
         print(f"  note: {note}", file=out)
     if verify:
-        found = compare(checkpoint, folder)
+        bare = bool(made.get("started_anew"))
+        found = compare(checkpoint, folder, bare=bare)
         plain |= {"ok": found.ok, "tolerance": TOLERANCE, "largest_difference": found.difference}
-        print(f"  verify: largest difference of a logit {found.difference:.1e} over {found.num_tokens} tokens (logits "
-              f"up to {found.largest:.1e}, tolerance {TOLERANCE:g})", file=out)
+        print(f"  verify: largest difference of a {'feature' if bare else 'logit'} {found.difference:.1e} over "
+              f"{found.num_tokens} tokens (they are up to {found.largest:.1e}, tolerance {TOLERANCE:g})", file=out)
     if as_json:
         print(to_json(plain))
     return 0 if plain["ok"] else 1

@@ -30,7 +30,7 @@ from hybridpar.checkpoint.huggingface.verify import load_theirs, our_logits, ran
 from hybridpar.checkpoint.whole import whole_model
 from hybridpar.cli import main
 from hybridpar.comm import gather_objects
-from hybridpar.config import Launch, ModelConfig, load_toml
+from hybridpar.config import Launch, load_toml
 from hybridpar.errors import CheckpointError
 from hybridpar.train.engine import Engine
 from hybridpar.train.loop import train
@@ -131,8 +131,8 @@ def test_verify_sees_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[
         compare(folder, made.folder)
 
 
-def their_loss(folder: Path, model: ModelConfig, tokens: Tensor) -> float:
-    loaded = load_theirs(folder, model)
+def their_loss(folder: Path, tokens: Tensor) -> float:
+    loaded = load_theirs(folder, "AutoModelForCausalLM")
     with torch.no_grad():
         return float(loaded(input_ids=tokens, labels=tokens).loss)
 
@@ -147,7 +147,7 @@ def test_a_trained_gpt_is_the_same_model_there(tmp_path: Path) -> None:
     tokens = random_batch(config.model)["tokens"]
     logits = our_logits(config.model, whole_model(config.model, weights), {"tokens": tokens})["words"]
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    assert their_loss(made.folder, config.model, tokens) == pytest.approx(float(loss), abs=1e-5)
+    assert their_loss(made.folder, tokens) == pytest.approx(float(loss), abs=1e-5)
     tokenizer = transformers.AutoTokenizer.from_pretrained(made.folder, local_files_only=True)
     text = "Stone rivers clouding lamp. é→"
     ids = tokenizer(text)["input_ids"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -103,7 +105,11 @@ GRIDS = st.tuples(*[st.integers(1, 4)] * 3).filter(lambda g: g[0] * g[1] * g[2] 
 MODELS = st.fixed_dictionaries({
     "kind": st.sampled_from(["gpt", "bert"]), "num_kv_heads": st.sampled_from([1, 2, 4]),
     "ffn_hidden_size": st.integers(3, 14), "vocab_size": st.integers(3, 21), "tie_embeddings": st.booleans(),
-    "activation": st.sampled_from(["gelu", "swiglu"]), "position": st.sampled_from(["learned", "rotary"])})
+    "activation": st.sampled_from(["gelu", "swiglu"]), "position": st.sampled_from(["learned", "rotary"]),
+    "num_layers": st.sampled_from([2, 3])})
+SPLITS = st.none() | st.randoms(use_true_random=False)  # the stages' sizes: by cost, or any
+STATES = {"adamw": [("exp_avg", "exp_avg_sq")], "lamb": [("exp_avg", "exp_avg_sq")], "sgd": [("momentum",)],
+          "muon": [("exp_avg", "exp_avg_sq"), ("momentum",)]}
 KEPT = st.sampled_from([  # schedule, optimizer, staleness
     ("1f1b", "adamw", "none"), ("1f1b", "muon", "none"), ("1f1b", "adamw", "nesterov"), ("1f1b", "lamb", "none"),
     ("2bw", "adamw", "none"), ("2bw", "sgd", "none"), ("2bw", "muon", "extrapolation"), ("2bw", "lamb", "none"),
@@ -111,12 +117,34 @@ KEPT = st.sampled_from([  # schedule, optimizer, staleness
 
 
 def sections(grid: tuple[int, int, int], zero: int, model: dict[str, Any], kept: tuple[str, str, str],
-             dtype: str) -> Config:
+             dtype: str, random: Random | None = None) -> Config:
     tp, pp, dp = grid
     schedule, optimizer, staleness = kept
     model = model | {"hidden_size": 16 if model["position"] == "rotary" else 12}
-    return make({"tp": tp, "pp": pp, "dp": dp, "zero": zero}, model=model, pipeline={"schedule": schedule},
+    blocks = model.get("num_layers", MODEL["num_layers"]) + 2
+    cuts = [0, *sorted(random.sample(range(1, blocks), pp - 1)), blocks] if random else [0]
+    split = [b - a for a, b in pairwise(cuts)]
+    return make({"tp": tp, "pp": pp, "dp": dp, "zero": zero}, model=model,
+                pipeline={"schedule": schedule, "split": split},
                 optim={"name": optimizer, "staleness": staleness}, train={"dtype": dtype})
+
+
+def nothing_is_left_out(names: set[str], versions: list[int], tied: dict[str, str], kept: tuple[str, str, str]) -> None:
+    """All ranks together hold every weight of every version, and every state of the optimizer of every one.
+
+    tied: what each parameter is called, and what it is one with: with ZeRO their states may be under either name.
+    """
+    _, optimizer, staleness = kept
+    more = ("previous_update",) if staleness == "extrapolation" else ()
+    states: dict[str, set[str]] = {one: set() for one in tied.values()}
+    for name in names:
+        kind, _, rest = name.partition("/")
+        if kind == "optimizer":
+            parameter, _, state = rest.rpartition(".")
+            states[tied[parameter]].add(state)
+    for name, one in tied.items():
+        assert {f"weights/{version}/{name}" for version in versions} <= names
+        assert states[one] in [{*states_of, *more} for states_of in STATES[optimizer]], name
 
 
 GPT = {"kind": "gpt", "num_kv_heads": 2, "ffn_hidden_size": 11, "vocab_size": 13, "tie_embeddings": True,
@@ -124,25 +152,34 @@ GPT = {"kind": "gpt", "num_kv_heads": 2, "ffn_hidden_size": 11, "vocab_size": 13
 PLAIN = ("2bw", "adamw", "none")
 
 
-@settings(max_examples=40)
-@given(GRIDS, GRIDS, st.integers(0, 1), st.integers(0, 1), MODELS, KEPT, st.sampled_from(["fp32", "bf16", "fp64"]))
-@example((4, 4, 4), (3, 2, 4), 1, 1, GPT, PLAIN, "fp32")
-@example((4, 1, 3), (1, 4, 3), 1, 1, GPT, PLAIN, "bf16")
-@example((3, 4, 1), (2, 1, 4), 1, 1, GPT, ("2bw", "muon", "extrapolation"), "fp32")
-@example((1, 1, 1), (4, 3, 1), 0, 1, GPT | {"kind": "bert"}, ("2bw", "adamw", "prediction"), "fp32")
-@example((4, 2, 1), (1, 1, 1), 1, 0, GPT | {"activation": "swiglu"}, PLAIN, "fp16")
+@settings(max_examples=30)
+@given(GRIDS, GRIDS, st.integers(0, 1), st.integers(0, 1), MODELS, KEPT, st.sampled_from(["fp32", "bf16", "fp64"]),
+       SPLITS, SPLITS)
+@example((4, 4, 4), (3, 2, 4), 1, 1, GPT, PLAIN, "fp32", None, None)
+@example((4, 1, 3), (1, 4, 3), 1, 1, GPT, PLAIN, "bf16", None, None)
+@example((3, 4, 1), (2, 1, 4), 1, 1, GPT, ("2bw", "muon", "extrapolation"), "fp32", None, None)
+@example((1, 1, 1), (4, 3, 1), 0, 1, GPT | {"kind": "bert"}, ("2bw", "adamw", "prediction"), "fp32", None, Random(1))
+@example((4, 2, 1), (1, 1, 1), 1, 0, GPT | {"activation": "swiglu"}, PLAIN, "fp16", Random(2), None)
+@example((2, 2, 3), (1, 2, 1), 0, 1, GPT | {"vocab_size": 3}, ("1f1b", "lamb", "none"), "fp32", None, None)
+@example((1, 1, 1), (1, 3, 4), 0, 1, GPT | {"vocab_size": 3}, ("1f1b", "adamw", "none"), "fp32", None, None)
 def test_every_tensor_and_moment_is_the_same_on_another_grid(
         before: tuple[int, int, int], after: tuple[int, int, int], zero_before: int, zero_after: int,
-        model: dict[str, Any], kept: tuple[str, str, str], dtype: str) -> None:
+        model: dict[str, Any], kept: tuple[str, str, str], dtype: str, split_before: Random | None,
+        split_after: Random | None) -> None:
+    names: set[str] = set()
+    tied: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        saved = save_all(Path(folder), sections(before, zero_before, model, kept, dtype))
-        for engine in load_all(saved, sections(after, zero_after, model, kept, dtype)):
+        saved = save_all(Path(folder), sections(before, zero_before, model, kept, dtype, split_before))
+        for engine in load_all(saved, sections(after, zero_after, model, kept, dtype, split_after)):
             assert not differing(engine), engine.grid.describe()
+            names |= engine.state_tensors().keys()
+            tied |= {name: place.tied or name for name, place in engine.placements.items()}
             meta = engine.state_meta()
             assert (meta["batches_done"], meta["num_updates"]) == (5, 5)
             if dtype == "fp16":
                 assert meta["loss_scaler"] == SCALER
             assert meta["loss_scales"] == {str(v): 2.0**v for v in meta["versions"]}
+    nothing_is_left_out(names, meta["versions"], tied, kept)
 
 
 def test_there_and_back_gives_equal_files(tmp_path: Path) -> None:

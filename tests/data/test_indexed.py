@@ -2,6 +2,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,6 +64,30 @@ def test_round_trip(tmp_path_factory, documents, dtype):
     assert np.diff(data.documents).tolist() == [len(d) for d in documents]
     assert data.tokens.tolist() == [token for document in documents for s in document for token in s]
     assert data.dtype == dtype
+
+
+@settings(max_examples=20, deadline=None)
+@given(documents=st.lists(st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=4), max_size=6),
+       dtype=st.sampled_from(["uint8", "int8", "int16", "int32", "int64", "uint16"]))
+def test_the_files_of_megatron_core_are_ours_byte_for_byte(tmp_path_factory, documents, dtype):
+    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    prefix = tmp_path_factory.mktemp("pair")
+    with IndexedWriter(prefix / "ours", dtype) as writer:
+        for sequences in documents:
+            writer.add_document(list(chain.from_iterable(sequences)), [len(s) for s in sequences])
+    builder = theirs.IndexedDatasetBuilder(str(prefix / "theirs.bin"), dtype=np.dtype(dtype).type)
+    for sequences in documents:
+        for sequence in sequences:
+            builder.add_item(torch.tensor(sequence, dtype=torch.int64))
+        builder.end_document()
+    builder.finalize(str(prefix / "theirs.idx"))
+    for suffix in (".bin", ".idx"):
+        assert (prefix / f"ours{suffix}").read_bytes() == (prefix / f"theirs{suffix}").read_bytes()
+    assert [s.tolist() for s in IndexedDataset(prefix / "theirs")] == list(chain.from_iterable(documents))
+    if (prefix / "ours.bin").stat().st_size:  # theirs cannot map an empty file
+        read = theirs.IndexedDataset(str(prefix / "ours"))
+        assert [read[i].tolist() for i in range(len(read))] == list(chain.from_iterable(documents))
+        assert read.document_indices.tolist() == IndexedDataset(prefix / "ours").documents.tolist()
 
 
 @pytest.mark.parametrize(("dtype", "token"), [("<u2", 65536), ("<u2", -1), ("<i4", 2**31), ("u1", 256)])

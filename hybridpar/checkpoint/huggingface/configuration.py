@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from hybridpar.checkpoint.huggingface.families import EVERYWHERE, FAMILIES, REQUIRED, SAYS_NOTHING, Family, Key
+from hybridpar.checkpoint.huggingface.source import CONFIG
 from hybridpar.config import ModelConfig
 from hybridpar.errors import ConfigError, Problem, config_error
 
@@ -17,13 +18,26 @@ _ROPE_PARAMETERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _LARGEST = 2**31 - 1
 
 
-def family_of(plain: Plain) -> Family:
-    """Raises: ConfigError for a model type that is in no table."""
+def family_of(plain: Plain, tensors: Iterable[str]) -> Family:
+    """The family of a folder; older ones name none, and are known by their tensors.
+
+    Raises: ConfigError for a model type that is in no table.
+    """
     name = plain.get("model_type")
+    if name is None:
+        name = _guess(set(tensors))
     if not isinstance(name, str) or name not in FAMILIES:
         raise config_error("config.json: model_type", name, "is not a model that can be imported",
                            ", ".join(FAMILIES))
     return FAMILIES[name]
+
+
+def _guess(tensors: set[str]) -> str | None:
+    for family in FAMILIES.values():
+        words = f"{family.tensors['embedding.tokens'].names[0]}.weight"
+        if tensors & {words, words.removeprefix(family.prefix)}:
+            return family.model_type
+    return None
 
 
 def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
@@ -38,7 +52,7 @@ def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
         try:
             value = _read(plain, key)
         except ValueError as error:
-            problems.append(_problem(key.theirs, plain.get(key.theirs), str(error)))
+            problems.append(_problem(key.theirs, plain.get(key.theirs), str(error), where=family.settings))
             continue
         if key.ours in given and values[key.ours] != value:
             problems.append(_problem(key.theirs, plain.get(key.theirs, key.default), f"must be as {given[key.ours]}: "
@@ -53,8 +67,8 @@ def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
     return replace(ModelConfig(), **values), sorted(set(plain) - known)
 
 
-def _problem(key: str, value: object, rule: str, suggestion: str = "") -> Problem:
-    return Problem(f"config.json: {key}", value, rule, suggestion)
+def _problem(key: str, value: object, rule: str, suggestion: str = "", where: str = CONFIG) -> Problem:
+    return Problem(f"{where}: {key}", value, rule, suggestion)
 
 
 def _unsupported(plain: Plain, family: Family) -> Iterator[Problem]:
@@ -63,7 +77,8 @@ def _unsupported(plain: Plain, family: Family) -> Iterator[Problem]:
         if not any(value == w and isinstance(value, bool) == isinstance(w, bool) for w in works):
             if key == "sliding_window" and _reaches(value, plain.get("max_position_embeddings")):
                 continue
-            yield _problem(key, value, f"hybridpar has no such feature for {family.model_type}", str(works[0]))
+            yield _problem(key, value, f"hybridpar has no such feature for {family.model_type}", str(works[0]),
+                           family.settings)
 
 
 def _reaches(window: Any, length: Any) -> bool:

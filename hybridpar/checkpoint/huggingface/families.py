@@ -46,9 +46,11 @@ class Family:
     model: the keys of [model] that all of the family have in common.
     tensors: by module of ours, or by parameter where that differs; parts are embedding, layer and head.
     copies: tensors that may be in their files a second time, by the name of the first.
+    heads: modules of ours that files of a bare model lack, all of a group at once; they start anew then.
     only: keys of config.json whose other values we cannot compute, with what works; the first is the default.
     computed: patterns of what their files may hold that is no parameter.
     renamed: endings in older files, and what they are now.
+    settings: where its keys are, for messages.
     """
 
     model_type: str
@@ -58,11 +60,13 @@ class Family:
     tensors: Mapping[str, Tensors]
     keys: tuple[Key, ...]
     copies: Mapping[str, str] = field(default_factory=dict)
+    heads: tuple[tuple[str, ...], ...] = ()
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     computed: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     rotary: bool = False
+    settings: str = "config.json"
 
 
 def _one(name: str, layout: str = "same") -> Tensors:
@@ -181,6 +185,7 @@ BERT = Family(
         Key("attention_probs_dropout_prob", "attention_dropout", 0.1), Key("initializer_range", "init_std", 0.02),
     ),
     copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
+    heads=(("head.transform", "head.norm", "head.language_model.projection"), ("head.classifier",)),
     only={"type_vocab_size": (2,), "position_embedding_type": ("absolute",)},
     computed=(r"bert\.embeddings\.position_ids",),
     renamed={".gamma": ".weight", ".beta": ".bias"},

@@ -16,13 +16,13 @@ from hybridpar.checkpoint.huggingface.configuration import family_of, model_of
 from hybridpar.checkpoint.huggingface.families import Family
 from hybridpar.checkpoint.huggingface.folder import new_folder
 from hybridpar.checkpoint.huggingface.names import Match, Plan, match, plan_of
-from hybridpar.checkpoint.huggingface.source import CONFIG, DTYPES, WeightFiles, read_json
-from hybridpar.checkpoint.huggingface.tokens import TOKENIZER
+from hybridpar.checkpoint.huggingface.source import CONFIG, DTYPES, WeightFiles, Weights, read_json
+from hybridpar.checkpoint.huggingface.tokens import TOKENIZER, tokenizer_of
 from hybridpar.checkpoint.save import save_weights
-from hybridpar.config import Config, ModelConfig, ParallelConfig, to_toml
-from hybridpar.data.tokenizer import Tokenizer, check_vocab_fits
+from hybridpar.config import Config, ModelConfig, ParallelConfig, TrainConfig, to_toml
 from hybridpar.errors import CheckpointError, config_error
 from hybridpar.models.build import DTYPES as OUR_DTYPES
+from hybridpar.nn.init import initialize
 
 _BY_TENSOR = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
 _HEADS = ("nsp", "sop", "none")
@@ -30,7 +30,7 @@ _HEADS = ("nsp", "sop", "none")
 
 @dataclass(frozen=True)
 class Imported:
-    """What was made. `notes`: what of the folder was passed over."""
+    """What was made. `notes`: what of the folder was passed over; `started_anew`: our parameters that it lacks."""
 
     folder: Path
     checkpoint: Path
@@ -39,6 +39,7 @@ class Imported:
     num_tensors: int
     num_parameters: int
     notes: tuple[str, ...]
+    started_anew: tuple[str, ...] = ()
 
 
 def import_folder(source: str | Path, output: str | Path) -> Imported:
@@ -52,66 +53,74 @@ def import_folder(source: str | Path, output: str | Path) -> Imported:
     if not source.is_dir():
         raise CheckpointError(f"{source}: is not a folder; only local ones are imported")
     plain = read_json(source / CONFIG)
-    family = family_of(plain)
-    model, unknown = model_of(plain, family)
     files = WeightFiles(source)
-    _check_sizes(model, files)
+    family = family_of(plain, files.shapes)
+    model, unknown = model_of(plain, family)
+    check_sizes(model, files, CONFIG)
     if model.kind == "bert":
         model = replace(model, sentence_head=_sentence_head(plain, files))
+    known = [f"config.json: {', '.join(unknown)}: no keys of {family.model_type}, passed over"] if unknown else []
+    return make_checkpoint(files, model, family, output, known)
+
+
+def make_checkpoint(files: Weights, model: ModelConfig, family: Family, output: Path, notes: list[str]) -> Imported:
+    """Makes the folder of `import_folder` from the tensors of a model of that family. Raises: as that."""
     plan = plan_of(model, family)
     matched = match(files.shapes, plan, family)
     dtype = _dtype(files, matched)
-    tokenizer = _tokenizer_of(source, model)
+    tokenizer = tokenizer_of(files.folder, model)
     config = _config_of(model, dtype, output.resolve(), has_tokenizer=bool(tokenizer))
     with new_folder(output) as aside:
         write_text(aside / "config.toml", to_toml(config))
         if tokenizer:
             write_text(aside / TOKENIZER, tokenizer)
-        weights = _read(files, plan, matched, OUR_DTYPES[dtype])
+        weights = _read(files, plan, matched, OUR_DTYPES[dtype], family.settings)
         placements = {entry.ours: entry.placement for entry in plan.entries}
         saved = save_weights(aside / "checkpoints", config, weights, placements)
     return Imported(
         output, output / "checkpoints" / saved.name, family.model_type, dtype, len(matched.names),
-        plan.num_parameters,
-        tuple(_notes(unknown, matched, family, has_tokenizer=bool(tokenizer))))
+        plan.num_parameters, (*notes, *_notes(matched, family, has_tokenizer=bool(tokenizer))), tuple(matched.absent))
 
 
-def _notes(unknown: list[str], matched: Match, family: Family, *, has_tokenizer: bool) -> list[str]:
+def _notes(matched: Match, family: Family, *, has_tokenizer: bool) -> list[str]:
     notes = []
-    if unknown:
-        notes.append(f"config.json: {', '.join(unknown)}: no keys of {family.model_type}, passed over")
     if matched.unused:
         notes.append(f"{len(matched.unused)} tensors that take no part in {family.model_type} passed over: "
                      f"{matched.unused[0]}{', ..' * (len(matched.unused) > 1)}")
+    if matched.absent:
+        modules = dict.fromkeys(name.rpartition(".")[0] for name in matched.absent)
+        notes.append(f"the files have no {', '.join(modules)}: started anew, as for a new model")
     if not has_tokenizer:
         notes.append(f"the folder has no {TOKENIZER}: generate needs one, and so does data.tokenizer")
     return notes
 
 
-def _check_sizes(model: ModelConfig, files: WeightFiles) -> None:
-    """Before anything is built. Raises: ConfigError where config.json names sizes that no tensor has."""
+def check_sizes(model: ModelConfig, files: Weights, settings: str) -> None:
+    """Before anything is built. Raises: ConfigError where its settings name sizes that no tensor has."""
     largest = max((max(shape, default=1) for shape in files.shapes.values()), default=0)
     if model.num_layers > len(files.shapes):
-        raise config_error("config.json: the number of layers", model.num_layers,
+        raise config_error(f"{settings}: the number of layers", model.num_layers,
                            f"the files have {len(files.shapes)} tensors in all")
     for name in _BY_TENSOR[1:]:
         if (value := getattr(model, name)) > largest:
-            raise config_error(f"config.json: what is model.{name} here", value,
+            raise config_error(f"{settings}: what is model.{name} here", value,
                                f"the longest dimension of a tensor in the files is {largest}")
     if model.position == "learned" and model.seq_length > largest:
-        raise config_error("config.json: the number of positions", model.seq_length,
+        raise config_error(f"{settings}: the number of positions", model.seq_length,
                            f"the longest dimension of a tensor in the files is {largest}")
 
 
 def _sentence_head(plain: Mapping[str, Any], files: WeightFiles) -> Any:
-    """What export wrote down; else by the tensors, as architectures often names another class than the files are of."""
-    head = plain.get("sentence_head", "nsp" if "cls.seq_relationship.weight" in files.shapes else "none")
+    """What export wrote down; else by the tensors, as architectures often names another class than the files are of.
+    A pooler alone, as in files of the bare model, is kept for a head that starts anew."""
+    poolers = {"cls.seq_relationship.weight", "bert.pooler.dense.weight", "pooler.dense.weight"}
+    head = plain.get("sentence_head", "nsp" if poolers & files.shapes.keys() else "none")
     if head not in _HEADS:
         raise config_error("config.json: sentence_head", head, f"must be one of {', '.join(_HEADS)}", "nsp")
     return head
 
 
-def _dtype(files: WeightFiles, matched: Match) -> str:
+def _dtype(files: Weights, matched: Match) -> str:
     """The smallest precision, of those that we train in, that holds all tensors exactly. Raises: CheckpointError."""
     for name in matched.names.values():
         if files.dtypes[name] not in DTYPES:
@@ -119,15 +128,6 @@ def _dtype(files: WeightFiles, matched: Match) -> str:
                                   f"{', '.join(DTYPES)}: convert quantised weights to BF16 first")
     dtype = reduce(torch.promote_types, (DTYPES[files.dtypes[name]] for name in matched.names.values()))
     return next(name for name, value in OUR_DTYPES.items() if value == dtype)
-
-
-def _tokenizer_of(source: Path, model: ModelConfig) -> str:
-    """tokenizer.json as it is; empty where there is none. Raises: DataError if damaged, ConfigError if too large."""
-    path = source / TOKENIZER
-    if not path.is_file():
-        return ""
-    check_vocab_fits(Tokenizer.load(path).vocab_size, model.vocab_size, f"the tokenizer {path}")
-    return path.read_text(encoding="utf-8")
 
 
 def _config_of(model: ModelConfig, dtype: str, output: Path, *, has_tokenizer: bool) -> Config:
@@ -138,14 +138,18 @@ def _config_of(model: ModelConfig, dtype: str, output: Path, *, has_tokenizer: b
         run=replace(config.run, name=f"{output.name}-trained"))
 
 
-def _read(files: WeightFiles, plan: Plan, matched: Match, dtype: torch.dtype) -> dict[str, Tensor]:
+def _read(files: Weights, plan: Plan, matched: Match, dtype: torch.dtype, settings: str) -> dict[str, Tensor]:
     """Raises: CheckpointError for tensors that should be equal and are not."""
     for copy, original in matched.copies.items():
         if not torch.equal(files.read(copy), files.read(original)):
-            raise CheckpointError(f"{files.folder}: {copy} and {original} differ, but config.json ties them; make them "
-                                  "equal, or set tie_word_embeddings to false")
+            raise CheckpointError(f"{files.folder}: {copy} and {original} differ, but {settings} ties them; make them "
+                                  "equal, or untie them there (tie_word_embeddings)")
     weights = {}
     for entry in plan.entries:
+        if entry.ours in matched.absent:
+            weights[entry.ours] = torch.empty(entry.placement.shape, dtype=dtype)
+            initialize([(entry.ours, weights[entry.ours], entry.placement)], TrainConfig().seed, 0)
+            continue
         parts = [files.read(matched.names[name]).to(dtype) for name in entry.theirs]
         weights[entry.ours] = entry.layout.join(parts, plan.heads).contiguous()
     return weights

@@ -25,9 +25,11 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of ours: the tensors of theirs that it is made of, in order, with their shapes."""
+    """One parameter of ours, of a module such as head.norm: the tensors of theirs that it is made of, in order, with
+    their shapes."""
 
     ours: str
+    module: str
     placement: Placement
     theirs: dict[str, Shape]
     layout: Layout
@@ -67,30 +69,38 @@ def plan_of(model: ModelConfig, family: Family) -> Plan:
 
 def _entry(name: str, place: Placement, model: ModelConfig, family: Family, heads: HeadLayout) -> Entry:
     names, layout = _names(name, model, family)
+    module = _place(name, model)[1]
     parts = LAYOUTS[layout].split(torch.empty(place.shape, device="meta"), heads)
-    return Entry(name, place, {n: tuple(p.shape) for n, p in zip(names, parts, strict=True)}, LAYOUTS[layout])
+    return Entry(name, module, place, {n: tuple(p.shape) for n, p in zip(names, parts, strict=True)}, LAYOUTS[layout])
+
+
+def _place(ours: str, model: ModelConfig) -> tuple[int, str, str]:
+    """The block of a parameter of ours, its module as in the tables, and its own name there."""
+    _, number, rest = ours.split(".", 2)
+    part = {0: "embedding", model.num_layers + 1: "head"}.get(int(number), "layer")
+    module, leaf = rest.rsplit(".", 1)
+    return int(number), f"{part}.{module}", leaf
 
 
 def _names(ours: str, model: ModelConfig, family: Family) -> tuple[list[str], str]:
-    _, number, rest = ours.split(".", 2)
-    last = model.num_layers + 1
-    part = {0: "embedding", last: "head"}.get(int(number), "layer")
-    module, leaf = rest.rsplit(".", 1)
-    if exact := family.tensors.get(f"{part}.{rest}"):
+    number, module, leaf = _place(ours, model)
+    if exact := family.tensors.get(f"{module}.{leaf}"):
         return list(exact.names), exact.layout
-    rule = family.tensors.get(f"{part}.{module}")
+    rule = family.tensors.get(module)
     assert rule is not None, f"{family.model_type} has no rule for {ours}"
-    return [f"{name.format(layer=int(number) - 1)}.{leaf}" for name in rule.names], rule.layout
+    return [f"{name.format(layer=number - 1)}.{leaf}" for name in rule.names], rule.layout
 
 
 @dataclass(frozen=True)
 class Match:
     """Their files against a plan. `names`: what each tensor of the plan is called in them; `copies`: pairs of names in
-    them that must be equal; `unused`: what takes no part, such as masks."""
+    them that must be equal; `unused`: what takes no part, such as masks; `absent`: parameters of ours of heads that a
+    bare model lacks."""
 
     names: dict[str, str]
     copies: dict[str, str]
     unused: list[str]
+    absent: list[str]
 
 
 def match(found: Mapping[str, Shape], plan: Plan, family: Family) -> Match:
@@ -115,16 +125,25 @@ def match(found: Mapping[str, Shape], plan: Plan, family: Family) -> Match:
     used = {*names.values(), *copies, *unused}
     unused += [name for now, name in known.items()
                if name not in used and any(re.fullmatch(pattern, now) for pattern in family.computed)]
+    absent = _absent_heads(plan, family, names)
+    needed = {name for entry in plan.entries if entry.ours not in absent for name in entry.theirs}
     wrong = [f"{name} is missing; must be there with shape {list(shape)}"
-             for name, shape in wanted.items() if name not in names]
-    wrong += [f"{names[name]} has shape {list(found[names[name]])}, config.json makes it {list(shape)}"
+             for name, shape in wanted.items() if name in needed and name not in names]
+    wrong += [f"{names[name]} has shape {list(found[names[name]])}, {family.settings} makes it {list(shape)}"
               for name, shape in wanted.items() if name in names and found[names[name]] != shape]
     wrong += [f"{name} {list(found[name])} is no tensor of this {family.model_type}; remove it from the files if it "
               "has no part in the language model" for name in found if name not in used and name not in unused]
     if wrong:
         more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-        raise CheckpointError("the tensors do not fit config.json:\n  - " + "\n  - ".join(wrong[:_SHOWN] + more))
-    return Match(names, copies, unused)
+        raise CheckpointError(f"the tensors do not fit {family.settings}:\n  - " + "\n  - ".join(wrong[:_SHOWN] + more))
+    return Match(names, copies, unused, absent)
+
+
+def _absent_heads(plan: Plan, family: Family, names: Mapping[str, str]) -> list[str]:
+    """Parameters of ours of those heads of which the files have no tensor at all."""
+    groups = [[entry for entry in plan.entries if entry.module in modules] for modules in family.heads]
+    return [entry.ours for group in groups if not any(name in names for entry in group for name in entry.theirs)
+            for entry in group]
 
 
 def _current(name: str, plan: Plan, family: Family) -> str:

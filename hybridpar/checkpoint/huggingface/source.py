@@ -1,23 +1,30 @@
-"""The files of a Hugging Face folder, read with suspicion: nothing is unpickled, no name leads out of the folder, and
-sizes are known before anything is allocated."""
+"""The files of a Hugging Face folder, read with suspicion: no name leads out of the folder, sizes are known before
+anything is allocated, and pickled files can run nothing (pickled.py)."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hybridpar.checkpoint.pickled import load_pickled, tensors_in
 from hybridpar.errors import CheckpointError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-PICKLED = "pytorch_model*.bin"
+PICKLED = "pytorch_model.bin"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As safetensors calls it; others as torch does."""
+    return _NAMES.get(dtype, str(dtype))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -33,11 +40,35 @@ def read_json(path: Path) -> dict[str, Any]:
     return plain
 
 
-class WeightFiles:
-    """The tensors of model.safetensors, or of the files that model.safetensors.index.json names.
+class Weights(Protocol):
+    """Tensors of another program, by its names. `dtypes`: as safetensors calls them."""
 
-    Raises: CheckpointError if a file is missing, truncated or no safetensors file, holds other tensors than the index
-    says, or if there are pickled weights only.
+    folder: Path
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class Pickled:
+    """The tensors of a file of torch.save, as safetensors' own reader shows those of its files."""
+
+    def __init__(self, path: Path):
+        self.tensors = tensors_in(load_pickled(path), path)
+
+    def keys(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+class WeightFiles:
+    """The tensors of model.safetensors, or of the files that model.safetensors.index.json names; where there are none,
+    those of pytorch_model.bin or its index.
+
+    Raises: CheckpointError if a file is missing, truncated or of another format, or holds other tensors than the index
+    says.
     """
 
     def __init__(self, folder: Path):
@@ -45,28 +76,24 @@ class WeightFiles:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self._files: dict[str, Any] = {}
-        if (folder / WEIGHTS).is_file():
-            self._open(WEIGHTS)
-        elif (folder / INDEX).is_file():
-            self._open_all(read_json(folder / INDEX))
-        else:
-            raise CheckpointError(self._missing())
+        for weights in (WEIGHTS, PICKLED):
+            index = f"{weights}.index.json"
+            if (folder / weights).is_file():
+                self._open(weights)
+                return
+            if (folder / index).is_file():
+                self._open_all(folder / index, weights.rpartition(".")[2])
+                return
+        raise CheckpointError(f"{folder}: has neither {WEIGHTS} nor {INDEX} (nor {PICKLED})")
 
-    def _missing(self) -> str:
-        if pickled := sorted(path.name for path in self.folder.glob(PICKLED)):
-            return (f"{self.folder}: holds {pickled[0]}, which is pickled and could run any code when it is loaded; "
-                    "convert it where you trust it: transformers' AutoModelForCausalLM (BERT: AutoModelForPreTraining)"
-                    ".from_pretrained(folder).save_pretrained(other_folder), then import that")
-        return f"{self.folder}: has neither {WEIGHTS} nor {INDEX}"
-
-    def _open_all(self, index: Mapping[str, Any]) -> None:
-        path, where = self.folder / INDEX, index.get("weight_map")
+    def _open_all(self, path: Path, suffix: str) -> None:
+        where = read_json(path).get("weight_map")
         if not isinstance(where, dict) or not where:
             raise CheckpointError(f"{path}: has no weight_map")
         for name, file in where.items():
-            if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
+            if not isinstance(file, str) or not re.fullmatch(rf"[\w.-]+\.{suffix}", file):
                 raise CheckpointError(f"{path}: says that {name} is in {file!r}; must be the plain name of a "
-                                      ".safetensors file in the folder, such as model-00001-of-00002.safetensors")
+                                      f".{suffix} file in the folder, such as model-00001-of-00002.{suffix}")
         for file in sorted(set(where.values())):
             self._open(file)
         for name, file in where.items():
@@ -76,13 +103,12 @@ class WeightFiles:
     def _open(self, file: str) -> None:
         path = self.folder / file
         try:
-            opened = safe_open(path, framework="pt")
+            opened: Any = safe_open(path, framework="pt") if file.endswith(".safetensors") else Pickled(path)
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 if name in self._files:
                     raise CheckpointError(f"{path}: has {name}, which {self._files[name][0]} has too")
                 self._files[name] = file, opened
-                part = opened.get_slice(name)
-                self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), part.get_dtype()
+                self.shapes[name], self.dtypes[name] = _kind(opened, name)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
         except SafetensorError as error:
@@ -95,3 +121,12 @@ class WeightFiles:
             return opened.get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{self.folder / file}: {name} cannot be read ({error})") from None
+
+
+def _kind(opened: Any, name: str) -> tuple[tuple[int, ...], str]:
+    """A tensor's shape, and its type as safetensors calls it."""
+    if isinstance(opened, Pickled):
+        tensor = opened.tensors[name]
+        return tuple(tensor.shape), dtype_name(tensor.dtype)
+    part = opened.get_slice(name)
+    return tuple(part.get_shape()), part.get_dtype()

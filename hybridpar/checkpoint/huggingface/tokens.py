@@ -8,9 +8,11 @@ from typing import Any
 
 import tokenizers
 from tokenizers import processors
+from tokenizers.implementations import BertWordPieceTokenizer, ByteLevelBPETokenizer
 
+from hybridpar.checkpoint.huggingface.source import read_json
 from hybridpar.config import ModelConfig
-from hybridpar.data.tokenizer import BEGIN, END, Tokenizer
+from hybridpar.data.tokenizer import BEGIN, END, Tokenizer, check_vocab_fits
 from hybridpar.errors import DataError
 
 TOKENIZER = "tokenizer.json"
@@ -41,6 +43,40 @@ def tokenizer_files(path: Path, model: ModelConfig) -> tuple[dict[str, str], dic
     files = {TOKENIZER: text, "tokenizer_config.json": json.dumps(settings, indent=1),
              "special_tokens_map.json": json.dumps(words, indent=1)}
     return files, {f"{role}_id": ids.get(role) for role in _IN_CONFIG}
+
+
+def tokenizer_of(source: Path, model: ModelConfig) -> str:
+    """The tokenizer.json of a folder as it is, or made of what older folders have; empty where there is none.
+
+    Raises: DataError if it is damaged; ConfigError if it has more ids than the model.
+    """
+    path = source / TOKENIZER
+    if path.is_file():
+        tokenizer, text = Tokenizer.load(path), path.read_text(encoding="utf-8")
+    elif text := _of_older_files(source, model):
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(text))
+    else:
+        return ""
+    check_vocab_fits(tokenizer.vocab_size, model.vocab_size, f"the tokenizer of {source}")
+    return text
+
+
+def _of_older_files(source: Path, model: ModelConfig) -> str:
+    """As transformers converts vocab.txt (BERT), and vocab.json with merges.txt (GPT-2). Raises: DataError."""
+    words, pairs = (source / "vocab.txt", None) if model.kind == "bert" else (source / "vocab.json", "merges.txt")
+    if not words.is_file() or (pairs and not (source / pairs).is_file()):
+        return ""
+    settings = source / "tokenizer_config.json"
+    plain = read_json(settings) if settings.is_file() else {}
+    try:
+        if pairs is None:
+            made: Any = BertWordPieceTokenizer(str(words), lowercase=bool(plain.get("do_lower_case", True)))
+        else:
+            made = ByteLevelBPETokenizer(str(words), str(source / pairs))
+            made.add_special_tokens([END])
+        return str(made.to_str(pretty=True))
+    except Exception as error:  # what Rust raises is an Exception itself
+        raise DataError(f"{words}: no tokenizer can be made of it ({error})") from None
 
 
 def no_tokenizer() -> dict[str, int | None]:

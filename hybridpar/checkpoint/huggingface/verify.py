@@ -33,16 +33,17 @@ class Comparison:
         return self.difference <= TOLERANCE
 
 
-def compare(checkpoint: Path, folder: Path) -> Comparison:
+def compare(checkpoint: Path, folder: Path, *, bare: bool = False) -> Comparison:
     """Compares all logits (BERT: also those of the sentence head) on random tokens.
 
+    bare: a BERT's features and its pooled ones instead, of a folder that has no heads.
     Raises: ConfigError without transformers; CheckpointError if that misses tensors that it needs.
     """
     config, weights = load_full(checkpoint)
     model = config.model
     batch = random_batch(model)
-    theirs = their_logits(folder, model, batch)
-    ours = our_logits(model, whole_model(model, weights), batch)
+    theirs = their_features(folder, model, batch) if bare else their_logits(folder, model, batch)
+    ours = (our_features if bare else our_logits)(model, whole_model(model, weights), batch)
     real = batch["padding_mask"]
     pairs = [(ours["words"][real], theirs["words"][real])]
     if "sentence" in ours:
@@ -69,21 +70,45 @@ def random_batch(model: ModelConfig) -> dict[str, Tensor]:
 @torch.no_grad()
 def our_logits(model: ModelConfig, stage: Stage, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Shapes: words [b, s, v]; sentence [b, 2] of a BERT with such a head."""
-    *blocks, head = stage.blocks.values()
-    inputs = batch if model.kind == "bert" else {"tokens": batch["tokens"]}
-    x: Any = None
-    for block in blocks:
-        x = block(x, inputs, None)
+    head, x = stage.blocks[str(model.num_layers + 1)], _last_layer(model, stage, batch)
     logits: dict[str, Tensor] = {"words": head.logits(x)}  # type: ignore[operator]
     if model.kind == "bert" and model.sentence_head != "none":
         logits["sentence"] = head.sentence_logits(x)  # type: ignore[operator]
     return logits
 
 
+def _last_layer(model: ModelConfig, stage: Stage, batch: dict[str, Tensor]) -> Tensor:
+    """What the head is given. Shapes: [b, s, h]."""
+    inputs = batch if model.kind == "bert" else {"tokens": batch["tokens"]}
+    x: Any = None
+    for number in range(model.num_layers + 1):
+        x = stage.blocks[str(number)](x, inputs, None)
+    return x
+
+
+@torch.no_grad()
+def our_features(model: ModelConfig, stage: Stage, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Shapes: words [b, s, h]; sentence [b, h] of a BERT with such a head, before it."""
+    head: Any = stage.blocks[str(model.num_layers + 1)]
+    x = _last_layer(model, stage, batch)
+    return {"words": x} | ({} if model.sentence_head == "none" else {"sentence": torch.tanh(head.pooler(x[:, 0]))})
+
+
+@torch.no_grad()
+def their_features(folder: Path, ours: ModelConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Shapes: as for our_features. Raises: as `compare`."""
+    has_pooler = ours.sentence_head != "none"
+    model = load_theirs(folder, "BertModel", add_pooling_layer=has_pooler)
+    out = model(input_ids=batch["tokens"], attention_mask=batch["padding_mask"].long(),
+                token_type_ids=batch["token_types"])
+    return {"words": out.last_hidden_state} | ({"sentence": out.pooler_output} if has_pooler else {})
+
+
 @torch.no_grad()
 def their_logits(folder: Path, ours: ModelConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Shapes: as for our_logits. Raises: as `compare`."""
-    model = load_theirs(folder, ours)
+    bert = "AutoModelForMaskedLM" if ours.sentence_head == "none" else "AutoModelForPreTraining"
+    model = load_theirs(folder, bert if ours.kind == "bert" else "AutoModelForCausalLM")
     if ours.kind == "gpt":
         return {"words": model(input_ids=batch["tokens"], use_cache=False).logits}
     out = model(input_ids=batch["tokens"], attention_mask=batch["padding_mask"].long(),
@@ -93,8 +118,8 @@ def their_logits(folder: Path, ours: ModelConfig, batch: dict[str, Tensor]) -> d
     return {"words": out.logits}
 
 
-def load_theirs(folder: Path, ours: ModelConfig) -> Any:
-    """transformers' model of a folder, in float32, by the class that its tensors are of; nothing is downloaded.
+def load_theirs(folder: Path, loader: str, **options: Any) -> Any:
+    """transformers' model of a folder, in float32, by a class of theirs; nothing is downloaded.
 
     Raises: ConfigError without transformers; CheckpointError if it misses tensors that it needs.
     """
@@ -105,16 +130,14 @@ def load_theirs(folder: Path, ours: ModelConfig) -> Any:
                            "pip install 'hybridpar[hf]'") from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    bert = "AutoModelForMaskedLM" if ours.sentence_head == "none" else "AutoModelForPreTraining"
-    loader = getattr(transformers, bert if ours.kind == "bert" else "AutoModelForCausalLM")
     try:
-        model, info = loader.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True,
-            attn_implementation="eager")
+        model, info = getattr(transformers, loader).from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, attn_implementation="eager",
+            use_safetensors=any(folder.glob("*.safetensors")), **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from None
     for what in ("missing_keys", "mismatched_keys"):
         if info[what]:
-            raise CheckpointError(f"{folder}: {what.replace('_', ' ')} of {loader.__name__} there: "
+            raise CheckpointError(f"{folder}: {what.replace('_', ' ')} of {loader} there: "
                                   f"{', '.join(map(str, sorted(info[what])[:8]))}")
     return model.eval()

@@ -1,0 +1,250 @@
+"""The tensors of a Megatron checkpoint: the shards of its tensor and pipeline ranks, put together.
+
+    FOLDER/latest_checkpointed_iteration.txt            100, or release
+    FOLDER/iter_0000100/mp_rank_TT/model_optim_rng.pt           tensor rank TT of a model in one stage
+    FOLDER/iter_0000100/mp_rank_TT_PPP/model_optim_rng.pt       that of pipeline rank PPP
+
+Each file is {"model": tensors, "args": Namespace, "checkpoint_version": number, ..}, with "model0", "model1", .. where
+a rank has several stages. In their place, model.safetensors with the same names and an args.json are read, too.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hybridpar.checkpoint.huggingface.source import dtype_name, read_json
+from hybridpar.checkpoint.megatron.family import INERT, OLD_INERT, RENAMED, SPLIT
+from hybridpar.checkpoint.pickled import Inert, load_pickled, tensors_in
+from hybridpar.errors import CheckpointError
+
+LATEST = "latest_checkpointed_iteration.txt"
+ARGUMENTS = "args.json"
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_PICKLED = ("model_optim_rng.pt", "model_rng.pt")
+_SAFE = "model.safetensors"
+_WORDS = "embedding.word_embeddings.weight"
+_CHUNK = re.compile(r"model(\d*)")
+_PLAIN = (bool, int, float, str, type(None))
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+
+Place = tuple[int, int]  # pipeline rank, tensor rank
+
+
+def is_megatron(folder: Path) -> bool:
+    """Whether a folder looks like a checkpoint of Megatron-LM, or a folder of such ones."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return LATEST in names or any(_RANK.fullmatch(n) or re.fullmatch(r"iter_\d{7}", n) for n in names)
+
+
+class MegatronFiles:
+    """The tensors of a whole model, by the names of family.py; a Weights.
+
+    Attributes: `folder` the iteration's; `args` Megatron's arguments; `rows` of the embedding, padding included;
+    `num_ranks` (tensor, pipeline).
+    Raises: CheckpointError if files are missing, damaged, of another format, or do not fit each other.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = _iteration(folder)
+        places = _places(self.folder)
+        tp, pp = (1 + max(place[i] for place in places) for i in (1, 0))
+        if missing := [place for place in product(range(pp), range(tp)) if place not in places]:
+            raise CheckpointError(f"{self.folder}: has no file of tensor rank {missing[0][1]}, pipeline rank "
+                                  f"{missing[0][0]}, with {tp} x {pp} ranks in all")
+        self.num_ranks = tp, pp
+        shards = {place: _read_shard(path) for place, path in places.items()}
+        self.args, self.version = self._arguments(shards[0, 0])
+        self._check_ranks()
+        self._parts = _together(self.folder, {place: shard[0] for place, shard in shards.items()}, tp, pp)
+        if _WORDS not in self._parts:
+            raise CheckpointError(f"{self.folder}: has no {_WORDS}; only GPTs are imported")
+        self._vocab_size = sys.maxsize
+        self.rows = self._shape(_WORDS)[0]
+        self.dtypes = {name: self._dtype(name) for name in self._parts}
+        self.cut_vocabulary(self.rows)
+
+    def cut_vocabulary(self, size: int) -> None:
+        """Keeps so many rows of embedding and output layer."""
+        self._vocab_size = size
+        self.shapes = {name: self._shape(name) for name in self._parts}
+
+    def _arguments(self, shard: tuple[Any, Mapping[str, Any]]) -> tuple[Mapping[str, Any], int]:
+        """Values that are no plain ones are named by their type: nothing that we know is one of them."""
+        plain, version = shard[1], shard[1].get("checkpoint_version", 0)
+        args = vars(plain["args"]) if isinstance(plain.get("args"), Inert) else None
+        for path in (self.folder / ARGUMENTS, self.folder.parent / ARGUMENTS):
+            if args is None and path.is_file():
+                args = read_json(path)
+                version = args.get("checkpoint_version", 3)
+        if args is None:
+            raise CheckpointError(f"{self.folder}: holds no arguments, which say what its tensors mean; write "
+                                  f"Megatron's names and values of them into {self.folder / ARGUMENTS}")
+        if isinstance(version, bool) or not isinstance(version, (int, float)) or version not in (0, 1, 2, 3):
+            raise CheckpointError(f"{self.folder}: has checkpoint_version {version!r}; known ones are 0 to 3")
+        known = {key: v if isinstance(v, _PLAIN) else type(v).__name__ for key, v in args.items()}
+        return known, int(version)
+
+    def _check_ranks(self) -> None:
+        tp = self.args.get("tensor_model_parallel_size", self.args.get("model_parallel_size"))
+        said = tp, self.args.get("pipeline_model_parallel_size")
+        if any(a not in (None, b) for a, b in zip(said, self.num_ranks, strict=True)):
+            raise CheckpointError(f"{self.folder}: has files of {self.num_ranks[0]} tensor and {self.num_ranks[1]} "
+                                  f"pipeline ranks, its arguments say {said[0]} and {said[1]}")
+
+    def _dtype(self, name: str) -> str:
+        kinds = {dtype_name(part.dtype) for part in self._parts[name]}
+        if len(kinds) > 1:
+            raise CheckpointError(f"{self.folder}: {name} has types {', '.join(sorted(kinds))} on different ranks")
+        return kinds.pop()
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        parts, dim = self._parts[name], _split_dim(name)
+        shape = list(parts[0].shape)
+        if dim is not None:
+            if any(part.dim() <= dim for part in parts):
+                raise CheckpointError(f"{self.folder}: {name} has shape {shape}; it has {dim + 1} dimensions at least")
+            shape[dim] = sum(part.shape[dim] for part in parts)
+        if self._has_vocabulary(name):
+            shape[0] = min(shape[0], self._vocab_size)
+        return tuple(shape)
+
+    def _has_vocabulary(self, name: str) -> bool:
+        return bool(SPLIT[0][0].fullmatch(name))
+
+    def read(self, name: str) -> Tensor:
+        """Raises: CheckpointError where ranks that should have the same have not."""
+        parts, dim = self._parts[name], _split_dim(name)
+        if dim is None:
+            if not all(torch.equal(part, parts[0]) for part in parts):
+                raise CheckpointError(f"{self.folder}: {name} differs between tensor ranks, which should have the same")
+            return parts[0]
+        if ".linear_qkv." in name:
+            parts = [self._by_head(part) for part in parts]
+        if ".linear_fc1." in name and self.args.get("swiglu"):
+            if any(len(part) % 2 for part in parts):
+                raise CheckpointError(f"{self.folder}: {name} has {len(parts[0])} rows on a rank, which are no halves")
+            parts = [half for i in range(2) for half in (part.chunk(2)[i] for part in parts)]
+        whole = torch.cat(parts, dim)
+        return whole[: self._vocab_size] if self._has_vocabulary(name) else whole
+
+    def _by_head(self, part: Tensor) -> Tensor:
+        """The queries, keys and values of each head in turn, as later versions have them."""
+        if self.version >= 2:
+            return part
+        heads = self.args["num_attention_heads"] // self.num_ranks[0]
+        channels = self.args["hidden_size"] // self.args["num_attention_heads"]
+        shape = (3, heads, channels) if self.version == 0 else (heads, channels, 3)
+        if len(part) != 3 * heads * channels:
+            raise CheckpointError(f"{self.folder}: {len(part)} rows of queries, keys and values, not 3 * {heads} * "
+                                  f"{channels}")
+        split = part.reshape(*shape, *part.shape[1:])
+        moved = split.transpose(0, 1) if self.version == 0 else split.transpose(1, 2)
+        return moved.reshape(part.shape)
+
+
+def _iteration(folder: Path) -> Path:
+    """The folder with the ranks' files: itself, or the one that the tracker names."""
+    if any(_RANK.fullmatch(path.name) for path in folder.iterdir()):
+        return folder
+    tracker = folder / LATEST
+    if tracker.is_file():
+        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        if not re.fullmatch(r"\d{1,9}|release", text):
+            raise CheckpointError(f"{tracker}: says {text[:40]!r}; must be the number of an iteration, or release")
+        inner = folder / (text if text == "release" else f"iter_{int(text):07d}")
+    else:
+        inner = folder
+    if not inner.is_dir():
+        raise CheckpointError(f"{inner}: is not there, but {tracker} names it")
+    if any((inner / name).exists() for name in ("metadata.json", ".metadata", "common.pt")):
+        raise CheckpointError(f"{inner}: is a distributed checkpoint (torch_dist); have Megatron-LM write it with "
+                              "--ckpt-convert-format torch --ckpt-convert-save FOLDER, then import that")
+    if any(_RANK.fullmatch(path.name) for path in inner.iterdir()):
+        return inner
+    raise CheckpointError(f"{inner}: has no folders mp_rank_00 or mp_rank_00_000; give the folder of one iteration")
+
+
+def _places(folder: Path) -> dict[Place, Path]:
+    """The file of each rank."""
+    found: dict[Place, Path] = {}
+    for inner in sorted(folder.iterdir()):
+        if not (rank := _RANK.fullmatch(inner.name)):
+            if inner.name.startswith("mp_rank_"):
+                raise CheckpointError(f"{inner}: names a rank of experts; only models without experts are imported")
+            continue
+        place = int(rank[2] or 0), int(rank[1])
+        files = [inner / name for name in (*_PICKLED, _SAFE) if (inner / name).is_file()]
+        if not files:
+            raise CheckpointError(f"{inner}: has none of {', '.join((*_PICKLED, _SAFE))}")
+        if place in found:
+            raise CheckpointError(f"{inner}: is of the same rank as {found[place].parent.name}")
+        found[place] = files[0]
+    return found
+
+
+def _read_shard(path: Path) -> tuple[list[dict[str, Tensor]], Mapping[str, Any]]:
+    """The tensors of each of a rank's stages, by the names of family.py, and what else the file holds."""
+    if path.suffix == ".safetensors":
+        try:
+            return [_named(load_file(path), path)], {}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: is damaged, truncated or no safetensors file ({error})") from None
+    plain = load_pickled(path, INERT, OLD_INERT)
+    if not isinstance(plain, Mapping):
+        raise CheckpointError(f"{path}: holds a {type(plain).__name__}, not a checkpoint of Megatron-LM")
+    chunks = sorted((int(found[1] or 0), key) for key in plain
+                    if isinstance(key, str) and (found := _CHUNK.fullmatch(key)))
+    if not chunks:
+        raise CheckpointError(f"{path}: has no 'model'")
+    return [_named(tensors_in(plain[key], path), path) for _, key in chunks], plain
+
+
+def _named(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for theirs, tensor in tensors.items():
+        name = theirs
+        for old, new in RENAMED:
+            name = old.sub(new, name)
+        if name in found:
+            raise CheckpointError(f"{path}: has {name} twice, once as {theirs}")
+        found[name] = tensor
+    return found
+
+
+def _together(folder: Path, shards: Mapping[Place, list[dict[str, Tensor]]], tp: int, pp: int) -> (
+        dict[str, list[Tensor]]):
+    """Every tensor of the whole model, as its parts on the tensor ranks. Stages are in order of chunk, then rank."""
+    found: dict[str, list[Tensor]] = {}
+    num_chunks = len(shards[0, 0])
+    if any(len(chunks) != num_chunks for chunks in shards.values()):
+        raise CheckpointError(f"{folder}: ranks have different numbers of stages")
+    first = 0
+    for chunk, stage in product(range(num_chunks), range(pp)):
+        ranks = [shards[stage, rank][chunk] for rank in range(tp)]
+        if different := set().union(*ranks).difference(set(ranks[0]).intersection(*ranks)):
+            raise CheckpointError(f"{folder}: {min(different)} is not on all tensor ranks of pipeline rank {stage}")
+        count = 0
+        for name in ranks[0]:
+            where = name
+            if layer := _LAYER.fullmatch(name):
+                count = max(count, int(layer[1]) + 1)
+                where = f"decoder.layers.{first + int(layer[1])}.{layer[2]}"
+            if where in found:
+                raise CheckpointError(f"{folder}: {where} is on pipeline rank {stage} too")
+            found[where] = [rank[name] for rank in ranks]
+        first += count
+    return found
+
+
+def _split_dim(name: str) -> int | None:
+    return next((dim for pattern, dim in SPLIT if pattern.fullmatch(name)), None)

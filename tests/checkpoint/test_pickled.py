@@ -1,0 +1,162 @@
+"""Files of torch.save can hold tensors and plain values; whatever else they name is refused, and nothing is run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoint.exchange import OURS, same_bits, save_ours, tensors_of
+from torch import Tensor
+
+from hybridpar import checkpoint
+from hybridpar.checkpoint.huggingface import export_folder, import_folder
+from hybridpar.checkpoint.pickled import Inert, load_pickled, tensors_in
+from hybridpar.errors import CheckpointError
+
+FORMATS = [True, False]  # since torch 1.6, and before
+FORMAT = pytest.mark.parametrize("is_zip", FORMATS, ids=["zip", "old"])
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path, function: Callable[..., Any] = os.mkdir):
+        self.path, self.function = path, function
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.function, (str(self.path),)
+
+
+def write(path: Path, value: object, is_zip: bool = True) -> Path:
+    torch.save(value, path, _use_new_zipfile_serialization=is_zip)
+    return path
+
+
+@FORMAT
+def test_tensors_and_plain_values(tmp_path: Path, is_zip: bool) -> None:
+    whole = torch.randn(6, 4)
+    value = {"a": {"b": whole, "c": {"d": whole[1:3].t(), "n": 3}}, "text": "x", "list": [1, (2.0, None, True)]}
+    found = load_pickled(write(tmp_path / "x.pt", value, is_zip))
+    assert (found["text"], found["list"], found["a"]["c"]["n"]) == ("x", [1, (2.0, None, True)], 3)
+    same_bits(tensors_in(found, tmp_path), {"a.b": whole, "a.c.d": whole[1:3].t()})
+
+
+@FORMAT
+@pytest.mark.parametrize("wrap", [lambda e: e, lambda e: {"w": torch.ones(1), "x": [e]}], ids=["bare", "inside"])
+def test_what_could_run_code_is_refused_and_does_not_run(
+        tmp_path: Path, wrap: Callable[[object], object], is_zip: bool) -> None:
+    made = tmp_path / "made"
+    path = write(tmp_path / "x.pt", wrap(Evil(made)), is_zip)
+    with pytest.raises(CheckpointError, match=r"x\.pt: names (posix|nt)\.mkdir, which could run any code"):
+        load_pickled(path)
+    with pytest.raises(CheckpointError, match="mkdir"):
+        load_pickled(path, r"argparse\.Namespace", ("argparse.Namespace",))
+    assert not made.exists()
+    path = write(tmp_path / "y.pt", wrap(Evil(made, tempfile.mkdtemp)), is_zip)
+    load_pickled(path, r"tempfile\.mkdtemp", ("tempfile.mkdtemp",))  # a stand-in is made in its place
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.pt", "y.pt"]
+
+
+@FORMAT
+def test_stand_ins_keep_attributes_alone(tmp_path: Path, is_zip: bool) -> None:
+    settings = argparse.Namespace(num_layers=3, dtype=torch.float16, nested=argparse.Namespace(a=1))
+    path = write(tmp_path / "x.pt", {"args": settings, "rng": np.arange(3), "w": torch.ones(2)}, is_zip)
+    with pytest.raises(CheckpointError, match=r"names argparse\.Namespace"):
+        load_pickled(path)
+    names = ["argparse.Namespace", "numpy.ndarray", "numpy.dtype",
+             *(f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core"))]
+    found = load_pickled(path, r"argparse\.Namespace|numpy(\.\w+)+", tuple(names))
+    assert type(found["args"]) is type(found["rng"]) is Inert
+    assert (found["args"].num_layers, found["args"].dtype, found["args"].nested.a) == (3, torch.float16, 1)
+    assert list(tensors_in(found, tmp_path)) == ["w"]
+
+
+def test_what_others_declare_safe_is_not(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.pt", Evil(tmp_path / "made", tempfile.mkdtemp))
+    theirs = [tempfile.mkdtemp, (Evil, "some.name")]
+    with torch.serialization.safe_globals(theirs):
+        before = torch.serialization.get_safe_globals()
+        with pytest.raises(CheckpointError, match=r"names tempfile\.mkdtemp"):
+            load_pickled(path)
+        assert set(torch.serialization.get_safe_globals()) == set(before)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@FORMAT
+def test_damaged_files(tmp_path: Path, is_zip: bool) -> None:
+    whole = write(tmp_path / "x.pt", {"w": torch.arange(200.0)}, is_zip).read_bytes()
+    path = tmp_path / "y.pt"
+    for cut in range(0, len(whole), len(whole) // 40):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(CheckpointError, match=r"y\.pt: (is damaged, or not a file of torch\.save|names \S+, )"):
+            load_pickled(path)
+    path.write_bytes(pickle.dumps([1, 2]))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_pickled(path)
+    with pytest.raises(CheckpointError, match="No such file"):
+        load_pickled(tmp_path / "none.pt")
+
+
+def test_tensors_that_claim_more_than_there_is(tmp_path: Path) -> None:
+    for tensor in (torch.ones(1).expand(10**9), torch.ones(3).to_sparse(), torch.empty(3, device="meta")):
+        path = write(tmp_path / "x.pt", {"w": tensor})
+        with pytest.raises(CheckpointError, match=r"w (is no plain tensor|has shape)"):
+            tensors_in(load_pickled(path), path)
+    deep: dict[str, Any] = {}
+    for _ in range(10**5):
+        deep = {"d": deep}
+    assert not tensors_in(deep, path)
+    deep["self"] = deep
+    assert not tensors_in(deep, path)
+
+
+def as_pickled(folder: Path, is_zip: bool, num_files: int) -> None:
+    """Puts the tensors of a folder into files of torch.save, as folders had them before safetensors."""
+    tensors = tensors_of(folder)
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    if num_files == 1:
+        write(folder / "pytorch_model.bin", tensors, is_zip)
+        return
+    where: dict[str, str] = {}
+    for i in range(num_files):
+        part: dict[str, Tensor] = dict(list(tensors.items())[i::num_files])
+        file = f"pytorch_model-{i + 1:05d}-of-{num_files:05d}.bin"
+        write(folder / file, part, is_zip)
+        where |= dict.fromkeys(part, file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+@FORMAT
+@pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_folders_from_before_safetensors(tmp_path: Path, kind: str, num_files: int, is_zip: bool) -> None:
+    folder = save_ours(tmp_path / "made", OURS[kind])
+    theirs = export_folder(folder, tmp_path / "theirs").folder
+    as_pickled(theirs, is_zip, num_files)
+    made = import_folder(theirs, tmp_path / "ours")
+    same_bits(checkpoint.load_full(made.checkpoint)[1], checkpoint.load_full(folder)[1])
+
+
+def test_a_folder_whose_weights_could_run_code(tmp_path: Path) -> None:
+    theirs = export_folder(save_ours(tmp_path / "made", OURS["llama"]), tmp_path / "theirs").folder
+    as_pickled(theirs, True, 1)
+    write(theirs / "pytorch_model.bin", {"model.norm.weight": Evil(tmp_path / "ran")})
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: names \w+\.mkdir"):
+        import_folder(theirs, tmp_path / "ours")
+    assert not list(tmp_path.glob("*ours*"))
+    assert not (tmp_path / "ran").exists()
+    with zipfile.ZipFile(theirs / "pytorch_model.bin", "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps({"w": 1}, protocol=4))
+    with pytest.raises(CheckpointError, match="is damaged, or not a file"):
+        import_folder(theirs, tmp_path / "ours")
