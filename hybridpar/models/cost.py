@@ -50,10 +50,8 @@ def balanced_split(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
     """Blocks of each stage such that the costliest stage is as cheap as possible; every stage gets at least one.
 
     Ties: the later stages get fewer blocks, because the head's loss is costlier than its matrix product.
-    Raises: ConfigError if there are more stages than blocks.
     """
-    if num_stages > len(costs):
-        raise config_error("parallel.pp", num_stages, f"the model has only {len(costs)} blocks", str(len(costs)))
+    assert num_stages <= len(costs), f"{num_stages} stages of {len(costs)} blocks"
     prefix = (0, *accumulate(costs))
 
     @cache
@@ -75,16 +73,29 @@ def balanced_split(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def stage_split(model: ModelConfig, num_stages: int, split: tuple[int, ...] = ()) -> tuple[range, ...]:
+def stage_split(
+    model: ModelConfig, num_ranks: int, split: tuple[int, ...] = (), chunks: int = 1
+) -> tuple[range, ...]:
     """The blocks of each stage: `split` as the user gave it, or balanced by forward operations.
 
-    Raises: ConfigError if `split` does not give every stage a block and every block a stage.
+    Stage c * num_ranks + r is chunk c of rank r.
+    Raises: ConfigError if there are more stages than blocks, or `split` does not give every stage a block and every
+    block a stage.
     """
+    num_stages, blocks = num_ranks * chunks, model.num_blocks
+    if num_ranks > blocks:
+        raise config_error("parallel.pp", num_ranks, f"the model has only {blocks} blocks", str(blocks))
+    if num_stages > blocks:
+        most = blocks // num_ranks
+        raise config_error(
+            "pipeline.chunks", chunks, f"parallel.pp = {num_ranks} ranks would hold {num_stages} stages, but the model "
+            f"has only {blocks} blocks", str(most) if most > 1 else "pipeline.schedule = 1f1b")
     if split:
         if len(split) != num_stages or sum(split) != model.num_blocks or min(split) < 1:
             works = balanced_split(forward_flops_per_token(model), num_stages)
+            of = "parallel.pp" if chunks == 1 else "parallel.pp * chunks"
             raise config_error(
-                "pipeline.split", list(split), f"must be {num_stages} positive numbers (parallel.pp) that add up to "
+                "pipeline.split", list(split), f"must be {num_stages} positive numbers ({of}) that add up to "
                 f"{model.num_blocks} (embedding, {model.num_layers} layers, head)", str(list(works)))
         sizes = split
     else:
