@@ -21,9 +21,9 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "model.num_kv_heads", "model.ffn_hidden_size", "model.norm_eps", "model.init_std", "model.logits_chunk",
-    "parallel.dp", "pipeline.chunks", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps", "optim.weight_decay",
-    "optim.clip_grad", "optim.momentum", "optim.staleness_steps", "train.seed", "train.threads", "train.eval_interval",
-    "train.save_interval", "checkpoint.keep_best", "plan.step_ms",
+    "parallel.dp", "pipeline.chunks", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps",
+    "optim.weight_decay", "optim.clip_grad", "optim.momentum", "optim.staleness_steps", "train.seed", "train.threads",
+    "train.eval_interval", "train.save_interval", "checkpoint.keep_best", "plan.step_ms",
 )
 BELOW_ONE = ("model.dropout", "model.attention_dropout", "model.label_smoothing", "data.split")
 

@@ -25,7 +25,8 @@ from hybridpar.pipeline.run.weights import WeightStore
 class Trainee(Protocol):
     """What is saved and loaded here; train.engine.Engine is one.
 
-    `split`: the blocks of each stage, which go round the ranks. `before_change`: called before anything changes what `state_tensors` gives.
+    `split`: the blocks of each stage, which go round the ranks. `before_change`: called before anything changes what
+    `state_tensors` gives.
     """
 
     config: Config
@@ -62,7 +63,8 @@ class Part:
         tensors = {name: tensor for name, tensor in engine.state_tensors().items()
                    if grid.dp.is_first or not name.startswith(f"{WEIGHTS}/")}  # which all replicas have
         return Part(
-            (grid.pp.rank, grid.tp.rank, grid.dp.rank), tuple(edge for blocks in held for edge in (blocks.start, blocks.stop)),
+            (grid.pp.rank, grid.tp.rank, grid.dp.rank),
+            tuple(edge for blocks in held for edge in (blocks.start, blocks.stop)),
             TrainingState.of(engine.state_meta()).versions, tensors,
             header_of(engine.placements, engine.owned_parts()))
 

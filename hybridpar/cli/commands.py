@@ -118,9 +118,11 @@ class Check:
             print(json.dumps(plain))
             return 0
         blocks = ", ".join(f"{b.start}-{b.stop - 1}" for b in stages)
-        chunks = f", {config.pipeline.num_chunks} of them on each rank by turns" if config.pipeline.num_chunks > 1 else ""
+        chunks = config.pipeline.num_chunks
+        if chunks > 1:
+            blocks += f"; each rank holds {chunks}, which are {grid.pp} apart"
         print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}, {grid.tp * grid.pp * grid.dp} processes\n"
-              f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head){chunks}\n"
+              f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head)\n"
               f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"
               f"\npredicted peak memory of a process of each stage, in MiB\n{table(memory)}")
         return 0

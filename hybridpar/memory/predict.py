@@ -32,7 +32,8 @@ from hybridpar.pipeline.run.executor import max_unfinished_sends
 class StageMemory:
     """Bytes on one rank of the pipeline when they are the most. Units: bytes.
 
-    in_flight: micro-batches between forward and backward then, counted on each stage of the rank. during: the action at the peak.
+    in_flight: micro-batches between forward and backward then, counted on each stage of the rank. during: the action at
+    the peak.
     """
 
     weights: int

@@ -95,7 +95,8 @@ def test_what_is_given_stays() -> None:
 
 def test_stale_schedules_are_taken_only_where_they_are_asked_for() -> None:
     config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=0))
-    assert {one.config.pipeline.schedule for one in candidates(config, machine(config), Request())} == {"1f1b"}
+    schedules = {one.config.pipeline.schedule for one in candidates(config, machine(config), Request())}
+    assert schedules == {"1f1b", "interleaved"}
     stale = replace(made.config(m=16, b=1, schedule="2bw"), optim=OptimConfig(staleness="extrapolation"))
     found = [one.config for one in candidates(stale, machine(stale), Request(schedules=("2bw", "gpipe")))]
     assert {c.pipeline.schedule: c.optim.staleness for c in found} == {"2bw": "extrapolation", "gpipe": "none"}

@@ -8,8 +8,8 @@
     NORM4@1     starts the grid-wide reduction of batch 4: gradient norm, loss, inf check
     UPDATE4@1   waits for that, and makes W(5) of W(4)
 
-Where a rank holds several stages, REDUCE, NORM and UPDATE are of them all and name the first, which has the rank's number.
-Only F, B (I, W) and UPDATE take time on the rank; the others start something and return.
+Where a rank holds several stages, REDUCE, NORM and UPDATE are of all of them, and name the first, which has the rank's
+number. Only F, B (I, W) and UPDATE take time on the rank; the others start something and return.
 """
 
 from __future__ import annotations

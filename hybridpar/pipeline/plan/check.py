@@ -46,9 +46,10 @@ class CheckReport:
             worst = worst.peak(peak)
         held = f" on {self.sizes.num_ranks} ranks" if self.sizes.chunks > 1 else ""
         return (
-            f"{self.schedule}, {self.sizes.num_stages} stages{held}, {self.sizes.num_microbatches} micro-batches, batches "
-            f"{self.first_batch} to {self.first_batch + self.num_batches - 1}: {self.num_actions} actions are right; "
-            f"at most {worst.activations} activations, {worst.versions} weight versions, {worst.gradients} gradients"
+            f"{self.schedule}, {self.sizes.num_stages} stages{held}, {self.sizes.num_microbatches} micro-batches, "
+            f"batches {self.first_batch} to {self.first_batch + self.num_batches - 1}: {self.num_actions} actions are "
+            f"right; at most {worst.activations} activations, {worst.versions} weight versions, {worst.gradients} "
+            "gradients"
         )
 
 

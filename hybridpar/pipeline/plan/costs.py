@@ -9,7 +9,7 @@ from hybridpar.pipeline.plan.action import Kind
 
 PerStage = float | Sequence[float]  # one number for all stages, or one for each
 PerRank = float | Sequence[float]  # likewise for the ranks, which are the stages where each has one
-PerLink = float | Sequence[float]  # likewise for the links: link r joins ranks r and r + 1 (a ring: the first), both ways
+PerLink = float | Sequence[float]  # likewise for the links: link r joins ranks r and r + 1 (a ring: mod p), both ways
 
 
 @dataclass(frozen=True, slots=True)

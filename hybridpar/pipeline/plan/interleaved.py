@@ -1,9 +1,9 @@
 """The order of interleaved 1F1B: a rank holds v chunks of the model, and fills and drains in 1/v of the time.
 
-Two ranks with two chunks each, four micro-batches; a stage is half as long, b is the second chunk:
+Two ranks with two chunks each, four micro-batches; b is the second chunk, a stage half of what 1f1b's would be:
 
-    rank 0   F0  F1  F0b F1b F2  B0b---- F3  B1b---- F2b B0----- F3b B1----- B2b---- B3b---- B2----- B3-----*
-    rank 1       F0  F1  F0b B0b---- F1b B1b---- F2  B0----- F3  B1----- F2b B2b---- F3b B3b---- B2----- B3-----*
+    rank 0  F0- F1- F0b F1b F2-     B0b---- F3- B1b---- F2b B0----- F3b B1-----     B2b----     B3b---- B2----- B3-----*
+    rank 1      F0- F1- F0b B0b---- F1b B1b---- F2- B0----- F3- B1----- F2b B2b---- F3b B3b---- B2----- B3-----        *
 
 The micro-batches of a batch go in rounds: a round's pass through the first chunks of all ranks, then through the second
 ones, and so on; backwards likewise, the last chunk first. A round of p micro-batches is what the ring has room for. So
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 
 from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind
 from hybridpar.pipeline.plan.sizes import Sizes
@@ -35,7 +35,7 @@ def rounds(num_microbatches: int, num_ranks: int) -> list[range]:
     number = max(num_microbatches // num_ranks, 1)
     least, larger = divmod(num_microbatches, number)
     stops = [(least + 1) * min(i, larger) + least * max(i - larger, 0) for i in range(number + 1)]
-    return [range(start, stop) for start, stop in zip(stops, stops[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(stops)]
 
 
 def warmup(sizes: Sizes, rank: int) -> int:
@@ -75,7 +75,7 @@ class Receives:
 
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
-        self._count = {kind: 0 for kind in COMPUTE}
+        self._count = dict.fromkeys(COMPUTE, 0)
         self._due: dict[Kind, deque[tuple[int, int, int]]] = {kind: deque() for kind in COMPUTE}
 
     def arriving(self, action: Action) -> Iterator[tuple[int, int]]:

@@ -59,7 +59,6 @@ from hybridpar.pipeline.plan import interleaved
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.sizes import Sizes as Sizes
 
-
 SizeOf = Callable[[Sizes, int], int]  # (sizes, rank, which is the stage but where ranks hold several) -> a number
 VersionRule = Callable[["Schedule", Sizes, int, int, int], int]  # (..., stage, microbatch, first_batch) -> version
 
@@ -196,7 +195,8 @@ class Schedule:
         m, warmup = sizes.num_microbatches, self.warmup(sizes, rank)
         if "chunks" in self.options:
             batches = _count(first_batch, num_batches)
-            return ((kind, stage, t * m + k) for t in batches for kind, stage, k in interleaved.batch_order(sizes, rank))
+            steps = interleaved.batch_order(sizes, rank)
+            return ((kind, stage, t * m + k) for t in batches for kind, stage, k in steps)
         order: Iterator[tuple[Kind, int]]
         if self.flush:
             batches = _count(first_batch, num_batches)
@@ -301,8 +301,8 @@ WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
 
 
 def make_schedule(
-    name: str, *, warmup: str = "depth", early_switch: int | None = None, gradient_buffers: int = 0, sync_steps: int = 0,
-    chunks: int = 0,
+    name: str, *, warmup: str = "depth", early_switch: int | None = None, gradient_buffers: int = 0,
+    sync_steps: int = 0, chunks: int = 0,
 ) -> Schedule:
     """The schedule of that name with its options: the keys of the configuration's section `pipeline`. (How many chunks
     a rank holds is then one of the sizes.)
@@ -325,7 +325,7 @@ def make_schedule(
             f"must be {' or '.join(map(str, buffers))} with schedule {name} and pipeline.warmup = {warmup!r}",
         ),
         "sync_steps": (sync_steps, 0, sync_steps >= 0, "must not be negative"),
-        "chunks": (chunks, 0, chunks != 1 and chunks >= 0, f"must be at least 2 with schedule {name}, or 0 for 2; with 1 it is 1f1b"),
+        "chunks": (chunks, 0, chunks == 0 or chunks > 1, "must be at least 2, or 0 for 2; one on each rank is 1f1b"),
     }
     problems = []
     for option, (value, default, allowed, rule) in options.items():

@@ -188,7 +188,8 @@ class Executor:
             return None
         work, buffer = entry
         axis, step = (self.lane.pp, -1) if kind is Kind.RECV_F else (self.lane.reverse, 1)
-        self._awaited = f" while waiting for {kind} of micro-batch {k} from rank {axis.ranks[(axis.rank + step) % axis.size]}"
+        sender = axis.ranks[(axis.rank + step) % axis.size]
+        self._awaited = f" while waiting for {kind} of micro-batch {k} from rank {sender}"
         self.wait(work.wait)
         self._awaited = ""
         return buffer
