@@ -279,17 +279,27 @@ class Model:
         """Less than this no step takes: the costliest rank's work, or the slowest link's, with what cannot overlap."""
         m = self.sizes.num_microbatches
         schedule = self.ordering.make() if self.config.pipeline.early_switch != "auto" else None
-        fill = [0.0] * self.pp
-        if schedule is not None and schedule.flush:
-            before = [sum(s.compute for s in self.stages[:r]) for r in range(self.pp)]
-            total = sum(s.compute for s in self.stages)
-            # with several stages a rank works while its first micro-batch is on others
-            fill = before if self.sizes.is_ring else [min(total - s.compute for s in self.stages)] * self.pp
-        work = max(m * r.compute + r.update + r.norm + idle for r, idle in zip(self.ranks, fill, strict=True))
+        work = max(m * rank.compute + rank.update + rank.norm + self._fill(schedule, r)
+                   for r, rank in enumerate(self.ranks))
         link = max((m * self._messages(r) * t for r, (t, _, _) in enumerate(self.links())), default=0.0)
         reduction = max(self.reduction(rank, r)[0] for r, rank in enumerate(self.ranks))
         in_flight = 0.0 if schedule is None or schedule.flush else self._round_trips(schedule)
         return max(work, link, reduction, in_flight)
+
+    def _fill(self, schedule: Schedule | None, rank: int) -> float:
+        """How long a rank has nothing to do at least, where the pipeline drains between batches.
+
+        Before its first forward and after its last backward the stages before it work; once its first micro-batch has
+        left, and once its last one has, those behind it, while it has what it runs ahead to do.
+        """
+        if schedule is None or not schedule.flush:
+            return 0.0
+        before = sum(stage.compute for stage in self.stages[:rank])
+        if self.sizes.is_ring:  # it has other chunks to do
+            return before
+        own, behind = self.stages[rank], sum(stage.compute for stage in self.stages[rank + 1:])
+        ahead = min(schedule.warmup(self.sizes, rank), self.sizes.num_microbatches - 1)
+        return before + max(0.0, behind - ahead * min(own.forward, own.backward))
 
     def _messages(self, link: int) -> int:
         """How often a micro-batch takes that link one way."""

@@ -80,7 +80,7 @@ def costs_of_run(folder: Path, config: Config) -> RunCosts:
     chunks = measured_by.pipeline.num_chunks
     if config.pipeline.num_chunks != chunks:
         rule = f"{folder} has measured {chunks} on each rank: the costs of stages are those of their blocks"
-        works = f"{chunks}" if chunks > 1 else "a schedule with one stage on each rank, such as 1f1b"
+        works = f"{chunks}, with pipeline.schedule = {measured_by.pipeline.schedule}" if chunks > 1 else "1f1b"
         raise config_error("pipeline.chunks", config.pipeline.num_chunks, rule, works)
     before, now = to_mapping(measured_by), to_mapping(config)
     for section, keys in _MATTERS.items():
