@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from hybridpar.config import Config, OptimConfig, PipelineConfig
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.memory import StageMemory
+from hybridpar.models.cost import even_out
 from hybridpar.pipeline.plan.schedules import WARMUPS, Sizes, find_schedule, schedule_of
 from hybridpar.planner.cost import Model
 from hybridpar.planner.machine import Machine
@@ -146,9 +147,11 @@ def balanced(config: Config, machine: Machine) -> Candidate:
     """With the split that makes the slowest stage the fastest, whatever it takes of memory."""
     model = Model(config, machine)
     if model.pp > 1:
-        found = best_split(*block_costs(model), model.sizes.num_stages)
+        costs = block_costs(model)
+        found = best_split(*costs, model.sizes.num_stages)
         assert found is not None, "there are as many blocks as stages"
-        config = replace(config, pipeline=replace(config.pipeline, split=found.sizes))
+        split = even_out(tuple(sum(of_block) for of_block in zip(*costs, strict=True)), found.sizes, model.pp)
+        config = replace(config, pipeline=replace(config.pipeline, split=split))
         model = Model(config, machine)
     return Candidate(config, model)
 

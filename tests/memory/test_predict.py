@@ -198,6 +198,14 @@ def test_on_pipelines(schedule: str, p: int, dtype: str) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(("p", "pipeline", "dtype"), [
+    (2, {"num_microbatches": 5}, "fp32"), (3, {"recompute": "stage:0,3"}, "bf16")], ids=str)
+def test_with_several_chunks_on_a_rank(p: int, pipeline: dict[str, Any], dtype: str) -> None:
+    """One store of weights for all of them; what each keeps is its own."""
+    agree(make(pp=p, model=DROPOUT, pipeline={"schedule": "interleaved", **pipeline}, train={"dtype": dtype}), 0.02)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("recompute", ["0,2", "stage"])
 def test_with_recomputation(recompute: str) -> None:
     agree(make(pp=2, model={"kind": "bert", **DROPOUT}, pipeline={"schedule": "2bw", "recompute": recompute}))

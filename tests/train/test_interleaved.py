@@ -9,14 +9,19 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
+from train.runs import finish, torchrun, write_config
 
 from hybridpar import checkpoint
 from hybridpar.checkpoint.manifest import read_manifest
-from hybridpar.config import Config, from_mapping
+from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
+from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.train.costs import read_costs
 from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.generate import Generator, Sampling
+from hybridpar.train.preview import costs_of_run, preview
 from hybridpar.validate import problems
 from hybridpar.verify.run import verify
 
@@ -43,7 +48,7 @@ def make(grid: dict[str, int], pipeline: dict[str, Any] | None = None, **section
     ({"pp": 3}, {"num_microbatches": 2}, BERT | DROPOUT),
     ({"pp": 2}, {"chunks": 3, "split": [2, 1, 1, 1, 1, 1], "recompute": "stage:1,4", "num_microbatches": 3}, DROPOUT),
     ({"tp": 2, "pp": 2}, {"recompute": "0,2-3"}, BERT | {"tie_embeddings": False}),
-    ({"tp": 2, "pp": 2, "dp": 2}, {"num_microbatches": 3}, DROPOUT),
+    ({"pp": 2, "dp": 2}, {"num_microbatches": 3}, DROPOUT),
 ], ids=str)
 def test_against_the_oracle(grid: dict[str, int], pipeline: dict[str, Any], model: dict[str, Any]) -> None:
     """Loss, norm, gradients and weights in float64, as in tests/verify/test_grids.py."""
@@ -123,6 +128,29 @@ def test_a_checkpoint_says_which_blocks_are_where(tmp_path: Path) -> None:
     assert {name.split(".")[1] for name in weights} >= set("012345")
     name = "weights/1/blocks.3.mlp.up.weight"
     assert torch.equal(weights[name.removeprefix("weights/1/")], first[name])
+
+
+@pytest.mark.ranks
+def test_a_job_leaves_what_any_job_leaves(tmp_path: Path) -> None:
+    """Evaluations, checkpoints, costs of each stage, pictures by rank; text comes out of it on one process."""
+    path = write_config(tmp_path, "interleaved")
+    config = ("--parallel.pp", "2", "--pipeline.num_microbatches", "3")
+    code, out = finish(torchrun(2, "train", path, *config, "--train.num_steps", "18", "--train.eval_interval", "9",
+                                "--train.save_interval", "9"))
+    assert code == 0, out
+    folder = tmp_path / "runs" / "run"
+    costs = read_costs(folder / "costs.json")
+    assert (costs.sizes, costs.ordering.schedule) == (Sizes(2, 3, 2), "interleaved")
+    assert [len(of_stages) for of_stages in (costs.measured.costs.forward, costs.measured.costs.backward)] == [4, 4]
+    assert len(costs.measured.costs.latency) == 2, "one to the next rank, one back"
+    assert ">rank 1</text>" in (folder / "executed.svg").read_text()
+    assert ">rank 1</text>" in (folder / "plan.svg").read_text()
+    now = from_mapping({"parallel": {"pp": 2}, "pipeline": {"num_microbatches": 9}}, load_toml(folder / "config.toml"))
+    assert costs_of_run(folder, now) == costs
+    assert preview(now, 2, costs.measured.costs).step_time > 1.5 * costs.timeline().step_time(3)
+    with pytest.raises(ConfigError, match=r"has measured 2 on each rank.*try 2, with pipeline.schedule = interleaved"):
+        costs_of_run(folder, from_mapping({"pipeline": {"schedule": "1f1b"}}, now))
+    assert "".join(Generator.load(folder, print).generate("Stone", Sampling(8, seed=1)))
 
 
 @pytest.mark.parametrize(("grid", "pipeline", "field", "rule"), [
