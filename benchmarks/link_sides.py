@@ -137,7 +137,9 @@ class Side:
         self.method, self.link, self.m, self.grid = method, link, m, grid_on(link, method)
         self.engine = Engine(config, self.grid, torch.device("cpu"))
         if method.pace:
-            self.engine.executor.stage = Paced(self.engine.stage, method.pace)  # type: ignore[assignment]
+            stages = self.engine.executor.stages
+            self.engine.executor.stages = {  # type: ignore[assignment]
+                number: Paced(stage, method.pace) for number, stage in stages.items()}
         self.loader = FixedLoader(shape, m, self.grid.dp.rank, self.grid.dp.size)
         self.tokens = m * self.grid.dp.size * shape.microbatch_tokens
         self.losses: list[float] = []

@@ -90,11 +90,13 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    schedule: Literal["naive", "gpipe", "1f1b", "2bw", "pipedream"] = "1f1b"
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "2bw", "pipedream"] = "1f1b"
     num_microbatches: int = 4
     """Micro-batches a batch for each data-parallel replica (gradient accumulation when pp = 1)."""
     split: tuple[int, ...] = ()
     """Blocks of each stage, embedding and head included; empty: balanced by cost."""
+    chunks: int = 0
+    """interleaved: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 2. All others have one."""
     recompute: str = "none"
     """Layers whose activations are recomputed in the backward pass: 'none', 'all', or a list such as '0,2-5'; or
     'stage' (every stage keeps nothing but its input), 'stage:0,2-3' (those stages)."""
@@ -109,6 +111,11 @@ class PipelineConfig:
     0: what the schedule can use."""
     sync_steps: int = 0
     """2bw, pipedream: the first steps run as 1f1b, without stale gradients."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of the model on each rank."""
+        return self.chunks or 2 if self.schedule == "interleaved" else 1
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "model.num_kv_heads", "model.ffn_hidden_size", "model.norm_eps", "model.init_std", "model.logits_chunk",
-    "parallel.dp", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps", "optim.weight_decay",
-    "optim.clip_grad", "optim.momentum", "optim.staleness_steps", "train.seed", "train.threads", "train.eval_interval",
-    "train.save_interval", "checkpoint.keep_best", "plan.step_ms",
+    "parallel.dp", "pipeline.chunks", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps",
+    "optim.weight_decay", "optim.clip_grad", "optim.momentum", "optim.staleness_steps", "train.seed", "train.threads",
+    "train.eval_interval", "train.save_interval", "checkpoint.keep_best", "plan.step_ms",
 )
 BELOW_ONE = ("model.dropout", "model.attention_dropout", "model.label_smoothing", "data.split")
 
@@ -102,12 +102,12 @@ def _model(config: Config) -> Iterator[Problem]:
 
 
 def _pipeline(config: Config) -> Iterator[Problem]:
-    pipeline, pp = config.pipeline, config.parallel.pp
+    pipeline, pp, chunks = config.pipeline, config.parallel.pp, config.pipeline.num_chunks
     for attempt in (
-        lambda: stage_split(config.model, pp, pipeline.split),
-        lambda: parse_recompute(pipeline.recompute, config.model.num_layers, pp),
+        lambda: stage_split(config.model, pp, pipeline.split, chunks),
+        lambda: parse_recompute(pipeline.recompute, config.model.num_layers, pp * chunks),
         lambda: build_optimizer(config.optim, [], Axis("tp")),
-        lambda: schedule_of(pipeline).check_sizes(Sizes(pp, pipeline.num_microbatches)),
+        lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
     ):
         try:
             attempt()

@@ -39,19 +39,25 @@ _MAX_BYTES = 64 << 20
 class ShardFile:
     """One file: the part of pipeline stage `pp` and tensor part `tp`, written by replica `dp`.
 
-    `blocks`: those of the stage, from the first to before the last. `checksums`: as from tensorfile.write_tensors.
+    `blocks`: those of the stage, from the first to before the last; where a rank holds several chunks of the model, so
+    of each in turn. `checksums`: as from tensorfile.write_tensors.
     """
 
     pp: int
     tp: int
     dp: int
-    blocks: tuple[int, int]
+    blocks: tuple[int, ...]
     num_bytes: int
     checksums: str
 
     @property
     def name(self) -> str:
         return file_name(self.pp, self.tp, self.dp)
+
+    @property
+    def spans(self) -> tuple[range, ...]:
+        """The blocks of each chunk."""
+        return tuple(map(range, self.blocks[::2], self.blocks[1::2]))
 
 
 def file_name(pp: int, tp: int, dp: int) -> str:
@@ -172,7 +178,7 @@ def parse_shard(entry: Any, config: Config) -> ShardFile:
     pp, tp, dp = (plain.integer(entry.get(key), key, 0, most - 1) for key, most in (
         ("pp", parallel.pp), ("tp", parallel.tp), ("dp", parallel.dp)))
     shard = ShardFile(
-        pp, tp, dp, plain.span(entry.get("blocks"), "blocks", config.model.num_blocks),
+        pp, tp, dp, plain.spans(entry.get("blocks"), "blocks", config.model.num_blocks),
         plain.integer(entry.get("num_bytes"), "num_bytes"), plain.string(entry.get("checksums"), "checksums"))
     if entry.get("name") != shard.name:
         raise ValueError(f"the file of stage {pp}, tensor part {tp}, replica {dp} must be called {shard.name}, "
@@ -190,9 +196,12 @@ def _check_stages(manifest: Manifest) -> None:
         raise ValueError("it names a file twice")
     if len([1 for _, _, dp in where if dp == 0]) != parallel.pp * parallel.tp:
         raise ValueError(f"it names other files than those of {parallel.pp} stages and {parallel.tp} tensor parts")
-    stages = sorted({(shard.pp, *shard.blocks) for shard in manifest.shards})
-    edges = [0, *(stop for _, _, stop in stages)]
-    if len(stages) != parallel.pp or [start for _, start, _ in stages] != edges[:-1]:
+    held = {(shard.pp, shard.blocks) for shard in manifest.shards}
+    stages = sorted((blocks.start, blocks.stop, shard.pp) for shard in {s.pp: s for s in manifest.shards}.values()
+                    for blocks in shard.spans)
+    edges = [0, *(stop for _, stop, _ in stages)]
+    around = [number % parallel.pp for number in range(len(stages))]
+    if len(held) != parallel.pp or [s for s, _, _ in stages] != edges[:-1] or [pp for _, _, pp in stages] != around:
         raise ValueError("its stages do not follow each other")
     if edges[-1] != manifest.config.model.num_blocks:
         raise ValueError(f"its stages have {edges[-1]} blocks, its model {manifest.config.model.num_blocks}")

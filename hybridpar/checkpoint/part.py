@@ -25,7 +25,8 @@ from hybridpar.pipeline.run.weights import WeightStore
 class Trainee(Protocol):
     """What is saved and loaded here; train.engine.Engine is one.
 
-    `split`: the blocks of each stage. `before_change`: called before anything changes what `state_tensors` gives.
+    `split`: the blocks of each stage, which go round the ranks. `before_change`: called before anything changes what
+    `state_tensors` gives.
     """
 
     config: Config
@@ -45,10 +46,11 @@ class Trainee(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's file: which, and what goes into it. `versions`: of the weights, those that it has."""
+    """One rank's file: which, and what goes into it. `blocks`: as in manifest.ShardFile. `versions`: of the weights,
+    those that it has."""
 
     where: tuple[int, int, int]
-    blocks: tuple[int, int]
+    blocks: tuple[int, ...]
     versions: tuple[int, ...]
     tensors: dict[str, Tensor]
     header: dict[str, str]
@@ -56,11 +58,13 @@ class Part:
     @staticmethod
     def of(engine: Trainee) -> Part:
         """What this rank has to write; `tensors` are those that it trains."""
-        grid, blocks = engine.grid, engine.split[engine.grid.pp.rank]
+        grid = engine.grid
+        held = engine.split[grid.pp.rank :: grid.pp.size]
         tensors = {name: tensor for name, tensor in engine.state_tensors().items()
                    if grid.dp.is_first or not name.startswith(f"{WEIGHTS}/")}  # which all replicas have
         return Part(
-            (grid.pp.rank, grid.tp.rank, grid.dp.rank), (blocks.start, blocks.stop),
+            (grid.pp.rank, grid.tp.rank, grid.dp.rank),
+            tuple(edge for blocks in held for edge in (blocks.start, blocks.stop)),
             TrainingState.of(engine.state_meta()).versions, tensors,
             header_of(engine.placements, engine.owned_parts()))
 

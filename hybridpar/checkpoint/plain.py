@@ -59,6 +59,14 @@ def string(value: Any, what: str) -> str:
     return value
 
 
+def spans(value: Any, what: str, most: int) -> tuple[int, ...]:
+    """`value`, the ends of one or more ranges inside [0, most), one range after the other."""
+    ends = sequence(value, what)
+    if not ends or len(ends) % 2:
+        raise ValueError(f"{what} is not pairs")
+    return tuple(end for i in range(0, len(ends), 2) for end in span(ends[i : i + 2], what, most))
+
+
 def span(value: Any, what: str, most: int) -> tuple[int, int]:
     """`value`, the two ends of a range inside [0, most)."""
     ends = sequence(value, what)

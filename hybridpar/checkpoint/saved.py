@@ -46,7 +46,7 @@ class Saved:
         self.folder, self.manifest = folder, manifest or read_manifest(folder)
         self._where = {(shard.pp, shard.tp, shard.dp): shard for shard in self.manifest.shards}
         self._open: dict[tuple[int, int, int], SavedShard] = {}
-        self.stages = {shard.pp: range(*shard.blocks) for shard in self.manifest.shards}
+        self.stages = {shard.pp: {n for blocks in shard.spans for n in blocks} for shard in self.manifest.shards}
 
     def placements(self, stage: int) -> dict[str, Placement]:
         """Those of a stage's parameters, by name."""

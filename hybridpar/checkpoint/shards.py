@@ -47,12 +47,13 @@ class SavedShard:
 
     def _check_blocks(self) -> None:
         """So a model is never larger than its files."""
-        start, stop = self.where.blocks
+        own = {str(number) for blocks in self.where.spans for number in blocks}
         found = {name.split(".")[1] for name in self.placements if name.startswith("blocks.") and name.count(".") > 1}
         # a tied head is kept with the embedding, and may have nothing else
-        least = stop - start - (stop - start > 1 and any(place.tied for place in self.placements.values()))
-        if not least <= len(found) <= stop - start or not found <= set(map(str, range(start, stop))):
-            raise ValueError(f"it has parameters of {len(found)} blocks, the manifest says {start} to {stop - 1}")
+        least = len(own) - (len(own) > 1 and any(place.tied for place in self.placements.values()))
+        if not least <= len(found) or not found <= own:
+            says = ", ".join(f"{blocks.start} to {blocks.stop - 1}" for blocks in self.where.spans)
+            raise ValueError(f"it has parameters of {len(found)} blocks, the manifest says {says}")
 
     def _check_tensor(self, name: str, info: TensorInfo) -> None:
         kind, _, rest = name.partition("/")

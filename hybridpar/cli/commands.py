@@ -105,7 +105,7 @@ class Check:
         from hybridpar.models.cost import stage_split, training_flops_per_token
 
         memory = predict(config)
-        stages = stage_split(config.model, config.parallel.pp, config.pipeline.split)
+        stages = stage_split(config.model, config.parallel.pp, config.pipeline.split, config.pipeline.num_chunks)
         grid, parameters = config.parallel, count_parameters(config)
         plain = {
             "ok": True, "grid": {"tp": grid.tp, "pp": grid.pp, "dp": grid.dp},
@@ -118,6 +118,9 @@ class Check:
             print(json.dumps(plain))
             return 0
         blocks = ", ".join(f"{b.start}-{b.stop - 1}" for b in stages)
+        chunks = config.pipeline.num_chunks
+        if chunks > 1:
+            blocks += f"; each rank holds {chunks}, which are {grid.pp} apart"
         print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}, {grid.tp * grid.pp * grid.dp} processes\n"
               f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head)\n"
               f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"

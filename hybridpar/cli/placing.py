@@ -45,7 +45,7 @@ class Place:
     """Of each accelerator, in 1e9 bytes; 0: as the file says."""
     whole_blocks: bool = False
     """All operators of a block (the nodes' layerId) share a device, as in `hybridpar train`, whose pipeline.split the
-    placement then is, if it is a pipeline."""
+    placement then is, if it is a pipeline; or its pipeline.chunks, if it goes round the devices more than once."""
     time_limit: float = 60.0
     """Seconds for dp, the milps, local-search and piper, which then give the best that they have, and a bound."""
     max_ideals: int = 0

@@ -203,13 +203,17 @@ class Simulate:
         # a second has so many units of the simulation; what takes one where nothing is measured is drawn as 1 ms
         per_second = 1.0 if costs else 1e3
         drawn = shown.timeline.scaled(1e3 / per_second)
-        title = f"{pipeline.schedule}, {stages} stages, {pipeline.num_microbatches} micro-batches a batch"
+        what, held = "stage", ""
+        if pipeline.num_chunks > 1:
+            what, held = "rank", f" on {stages} ranks"
+        title = (f"{pipeline.schedule}, {stages * pipeline.num_chunks} stages{held}, {pipeline.num_microbatches} "
+                 "micro-batches a batch")
         if self.svg:
             heading = f"{title} (simulated, in milliseconds)" if costs else title
             Path(self.svg).write_text(draw_svg(drawn, title=heading), encoding="utf-8")
         each = config.parallel.tp * max(config.parallel.dp, 1)
         if self.perfetto:
-            names = {stage: (stage, f"stage {stage}" + (f", ranks {stage * each}-{stage * each + each - 1}"
+            names = {stage: (stage, f"{what} {stage}" + (f", ranks {stage * each}-{stage * each + each - 1}"
                                                         if each > 1 else "")) for stage in range(stages)}
             entries = trace_entries(shown.timeline, names, per_second=per_second)
             Path(self.perfetto).write_text(trace_json(entries), encoding="utf-8")
@@ -217,7 +221,7 @@ class Simulate:
         picture = draw(drawn)
         fits = max(map(len, picture.splitlines())) <= _WIDEST or not costs
         print(f"{title}\n\n{picture}\n" if fits else title, file=out)
-        time = f"{shown.step_time:.2f} times the forward of the costliest stage"
+        time = f"{shown.step_time:.2f} times the forward of the costliest {what}"
         if run:
             time = (f"{1e3 * shown.step_time:.4g} ms, from the costs of {self.measured} (where one took "
                     f"{1e3 * run.measured.step_time:.4g} ms with {run.ordering.schedule} and "
@@ -227,14 +231,15 @@ class Simulate:
                     f"{config.batch_tokens / shown.step_time:,.0f} tokens/s")
         print(f"steady state: a batch takes {time}", file=out)
         for stage in range(stages):
-            print(f"  stage {stage}: idle {100 * shown.bubble[stage]:4.1f} %, at most {shown.peak_activations[stage]} "
+            print(f"  {what} {stage}: idle {100 * shown.bubble[stage]:4.1f} %, at most {shown.peak_activations[stage]} "
                   f"micro-batches in flight, {shown.peak_versions[stage]} weight versions", file=out)
         if self.json:
             print(json.dumps({
-                "ok": True, "schedule": pipeline.schedule, "stages": stages, "ranks": each * stages,
+                "ok": True, "schedule": pipeline.schedule, "stages": stages, "chunks": pipeline.num_chunks,
+                "ranks": each * stages,
                 "num_microbatches": pipeline.num_microbatches, "step_time": shown.step_time, "bubble": shown.bubble,
                 "peak_activations": shown.peak_activations, "peak_versions": shown.peak_versions,
-                "makespan": shown.timeline.makespan, "unit": "s" if costs else "forward of the costliest stage",
+                "makespan": shown.timeline.makespan, "unit": "s" if costs else f"forward of the costliest {what}",
                 "measured_step_time": run.measured.step_time if run else None, "svg": self.svg or None}))
         return 0
 

@@ -68,8 +68,9 @@ class GradientAccumulator:
             hook.view, hook.void = views[name], self._void[index]
             leaf.grad = hook.view if type(hook) is _Report and name not in hook.void else None
 
-    def arm(self, on_final: Callable[[str], None]) -> None:
-        """The next backward is the last of its batch: `on_final(name)` is called as gradients become final in it."""
+    def arm(self, on_final: Callable[[str], None] | None) -> None:
+        """The next backward is the last of its batch: `on_final(name)` is called as gradients become final in it. None:
+        it is not (where a rank's stages take turns, another one's may have been)."""
         self.on_final = on_final
 
     def finish(self, index: int) -> None:

@@ -12,7 +12,7 @@ The plan says what is in flight when, so a schedule needs no rule of its own her
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,9 +30,10 @@ from hybridpar.pipeline.run.executor import max_unfinished_sends
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes on one rank of a pipeline stage when they are the most. Units: bytes.
+    """Bytes on one rank of the pipeline when they are the most. Units: bytes.
 
-    in_flight: micro-batches between forward and backward then. during: the action at the peak.
+    in_flight: micro-batches between forward and backward then, counted on each stage of the rank. during: the action at
+    the peak.
     """
 
     weights: int
@@ -68,7 +69,7 @@ def predict(
     config: Config, schedule: Schedule | None = None, device: torch.device | None = None, *,
     trace: Tracer = trace_stage,
 ) -> list[StageMemory]:
-    """The peak memory of a rank of each pipeline stage, as the allocator of `device` will count it.
+    """The peak memory of a process of each pipeline rank, as the allocator of `device` will count it.
 
     `config`: resolved. `schedule`, `device`: None: those that the configuration names, or the CPU where this machine
     has no other. On a CPU, what kernels need inside is not in it: up to some megabytes a thread. `trace`: one that
@@ -76,23 +77,28 @@ def predict(
     """
     schedule = schedule or schedule_of(config.pipeline)
     device = device or default_device(config)
-    sizes = Sizes(config.parallel.pp, config.pipeline.num_microbatches)
-    split = stage_split(config.model, sizes.num_stages, config.pipeline.split)
+    sizes = Sizes.of(config)
+    split = stage_split(config.model, sizes.num_ranks, config.pipeline.split, sizes.chunks)
     recompute = recomputed_blocks(config.pipeline.recompute, config.model, split)
     walked, gather = _enough(schedule, sizes), config.parallel.zero > 0
     copied = config.saves_beside_training and device.type == "cpu"  # else it is no memory of the device
     traced: dict[object, Footprint] = {}
-    found = []
-    for stage, blocks in enumerate(split):
-        buffers = Buffers(schedule.max_live_versions(sizes, stage), schedule.num_gradient_buffers)
+
+    def footprint(stage: int, buffers: Buffers) -> Footprint:
+        blocks, again = split[stage], recompute[stage]
         # stages of equal blocks take the same
         ends = (0 in blocks, config.model.num_blocks - 1 in blocks)
-        again = tuple(number in recompute[stage].blocks for number in blocks)
-        pattern = (len(blocks), ends, again, recompute[stage].whole, buffers)
+        pattern = (len(blocks), ends, tuple(number in again.blocks for number in blocks), again.whole, buffers)
         if pattern not in traced:
-            traced[pattern] = trace(config, blocks, recompute[stage], buffers, device)
-        actions = lower(schedule, walked, stage, schedule.sync_steps, batches_to_peak(config), gather=gather)
-        found.append(walk(actions, traced[pattern], walked, copied=copied))
+            traced[pattern] = trace(config, blocks, again, buffers, device)
+        return traced[pattern]
+
+    found = []
+    for rank in range(sizes.num_ranks):
+        buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers)
+        held = {stage: footprint(stage, buffers) for stage in sizes.stages_of(rank)}
+        actions = lower(schedule, walked, rank, schedule.sync_steps, batches_to_peak(config), gather=gather)
+        found.append(walk(actions, held, walked, copied=copied))
     return found
 
 
@@ -109,43 +115,50 @@ def batches_to_peak(config: Config) -> int:
 
 def _enough(schedule: Schedule, sizes: Sizes) -> Sizes:
     """As many micro-batches in a batch as make a difference: more only repeat what these do."""
-    few = replace(sizes, num_microbatches=min(sizes.num_microbatches, 4 * sizes.num_stages + 4))
-    same = all(schedule.warmup(few, stage) == schedule.warmup(sizes, stage) for stage in range(sizes.num_stages))
+    few = replace(sizes, num_microbatches=min(sizes.num_microbatches, 4 * sizes.num_ranks + 4))
+    same = all(schedule.warmup(few, rank) == schedule.warmup(sizes, rank) for rank in range(sizes.num_ranks))
     return few if same else sizes
 
 
-def walk(actions: Iterable[Action], footprint: Footprint, sizes: Sizes, *, copied: bool = False) -> StageMemory:
+def walk(
+    actions: Iterable[Action], footprints: Mapping[int, Footprint], sizes: Sizes, *, copied: bool = False
+) -> StageMemory:
     """Follows what a rank holds along its actions, as pipeline.run.executor does, to where it is the most.
 
-    `copied`: whether a copy of the state, for a checkpoint, is there as well.
+    `footprints`: of the rank's stages, by number. `copied`: whether a copy of the state, for a checkpoint, is there as
+    well.
     """
-    fp = footprint
-    copy = fp.weights + fp.master + fp.optimizer if copied else 0
-    in_flight = received = 0  # micro-batches; messages posted or held
+    held = list(footprints.values())
+    weights, master, gradients, optimizer, norm, update = (
+        sum(getattr(fp, name) for fp in held)
+        for name in ("weights", "master", "gradients", "optimizer", "norm", "update"))
+    message, last = held[0].message, sizes.num_stages - 1
+    in_flight = kept = inputs = received = 0  # micro-batches, and what they keep; inputs, and messages posted or held
     waiting: dict[Kind, int] = {}  # outputs to be sent
-    sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_stages))
-    extra = {Kind.F: fp.forward, Kind.B: fp.backward, Kind.NORM: fp.norm, Kind.UPDATE: fp.update}
-    best = StageMemory(fp.weights, fp.master, fp.gradients, fp.optimizer, copy, 0, 0, 0, 0, "")
+    sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
+    best = StageMemory(
+        weights, master, gradients, optimizer, weights + master + optimizer if copied else 0, 0, 0, 0, 0, "")
     for action in actions:
-        kind, has_input, has_output = action.kind, action.stage > 0, action.stage < sizes.num_stages - 1
+        kind, fp = action.kind, footprints[action.stage]
+        has_input, has_output = action.stage > 0, action.stage < last
         if kind in (Kind.RECV_F, Kind.RECV_B):
             received += 1
         elif kind in (Kind.SEND_F, Kind.SEND_B):
             sends.append(waiting.pop(kind))
-        inputs = in_flight * has_input
-        activations = in_flight * fp.kept + inputs * fp.message
-        communication = (received - inputs) * fp.message + sum(waiting.values()) + sum(sends)
+        activations = kept + inputs * message
+        communication = (received - inputs) * message + sum(waiting.values()) + sum(sends)
         first = kind is Kind.B and action.microbatch % sizes.num_microbatches == 0
-        transient = fp.first_backward if first else extra.get(kind, 0)
+        transient = {Kind.F: fp.forward, Kind.B: fp.first_backward if first else fp.backward, Kind.NORM: norm,
+                     Kind.UPDATE: update}.get(kind, 0)
         if activations + communication + transient > best.total - best.static:
             best = replace(best, activations=activations, communication=communication, transient=transient,
                            in_flight=in_flight, during=str(action))
         if kind is Kind.F:
-            in_flight += 1
+            in_flight, kept, inputs = in_flight + 1, kept + fp.kept, inputs + has_input
             if has_output:
                 waiting[Kind.SEND_F] = fp.output
         elif kind is Kind.B:
-            in_flight -= 1
+            in_flight, kept, inputs = in_flight - 1, kept - fp.kept, inputs - has_input
             received -= has_input + has_output
             if has_input:
                 waiting[Kind.SEND_B] = fp.message

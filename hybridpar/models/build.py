@@ -85,7 +85,8 @@ def parse_recompute(text: str, num_layers: int, num_stages: int) -> tuple[frozen
     if what == "stage":
         stages = _parse_numbers(numbers, num_stages)
         if stages is None:
-            rule = f"must name stages from 0 to {num_stages - 1} (parallel.pp = {num_stages}), such as 'stage:0'"
+            rule = (f"must name stages from 0 to {num_stages - 1} (parallel.pp, times pipeline.chunks = {num_stages}), "
+                    "such as 'stage:0'")
             raise config_error("pipeline.recompute", text, rule, "'stage' for all of them")
         return frozenset(), stages
     layers = _parse_numbers(text, num_layers)

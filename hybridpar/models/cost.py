@@ -5,8 +5,8 @@ Legend: h hidden, f ffn, s sequence, v vocabulary.
 
 from __future__ import annotations
 
-from functools import cache
-from itertools import accumulate
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 
 from hybridpar.config import ModelConfig
 from hybridpar.errors import config_error
@@ -50,10 +50,8 @@ def balanced_split(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
     """Blocks of each stage such that the costliest stage is as cheap as possible; every stage gets at least one.
 
     Ties: the later stages get fewer blocks, because the head's loss is costlier than its matrix product.
-    Raises: ConfigError if there are more stages than blocks.
     """
-    if num_stages > len(costs):
-        raise config_error("parallel.pp", num_stages, f"the model has only {len(costs)} blocks", str(len(costs)))
+    assert num_stages <= len(costs), f"{num_stages} stages of {len(costs)} blocks"
     prefix = (0, *accumulate(costs))
 
     @cache
@@ -75,19 +73,69 @@ def balanced_split(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def stage_split(model: ModelConfig, num_stages: int, split: tuple[int, ...] = ()) -> tuple[range, ...]:
+@lru_cache(maxsize=256)
+def even_out(costs: tuple[float, ...], sizes: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
+    """A split into chunks whose costliest ranks are cheaper, if there is one near `sizes`; of equal ones, that where
+    ranks wait less for each other: whose costliest stages, one of each round of the ranks, take less together.
+
+    The cheapest costliest stage does not care what else its rank has. One block of the costliest rank at a time goes to
+    another stage, and those between them move up.
+    """
+    prefix, best = (0.0, *accumulate(costs)), sizes
+    if len(best) == num_ranks:
+        return best
+
+    def ranks_of(sizes: tuple[int, ...]) -> tuple[list[float], list[float]]:
+        """The costs of ranks, and of the costliest stage in each round."""
+        ends = (0, *accumulate(sizes))
+        stages = [prefix[stop] - prefix[start] for start, stop in pairwise(ends)]
+        return ([sum(stages[rank::num_ranks]) for rank in range(num_ranks)],
+                [max(stages[first : first + num_ranks]) for first in range(0, len(stages), num_ranks)])
+
+    def worth(sizes: tuple[int, ...]) -> tuple[list[float], float]:
+        ranks, rounds = ranks_of(sizes)
+        return sorted(ranks, reverse=True), sum(rounds)
+
+    while True:
+        ranks, _ = ranks_of(best)
+        costliest = ranks.index(max(ranks))
+        moved = [tuple(size - (i == giver) + (i == taker) for i, size in enumerate(best))
+                 for giver in range(costliest, len(best), num_ranks) if best[giver] > 1
+                 for taker in range(len(best)) if taker != giver]
+        better = min(moved, key=worth, default=best)
+        if not worth(better) < worth(best):
+            return best
+        best = better
+
+
+def stage_split(
+    model: ModelConfig, num_ranks: int, split: tuple[int, ...] = (), chunks: int = 1
+) -> tuple[range, ...]:
     """The blocks of each stage: `split` as the user gave it, or balanced by forward operations.
 
-    Raises: ConfigError if `split` does not give every stage a block and every block a stage.
+    Stage c * num_ranks + r is chunk c of rank r.
+    Raises: ConfigError if there are more stages than blocks, or `split` does not give every stage a block and every
+    block a stage.
     """
+    num_stages, blocks = num_ranks * chunks, model.num_blocks
+    if num_ranks > blocks:
+        raise config_error("parallel.pp", num_ranks, f"the model has only {blocks} blocks", str(blocks))
+    if num_stages > blocks:
+        most = blocks // num_ranks
+        raise config_error(
+            "pipeline.chunks", chunks, f"parallel.pp = {num_ranks} ranks would hold {num_stages} stages, but the model "
+            f"has only {blocks} blocks", str(most) if most > 1 else "pipeline.schedule = 1f1b")
     if split:
         if len(split) != num_stages or sum(split) != model.num_blocks or min(split) < 1:
-            works = balanced_split(forward_flops_per_token(model), num_stages)
+            costs = forward_flops_per_token(model)
+            works = even_out(costs, balanced_split(costs, num_stages), num_ranks)
+            of = "parallel.pp" if chunks == 1 else "parallel.pp * chunks"
             raise config_error(
-                "pipeline.split", list(split), f"must be {num_stages} positive numbers (parallel.pp) that add up to "
+                "pipeline.split", list(split), f"must be {num_stages} positive numbers ({of}) that add up to "
                 f"{model.num_blocks} (embedding, {model.num_layers} layers, head)", str(list(works)))
         sizes = split
     else:
-        sizes = balanced_split(forward_flops_per_token(model), num_stages)
+        costs = forward_flops_per_token(model)
+        sizes = even_out(costs, balanced_split(costs, num_stages), num_ranks)
     ends = tuple(accumulate(sizes))
     return tuple(range(stop - size, stop) for size, stop in zip(sizes, ends, strict=True))

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from hybridpar.config import Config, OptimConfig, PipelineConfig
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.memory import StageMemory
+from hybridpar.models.cost import even_out
 from hybridpar.pipeline.plan.schedules import WARMUPS, Sizes, find_schedule, schedule_of
 from hybridpar.planner.cost import Model
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.split import best_split
 
+INTERLEAVED, CHUNKS = "interleaved", (2, 3, 4)
 STALE = frozenset({"2bw", "pipedream"})
 """Schedules that train on older weights: one is not taken for another unless that is asked for."""
 
@@ -67,7 +69,8 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
                     config, pipeline=replace(pipeline, num_microbatches=m, recompute="none"), optim=optim,
                     parallel=replace(config.parallel, tp=tp, pp=pp, dp=dp),
                     train=replace(config.train, micro_batch_size=b))
-                keeps_split = config.pipeline.split and len(config.pipeline.split) == pp and request.keep.get("pp")
+                same = len(config.pipeline.split) == pp * pipeline.num_chunks
+                keeps_split = config.pipeline.split and same and request.keep.get("pp")
                 yield Candidate(made, Model(made, machine)) if keeps_split else balanced(made, machine)
 
 
@@ -107,14 +110,17 @@ def _schedules(
 ) -> Iterator[tuple[PipelineConfig, OptimConfig]]:
     """The configuration's own schedule and those that train alike, or those asked for; with what they need changed."""
     own = config.pipeline
-    names = request.schedules or ((own.schedule,) if own.schedule in STALE else (own.schedule, "1f1b"))
+    names = request.schedules or ((own.schedule,) if own.schedule in STALE else (own.schedule, "1f1b", INTERLEAVED))
     for name in dict.fromkeys(find_schedule(name).name for name in names):
         stale = name in STALE
         optim = config.optim if stale or config.optim.staleness == "none" else replace(config.optim, staleness="none")
         base = own if name == own.schedule else replace(
             own, schedule=name,  # type: ignore[arg-type]
-            warmup="depth", early_switch="off", gradient_buffers=0,
+            warmup="depth", early_switch="off", gradient_buffers=0, chunks=0,
             sync_steps=own.sync_steps if stale else 0)
+        if name == INTERLEAVED:
+            yield from ((pipeline, optim) for pipeline in _interleaved(base, pp, m, config.model.num_blocks))
+            continue
         for warmup in WARMUPS if name == "2bw" and pp > 1 else (base.warmup,):
             switch, factor = base.early_switch, WARMUPS[warmup]
             if isinstance(switch, int):
@@ -130,13 +136,22 @@ def _schedules(
             yield pipeline, optim
 
 
+def _interleaved(base: PipelineConfig, pp: int, m: int, num_blocks: int) -> Iterator[PipelineConfig]:
+    """With as many chunks on each rank as were asked for, or as are worth trying."""
+    for chunks in (base.chunks,) if base.chunks else CHUNKS:
+        if 1 < pp <= num_blocks // chunks:
+            yield replace(base, chunks=chunks, num_microbatches=m, split=())
+
+
 def balanced(config: Config, machine: Machine) -> Candidate:
     """With the split that makes the slowest stage the fastest, whatever it takes of memory."""
     model = Model(config, machine)
     if model.pp > 1:
-        found = best_split(*block_costs(model), model.pp)
+        costs = block_costs(model)
+        found = best_split(*costs, model.sizes.num_stages)
         assert found is not None, "there are as many blocks as stages"
-        config = replace(config, pipeline=replace(config.pipeline, split=found.sizes))
+        split = even_out(tuple(sum(of_block) for of_block in zip(*costs, strict=True)), found.sizes, model.pp)
+        config = replace(config, pipeline=replace(config.pipeline, split=split))
         model = Model(config, machine)
     return Candidate(config, model)
 

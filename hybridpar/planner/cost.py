@@ -38,9 +38,10 @@ _BATCHES_TO_SETTLE = 5
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage takes; `blocks`: which it holds. Recomputation is in `backward`, collectives over tp in both."""
+    """What a stage takes, or those of a rank; `blocks`: which it holds. Recomputation is in `backward`, collectives
+    over tp in both."""
 
-    blocks: range
+    blocks: Sequence[int]
     forward: float
     backward: float
     norm: float
@@ -53,6 +54,17 @@ class StageCost:
         return self.forward + self.backward
 
 
+def _sum(stages: Sequence[StageCost], per_batch: float) -> StageCost:
+    """Of stages on one rank, which pays what a batch takes besides its parameters once."""
+    if len(stages) == 1:
+        return stages[0]
+    return StageCost(
+        [number for stage in stages for number in stage.blocks], sum(s.forward for s in stages),
+        sum(s.backward for s in stages), sum(s.norm for s in stages),
+        sum(s.update for s in stages) - (len(stages) - 1) * per_batch,
+        sum(s.parameters for s in stages), sum(s.tied for s in stages))
+
+
 class Model:
     """The costs of one configuration (resolved: dp is known) on a machine.
 
@@ -63,7 +75,7 @@ class Model:
         self.config, self.machine = config, machine
         parallel = config.parallel
         self.tp, self.pp, self.dp = parallel.tp, parallel.pp, max(parallel.dp, 1)
-        self.sizes = Sizes(self.pp, config.pipeline.num_microbatches)
+        self.sizes = Sizes.of(config)
         profile, b = machine.profile, config.train.micro_batch_size
         self.kinds = {kind: profile.block(kind, self.tp, b) for kind in KINDS}
         self.item = DTYPES[config.train.dtype].itemsize
@@ -112,10 +124,16 @@ class Model:
     def stages(self) -> list[StageCost]:
         """What every stage takes."""
         config = self.config
-        split = stage_split(config.model, self.pp, config.pipeline.split)
+        split = stage_split(config.model, self.pp, config.pipeline.split, self.sizes.chunks)
         again = recomputed_blocks(config.pipeline.recompute, config.model, split)
         return [self.stage(blocks, set(blocks) if one.whole else set(one.blocks))
                 for blocks, one in zip(split, again, strict=True)]
+
+    @cached_property
+    def ranks(self) -> list[StageCost]:
+        """What every rank of the pipeline takes for its stages together."""
+        return [_sum([self.stages[stage] for stage in self.sizes.stages_of(r)], self.machine.profile.per_batch)
+                for r in range(self.pp)]
 
     def stage(self, blocks: range, again: set[int]) -> StageCost:
         """A stage of these blocks, of which `again` are recomputed."""
@@ -151,27 +169,33 @@ class Model:
         return self.item * config.train.micro_batch_size * config.model.seq_length * config.model.hidden_size
 
     def flows(self, link: int) -> int:
-        """How many pipelines leave the fullest server over the link from that stage to the next, at the same time.
+        """How many pipelines leave the fullest server over the link from that rank to the next, at the same time.
 
         Pipelines run in step, and so do all links: whatever leaves a server one way shares what the server has.
         """
         per = self.machine.devices_per_server
         size = self.dp * self.tp
         leaving: dict[int, int] = {}
-        for r in range(self.pp - 1):
+        for r in range(self._num_links):
             for i in range(size):
-                source, target = r * size + i, (r + 1) * size + i
+                source, target = r * size + i, (r + 1) % self.pp * size + i
                 if source // per != target // per:
                     leaving[source // per] = leaving.get(source // per, 0) + 1
         mine = {(link * size + i) // per for i in range(size)}
         return max((leaving.get(server, 0) for server in mine), default=0) or 1
 
+    @property
+    def _num_links(self) -> int:
+        """From each rank to the next; in a ring also from the last to the first."""
+        return self.pp if self.sizes.is_ring else self.pp - 1
+
     def links(self) -> list[tuple[float, float, float]]:
-        """Of each link between stages: time that it is taken, latency after that, CPU time."""
+        """Of each link between ranks: time that it is taken, latency after that, CPU time."""
         found, size, n = [], self.dp * self.tp, self.message_bytes
-        for r in range(self.pp - 1):
-            pair = range(r * size, (r + 2) * size, size)
-            crosses = any(self.machine.servers((r * size + i, (r + 1) * size + i)) > 1 for i in range(size))
+        for r in range(self._num_links):
+            after = (r + 1) % self.pp
+            pair = (r * size, after * size)
+            crosses = any(self.machine.servers((r * size + i, after * size + i)) > 1 for i in range(size))
             link = self.machine.outer if crosses and self.machine.outer else self.machine.link(pair)
             flows = max(self.flows(r) / self.machine.outer_links, 1) if crosses else 1
             latency, whole, work = link.transfer_time(1), link.transfer_time(n, flows), link.transfer_work(n)
@@ -179,7 +203,7 @@ class Model:
         return found
 
     def reduction(self, stage: StageCost, index: int) -> tuple[float, float]:
-        """Seconds that the gradients of a stage take to be reduced, and CPU time that goes into it."""
+        """Seconds that the gradients of a rank's stages take to be reduced, and CPU time that goes into it."""
         machine, ranks = self.machine, self.ranks_of(index)
         size = GRADIENT_BYTES[self.config.train.dtype]
         own = size * (stage.parameters - stage.tied)
@@ -213,20 +237,20 @@ class Model:
     @cached_property
     def costs(self) -> Costs:
         """For `simulate`."""
-        machine, stages, p = self.machine, self.stages, self.pp
+        machine, stages, ranks, p = self.machine, self.stages, self.ranks, self.pp
         hardware = machine.profile.hardware
         links = self.links()
-        calls: dict[Kind, float | list[float]] = {Kind.NORM: [stage.norm for stage in stages]}
+        calls: dict[Kind, float | list[float]] = {Kind.NORM: [rank.norm for rank in ranks]}
         if p > 1:
             calls |= dict.fromkeys((Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B), machine.inner.call)
-        reductions = [self.reduction(stage, r) for r, stage in enumerate(stages)]
+        reductions = [self.reduction(rank, r) for r, rank in enumerate(ranks)]
         if any(work for _, work in reductions):
             calls[Kind.REDUCE] = [min(seconds, work) for seconds, work in reductions]
         sharded = self.config.parallel.zero > 0 and self.dp > 1
         reduce = [max(0.0, seconds - work) / (1 + sharded) for seconds, work in reductions]
         hidden = 0.0 if self.is_cpu else 0.5  # of a last backward, on a stream of its own, in buckets
-        reduce = [max(t - hidden * stage.backward, min(t, t * BUCKET_BYTES / max(4 * stage.parameters, 1)))
-                  if hidden else t for t, stage in zip(reduce, stages, strict=True)]
+        reduce = [max(t - hidden * rank.backward, min(t, t * BUCKET_BYTES / max(4 * rank.parameters, 1)))
+                  if hidden else t for t, rank in zip(reduce, ranks, strict=True)]
         world = self.tp * self.pp * self.dp
         norm = machine.all_reduce(_NORM_BYTES, range(world)) if world > 1 else 0.0
         cores = None
@@ -234,7 +258,7 @@ class Model:
             here = min(world, machine.devices_per_server)
             cores = max(0.1, p * hardware.cores * hardware.efficiency / (here * hardware.threads)) / self._at_work
         return Costs(
-            [s.forward for s in stages], [s.backward for s in stages], [s.update for s in stages], calls,
+            [s.forward for s in stages], [s.backward for s in stages], [r.update for r in ranks], calls,
             reduce=reduce, norm=norm, gather=list(reduce) if sharded else 0.0, transfer=[t for t, _, _ in links],
             latency=[t for _, t, _ in links], tied=self.config.model.tie_embeddings and p > 1,
             blocking_norm=self.is_cpu, serial_links=not self.is_cpu, cores=cores,
@@ -252,18 +276,34 @@ class Model:
 
     @cached_property
     def bound(self) -> float:
-        """Less than this no step takes: the costliest stage's work, or the slowest link's, with what cannot overlap."""
+        """Less than this no step takes: the costliest rank's work, or the slowest link's, with what cannot overlap."""
         m = self.sizes.num_microbatches
         schedule = self.ordering.make() if self.config.pipeline.early_switch != "auto" else None
-        fill = 0.0
-        if schedule is not None and schedule.flush:
-            total = sum(s.compute for s in self.stages)
-            fill = min(total - s.compute for s in self.stages)
-        work = max(m * s.compute + s.update + s.norm for s in self.stages)
-        link = max((m * t for t, _, _ in self.links()), default=0.0)
-        reduction = max(self.reduction(stage, r)[0] for r, stage in enumerate(self.stages))
+        work = max(m * rank.compute + rank.update + rank.norm + self._fill(schedule, r)
+                   for r, rank in enumerate(self.ranks))
+        link = max((m * self._messages(r) * t for r, (t, _, _) in enumerate(self.links())), default=0.0)
+        reduction = max(self.reduction(rank, r)[0] for r, rank in enumerate(self.ranks))
         in_flight = 0.0 if schedule is None or schedule.flush else self._round_trips(schedule)
-        return max(work + fill, link, reduction, in_flight)
+        return max(work, link, reduction, in_flight)
+
+    def _fill(self, schedule: Schedule | None, rank: int) -> float:
+        """How long a rank has nothing to do at least, where the pipeline drains between batches.
+
+        Before its first forward and after its last backward the stages before it work; once its first micro-batch has
+        left, and once its last one has, those behind it, while it has what it runs ahead to do.
+        """
+        if schedule is None or not schedule.flush:
+            return 0.0
+        before = sum(stage.compute for stage in self.stages[:rank])
+        if self.sizes.is_ring:  # it has other chunks to do
+            return before
+        own, behind = self.stages[rank], sum(stage.compute for stage in self.stages[rank + 1:])
+        ahead = min(schedule.warmup(self.sizes, rank), self.sizes.num_microbatches - 1)
+        return before + max(0.0, behind - ahead * min(own.forward, own.backward))
+
+    def _messages(self, link: int) -> int:
+        """How often a micro-batch takes that link one way."""
+        return self.sizes.chunks - (link == self.pp - 1)
 
     def _round_trips(self, schedule: Schedule) -> float:
         """A stage's next forward waits for a backward once it has so many micro-batches in flight: their way to the
@@ -289,22 +329,24 @@ class Model:
         m = self.sizes.num_microbatches
         if (few := self._few) == m:
             return self._step(m, costs)
-        more = self.sizes.num_stages + FEWEST_SIMULATED
+        more = self.pp + FEWEST_SIMULATED
+        more += -more % self.pp if self.sizes.is_ring else 0  # rounds of interleaved micro-batches are then alike
         first, second = self._step(few, costs), self._step(few + more, costs)
         each = (second - first) / more
-        if each < _STEADY * max(stage.compute for stage in self.stages):
+        if each < _STEADY * max(rank.compute for rank in self.ranks):
             return self._step(m, costs)
         return first + (m - few) * each
 
     @property
     def _few(self) -> int:
         """How many of the micro-batches are simulated, at least: a full pipeline, and some more."""
-        p, m = self.sizes.num_stages, self.sizes.num_microbatches
+        p, m = self.pp, self.sizes.num_microbatches
         few = max(2 * p, self.ordering.make().warmup(self.sizes, 0)) + 2 * FEWEST_SIMULATED
+        few += (m - few) % p if self.sizes.is_ring else 0
         return m if m <= 2 * few or self.ordering.early_switch is not None else few
 
     def _step(self, m: int, costs: Costs) -> float:
-        ordering, sizes = self.ordering, Sizes(self.sizes.num_stages, m)
+        ordering, sizes = self.ordering, replace(self.sizes, num_microbatches=m)
         if ordering.make().flush:
             return ordering.timeline(sizes, costs, 4).step_time(m)
         period = ordering.timeline(sizes, costs, _BATCHES_TO_SETTLE).period(m)

@@ -30,7 +30,7 @@ _TRANSFERS = (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B)
 class Parts:
     """Where a step's time goes, by what takes it: seconds that add up to the step.
 
-    compute: the busiest stage's forward and backward. tensor: its collectives over tp. optimizer: its norm and update.
+    compute: the busiest rank's forward and backward. tensor: its collectives over tp. optimizer: its norm and update.
     reduction, transfers: what the step would be shorter by without them. bubble: the rest.
     """
 
@@ -40,13 +40,13 @@ class Parts:
     reduction: float
     transfers: float
     bubble: float
-    stage: int
+    rank: int
 
     @property
     def bound_by(self) -> str:
         """What weighs most, in words."""
         parts = {
-            f"compute of stage {self.stage}": self.compute, "tensor-parallel collectives": self.tensor,
+            f"compute of stage {self.rank}": self.compute, "tensor-parallel collectives": self.tensor,
             "norm and optimizer": self.optimizer, "reduction of gradients": self.reduction,
             "links between stages": self.transfers, "bubble": self.bubble}
         first, second, *_ = sorted(parts, key=lambda name: -parts[name])
@@ -59,18 +59,18 @@ class Parts:
 def parts_of(model: Model) -> Parts:
     """Simulated with and without what goes between ranks."""
     step, costs, m = model.step_time, model.costs, model.sizes.num_microbatches
-    waits = [sum(sum(model.waits[model.kind(n)]) for n in stage.blocks) for stage in model.stages]
-    busy = [stage.compute + stage.update / m for stage in model.stages]
+    waits = [sum(sum(model.waits[model.kind(n)]) for n in rank.blocks) for rank in model.ranks]
+    busy = [rank.compute + rank.update / m for rank in model.ranks]
     slowest = busy.index(max(busy))
-    stage = model.stages[slowest]
+    rank = model.ranks[slowest]
     calls = {kind: time for kind, time in costs.calls.items() if kind not in _REDUCTIONS}
     free = replace(costs, reduce=0.0, gather=0.0, norm=0.0, calls=calls)
     reduction = max(0.0, step - model.simulated(free)) if model.dp > 1 or costs.tied else 0.0
     free = replace(costs, transfer=0.0, latency=0.0, transfer_work=0.0,
                    calls={kind: time for kind, time in costs.calls.items() if kind not in _TRANSFERS})
     transfers = max(0.0, step - model.simulated(free)) if model.pp > 1 else 0.0
-    tensor, optimizer = m * waits[slowest], stage.norm + stage.update
-    compute = m * stage.compute - tensor
+    tensor, optimizer = m * waits[slowest], rank.norm + rank.update
+    compute = m * rank.compute - tensor
     rest = step - compute - tensor - optimizer - reduction - transfers
     return Parts(compute, tensor, optimizer, reduction, transfers, max(0.0, rest), slowest)
 
@@ -90,6 +90,8 @@ def describe(config: Config) -> str:
     text += f", {pipeline.num_microbatches} micro-batches of {config.train.micro_batch_size}, {pipeline.schedule}"
     if pipeline.warmup != "depth":
         text += f" (warm-up {pipeline.warmup})"
+    if pipeline.num_chunks > 1:
+        text += f" ({pipeline.num_chunks} chunks)"
     if parallel.pp > 1:
         text += f", blocks {'+'.join(map(str, pipeline.split))}"
     if pipeline.recompute != "none":
@@ -109,6 +111,7 @@ def table(result: Result) -> Table:
         config, model = candidate.config, candidate.model
         pipeline, (tp, pp, dp) = config.pipeline, candidate.grid
         how = pipeline.schedule + (f", {pipeline.warmup}" if pipeline.warmup != "depth" else "")
+        how += f" x {pipeline.num_chunks}" if pipeline.num_chunks > 1 else ""
         how += "" if pipeline.recompute == "none" else f", recompute {_short(pipeline.recompute)}"
         how += ", ZeRO-1" if config.parallel.zero else ""
         memory = f"{candidate.peak / 1e9:.2f}" if candidate.memory is not None else "-"
@@ -143,7 +146,8 @@ def _choice(config: Config) -> dict[str, Any]:
     return {
         "tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, "zero": parallel.zero,
         "micro_batch_size": config.train.micro_batch_size, "num_microbatches": pipeline.num_microbatches,
-        "schedule": pipeline.schedule, "warmup": pipeline.warmup, "early_switch": pipeline.early_switch,
+        "schedule": pipeline.schedule, "chunks": pipeline.num_chunks, "warmup": pipeline.warmup,
+        "early_switch": pipeline.early_switch,
         "split": list(pipeline.split), "recompute": pipeline.recompute}
 
 

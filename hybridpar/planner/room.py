@@ -36,11 +36,12 @@ def surely_fits(model: Model, limit: float) -> bool:
     """Whether no stage can come near the limit, by a generous count: thrice what Adam, or Muon's products, hold of a
     parameter, and of every token all that a layer has ever been seen to keep."""
     config, settings = model.config, model.config.model
-    state = max(stage.parameters for stage in model.stages) * 3 * (4 * model.item + 24)
+    state = max(rank.parameters for rank in model.ranks) * 3 * (4 * model.item + 24)
     tokens = config.train.micro_batch_size * settings.seq_length
     layer = tokens * model.item * (40 * settings.hidden_size + 6 * settings.num_heads * settings.seq_length)
     head = tokens * settings.vocab_size * 16
-    flight = model.sizes.num_microbatches if config.pipeline.schedule == "gpipe" else 2 * model.pp
+    chunks = model.sizes.chunks
+    flight = model.sizes.num_microbatches if config.pipeline.schedule == "gpipe" else 2 * chunks * model.pp
     return state + flight * (settings.num_layers * layer + head) < limit
 
 
@@ -57,8 +58,8 @@ def with_recomputation(
     for _ in range(4):
         splits = []
         for whole in (False, True):
-            room = Room(config, footprints, tightened, whole)
-            found = best_split(*block_costs(model), model.pp, room.fits)
+            room = Room(config, footprints, tightened / model.sizes.chunks, whole)
+            found = best_split(*block_costs(model), model.sizes.num_stages, room.fits)
             if found is None:
                 continue
             splits.append(found)
@@ -81,15 +82,16 @@ def least(model: Model, *, recomputed: bool = False) -> float:
     share = model.dp if config.parallel.zero else 1
     moments = {"adamw": 2, "lamb": 2}.get(config.optim.name, 0)
     most = 0.0
-    # any split has a stage of the mean weight
-    mean = sum(stage.parameters for stage in model.stages) / model.pp
-    for stage in range(model.pp):
-        parameters = mean if recomputed else model.stages[stage].parameters
-        state: float = schedule.max_live_versions(sizes, stage) * model.item
+    # any split has a rank of the mean weight
+    mean = sum(rank.parameters for rank in model.ranks) / model.pp
+    for rank in range(model.pp):
+        parameters = mean if recomputed else model.ranks[rank].parameters
+        state: float = schedule.max_live_versions(sizes, rank) * model.item
         state += GRADIENT_BYTES[config.train.dtype] * schedule.num_gradient_buffers
         state += (4 * mixed + 4 * moments) / share
-        flight = schedule.max_live_activations(sizes, stage) - 1
-        kept = model.message_bytes * (1 if recomputed else len(model.stages[stage].blocks) - 1)
+        flight = schedule.max_live_activations(sizes, rank) - 1
+        fewest = min(len(model.stages[stage].blocks) for stage in sizes.stages_of(rank))
+        kept = model.message_bytes * (1 if recomputed else fewest - 1)
         most = max(most, parameters * state + flight * kept)
     return most
 
@@ -120,12 +122,12 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 class Room:
-    """Which blocks fit where, as far as a formula tells; whole: stages are recomputed as a whole."""
+    """Which blocks fit where, as far as a formula tells; whole: stages are recomputed as a whole. limit: of a stage."""
 
     def __init__(self, config: Config, footprints: Footprints, limit: float, whole: bool):
         self.config, self.footprints, self.limit, self.whole = config, footprints, limit, whole
         self.schedule = schedule_of(config.pipeline)
-        self.sizes = Sizes(config.parallel.pp, config.pipeline.num_microbatches)
+        self.sizes = Sizes.of(config)
         self.device = default_device(config)
 
     def fits(self, stage: int, again: bool) -> NDArray[np.bool_]:
@@ -154,9 +156,11 @@ class Room:
 
     def peak(self, stage: int, blocks: range, recompute: Recomputation) -> float:
         """About what that stage takes."""
-        buffers = Buffers(self.schedule.max_live_versions(self.sizes, stage), self.schedule.num_gradient_buffers)
+        rank = self.sizes.rank_of(stage)
+        buffers = Buffers(self.schedule.max_live_versions(self.sizes, rank), self.schedule.num_gradient_buffers)
         footprint = self.footprints.rough(self.config, blocks, recompute, buffers, self.device)
-        return _peak(footprint, self.schedule.max_live_activations(self.sizes, stage), blocks.start == 0)
+        in_flight = -(-self.schedule.max_live_activations(self.sizes, rank) // self.sizes.chunks)
+        return _peak(footprint, in_flight, blocks.start == 0)
 
 
 def _peak(fp: Footprint, in_flight: int, first: bool) -> float:

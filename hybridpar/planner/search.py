@@ -19,6 +19,7 @@ from hybridpar.config import Config
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.memory import Footprints, predict
 from hybridpar.models.build import recomputed_blocks
+from hybridpar.models.cost import stage_split
 from hybridpar.planner.candidates import Candidate, Request, balanced, batch_size, candidates, grids
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.room import Room, least, memory_limit, surely_fits, with_recomputation
@@ -114,16 +115,18 @@ class _Hopes:
 
     def _rough_peak(self, candidate: Candidate) -> float:
         config = candidate.config
-        split = [stage.blocks for stage in candidate.model.stages]
+        sizes = candidate.model.sizes
+        split = stage_split(config.model, sizes.num_ranks, config.pipeline.split, sizes.chunks)
         again = recomputed_blocks(config.pipeline.recompute, config.model, split)
         room = Room(config, self.footprints, self.limit, whole=False)
-        return max(room.peak(i, *pair) for i, pair in enumerate(zip(split, again, strict=True)))
+        peaks = [room.peak(i, *pair) for i, pair in enumerate(zip(split, again, strict=True))]
+        return max(sum(peaks[stage] for stage in sizes.stages_of(rank)) for rank in range(sizes.num_ranks))
 
     def _add_sharded(self, candidate: Candidate, *, only_if_worth: bool) -> None:
         parallel, model = candidate.config.parallel, candidate.model
         if parallel.zero or parallel.dp == 1 or candidate.tried_recomputation:
             return
-        if only_if_worth and max(stage.update for stage in model.stages) < _WORTH_SHARING * model.bound:
+        if only_if_worth and max(rank.update for rank in model.ranks) < _WORTH_SHARING * model.bound:
             return
         self.considered += 1
         self._push(balanced(replace(candidate.config, parallel=replace(parallel, zero=1)), model.machine))
@@ -131,7 +134,8 @@ class _Hopes:
     def add_recomputed(self, candidate: Candidate) -> bool:
         """Puts the candidate back with recomputation where it is needed; False: it does not fit so either."""
         config = candidate.config
-        kind = (candidate.grid, config.parallel.zero, config.pipeline.schedule, config.pipeline.warmup)
+        pipeline = config.pipeline
+        kind = (candidate.grid, config.parallel.zero, pipeline.schedule, pipeline.warmup, pipeline.num_chunks)
         b = config.train.micro_batch_size
         if candidate.tried_recomputation or b >= self._too_large.get(kind, b + 1):
             return False

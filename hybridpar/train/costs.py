@@ -25,8 +25,9 @@ from hybridpar.pipeline.plan.timeline import Timeline
 from hybridpar.train.measure import CALLS, VARYING, Measured, Parts, measure
 from hybridpar.train.trace import RankEvents
 
-FORMAT = "hybridpar costs 2"
-_OF_STAGES = ("forward", "backward", "update", "reduce", "gather")
+FORMAT = "hybridpar costs 3"
+_OF_STAGES = ("forward", "backward")
+_OF_RANKS = ("update", "reduce", "gather")
 _OF_LINKS = ("transfer", "latency", "transfer_work")
 
 
@@ -46,8 +47,8 @@ class RunCosts:
 
 def run_costs(config: Config, ranks: Sequence[RankEvents]) -> RunCosts | None:
     """What the recorded actions of a run cost; None where they are too few."""
-    sizes = Sizes(config.parallel.pp, config.pipeline.num_microbatches)
-    measured = measure(ranks, sizes, tied=config.model.tie_embeddings and sizes.num_stages > 1)
+    sizes = Sizes.of(config)
+    measured = measure(ranks, sizes, tied=config.model.tie_embeddings and sizes.num_ranks > 1)
     if measured is None:
         return None
     host = ranks[0].host
@@ -154,32 +155,34 @@ def _run_costs(document: _Reader) -> RunCosts:
     if (found := document.get("format", str)) != FORMAT:
         raise ValueError(f"format is {found!r}, not {FORMAT!r}: a run writes the file anew as it trains on")
     options, size = document.section("schedule"), document.section("sizes")
-    sizes = Sizes(size.get("num_stages", int), size.get("num_microbatches", int))
+    sizes = Sizes(size.get("num_ranks", int), size.get("num_microbatches", int), size.get("chunks", int))
     ordering = Ordering(
         options.get("schedule", str), options.get("warmup", str), options.get("early_switch", (int, type(None))),
         options.get("gradient_buffers", int), options.get("clip", bool), options.get("gather", bool))
     ordering.make().check_sizes(sizes)
-    measured, p = document.section("measured"), sizes.num_stages
+    measured, p = document.section("measured"), sizes.num_ranks
     parts = measured.get("parts_s", list)
     if len(parts) != p:
         raise ValueError(f"measured.parts_s has {len(parts)} entries, not {p}")
     return RunCosts(ordering, sizes, Measured(
-        _costs(document.section("costs_s"), p), measured.get("batches", int), measured.seconds("step_s"),
+        _costs(document.section("costs_s"), sizes), measured.get("batches", int), measured.seconds("step_s"),
         measured.row("idle_share", p), tuple(_parts(_Reader(one, "measured.parts_s")) for one in parts),
     ), document.get("hardware", dict))
 
 
-def _costs(section: _Reader, p: int) -> Costs:
+def _costs(section: _Reader, sizes: Sizes) -> Costs:
+    p = sizes.num_ranks
     cores = section.get("cores", (int, float, type(None)))
     if cores is not None and not 0 < cores < math.inf:
         raise ValueError(f"costs_s.cores is {cores!r}")
     calls, variation = section.section("calls"), section.section("variation")
-    costs: dict[str, Any] = {name: section.cost(name, p) for name in _OF_STAGES}
-    costs |= {name: section.cost(name, p - 1) for name in _OF_LINKS}
+    costs: dict[str, Any] = {name: section.cost(name, sizes.num_stages) for name in _OF_STAGES}
+    costs |= {name: section.cost(name, p) for name in _OF_RANKS}
+    costs |= {name: section.cost(name, p if sizes.is_ring else p - 1) for name in _OF_LINKS}
     costs |= {name: section.get(name, bool) for name in ("tied", "blocking_norm", "serial_links")}
     return Costs(
         **costs, calls={kind: calls.cost(kind.value, p) for kind in CALLS}, norm=section.seconds("norm"), cores=cores,
-        variation={kind: variation.rows(kind.value, p) for kind in VARYING})
+        variation={kind: variation.rows(kind.value, sizes.num_stages) for kind in VARYING})
 
 
 def _parts(section: _Reader) -> Parts:
@@ -196,9 +199,9 @@ def describe(run: RunCosts) -> list[str]:
     timeline = run.timeline()
     since, until, num_batches = timeline.steady(m)
     step, simulated = measured.step_time, (until - since) / num_batches
-    stages = range(run.sizes.num_stages)
-    idle = [timeline.idle_share(stage, since, until) for stage in stages]
-    work = [m * (_at(costs.forward, s) + _at(costs.backward, s)) for s in stages]
+    ranks = range(run.sizes.num_ranks)
+    idle = [timeline.idle_share(rank, since, until) for rank in ranks]
+    work = [sum(m * (_at(costs.forward, s) + _at(costs.backward, s)) for s in run.sizes.stages_of(r)) for r in ranks]
     slowest = work.index(max(work))
     parts = measured.parts[slowest]
     shares = [

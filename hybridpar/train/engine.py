@@ -66,13 +66,17 @@ class Engine:
     def __init__(self, config: Config, grid: ProcessGrid, device: torch.device):
         self.config, self.grid, self.device = config, grid, device
         model, pipeline = config.model, config.pipeline
-        self.sizes = Sizes(grid.pp.size, pipeline.num_microbatches)
+        self.sizes = Sizes.of(config)
         self.schedule = schedule_of(pipeline)
-        self.split = stage_split(model, grid.pp.size, pipeline.split)
+        self.split = stage_split(model, grid.pp.size, pipeline.split, self.sizes.chunks)
+        self._held = self.sizes.stages_of(grid.pp.rank)
         self.loss_names = loss_names(model)
         dtype = DTYPES[config.train.dtype]
-        blocks = build_blocks(model, grid.tp, self.split[grid.pp.rank], kernels=config.kernels, dtype=dtype)
-        self.stage = Stage(blocks, recomputed_blocks(pipeline.recompute, model, self.split)[grid.pp.rank])
+        numbers = [number for stage in self._held for number in self.split[stage]]
+        blocks = build_blocks(model, grid.tp, numbers, kernels=config.kernels, dtype=dtype)
+        again = recomputed_blocks(pipeline.recompute, model, self.split)
+        stages = {stage: Stage({n: blocks[n] for n in self.split[stage]}, again[stage]) for stage in self._held}
+        self.stage = Stage(blocks)  # all of them, as one: for what has to do with parameters
         parameters = StageParameters(self.stage, dtype)
         layout, placements = parameters.layout, parameters.placements
         self.partition = Partition(layout, make_routes(config, placements, grid.tp.rank, grid.dp, grid.ends))
@@ -93,7 +97,7 @@ class Engine:
         self.scaler = LossScaler.for_dtype(dtype, config.optim.loss_scale)
         shape = (config.train.micro_batch_size, model.seq_length, model.hidden_size)
         self.executor = Executor(
-            self.stage, self.weights, Lane(grid.pp, grid.pp_reverse, shape, dtype, device), pipeline.num_microbatches)
+            stages, self.weights, Lane(grid.pp, grid.pp_reverse, shape, dtype, device), pipeline.num_microbatches)
         self._scales = {0: self.scaler.scale}
         """The loss scale that came with each version of the weights."""
         self._pending: dict[int, tuple[Tensor, Work]] = {}
@@ -150,12 +154,14 @@ class Engine:
     def _before_backward(self, action: Action) -> float:
         batch, index = divmod(action.microbatch, self.sizes.num_microbatches)
         buffer = self.gradients.buffer_index(batch)
-        if index == 0:
-            self.gradients.begin(buffer)
+        is_first, is_last = index == 0, index == self.sizes.num_microbatches - 1
+        if action.stage == self._held[-1]:  # whose backwards come first
+            if is_first:
+                self.gradients.begin(buffer)
+            if is_last:
+                self.reducer.arm(self.gradients.buffers[buffer])
         self.gradients.bind(self.weights.leaves_of(action.version), buffer)
-        if index == self.sizes.num_microbatches - 1:
-            self.reducer.arm(self.gradients.buffers[buffer])
-            self.gradients.arm(self.reducer.ready)
+        self.gradients.arm(self.reducer.ready if is_last else None)
         return self._scale(batch)
 
     def _scale(self, batch: int) -> float:

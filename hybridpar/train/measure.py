@@ -81,39 +81,42 @@ def measure(ranks: Sequence[RankEvents], sizes: Sizes, *, tied: bool) -> Measure
         list(r.events[first_uses[r.rank][batch] : first_uses[r.rank][batch + 1]])
         for batch in sorted(batch for _, batch in typical)
     ] for r in ranks}
-    stages = [[r for r in ranks if r.stage == s] for s in range(sizes.num_stages)]
-    parts = tuple(_mean([_parts(r, typical_events[r.rank]) for r in stage]) for stage in stages)
+    places = [[r for r in ranks if r.stage == s] for s in range(sizes.num_ranks)]
+    parts = tuple(_mean([_parts(r, typical_events[r.rank]) for r in place]) for place in places)
     idle = tuple(p.waiting / sum(astuple(replace(p, beside=0.0))) for p in parts)
-    costs = _costs(stages, typical_events, sizes.num_microbatches, tied=tied)
+    costs = _costs(places, typical_events, sizes, tied=tied)
     return Measured(costs, len(typical), fmean(step for step, _ in typical), idle, parts)
 
 
 def _costs(
-    stages: Sequence[Sequence[RankEvents]], typical: Mapping[int, list[list[Event]]], m: int, *, tied: bool,
+    places: Sequence[Sequence[RankEvents]], typical: Mapping[int, list[list[Event]]], sizes: Sizes, *, tied: bool,
 ) -> Costs:
-    """Of actions: means over the typical batches of the ranks of a stage; of what goes on beside them, medians."""
-    ranks = [r for stage in stages for r in stage]
+    """Of actions: means over the typical batches of the ranks of a place in the pipeline; of what goes on beside them,
+    medians."""
+    ranks, m = [r for place in places for r in place], sizes.num_microbatches
 
     def times(kind: Kind) -> list[list[float]]:
-        """By stage, batch by batch in the order of micro-batches: what slows down all stages at once still does."""
-        return [[e.own + e.gap for r in stage for batch in typical[r.rank]
-                 for e in sorted(batch, key=lambda e: e.action.microbatch % m) if e.action.kind is kind]
-                for stage in stages]
+        """By stage, batch by batch in the order of micro-batches: what slows down all stages at once still does. What
+        is a rank's is by rank."""
+        return [[e.own + e.gap for r in places[sizes.rank_of(stage)] for batch in typical[r.rank]
+                 for e in sorted(batch, key=lambda e: e.action.microbatch % m)
+                 if e.action.kind is kind and (kind not in COMPUTE or e.action.stage == stage)]
+                for stage in range(sizes.num_stages if kind in COMPUTE else sizes.num_ranks)]
 
     def work(kind: Kind) -> tuple[float, ...]:
         return tuple(map(_mean_or_0, times(kind)))
 
-    links = [list(transfer_times(ranks, link)) for link in range(len(stages) - 1)]
+    links = [list(transfer_times(ranks, link)) for link in range(sizes.num_ranks - (not sizes.is_ring))]
     all_links = [seconds for link in links for seconds in link]
-    ends = [*stages[0], *stages[-1]] if tied else []
-    reducing = [ends if tied and stage in (stages[0], stages[-1]) else stage for stage in stages]
+    ends = [*places[0], *places[-1]] if tied else []
+    reducing = [ends if tied and place in (places[0], places[-1]) else place for place in places]
     return Costs(
         work(Kind.F), work(Kind.B), work(Kind.UPDATE), {kind: work(kind) for kind in CALLS},
         reduce=tuple(_median_or_0(_collectives(group, Kind.REDUCE)) for group in reducing),
         norm=_median_or_0(_collectives(ranks, Kind.NORM)),
-        gather=tuple(_median_or_0(_collectives(stage, Kind.UPDATE)) for stage in stages),
+        gather=tuple(_median_or_0(_collectives(place, Kind.UPDATE)) for place in places),
         latency=tuple(_median_or_0(link or all_links) for link in links), tied=tied,
-        blocking_norm=ranks[0].host.cores > 0, cores=_cores(ranks, len(stages)), transfer_work=_beside(ranks),
+        blocking_norm=ranks[0].host.cores > 0, cores=_cores(ranks, len(places)), transfer_work=_beside(ranks),
         variation={kind: tuple(map(_variation, times(kind))) for kind in VARYING})
 
 
@@ -135,8 +138,9 @@ def _median_or_0(values: Iterable[float]) -> float:
 
 def _first_forwards(events: Sequence[Event], m: int) -> dict[int, int]:
     """Where each batch begins."""
+    first = min((e.action.stage for e in events), default=0)
     return {e.action.microbatch // m: i for i, e in enumerate(events)
-            if e.action.kind is Kind.F and e.action.microbatch % m == 0}
+            if e.action.kind is Kind.F and e.action.stage == first and e.action.microbatch % m == 0}
 
 
 def _collectives(ranks: Sequence[RankEvents], kind: Kind) -> Iterator[float]:
@@ -165,7 +169,7 @@ def _beside(ranks: Sequence[RankEvents]) -> float:
     return sum(r.usage.beside for r in ranks) / sends if sends else 0.0
 
 
-def _cores(ranks: Sequence[RankEvents], num_stages: int) -> float | None:
+def _cores(ranks: Sequence[RankEvents], num_ranks: int) -> float | None:
     """How many ranks of one pipeline can work at full speed at once, given that all on a machine share its cores.
 
     Where more of them wanted to: as many as did, on average, which is fewer than there are cores, because a scheduler
@@ -185,7 +189,7 @@ def _cores(ranks: Sequence[RankEvents], num_stages: int) -> float | None:
         if working is not None:
             cores = min(host.cores, host.threads * working + beside)
         shares.append(max(_FEWEST_CORES, cores) / (host.threads * len(here)))
-    return num_stages * fmean(shares)
+    return num_ranks * fmean(shares)
 
 
 def _working(ranks: Sequence[RankEvents], enough: float) -> float | None:

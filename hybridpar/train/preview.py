@@ -25,10 +25,10 @@ _MATTERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Preview:
-    """A simulated schedule; times in units of the costliest stage's forward of one micro-batch, or in seconds.
+    """A simulated schedule; times in units of the forward of one micro-batch on the costliest rank, or in seconds.
 
-    `step_time`: from one batch to the next in the steady state. `bubble`: share of that time in which a stage is idle,
-    for each stage; `peak_activations`, `peak_versions`: the most micro-batches in flight and weight versions on it.
+    `step_time`: from one batch to the next in the steady state. `bubble`: share of that time in which a rank is idle,
+    for each rank; `peak_activations`, `peak_versions`: the most micro-batches in flight and weight versions on it.
     """
 
     timeline: Timeline
@@ -39,13 +39,14 @@ class Preview:
 
 
 def stage_costs(config: Config) -> Costs:
-    """Forward operations of each stage over those of the costliest; backward twice that, plus what it recomputes."""
+    """Forward operations of each stage over those of the costliest rank; backward twice that, and recomputation."""
     flops = forward_flops_per_token(config.model)
-    stages = stage_split(config.model, config.parallel.pp, config.pipeline.split)
+    pp, chunks = config.parallel.pp, config.pipeline.num_chunks
+    stages = stage_split(config.model, pp, config.pipeline.split, chunks)
     again = recomputed_blocks(config.pipeline.recompute, config.model, stages)
     forward = [sum(flops[b] for b in blocks) for blocks in stages]
     backward = [2 * f + sum(flops[b] for b in stage.blocks) for f, stage in zip(forward, again, strict=True)]
-    largest = max(forward)
+    largest = max(sum(forward[rank::pp]) for rank in range(pp))
     return Costs([f / largest for f in forward], [b / largest for b in backward])
 
 
@@ -54,14 +55,14 @@ def preview(config: Config, num_batches: int, costs: Costs | None = None) -> Pre
 
     costs: measured ones; left out: `stage_costs`. early_switch = "auto" is what they imply.
     """
-    sizes = Sizes(config.parallel.pp, config.pipeline.num_microbatches)
+    sizes = Sizes.of(config)
     costs = costs or stage_costs(config)
     ordering = Ordering.of(config)
     if config.pipeline.early_switch == "auto":
         switch = smallest_early_switch(
             costs, sizes, warmup=ordering.warmup, gradient_buffers=ordering.gradient_buffers, gather=ordering.gather)
         ordering = replace(ordering, early_switch=switch)
-    steady, ranks = ordering.timeline(sizes, costs), range(sizes.num_stages)
+    steady, ranks = ordering.timeline(sizes, costs), range(sizes.num_ranks)
     since, until, batches = steady.steady(sizes.num_microbatches)
     live = [steady.peak_live(rank, sizes.num_microbatches) for rank in ranks]
     return Preview(
@@ -75,7 +76,13 @@ def costs_of_run(folder: Path, config: Config) -> RunCosts:
 
     Raises: ConfigError if it has none, or if `config` differs in what they depend on; DataError if they are damaged.
     """
-    run, before, now = read_costs(folder / COSTS), to_mapping(load_toml(folder / CONFIG)), to_mapping(config)
+    run, measured_by = read_costs(folder / COSTS), load_toml(folder / CONFIG)
+    chunks = measured_by.pipeline.num_chunks
+    if config.pipeline.num_chunks != chunks:
+        rule = f"{folder} has measured {chunks} on each rank: the costs of stages are those of their blocks"
+        works = f"{chunks}, with pipeline.schedule = {measured_by.pipeline.schedule}" if chunks > 1 else "1f1b"
+        raise config_error("pipeline.chunks", config.pipeline.num_chunks, rule, works)
+    before, now = to_mapping(measured_by), to_mapping(config)
     for section, keys in _MATTERS.items():
         for key in keys or now[section]:
             if (value := now[section][key]) != (measured := before[section].get(key)):

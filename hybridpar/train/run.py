@@ -219,7 +219,7 @@ class Run:
     def _draw_plan(self) -> None:
         schedule, m = self.config.pipeline.schedule, self.config.pipeline.num_microbatches
         shown = preview(self.config, ceil(_DRAWN_MICROBATCHES / m))
-        title = f"{schedule}, {self.grid.pp.size} stages, {m} micro-batches a batch (simulated)"
+        title = f"{schedule}, {len(self.engine.split)} stages, {m} micro-batches a batch (simulated)"
         (self.folder / "plan.svg").write_text(draw_svg(shown.timeline, title=title), encoding="utf-8")
 
     def _write_trace(self, recorder: trace.Recorder) -> None:

@@ -53,6 +53,7 @@ class RankEvents:
     pipeline: tuple[int, int]
     """Replica and tensor part: ranks with the same ones exchange activations."""
     stage: int
+    """Its place in the pipeline: the stage that it holds, or the first of them."""
     events: tuple[Event, ...]
     host: Host = field(default_factory=Host)
     usage: Usage = field(default_factory=Usage)
@@ -128,16 +129,30 @@ _TRANSFERS = {Kind.F: (-1, Kind.SEND_F, Kind.RECV_F), Kind.B: (1, Kind.SEND_B, K
 
 
 def transfer_times(ranks: Sequence[RankEvents], link: int) -> Iterator[float]:
-    """How long receivers on this link, where they were waiting, still had to wait once the transfer could start."""
-    events = {(r.pipeline, r.stage, e.action.kind, e.action.microbatch): e for r in ranks for e in r.events}
+    """How long receivers on this link, where they were waiting, still had to wait once the transfer could start.
+
+    Links are numbered as in plan.costs.
+    """
+    events = {(r.pipeline, e.action.stage, e.action.kind, e.action.microbatch): e for r in ranks for e in r.events}
+    p = _num_ranks(ranks)
     for (pipeline, stage, kind, number), used in events.items():
         towards, send, receive = _TRANSFERS.get(kind, (0, kind, kind))
-        if not towards or min(stage, stage + towards) != link or not _has_waited(used):
+        if not towards or _link(stage, towards, p) != link or not _has_waited(used):
             continue
         sent = events.get((pipeline, stage + towards, send, number))
         posted = events.get((pipeline, stage, receive, number))
         if sent is not None and posted is not None:
             yield used.waits[0][1] - _transfer_start(sent, posted)
+
+
+def _num_ranks(ranks: Sequence[RankEvents]) -> int:
+    """Of a pipeline."""
+    return len({r.stage for r in ranks})
+
+
+def _link(stage: int, towards: int, num_ranks: int) -> int:
+    """The link on which a stage receives from that side: link r leads from rank r to the next, in a ring mod p."""
+    return min(stage, stage + towards) % num_ranks
 
 
 def _transfer_start(sent: Event, posted: Event) -> float:
@@ -157,8 +172,8 @@ def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, int] = (0, 0), *,
     those on that link that someone did wait for. gathers: whether replicas gather new weights after an update.
     """
     stages = sorted((r for r in ranks if r.pipeline == pipeline), key=lambda r: r.stage)
-    events = {(r.stage, e.action.kind, e.action.microbatch): e for r in stages for e in r.events}
-    usual = {link: median(times) for link in range(len(stages) - 1) if (times := list(transfer_times(stages, link)))}
+    events = {(e.action.stage, e.action.kind, e.action.microbatch): e for r in stages for e in r.events}
+    usual = {link: median(times) for link in range(len(stages)) if (times := list(transfer_times(stages, link)))}
     ends = {key: event.end for key, event in events.items()}
     for (stage, kind, number), event in events.items():
         if event.over is not None and (kind is not Kind.UPDATE or gathers):
@@ -169,14 +184,14 @@ def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, int] = (0, 0), *,
             continue
         arrival = event.ready
         if not _has_waited(event):
-            arrival = min(arrival, _transfer_start(sent, posted) + usual.get(min(stage, stage + towards), 0.0))
+            arrival = min(arrival, _transfer_start(sent, posted) + usual.get(_link(stage, towards, len(stages)), 0.0))
         ends[stage + towards, send, number] = max(sent.end, arrival)
         ends[stage, receive, number] = max(posted.end, arrival)
     plan: dict[int, tuple[Action, ...]] = {r.stage: tuple(e.action for e in r.events) for r in stages}
-    by_stage = {stage: [ends[stage, a.kind, a.microbatch] for a in actions] for stage, actions in plan.items()}
+    by_rank = {rank: [ends[a.stage, a.kind, a.microbatch] for a in actions] for rank, actions in plan.items()}
     return Timeline(
-        plan, {r.stage: [e.ready for e in r.events] for r in stages}, by_stage,
-        max((end for of_stage in by_stage.values() for end in of_stage), default=0.0),
+        plan, {r.stage: [e.ready for e in r.events] for r in stages}, by_rank,
+        max((end for of_rank in by_rank.values() for end in of_rank), default=0.0),
         {r.stage: [e.end for e in r.events] for r in stages})
 
 

@@ -246,9 +246,9 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def compare(config: Config, run: GridRun, num_batches: int, disturbance: Disturbance = CALM) -> Report:
     """Trains the oracle on the same batches and compares everything with what the grid computed."""
     parallel, m = config.parallel, config.pipeline.num_microbatches
-    sizes = Sizes(parallel.pp, m)
+    sizes = Sizes.of(config)
     schedule = schedule_of(config.pipeline)
-    split = stage_split(config.model, parallel.pp, config.pipeline.split)
+    split = stage_split(config.model, parallel.pp, config.pipeline.split, sizes.chunks)
     stage_of = {block: stage for stage, blocks in enumerate(split) for block in blocks}
 
     def version(block: int, t: int, j: int) -> int:

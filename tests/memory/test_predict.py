@@ -49,7 +49,7 @@ NOTHING = Footprint(weights=0, master=0, gradients=0, optimizer=0, kept=0, outpu
 
 
 def walked(schedule: str, p: int, m: int, stage: int, footprint: Footprint) -> StageMemory:
-    return walk(lower(schedule, Sizes(p, m), stage, 0, 6), footprint, Sizes(p, m))
+    return walk(lower(schedule, Sizes(p, m), stage, 0, 6), {stage: footprint}, Sizes(p, m))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -196,6 +196,14 @@ def test_on_one_process(kind: str, dtype: str) -> None:
 @pytest.mark.parametrize(("schedule", "p", "dtype"), [("gpipe", 2, "bf16"), ("1f1b", 3, "fp32"), ("2bw", 4, "fp32")])
 def test_on_pipelines(schedule: str, p: int, dtype: str) -> None:
     agree(make(pp=p, pipeline={"schedule": schedule}, train={"dtype": dtype}))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("p", "pipeline", "dtype"), [
+    (2, {"num_microbatches": 5}, "fp32"), (3, {"recompute": "stage:0,3"}, "bf16")], ids=str)
+def test_with_several_chunks_on_a_rank(p: int, pipeline: dict[str, Any], dtype: str) -> None:
+    """One store of weights for all of them; what each keeps is its own."""
+    agree(make(pp=p, model=DROPOUT, pipeline={"schedule": "interleaved", **pipeline}, train={"dtype": dtype}), 0.02)
 
 
 @pytest.mark.ranks

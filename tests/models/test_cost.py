@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from collections.abc import Sequence
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,13 @@ from hybridpar.config import ModelConfig, load_toml
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
-from hybridpar.models.cost import balanced_split, forward_flops_per_token, stage_split, training_flops_per_token
+from hybridpar.models.cost import (
+    balanced_split,
+    even_out,
+    forward_flops_per_token,
+    stage_split,
+    training_flops_per_token,
+)
 from hybridpar.nn.placement import named_placements
 
 
@@ -66,3 +73,36 @@ def test_flops_are_six_per_matmul_weight_and_token_and_attention() -> None:
     layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 100
     assert training_flops_per_token(model) == 6 * (3 * layer + 64 * 50) + 12 * 3 * 64 * 32
     assert len(forward_flops_per_token(model)) == model.num_blocks
+
+
+@pytest.mark.parametrize(("costs", "num_ranks", "chunks"), [
+    ([0, *[1] * 24, 4], 4, 2), ([0, *[1] * 9, 2], 2, 3), ([0, *[1] * 14, 1], 4, 4), ([3, 1, 4, 1, 5, 9, 2, 6], 2, 2)])
+def test_chunks_even_out_over_their_ranks(costs: list[int], num_ranks: int, chunks: int) -> None:
+    """Against all splits there are: the costliest rank is within a block of the best one's."""
+    num_stages = num_ranks * chunks
+    before = balanced_split(tuple(costs), num_stages)
+    sizes = even_out(tuple(costs), before, num_ranks)
+
+    def costliest(sizes: Sequence[int]) -> int:
+        ends = (0, *accumulate(sizes))
+        stages = [sum(costs[a:b]) for a, b in pairwise(ends)]
+        return max(sum(stages[rank::num_ranks]) for rank in range(num_ranks))
+
+    assert sum(sizes) == len(costs)
+    assert min(sizes) >= 1
+    assert costliest(sizes) <= costliest(before)
+    if len(costs) < 14:
+        cuts = combinations(range(1, len(costs)), num_stages - 1)
+        best = min(costliest([b - a for a, b in pairwise((0, *cut, len(costs)))]) for cut in cuts)
+        assert costliest(sizes) <= best + 1
+    one_each = balanced_split(tuple(costs), num_ranks)
+    assert even_out(tuple(costs), one_each, num_ranks) == one_each
+
+
+def test_the_head_leaves_the_last_rank_fewer_layers() -> None:
+    """24 layers and a head of four: each of four ranks gets seven."""
+    costs = (0, *[1] * 24, 4)
+    sizes = even_out(costs, balanced_split(costs, 8), 4)
+    ends = (0, *accumulate(sizes))
+    stages = [sum(costs[a:b]) for a, b in pairwise(ends)]
+    assert [sum(stages[rank::4]) for rank in range(4)] == [7] * 4

@@ -215,8 +215,28 @@ def test_whole_blocks_are_the_split_of_a_run(training: bool) -> None:
     assert w.blocks is not None
     for block in range(config.model.num_blocks):
         assert len(set(free.devices[w.blocks == block].tolist())) == 1
-    if not free.contiguous:
-        assert report.split(free) == []
+
+
+@pytest.mark.parametrize(("turns", "sizes"), [
+    ("0012012", [2, 1, 1, 1, 1, 1]), ("1001100", [1, 2, 2, 2]), ("0001111", [3, 4]),  # the last is a pipeline
+    ("0101201", []), ("0120210", []), ("0120100", []),
+], ids=str)
+def test_chunks_of_whole_blocks_that_go_round_are_those_of_a_run(turns: str, sizes: list[int]) -> None:
+    """By block, which device has it: as many turns each, always in one order."""
+    config = made.config(num_layers=5)
+    w = make_workload(operator_graph(config, measured(config, 3), training=True)).in_blocks()
+    assert w.blocks is not None
+    placed = place(w, "expert", Options(split=np.array([int(turns[block]) for block in w.blocks])))
+    assert report.split(placed) == sizes
+    told, pp = "\n".join(report.lines(placed, [])), len(set(turns))
+    assert ("hybridpar train" in told and "--parallel.pp" in told) == bool(sizes)
+    if len(sizes) > pp:
+        chunks = len(sizes) // pp
+        assert (f"--parallel.pp {pp} --pipeline.schedule interleaved --pipeline.chunks {chunks} --pipeline.split "
+                f"{' '.join(map(str, sizes))}") in told
+        run = replace(config, parallel=replace(config.parallel, pp=pp, dp=1), pipeline=replace(
+            config.pipeline, schedule="interleaved", chunks=chunks, split=tuple(sizes)))
+        assert problems(run, pp) == []
 
 
 def test_what_cannot_be_a_graph() -> None:

@@ -95,7 +95,8 @@ def test_what_is_given_stays() -> None:
 
 def test_stale_schedules_are_taken_only_where_they_are_asked_for() -> None:
     config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=0))
-    assert {one.config.pipeline.schedule for one in candidates(config, machine(config), Request())} == {"1f1b"}
+    schedules = {one.config.pipeline.schedule for one in candidates(config, machine(config), Request())}
+    assert schedules == {"1f1b", "interleaved"}
     stale = replace(made.config(m=16, b=1, schedule="2bw"), optim=OptimConfig(staleness="extrapolation"))
     found = [one.config for one in candidates(stale, machine(stale), Request(schedules=("2bw", "gpipe")))]
     assert {c.pipeline.schedule: c.optim.staleness for c in found} == {"2bw": "extrapolation", "gpipe": "none"}
@@ -172,3 +173,63 @@ def test_parts_add_up_and_the_report_is_plain_data() -> None:
     plain = json.loads(json.dumps(report.as_json(result)))
     assert plain["ranked"][0]["step_ms"] == pytest.approx(1e3 * result.ranked[0].model.step_time)
     assert report.table(result).row_count == len(result.ranked)
+
+
+def even(memory: float) -> tuple[Config, Machine]:
+    """Sixteen blocks for four devices; the embedding takes no time."""
+    config = replace(made.config(m=8, b=1, num_layers=14, hidden_size=96, seq_length=256),
+                     parallel=made.ParallelConfig(dp=0))
+    return config, made.machine(config, 4, made=made.profile(config), memory=memory)
+
+
+PIPELINE = Request(keep={"tp": 1, "pp": 4}, micro_batches=(1,), top=4)
+
+
+def test_interleaves_where_that_makes_the_bubble_smaller() -> None:
+    """With free links more chunks are better, if blocks allow them; the plan can run and comes out as it is drawn."""
+    config, on = even(1e11)
+    result = search(config, on, PIPELINE)
+    times = {one.config.pipeline.num_chunks: one.model.step_time for one in result.ranked}
+    assert times.keys() == {1, 2, 3, 4}
+    best = result.ranked[0].config
+    assert (best.pipeline.schedule, best.pipeline.num_chunks, best.pipeline.split) == ("interleaved", 4, (1,) * 16)
+    assert times[4] == pytest.approx(8 * 12 + 6, rel=1e-3), "a rank's four layers, and the bubble of three ranks"
+    assert times[2] < times[1]
+    planned = report.planned(result.ranked[0])
+    assert problems(planned, 4) == []
+    assert len(planned.plan.memory_mib) == 4
+    assert "interleaved (4 chunks)" in report.describe(best)
+
+
+def test_interleaving_pays_for_its_messages() -> None:
+    """Each takes as long as a layer's forward: twice as many for two chunks, and the last rank's to the first."""
+    config, _ = even(1e11)
+    profile = made.profile(config)
+    slow = made.machine(config, 4, made=profile, inner=made.link(latency=6.0, bandwidth=1e9), memory=1e11)
+    assert search(config, slow, PIPELINE).ranked[0].config.pipeline.schedule == "1f1b"
+
+
+def test_chunks_count_with_what_they_hold_in_memory() -> None:
+    """More is in flight: where just 1f1b fits as it is, the others are recomputed or left out."""
+    config, plenty = even(1e11)
+    peaks = {one.config.pipeline.num_chunks: one.peak for one in search(config, plenty, PIPELINE).ranked}
+    assert peaks[1] < min(peaks[2], peaks[3], peaks[4])
+    limit = 1.02 * peaks[1]
+    _, tight = even(limit / 0.96 + 1.5 * 2**30)
+    assert memory_limit(tight) == pytest.approx(limit)
+    found = search(config, tight, PIPELINE)
+    for one in found.ranked:
+        assert max(stage.total for stage in predict(one.config)) <= limit
+        assert one.config.pipeline.num_chunks == 1 or one.config.pipeline.recompute != "none"
+    assert any(one.config.pipeline.num_chunks == 1 for one in found.ranked)
+
+
+def test_chunks_that_were_chosen_stay() -> None:
+    config, on = even(1e11)
+    config = replace(config, pipeline=replace(config.pipeline, schedule="interleaved", chunks=3))
+    found = list(candidates(config, on, Request(micro_batches=(1,))))
+    assert {one.config.pipeline.num_chunks for one in found} == {1, 3}
+    assert {one.config.parallel.pp for one in found if one.config.pipeline.num_chunks == 3} == {2, 4}
+    for one in found:
+        assert one.model.bound <= one.model.step_time * (1 + 1e-9)
+        assert len(one.config.pipeline.split) in (0, one.config.parallel.pp * one.config.pipeline.num_chunks)

@@ -56,8 +56,8 @@ def delete(document: dict[str, Any], key: str) -> None:
     ("place", "value", "message"),
     [
         ("format", "costs 0", "format is 'costs 0'.* as it trains on"),
-        ("sizes.num_stages", 3, r"num_microbatches|has 2 numbers, not 3|not 3"),
-        ("sizes.num_stages", 0, "must be at least 1"),
+        ("sizes.num_ranks", 3, r"num_microbatches|has 2 numbers, not 3|not 3"),
+        ("sizes.num_ranks", 0, "must be at least 1"),
         ("sizes.num_microbatches", 1, "must be 0 to 0 here"),
         ("schedule.schedule", "3bw", "must be one of"),
         ("schedule.clip", 1, "schedule.clip is 1"),

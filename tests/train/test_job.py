@@ -52,7 +52,7 @@ def test_an_interrupted_and_then_killed_job_ends_as_if_nothing_had_happened(tmp_
     check_trace(run)
     assert len(re.findall(r"step time: .* ms measured .* ms simulated from the measured costs", out)) == 1
     costs = read_costs(run / "costs.json")
-    assert (costs.sizes.num_stages, costs.ordering.schedule) == (2, "2bw")
+    assert (costs.sizes.num_ranks, costs.ordering.schedule) == (2, "2bw")
     assert costs.measured.num_batches >= 3
     assert sorted(p.name for p in (run / "checkpoints" / f"step_{end:08d}").iterdir()) == [
         "manifest.json", "pp0-tp0.safetensors", "pp1-tp0.safetensors"]

@@ -52,6 +52,21 @@ def test_the_costs_that_actions_were_made_with_are_found_again(schedule: str) ->
     assert step == pytest.approx(own)
 
 
+def test_costs_of_chunks_are_found_stage_by_stage_and_those_of_ranks_rank_by_rank() -> None:
+    """And on the link that closes the ring, those of its own."""
+    sizes = Sizes(2, 4, 2)
+    costs = Costs(
+        (1.0, 1.5, 1.25, 2.0), (2.0, 3.0, 2.5, 4.0), (0.5, 0.25), {Kind.SEND_F: (0.02, 0.03), Kind.NORM: (0.2, 0.1)},
+        norm=0.4, latency=(0.3, 0.7))
+    found = measure(recorded("interleaved", sizes, costs, 8), sizes, tied=False)
+    assert found is not None
+    for name in ("forward", "backward", "update", "latency"):
+        assert getattr(found.costs, name) == pytest.approx(getattr(costs, name)), name
+    assert found.costs.calls[Kind.SEND_F] == pytest.approx((0.02, 0.03))
+    assert found.costs.calls[Kind.RECV_F] == (0.0, 0.0)
+    assert found.step_time == pytest.approx(Ordering("interleaved").timeline(sizes, found.costs).step_time(4))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_reductions_that_meet_count_from_the_last_to_come(schedule: str) -> None:
     tied = replace(COSTS, reduce=0.5, gather=(0.6, 0.7, 0.8), tied=True)

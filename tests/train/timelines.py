@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridpar.pipeline.plan.action import PER_BATCH, Kind
+from hybridpar.pipeline.plan.action import COMPUTE, PER_BATCH, Kind
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes
@@ -29,8 +29,9 @@ def _events(timeline: Timeline, stage: int, sizes: Sizes, costs: Costs) -> list[
     made, before = [], 0.0
     for action, start, done, end in timeline.actions(stage):
         waits = ((before, start),) if start > before else ()
+        size = sizes.num_stages if action.kind in COMPUTE else sizes.num_ranks
         own_time = done - start if action.kind in costs.variation else expand(
-            own.get(action.kind, 0.0), sizes.num_stages)[stage]
+            own.get(action.kind, 0.0), size)[action.stage % size]
         over = end if action.kind in STARTED or (action.kind is Kind.UPDATE and costs.gather) else None
         made.append(Event(
             action, before, done, waits, own_time, 0.0, over))

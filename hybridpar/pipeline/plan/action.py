@@ -8,7 +8,8 @@
     NORM4@1     starts the grid-wide reduction of batch 4: gradient norm, loss, inf check
     UPDATE4@1   waits for that, and makes W(5) of W(4)
 
-Only F, B (I, W) and UPDATE take time on the rank; the others start something and return.
+Where a rank holds several stages, REDUCE, NORM and UPDATE are of all of them, and name the first, which has the rank's
+number. Only F, B (I, W) and UPDATE take time on the rank; the others start something and return.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Action:
         return text if self.version == _implied_version(self.kind, self.microbatch) else f"{text}v{self.version}"
 
 
-Plan = Mapping[int, Sequence[Action]]  # by rank on the pipeline axis, which is the stage
+Plan = Mapping[int, Sequence[Action]]  # by rank on the pipeline axis, which is the stage where each has one
 
 _KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
 _PATTERN = re.compile(rf"({_KINDS})(\d+)@(\d+)(?:v(-?\d+))?")

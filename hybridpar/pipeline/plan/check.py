@@ -44,10 +44,12 @@ class CheckReport:
         worst = Live()
         for peak in self.peaks:
             worst = worst.peak(peak)
+        held = f" on {self.sizes.num_ranks} ranks" if self.sizes.chunks > 1 else ""
         return (
-            f"{self.schedule}, {self.sizes.num_stages} stages, {self.sizes.num_microbatches} micro-batches, batches "
-            f"{self.first_batch} to {self.first_batch + self.num_batches - 1}: {self.num_actions} actions are right; "
-            f"at most {worst.activations} activations, {worst.versions} weight versions, {worst.gradients} gradients"
+            f"{self.schedule}, {self.sizes.num_stages} stages{held}, {self.sizes.num_microbatches} micro-batches, "
+            f"batches {self.first_batch} to {self.first_batch + self.num_batches - 1}: {self.num_actions} actions are "
+            f"right; at most {worst.activations} activations, {worst.versions} weight versions, {worst.gradients} "
+            "gradients"
         )
 
 
@@ -64,17 +66,18 @@ def check(
     """
     schedule = find_schedule(schedule)
     schedule.check_sizes(sizes)
-    if sorted(plan) != list(range(sizes.num_stages)):
-        raise PlanError(f"ranks are {sorted(plan)}, but there are {sizes.num_stages} stages", plan, [])
+    p = sizes.num_ranks
+    if sorted(plan) != list(range(p)):
+        raise PlanError(f"ranks are {sorted(plan)}, but there are {p} ranks", plan, [])
     batches = _range_of_batches(plan, sizes, first_batch, num_batches)
     with_norm = any(action.kind is Kind.NORM for action in plan[0])
-    for rank in range(sizes.num_stages):
+    for rank in range(p):
         _check_complete(plan, rank, _expected(schedule, sizes, rank, batches, with_norm))
         _check_order(plan, rank, sizes, batches.start, with_norm)
-    for rank in range(sizes.num_stages - 1):
-        _check_link(plan, rank, Kind.SEND_F, rank + 1, Kind.RECV_F)
-        _check_link(plan, rank + 1, Kind.SEND_B, rank, Kind.RECV_B)
-    peaks = tuple(_check_memory(plan, rank, schedule, sizes, batches.stop) for rank in range(sizes.num_stages))
+    for rank in range(p if sizes.is_ring else p - 1):
+        _check_link(plan, rank, Kind.SEND_F, (rank + 1) % p, Kind.RECV_F)
+        _check_link(plan, (rank + 1) % p, Kind.SEND_B, rank, Kind.RECV_B)
+    peaks = tuple(_check_memory(plan, rank, schedule, sizes, batches.stop) for rank in range(p))
     try:
         simulate(plan, Costs(tied=True, blocking_norm=True, serial_links=serial_links))
     except StuckError as error:
@@ -98,14 +101,15 @@ def _range_of_batches(plan: Plan, sizes: Sizes, first_batch: int | None, num_bat
 def _expected(schedule: Schedule, sizes: Sizes, rank: int, batches: range, with_norm: bool) -> Iterator[Action]:
     """Everything that `rank` has to do, in no particular order."""
     m = sizes.num_microbatches
-    first, last = rank == 0, rank == sizes.num_stages - 1
-    transfers = [Kind.RECV_F, Kind.SEND_B] * (not first) + [Kind.SEND_F, Kind.RECV_B] * (not last)
-    for k in range(batches.start * m, batches.stop * m):
-        version = schedule.version(sizes, rank, k, batches.start)
-        yield Action(Kind.F, rank, k, version)
-        yield Action(Kind.B, rank, k, version)
-        for kind in transfers:
-            yield Action(kind, rank, k)
+    for stage in sizes.stages_of(rank):
+        first, last = stage == 0, stage == sizes.num_stages - 1
+        transfers = [Kind.RECV_F, Kind.SEND_B] * (not first) + [Kind.SEND_F, Kind.RECV_B] * (not last)
+        for k in range(batches.start * m, batches.stop * m):
+            version = schedule.version(sizes, stage, k, batches.start)
+            yield Action(Kind.F, stage, k, version)
+            yield Action(Kind.B, stage, k, version)
+            for kind in transfers:
+                yield Action(kind, stage, k)
     for t in batches:
         yield Action(Kind.REDUCE, rank, t)
         yield Action(Kind.UPDATE, rank, t, t + 1)
@@ -113,13 +117,21 @@ def _expected(schedule: Schedule, sizes: Sizes, rank: int, batches: range, with_
             yield Action(Kind.NORM, rank, t)
 
 
+_Key = tuple[Kind, int, int]
+
+
+def _key(action: Action) -> _Key:
+    return action.kind, action.stage, action.microbatch
+
+
 def _check_complete(plan: Plan, rank: int, expected: Iterator[Action]) -> None:
     """Every expected action once, and no other."""
-    missing = {(action.kind, action.microbatch): action for action in expected}
-    done: dict[tuple[Kind, int], int] = {}
+    missing = {_key(action): action for action in expected}
+    own = {action.stage for action in missing.values()}
+    done: dict[_Key, int] = {}
     for step, action in enumerate(plan[rank]):
-        key = (action.kind, action.microbatch)
-        if action.stage != rank:
+        key = _key(action)
+        if own and action.stage not in own:
             raise PlanError(f"{action} is on rank {rank}, not on its own", plan, [(rank, step)])
         if key in done:
             raise PlanError(f"{action} comes twice", plan, [(rank, done[key]), (rank, step)])
@@ -145,51 +157,53 @@ def _related_step(actions: Sequence[Action], missing: Action) -> int:
 
 def _check_order(plan: Plan, rank: int, sizes: Sizes, first_batch: int, with_norm: bool) -> None:
     """What an action needs on its own rank comes before it."""
-    steps = {(action.kind, action.microbatch): step for step, action in enumerate(plan[rank])}
+    steps = {_key(action): step for step, action in enumerate(plan[rank])}
     for step, action in enumerate(plan[rank]):
-        for kind, number in _needs(action, sizes, first_batch, with_norm):
-            if steps[kind, number] > step:
+        for key in _needs(action, sizes, first_batch, with_norm):
+            if steps[key] > step:
                 raise PlanError(
-                    f"{action} comes before {plan[rank][steps[kind, number]]}, which it needs", plan,
-                    [(rank, step), (rank, steps[kind, number])],
+                    f"{action} comes before {plan[rank][steps[key]]}, which it needs", plan,
+                    [(rank, step), (rank, steps[key])],
                 )
 
 
-def _needs(action: Action, sizes: Sizes, first_batch: int, with_norm: bool) -> Iterator[tuple[Kind, int]]:
-    """Kind and number of the actions that come before this one on its rank."""
-    m, k = sizes.num_microbatches, action.microbatch
+def _needs(action: Action, sizes: Sizes, first_batch: int, with_norm: bool) -> Iterator[_Key]:
+    """The actions that come before this one on its rank."""
+    m, k, stage = sizes.num_microbatches, action.microbatch, action.stage
     match action.kind:
         case Kind.F:
-            if action.stage > 0:
-                yield Kind.RECV_F, k
+            if stage > 0:
+                yield Kind.RECV_F, stage, k
             if action.version > first_batch:
-                yield Kind.UPDATE, action.version - 1
+                yield Kind.UPDATE, sizes.rank_of(stage), action.version - 1
         case Kind.B:
-            yield Kind.F, k
-            if action.stage < sizes.num_stages - 1:
-                yield Kind.RECV_B, k
+            yield Kind.F, stage, k
+            if stage < sizes.num_stages - 1:
+                yield Kind.RECV_B, stage, k
         case Kind.SEND_F:
-            yield Kind.F, k
+            yield Kind.F, stage, k
         case Kind.SEND_B:
-            yield Kind.B, k
+            yield Kind.B, stage, k
         case Kind.REDUCE:
-            for microbatch in range(k * m, (k + 1) * m):
-                yield Kind.B, microbatch
+            for own in sizes.stages_of(stage):
+                for microbatch in range(k * m, (k + 1) * m):
+                    yield Kind.B, own, microbatch
         case Kind.NORM:
-            yield Kind.REDUCE, k
+            yield Kind.REDUCE, stage, k
         case Kind.UPDATE:
-            yield (Kind.NORM if with_norm else Kind.REDUCE), k
+            yield (Kind.NORM if with_norm else Kind.REDUCE), stage, k
     if action.kind in PER_BATCH and k > first_batch:
-        yield action.kind, k - 1
+        yield action.kind, stage, k - 1
 
 
 def _check_link(plan: Plan, sender: int, send: Kind, receiver: int, receive: Kind) -> None:
-    """The i-th send of one rank is the i-th receive of its neighbour."""
+    """The i-th send of one rank is the i-th receive of its neighbour, and for the stage that follows."""
+    step_on = 1 if send is Kind.SEND_F else -1
     sent = [step for step, action in enumerate(plan[sender]) if action.kind is send]
     received = [step for step, action in enumerate(plan[receiver]) if action.kind is receive]
     for i, j in zip(sent, received, strict=True):
         one, other = plan[sender][i], plan[receiver][j]
-        if one.microbatch != other.microbatch:
+        if (one.stage + step_on, one.microbatch) != (other.stage, other.microbatch):
             raise PlanError(
                 f"{one} of rank {sender} would meet {other} of rank {receiver}", plan, [(sender, i), (receiver, j)]
             )

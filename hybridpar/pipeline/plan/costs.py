@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from hybridpar.pipeline.plan.action import Kind
 
 PerStage = float | Sequence[float]  # one number for all stages, or one for each
-PerLink = float | Sequence[float]  # likewise for the links: link r joins stages r and r + 1, both ways
+PerRank = float | Sequence[float]  # likewise for the ranks, which are the stages where each has one
+PerLink = float | Sequence[float]  # likewise for the links: link r joins ranks r and r + 1 (a ring: mod p), both ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,11 @@ class Costs:
 
     forward: PerStage = 1.0
     backward: PerStage = 2.0
-    update: PerStage = 0.0
-    calls: Mapping[Kind, PerStage] = field(default_factory=dict)
-    reduce: PerStage = 0.0
+    update: PerRank = 0.0
+    calls: Mapping[Kind, PerRank] = field(default_factory=dict)
+    reduce: PerRank = 0.0
     norm: float = 0.0
-    gather: PerStage = 0.0
+    gather: PerRank = 0.0
     transfer: PerLink = 0.0
     latency: PerLink = 0.0
     tied: bool = False

@@ -25,6 +25,18 @@ def _timed(timeline: Timeline, rank: int) -> Iterator[tuple[Action, float, float
         yield action, start, end if action.kind in BESIDE else done
 
 
+def num_chunks(timeline: Timeline) -> int:
+    """Stages that each rank holds."""
+    stages = {action.stage for actions in timeline.plan.values() for action in actions if action.kind in COMPUTE}
+    return max(1, len(stages) // max(1, len(timeline.plan)))
+
+
+def _label(action: Action, num_ranks: int) -> str:
+    """The number of a micro-batch; on the second chunk of a rank with a b, and so on."""
+    chunk = action.stage // num_ranks
+    return f"{action.microbatch}{chr(ord('a') + min(chunk, 25)) if chunk else ''}"
+
+
 # Text
 
 
@@ -33,6 +45,8 @@ def draw(drawn: Plan | Timeline, *, unit: float | None = None) -> str:
 
         stage 0  F0 F1 F2       B0--- B1--- B2---*F3        F0: micro-batch 0 forward, B0: backward, blank: idle
         stage 1     F0 B0--- F1 B1--- F2 B2---*     F3      *: the weights were updated; U4: and that takes time
+
+    Where a rank holds several stages, a line is a rank, and F0b is micro-batch 0 on its second one.
     """
     timeline = _as_timeline(drawn)
     rows = {rank: list(_text_items(timeline, rank)) for rank in sorted(timeline.plan)}
@@ -42,9 +56,10 @@ def draw(drawn: Plan | Timeline, *, unit: float | None = None) -> str:
         (-(-(len(label) + 1) // max(1, round((end - start) / unit))) for row in rows.values()
          for label, start, end in row if label != "*"), default=3,
     )
-    name = len(f"stage {max(rows, default=0)}") + 2
+    what = "stage" if num_chunks(timeline) == 1 else "rank"
+    name = len(f"{what} {max(rows, default=0)}") + 2
     return "\n".join(
-        f"{f'stage {rank}':<{name}}{_text_row(row, unit, width)}".rstrip() for rank, row in rows.items()
+        f"{f'{what} {rank}':<{name}}{_text_row(row, unit, width)}".rstrip() for rank, row in rows.items()
     )
 
 
@@ -52,7 +67,7 @@ def _text_items(timeline: Timeline, rank: int) -> Iterator[tuple[str, float, flo
     """Label, start and end of what a row shows. An update that takes no time is a star."""
     for action, start, end in _timed(timeline, rank):
         if action.kind in COMPUTE:
-            yield f"{action.kind}{action.microbatch}", start, end
+            yield f"{action.kind}{_label(action, len(timeline.plan))}", start, end
         elif action.kind is Kind.UPDATE:
             yield (f"U{action.microbatch}" if end > start else "*"), start, end
 
@@ -93,15 +108,16 @@ _SHOWN_PIXELS = 0.5
 class _Scale:
     """From time and rank to pixels."""
 
+    num_ranks: int
     per_unit: float
     labels: dict[Kind, str]  # CSS class of the numbers in boxes of that kind; none where they do not fit
 
     def x(self, time: float) -> float:
         return _LEFT + time * self.per_unit
 
-    @staticmethod
-    def y(rank: int) -> float:
-        return _TOP + rank * _PITCH
+    def y(self, stage: int) -> float:
+        """The row of the rank that holds the stage."""
+        return _TOP + stage % self.num_ranks * _PITCH
 
 
 def _scale(timeline: Timeline, per_unit: float) -> _Scale:
@@ -112,20 +128,21 @@ def _scale(timeline: Timeline, per_unit: float) -> _Scale:
         for action, start, end in _timed(timeline, rank):
             if action.kind in COMPUTE and end > start:
                 narrowest[action.kind] = min(narrowest.get(action.kind, end - start), end - start)
-                digits = max(digits, len(str(action.microbatch)))
+                digits = max(digits, len(_label(action, len(timeline.plan))))
     per_unit = max(per_unit, 4 / min(narrowest.values(), default=1.0))
     labels = {}
     for kind, length in narrowest.items():
         fitting = [css for css, digit in (("", 7.5), ("small", 5.6)) if digits * digit + 3 <= length * per_unit]
         if fitting:
             labels[kind] = fitting[0]
-    return _Scale(per_unit, labels)
+    return _Scale(len(timeline.plan), per_unit, labels)
 
 
 def draw_svg(drawn: Plan | Timeline, *, title: str = "", width: int = 1200) -> str:
     """A plan as a self-contained SVG picture, `width` pixels wide or as wide as its micro-batches need.
 
-    A box is a micro-batch on a stage: light forward, dark backward, its colour the weight version. The bar below a row
+    A box is a micro-batch on a stage: light forward, dark backward, its colour the weight version, with a b (and so on)
+    where the stage is the second of its rank. The bar below a row
     runs from the end of a batch's gradients to the update, dark while a reduction is under way; the thin lines below
     that are the transfers that the stage sends, where they take visible time. Every part has a tooltip.
     """
@@ -133,11 +150,12 @@ def draw_svg(drawn: Plan | Timeline, *, title: str = "", width: int = 1200) -> s
     ranks = sorted(timeline.plan)
     span = timeline.makespan or 1.0
     scale = _scale(timeline, (width - _LEFT - _RIGHT) / span)
-    rows = [part for rank in ranks for part in _svg_row(timeline, rank, scale)]
+    what = "stage" if num_chunks(timeline) == 1 else "rank"
+    rows = [part for rank in ranks for part in _svg_row(timeline, rank, what, scale)]
     axis = _TOP + len(ranks) * _PITCH
     full_width = max(scale.x(span) + _RIGHT, 640)
     legend, bottom = _svg_legend(timeline, axis + 42, full_width, transfers=_shows_transfers(timeline, scale))
-    heading = title or f"{len(ranks)} stages, makespan {span:.6g}"
+    heading = title or f"{len(ranks)} {what}s, makespan {span:.6g}"
     body = "\n".join([
         f'<text class="title" x="{_LEFT}" y="30">{escape(heading)}</text>',
         f'<text class="muted" x="{scale.x(span) + 12:.1f}" y="{_TOP - 10}">idle</text>',
@@ -171,9 +189,9 @@ def _colours(version: int) -> tuple[str, str]:
     return _COLOURS[max(version, 0) % len(_COLOURS)]
 
 
-def _svg_row(timeline: Timeline, rank: int, scale: _Scale) -> Iterator[str]:
+def _svg_row(timeline: Timeline, rank: int, what: str, scale: _Scale) -> Iterator[str]:
     y = scale.y(rank)
-    yield f'<text class="end" x="{_LEFT - 12}" y="{y + 20}">stage {rank}</text>'
+    yield f'<text class="end" x="{_LEFT - 12}" y="{y + 20}">{what} {rank}</text>'
     yield _rect(scale.x(0), y, timeline.makespan * scale.per_unit, _HEIGHT, _IDLE)
     idle = f"{100 * timeline.idle_share(rank):.1f} %"
     yield f'<text class="muted" x="{scale.x(timeline.makespan) + 12:.1f}" y="{y + 20}">{idle}</text>'
@@ -203,7 +221,8 @@ def _svg_compute(action: Action, start: float, end: float, scale: _Scale) -> Ite
     yield _rect(x, y, width - gap, _HEIGHT, _colours(action.version)[not forward], tip, ' rx="2"')
     if action.kind in scale.labels:
         css = f"mid {scale.labels[action.kind]} {'' if forward else 'on-dark'}".strip()
-        yield f'<text class="{css}" x="{x + (width - gap) / 2:.1f}" y="{y + 19.5:.1f}">{action.microbatch}</text>'
+        label = _label(action, scale.num_ranks)
+        yield f'<text class="{css}" x="{x + (width - gap) / 2:.1f}" y="{y + 19.5:.1f}">{label}</text>'
 
 
 def _svg_transfer(action: Action, start: float, end: float, scale: _Scale) -> Iterator[str]:

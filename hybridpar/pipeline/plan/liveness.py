@@ -12,8 +12,9 @@ from hybridpar.pipeline.plan.action import Action, Kind
 class Live:
     """Counts on one rank, right after an action; or the peaks over a list.
 
-    activations: micro-batches that have run forward and not yet backward. versions: weights that are the newest, or
-    that an action still to come uses. gradients: batches with a backward behind them whose update is still to come.
+    activations: micro-batches that have run forward and not yet backward, counted on each stage that the rank holds.
+    versions: weights that are the newest, or that an action still to come uses. gradients: batches with a backward
+    behind them whose update is still to come.
     """
 
     activations: int = 0

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache, partial
 
 from hybridpar.pipeline.plan.action import COMPUTE, NO_VERSION, Action, Kind
+from hybridpar.pipeline.plan.interleaved import Receives, forward_order
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule
 
 
@@ -37,11 +38,12 @@ def add_updates(
     update_delay = cache(partial(schedule.update_delay, sizes))
     norm_delay = cache(partial(schedule.norm_delay, sizes, gather=gather))
     reduced = normed = updated = first_batch  # the first batch that has not got there yet
-    stage = 0
+    stage = 0  # the first one of the rank
     for action in actions:
-        stage = action.stage
+        stage = sizes.rank_of(action.stage)
         needed = _needed_version(action, schedule, sizes, first_batch)
-        position = _position(action, schedule, sizes)
+        # where the pipeline drains all updates come first thing
+        position = 0 if schedule.flush else _position(action, schedule, sizes)
         if gather and updated < reduced and position - 2 * m * (updated + 1) >= update_delay(stage):
             needed = max(needed, updated + 1)
         for batch in range(updated, needed):
@@ -51,7 +53,7 @@ def add_updates(
             yield Action(Kind.NORM, stage, normed)
             normed += 1
         yield action
-        if action.kind in (Kind.B, Kind.W) and (action.microbatch + 1) % m == 0:
+        if action.kind in (Kind.B, Kind.W) and (action.microbatch + 1) % m == 0 and action.stage == stage:
             yield Action(Kind.REDUCE, stage, reduced)
             reduced += 1
     for batch in range(updated, reduced):
@@ -90,24 +92,28 @@ def add_communication(actions: Iterable[Action], sizes: Sizes, *, ahead: int = 1
     A send directly follows its F or B. A receive is posted `ahead` compute actions before its use, that is, before the
     compute action `ahead` places earlier starts, so the transfer overlaps with it (0: right before its use). More
     than 1 can deadlock where all transfers of a rank on one axis share a queue, as with NCCL: a send then stands behind
-    a receive that its own effect must fill. `check` finds out.
+    a receive that its own effect must fill. `check` finds out. So it does in a ring where a receive stands before any
+    earlier send: there none is posted before these.
     """
     window: deque[Action] = deque()
-    num_compute = 0  # in the window
+    receives = Receives(sizes)
+
+    def leave() -> Iterator[Action]:
+        head = window.popleft()
+        yield head
+        if head.kind in COMPUTE:
+            yield from _sends(head, sizes)
+
     for action in actions:
         if action.kind in COMPUTE:
-            yield from _receives(action, sizes)
-            num_compute += 1
+            while sizes.is_ring and any(one.kind is action.kind for one in window):
+                yield from leave()
+            yield from _receives(action, receives)
         window.append(action)
-        while num_compute > ahead:
-            head = window.popleft()
-            yield head
-            if head.kind in COMPUTE:
-                num_compute -= 1
-                yield from _sends(head, sizes)
-    for action in window:
-        yield action
-        yield from _sends(action, sizes)
+        while sum(one.kind in COMPUTE for one in window) > ahead:
+            yield from leave()
+    while window:
+        yield from leave()
 
 
 _TRANSFERS = {  # compute action: what brings its input, what takes its output away
@@ -117,10 +123,10 @@ _TRANSFERS = {  # compute action: what brings its input, what takes its output a
 }
 
 
-def _receives(action: Action, sizes: Sizes) -> Iterator[Action]:
-    source = 0 if action.kind is Kind.F else sizes.num_stages - 1  # the stage that has its input itself
-    if action.kind in _TRANSFERS and action.stage != source:
-        yield Action(_TRANSFERS[action.kind][0], action.stage, action.microbatch)
+def _receives(action: Action, receives: Receives) -> Iterator[Action]:
+    if action.kind in _TRANSFERS:
+        for stage, microbatch in receives.arriving(action):
+            yield Action(_TRANSFERS[action.kind][0], stage, microbatch)
 
 
 def _sends(action: Action, sizes: Sizes) -> Iterator[Action]:
@@ -130,7 +136,7 @@ def _sends(action: Action, sizes: Sizes) -> Iterator[Action]:
 
 
 def lower(
-    schedule: str | Schedule, sizes: Sizes, stage: int, first_batch: int = 0, num_batches: int | None = None, *,
+    schedule: str | Schedule, sizes: Sizes, rank: int, first_batch: int = 0, num_batches: int | None = None, *,
     clip: bool = True, gather: bool = False, ahead: int | None = None,
 ) -> Iterator[Action]:
     """Yields everything that one rank does for batches [first_batch, first_batch + num_batches), lazily.
@@ -141,7 +147,7 @@ def lower(
     Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes.
     """
     schedule = find_schedule(schedule)
-    compute = schedule.compute_actions(sizes, stage, first_batch, num_batches)
+    compute = schedule.compute_actions(sizes, rank, first_batch, num_batches)
     ahead = schedule.receive_ahead if ahead is None else ahead
     actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather)
     return add_communication(actions, sizes, ahead=ahead)
@@ -153,14 +159,15 @@ def make_plan(
 ) -> dict[int, tuple[Action, ...]]:
     """The lists of all ranks, for check, simulate and draw; a rank that runs needs only its own `lower`."""
     return {
-        stage: tuple(lower(schedule, sizes, stage, first_batch, num_batches, clip=clip, gather=gather, ahead=ahead))
-        for stage in range(sizes.num_stages)
+        rank: tuple(lower(schedule, sizes, rank, first_batch, num_batches, clip=clip, gather=gather, ahead=ahead))
+        for rank in range(sizes.num_ranks)
     }
 
 
 def forward_actions(
-    sizes: Sizes, stage: int, num_microbatches: int, *, version: int = NO_VERSION, ahead: int = 1
+    sizes: Sizes, rank: int, num_microbatches: int, *, version: int = NO_VERSION, ahead: int = 1
 ) -> Iterator[Action]:
     """Yields one rank's actions of an evaluation: micro-batches [0, num_microbatches) forward, all with `version`."""
-    forwards = (Action(Kind.F, stage, k, version) for k in range(num_microbatches))
+    order = forward_order(sizes, rank, num_microbatches)
+    forwards = (Action(Kind.F, stage, k, version) for stage, k in order)
     return add_communication(forwards, sizes, ahead=ahead)

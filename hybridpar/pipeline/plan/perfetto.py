@@ -41,26 +41,26 @@ def trace_entries(
 ) -> Iterator[Entry]:
     """Yields what a trace file says of one pipeline.
 
-    ranks: number and name of the process for each stage. idle: when each stage had nothing to do; left out: whenever no
-    action runs on it. per_second: units of time of the timeline in a second.
+    ranks: number and name of the process for each of its ranks. idle: when each had nothing to do; left out: whenever
+    no action runs on it. per_second: units of time of the timeline in a second.
     """
     scale = 1e6 / per_second
-    for stage, (pid, name) in ranks.items():
+    for rank, (pid, name) in ranks.items():
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": 0, "args": {"name": "actions"}}
-        for one in waits(timeline, stage) if idle is None else idle[stage]:
+        for one in waits(timeline, rank) if idle is None else idle[rank]:
             yield _entry(pid, 0, one, scale)
-        for action, start, done, _ in timeline.actions(stage):
+        for action, start, done, _ in timeline.actions(rank):
             yield _entry(pid, 0, Slice(str(action), action.kind.value, start, done), scale) | {"args": _args(action)}
-        yield from _beside(timeline, stage, pid, scale)
+        yield from _beside(timeline, rank, pid, scale)
     yield from _arrows(timeline, ranks, scale)
 
 
-def waits(timeline: Timeline, stage: int) -> Iterator[Slice]:
-    """Yields the times between the actions of a stage."""
+def waits(timeline: Timeline, rank: int) -> Iterator[Slice]:
+    """Yields the times between the actions of a rank."""
     before = 0.0
-    for action, start, done, _ in timeline.actions(stage):
+    for action, start, done, _ in timeline.actions(rank):
         if start > before:
             yield Slice(wait_name(action), "idle", before, start)
         before = done
@@ -76,10 +76,10 @@ def _args(action: Action) -> dict[str, int]:
     return args | ({"weights": action.version} if action.version >= 0 else {})
 
 
-def _beside(timeline: Timeline, stage: int, pid: int, scale: float) -> Iterator[Entry]:
+def _beside(timeline: Timeline, rank: int, pid: int, scale: float) -> Iterator[Entry]:
     """What goes on beside the actions, in as few tracks as hold it without overlap."""
     free: list[float] = []  # by track: until when it is taken
-    beside = [(done, end, action) for action, _, done, end in timeline.actions(stage) if end > done]
+    beside = [(done, end, action) for action, _, done, end in timeline.actions(rank) if end > done]
     for start, end, action in sorted(beside, key=lambda item: item[0]):
         track = next((i for i, until in enumerate(free) if until <= start), len(free))
         if track == len(free):
@@ -99,16 +99,16 @@ def _entry(pid: int, tid: int, one: Slice, scale: float) -> Entry:
 def _arrows(timeline: Timeline, ranks: Mapping[int, tuple[int, str]], scale: float) -> Iterator[Entry]:
     """From each send to the forward or backward that took what was sent."""
     takers = {
-        (stage, action.kind, action.microbatch): start
-        for stage in ranks for action, start, _, _ in timeline.actions(stage) if action.kind in COMPUTE}
-    number = 0
-    for stage, (pid, _) in ranks.items():
-        for action, sent, _, _ in timeline.actions(stage):
+        (action.stage, action.kind, action.microbatch): start
+        for rank in ranks for action, start, _, _ in timeline.actions(rank) if action.kind in COMPUTE}
+    number, num_ranks = 0, len(timeline.plan)
+    for rank, (pid, _) in ranks.items():
+        for action, sent, _, _ in timeline.actions(rank):
             kind, step = TAKERS.get(action.kind, (None, 0))
-            taken = takers.get((stage + step, kind, action.microbatch)) if kind else None
+            taken = takers.get((action.stage + step, kind, action.microbatch)) if kind else None
             if taken is None:
                 continue
             number += 1
             same: Entry = {"id": f"{pid}.{number}", "name": "transfer", "cat": "transfer", "tid": 0}
             yield same | {"ph": "s", "pid": pid, "ts": sent * scale}
-            yield same | {"ph": "f", "pid": ranks[stage + step][0], "ts": taken * scale, "bp": "e"}
+            yield same | {"ph": "f", "pid": ranks[(rank + step) % num_ranks][0], "ts": taken * scale, "bp": "e"}

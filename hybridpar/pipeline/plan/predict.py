@@ -57,7 +57,7 @@ class Ordering:
         Raises: ConfigError.
         """
         varying = max((len(row) for rows in costs.variation.values() for row in rows), default=0)
-        enough = _STEADY_BATCHES + 4 * -(-sizes.num_stages // sizes.num_microbatches)
+        enough = _STEADY_BATCHES + 4 * -(-sizes.num_ranks // sizes.num_microbatches)
         enough += -(-2 * varying // sizes.num_microbatches)
         return simulate(_plan(self, sizes, num_batches or enough), costs)
 

@@ -43,6 +43,7 @@ batch; a backward takes two forwards; * is the update of the weights:
     stage 1        F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---*F6 B6--- F7 B7--- F8 B8---*        *
 
 r is the stage, p = num_stages, m = num_microbatches (of one batch in one pipeline), k a micro-batch, t a batch.
+Where a rank holds several chunks of the model, what it does has another order: interleaved.py.
 """
 
 from __future__ import annotations
@@ -54,24 +55,11 @@ from itertools import count, islice
 
 from hybridpar.config import PipelineConfig
 from hybridpar.errors import ConfigError, Problem, config_error
+from hybridpar.pipeline.plan import interleaved
 from hybridpar.pipeline.plan.action import Action, Kind
+from hybridpar.pipeline.plan.sizes import Sizes as Sizes
 
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """All that a schedule depends on: stages in the pipeline, and micro-batches in a batch."""
-
-    num_stages: int
-    num_microbatches: int
-
-    def __post_init__(self) -> None:
-        if self.num_stages < 1:
-            raise config_error("parallel.pp", self.num_stages, "must be at least 1", "1")
-        if self.num_microbatches < 1:
-            raise config_error("pipeline.num_microbatches", self.num_microbatches, "must be at least 1", "1")
-
-
-SizeOf = Callable[[Sizes, int], int]  # (sizes, stage) -> a number
+SizeOf = Callable[[Sizes, int], int]  # (sizes, rank, which is the stage but where ranks hold several) -> a number
 VersionRule = Callable[["Schedule", Sizes, int, int, int], int]  # (..., stage, microbatch, first_batch) -> version
 
 
@@ -159,13 +147,15 @@ class Schedule:
         return warmup * stage // (sizes.num_stages - 1) if warmup >= sizes.num_stages else (4 * stage + 1) // 3
 
     def max_live_activations(self, sizes: Sizes, stage: int) -> int:
-        """Micro-batches that have run forward and not yet backward on this stage, at most."""
+        """Micro-batches that have run forward and not yet backward on this stage, at most; on all stages of a rank."""
         in_flight = self.warmup(sizes, stage) + 1
-        return min(in_flight, sizes.num_microbatches) if self.flush else in_flight
+        return min(in_flight, sizes.num_microbatches * sizes.chunks) if self.flush else in_flight
 
     def check_sizes(self, sizes: Sizes) -> None:
         """Raises: ConfigError if this schedule cannot run on these sizes."""
         p, m, warmup = sizes.num_stages, sizes.num_microbatches, self.warmup(sizes, 0)
+        if sizes.chunks > 1 and "chunks" not in self.options:
+            raise config_error("pipeline.chunks", sizes.chunks, f"schedule {self.name} has one stage on each rank", "0")
         if self.needs_full_pipeline and m < warmup:
             raise config_error(
                 "pipeline.num_microbatches", m, f"schedule {self.name} keeps two weight versions, which takes at least "
@@ -185,7 +175,7 @@ class Schedule:
             )
 
     def compute_actions(
-        self, sizes: Sizes, stage: int, first_batch: int = 0, num_batches: int | None = None
+        self, sizes: Sizes, rank: int, first_batch: int = 0, num_batches: int | None = None
     ) -> Iterator[Action]:
         """Yields the compute actions of one rank, lazily, for batches [first_batch, first_batch + num_batches).
 
@@ -194,9 +184,19 @@ class Schedule:
         Raises: ConfigError, at once, if this schedule cannot run on these sizes.
         """
         self.check_sizes(sizes)
-        assert 0 <= stage < sizes.num_stages, f"stage {stage} of {sizes.num_stages}"
+        assert 0 <= rank < sizes.num_ranks, f"rank {rank} of {sizes.num_ranks}"
         assert first_batch >= self.sync_steps, f"batch {first_batch} runs as 1f1b, before {self.sync_steps} sync_steps"
-        m, warmup = sizes.num_microbatches, self.warmup(sizes, stage)
+        return (Action(kind, stage, k, self.version(sizes, stage, k, first_batch))
+                for kind, stage, k in self._steps(sizes, rank, first_batch, num_batches))
+
+    def _steps(
+        self, sizes: Sizes, rank: int, first_batch: int, num_batches: int | None
+    ) -> Iterator[tuple[Kind, int, int]]:
+        m, warmup = sizes.num_microbatches, self.warmup(sizes, rank)
+        if "chunks" in self.options:
+            batches = _count(first_batch, num_batches)
+            steps = interleaved.batch_order(sizes, rank)
+            return ((kind, stage, t * m + k) for t in batches for kind, stage, k in steps)
         order: Iterator[tuple[Kind, int]]
         if self.flush:
             batches = _count(first_batch, num_batches)
@@ -204,7 +204,7 @@ class Schedule:
         else:
             num_microbatches = None if num_batches is None else num_batches * m
             order = _one_forward_one_backward(warmup, first_batch * m, num_microbatches)
-        return (Action(kind, stage, k, self.version(sizes, stage, k, first_batch)) for kind, k in order)
+        return ((kind, rank, k) for kind, k in order)
 
 
 def _count(first: int, num: int | None) -> Iterator[int]:
@@ -279,6 +279,8 @@ SCHEDULES: dict[str, Schedule] = {
         _synchronous("naive", "one micro-batch in the whole pipeline at a time", _constant(0)),
         _synchronous("gpipe", "GPipe, arXiv 1811.06965, figure 2", lambda sizes, stage: sizes.num_microbatches),
         _synchronous("1f1b", "PipeDream-Flush, arXiv 2006.09503, section 3.2", _depth_below, "warmup"),
+        _synchronous(
+            "interleaved", "interleaved 1F1B, arXiv 2104.04473, section 2.2", interleaved.warmup, "chunks"),
         Schedule(
             "2bw", "PipeDream-2BW, arXiv 2006.09503, section 3.1", False, _depth_below, _double_buffered_version,
             _constant(2), num_gradient_buffers=2, needs_full_pipeline=True,
@@ -299,9 +301,11 @@ WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
 
 
 def make_schedule(
-    name: str, *, warmup: str = "depth", early_switch: int | None = None, gradient_buffers: int = 0, sync_steps: int = 0
+    name: str, *, warmup: str = "depth", early_switch: int | None = None, gradient_buffers: int = 0,
+    sync_steps: int = 0, chunks: int = 0,
 ) -> Schedule:
-    """The schedule of that name with its options: the keys of the configuration's section `pipeline`.
+    """The schedule of that name with its options: the keys of the configuration's section `pipeline`. (How many chunks
+    a rank holds is then one of the sizes.)
 
     Raises: ConfigError with every option that it does not know or that has no such value.
     """
@@ -321,6 +325,7 @@ def make_schedule(
             f"must be {' or '.join(map(str, buffers))} with schedule {name} and pipeline.warmup = {warmup!r}",
         ),
         "sync_steps": (sync_steps, 0, sync_steps >= 0, "must not be negative"),
+        "chunks": (chunks, 0, chunks == 0 or chunks > 1, "must be at least 2, or 0 for 2; one on each rank is 1f1b"),
     }
     problems = []
     for option, (value, default, allowed, rule) in options.items():
@@ -349,7 +354,7 @@ def schedule_of(pipeline: PipelineConfig) -> Schedule:
     early_switch = pipeline.early_switch
     return make_schedule(
         pipeline.schedule, warmup=pipeline.warmup, early_switch=early_switch if isinstance(early_switch, int) else None,
-        gradient_buffers=pipeline.gradient_buffers, sync_steps=pipeline.sync_steps)
+        gradient_buffers=pipeline.gradient_buffers, sync_steps=pipeline.sync_steps, chunks=pipeline.chunks)
 
 
 def find_schedule(schedule: str | Schedule) -> Schedule:

@@ -30,7 +30,7 @@ from functools import partial
 from heapq import heappop, heappush
 
 from hybridpar.errors import HybridparError
-from hybridpar.pipeline.plan.action import Action, Kind, Plan
+from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind, Plan
 from hybridpar.pipeline.plan.costs import Costs, PerStage, expand
 from hybridpar.pipeline.plan.timeline import Timeline
 
@@ -162,9 +162,12 @@ class _Machine:
         self.costs = costs
         self.cores = None if costs.cores is None else _Cores(costs.cores)
         self.ranks = [_Rank(r, plan[r]) for r in range(p)]
+        stages = max((a.stage + 1 for actions in plan.values() for a in actions if a.kind in COMPUTE), default=p)
+        self.chunks = -(-stages // p) if p else 1
         forward, backward = self._channels(-1), self._channels(1)
         self.incoming = {Kind.F: forward, Kind.B: backward, Kind.RECV_F: forward, Kind.RECV_B: backward}
-        self.outgoing = {Kind.SEND_F: [*forward[1:], None], Kind.SEND_B: [None, *backward[:-1]]}
+        self.outgoing = {Kind.SEND_F: [*forward[1:], *forward[:1]], Kind.SEND_B: [*backward[-1:], *backward[:-1]]}
+        self.source = {Kind.F: 0, Kind.B: p * self.chunks - 1}  # the stage that has its input itself
         self.reduce, self.gather = expand(costs.reduce, p), expand(costs.gather, p)
         self.meetings: dict[tuple[Kind, int, int], _Meeting] = {}  # by kind, batch, and stage (NORM: 0)
         call = {kind: self._durations(kind, costs.calls.get(kind, 0)) for kind in Kind}
@@ -183,25 +186,27 @@ class _Machine:
         self.runnable = deque(self.ranks)
 
     def _durations(self, kind: Kind, cost: PerStage) -> list[Sequence[float]]:
-        """By rank, what actions of that kind take, by micro-batch; from the end on again from the start."""
+        """By stage, what actions of that kind take, by micro-batch; from the end on again from the start."""
         p = len(self.ranks)
-        factors = self.costs.variation.get(kind) or [(1.0,)] * p
-        return [[mean * factor for factor in of_rank] for mean, of_rank in zip(expand(cost, p), factors, strict=True)]
+        means = expand(cost, p * self.chunks) if kind in COMPUTE else [*expand(cost, p)] * self.chunks
+        factors = self.costs.variation.get(kind) or [(1.0,)] * len(means)
+        return [[mean * factor for factor in of_stage] for mean, of_stage in zip(means, factors, strict=True)]
 
     def _channels(self, towards: int) -> list[_Channel | None]:
-        """What each rank receives from the neighbour at that side."""
-        p, costs = len(self.ranks), self.costs
+        """What each rank receives from the neighbour at that side, of which the ends have one in a ring only."""
+        p, costs, ring = len(self.ranks), self.costs, self.chunks > 1
         queues = [_Queue() for _ in self.ranks]  # one for what a rank sends and receives
         apart = [_Queue() for _ in self.ranks] if not costs.serial_links else queues
-        work, transfer, latency = (expand(c, p - 1) for c in (costs.transfer_work, costs.transfer, costs.latency))
+        links = p if ring else p - 1
+        work, transfer, latency = (expand(c, links) for c in (costs.transfer_work, costs.transfer, costs.latency))
 
         def channel(sender: int, receiver: int) -> _Channel:
-            link = min(sender, receiver)
+            link = sender if towards < 0 else receiver
             return _Channel(
                 self.ranks[sender], self.ranks[receiver], apart[sender], queues[receiver],
                 work[link], transfer[link], latency[link])
 
-        return [channel(r + towards, r) if 0 <= r + towards < p else None for r in range(p)]
+        return [channel((r + towards) % p, r) if ring or 0 <= r + towards < p else None for r in range(p)]
 
     def run(self) -> None:
         self._advance_all()
@@ -217,7 +222,7 @@ class _Machine:
 
     def _advance(self, rank: _Rank) -> None:
         """Runs a rank's actions until it must wait or, where cores are shared, work."""
-        table, cores, index, actions = self.table, self.cores, rank.index, rank.actions
+        table, cores, actions = self.table, self.cores, rank.actions
         starts, returns, ends = rank.starts, rank.returns, rank.ends
         for step in range(len(starts), len(actions)):
             action = actions[step]
@@ -226,7 +231,7 @@ class _Machine:
             if start is None:
                 return
             starts.append(start)
-            durations = work[index]
+            durations = work[action.stage]
             duration = durations[action.microbatch % len(durations)]
             if cores is not None and duration:
                 cores.add(start, duration, partial(self._done, rank))
@@ -252,7 +257,7 @@ class _Machine:
 
     def _when_arrived(self, rank: _Rank, action: Action) -> float | None:
         channel = self.incoming[action.kind][rank.index]
-        if channel is None:
+        if channel is None or action.stage == self.source[action.kind]:
             return rank.clock
         if channel.num_used == len(channel.arrivals):
             rank.waits_for = channel

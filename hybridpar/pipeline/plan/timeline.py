@@ -55,7 +55,7 @@ class Timeline:
         return [
             start
             for action, start in zip(self.plan[0], self.starts[0], strict=True)
-            if action.kind is Kind.F and action.microbatch % num_microbatches == 0
+            if action.kind is Kind.F and action.stage == 0 and action.microbatch % num_microbatches == 0
         ]
 
     def steady(self, num_microbatches: int) -> tuple[float, float, int]:

@@ -10,7 +10,7 @@ It is the only place that waits for other stages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, Protocol
@@ -50,10 +50,10 @@ def _refuse(_: object) -> NoReturn:
     raise AssertionError("a forward-only plan has no batch actions")
 
 
-def max_unfinished_sends(num_stages: int) -> int:
+def max_unfinished_sends(num_ranks: int) -> int:
     """Messages kept until they have left: once so many later ones have, a neighbour in step has taken the oldest, and
     waiting for it is free."""
-    return 2 * num_stages
+    return 2 * num_ranks
 
 
 NO_HOOKS = BatchHooks(_refuse, _refuse, _refuse, _refuse)
@@ -79,10 +79,10 @@ class InFlight:
 
 
 class Executor:
-    """Runs the actions of one rank against its stage, its weights and its neighbours."""
+    """Runs the actions of one rank against its stages (by number), its weights and its neighbours."""
 
-    def __init__(self, stage: Stage, weights: WeightStore, lane: Lane, num_microbatches: int):
-        self.stage, self.weights, self.lane = stage, weights, lane
+    def __init__(self, stages: Mapping[int, Stage], weights: WeightStore, lane: Lane, num_microbatches: int):
+        self.stages, self.weights, self.lane = stages, weights, lane
         self.num_microbatches = num_microbatches
         self.losses: dict[int, Losses] = {}
         """Sum of each batch's partial losses so far (last stage only); whoever reads an entry takes it out."""
@@ -91,9 +91,9 @@ class Executor:
         self.current: Action | None = None
         """The action being executed, for whoever has to say what this rank was doing when it failed."""
         self._awaited = ""
-        self._flight: dict[int, InFlight] = {}
-        self._received: dict[tuple[Kind, int], tuple[Work, Tensor]] = {}
-        self._outputs: dict[tuple[Kind, int], Tensor] = {}
+        self._flight: dict[tuple[int, int], InFlight] = {}  # by stage and micro-batch, as all that follow
+        self._received: dict[tuple[Kind, int, int], tuple[Work, Tensor]] = {}
+        self._outputs: dict[tuple[Kind, int, int], Tensor] = {}
         self._sends: deque[Work] = deque()
         self._table: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward, Kind.B: self._backward,
@@ -138,36 +138,36 @@ class Executor:
         return self._awaited or (f" during {self.current}" if self.current else "")
 
     def _forward(self, action: Action) -> None:
-        k = action.microbatch
+        stage, k = action.stage, action.microbatch
         batch, key = self._source.microbatch(k)
-        x = self._take(Kind.RECV_F, k)
+        x = self._take(Kind.RECV_F, stage, k)
         if self.weights.is_arriving(action.version):
             self.wait(partial(self.weights.await_version, action.version))
         self.weights.bind(action.version)
         grad = torch.is_grad_enabled()
         if x is not None and grad:
             x.requires_grad_()
-        out = self.stage(x, batch, key)
+        out = self.stages[stage](x, batch, key)
         if isinstance(out, dict):
             self._add_losses(k // self.num_microbatches, out)
             out = sum(out.values())
         else:
-            self._outputs[Kind.SEND_F, k] = out.detach()
+            self._outputs[Kind.SEND_F, stage, k] = out.detach()
         if grad:
-            self._flight[k] = InFlight(x, get_gradient_edge(out))
+            self._flight[stage, k] = InFlight(x, get_gradient_edge(out))
 
     def _backward(self, action: Action) -> None:
-        k = action.microbatch
+        stage, k = action.stage, action.microbatch
         factor = self._hooks.before_backward(action)
-        flight = self._flight.pop(k)
-        gradient = self._take(Kind.RECV_B, k)
+        flight = self._flight.pop((stage, k))
+        gradient = self._take(Kind.RECV_B, stage, k)
         if gradient is None:
             gradient = torch.tensor(factor, dtype=self._loss_dtype, device=self.lane.device)
         self.weights.bind(action.version)
         torch.autograd.backward(flight.edge, gradient)
         if flight.input is not None:
             assert flight.input.grad is not None
-            self._outputs[Kind.SEND_B, k] = flight.input.grad
+            self._outputs[Kind.SEND_B, stage, k] = flight.input.grad
 
     def _add_losses(self, batch: int, losses: Losses) -> None:
         total = self.losses.setdefault(batch, {})
@@ -179,16 +179,17 @@ class Executor:
         lane = self.lane
         buffer = torch.empty(lane.shape, dtype=lane.dtype, device=lane.device)
         axis, source = (lane.pp, -1) if action.kind is Kind.RECV_F else (lane.reverse, 1)
-        work = irecv(buffer, axis.rank + source, axis)
-        self._received[action.kind, action.microbatch] = (work, buffer)
+        work = irecv(buffer, (axis.rank + source) % axis.size, axis, tag=action.stage)
+        self._received[action.kind, action.stage, action.microbatch] = (work, buffer)
 
-    def _take(self, kind: Kind, k: int) -> Tensor | None:
+    def _take(self, kind: Kind, stage: int, k: int) -> Tensor | None:
         """The received tensor, once it is here; None where this stage receives nothing of that kind."""
-        if (entry := self._received.pop((kind, k), None)) is None:
+        if (entry := self._received.pop((kind, stage, k), None)) is None:
             return None
         work, buffer = entry
         axis, step = (self.lane.pp, -1) if kind is Kind.RECV_F else (self.lane.reverse, 1)
-        self._awaited = f" while waiting for {kind} of micro-batch {k} from rank {axis.ranks[axis.rank + step]}"
+        sender = axis.ranks[(axis.rank + step) % axis.size]
+        self._awaited = f" while waiting for {kind} of micro-batch {k} from rank {sender}"
         self.wait(work.wait)
         self._awaited = ""
         return buffer
@@ -196,7 +197,7 @@ class Executor:
     def _send(self, action: Action) -> None:
         lane = self.lane
         axis, to = (lane.pp, 1) if action.kind is Kind.SEND_F else (lane.reverse, -1)
-        tensor = self._outputs.pop((action.kind, action.microbatch)).contiguous()
-        self._sends.append(isend(tensor, axis.rank + to, axis))
+        tensor = self._outputs.pop((action.kind, action.stage, action.microbatch)).contiguous()
+        self._sends.append(isend(tensor, (axis.rank + to) % axis.size, axis, tag=action.stage + to))
         if len(self._sends) > max_unfinished_sends(lane.pp.size):
             self.wait(self._sends.popleft().wait)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from hybridpar.planner.placement.solve import place
 
 BESIDE = ("dpl", "greedy", "pipedream", "one-accelerator")
 BESIDE_LATENCY = ("latency-greedy",)
-_ENGINE = "interleaved chunks, which `hybridpar train` does not run yet"
+_ENGINE = "`hybridpar train` runs chunks of whole blocks that go round the devices"
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,13 @@ def _shape(placement: Placement, others: Sequence[Other]) -> str:
         if placement.ordered:
             return "contiguous: the devices are a pipeline, in this order"
         return "contiguous, but no pipeline: devices wait for each other in a circle"
-    held = chunks(placement.workload, placement.devices)[np.unique(placement.devices)]
-    text = f"not contiguous: the devices would hold {', '.join(map(str, held))} chunks ({_ENGINE})"
+    if stages := split(placement):
+        used = len(np.unique(placement.devices))
+        text = (f"chunks of whole blocks: hybridpar train CONFIG.toml --parallel.pp {used} --pipeline.schedule "
+                f"interleaved --pipeline.chunks {len(stages) // used} --pipeline.split {' '.join(map(str, stages))}")
+    else:
+        held = chunks(placement.workload, placement.devices)[np.unique(placement.devices)]
+        text = f"not contiguous: the devices would hold {', '.join(map(str, held))} chunks ({_ENGINE})"
     lined_up = [o.placement for o in others if o.placement is not None and o.placement.contiguous]
     if lined_up:
         best = min(lined_up, key=lambda p: p.objective)
@@ -100,13 +106,19 @@ def _shape(placement: Placement, others: Sequence[Other]) -> str:
 
 
 def split(placement: Placement) -> list[int]:
-    """The blocks of each stage, where the placement is a pipeline of whole blocks in their order; else none."""
-    blocks, row = placement.workload.blocks, in_order(placement.workload, placement.devices)
-    if blocks is None or not row or max(row) >= placement.workload.num_accelerators:
+    """The blocks of each stage, where the placement is a pipeline of whole blocks in their order, or one in which the
+    devices have as many turns each, always in one order; else none."""
+    blocks, devices = placement.workload.blocks, placement.devices
+    if blocks is None or devices.max() >= placement.workload.num_accelerators:
         return []
-    held = [np.unique(blocks[placement.devices == d]) for d in row]
-    together = np.concatenate(held)
-    return [len(x) for x in held] if together.tolist() == list(range(len(together))) else []
+    held = [np.unique(devices[blocks == number]).tolist() for number in range(int(blocks.max()) + 1)]
+    if any(len(where) != 1 for where in held):
+        return []
+    stages = [(device, len(list(run))) for device, run in groupby(where[0] for where in held)]
+    turns, used = [device for device, _ in stages], len(np.unique(devices))
+    if len(turns) % used or turns != turns[:used] * (len(turns) // used):
+        return []
+    return [size for _, size in stages]
 
 
 def _over(placement: Placement, best: Placement) -> str:

@@ -141,9 +141,9 @@ def test_find_schedule():
 def test_bounds():
     sizes = Sizes(4, 8)
     assert [[s.max_live_activations(sizes, r) for r in range(4)] for s in SCHEDULES.values()] == [
-        [1, 1, 1, 1], [8, 8, 8, 8], [4, 3, 2, 1], [4, 3, 2, 1], [4, 3, 2, 1],
+        [1, 1, 1, 1], [8, 8, 8, 8], [4, 3, 2, 1], [7, 5, 3, 1], [4, 3, 2, 1], [4, 3, 2, 1],
     ]
-    assert [s.max_live_versions(sizes, 0) for s in SCHEDULES.values()] == [1, 1, 1, 2, 2]
+    assert [s.max_live_versions(sizes, 0) for s in SCHEDULES.values()] == [1, 1, 1, 1, 2, 2]
     assert [SCHEDULES["pipedream"].max_live_versions(Sizes(4, 1), r) for r in range(4)] == [4, 3, 2, 1]
     assert SCHEDULES["2bw"].max_live_versions(Sizes(1, 1), 0) == 2
     assert SCHEDULES["1f1b"].max_live_activations(Sizes(4, 2), 0) == 2
