@@ -24,6 +24,7 @@ from hybridpar.train.errors import LostContactError
 T = TypeVar("T")
 _POLL_S = 0.02, 0.5
 """First and longest pause between two looks into the store."""
+LOOPBACK = "127.0.0.1"
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 
@@ -104,14 +105,20 @@ class Job:
             raise LostContactError(f"rank {rank} lost contact with the launcher's store ({error})") from None
 
     def start_group(self, device: torch.device, timeout_s: float) -> None:
-        """Creates the process group: Gloo on CPU, NCCL on GPUs. Communication gives up after `timeout_s` seconds."""
+        """Creates the process group: Gloo on CPU, NCCL on GPUs. Communication gives up after `timeout_s` seconds.
+
+        Gloo listens on the loopback interface alone where all processes are on this machine.
+        """
         if self.store is None:
             return
-        cuda = device.type == "cuda"
+        cuda, options = device.type == "cuda", None
+        if self.launch.loopback and not cuda:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         dist.init_process_group(
             "nccl" if cuda else "gloo", store=dist.PrefixStore("group", self.store), rank=self.launch.rank,
             world_size=self.launch.world_size, timeout=timedelta(seconds=timeout_s),
-            device_id=device if cuda else None)
+            device_id=device if cuda else None, pg_options=options)
 
     def end_group(self) -> None:
         """Leaves the process group, where there is one, after everyone has got here."""
