@@ -174,8 +174,8 @@ class CheckpointConfig:
     """Training goes on while a copy of its state is written: host memory for that copy is kept. The last save of a run
     has no copy."""
     read_back: bool = False
-    """Every file is read again, from the disk where the system can be told so, and compared with its checksums before the
-    checkpoint is published."""
+    """Every file is read again, from the disk where the system can be told so, and compared with its checksums before
+    the checkpoint is published."""
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,8 @@ class FaultsConfig:
     """A rank hangs that for so long neither goes on nor waits for another; a link is lost where for so long all wait.
     Not during start-up, the first step after it, and saving. At least a few times the longest action."""
     min_ranks: int = 0
-    """Fewest ranks to go on with where one does not come back: there are fewer replicas then, and more micro-batches for
-    each of them; 0: as many as before."""
+    """Fewest ranks to go on with where one does not come back: there are fewer replicas then, and more micro-batches
+    for each of them; 0: as many as before."""
 
 
 @dataclass(frozen=True)
@@ -286,8 +286,8 @@ def triton_is_interpreted() -> bool:
 class Launch:
     """What the launcher (torchrun) says of this process, and what the process was called with.
 
-    launched: there is a launcher. loopback: it has started all processes on this machine, and nobody has named a network
-    interface for them (GLOO_SOCKET_IFNAME).
+    launched: there is a launcher. loopback: it has started all processes on this machine, and nobody has named a
+    network interface for them (GLOO_SOCKET_IFNAME).
     """
 
     rank: int

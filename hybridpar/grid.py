@@ -82,6 +82,9 @@ class Axis:
         return Waiting(self.flight, operation, self.name, peer)
 
 
+_AXES = ("tp", "dp", "pp", "pp_reverse", "ends", "world")
+
+
 class ProcessGrid:
     """A pp x dp x tp grid over all processes of the job.
 
@@ -111,11 +114,11 @@ class ProcessGrid:
         self.sizes = sizes
         if num_ranks == 1:
             rank = dist.get_rank() if dist.is_initialized() else 0
-            self._set(*(Axis(name, 0, (rank,), flight=flight) for name in ("tp", "dp", "pp", "pp_reverse", "ends", "world")))
+            self._set(*(Axis(name, 0, (rank,), flight=flight) for name in _AXES))
             return
         rank = dist.get_rank()
         lines = lines_of(tp, pp, dp)
-        self._set(*(_axis(name, rank, lines[name], flight) for name in ("tp", "dp", "pp", "pp_reverse", "ends", "world")))
+        self._set(*(_axis(name, rank, lines[name], flight) for name in _AXES))
 
     def _set(self, tp: Axis, dp: Axis, pp: Axis, pp_reverse: Axis, ends: Axis, world: Axis) -> None:
         self.tp, self.dp, self.pp, self.pp_reverse, self.ends, self.world = tp, dp, pp, pp_reverse, ends, world

@@ -72,7 +72,8 @@ def all_reduce_async(x: Tensor, axis: Axis, op: Op = "sum") -> Work:
     if x.numel() == 0:
         return Work()
     if x.is_contiguous():
-        return Work(dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True), x, waiting=axis.waiting("all_reduce"))
+        handle = dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)
+        return Work(handle, x, waiting=axis.waiting("all_reduce"))
     buffer = x.contiguous()
     handle = dist.all_reduce(buffer, _OPS[op], group=axis.group, async_op=True)
     return Work(handle, x, buffer, finish=lambda: x.copy_(buffer), waiting=axis.waiting("all_reduce"))

@@ -20,12 +20,13 @@ from hybridpar import checkpoint
 from hybridpar.config import Config, Launch
 from hybridpar.data import Data, open_data
 from hybridpar.errors import CheckpointError
-from hybridpar.flight import REFUSED
+from hybridpar.flight import FAILED, LOST, REFUSED
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch
 from hybridpar.train import folder as run_folder
 from hybridpar.train.engine import Engine
-from hybridpar.train.failure import describe_failure, is_lost_contact
+from hybridpar.train.errors import LostContactError
+from hybridpar.train.failure import describe_failure
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
 from hybridpar.train.launch import Job, choose_device, keep_freed_memory, set_threads
@@ -136,16 +137,14 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         flight.phase("ending")
         place.job.end_group()
         return outcome
-    except CheckpointError:  # raised on all ranks together
-        if not started:
-            flight.phase(REFUSED)
+    except CheckpointError as error:  # raised on all ranks together
+        flight.end(FAILED if started else REFUSED, str(error))
         place.job.end_group()
         raise
     except Exception as error:
-        doing = flight.read()
-        if is_lost_contact(error):
-            flight.lose()
-        raise describe_failure(error, who, doing) from error
+        failure = describe_failure(error, who, flight.read())
+        flight.end(LOST if isinstance(failure, LostContactError) else FAILED, str(failure))
+        raise failure from error
 
 
 def _sample(config: Config, reporter: Reporter) -> None:

@@ -153,7 +153,7 @@ class Run:
         if not self.traced and num_batches - skip >= least:
             self.recorder = trace.Recorder(engine.executor, engine.batches_done, num_batches, skip=skip)
         engine.train(self.clock, num_batches, self._on_step)
-        self.flight.phase("between steps")
+        self.flight.phase("settling")
         self.clock.stop()
         if self.recorder is not None:
             self.recorder.close()
@@ -201,7 +201,7 @@ class Run:
         assert self.valid_loader is not None, "validate.py refuses evaluations without data.split"
         self.flight.phase("evaluating", watched=self.warm)
         losses = self.engine.evaluate(self.valid_loader, settings.eval_batches)
-        self.flight.phase("between steps")
+        self.flight.phase("settling")
         self.val_loss, self.evaluated = sum(losses.values()), step
         if self.metrics is not None:
             row: dict[str, Any] = {"step": step, "val_loss": self.val_loss}

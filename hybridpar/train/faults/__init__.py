@@ -1,1 +1,1 @@
-"""What becomes of a job whose ranks fail: seen and explained, started again; and faults made to happen, to test that."""
+"""What becomes of a job whose ranks fail: seen, explained, started again; and faults made to happen, to test that."""

@@ -1,6 +1,7 @@
 """Which rank failed, what it was doing, and who waited for it: from the flight records and exit codes of all.
 
     rank 3 died                     the first one that ended otherwise than by losing another
+    all gave up                     they agreed on an error, and ended
     rank 1 hangs                    it goes on no more and waits for nobody; the others wait
     the link 0 - 1 is lost          all wait: the wait that began first is for something that does not come
 """
@@ -20,8 +21,8 @@ _ASKED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a rank. `record`: None where it has opened no recorder yet. `exit_code`: None while it lives, the
-    negative signal where one has ended it. `idle_s`: how long its record has not changed."""
+    """What is known of a rank. `record`: None where it has opened no recorder yet. `exit_code`: None while it lives,
+    the negative signal where one has ended it. `idle_s`: how long its record has not changed."""
 
     rank: int
     record: Record | None = None
@@ -49,6 +50,11 @@ class Seen:
         return self.record is not None and self.record.waits
 
     @property
+    def error(self) -> str:
+        """Why it has ended of itself, the first line; empty where it has not."""
+        return self.record.error.partition("\n")[0] if self.record is not None else ""
+
+    @property
     def is_watched(self) -> bool:
         return self.record is not None and self.record.watched
 
@@ -60,8 +66,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`kind`: died, hangs, link, refused (what was asked for cannot work), stopped (by a signal to a rank). `text`: for
-    people. `rank`: which failed first; of a link, the one that waits."""
+    """`kind`: died, gave up, hangs, link, refused (what was asked for cannot work), stopped (by a signal to a rank).
+    `text`: for people. `rank`: which failed first; of a link, the one that waits; -1: all together."""
 
     kind: str
     rank: int
@@ -79,6 +85,8 @@ class Diagnosis:
         """Plain values; those of an action only where the rank was in one."""
         plain: dict[str, Any] = {"kind": self.kind, "rank": self.rank, "text": self.text, "exit_code": self.exit_code,
                                  "victims": list(self.victims)}
+        if self.record is not None and self.record.error:
+            plain["error"] = self.record.error
         if (record := self.record) is not None:
             plain |= {"phase": record.phase, "stage": record.who.get("stage")}
             if record.kind:
@@ -102,8 +110,11 @@ def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
     if dead:
         # whoever was ended by a signal did not choose to; of several the first that went silent
         first = min(dead, key=lambda seen: ((seen.exit_code or 0) > 0, seen.record.time if seen.record else 0.0))
-        kind = "refused" if all(seen.was_refused for seen in dead) else "died"
-        return _of(kind, first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
+        if all(seen.was_refused for seen in dead):
+            return _of("refused", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
+        if first.error and sum(seen.error == first.error for seen in ranks) > 1:
+            return Diagnosis("gave up", -1, f"all ranks gave up: {first.error}", first.record, first.exit_code or 0)
+        return _of("died", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
     alive = [seen for seen in ranks if not seen.failed]
     if idle := [seen for seen in alive if not seen.waits and seen.idle_s > 0]:
         worst = max(idle, key=lambda seen: seen.idle_s)

@@ -1,15 +1,17 @@
 """Faults that are made to happen once in a job's life, also if it starts again: `--inject "kill rank 3 at step 20"`.
 
-    kill rank 3 at step 20              SIGKILL. Also: stage 1 (its first rank); ... micro-batch 2 (of that step, from 0)
+    kill rank 3 at step 20              SIGKILL
     lose rank 3 at step 20              the same, and that rank never starts again (on a grid of that size)
-    hang rank 1 at step 7               it stops to go on
+    hang rank 1 at step 7               it goes on no more
     slow link 0-1 at step 5 for 3 s     what rank 0 sends to rank 1 comes so much later, once
     cut link 0-1 at step 5              ... and never
-    corrupt shard at step 10            a bit of the next checkpoint's file (of rank 0; rank 3, stage 1) flips as it is written
-    disk full at step 10                the next checkpoint's file cannot be written
+    corrupt shard at step 10            a bit of the file that rank 0 writes into the next checkpoint flips
+    disk full at step 10                that file cannot be written
     nan gradient rank 2 at step 4       the gradient of one of its micro-batches is not finite
 
-A step is the one that is being made, from 1; checkpoints are those of that step or the next one that is saved.
+`stage 1` for a rank is the first one of that stage; files have a rank, too, if given: `disk full rank 2 at ...`. Steps
+are those that are being made, from 1; `micro-batch 0` after one is its first. The next checkpoint is that of this step,
+or the first one after it.
 """
 
 from __future__ import annotations
@@ -88,9 +90,10 @@ def parse_fault(text: str, config: Config) -> Fault:
     """One of them. Raises: ConfigError."""
     match = next((match for form in _FORMS if (match := form.fullmatch(" ".join(text.split())))), None)
     if match is None:
-        raise config_error("inject", text, "must be one of 'kill|lose|hang rank R at step S', 'slow link A-B at step S for "
-                           "T s', 'cut link A-B at step S', 'corrupt shard at step S', 'disk full at step S', 'nan "
-                           "gradient rank R at step S'", '"kill rank 0 at step 2"')
+        raise config_error(
+            "inject", text, "must be one of 'kill|lose|hang rank R at step S', 'slow link A-B at step S for T s', 'cut "
+            "link A-B at step S', 'corrupt shard at step S', 'disk full at step S', 'nan gradient rank R at step S'",
+            '"kill rank 0 at step 2"')
     parts: dict[str, Any] = match.groupdict()
     parallel, m = config.parallel, config.pipeline.num_microbatches
     ranks = parallel.tp * parallel.pp * parallel.dp

@@ -3,14 +3,13 @@
     ranks      run as under torchrun, and note what they do (hybridpar.flight)
     watching   ten times a second: has one ended; does one hang; do all wait (faults.timeout_s)
     failure    diagnose.py names the rank; a save under way gets some seconds to end; all ranks are ended
-    again      from the last good checkpoint; on fewer ranks where one has failed twice in a row without a new checkpoint
-               and the grid allows it; not at all after faults.restarts times without a new checkpoint
+    again      from the last good checkpoint; on fewer ranks where one has failed twice in a row without a new one and
+               the grid allows it; not at all after faults.restarts times without a new one
 
-torchrun's agent (torch.distributed.elastic) starts and ends the processes, and asks `_monitor_workers` and
-`_restart_workers` in between, which is all that is added here. torchrun itself could do the restarting (--max-restarts; its
-ranks go on from the last checkpoint, too), but it sees only processes that end, in the order in which they do: neither a
-rank that hangs nor, of several that fail, the one that was first. And its rendezvous listens on every interface;
-this one on loopback alone. A job of several machines uses torchrun.
+torchrun's agent (torch.distributed.elastic) starts and ends the processes, and starts them again; here it is told when,
+by `_monitor_workers`. torchrun itself could do it (--max-restarts; its ranks go on from the last checkpoint, too), but
+it sees only processes that end: neither a rank that hangs nor, of several that end, the one that was to blame. And its
+rendezvous listens on every interface, this one on loopback alone. A job of several machines uses torchrun.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from hybridpar import flight
 from hybridpar.checkpoint import saved_steps
 from hybridpar.config import Config
 from hybridpar.train.faults.diagnose import Diagnosis, Seen, diagnose, find_stall
-from hybridpar.train.faults.inject import parse_faults
+from hybridpar.train.faults.inject import Fault, parse_faults
 from hybridpar.train.faults.shrink import shrink
 from hybridpar.train.folder import CHECKPOINTS, FAILURES, flight_path
 from hybridpar.train.launch import LOOPBACK
@@ -52,14 +51,14 @@ _STOP_S = 300
 
 
 def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Sequence[str] = ()) -> int:
-    """Runs `python -m hybridpar *args` on so many ranks until it has ended well, or there is no use in it; its exit code.
+    """Runs `python -m hybridpar *args` on so many ranks until it has ended well, or must be given up; the exit code.
 
     Raises: ConfigError, before anything is started.
     """
     config = resolve(config, num_ranks)
-    parse_faults(inject, config)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    agent = Supervisor(config, args)
+    agent = Supervisor(config, args, parse_faults(inject, config))
+    for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
     try:
         result = agent.run()
     except SignalException as stopped:
@@ -70,8 +69,8 @@ def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Seque
 class Supervisor(LocalElasticAgent):
     """The agent of one job, which is on this machine."""
 
-    def __init__(self, config: Config, args: Sequence[str]):
-        self._config, self._args = config, tuple(args)
+    def __init__(self, config: Config, args: Sequence[str], faults: Sequence[Fault]):
+        self._config, self._args, self._faults = config, tuple(args), faults
         self._folder, self._ranks = config.run.folder, _size(config)
         self._watch = _Watch(self._folder)
         self._newest, self._blamed = self._saved(), -1
@@ -92,42 +91,49 @@ class Supervisor(LocalElasticAgent):
         found = diagnose(self._look())
         if found.rank != 0:  # which publishes
             self._await_save()
-        self._account(found)
-        self._note(found, began)
+        smaller = self._account(found)
+        self._note(found, began, smaller)
+        if smaller is not None:
+            self._resize(smaller)
         return RunResult(WorkerState.FAILED)
 
     def _look(self) -> list[Seen]:
         assert isinstance(self._pcontext, SubprocessContext)
         return self._watch.look({rank: one.proc for rank, one in self._pcontext.subprocess_handlers.items()})
 
-    def _account(self, found: Diagnosis) -> None:
-        """How many restarts are left; on how many ranks."""
-        newest, before = self._saved(), self._newest
+    def _account(self, found: Diagnosis) -> Config | None:
+        """How many restarts are left; the configuration of a smaller job, where a rank does not come back."""
+        newest, before, smaller = self._saved(), self._newest, None
         if newest > before:
             self._newest, self._remaining_restarts = newest, self._worker_group.spec.max_restarts
-        elif self._blamed == found.rank and self._ranks > 1 and (smaller := shrink(self._config, self._ranks - 1)):
-            self._say(f"rank {found.rank} has failed twice without a new checkpoint: going on without it on "
-                      f"{_size(smaller)} ranks, parallel.dp = {smaller.parallel.dp}, pipeline.num_microbatches = "
-                      f"{smaller.pipeline.num_microbatches}")
-            self._resize(smaller)
+        elif self._blamed == found.rank >= 0:
+            smaller = shrink(self._config, self._ranks - 1)
         self._blamed = found.rank
         self.exit_code = found.exit_code if found.kind == "stopped" else 1
         if found.is_final:
             self._remaining_restarts = 0
+        return smaller if self._remaining_restarts else None
 
     def _resize(self, config: Config) -> None:
-        self._config, self._ranks = config, _size(config)
+        self._config, self._ranks, self._blamed = config, _size(config), -1
+        fitting = [fault.text for fault in self._faults if max(fault.rank, fault.peer) < self._ranks]
+        flags = ("--parallel.dp", config.parallel.dp, "--pipeline.num_microbatches", config.pipeline.num_microbatches,
+                 "--inject", *fitting)
         spec = self._worker_group.spec
         spec.local_world_size = self._ranks
-        flags = ("--parallel.dp", config.parallel.dp, "--pipeline.num_microbatches", config.pipeline.num_microbatches)
-        spec.args = ("-m", "hybridpar", *_without(self._args, flags[0], flags[2], "--ranks"), *map(str, flags))
+        spec.args = ("-m", "hybridpar", *self._args, *map(str, flags))  # of a flag that is there twice the last counts
 
-    def _note(self, found: Diagnosis, began: float) -> None:
+    def _note(self, found: Diagnosis, began: float, smaller: Config | None) -> None:
         """Says what has happened, and writes it down."""
         left = self._remaining_restarts
         what = "" if found.is_final else (
             f"; starting again after step {self._saved()}" if left else "; no restarts are left (faults.restarts)")
-        self._say("\n".join([f"{found.text}{what}", *(f"  meanwhile {victim}" for victim in found.victims)]))
+        lines = [f"{found.text}{what}", *(f"  meanwhile {victim}" for victim in found.victims)]
+        if smaller is not None:
+            lines.append(
+                f"  without rank {found.rank}, which has failed twice and saved nothing: on {_size(smaller)} ranks, "
+                f"parallel.dp = {smaller.parallel.dp}, pipeline.num_microbatches = {smaller.pipeline.num_microbatches}")
+        self._say("\n".join(lines))
         line = found.as_json() | {"time": began, "saved": self._saved(), "ranks": self._ranks, "restarts_left": left}
         if self._folder.is_dir():
             with (self._folder / FAILURES).open("a", encoding="utf-8") as file:
@@ -152,18 +158,6 @@ class Supervisor(LocalElasticAgent):
 
 def _size(config: Config) -> int:
     return config.parallel.tp * config.parallel.pp * config.parallel.dp
-
-
-def _without(args: Sequence[str], *flags: str) -> list[str]:
-    """Arguments less these flags, each of which has one value."""
-    kept: list[str] = []
-    values = iter(args)
-    for arg in values:
-        if arg in flags:
-            next(values, None)
-        elif arg.partition("=")[0] not in flags:
-            kept.append(arg)
-    return kept
 
 
 @dataclass
