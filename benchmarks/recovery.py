@@ -1,5 +1,5 @@
-"""Claims: a job whose ranks are killed, hang, lose a link, cannot save or save damaged files goes on by itself, names who
-failed, and ends with the bits of an undisturbed one.
+"""Claims: a job whose ranks are killed, hang, lose a link, cannot save or save damaged files goes on by itself, says
+who failed, and ends with the bits of an undisturbed one.
 
     python -m benchmarks.recovery                      50 faults in 5 jobs of 4 ranks: a quarter of an hour on 2 cores
     python -m benchmarks.recovery --only 0 1           two of the jobs; their entries replace those in the result file
@@ -18,8 +18,8 @@ checkpoints, in turn of all kinds. For each job this is asserted:
 A gradient that is not finite is skipped, which changes the numbers, so the job that a job is compared with has the same
 ones; with `--anomalies.on_non_finite stop`, where that is known, it ends the job, and the other one has none.
 
-Seconds: `noticed`, from the fault until the supervisor has noticed (faults.timeout_s included where ranks hang or a link
-is lost); `again`, until all ranks train again.
+Seconds: `noticed`, from the fault until the supervisor has noticed (faults.timeout_s included where ranks hang or a
+link is lost; what a save meets comes out at the next mark, a stretch later); `again`, until all ranks train again.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from hybridpar.train.metrics import read_metrics
 
 RANKS, STRETCH, TIMEOUT_S, SLOW_S = 4, 10, 4.0, 1.0
 KINDS = ("kill", "hang", "cut link", "slow link", "corrupt shard", "disk full", "nan gradient")
+SAVING = ("corrupt shard", "disk full")
 LINKS = ((0, 1), (0, 2), (1, 3), (2, 0), (2, 3), (3, 1))
 ENDS = {"kill": "died", "hang": "hangs", "cut link": "link", "corrupt shard": "gave up", "disk full": "gave up"}
 """How the supervisor calls what ends a job."""
@@ -64,19 +66,22 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def draw_faults(seed: int, job: int, number: int) -> list[str]:
-    """One fault for each stretch of a job, not in its first steps; kinds come by turns over all jobs."""
+def draw_faults(seed: int, job: int, number: int) -> tuple[list[str], int]:
+    """One fault for each stretch of a job, not in its first steps, and how many steps it has; kinds come by turns over
+    all jobs. What a save meets comes out after another stretch, which has no fault."""
     draw = random.Random(f"{seed} {job}")
-    found = []
+    found, stretch = [], 0
     for i in range(number):
         kind = KINDS[(job * number + i) % len(KINDS)]
-        rank, step = draw.randrange(RANKS), STRETCH * (i + 1) + draw.randint(4, STRETCH - 1)
+        stretch += 1
+        rank, step = draw.randrange(RANKS), STRETCH * stretch + draw.randint(4, STRETCH - 1)
+        stretch += kind in SAVING
         a, b = draw.choice(LINKS)
         found.append({
             "slow link": f"slow link {a}-{b} at step {step} for {SLOW_S:g} s",
             "cut link": f"cut link {a}-{b} at step {step}",
         }.get(kind, f"{kind} rank {rank} at step {step}"))
-    return found
+    return found, STRETCH * (stretch + 2)
 
 
 @dataclass
@@ -150,8 +155,8 @@ class Job:
 def examine(job: Job, calm: Job, faults: Sequence[str], *, nan_ends: bool) -> dict[str, Any]:
     """What came of a job, and all that is wrong with it."""
     marks, failures, resumed = job.marks(), job.failures(), job.resumed()
-    wrong = [f"{name} differ from those of the undisturbed job" for name, a, b in (
-        ("steps", job.steps(), calm.steps()), ("files", job.files(), calm.files())) if a != b]
+    wrong = [f"step {a}, undisturbed {b}" for a, b in zip_longest(job.steps(), calm.steps()) if a != b][:1]
+    wrong += ["files of the last checkpoint differ"] * (job.files() != calm.files())
     wrong += [text for text, bad in (
         (f"exit code {job.exit_code}", job.exit_code), ("damaged: " + "; ".join(job.damaged), job.damaged),
         (f"did not happen: {set(faults) - {m['fault'] for m in marks}}", len(marks) != len(faults)),
@@ -159,7 +164,7 @@ def examine(job: Job, calm: Job, faults: Sequence[str], *, nan_ends: bool) -> di
     ends = ENDS | ({"nan gradient": "gave up"} if nan_ends else {})
     ending = [mark for mark in marks if mark["kind"] in ends]
     if not len(ending) == len(failures) == len(resumed):
-        wrong.append(f"{len(ending)} faults that end a job, {len(failures)} failures, started again {len(resumed)} times")
+        wrong.append(f"{len(ending)} faults that end a job, {len(failures)} failures, {len(resumed)} new starts")
     found = [{"fault": mark["fault"], "survived": True} for mark in marks if mark["kind"] not in ends]
     for mark, failure, (when, step) in zip(ending, failures, resumed, strict=False):
         saved, lost = max(mark["saved"]), mark["done"] - step
@@ -178,13 +183,13 @@ def examine(job: Job, calm: Job, faults: Sequence[str], *, nan_ends: bool) -> di
 
 
 def _names_link(mark: dict[str, Any], failure: dict[str, Any]) -> bool:
-    a, b = re.findall(r"\d+", mark["fault"])[:2]
-    return f"the link between rank {a} and rank {b}" in failure["text"]
+    named = re.match(r"the link between rank (\d+) and rank (\d+)", failure["text"])
+    return named is not None and set(named.groups()) == set(re.findall(r"\d+", mark["fault"])[:2])
 
 
 def run_job(number: int, args: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
     """An entry of the result file."""
-    faults = draw_faults(args.seed, number, args.faults)
+    faults, num_steps = draw_faults(args.seed, number, args.faults)
     nan_ends = any(flag.startswith("--anomalies.on_non_finite") for flag in flags)
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
@@ -194,7 +199,7 @@ def run_job(number: int, args: argparse.Namespace, flags: Sequence[str]) -> dict
                                              for _ in range(12)) for _ in range(400)))
         config = folder / "config.toml"
         sections = SECTIONS | {"data": {"corpus": [str(corpus)]}, "run": {"dir": str(folder)}}
-        sections["train"] = sections["train"] | {"num_steps": STRETCH * (args.faults + 2)}
+        sections["train"] = sections["train"] | {"num_steps": num_steps}
         config.write_text(to_toml(from_mapping(sections)))
         same = [fault for fault in faults if fault.startswith("nan") and not nan_ends]
         calm = Job(folder / "calm").run(config, same, flags)

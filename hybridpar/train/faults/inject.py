@@ -121,7 +121,7 @@ class Injector:
     """Makes those of one rank happen, which have not happened yet."""
 
     def __init__(self, faults: Iterable[Fault], folder: Path, flight: Flight):
-        self._faults, self._folder, self._flight = list(faults), folder, flight
+        self.pending, self._folder, self._flight = list(faults), folder, flight
 
     @staticmethod
     def of(faults: Iterable[Fault], folder: Path, rank: int, flight: Flight) -> Injector:
@@ -137,13 +137,13 @@ class Injector:
 
     def attach(self, engine: Engine, saver: Saver) -> None:
         """From now on they happen, where there are any."""
-        if self._faults:
+        if self.pending:
             self._engine = engine
             engine.tamper, saver.wrap = self._tamper, self._wrap
 
     def _tamper(self, actions: Iterator[Action]) -> Iterator[Action]:
         for action in actions:
-            due = [fault for fault in self._faults if self._is_due(fault, action)]
+            due = [fault for fault in self.pending if self._is_due(fault, action)]
             hooks: list[Any] = []
             for fault in due:
                 self._mark(fault)
@@ -177,7 +177,7 @@ class Injector:
         return []
 
     def _wrap(self, write: Write) -> Write:
-        fault = next((f for f in self._faults if f.kind in _SAVING and f.step <= self._engine.batches_done), None)
+        fault = next((f for f in self.pending if f.kind in _SAVING and f.step <= self._engine.batches_done), None)
         if fault is None:
             return write
         self._mark(fault)
@@ -200,7 +200,7 @@ class Injector:
 
     def _mark(self, fault: Fault) -> None:
         """Notes in the run folder that it happens now, and what was saved by then; it will not happen again."""
-        self._faults.remove(fault)
+        self.pending.remove(fault)
         path = self._folder / INJECTED / fault.name
         path.parent.mkdir(exist_ok=True)
         with path.open("x", encoding="utf-8") as file:

@@ -76,7 +76,7 @@ class Supervisor(LocalElasticAgent):
         self._newest, self._blamed = self._saved(), -1
         self.exit_code = 1
         spec = WorkerSpec(
-            role="rank", local_world_size=self._ranks, rdzv_handler=_Loopback(), entrypoint=sys.executable,
+            role="rank", local_world_size=self._ranks, rdzv_handler=Loopback(), entrypoint=sys.executable,
             args=("-m", "hybridpar", *args), max_restarts=config.faults.restarts, monitor_interval=_LOOK_EVERY_S)
         super().__init__(spec, DefaultLogsSpecs(), shutdown_timeout=_STOP_S)
 
@@ -183,7 +183,7 @@ class _Watch:
         return found
 
 
-class _Loopback(RendezvousHandler):
+class Loopback(RendezvousHandler):
     """One agent, on this machine: every round has a store of its own, on the loopback interface."""
 
     def __init__(self) -> None:
