@@ -115,8 +115,7 @@ def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
         if first.error and sum(seen.error == first.error for seen in ranks) > 1:
             return Diagnosis("gave up", -1, f"all ranks gave up: {first.error}", first.record, first.exit_code or 0)
         return _of("died", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
-    alive = [seen for seen in ranks if not seen.failed]
-    if idle := [seen for seen in alive if not seen.waits and seen.idle_s > 0]:
+    if idle := [seen for seen in ranks if not (seen.failed or seen.is_victim or seen.waits) and seen.idle_s > 0]:
         worst = max(idle, key=lambda seen: seen.idle_s)
         return _of("hangs", worst, f"{worst.who} hangs: nothing for {worst.idle_s:.1f} s{_doing(worst)}", ranks)
     waiting = [seen for seen in ranks if seen.waits and seen.record is not None]

@@ -81,11 +81,12 @@ class Supervisor(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(), shutdown_timeout=_STOP_S)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        # before torch's own look, which ends all where it finds one that has failed
         seen, began = self._look(), time.time()
+        if all(one.exit_code == 0 for one in seen):
+            return super()._monitor_workers(worker_group)
         failed = any(one.failed for one in seen)
         if not failed and not find_stall(seen, self._config.faults.timeout_s):
-            return super()._monitor_workers(worker_group)
+            return RunResult(WorkerState.HEALTHY)  # torch's own look would end all where it finds one that has failed
         if failed:
             time.sleep(_SETTLE_S)
         found = diagnose(self._look())

@@ -66,6 +66,11 @@ def test_the_rank_that_waits_for_nobody_hangs(ended: bool) -> None:
     assert "nothing for 9.0 s in step 4 during F7@1v3" in found.text
 
 
+def test_a_rank_that_has_lost_another_does_not_hang() -> None:
+    ranks = [Seen(0, record(0, phase=LOST), None, 9.0), Seen(1, waiting(1, "recv", "pp", 3), None, 8.0)]
+    assert (diagnose(ranks).kind, diagnose(ranks).rank) == ("link", 1)
+
+
 def test_where_all_wait_a_link_is_lost() -> None:
     ranks = [Seen(0, waiting(0, "recv", "pp_reverse", 2), None, 7.0), Seen(1, waiting(1), None, 7.0),
              Seen(2, waiting(2, "recv", "pp", 0, time=50.0), None, 9.0), Seen(3, waiting(3), None, 7.0)]

@@ -39,7 +39,8 @@ def test_four_ranks_recover_to_the_bit(tmp_path: Path) -> None:
     code, out = train(4, config, *grid, *STEPS, "--run.name", "calm")
     assert code == 0, out
     code, out = train(4, config, *grid, *STEPS, "--faults.timeout_s", "3", "--inject",
-                      "slow link 0-1 at step 9 for 0.2 s", "corrupt shard stage 1 at step 10", "hang rank 1 at step 14 micro-batch 1")
+                      "slow link 0-1 at step 9 for 0.2 s", "corrupt shard stage 1 at step 10",
+                      "hang rank 1 at step 14 micro-batch 1")
     assert code == 0, out
     run, calm = tmp_path / "runs" / "run", tmp_path / "runs" / "calm"
     (hung,) = failures(run)
