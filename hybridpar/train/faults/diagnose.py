@@ -3,13 +3,13 @@
     rank 3 died                     the first one that ended otherwise than by losing another
     all gave up                     they agreed on an error, and ended
     rank 1 hangs                    it goes on no more and waits for nobody; the others wait
-    the link 0 - 1 is lost          all wait: the wait that began first is for something that does not come
+    the link 0 - 1 is lost          all wait: two of them for each other, or several in a circle
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,12 +118,37 @@ def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
     if idle := [seen for seen in ranks if not (seen.failed or seen.is_victim or seen.waits) and seen.idle_s > 0]:
         worst = max(idle, key=lambda seen: seen.idle_s)
         return _of("hangs", worst, f"{worst.who} hangs: nothing for {worst.idle_s:.1f} s{_doing(worst)}", ranks)
-    waiting = [seen for seen in ranks if seen.waits and seen.record is not None]
-    first = min(waiting, key=lambda seen: seen.record.time if seen.record else 0.0, default=ranks[0])
-    peers = first.record.peers if first.record is not None else ()
-    text = (f"the link between rank {first.rank} and rank {peers[0]} is lost" if len(peers) == 1 else
-            f"rank {first.rank} has lost the others")
+    first, peers = _lost_link(ranks)
+    others = ", ".join(map(str, peers)) or "any other"
+    text = f"the link between rank {first.rank} and rank {others} is lost"
     return _of("link", first, f"{text}: {first.who}{_doing(first)}", ranks)
+
+
+def _lost_link(ranks: Sequence[Seen]) -> tuple[Seen, Sequence[int]]:
+    """Of the ranks that wait for each other in a circle the one that began first, and for whom it waits.
+
+    Whoever waits outside of the circle waits for one in it, and may have begun before.
+    """
+    seen = {one.rank: one for one in ranks}
+    waits = {one.rank: one.record for one in ranks if one.record is not None and one.record.waits}
+    if not waits:
+        return ranks[0], ()
+    path: list[int] = []
+    rank: int | None = min(waits, key=lambda rank: waits[rank].time)
+    while rank is not None and rank not in path:
+        path.append(rank)
+        rank = _wanted(waits[rank], waits)
+    if rank is None:  # the last one waits in a collective in which all others of it wait, too
+        return seen[path[-1]], waits[path[-1]].peers
+    first = min(path[path.index(rank):], key=lambda rank: waits[rank].time)
+    return seen[first], [peer for peer in (_wanted(waits[first], waits),) if peer is not None]
+
+
+def _wanted(mine: Record, waits: Mapping[int, Record]) -> int | None:
+    """A rank that waits for something else, where this one waits for it."""
+    peers = [peer for peer in mine.peers if peer in waits]
+    return next((peer for peer in peers if len(mine.peers) == 1 or (
+        waits[peer].operation, waits[peer].axis) != (mine.operation, mine.axis)), None)
 
 
 def _of(kind: str, culprit: Seen, text: str, ranks: Sequence[Seen]) -> Diagnosis:

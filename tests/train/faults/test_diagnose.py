@@ -80,6 +80,17 @@ def test_where_all_wait_a_link_is_lost() -> None:
     assert found.as_json()["peers"] == [0]
 
 
+def test_whoever_waits_for_the_ends_of_a_lost_link_may_have_begun_before() -> None:
+    ranks = [Seen(0, waiting(0, "send", "pp", 2), None, 7.0), Seen(1, waiting(1, "reduce", "dp", time=1.0), None, 9.0),
+             Seen(2, waiting(2, "recv", "pp", 0), None, 7.0), Seen(3, waiting(3, "all_reduce", "dp"), None, 7.0)]
+    assert diagnose(ranks).text.startswith("the link between rank 0 and rank 2 is lost: rank 0")
+
+
+def test_a_collective_that_does_not_end_has_lost_a_link() -> None:
+    ranks = [Seen(rank, waiting(rank), None, 7.0) for rank in range(4)]
+    assert diagnose(ranks).text.startswith("the link between rank 0 and rank 1, 2, 3 is lost")
+
+
 def test_what_all_agreed_on_is_nobodys() -> None:
     text = "rank 1 cannot write the checkpoint\nand more"
     ranks = [Seen(rank, record(rank, phase=FAILED, error=text), 1 if rank else None) for rank in range(4)]
