@@ -43,6 +43,7 @@ from hybridpar.train.launch import LOOPBACK
 from hybridpar.validate import resolve
 
 _LOOK_EVERY_S = 0.1
+_ASLEEP_S = 2.0
 _SETTLE_S = 0.3
 """Ranks that end together are seen together."""
 _LAST_SAVE_S = 3.0
@@ -72,7 +73,7 @@ class Supervisor(LocalElasticAgent):
     def __init__(self, config: Config, args: Sequence[str], faults: Sequence[Fault]):
         self._config, self._args, self._faults = config, tuple(args), faults
         self._folder, self._ranks = config.run.folder, _size(config)
-        self._watch = _Watch(self._folder)
+        self._watch = Watch(self._folder)
         self._newest, self._blamed = self._saved(), -1
         self.exit_code = 1
         spec = WorkerSpec(
@@ -162,15 +163,23 @@ def _size(config: Config) -> int:
 
 
 @dataclass
-class _Watch:
-    """The flight records of the processes that run now, and since when they have not changed."""
+class Watch:
+    """The flight records of the processes that run now, and since when they have not changed.
+
+    Where it has not looked for long, the machine was perhaps asleep, or whoever has stopped this process has stopped
+    the ranks, too: then their time begins anew.
+    """
 
     folder: Path
+    _looked: float = 0.0
     _last: dict[int, tuple[int, int, float]] = field(default_factory=dict)
 
     def look(self, processes: Mapping[int, Popen[Any]]) -> list[Seen]:
         """What there is to see of them, by rank."""
         now, found = time.monotonic(), []
+        if now - self._looked > _ASLEEP_S:
+            self._last.clear()
+        self._looked = now
         for rank, process in sorted(processes.items()):
             code, pid = process.poll(), process.pid  # first the one: what it then has noted was its last
             record = flight.read(flight_path(self.folder, rank))

@@ -7,7 +7,9 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ from train.runs import finish, metrics, steps, write_config
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import ConfigError
-from hybridpar.train.faults.supervisor import Loopback, supervise
+from hybridpar.flight import Flight
+from hybridpar.train.faults.supervisor import Loopback, Watch, supervise
+from hybridpar.train.folder import flight_path
 
 pytestmark = pytest.mark.ranks
 STEPS = ("--train.num_steps", "30", "--train.save_interval", "5", "--train.eval_interval", "10")
@@ -97,6 +101,35 @@ def test_torchrun_starts_the_same_ranks_again(tmp_path: Path) -> None:
     assert "rank 0 (stage 0, replica 0, tensor part 0) lost contact with rank 1 during" in out
     assert "going on after step 5" in out
     assert len(steps(metrics(tmp_path / "runs" / "run"))) == 30
+
+
+def test_how_long_a_rank_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where it is another process, nor where nobody looked meanwhile."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    (tmp_path / "flight").mkdir()
+    flight, watch = Flight(flight_path(tmp_path, 0), {"pid": 7}), Watch(tmp_path)
+    running: Any = {0: SimpleNamespace(pid=7, poll=lambda: None)}
+
+    def look() -> tuple[float, bool]:
+        (seen,) = watch.look(running)
+        return seen.idle_s, seen.record is not None
+
+    assert look() == (0.0, True)
+    now += 1
+    assert look() == (1.0, True)
+    now += 1
+    assert look() == (2.0, True)
+    flight.watch()
+    now += 1
+    assert look() == (0.0, True)
+    now += 1
+    assert look() == (1.0, True)
+    now += 60
+    assert look() == (0.0, True)
+    running[0].pid = 8
+    now += 1
+    assert look() == (0.0, False)
 
 
 def listening(port: int) -> list[str]:
