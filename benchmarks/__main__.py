@@ -1,4 +1,4 @@
-"""Runs every benchmark, one after the other: `python -m benchmarks [--rounds N]`, three quarters of an hour on 2 cores."""
+"""Runs every benchmark, one after the other: `python -m benchmarks [--rounds N]`, an hour on 2 cores."""
 
 from __future__ import annotations
 
