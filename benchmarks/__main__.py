@@ -1,4 +1,4 @@
-"""Runs every benchmark, one after the other: `python -m benchmarks [--rounds N]`, half an hour on 2 cores."""
+"""Runs every benchmark, one after the other: `python -m benchmarks [--rounds N]`, an hour on 2 cores."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ RUNS = (
     ("placement",),
     ("planner",),
     ("checkpoint", "--load-rounds", "2"),
+    ("recovery",),  # a quarter of an hour
     ("slow_link",),  # needs root, else it is skipped
 )
 

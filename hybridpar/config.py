@@ -180,6 +180,23 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Training goes on while a copy of its state is written: host memory for that copy is kept. The last save of a run
     has no copy."""
+    read_back: bool = False
+    """Every file is read again, from the disk where the system can be told so, and compared with its checksums before
+    the checkpoint is published."""
+
+
+@dataclass(frozen=True)
+class FaultsConfig:
+    """What becomes of a job whose ranks `train --ranks N` has started, where one of them fails."""
+
+    restarts: int = 3
+    """How often it starts again from the last good checkpoint before a newer one is there; 0: never."""
+    timeout_s: float = 60.0
+    """A rank hangs that for so long neither goes on nor waits for another; a link is lost where for so long all wait.
+    Not during start-up, the first step after it, and saving. At least a few times the longest action."""
+    min_ranks: int = 0
+    """Fewest ranks to go on with where one does not come back: there are fewer replicas then, and more micro-batches
+    for each of them; 0: as many as before."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +266,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     @property
     def global_batch_size(self) -> int:
@@ -273,20 +291,29 @@ def triton_is_interpreted() -> bool:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher (torchrun) says of this process."""
+    """What the launcher (torchrun) says of this process, and what the process was called with.
+
+    launched: there is a launcher. loopback: it has started all processes on this machine, and nobody has named a
+    network interface for them (GLOO_SOCKET_IFNAME).
+    """
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
+    launched: bool = False
+    loopback: bool = False
+    args: tuple[str, ...] = ()
 
     @staticmethod
-    def from_environment() -> Launch:
+    def from_environment(args: Sequence[str] = ()) -> Launch:
         def get(name: str, default: int) -> int:
             return int(os.environ.get(name, default))
 
         world = get("WORLD_SIZE", 1)
-        return Launch(get("RANK", 0), get("LOCAL_RANK", 0), world, get("LOCAL_WORLD_SIZE", world))
+        here = world == get("LOCAL_WORLD_SIZE", 0) and "GLOO_SOCKET_IFNAME" not in os.environ
+        return Launch(get("RANK", 0), get("LOCAL_RANK", 0), world, get("LOCAL_WORLD_SIZE", world),
+                      "RANK" in os.environ, here, tuple(args))
 
 
 def load_toml(path: str | Path) -> Config:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hybridpar.errors import config_error
+from hybridpar.flight import NO_FLIGHT, NOBODY, Flight, Waiting
 
 
 @dataclass(slots=True)
@@ -48,6 +49,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = field(default=None, compare=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    flight: Flight = field(default=NO_FLIGHT, compare=False)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < len(self.ranks), f"axis {self.name}: rank {self.rank} of {len(self.ranks)}"
@@ -75,6 +77,13 @@ class Axis:
         """Global rank of the successor on this axis (the axis is a ring)."""
         return self.ranks[(self.rank + 1) % self.size]
 
+    def waiting(self, operation: str, peer: int = NOBODY) -> Waiting:
+        """While entered, this rank waits for the axis, or for one of its ranks (a global one)."""
+        return Waiting(self.flight, operation, self.name, peer)
+
+
+_AXES = ("tp", "dp", "pp", "pp_reverse", "ends", "world")
+
 
 class ProcessGrid:
     """A pp x dp x tp grid over all processes of the job.
@@ -83,11 +92,13 @@ class ProcessGrid:
     against the activations); `ends` (all replicas of the first and the last pipeline stage, which share tied
     embeddings; size 1 in between, and where pp is 1); `world` (every rank).
 
+    `flight`: where its axes note what this rank waits for.
     Collectives: creating a grid of more than one process is collective over all processes of the job.
     Raises: ConfigError if tp * pp * dp is not the number of processes.
     """
 
-    def __init__(self, *, tp: int = 1, pp: int = 1, dp: int = 1, device_type: str = "cpu"):
+    def __init__(self, *, tp: int = 1, pp: int = 1, dp: int = 1, device_type: str = "cpu",
+                 flight: Flight = NO_FLIGHT):
         sizes = {"pp": pp, "dp": dp, "tp": tp}
         for name, size in sizes.items():
             if size < 1:
@@ -99,22 +110,15 @@ class ProcessGrid:
                 "parallel", f"tp={tp} pp={pp} dp={dp}", f"tp * pp * dp is {num_ranks} but the job has {world_size} "
                 "processes", f"torchrun --nproc-per-node {num_ranks}",
             )
-        self.device_type = device_type
+        self.device_type, self.flight = device_type, flight
         self.sizes = sizes
         if num_ranks == 1:
             rank = dist.get_rank() if dist.is_initialized() else 0
-            self._set(*(Axis(name, 0, (rank,)) for name in ("tp", "dp", "pp", "pp_reverse", "ends", "world")))
+            self._set(*(Axis(name, 0, (rank,), flight=flight) for name in _AXES))
             return
         rank = dist.get_rank()
-        lines = {
-            "tp": [[(s * dp + d) * tp + t for t in range(tp)] for s, d in product(range(pp), range(dp))],
-            "dp": [[(s * dp + d) * tp + t for d in range(dp)] for s, t in product(range(pp), range(tp))],
-            "pp": [[(s * dp + d) * tp + t for s in range(pp)] for d, t in product(range(dp), range(tp))],
-            "ends": [[(s * dp + d) * tp + t for s in (0, pp - 1) for d in range(dp)] for t in range(tp) if pp > 1],
-            "world": [list(range(num_ranks))],
-        }
-        lines["pp_reverse"] = lines["pp"]
-        self._set(*(_axis(name, rank, lines[name]) for name in ("tp", "dp", "pp", "pp_reverse", "ends", "world")))
+        lines = lines_of(tp, pp, dp)
+        self._set(*(_axis(name, rank, lines[name], flight) for name in _AXES))
 
     def _set(self, tp: Axis, dp: Axis, pp: Axis, pp_reverse: Axis, ends: Axis, world: Axis) -> None:
         self.tp, self.dp, self.pp, self.pp_reverse, self.ends, self.world = tp, dp, pp, pp_reverse, ends, world
@@ -125,16 +129,38 @@ class ProcessGrid:
 
     def describe(self) -> str:
         """Where this process stands, for messages: 'rank 5 (stage 2, replica 0, tensor part 1)'."""
-        return f"rank {self.rank} (stage {self.pp.rank}, replica {self.dp.rank}, tensor part {self.tp.rank})"
+        return describe(self.rank, self.pp.rank, self.dp.rank, self.tp.rank)
 
 
-def _axis(name: str, rank: int, lines: list[list[int]]) -> Axis:
+def describe(rank: int, stage: int, replica: int, tensor_part: int) -> str:
+    """A process and its place on the grid, for messages: 'rank 5 (stage 2, replica 0, tensor part 1)'."""
+    return f"rank {rank} (stage {stage}, replica {replica}, tensor part {tensor_part})"
+
+
+def place_of(rank: int, tp: int, dp: int) -> tuple[int, int, int]:
+    """(stage, replica, tensor part) of a rank."""
+    return rank // (tp * dp), rank // tp % dp, rank % tp
+
+
+def lines_of(tp: int, pp: int, dp: int) -> dict[str, list[list[int]]]:
+    """The global ranks along every axis, by its name: a list for each line of the grid that has one."""
+    lines = {
+        "tp": [[(s * dp + d) * tp + t for t in range(tp)] for s, d in product(range(pp), range(dp))],
+        "dp": [[(s * dp + d) * tp + t for d in range(dp)] for s, t in product(range(pp), range(tp))],
+        "pp": [[(s * dp + d) * tp + t for s in range(pp)] for d, t in product(range(dp), range(tp))],
+        "ends": [[(s * dp + d) * tp + t for s in (0, pp - 1) for d in range(dp)] for t in range(tp) if pp > 1],
+        "world": [list(range(tp * pp * dp))],
+    }
+    return lines | {"pp_reverse": lines["pp"]}
+
+
+def _axis(name: str, rank: int, lines: list[list[int]], flight: Flight) -> Axis:
     """This rank's line of those, with a group. Every rank creates every group in the same order, as torch requires."""
-    mine = Axis(name, 0, (rank,))
+    mine = Axis(name, 0, (rank,), flight=flight)
     for line in lines:
         group = _new_group(name, line) if len(line) > 1 else None
         if rank in line:
-            mine = Axis(name, line.index(rank), tuple(line), group)
+            mine = Axis(name, line.index(rank), tuple(line), group, flight=flight)
     return mine
 
 

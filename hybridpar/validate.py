@@ -18,12 +18,14 @@ POSITIVE = (
     "model.num_layers", "model.hidden_size", "model.num_heads", "model.seq_length", "model.vocab_size",
     "parallel.tp", "parallel.pp", "pipeline.num_microbatches", "train.num_steps", "train.micro_batch_size",
     "train.timeout_s", "train.log_interval", "checkpoint.keep", "train.eval_batches", "optim.loss_scale", "optim.eps",
+    "faults.timeout_s",
 )
 NOT_NEGATIVE = (
     "model.num_kv_heads", "model.ffn_hidden_size", "model.norm_eps", "model.init_std", "model.logits_chunk",
     "parallel.dp", "pipeline.chunks", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps",
     "optim.weight_decay", "optim.clip_grad", "optim.momentum", "optim.staleness_steps", "train.seed", "train.threads",
     "train.eval_interval", "train.save_interval", "checkpoint.keep_best", "plan.step_ms",
+    "faults.restarts", "faults.min_ranks",
 )
 BELOW_ONE = ("model.dropout", "model.attention_dropout", "model.label_smoothing", "data.split")
 

@@ -1,4 +1,5 @@
-# Sourced by the pretraining scripts: starts one `hybridpar train` process for each rank through torchrun.
+# Sourced by the pretraining scripts: starts one `hybridpar train` process for each rank, and again where one fails; on several
+# hosts through torchrun.
 #
 #   launch CONFIG [--section.key value ...]
 #
@@ -21,7 +22,7 @@ launch() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     # memory in pages of 2 MiB where Linux has them: passes over weights take an eighth less time
     export GLIBC_TUNABLES="${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}"
-    local rendezvous=(--standalone)
+    local rendezvous=()
     if [ "$nnodes" -gt 1 ]; then
         rendezvous=(--nnodes "$nnodes" --node-rank "${NODE_RANK:?rank of this host, 0 to NNODES - 1}"
                     --master-addr "${MASTER_ADDR:?address of host 0}" --master-port "${MASTER_PORT:-29500}")
@@ -42,6 +43,10 @@ launch() {
         NPROC=$(awk -F ' *= *' '/^\[/ { section = $1 } section ~ /^\[parallel\]/ && $1 ~ /^(tp|pp|dp)$/ && $2 + 0 > 0 {
                 n = (n ? n : 1) * ($2 + 0) } END { print n ? n : 1 }' "$config")
     fi
-    "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" \
-        -m hybridpar train "$config" ${grid[@]+"${grid[@]}"} "$@"
+    if [ "$nnodes" -gt 1 ]; then
+        "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" \
+            -m hybridpar train "$config" ${grid[@]+"${grid[@]}"} "$@"
+    else
+        "$PYTHON" -m hybridpar train "$config" --ranks "$NPROC" ${grid[@]+"${grid[@]}"} "$@"
+    fi
 }

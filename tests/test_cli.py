@@ -55,8 +55,9 @@ def test_flags_come_over_the_file_and_the_file_over_the_defaults(config: Path) -
 
 def test_every_key_of_the_configuration_is_a_flag_of_train(config: Path) -> None:
     flags = flags_of(COMMANDS["train"])
-    assert {"model.hidden_size", "optim.betas", "run.name", "json"} <= flags
-    for flag in sorted(flags - {"json"}):
+    own = {"json", "ranks", "inject"}
+    assert {"model.hidden_size", "optim.betas", "run.name", *own} <= flags
+    for flag in sorted(flags - own):
         section, key = flag.split(".")
         value = getattr(getattr(Config(), section), key)
         values = [str(v) for v in value] if isinstance(value, tuple) else [str(value)]

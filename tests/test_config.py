@@ -79,12 +79,16 @@ def test_one_value_of_a_list_may_stand_alone() -> None:
 
 
 def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     assert Launch.from_environment() == Launch(0, 0, 1, 1)
     for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    assert Launch.from_environment() == Launch(5, 1, 8, 4)
+    assert Launch.from_environment() == Launch(5, 1, 8, 4, launched=True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert Launch.from_environment(["train"]) == Launch(5, 1, 8, 8, launched=True, loopback=True, args=("train",))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert not Launch.from_environment().loopback
 
 
 def test_batch_sizes() -> None:

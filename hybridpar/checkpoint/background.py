@@ -18,6 +18,7 @@ _NICE = 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Write = Callable[[dict[str, Tensor]], notes.Written]
+Check = Callable[[notes.Written], None]
 
 
 class Task(threading.Thread):
@@ -36,10 +37,11 @@ class Task(threading.Thread):
         self.folder: Path | None = None
         self._take: Callable[[], dict[str, Tensor]] | None = None
         self._write: Write | None = None
+        self._check: Check | None = None
 
-    def writes(self, take: Callable[[], dict[str, Tensor]], write: Write) -> None:
-        """Has it write what `take` gives, once that is there."""
-        self._take, self._write = take, write
+    def writes(self, take: Callable[[], dict[str, Tensor]], write: Write, check: Check | None = None) -> None:
+        """Has it write what `take` gives, once that is there, and check what has been written."""
+        self._take, self._write, self._check = take, write, check
 
     def run(self) -> None:
         try:
@@ -57,7 +59,10 @@ class Task(threading.Thread):
             self.copied.set()
             if self._gives_way:
                 _give_way()
-            notes.leave(self.aside, self._write(tensors))
+            written = self._write(tensors)
+            if self._check is not None:
+                self._check(written)
+            notes.leave(self.aside, written)
         if self._publish is not None:
             self.folder = self._publish(self.given_up)
 

@@ -39,3 +39,13 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def forget(path: Path) -> None:
+    """Has the next reader of a file that was synced read it from its disk, where the system takes such a hint."""
+    if hasattr(os, "posix_fadvise"):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hybridpar.checkpoint import notes
+from hybridpar.checkpoint.files import forget
 from hybridpar.checkpoint.manifest import ShardFile, TrainingState, file_name
 from hybridpar.checkpoint.notes import Written
 from hybridpar.checkpoint.shards import WEIGHTS, header_of
-from hybridpar.checkpoint.tensorfile import write_tensors
+from hybridpar.checkpoint.tensorfile import TensorFile, write_tensors
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
 from hybridpar.nn.placement import Placement
@@ -77,6 +78,12 @@ class Part:
         """Writes the file, with a copy of the tensors where there is one. Raises: OSError."""
         size, checksums = write_tensors(folder / file_name(*self.where), tensors or self.tensors, self.header)
         return ShardFile(*self.where, self.blocks, size, checksums), self.versions
+
+    def check(self, folder: Path, written: Written) -> None:
+        """Compares the file with its checksums. Raises: CheckpointError where it is not what was written."""
+        path, (shard, _) = folder / file_name(*self.where), written
+        forget(path)
+        TensorFile(path, (shard.num_bytes, shard.checksums)).check()
 
 
 def is_writer(engine: Trainee) -> bool:

@@ -21,7 +21,7 @@ from threading import Event
 from torch import Tensor
 
 from hybridpar.checkpoint import notes
-from hybridpar.checkpoint.background import Task, explain
+from hybridpar.checkpoint.background import Task, Write, explain
 from hybridpar.checkpoint.folders import begin, discard, prune, publish
 from hybridpar.checkpoint.manifest import Manifest, TrainingState
 from hybridpar.checkpoint.notes import Written
@@ -58,6 +58,8 @@ class Saver:
 
     def __init__(self, root: Path, engine: Trainee, corpus: str, say: Callable[[str], None] = lambda text: None):
         self._root, self._engine, self._corpus, self._say = root, engine, corpus, say
+        self.wrap: Callable[[Write], Write] = lambda write: write
+        """Called on ranks that write, when a save starts; what it returns writes this rank's file."""
         self._snapshot = Snapshot()
         self._task: Task | None = None
         self._num_bytes = 0
@@ -85,7 +87,8 @@ class Saver:
         task = Task(aside, finish if grid.rank == 0 else None, gives_way=beside)
         if part is not None:
             take = self._snapshot.begin(part.tensors) if beside else partial(dict, part.tensors)
-            task.writes(take, partial(part.write, aside))
+            check = partial(part.check, aside) if engine.config.checkpoint.read_back else None
+            task.writes(take, self.wrap(partial(part.write, aside)), check)
         engine.before_change = task.copied.wait
         self._task = task
         task.start()

@@ -30,13 +30,24 @@ class Train:
 
     path: ConfigFile
     config: Overrides
+    ranks: int = 0
+    """Start so many ranks on this machine, and start them again where one fails ([faults]); 0: torchrun starts them, or
+    there is one."""
+    inject: tuple[str, ...] = ()
+    """Faults that are to happen, once each, such as "kill rank 3 at step 20" (hybridpar/train/faults/inject.py)."""
     json: bool = False
     """One JSON object on stdout at the end."""
 
     def run(self, launch: Launch) -> int:
+        if self.ranks < 0:
+            raise config_error("ranks", self.ranks, "must not be negative", "1")
+        if self.ranks and not launch.launched:
+            from hybridpar.train.faults.supervisor import supervise
+
+            return supervise(self.config, self.ranks, launch.args, self.inject)
         from hybridpar.train.loop import train
 
-        outcome = train(self.config, launch)
+        outcome = train(self.config, launch, self.inject)
         if self.json and launch.rank == 0:
             print(json.dumps(outcome.as_json()))
         return outcome.exit_code

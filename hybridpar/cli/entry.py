@@ -29,7 +29,7 @@ _GRACE_S = 2.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; what is wrong is said once, in one message. Returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
-    launch = Launch.from_environment()
+    launch = Launch.from_environment(args)
     try:
         return parse(args, launch.rank == 0).run(launch)
     except HybridparError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from hybridpar.grid import Axis
 Op = Literal["sum", "max"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_SILENT = nullcontext()
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
@@ -26,17 +28,19 @@ class Work:
     """A communication under way, which keeps its tensors alive. `Work()` has already finished.
 
     `wait()` returns when the result may be used: on CPU when it is there, on CUDA when the current stream is ordered
-    after it. Waiting again does nothing.
+    after it. Waiting again does nothing. `waiting`: entered meanwhile.
     """
 
-    __slots__ = ("_finish", "_handle", "_tensors")
+    __slots__ = ("_finish", "_handle", "_tensors", "_waiting")
 
-    def __init__(self, handle: dist.Work | None = None, *tensors: Tensor, finish: Callable[[], Any] | None = None):
-        self._handle, self._tensors, self._finish = handle, tensors, finish
+    def __init__(self, handle: dist.Work | None = None, *tensors: Tensor, finish: Callable[[], Any] | None = None,
+                 waiting: AbstractContextManager[Any] = _SILENT):
+        self._handle, self._tensors, self._finish, self._waiting = handle, tensors, finish, waiting
 
     def wait(self) -> None:
         if self._handle is not None:
-            self._handle.wait()
+            with self._waiting:
+                self._handle.wait()
             if self._finish is not None:
                 self._finish()
         self._handle, self._tensors, self._finish = None, (), None
@@ -68,10 +72,11 @@ def all_reduce_async(x: Tensor, axis: Axis, op: Op = "sum") -> Work:
     if x.numel() == 0:
         return Work()
     if x.is_contiguous():
-        return Work(dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True), x)
+        handle = dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)
+        return Work(handle, x, waiting=axis.waiting("all_reduce"))
     buffer = x.contiguous()
     handle = dist.all_reduce(buffer, _OPS[op], group=axis.group, async_op=True)
-    return Work(handle, x, buffer, finish=lambda: x.copy_(buffer))
+    return Work(handle, x, buffer, finish=lambda: x.copy_(buffer), waiting=axis.waiting("all_reduce"))
 
 
 class Works:
@@ -121,7 +126,8 @@ def _part_by_part(name: str, collective: Callable[..., Any], x: Tensor, parts: P
     def start(owner: int, a: int, b: int) -> Work:
         part = x[a:b]
         axis.traffic.add(name, num_bytes(part))
-        return Work(collective(part, axis.ranks[owner], group=axis.group, async_op=True), part)
+        handle = collective(part, axis.ranks[owner], group=axis.group, async_op=True)
+        return Work(handle, part, waiting=axis.waiting(name))
 
     return Works(start(*part) for part in parts if part[1] < part[2]) if axis.size > 1 else Works()
 
@@ -146,7 +152,8 @@ def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = No
     padded[: sizes[axis.rank]] = front
     gathered = padded.new_empty(axis.size * longest, *front.shape[1:])
     if gathered.numel():
-        _all_gather(gathered, padded, group=axis.group)
+        with axis.waiting("all_gather"):
+            _all_gather(gathered, padded, group=axis.group)
     if min(sizes) < longest:
         gathered = torch.cat([part[:size] for part, size in zip(gathered.split(longest), sizes, strict=True)])
     return gathered.movedim(0, dim).contiguous()
@@ -163,7 +170,8 @@ def all_to_all(x: Tensor, axis: Axis, send_sizes: Sequence[int], receive_sizes: 
         return x
     axis.traffic.add("all_to_all", num_bytes(x))
     received = x.new_empty(sum(receive_sizes))
-    dist.all_to_all_single(received, x, list(receive_sizes), list(send_sizes), group=axis.group)
+    with axis.waiting("all_to_all"):
+        dist.all_to_all_single(received, x, list(receive_sizes), list(send_sizes), group=axis.group)
     return received
 
 
@@ -178,7 +186,8 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     if x.numel() == 0:
         return x
     buffer = x.contiguous()
-    dist.broadcast(buffer, axis.ranks[source], group=axis.group)
+    with axis.waiting("broadcast"):
+        dist.broadcast(buffer, axis.ranks[source], group=axis.group)
     return x if buffer is x else x.copy_(buffer)
 
 
@@ -191,7 +200,8 @@ def gather_objects(obj: Any, axis: Axis) -> list[Any]:
         return [obj]
     axis.traffic.add("all_gather", len(pickle.dumps(obj)))
     objects: list[Any] = [None] * axis.size
-    dist.all_gather_object(objects, obj, group=axis.group)
+    with axis.waiting("all_gather"):
+        dist.all_gather_object(objects, obj, group=axis.group)
     return objects
 
 
@@ -199,4 +209,5 @@ def barrier(axis: Axis) -> None:
     """Returns once every rank of the axis has called it."""
     if axis.size > 1:
         axis.traffic.add("barrier", 0)
-        dist.barrier(group=axis.group)
+        with axis.waiting("barrier"):
+            dist.barrier(group=axis.group)

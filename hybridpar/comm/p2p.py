@@ -18,7 +18,8 @@ def isend(x: Tensor, to: int, axis: Axis, tag: int = 0) -> Work:
     assert to != axis.rank, f"rank {to} of axis {axis.name} sends to itself"
     axis.traffic.add("send", num_bytes(x))
     x = x.detach().contiguous()
-    return Work(dist.isend(x, axis.ranks[to], group=axis.group, tag=tag), x)
+    peer = axis.ranks[to]
+    return Work(dist.isend(x, peer, group=axis.group, tag=tag), x, waiting=axis.waiting("send", peer))
 
 
 def irecv(buffer: Tensor, source: int, axis: Axis, tag: int = 0) -> Work:
@@ -26,4 +27,6 @@ def irecv(buffer: Tensor, source: int, axis: Axis, tag: int = 0) -> Work:
     assert source != axis.rank, f"rank {source} of axis {axis.name} receives from itself"
     assert buffer.is_contiguous(), "a receive needs a contiguous buffer"
     axis.traffic.add("recv", num_bytes(buffer))
-    return Work(dist.irecv(buffer.detach(), axis.ranks[source], group=axis.group, tag=tag), buffer)
+    peer = axis.ranks[source]
+    handle = dist.irecv(buffer.detach(), peer, group=axis.group, tag=tag)
+    return Work(handle, buffer, waiting=axis.waiting("recv", peer))

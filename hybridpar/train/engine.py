@@ -103,6 +103,8 @@ class Engine:
         self._pending: dict[int, tuple[Tensor, Work]] = {}
         self.before_change: Callable[[], object] = lambda: None
         """Called before anything changes what state_tensors gives: a copy may be under way."""
+        self.tamper: Callable[[Iterator[Action]], Iterator[Action]] = lambda actions: actions
+        """What becomes of the plan of `train`; it yields the same actions, and may do something between two."""
         self.stop_requested = False
         self._stopping = False
         self.batches_done = 0
@@ -120,7 +122,7 @@ class Engine:
         self._norms_first = self.schedule.name != "pipedream" or self.clips
         hooks = BatchHooks(self._before_backward, self._reduce, self._norm, self._update)
         source = LoaderSource(loader, self.config, self.device, training=True)
-        self.executor.run(self._until_end(self._actions(num_batches)), source, hooks)
+        self.executor.run(self.tamper(self._until_end(self._actions(num_batches))), source, hooks)
         for batch in sorted(self._pending):
             self._report(self._take_result(batch), lead=0)
         self._stopping = False
@@ -241,7 +243,8 @@ class Engine:
     def _take_result(self, batch: int) -> StepResult:
         totals, work = self._pending.pop(batch)
         self.executor.wait(work.wait)
-        squared, stop, *losses = totals.tolist()
+        with self.grid.world.waiting("all_reduce"):  # which on a GPU is now
+            squared, stop, *losses = totals.tolist()
         self._stopping |= stop > 0
         scale = self._scale(batch)
         norm = math.sqrt(squared) / scale

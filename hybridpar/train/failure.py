@@ -7,19 +7,23 @@ import traceback
 import torch.distributed as dist
 
 from hybridpar.errors import HybridparError
+from hybridpar.flight import Record
 from hybridpar.train.errors import LostContactError, RankError
 
 # How Gloo words a connection that broke or stayed silent; its errors are plain RuntimeErrors.
 _GLOO = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "gloo/transport", "Socket closed")
 
 
-def describe_failure(error: Exception, who: str, situation: str = "") -> RankError:
+def describe_failure(error: Exception, who: str, doing: Record | None = None) -> RankError:
     """One line for an exception that ended training on the rank `who`; a traceback is added where it is a defect.
 
-    `situation`: what the rank was doing (Executor.situation).
+    `doing`: what the rank was doing.
     """
+    situation = "" if doing is None else doing.situation()
     if is_lost_contact(error):
-        return LostContactError(f"{who} lost contact with another rank{situation}")
+        peers = doing.peers if doing is not None else ()
+        other = f"rank {peers[0]}" if len(peers) == 1 else "another rank"
+        return LostContactError(f"{who} lost contact with {other}{situation}")
     if isinstance(error, HybridparError):
         return RankError(f"{who}: {error}")
     trace = "".join(traceback.format_exception(error)).rstrip()

@@ -6,13 +6,15 @@
         executed.svg      the same batches, drawn          loss.png         where matplotlib is installed
         tokenizer.json    of the corpus                    sample.txt       GPT: text from the trained model
         costs.json        what its steps cost, measured    tensorboard/     where tensorboard is installed
-        checkpoints/      the newest ones, and the best
+        checkpoints/      the newest ones, and the best    flight/          what each rank is doing, or last did
+        failures.jsonl    supervised jobs: a line each     injected/        faults that were injected
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +24,11 @@ from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, load_toml, to_mapping, to_toml
 from hybridpar.data import Tokenizer
 from hybridpar.errors import CheckpointError, ConfigError, config_error
+from hybridpar.flight import Flight
+from hybridpar.grid import lines_of, place_of
 
 CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
-COSTS = "costs.json"
+COSTS, FLIGHT, FAILURES, INJECTED = "costs.json", "flight", "failures.jsonl", "injected"
 
 
 def settled_early_switch(config: Config) -> int | str:
@@ -76,6 +80,23 @@ def begin(config: Config, tokenizer: Tokenizer | None) -> None:
     write_text(folder / CONFIG, to_toml(config))
     if tokenizer is not None:
         write_text(folder / TOKENIZER, tokenizer.to_json())
+
+
+def flight_path(folder: Path, rank: int) -> Path:
+    """Where a rank's flight recorder is."""
+    return folder / FLIGHT / f"rank_{rank:05d}"
+
+
+def open_flight(config: Config, rank: int) -> Flight:
+    """The flight recorder of a rank of the resolved grid."""
+    tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
+    stage, replica, tensor_part = place_of(rank, tp, dp)
+    axes = {name: line for name, lines in lines_of(tp, pp, dp).items() for line in lines if rank in line}
+    path = flight_path(config.run.folder, rank)
+    path.parent.mkdir(exist_ok=True)
+    return Flight(path, {
+        "rank": rank, "stage": stage, "replica": replica, "tensor_part": tensor_part, "pid": os.getpid(),
+        "num_microbatches": config.pipeline.num_microbatches, "axes": axes})
 
 
 @contextlib.contextmanager

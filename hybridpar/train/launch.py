@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +25,7 @@ from hybridpar.train.errors import LostContactError
 T = TypeVar("T")
 _POLL_S = 0.02, 0.5
 """First and longest pause between two looks into the store."""
+LOOPBACK = "127.0.0.1"
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 
@@ -44,7 +46,11 @@ class Job:
         if launch.world_size == 1:
             return Job(launch)
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size))
-        return Job(launch, dist.PrefixStore("hybridpar", store))
+        store = dist.PrefixStore("hybridpar", store)
+        try:
+            return Job(launch, dist.PrefixStore(meet(store, launch), store))
+        except dist.DistError as error:
+            raise _lost_store(launch.rank, error) from None
 
     def together(self, action: Callable[[], T], *, here: bool = True) -> T | None:
         """Runs `action` on the processes where `here` is true; what fails on one fails on all.
@@ -101,23 +107,58 @@ class Job:
                 store.set(f"{place}/all", json.dumps(everyone))
             return _await(store, f"{place}/all")
         except dist.DistError as error:
-            raise LostContactError(f"rank {rank} lost contact with the launcher's store ({error})") from None
+            raise _lost_store(rank, error) from None
 
     def start_group(self, device: torch.device, timeout_s: float) -> None:
-        """Creates the process group: Gloo on CPU, NCCL on GPUs. Communication gives up after `timeout_s` seconds."""
+        """Creates the process group: Gloo on CPU, NCCL on GPUs. Communication gives up after `timeout_s` seconds.
+
+        Gloo listens on the loopback interface alone where all processes are on this machine.
+        """
         if self.store is None:
             return
-        cuda = device.type == "cuda"
+        cuda, options = device.type == "cuda", None
+        if self.launch.loopback and not cuda:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         dist.init_process_group(
             "nccl" if cuda else "gloo", store=dist.PrefixStore("group", self.store), rank=self.launch.rank,
             world_size=self.launch.world_size, timeout=timedelta(seconds=timeout_s),
-            device_id=device if cuda else None)
+            device_id=device if cuda else None, pg_options=options)
 
     def end_group(self) -> None:
         """Leaves the process group, where there is one, after everyone has got here."""
         if self.store is not None and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
+
+
+def meet(store: dist.Store, launch: Launch) -> str:
+    """A name for this start of the job, the same on all its processes, that no earlier start on that store has had.
+
+    torchrun keeps its store when it starts ranks again, and what they had left in it; and its count of restarts may
+    differ from host to host. So each process leaves a fresh word, and the first one answers until all know its own.
+    """
+    mine, rank = secrets.token_hex(8), launch.rank
+    if rank:
+        store.set(f"hello/{rank}", json.dumps(mine))
+        name = _await(store, f"answer/{mine}")
+        store.set(f"{name}/{rank}", "")
+        return name
+    missing, answered = set(range(1, launch.world_size)), set()
+    pause, longest = _POLL_S
+    while missing:
+        for other in [rank for rank in missing if store.check([f"hello/{rank}"])]:
+            if (word := json.loads(store.get(f"hello/{other}"))) not in answered:  # perhaps of an earlier start
+                store.set(f"answer/{word}", json.dumps(mine))
+                answered.add(word)
+        missing = {rank for rank in missing if not store.check([f"{mine}/{rank}"])}
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return mine
+
+
+def _lost_store(rank: int, error: dist.DistError) -> LostContactError:
+    return LostContactError(f"rank {rank} lost contact with the launcher's store ({error})")
 
 
 def _await(store: dist.Store, key: str) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,11 +20,14 @@ from hybridpar import checkpoint
 from hybridpar.config import Config, Launch
 from hybridpar.data import Data, open_data
 from hybridpar.errors import CheckpointError
+from hybridpar.flight import FAILED, LOST, REFUSED
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch
 from hybridpar.train import folder as run_folder
 from hybridpar.train.engine import Engine
+from hybridpar.train.errors import LostContactError
 from hybridpar.train.failure import describe_failure
+from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
 from hybridpar.train.launch import Job, choose_device, keep_freed_memory, set_threads
 from hybridpar.train.progress import Reporter, make_reporter
@@ -34,14 +38,16 @@ from hybridpar.validate import resolve
 _PROMPTS = {True: "def ", False: "The "}  # whether the corpus is program text
 
 
-def train(config: Config, launch: Launch) -> Outcome:
+def train(config: Config, launch: Launch, inject: Sequence[str] = ()) -> Outcome:
     """Trains as `config` says in the job that this process belongs to, from the last checkpoint if there is one.
 
+    `inject`: faults that are to happen, as `train.faults.inject` reads them.
     Collectives: to be called by all processes of the job.
     Raises: HybridparError (ConfigError, DataError, CheckpointError) on all processes alike, with nothing overwritten;
     RankError where training fails on this one.
     """
     config = resolve(config, launch.world_size)
+    faults = parse_faults(inject, config)
     device = choose_device(config.train.device, launch)
     threads = set_threads(config.train.threads, launch)
     if config.train.keep_memory and device.type == "cpu":
@@ -64,7 +70,7 @@ def train(config: Config, launch: Launch) -> Outcome:
         reporter = stack.enter_context(contextlib.closing(make_reporter(launch.rank, num_steps)))
         for line in changed:
             reporter.say(f"since the last time: {line}")
-        outcome = _train_on_grid(config, data, _Place(job, device, threads), reporter, start)
+        outcome = _train_on_grid(config, data, _Place(job, device, threads, faults), reporter, start)
         if first and config.model.kind == "gpt" and data.tokenizer is not None and not outcome.stopped_by:
             _sample(config, reporter)
     return outcome
@@ -91,6 +97,7 @@ class _Place:
     job: Job
     device: torch.device
     threads: int
+    faults: tuple[Fault, ...]
 
 
 def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter, start: str) -> Outcome:
@@ -98,11 +105,13 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
 
     Raises: CheckpointError on all ranks alike; RankError, naming this rank, for whatever else goes wrong.
     """
-    parallel, device = config.parallel, place.device
-    who, engine = f"rank {place.job.launch.rank}", None
+    parallel, device, rank = config.parallel, place.device, place.job.launch.rank
+    who, flight = f"rank {rank}", run_folder.open_flight(config, rank)
+    started = False
+    injector = Injector.of(place.faults, config.run.folder, rank, flight)
     try:
         place.job.start_group(device, config.train.timeout_s)
-        grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, device_type=device.type)
+        grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, device_type=device.type, flight=flight)
         who = grid.describe()
         if config.pipeline.early_switch == "auto":
             config = settle_early_switch(config, grid, device)
@@ -122,15 +131,20 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         how = f"going on after step {resumed}" if resumed else "starting"
         reporter.say(f"{config.run.folder}: {what} on {where}; {how}")
         with contextlib.closing(Run(engine, data, reporter, resumed, watch)) as run:
+            injector.attach(engine, run.saver)
+            started = True
             outcome = run.go()
+        flight.phase("ending")
         place.job.end_group()
         return outcome
-    except CheckpointError:  # raised on all ranks together
+    except CheckpointError as error:  # raised on all ranks together
+        flight.end(FAILED if started else REFUSED, str(error))
         place.job.end_group()
         raise
     except Exception as error:
-        situation = engine.executor.situation() if engine is not None else ""
-        raise describe_failure(error, who, situation) from error
+        failure = describe_failure(error, who, flight.read())
+        flight.end(LOST if isinstance(failure, LostContactError) else FAILED, str(failure))
+        raise failure from error
 
 
 def _sample(config: Config, reporter: Reporter) -> None:

@@ -91,6 +91,9 @@ class Run:
         self.traced = False
         self.costs: RunCosts | None = None
         self.step_seconds: list[float] = []
+        self.flight = self.grid.flight
+        self.warm = False
+        """Whether a step was made: the first one may load, compile and connect for long."""
         self.flops_per_token = training_flops_per_token(config.model)
         self.peak, source = peak_flops(config, engine.device, self.grid.world)
         reporter.say(f"MFU = tokens/s x {self.flops_per_token:,} FLOP/token (6 N + 12 L h s) / {self.peak / 1e9:,.0f} "
@@ -143,12 +146,14 @@ class Run:
     def _train_until(self, stop: int) -> None:
         engine = self.engine
         num_batches = stop - engine.batches_done
+        self.flight.phase("training", watched=self.warm)
         # a stretch with a steady state; the last one must do where all are shorter
         skip = max(engine.schedule.sync_steps - engine.batches_done, 0)
         least = _TRACED_STEPS if stop < self.config.train.num_steps else 1
         if not self.traced and num_batches - skip >= least:
             self.recorder = trace.Recorder(engine.executor, engine.batches_done, num_batches, skip=skip)
         engine.train(self.clock, num_batches, self._on_step)
+        self.flight.phase("settling")
         self.clock.stop()
         if self.recorder is not None:
             self.recorder.close()
@@ -156,6 +161,9 @@ class Run:
             self.recorder, self.traced = None, True
 
     def _on_step(self, result: StepResult) -> None:
+        if not self.warm:
+            self.warm = True
+            self.flight.watch()
         if not self.reserved:  # early, so that what is measured of memory has it
             self.saver.reserve()
             self.reserved = True
@@ -191,7 +199,9 @@ class Run:
         if not settings.eval_interval or not (self._is_multiple(settings.eval_interval) or step == settings.num_steps):
             return
         assert self.valid_loader is not None, "validate.py refuses evaluations without data.split"
+        self.flight.phase("evaluating", watched=self.warm)
         losses = self.engine.evaluate(self.valid_loader, settings.eval_batches)
+        self.flight.phase("settling")
         self.val_loss, self.evaluated = sum(losses.values()), step
         if self.metrics is not None:
             row: dict[str, Any] = {"step": step, "val_loss": self.val_loss}
@@ -202,6 +212,7 @@ class Run:
     def _save(self, *, beside: bool) -> None:
         """`beside`: training goes on, and the checkpoint may take its time."""
         beside = beside and self.config.checkpoint.asynchronous
+        self.flight.phase("saving")
         self.saver.start(self.val_loss if self.evaluated == self.engine.batches_done else None, beside=beside)
         if not beside:
             self.saver.settle()

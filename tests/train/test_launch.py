@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from hybridpar.config import Launch
 from hybridpar.errors import ConfigError, DataError, HybridparError, config_error
-from hybridpar.train.launch import Job, choose_device, set_threads
+from hybridpar.train.launch import Job, choose_device, meet, set_threads
 
 
 def on_ranks(num_ranks: int, action: Callable[[Job], Any]) -> list[Any]:
@@ -74,6 +75,17 @@ def test_what_rank_0_says_for_all_needs_no_rank() -> None:
     first, *others = on_ranks(3, fail_on(0, 1, 2))
     assert isinstance(first, DataError)
     assert {str(e) for e in (first, *others)} == {"bad file"}
+
+
+def test_a_start_has_a_name_of_its_own_whatever_earlier_ones_have_left() -> None:
+    store = dist.HashStore()
+    store.set("hello/1", json.dumps("of a process that is no more"))
+    starts = []
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as pool:
+            starts.append(list(pool.map(lambda rank: meet(store, Launch(rank, rank, 3, 3)), range(3))))
+    assert [len(set(names)) for names in starts] == [1, 1, 1]
+    assert len({names[0] for names in starts}) == 3
 
 
 def test_threads_share_the_cores() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from hybridpar.checkpoint.files import write_text
 from hybridpar.errors import DataError
+from hybridpar.flight import Record
 from hybridpar.grid import Axis
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.run.recording import Event, Recording
@@ -170,9 +172,15 @@ def test_the_recorder_takes_whole_batches_after_a_warm_up(
 
 def test_a_lost_neighbour_is_one_line_and_a_defect_keeps_its_traceback() -> None:
     gloo = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:7130")
-    lost = describe_failure(gloo, "rank 1", " during F37@1v2")
+    doing = Record(5, 0.0, "training", True, "F", 1, 37, 2, who={"rank": 1, "axes": {"dp": [0, 1, 3]}})
+    lost = describe_failure(gloo, "rank 1", doing)
     assert isinstance(lost, LostContactError)
     assert str(lost) == "rank 1 lost contact with another rank during F37@1v2"
+    lost = describe_failure(gloo, "rank 1", replace(doing, operation="recv", axis="pp", peer=0))
+    assert str(lost) == "rank 1 lost contact with rank 0 during F37@1v2, waiting for recv over pp with rank 0"
+    lost = describe_failure(gloo, "rank 1", replace(doing, operation="all_reduce", axis="dp"))
+    assert str(lost) == ("rank 1 lost contact with another rank during F37@1v2, waiting for all_reduce over dp with "
+                         "ranks 0, 3")
     alone = describe_failure(DataError("corpus.bin: is damaged"), "rank 2")
     assert (str(alone), type(alone)) == ("rank 2: corpus.bin: is damaged", RankError)
     assert "ValueError: our mistake" in str(describe_failure(ValueError("our mistake"), "rank 3"))

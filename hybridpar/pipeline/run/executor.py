@@ -89,8 +89,7 @@ class Executor:
         self.recording: Recording | None = None
         """Takes down what is executed from now on."""
         self.current: Action | None = None
-        """The action being executed, for whoever has to say what this rank was doing when it failed."""
-        self._awaited = ""
+        """The action being executed."""
         self._flight: dict[tuple[int, int], InFlight] = {}  # by stage and micro-batch, as all that follow
         self._received: dict[tuple[Kind, int, int], tuple[Work, Tensor]] = {}
         self._outputs: dict[tuple[Kind, int, int], Tensor] = {}
@@ -107,8 +106,10 @@ class Executor:
     def run(self, actions: Iterable[Action], source: Source, hooks: BatchHooks) -> None:
         """Executes the actions in order; at the end nothing is in flight."""
         self._source, self._hooks = source, hooks
+        flight = self.lane.pp.flight
         for action in actions:
             self.current = action
+            flight.action(action.kind, action.stage, action.microbatch, action.version)
             if (recording := self.recording) is None:
                 self._table[action.kind](action)
             else:
@@ -132,10 +133,6 @@ class Executor:
         """Has it recorded when what the current action has started is over."""
         if self.recording is not None and self.current is not None:
             self.recording.watch(self.current, is_done)
-
-    def situation(self) -> str:
-        """What this rank is doing: ' while waiting for RECV_F of micro-batch 3 from rank 0', ' during UPDATE4@1'."""
-        return self._awaited or (f" during {self.current}" if self.current else "")
 
     def _forward(self, action: Action) -> None:
         stage, k = action.stage, action.microbatch
@@ -187,11 +184,7 @@ class Executor:
         if (entry := self._received.pop((kind, stage, k), None)) is None:
             return None
         work, buffer = entry
-        axis, step = (self.lane.pp, -1) if kind is Kind.RECV_F else (self.lane.reverse, 1)
-        sender = axis.ranks[(axis.rank + step) % axis.size]
-        self._awaited = f" while waiting for {kind} of micro-batch {k} from rank {sender}"
         self.wait(work.wait)
-        self._awaited = ""
         return buffer
 
     def _send(self, action: Action) -> None:

@@ -1,0 +1,197 @@
+"""A rank's flight recorder: what it is doing, in a small file that outlives it.
+
+    0    how often it was written; when (seconds since 1970)          one struct each, so that a note is one call:
+    16   phase; watched                                               0.5 us for an action, 0.7 us for a wait
+    64   action: kind, stage, micro-batch, version
+    96   what it waits for: operation, axis, peer
+    144  error: why the rank has ended
+    656  JSON: who it is
+
+The file is mapped into memory: what was noted is there after kill -9, and can be read while a rank hangs. It says
+nothing of machine failures: nothing is synced.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_HEAD, _PHASE, _ACTION, _WAIT, _ERROR = (
+    struct.Struct(f"<{form}") for form in ("Qd", "40s?", "8sqqq", "24s16sq", "512s"))
+_PHASE_AT, _ACTION_AT, _WAIT_AT, _ERROR_AT, _WHO_AT = 16, 64, 96, 144, 656
+_NO_WAIT, _NO_ACTION = _WAIT.pack(b"", b"", -1), _ACTION.pack(b"", -1, -1, -1)
+NOBODY = -1
+"""No single peer: all ranks of the axis."""
+FAILED, LOST, REFUSED = "failed", "lost contact", "refused"
+"""Phases of a rank that ends: of an error; because another one has left it; because it cannot do what is asked for."""
+
+
+class Flight:
+    """Notes what this rank does. Without a file it notes nothing."""
+
+    def __init__(self, path: Path | None = None, who: Mapping[str, Any] | None = None):
+        """`who`: plain values about this rank, `Record.who`."""
+        self._map: mmap.mmap | None = None
+        self._count = 0
+        if path is not None:
+            text = json.dumps(dict(who or {})).encode()
+            with path.open("w+b") as file:
+                file.write(bytes(_WHO_AT) + text)
+                file.flush()
+                self._map = mmap.mmap(file.fileno(), 0)
+            self.phase("starting")
+
+    def phase(self, name: str, *, watched: bool = False) -> None:
+        """A part of the run begins. `watched`: from now on, standing still for long means that something is wrong."""
+        if self._map is not None:
+            _PHASE.pack_into(self._map, _PHASE_AT, name.encode(), watched)
+            self._map[_ACTION_AT : _ACTION_AT + len(_NO_ACTION)] = _NO_ACTION
+            self.go_on()
+
+    def watch(self) -> None:
+        """The phase is watched from now on."""
+        if self._map is not None:
+            self._map[_PHASE_AT + _PHASE.size - 1] = 1
+            self._tick()
+
+    def end(self, phase: str, error: str) -> None:
+        """This rank ends, of an error (FAILED, LOST, REFUSED); what it did and waited for stays."""
+        if self._map is not None:
+            _PHASE.pack_into(self._map, _PHASE_AT, phase.encode(), False)
+            _ERROR.pack_into(self._map, _ERROR_AT, error.encode()[: _ERROR.size])
+            self._tick()
+
+    def action(self, kind: str, stage: int, microbatch: int, version: int) -> None:
+        """An action of the plan begins."""
+        if self._map is not None:
+            _ACTION.pack_into(self._map, _ACTION_AT, kind.encode(), stage, microbatch, version)
+            self._tick()
+
+    def wait(self, operation: str, axis: str, peer: int = NOBODY) -> None:
+        """This rank begins to wait, for one other (its global rank) or for all of an axis."""
+        if self._map is not None:
+            _WAIT.pack_into(self._map, _WAIT_AT, operation.encode(), axis.encode(), peer)
+            self._tick()
+
+    def go_on(self) -> None:
+        """The wait is over."""
+        if self._map is not None:
+            self._map[_WAIT_AT : _WAIT_AT + len(_NO_WAIT)] = _NO_WAIT
+            self._tick()
+
+    def _tick(self) -> None:
+        assert self._map is not None
+        self._count += 1
+        _HEAD.pack_into(self._map, 0, self._count, time.time())
+
+    def read(self) -> Record | None:
+        """What it says now; None without a file."""
+        return None if self._map is None else _parse(bytes(self._map))
+
+
+NO_FLIGHT = Flight()
+"""Notes nothing, and so has no state."""
+
+
+class Waiting:
+    """`with Waiting(flight, "all_reduce", "dp"): ...`; where that fails, the note stays."""
+
+    __slots__ = ("_flight", "_what")
+
+    def __init__(self, flight: Flight, operation: str, axis: str, peer: int = NOBODY):
+        self._flight, self._what = flight, (operation, axis, peer)
+
+    def __enter__(self) -> None:
+        self._flight.wait(*self._what)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if kind is None:
+            self._flight.go_on()
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a recorder says. Without an action `kind` is empty, without a wait `operation`; `peer`: a global rank.
+
+    `count`: it has changed where this has. `who`: rank, stage, replica, tensor_part, pid, num_microbatches, and `axes`,
+    the global ranks by axis; whatever was known when the recorder was opened.
+    """
+
+    count: int
+    time: float
+    phase: str
+    watched: bool
+    kind: str = ""
+    stage: int = -1
+    microbatch: int = -1
+    version: int = -1
+    operation: str = ""
+    axis: str = ""
+    peer: int = NOBODY
+    error: str = ""
+    who: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.operation)
+
+    @property
+    def step(self) -> int:
+        """The step (from 1) that its action belongs to; 0 where it has none."""
+        if not self.kind:
+            return 0
+        batch_wide = self.kind in ("REDUCE", "NORM", "UPDATE")
+        return 1 + (self.microbatch if batch_wide else self.microbatch // self.who.get("num_microbatches", 1))
+
+    @property
+    def action(self) -> str:
+        """As pipeline.plan writes it: 'F12@1v3'."""
+        return f"{self.kind}{self.microbatch}@{self.stage}" + (f"v{self.version}" if self.kind in ("F", "B") else "")
+
+    @property
+    def peers(self) -> Sequence[int]:
+        """The global ranks it waits for."""
+        others = self.who.get("axes", {}).get(self.axis, ())
+        return () if not self.waits else (self.peer,) if self.peer != NOBODY else tuple(
+            rank for rank in others if rank != self.who.get("rank"))
+
+    def situation(self) -> str:
+        """' during B12@1v3, waiting for recv over pp with rank 0'; empty where nothing is known."""
+        text = f" during {self.action}" if self.kind else f" while {self.phase}" if self.phase else ""
+        return f"{text}, {self.wanted()}" if self.waits else text
+
+    def wanted(self) -> str:
+        """What it waits for."""
+        names = ", ".join(map(str, self.peers)) or "others"
+        return f"waiting for {self.operation} over {self.axis} with rank{'s' * (len(self.peers) > 1)} {names}"
+
+
+def read(path: Path) -> Record | None:
+    """The record in a file; None where there is none."""
+    try:
+        return _parse(path.read_bytes())
+    except (OSError, ValueError, struct.error):
+        return None
+
+
+def _parse(data: bytes) -> Record:
+    """Raises: ValueError, struct.error."""
+    count, when = _HEAD.unpack_from(data, 0)
+    phase, watched = _PHASE.unpack_from(data, _PHASE_AT)
+    kind, stage, microbatch, version = _ACTION.unpack_from(data, _ACTION_AT)
+    operation, axis, peer = _WAIT.unpack_from(data, _WAIT_AT)
+    (error,) = _ERROR.unpack_from(data, _ERROR_AT)
+    return Record(count, when, _text(phase), watched, _text(kind), stage, microbatch, version, _text(operation),
+                  _text(axis), peer, _text(error), json.loads(data[_WHO_AT:]))
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="ignore")

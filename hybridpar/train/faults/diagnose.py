@@ -1,0 +1,171 @@
+"""Which rank failed, what it was doing, and who waited for it: from the flight records and exit codes of all.
+
+    rank 3 died                     the first one that ended otherwise than by losing another
+    all gave up                     they agreed on an error, and ended
+    rank 1 hangs                    it goes on no more and waits for nobody; the others wait
+    the link 0 - 1 is lost          all wait: two of them for each other, or several in a circle
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridpar.flight import LOST, REFUSED, Record
+from hybridpar.grid import describe
+
+_ASKED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a rank. `record`: None where it has opened no recorder yet. `exit_code`: None while it lives,
+    the negative signal where one has ended it. `idle_s`: how long its record has not changed."""
+
+    rank: int
+    record: Record | None = None
+    exit_code: int | None = None
+    idle_s: float = 0.0
+
+    @property
+    def who(self) -> str:
+        who = self.record.who if self.record is not None else None
+        return f"rank {self.rank}" if who is None else describe(
+            self.rank, who["stage"], who["replica"], who["tensor_part"])
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.exit_code)
+
+    @property
+    def is_victim(self) -> bool:
+        """It ended because another one had, or NCCL's watchdog has ended it while it waited for another."""
+        lost = self.record is not None and self.record.phase == LOST
+        return lost or (self.exit_code == -signal.SIGABRT and self.waits)
+
+    @property
+    def waits(self) -> bool:
+        return self.record is not None and self.record.waits
+
+    @property
+    def error(self) -> str:
+        """Why it has ended of itself, the first line; empty where it has not."""
+        return self.record.error.partition("\n")[0] if self.record is not None else ""
+
+    @property
+    def is_watched(self) -> bool:
+        return self.record is not None and self.record.watched
+
+    @property
+    def was_refused(self) -> bool:
+        """It ended in good order before it could begin, as it would again."""
+        return (self.exit_code or 0) > 0 and (self.record is None or self.record.phase == REFUSED)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """`kind`: died, gave up, hangs, link, refused (what was asked for cannot work), stopped (by a signal to a rank).
+    `text`: for people. `rank`: which failed first; of a link, the one that waits; -1: all together."""
+
+    kind: str
+    rank: int
+    text: str
+    record: Record | None = None
+    exit_code: int = 0
+    victims: tuple[str, ...] = ()
+
+    @property
+    def is_final(self) -> bool:
+        """Whether there is no use in starting again."""
+        return self.kind in ("refused", "stopped")
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; those of an action only where the rank was in one."""
+        plain: dict[str, Any] = {"kind": self.kind, "rank": self.rank, "text": self.text, "exit_code": self.exit_code,
+                                 "victims": list(self.victims)}
+        if self.record is not None and self.record.error:
+            plain["error"] = self.record.error
+        if (record := self.record) is not None:
+            plain |= {"phase": record.phase, "stage": record.who.get("stage")}
+            if record.kind:
+                plain |= {"step": record.step, "action": record.action, "microbatch": record.microbatch}
+            if record.waits:
+                plain |= {"operation": record.operation, "peers": list(record.peers)}
+        return plain
+
+
+def find_stall(ranks: Sequence[Seen], timeout_s: float) -> bool:
+    """Whether a rank that is watched hangs, or all of them wait for something that does not come."""
+    hangs = any(seen.is_watched and not seen.waits and seen.idle_s > timeout_s for seen in ranks)
+    return hangs or all(seen.is_watched and seen.waits and seen.idle_s > timeout_s for seen in ranks)
+
+
+def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
+    """What is wrong with a job of which a rank has ended, or that stands still."""
+    dead = [seen for seen in ranks if seen.failed and not seen.is_victim]
+    if asked := [seen for seen in dead if seen.exit_code in _ASKED]:
+        return _of("stopped", asked[0], f"{asked[0].who} was asked to stop", ranks)
+    if dead:
+        # whoever was ended by a signal did not choose to; of several the first that went silent
+        first = min(dead, key=lambda seen: ((seen.exit_code or 0) > 0, seen.record.time if seen.record else 0.0))
+        if all(seen.was_refused for seen in dead):
+            return _of("refused", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
+        if first.error and sum(seen.error == first.error for seen in ranks) > 1:
+            return Diagnosis("gave up", -1, f"all ranks gave up: {first.error}", first.record, first.exit_code or 0)
+        return _of("died", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
+    if idle := [seen for seen in ranks if not (seen.failed or seen.is_victim or seen.waits) and seen.idle_s > 0]:
+        worst = max(idle, key=lambda seen: seen.idle_s)
+        return _of("hangs", worst, f"{worst.who} hangs: nothing for {worst.idle_s:.1f} s{_doing(worst)}", ranks)
+    first, peers = _lost_link(ranks)
+    others = ", ".join(map(str, peers)) or "any other"
+    text = f"the link between rank {first.rank} and rank {others} is lost"
+    return _of("link", first, f"{text}: {first.who}{_doing(first)}", ranks)
+
+
+def _lost_link(ranks: Sequence[Seen]) -> tuple[Seen, Sequence[int]]:
+    """Of the ranks that wait for each other in a circle the one that began first, and for whom it waits.
+
+    Whoever waits outside of the circle waits for one in it, and may have begun before.
+    """
+    seen = {one.rank: one for one in ranks}
+    waits = {one.rank: one.record for one in ranks if one.record is not None and one.record.waits}
+    if not waits:
+        return ranks[0], ()
+    path: list[int] = []
+    rank: int | None = min(waits, key=lambda rank: waits[rank].time)
+    while rank is not None and rank not in path:
+        path.append(rank)
+        rank = _wanted(waits[rank], waits)
+    if rank is None:  # the last one waits in a collective in which all others of it wait, too
+        return seen[path[-1]], waits[path[-1]].peers
+    first = min(path[path.index(rank):], key=lambda rank: waits[rank].time)
+    return seen[first], [peer for peer in (_wanted(waits[first], waits),) if peer is not None]
+
+
+def _wanted(mine: Record, waits: Mapping[int, Record]) -> int | None:
+    """A rank that waits for something else, where this one waits for it."""
+    peers = [peer for peer in mine.peers if peer in waits]
+    return next((peer for peer in peers if len(mine.peers) == 1 or (
+        waits[peer].operation, waits[peer].axis) != (mine.operation, mine.axis)), None)
+
+
+def _of(kind: str, culprit: Seen, text: str, ranks: Sequence[Seen]) -> Diagnosis:
+    victims = tuple(
+        f"{seen.who}{_doing(seen)}" for seen in ranks if seen.rank != culprit.rank and seen.waits)
+    return Diagnosis(kind, culprit.rank, text, culprit.record, culprit.exit_code or 0, victims)
+
+
+def _end(seen: Seen) -> str:
+    code = seen.exit_code or 0
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed (exit code {code})"
+
+
+def _doing(seen: Seen) -> str:
+    record = seen.record
+    if record is None:
+        return " before it had begun"
+    step = f" in step {record.step}" if record.kind and record.phase != "evaluating" else ""
+    microbatch = f" (micro-batch {record.microbatch})" if record.kind in ("F", "B", "SEND_F", "SEND_B") else ""
+    return f"{step}{record.situation()}{microbatch}"

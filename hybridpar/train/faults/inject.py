@@ -1,0 +1,225 @@
+"""Faults that are made to happen once in a job's life, also if it starts again: `--inject "kill rank 3 at step 20"`.
+
+    kill rank 3 at step 20              SIGKILL
+    lose rank 3 at step 20              the same, and that rank never starts again (on a grid of that size)
+    hang rank 1 at step 7               it goes on no more
+    slow link 0-1 at step 5 for 3 s     what rank 0 sends to rank 1 comes so much later, once
+    cut link 0-1 at step 5              ... and never
+    corrupt shard at step 10            a bit of the file that rank 0 writes into the next checkpoint flips
+    disk full at step 10                that file cannot be written
+    nan gradient rank 2 at step 4       the gradient of one of its micro-batches is not finite
+
+`stage 1` for a rank is the first one of that stage; files have a rank, too, if given: `disk full rank 2 at ...`. Steps
+are those that are being made, from 1; `micro-batch 0` after one is its first. The next checkpoint is that of this step,
+or the first one after it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hybridpar.checkpoint import Saver, saved_steps
+from hybridpar.checkpoint.background import Write
+from hybridpar.checkpoint.notes import Written, writers
+from hybridpar.config import Config
+from hybridpar.errors import ConfigError, Problem, config_error
+from hybridpar.flight import Flight
+from hybridpar.grid import ProcessGrid, place_of
+from hybridpar.pipeline.plan.action import PER_BATCH, Action, Kind
+from hybridpar.train.engine import Engine
+from hybridpar.train.folder import CHECKPOINTS, INJECTED
+
+_WHO, _WHEN = r"(?P<where>rank|stage) (?P<rank>\d+)", r"at step (?P<step>\d+)(?: micro-batch (?P<microbatch>\d+))?"
+_FORMS = tuple(re.compile(form) for form in (
+    rf"(?P<kind>kill|lose|hang|nan gradient) {_WHO} {_WHEN}",
+    rf"(?P<kind>slow link) (?P<rank>\d+)-(?P<peer>\d+) {_WHEN} for (?P<seconds>\d+(?:\.\d+)?) s",
+    rf"(?P<kind>cut link) (?P<rank>\d+)-(?P<peer>\d+) {_WHEN}",
+    rf"(?P<kind>corrupt shard|disk full)(?: {_WHO})? {_WHEN}",
+))
+_SAVING = ("corrupt shard", "disk full")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One of those above. `rank`: where it happens; of a link the sender, and `peer` the receiver. `microbatch`: of the
+    step; -1: the first thing in it. `seconds`: that a link is slow for."""
+
+    text: str
+    kind: str
+    rank: int
+    step: int
+    microbatch: int = -1
+    peer: int = -1
+    seconds: float = math.inf
+
+    @property
+    def name(self) -> str:
+        """Of its mark in the run folder."""
+        return re.sub(r"[^a-z0-9.]+", "-", self.text)
+
+
+def parse_faults(texts: Sequence[str], config: Config) -> tuple[Fault, ...]:
+    """The faults that texts describe, on the resolved grid of `config`. Raises: ConfigError with all that is wrong."""
+    found: list[Fault] = []
+    problems: list[Problem] = []
+    for text in texts:
+        try:
+            found.append(parse_fault(text, config))
+            if texts.count(text) > 1:
+                raise config_error("inject", text, "is there twice, and happens once", "another step for one of them")
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+    return tuple(found)
+
+
+def parse_fault(text: str, config: Config) -> Fault:
+    """One of them. Raises: ConfigError."""
+    match = next((match for form in _FORMS if (match := form.fullmatch(" ".join(text.split())))), None)
+    if match is None:
+        raise config_error(
+            "inject", text, "must be one of 'kill|lose|hang rank R at step S', 'slow link A-B at step S for T s', 'cut "
+            "link A-B at step S', 'corrupt shard at step S', 'disk full at step S', 'nan gradient rank R at step S'",
+            '"kill rank 0 at step 2"')
+    parts: dict[str, Any] = match.groupdict()
+    parallel, m = config.parallel, config.pipeline.num_microbatches
+    ranks = parallel.tp * parallel.pp * parallel.dp
+    number = int(parts["rank"] or 0)
+    rank = number * parallel.tp * parallel.dp if parts.get("where") == "stage" else number
+    fault = Fault(text, parts["kind"], rank, int(parts["step"]), int(parts.get("microbatch") or -1),
+                  int(parts.get("peer") or -1), float(parts.get("seconds") or math.inf))
+    if rank >= ranks or fault.peer >= ranks:
+        rule = f"the job has {ranks} ranks, 0 to {ranks - 1}, on {parallel.pp} stages"
+        raise config_error("inject", text, rule, "rank 0")
+    if "link" in fault.kind and rank == fault.peer:
+        raise config_error("inject", text, "a link is between two ranks", f"{fault.kind} 0-1")
+    if not 1 <= fault.step <= config.train.num_steps:
+        rule = f"steps are 1 to train.num_steps = {config.train.num_steps}"
+        raise config_error("inject", text, rule, f"step {config.train.num_steps}")
+    if fault.microbatch >= m:
+        raise config_error("inject", text, f"micro-batches of a step are 0 to {m - 1}", f"micro-batch {m - 1}")
+    stage, replica, part = place_of(rank, parallel.tp, parallel.dp)
+    if fault.kind in _SAVING and (stage, part, replica) not in writers(config):
+        raise config_error("inject", text, f"rank {rank} writes no file: replica 0 does", "rank 0")
+    return fault
+
+
+class Injector:
+    """Makes those of one rank happen, which have not happened yet."""
+
+    def __init__(self, faults: Iterable[Fault], folder: Path, flight: Flight):
+        self.pending, self._folder, self._flight = list(faults), folder, flight
+
+    @staticmethod
+    def of(faults: Iterable[Fault], folder: Path, rank: int, flight: Flight) -> Injector:
+        """The one of a rank, which ends here where it was lost for good."""
+        mine = [fault for fault in faults if fault.rank == rank]
+        pending = []
+        for fault in mine:
+            if not (folder / INJECTED / fault.name).exists():
+                pending.append(fault)
+            elif fault.kind == "lose":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return Injector(pending, folder, flight)
+
+    def attach(self, engine: Engine, saver: Saver) -> None:
+        """From now on they happen, where there are any."""
+        if self.pending:
+            self._engine = engine
+            engine.tamper, saver.wrap = self._tamper, self._wrap
+
+    def _tamper(self, actions: Iterator[Action]) -> Iterator[Action]:
+        for action in actions:
+            due = [fault for fault in self.pending if self._is_due(fault, action)]
+            hooks: list[Any] = []
+            for fault in due:
+                self._mark(fault)
+                self._flight.action(action.kind, action.stage, action.microbatch, action.version)
+                hooks += self._happen(fault, action)
+            yield action
+            for hook in hooks:
+                hook.remove()
+
+    def _is_due(self, fault: Fault, action: Action) -> bool:
+        m = self._engine.sizes.num_microbatches
+        batch, index = (action.microbatch, -1) if action.kind in PER_BATCH else divmod(action.microbatch, m)
+        if fault.kind in _SAVING or batch + 1 != fault.step or (fault.microbatch >= 0 and index != fault.microbatch):
+            return False
+        if "link" in fault.kind:
+            return action.kind in _kinds_of_link(self._engine.grid, fault.peer)
+        return action.kind is Kind.B if fault.kind == "nan gradient" else True
+
+    def _happen(self, fault: Fault, action: Action) -> list[Any]:
+        """What is to be removed after the action."""
+        if fault.kind in ("kill", "lose"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind == "nan gradient":
+            return [leaf.register_hook(_not_finite) for leaf in self._engine.weights.leaves_of(action.version).values()]
+        if "link" in fault.kind:
+            self._flight.wait("send", "world", fault.peer)
+        end = time.monotonic() + fault.seconds
+        while time.monotonic() < end:
+            time.sleep(min(end - time.monotonic(), 1.0))
+        self._flight.go_on()
+        return []
+
+    def _wrap(self, write: Write) -> Write:
+        fault = next((f for f in self.pending if f.kind in _SAVING and f.step <= self._engine.batches_done), None)
+        if fault is None:
+            return write
+        self._mark(fault)
+
+        def corrupt(tensors: dict[str, Tensor]) -> Written:
+            written = write(tensors)
+            (part,) = (self._folder / CHECKPOINTS).glob(f".step_*.part/{written[0].name}")
+            with part.open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                last = file.read(1)[0]
+                file.seek(-1, os.SEEK_END)
+                file.write(bytes([last ^ 1]))
+                os.fsync(file.fileno())
+            return written
+
+        def fail(tensors: dict[str, Tensor]) -> Written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        return corrupt if fault.kind == "corrupt shard" else fail
+
+    def _mark(self, fault: Fault) -> None:
+        """Notes in the run folder that it happens now, and what was saved by then; it will not happen again."""
+        self.pending.remove(fault)
+        path = self._folder / INJECTED / fault.name
+        path.parent.mkdir(exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            saved = saved_steps(self._folder / CHECKPOINTS)
+            json.dump({"fault": fault.text, "kind": fault.kind, "rank": fault.rank, "time": time.time(),
+                       "done": self._engine.batches_done, "saved": saved}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _kinds_of_link(grid: ProcessGrid, peer: int) -> tuple[Kind, ...]:
+    """The actions in which this rank sends something to another one."""
+    line, place = grid.pp.ranks, grid.pp.rank
+    if place + 1 < len(line) and line[place + 1] == peer:
+        return (Kind.SEND_F,)
+    if place and line[place - 1] == peer:
+        return (Kind.SEND_B,)
+    return (Kind.NORM, Kind.UPDATE)  # where all meet
+
+
+def _not_finite(gradient: Tensor) -> Tensor:
+    return gradient * math.nan

@@ -1,0 +1,230 @@
+"""`hybridpar train CONFIG.toml --ranks 4`: starts the ranks, watches them, says who failed, and starts them again.
+
+    ranks      run as under torchrun, and note what they do (hybridpar.flight)
+    watching   ten times a second: has one ended; does one hang; do all wait (faults.timeout_s)
+    failure    diagnose.py names the rank; a save under way gets some seconds to end; all ranks are ended
+    again      from the last good checkpoint; on fewer ranks where one has failed twice in a row without a new one and
+               the grid allows it; not at all after faults.restarts times without a new one
+
+torchrun's agent (torch.distributed.elastic) starts and ends the processes, and starts them again; here it is told when,
+by `_monitor_workers`. torchrun itself could do it (--max-restarts; its ranks go on from the last checkpoint, too), but
+it sees only processes that end: neither a rank that hangs nor, of several that end, the one that was to blame. And its
+rendezvous listens on every interface, this one on loopback alone. A job of several machines uses torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from hybridpar import flight
+from hybridpar.checkpoint import saved_steps
+from hybridpar.config import Config
+from hybridpar.train.faults.diagnose import Diagnosis, Seen, diagnose, find_stall
+from hybridpar.train.faults.inject import Fault, parse_faults
+from hybridpar.train.faults.shrink import shrink
+from hybridpar.train.folder import CHECKPOINTS, FAILURES, flight_path
+from hybridpar.train.launch import LOOPBACK
+from hybridpar.validate import resolve
+
+_LOOK_EVERY_S = 0.1
+_ASLEEP_S = 2.0
+_SETTLE_S = 0.3
+"""Ranks that end together are seen together."""
+_LAST_SAVE_S = 3.0
+_STOP_S = 300
+"""How long ranks may take to finish and save after Ctrl-C."""
+
+
+def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Sequence[str] = ()) -> int:
+    """Runs `python -m hybridpar *args` on so many ranks until it has ended well, or must be given up; the exit code.
+
+    Raises: ConfigError, before anything is started.
+    """
+    config = resolve(config, num_ranks)
+    agent = Supervisor(config, args, parse_faults(inject, config))
+    for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
+    try:
+        result = agent.run()
+    except SignalException as stopped:
+        return 128 + stopped.sigval.value
+    return agent.exit_code if result.is_failed() else 0
+
+
+class Supervisor(LocalElasticAgent):
+    """The agent of one job, which is on this machine."""
+
+    def __init__(self, config: Config, args: Sequence[str], faults: Sequence[Fault]):
+        self._config, self._args, self._faults = config, tuple(args), faults
+        self._folder, self._ranks = config.run.folder, _size(config)
+        self._watch = Watch(self._folder)
+        self._newest, self._blamed = self._saved(), -1
+        self.exit_code = 1
+        spec = WorkerSpec(
+            role="rank", local_world_size=self._ranks, rdzv_handler=Loopback(), entrypoint=sys.executable,
+            args=("-m", "hybridpar", *args), max_restarts=config.faults.restarts, monitor_interval=_LOOK_EVERY_S)
+        super().__init__(spec, DefaultLogsSpecs(), shutdown_timeout=_STOP_S)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        seen, began = self._look(), time.time()
+        if all(one.exit_code == 0 for one in seen):
+            return super()._monitor_workers(worker_group)
+        failed = any(one.failed for one in seen)
+        if not failed and not find_stall(seen, self._config.faults.timeout_s):
+            return RunResult(WorkerState.HEALTHY)  # torch's own look would end all where it finds one that has failed
+        if failed:
+            time.sleep(_SETTLE_S)
+        found = diagnose(self._look())
+        if found.rank != 0:  # which publishes
+            self._await_save()
+        smaller = self._account(found)
+        self._note(found, began, smaller)
+        if smaller is not None:
+            self._resize(smaller)
+        return RunResult(WorkerState.FAILED)
+
+    def _look(self) -> list[Seen]:
+        assert isinstance(self._pcontext, SubprocessContext)
+        return self._watch.look({rank: one.proc for rank, one in self._pcontext.subprocess_handlers.items()})
+
+    def _account(self, found: Diagnosis) -> Config | None:
+        """How many restarts are left; the configuration of a smaller job, where a rank does not come back."""
+        newest, before, smaller = self._saved(), self._newest, None
+        if newest > before:
+            self._newest, self._remaining_restarts = newest, self._worker_group.spec.max_restarts
+        elif self._blamed == found.rank >= 0:
+            smaller = shrink(self._config, self._ranks - 1)
+        self._blamed = found.rank
+        self.exit_code = found.exit_code if found.kind == "stopped" else 1
+        if found.is_final:
+            self._remaining_restarts = 0
+        return smaller if self._remaining_restarts else None
+
+    def _resize(self, config: Config) -> None:
+        self._config, self._ranks, self._blamed = config, _size(config), -1
+        fitting = [fault.text for fault in self._faults if max(fault.rank, fault.peer) < self._ranks]
+        flags = ("--parallel.dp", config.parallel.dp, "--pipeline.num_microbatches", config.pipeline.num_microbatches,
+                 "--inject", *fitting)
+        spec = self._worker_group.spec
+        spec.local_world_size = self._ranks
+        spec.args = ("-m", "hybridpar", *self._args, *map(str, flags))  # of a flag that is there twice the last counts
+
+    def _note(self, found: Diagnosis, began: float, smaller: Config | None) -> None:
+        """Says what has happened, and writes it down."""
+        left = self._remaining_restarts
+        what = "" if found.is_final else (
+            f"; starting again after step {self._saved()}" if left else "; no restarts are left (faults.restarts)")
+        lines = [f"{found.text}{what}", *(f"  meanwhile {victim}" for victim in found.victims)]
+        if smaller is not None:
+            lines.append(
+                f"  without rank {found.rank}, which has failed twice and saved nothing: on {_size(smaller)} ranks, "
+                f"parallel.dp = {smaller.parallel.dp}, pipeline.num_microbatches = {smaller.pipeline.num_microbatches}")
+        self._say("\n".join(lines))
+        line = found.as_json() | {"time": began, "saved": self._saved(), "ranks": self._ranks, "restarts_left": left}
+        if self._folder.is_dir():
+            with (self._folder / FAILURES).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def _await_save(self) -> None:
+        """A checkpoint that ranks which live are writing may still be published."""
+        end = time.monotonic() + _LAST_SAVE_S
+        while time.monotonic() < end and list((self._folder / CHECKPOINTS).glob(".step_*.part")):
+            time.sleep(_LOOK_EVERY_S)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown(signal.SIGKILL)  # those that are left wait for the one that failed
+
+    def _saved(self) -> int:
+        return max(saved_steps(self._folder / CHECKPOINTS), default=0)
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"hybridpar: {text}", file=sys.stderr, flush=True)
+
+
+def _size(config: Config) -> int:
+    return config.parallel.tp * config.parallel.pp * config.parallel.dp
+
+
+@dataclass
+class Watch:
+    """The flight records of the processes that run now, and since when they have not changed.
+
+    Where it has not looked for long, the machine was perhaps asleep, or whoever has stopped this process has stopped
+    the ranks, too: then their time begins anew.
+    """
+
+    folder: Path
+    _looked: float = 0.0
+    _last: dict[int, tuple[int, int, float]] = field(default_factory=dict)
+
+    def look(self, processes: Mapping[int, Popen[Any]]) -> list[Seen]:
+        """What there is to see of them, by rank."""
+        now, found = time.monotonic(), []
+        if now - self._looked > _ASLEEP_S:
+            self._last.clear()
+        self._looked = now
+        for rank, process in sorted(processes.items()):
+            code, pid = process.poll(), process.pid  # first the one: what it then has noted was its last
+            record = flight.read(flight_path(self.folder, rank))
+            if record is not None and record.who.get("pid") != pid:  # of an earlier process
+                record = None
+            count = -1 if record is None else record.count
+            last = self._last.get(rank)
+            if last is None or last[:2] != (pid, count):
+                last = self._last[rank] = (pid, count, now)
+            found.append(Seen(rank, record, code, now - last[2]))
+        return found
+
+
+class Loopback(RendezvousHandler):
+    """One agent, on this machine: every round has a store of its own, on the loopback interface."""
+
+    def __init__(self) -> None:
+        self._store: dist.Store | None = None
+
+    def get_backend(self) -> str:
+        return "loopback"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listening = socket.create_server((LOOPBACK, 0), backlog=1024)
+        port = listening.getsockname()[1]
+        self._store = dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return "hybridpar"
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return True

@@ -1,0 +1,126 @@
+"""Who failed, from what all ranks noted and how they ended."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import pytest
+
+from hybridpar.flight import FAILED, LOST, REFUSED, Record
+from hybridpar.grid import lines_of, place_of
+from hybridpar.train.faults.diagnose import Seen, diagnose, find_stall
+
+TP, PP, DP = 1, 2, 2
+
+
+def record(rank: int, **changes: object) -> Record:
+    """A rank of a grid of 4 in the middle of micro-batch 7 forward, waiting for nobody."""
+    stage, replica, part = place_of(rank, TP, DP)
+    axes = {name: line for name, lines in lines_of(TP, PP, DP).items() for line in lines if rank in line}
+    who = {"rank": rank, "stage": stage, "replica": replica, "tensor_part": part, "num_microbatches": 2, "axes": axes}
+    return replace(Record(10, 100.0 + rank, "training", True, "F", stage, 7, 3, who=who), **changes)
+
+
+def waiting(rank: int, operation: str = "all_reduce", axis: str = "world", peer: int = -1, **changes: object) -> Record:
+    return record(rank, operation=operation, axis=axis, peer=peer, **changes)
+
+
+def test_the_killed_rank_is_named_not_those_that_lost_it() -> None:
+    found = diagnose([
+        Seen(0, waiting(0, "recv", "pp_reverse", 2, phase=LOST, error="rank 0 lost contact"), 1),
+        Seen(1, waiting(1, axis="dp")), Seen(2, record(2), -9), Seen(3, waiting(3))])
+    assert (found.kind, found.rank, found.exit_code, found.is_final) == ("died", 2, -9, False)
+    assert found.text == ("rank 2 (stage 1, replica 0, tensor part 0) was ended by SIGKILL in step 4 during F7@1v3 "
+                          "(micro-batch 7)")
+    assert found.victims[0] == (
+        "rank 0 (stage 0, replica 0, tensor part 0) in step 4 during F7@0v3, waiting for recv over pp_reverse with "
+        "rank 2 (micro-batch 7)")
+    assert [text[:6] for text in found.victims] == ["rank 0", "rank 1", "rank 3"]
+    plain = found.as_json()
+    assert (plain["step"], plain["stage"], plain["action"], plain["microbatch"]) == (4, 1, "F7@1v3", 7)
+
+
+def test_a_rank_that_was_killed_while_it_waited_is_named_too() -> None:
+    ranks = [Seen(0, waiting(0), -signal.SIGKILL), Seen(1, waiting(1, phase=LOST), 1)]
+    assert (diagnose(ranks).kind, diagnose(ranks).rank) == ("died", 0)
+
+
+def test_whoever_was_ended_comes_before_those_that_failed_of_it() -> None:
+    ranks = [Seen(0, record(0, phase=FAILED, error="a"), 1), Seen(1, record(1, time=200.0), -signal.SIGSEGV)]
+    assert diagnose(ranks).rank == 1
+
+
+def test_nccls_watchdog_ends_victims() -> None:
+    ranks = [Seen(0, waiting(0), -signal.SIGABRT, 9.0), Seen(1, record(1), None, 9.0)]
+    assert (diagnose(ranks).kind, diagnose(ranks).rank) == ("hangs", 1)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_rank_that_waits_for_nobody_hangs(ended: bool) -> None:
+    """Whether faults.timeout_s or Gloo's own time-out came first."""
+    code, phase = (1, LOST) if ended else (None, "training")
+    ranks = [Seen(rank, waiting(rank, phase=phase), code, 8.0) for rank in range(3)] + [Seen(3, record(3), None, 9.0)]
+    found = diagnose(ranks)
+    assert (found.kind, found.rank) == ("hangs", 3)
+    assert "nothing for 9.0 s in step 4 during F7@1v3" in found.text
+
+
+def test_a_rank_that_has_lost_another_does_not_hang() -> None:
+    ranks = [Seen(0, record(0, phase=LOST), None, 9.0), Seen(1, waiting(1, "recv", "pp", 3), None, 8.0)]
+    assert (diagnose(ranks).kind, diagnose(ranks).rank) == ("link", 1)
+
+
+def test_where_all_wait_a_link_is_lost() -> None:
+    ranks = [Seen(0, waiting(0, "recv", "pp_reverse", 2), None, 7.0), Seen(1, waiting(1), None, 7.0),
+             Seen(2, waiting(2, "recv", "pp", 0, time=50.0), None, 9.0), Seen(3, waiting(3), None, 7.0)]
+    found = diagnose(ranks)
+    assert (found.kind, found.rank) == ("link", 2)
+    assert found.text.startswith("the link between rank 2 and rank 0 is lost: rank 2 (stage 1")
+    assert found.as_json()["peers"] == [0]
+
+
+def test_whoever_waits_for_the_ends_of_a_lost_link_may_have_begun_before() -> None:
+    ranks = [Seen(0, waiting(0, "send", "pp", 2), None, 7.0), Seen(1, waiting(1, "reduce", "dp", time=1.0), None, 9.0),
+             Seen(2, waiting(2, "recv", "pp", 0), None, 7.0), Seen(3, waiting(3, "all_reduce", "dp"), None, 7.0)]
+    assert diagnose(ranks).text.startswith("the link between rank 0 and rank 2 is lost: rank 0")
+
+
+def test_a_collective_that_does_not_end_has_lost_a_link() -> None:
+    ranks = [Seen(rank, waiting(rank), None, 7.0) for rank in range(4)]
+    assert diagnose(ranks).text.startswith("the link between rank 0 and rank 1, 2, 3 is lost")
+
+
+def test_what_all_agreed_on_is_nobodys() -> None:
+    text = "rank 1 cannot write the checkpoint\nand more"
+    ranks = [Seen(rank, record(rank, phase=FAILED, error=text), 1 if rank else None) for rank in range(4)]
+    found = diagnose(ranks)
+    assert (found.kind, found.rank) == ("gave up", -1)
+    assert found.text == "all ranks gave up: rank 1 cannot write the checkpoint"
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [
+    ([Seen(0, None, 1), Seen(1, None, 1)], "refused"),
+    ([Seen(0, record(0, phase=REFUSED), 1), Seen(1, record(1, phase=REFUSED), None)], "refused"),
+    ([Seen(0, record(0), 130), Seen(1, record(1), 130)], "stopped"),
+])
+def test_there_is_no_use_in_starting_again(ranks: list[Seen], kind: str) -> None:
+    assert diagnose(ranks).kind == kind
+    assert diagnose(ranks).is_final
+
+
+def test_a_rank_that_dies_before_it_begins_may_start_again() -> None:
+    found = diagnose([Seen(0, None, -9), Seen(1, None)])
+    assert (found.kind, found.rank, found.text) == ("died", 0, "rank 0 was ended by SIGKILL before it had begun")
+
+
+@pytest.mark.parametrize(("ranks", "stalls"), [
+    ([Seen(0, record(0), None, 9.0), Seen(1, waiting(1), None, 1.0)], True),
+    ([Seen(0, record(0), None, 4.0), Seen(1, waiting(1), None, 9.0)], False),  # still at it
+    ([Seen(0, record(0, watched=False), None, 9.0), Seen(1, waiting(1), None, 9.0)], False),  # starting, saving
+    ([Seen(0, waiting(0), None, 9.0), Seen(1, waiting(1), None, 9.0)], True),
+    ([Seen(0, waiting(0), None, 9.0), Seen(1, waiting(1), None, 4.0)], False),
+    ([Seen(0, None, None, 9.0), Seen(1, None, None, 9.0)], False),
+])
+def test_what_is_a_stall(ranks: list[Seen], stalls: bool) -> None:
+    assert find_stall(ranks, 5.0) == stalls

@@ -1,0 +1,151 @@
+"""Whole jobs: ranks that fail are named, all start again from the last good checkpoint, and nothing of it is in the
+numbers. All faults, and many of them: benchmarks/recovery.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from train.runs import finish, metrics, steps, write_config
+
+from hybridpar.config import Config, from_mapping
+from hybridpar.errors import ConfigError
+from hybridpar.flight import Flight
+from hybridpar.train.faults.supervisor import Loopback, Watch, supervise
+from hybridpar.train.folder import flight_path
+
+pytestmark = pytest.mark.ranks
+STEPS = ("--train.num_steps", "30", "--train.save_interval", "5", "--train.eval_interval", "10")
+
+
+def train(ranks: int, config: Path, *flags: str) -> tuple[int, str]:
+    """Exit code and output of a supervised job."""
+    command = [sys.executable, "-m", "hybridpar", "train", str(config), "--ranks", str(ranks), *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return finish(process, timeout_s=200.0)
+
+
+def failures(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "failures.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(400)
+def test_four_ranks_recover_to_the_bit(tmp_path: Path) -> None:
+    config, grid = write_config(tmp_path), ("--parallel.pp", "2", "--parallel.dp", "2")
+    code, out = train(4, config, *grid, *STEPS, "--run.name", "calm")
+    assert code == 0, out
+    code, out = train(4, config, *grid, *STEPS, "--faults.timeout_s", "3", "--inject",
+                      "slow link 0-1 at step 9 for 0.2 s", "corrupt shard stage 1 at step 10",
+                      "hang rank 1 at step 14 micro-batch 1")
+    assert code == 0, out
+    run, calm = tmp_path / "runs" / "run", tmp_path / "runs" / "calm"
+    (hung,) = failures(run)
+    assert (hung["kind"], hung["rank"], hung["step"], hung["microbatch"], hung["saved"]) == ("hangs", 1, 14, 27, 10)
+    assert hung["action"].endswith("27@0v12") or hung["action"].endswith("27@0"), "that of micro-batch 1 of step 14"
+    waits = [text for text in hung["victims"] if "with rank 1" in text]
+    assert waits, "somebody waits for the rank that hangs"
+    assert "step_00000010/pp1-tp0.safetensors: is damaged" in out
+    assert re.findall(r"going on after step (\d+)", out) == ["5"]
+    assert len(list((run / "injected").iterdir())) == 3
+    assert steps(metrics(run)) == steps(metrics(calm))
+    assert [row["val_loss"] for row in metrics(run) if "val_loss" in row] == [
+        row["val_loss"] for row in metrics(calm) if "val_loss" in row]
+    for path in (calm / "checkpoints" / "step_00000030").glob("*.safetensors"):
+        assert path.read_bytes() == (run / "checkpoints" / "step_00000030" / path.name).read_bytes()
+
+
+@pytest.mark.timeout(300)
+def test_a_job_goes_on_without_a_rank_that_does_not_come_back(tmp_path: Path) -> None:
+    """A full disk does not count against it; the batch is kept by accumulation."""
+    config = write_config(tmp_path, "1f1b")
+    code, out = train(2, config, "--parallel.dp", "2", *STEPS, "--faults.min_ranks", "1", "--inject",
+                      "disk full at step 5", "lose rank 1 at step 12")
+    assert code == 0, out
+    run = tmp_path / "runs" / "run"
+    assert [(one["kind"], one["rank"], one["saved"]) for one in failures(run)] == [
+        ("gave up", -1, 0), ("died", 1, 10), ("died", 1, 10)]
+    assert "rank 1 (stage 0, replica 1, tensor part 0) was ended by SIGKILL in step 12 during F22@0v11" in out
+    assert "all ranks gave up: rank 0 (stage 0, replica 0, tensor part 0) cannot write the checkpoint" in out
+    assert "on 1 ranks, parallel.dp = 1, pipeline.num_microbatches = 4" in out
+    assert "since the last time: parallel.dp: 2 -> 1" in out
+    assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 31))
+
+
+def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
+    code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", "--data.corpus", "nowhere")
+    assert code == 1
+    assert out.count("hybridpar: nowhere: does not exist") == 1
+    assert out.count("before it had begun") == 1
+    config = from_mapping({"parallel": {"pp": 2}}, Config())
+    with pytest.raises(ConfigError, match="must divide the number of processes, 3"):
+        supervise(config, 3, ["train"])
+    with pytest.raises(ConfigError, match="the job has 2 ranks"):
+        supervise(config, 2, ["train"], ["kill rank 2 at step 3"])
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_starts_the_same_ranks_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts",
+               "1", "-m", "hybridpar", "train", str(write_config(tmp_path)), "--parallel.pp", "2", *STEPS, "--inject",
+               "kill rank 1 at step 8"]
+    code, out = finish(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), 120.0)
+    assert code == 0, out
+    assert "rank 0 (stage 0, replica 0, tensor part 0) lost contact with rank 1 during" in out
+    assert "going on after step 5" in out
+    assert len(steps(metrics(tmp_path / "runs" / "run"))) == 30
+
+
+def test_how_long_a_rank_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where it is another process, nor where nobody looked meanwhile."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    (tmp_path / "flight").mkdir()
+    flight, watch = Flight(flight_path(tmp_path, 0), {"pid": 7}), Watch(tmp_path)
+    running: Any = {0: SimpleNamespace(pid=7, poll=lambda: None)}
+
+    def look() -> tuple[float, bool]:
+        (seen,) = watch.look(running)
+        return seen.idle_s, seen.record is not None
+
+    assert look() == (0.0, True)
+    now += 1
+    assert look() == (1.0, True)
+    now += 1
+    assert look() == (2.0, True)
+    flight.watch()
+    now += 1
+    assert look() == (0.0, True)
+    now += 1
+    assert look() == (1.0, True)
+    now += 60
+    assert look() == (0.0, True)
+    running[0].pid = 8
+    now += 1
+    assert look() == (0.0, False)
+
+
+def listening(port: int) -> list[str]:
+    """The addresses on which this machine listens at a port, as Linux writes them."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
+def test_the_rendezvous_listens_on_loopback_alone() -> None:
+    handler = Loopback()
+    found = handler.next_rendezvous()
+    port = found.bootstrap_store_info.master_port
+    assert listening(port) == [f"0100007F:{port:04X}"]
+    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    client.set("a", "b")
+    assert found.store.get("a") == b"b"
+    assert handler.next_rendezvous().bootstrap_store_info.master_port != port
+
