@@ -176,6 +176,43 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class AnomaliesConfig:
+    """What counts as an anomaly of a step, and what all ranks then do together.
+
+    skip: the update is not made. roll_back: the newest checkpoint is loaded, and training goes on behind the offending
+    batch as if the batches since that checkpoint had not been in the data; after diverging replicas, on the same ones.
+    stop: the run ends with an error.
+    """
+
+    on_non_finite: Literal["auto", "skip", "roll_back", "stop"] = "auto"
+    """A loss or gradient norm that is not finite. auto: skip; stop where updates do not wait for the norm (pipedream
+    without clipping). An fp16 overflow that a smaller loss scale may cure is none: it is skipped, as ever."""
+    loss_spike: float = 0.0
+    """A loss so many standard deviations above the median of the last ones; 0: not looked for. The deviation is a
+    robust one, 1.48 times the median distance from the median."""
+    on_loss_spike: Literal["skip", "roll_back", "stop"] = "skip"
+    norm_spike: float = 0.0
+    """The same of the gradient norm, before clipping."""
+    on_norm_spike: Literal["skip", "roll_back", "stop"] = "skip"
+    window: int = 64
+    """How many of the last steps' losses and norms those are; anomalies are not among them."""
+    audit_interval: int = 0
+    """Steps between audits that replicas hold the same weights, bit for bit, also before each checkpoint; 0: none. The
+    pipeline drains for them."""
+    on_divergence: Literal["roll_back", "stop"] = "stop"
+    """Replicas that differ."""
+    limit: int = 10
+    """So many anomalies within `window` steps end the run, whatever is to be done about each; 0: any number may be."""
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether anything here may go back to a checkpoint."""
+        return "roll_back" in (
+            self.on_non_finite, self.loss_spike and self.on_loss_spike, self.norm_spike and self.on_norm_spike,
+            self.audit_interval and self.on_divergence)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     corpus: tuple[str, ...] = ("stdlib",)
     """Text files, folders, .jsonl files, prefixes of .bin/.idx pairs, or 'stdlib' (the Python library's own source)."""
@@ -242,12 +279,21 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    anomalies: AnomaliesConfig = field(default_factory=AnomaliesConfig)
 
     @property
     def global_batch_size(self) -> int:
         """Samples an optimizer step; parallel.dp must be resolved."""
         assert self.parallel.dp > 0, "parallel.dp is not resolved"
         return self.train.micro_batch_size * self.pipeline.num_microbatches * self.parallel.dp
+
+    @property
+    def norms_first(self) -> bool:
+        """Whether an update waits for the norm of the whole gradient.
+
+        pipedream's stages update at different times; without clipping none needs to wait for the others.
+        """
+        return self.pipeline.schedule != "pipedream" or self.optim.clip_grad > 0 or self.train.dtype == "fp16"
 
     @property
     def saves_beside_training(self) -> bool:

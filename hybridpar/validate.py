@@ -18,12 +18,14 @@ POSITIVE = (
     "model.num_layers", "model.hidden_size", "model.num_heads", "model.seq_length", "model.vocab_size",
     "parallel.tp", "parallel.pp", "pipeline.num_microbatches", "train.num_steps", "train.micro_batch_size",
     "train.timeout_s", "train.log_interval", "checkpoint.keep", "train.eval_batches", "optim.loss_scale", "optim.eps",
+    "anomalies.window",
 )
 NOT_NEGATIVE = (
     "model.num_kv_heads", "model.ffn_hidden_size", "model.norm_eps", "model.init_std", "model.logits_chunk",
     "parallel.dp", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps", "optim.weight_decay",
     "optim.clip_grad", "optim.momentum", "optim.staleness_steps", "train.seed", "train.threads", "train.eval_interval",
     "train.save_interval", "checkpoint.keep_best", "plan.step_ms",
+    "anomalies.loss_spike", "anomalies.norm_spike", "anomalies.audit_interval", "anomalies.limit",
 )
 BELOW_ONE = ("model.dropout", "model.attention_dropout", "model.label_smoothing", "data.split")
 
@@ -43,7 +45,7 @@ def problems(config: Config, world_size: int) -> list[Problem]:
     if not found:  # what follows divides by these numbers
         found = [
             *_grid(config, world_size), *_model(config), *_pipeline(config), *_staleness(config), *_data(config),
-            *_kernels(config), *_checkpoints(config)]
+            *_kernels(config), *_checkpoints(config), *_anomalies(config)]
     return found
 
 
@@ -134,6 +136,21 @@ def _checkpoints(config: Config) -> Iterator[Problem]:
         yield Problem("train.save_interval", train.save_interval, "must be a multiple of train.eval_interval = "
                       f"{train.eval_interval}, so that checkpoint.keep_best can tell which checkpoint is best",
                       str(-(-train.save_interval // train.eval_interval) * train.eval_interval))
+
+
+def _anomalies(config: Config) -> Iterator[Problem]:
+    settings = config.anomalies
+    if settings.window < 8 and (settings.loss_spike or settings.norm_spike):
+        yield Problem("anomalies.window", settings.window, "is too short to tell a spike from noise", "64")
+    for name, found in (("on_non_finite", True), ("on_loss_spike", settings.loss_spike > 0),
+                        ("on_norm_spike", settings.norm_spike > 0)):
+        if found and getattr(settings, name) == "skip" and not config.norms_first:
+            rule = ("pipedream without clipping updates before the norm is known, so no update can be skipped; set "
+                    "optim.clip_grad, or")
+            yield Problem(f"anomalies.{name}", "skip", rule, '"roll_back" or "stop"')
+    if settings.rolls_back and not config.train.save_interval:
+        rule = "must be positive: anomalies are to be rolled back to a checkpoint"
+        yield Problem("train.save_interval", 0, rule, "100")
 
 
 def _kernels(config: Config) -> Iterator[Problem]:

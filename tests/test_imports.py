@@ -11,7 +11,7 @@ PACKAGE = ROOT / "hybridpar"
 
 # lowest first; modules of one layer may import each other and everything below
 LAYERS = (
-    ("errors",), ("config",), ("autograd", "cpu", "native"), ("grid", "random"), ("comm",), ("ops",), ("nn",),
+    ("errors", "reading"), ("config",), ("autograd", "cpu", "native"), ("grid", "random"), ("comm",), ("ops",), ("nn",),
     ("models", "pipeline.plan"), ("pipeline.run",), ("optim",), ("dp",), ("data",), ("checkpoint",),
     ("validate",), ("memory",), ("train",), ("verify", "planner"), ("commands",), ("cli",), ("__main__",),
 )

@@ -64,7 +64,8 @@ class TrainingState:
     """Where training stood, besides its tensors; equal on all ranks.
 
     `versions`: of the weights, those that all stages have saved. `num_updates`: steps the optimizer took.
-    `loss_scales`: the one that came with each version.
+    `loss_scales`: the one that came with each version. `recent`: the last losses and norms, where they are kept to tell
+    anomalies by.
     """
 
     batches_done: int
@@ -72,6 +73,7 @@ class TrainingState:
     num_updates: int = 0
     loss_scaler: Mapping[str, float] = field(default_factory=dict)
     loss_scales: Mapping[int, float] = field(default_factory=dict)
+    recent: Mapping[str, list[float]] = field(default_factory=dict)
 
     @staticmethod
     def of(meta: Mapping[str, Any]) -> TrainingState:
@@ -82,11 +84,13 @@ class TrainingState:
             raise ValueError(f"versions must ascend to batches_done = {done}")
         scaler = plain.mapping(meta.get("loss_scaler"), "loss_scaler")
         scales = plain.mapping(meta.get("loss_scales"), "loss_scales")
+        recent = plain.mapping(meta.get("recent", {}), "recent")
         return TrainingState(
             done, tuple(versions), plain.integer(meta.get("num_updates"), "num_updates", 0, done),
             {key: plain.number(value, key) for key, value in scaler.items()},
             {plain.integer(int(key), "loss_scales", 0, done): plain.number(value, "loss_scales")
-             for key, value in scales.items()})
+             for key, value in scales.items()},
+            {key: [plain.number(v, key) for v in plain.sequence(values, key)] for key, values in recent.items()})
 
     def as_meta(self) -> dict[str, Any]:
         """As Engine.load_state takes it."""

@@ -6,6 +6,7 @@
         executed.svg      the same batches, drawn          loss.png         where matplotlib is installed
         tokenizer.json    of the corpus                    sample.txt       GPT: text from the trained model
         costs.json        what its steps cost, measured    tensorboard/     where tensorboard is installed
+        anomalies/        steps to be run again by replay
         checkpoints/      the newest ones, and the best
 """
 

@@ -23,6 +23,7 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch
 from hybridpar.train import folder as run_folder
 from hybridpar.train.engine import Engine
+from hybridpar.train.errors import AnomalyError
 from hybridpar.train.failure import describe_failure
 from hybridpar.train.generate import Generator, Sampling
 from hybridpar.train.launch import Job, choose_device, keep_freed_memory, set_threads
@@ -96,7 +97,7 @@ class _Place:
 def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter, start: str) -> Outcome:
     """`start`: the checkpoint whose weights a new run begins with; empty: random ones.
 
-    Raises: CheckpointError on all ranks alike; RankError, naming this rank, for whatever else goes wrong.
+    Raises: CheckpointError, AnomalyError on all ranks alike; RankError, naming this rank, for whatever else goes wrong.
     """
     parallel, device = config.parallel, place.device
     who, engine = f"rank {place.job.launch.rank}", None
@@ -125,7 +126,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
             outcome = run.go()
         place.job.end_group()
         return outcome
-    except CheckpointError:  # raised on all ranks together
+    except (AnomalyError, CheckpointError):  # raised on all ranks together
         place.job.end_group()
         raise
     except Exception as error:
