@@ -18,7 +18,7 @@ import torch
 from hybridpar import checkpoint
 from hybridpar.config import Config, Launch
 from hybridpar.data import Data, open_data
-from hybridpar.errors import CheckpointError
+from hybridpar.errors import CheckpointError, HybridparError
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch
 from hybridpar.train import folder as run_folder
@@ -138,7 +138,11 @@ def _sample(config: Config, reporter: Reporter) -> None:
     """Writes text from the checkpoint just saved."""
     folder = config.run.folder
     prompt = _PROMPTS["stdlib" in config.data.corpus]
-    generator = Generator.load(folder, reporter.say)
-    text = prompt + "".join(generator.generate(prompt, replace(Sampling(), seed=config.train.seed)))
+    try:
+        generator = Generator.load(folder, reporter.say)
+        text = prompt + "".join(generator.generate(prompt, replace(Sampling(), seed=config.train.seed)))
+    except HybridparError as error:
+        reporter.say(f"no sample.txt: {error}")
+        return
     (folder / "sample.txt").write_text(text, encoding="utf-8")
     reporter.say(f"{folder / 'sample.txt'}:\n{text}")

@@ -164,8 +164,8 @@ def bundle_of_step(folder: Path, step: int) -> Bundle:
             if "rolled_back_to" in row and row.get("anomaly") != DIVERGENCE and (saved or 0) <= row["step"] < step}
     start = max(back, default=saved or 0)
     if back and back[start] != saved:
-        raise config_error("step", step, f"comes after a roll back to the checkpoint of step {back[start]}, which is not "
-                           "there any more", "a larger checkpoint.keep next time")
+        raise config_error("step", step, f"comes after a roll back to the checkpoint of step {back[start]}, which is "
+                           "not there any more", "a larger checkpoint.keep next time")
     skipped = tuple(row["step"] for row in rows if row.get("skipped") is True and start < row["step"] < step)
     return Bundle(config, step, values, _number(row.get("grad_norm")), "", saved, start, skipped,
                   lr=_number(row.get("lr")))
