@@ -17,11 +17,16 @@ from types import UnionType
 from typing import Any, Literal
 
 from hybridpar.errors import ConfigError, Problem
+from hybridpar.reading import read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+MAX_TOML = 1 << 20
+"""Bytes of a TOML file."""
 
 
 @dataclass(frozen=True)
@@ -335,12 +340,12 @@ def load_toml(path: str | Path) -> Config:
     """
     path = Path(path)
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(read_text(path, MAX_TOML))
     except OSError as error:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
         problem = Problem("config", str(path), f"cannot be read ({error.strerror})", near[0] if near else "")
         raise ConfigError(problem) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(Problem("config", str(path), f"is not valid TOML: {error}")) from None
     return from_mapping(document)
 
@@ -415,6 +420,8 @@ def _convert(value: Any, kind: Any) -> Any:
     if origin in (typing.Union, UnionType):
         return _convert_to_any(value, typing.get_args(kind))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > sys.float_info.max:
+            raise ValueError("is too large")
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"must be of type {kind.__name__}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from math import isfinite
+from pathlib import Path
 
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError, Problem
@@ -27,6 +29,14 @@ NOT_NEGATIVE = (
     "train.save_interval", "checkpoint.keep_best", "plan.step_ms",
     "anomalies.loss_spike", "anomalies.norm_spike", "anomalies.audit_interval", "anomalies.limit",
 )
+LARGEST = {
+    "model.num_layers": 10_000, "model.hidden_size": 2**20, "model.num_heads": 2**16, "model.num_kv_heads": 2**16,
+    "model.ffn_hidden_size": 2**24, "model.seq_length": 2**24, "model.vocab_size": 2**28, "parallel.tp": 2**16,
+    "parallel.pp": 2**16, "parallel.dp": 2**20, "pipeline.num_microbatches": 2**20, "pipeline.sync_steps": 2**40,
+    "train.num_steps": 2**40, "train.micro_batch_size": 2**20, "train.threads": 2**16, "train.timeout_s": 1e8,
+    "train.eval_batches": 2**30, "train.seed": 2**64 - 1, "anomalies.window": 10**6,
+}
+"""What no machine has, or will train: no sum or product of these is too much work to look at."""
 BELOW_ONE = ("model.dropout", "model.attention_dropout", "model.label_smoothing", "data.split")
 
 
@@ -61,6 +71,18 @@ def _ranges(config: Config) -> Iterator[Problem]:
     for name in NOT_NEGATIVE:
         if not (value := _value(config, name)) >= 0:
             yield Problem(name, value, "must not be negative", "0")
+    for name, most in LARGEST.items():
+        if not (value := _value(config, name)) <= most:
+            yield Problem(name, value, f"must be at most {most}", str(most))
+    for section in fields(config):
+        for key, value in vars(getattr(config, section.name)).items():
+            if isinstance(value, float) and not isfinite(value):
+                yield Problem(f"{section.name}.{key}", value, "must be finite")
+            elif isinstance(value, int) and abs(value) >= 2**64:
+                yield Problem(f"{section.name}.{key}", value, "is too large")
+    name = config.run.name
+    if not name or Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
+        yield Problem("run.name", name, "must be the name of a folder in run.dir", "run")
     for name in BELOW_ONE:
         if not 0 <= (value := _value(config, name)) < 1:
             yield Problem(name, value, "must be at least 0 and below 1", "0.1")

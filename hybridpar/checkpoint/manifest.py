@@ -27,7 +27,8 @@ import torch
 from hybridpar import __version__
 from hybridpar.checkpoint import plain
 from hybridpar.config import Config, from_mapping, to_mapping
-from hybridpar.errors import CheckpointError, ConfigError
+from hybridpar.errors import CheckpointError, ConfigError, shown
+from hybridpar.reading import read_limited
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -135,11 +136,9 @@ def read_manifest(folder: Path) -> Manifest:
     """Raises: CheckpointError if there is none, or it is damaged or of another format."""
     path = folder / MANIFEST
     try:
-        if (size := path.stat().st_size) > _MAX_BYTES:
-            raise ValueError(f"it has {size} bytes, more than {_MAX_BYTES}")
-        document = plain.mapping(plain.parse(path.read_bytes()), "it")
+        document = plain.mapping(plain.parse(read_limited(path, _MAX_BYTES, follow=False)), "it")
         if (version := document.get("format")) != FORMAT:
-            raise CheckpointError(f"{path}: has format {version!r}, this version reads {FORMAT}")
+            raise CheckpointError(f"{path}: has format {shown(version)}, this version reads {FORMAT}")
         if document.pop(_CHECKSUM, "") != _checksum(document):
             raise ValueError("its checksum is not what it was when it was written")
         return _parse(document)
@@ -180,7 +179,7 @@ def parse_shard(entry: Any, config: Config) -> ShardFile:
         plain.integer(entry.get("num_bytes"), "num_bytes"), plain.string(entry.get("checksums"), "checksums"))
     if entry.get("name") != shard.name:
         raise ValueError(f"the file of stage {pp}, tensor part {tp}, replica {dp} must be called {shard.name}, "
-                         f"not {entry.get('name')!r}")
+                         f"not {shown(entry.get('name'))}")
     if not re.fullmatch("([0-9a-f]{8})+", shard.checksums):
         raise ValueError(f"{shard.name} has no checksums")
     return shard

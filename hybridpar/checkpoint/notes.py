@@ -15,7 +15,9 @@ from threading import Event
 from hybridpar.checkpoint import plain
 from hybridpar.checkpoint.manifest import ShardFile, file_name, parse_shard
 from hybridpar.config import Config
+from hybridpar.reading import read_limited
 
+_MAX_BYTES = 64 << 20
 _FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.001, 0.2
 
 Written = tuple[ShardFile, tuple[int, ...]]
@@ -63,7 +65,7 @@ def _as_they_come(paths: list[Path], given_up: Event) -> Iterator[Path]:
 
 
 def _read(path: Path, config: Config) -> Written:
-    entry = plain.mapping(plain.parse(path.read_bytes()), path.name)
+    entry = plain.mapping(plain.parse(read_limited(path, _MAX_BYTES, follow=False)), path.name)
     versions = plain.sequence(entry.get("versions"), "versions")
     return parse_shard(entry, config), tuple(plain.integer(v, "versions") for v in versions)
 

@@ -19,6 +19,7 @@ from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, to_mapping
 from hybridpar.errors import ConfigError, DataError, Problem, config_error
 from hybridpar.planner.links import Curve, MeasuredLink
+from hybridpar.reading import read_limited
 
 FORMAT = "hybridpar profile 1"
 KINDS = ("embedding", "layer", "head")
@@ -26,8 +27,8 @@ _BEARS: dict[str, tuple[str, ...]] = {
     "model": (), "kernels": (), "train": ("dtype",), "optim": ("name", "staleness"),
 }
 """What of a configuration blocks take their time by; (): the whole section."""
-_MOST, _LARGEST = 10**6, 1e30
-"""Of a count, and of a number, in a file that can be read."""
+_MOST, _LARGEST, _MAX_BYTES = 10**6, 1e30, 64 << 20
+"""Of a count, and of a number, in a file that can be read; bytes of such a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ def read_profile(path: Path) -> Profile:
     Raises: ConfigError if there is no such file; DataError, with the place, if it holds something else.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_limited(path, _MAX_BYTES))
     except FileNotFoundError:
         raise config_error("profile", str(path), "does not exist", f"hybridpar profile CONFIG --out {path}") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -202,7 +203,7 @@ def read_profile(path: Path) -> Profile:
         return _profile(document)
     except _Wrong as error:
         raise DataError(f"{path}: {error}") from None
-    except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, AssertionError, IndexError, OverflowError) as error:
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise DataError(f"{path}: is not a profile as `hybridpar profile` writes it: {what}") from None
 

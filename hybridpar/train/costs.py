@@ -22,10 +22,12 @@ from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
+from hybridpar.reading import read_limited
 from hybridpar.train.measure import CALLS, VARYING, Measured, Parts, measure
 from hybridpar.train.trace import RankEvents
 
 FORMAT = "hybridpar costs 2"
+_MAX_BYTES = 256 << 20
 _OF_STAGES = ("forward", "backward", "update", "reduce", "gather")
 _OF_LINKS = ("transfer", "latency", "transfer_work")
 
@@ -92,10 +94,10 @@ def read_costs(path: Path) -> RunCosts:
     Raises: ConfigError if there is no such file; DataError, with the place, if it holds something else.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_limited(path, _MAX_BYTES))
     except FileNotFoundError:
         raise config_error("run", str(path.parent), f"has no {path.name}: that is measured as a run trains") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
     try:
         return _run_costs(_Reader(document))

@@ -313,7 +313,7 @@ class Engine:
         self.optimizer.load_state_tensors(Under("optimizer/", tensors), meta["num_updates"])
         self.scaler.load_state(meta["loss_scaler"])
         self._scales = {int(v): s for v, s in meta["loss_scales"].items()}
-        self.judge.load_state(meta["recent"])
+        self.judge.load_state(meta.get("recent", {}))
         self.batches_done = meta["batches_done"]
 
     # -- evaluation --------------------------------------------------------------------------------------------------
