@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import sys
 import typing
@@ -386,8 +387,13 @@ def _nearest(name: str, known: Sequence[str] | set[str]) -> str:
     return near[0] if near else "one of " + ", ".join(sorted(known))
 
 
+@functools.cache
+def _hints_of(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section)
+
+
 def _read_section(name: str, base: Any, table: Mapping[str, Any], problems: list[Problem]) -> Any:
-    hints = typing.get_type_hints(type(base))
+    hints = _hints_of(type(base))
     known = {f.name for f in dataclasses.fields(base)}
     values = {}
     for key, value in table.items():

@@ -17,7 +17,7 @@ from typing import Any
 
 from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, to_mapping
-from hybridpar.errors import ConfigError, DataError, Problem, config_error
+from hybridpar.errors import ConfigError, DataError, Problem, config_error, shown
 from hybridpar.planner.links import Curve, MeasuredLink
 from hybridpar.reading import read_limited
 
@@ -216,7 +216,7 @@ def _profile(document: Mapping[str, Any]) -> Profile:
     if not isinstance(document, dict):
         raise _Wrong("is not an object")
     if (found := document.get("format")) != FORMAT:
-        raise _Wrong(f"format is {found!r}, not {FORMAT!r}: profile the machine again")
+        raise _Wrong(f"format is {shown(found)}, not {FORMAT!r}: profile the machine again")
     blocks = {_key(row): _block(row) for row in document["blocks"]}
     degrees = {(tp, b) for _, tp, b in blocks}
     if not blocks or any((kind, tp, b) not in blocks for kind in KINDS for tp, b in degrees):
@@ -252,13 +252,13 @@ def _key(row: Mapping[str, Any]) -> Key:
 
 def _count(where: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-        raise _Wrong(f"{where} is {value!r}, which must be an integer of {least} to {_MOST}")
+        raise _Wrong(f"{where} is {shown(value)}, which must be an integer of {least} to {_MOST}")
     return value
 
 
 def _positive(where: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
-        raise _Wrong(f"{where} is {value!r}, which must be a number of 0 or more")
+        raise _Wrong(f"{where} is {shown(value)}, which must be a number of 0 or more")
     return value
 
 
@@ -269,7 +269,7 @@ def _block(row: Mapping[str, Any]) -> BlockCost:
         value = row[name]
         if name.endswith("_messages"):
             if not isinstance(value, list):
-                raise _Wrong(f"{where}: {name} is {value!r}, which must be a list")
+                raise _Wrong(f"{where}: {name} is {shown(value)}, which must be a list")
             values[name] = tuple(_positive(f"{where}: {name}", v) for v in value)
         else:
             values[name] = _positive(f"{where}: {name}", value)

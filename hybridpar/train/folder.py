@@ -58,6 +58,8 @@ def find_run(config: Config) -> tuple[int, list[str]]:
         return 0, []
     try:
         before = load_toml(path)
+        if before.parallel.dp < 1:
+            raise config_error("parallel.dp", before.parallel.dp, "must be positive in the folder of a run")
     except ConfigError as error:
         raise CheckpointError(f"{path} cannot be understood ({error}); choose another run.name") from None
     check_compatible(before, config, folder)
