@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import os
+import socket
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -333,6 +334,14 @@ class Launch:
         world = get("WORLD_SIZE", 1)
         return Launch(get("RANK", 0), get("LOCAL_RANK", 0), world, get("LOCAL_WORLD_SIZE", world))
 
+    def stay_on_this_machine(self) -> None:
+        """Has Gloo listen on the loopback interface alone where all processes are on one machine, unless
+        GLOO_SOCKET_IFNAME says otherwise; by itself it takes what the host's name stands for, which others can reach.
+        """
+        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+        if loopback and self.local_world_size == self.world_size:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
 
 def load_toml(path: str | Path) -> Config:
     """Reads a TOML file over the defaults.
@@ -388,12 +397,12 @@ def _nearest(name: str, known: Sequence[str] | set[str]) -> str:
 
 
 @functools.cache
-def _hints_of(section: type) -> dict[str, Any]:
+def _hints_of(section: Any) -> dict[str, Any]:
     return typing.get_type_hints(section)
 
 
 def _read_section(name: str, base: Any, table: Mapping[str, Any], problems: list[Problem]) -> Any:
-    hints = _hints_of(type(base))
+    hints = _hints_of(type(base))  # type: ignore[arg-type]
     known = {f.name for f in dataclasses.fields(base)}
     values = {}
     for key, value in table.items():

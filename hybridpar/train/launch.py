@@ -43,6 +43,7 @@ class Job:
         """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names."""
         if launch.world_size == 1:
             return Job(launch)
+        launch.stay_on_this_machine()
         store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size))
         return Job(launch, dist.PrefixStore("hybridpar", store))
 

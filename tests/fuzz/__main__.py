@@ -24,6 +24,7 @@ from .harness import LIMIT_S, Tally, inputs_of, limit_memory, run_one
 from .targets import BY_NAME, TARGETS, Target
 
 CHUNK = 4000
+TRACED_EVERY = 4
 DEADLINE_S = 3 * LIMIT_S
 SHARED = "/dev/shm"
 
@@ -120,7 +121,7 @@ def work(target: Target, numbers: range, seed: int, board: mmap.mmap) -> None:
             except Exception as error:
                 tally.failures.append((number, f"no input could be made: {error!r}"))
             else:
-                run_one(target, files, folder, tally, number)
+                run_one(target, files, folder, tally, number, traced=number % TRACED_EVERY == 0)
             tally.failures = tally.failures[:50]
             if number % 100 == 99 or number == numbers[-1]:
                 text = json.dumps(vars(tally)).encode()[: len(board) - 16]

@@ -13,6 +13,23 @@ TINY: Config = from_mapping({
               "vocab_size": 20},
     "parallel": {"dp": 1}, "pipeline": {"num_microbatches": 2, "schedule": "2bw"},
     "train": {"micro_batch_size": 1, "num_steps": 10}})
+RUN = """[model]
+num_layers = 1
+hidden_size = 8
+num_heads = 2
+ffn_hidden_size = 6
+seq_length = 8
+vocab_size = 20
+[parallel]
+dp = 1
+[pipeline]
+num_microbatches = 2
+schedule = "2bw"
+early_switch = 0
+[train]
+micro_batch_size = 1
+num_steps = 10
+"""
 TEXT = "".join(f"The {word} stands by the river. It is {word}.\n" for word in ("stone", "lamp", "cloud", "bird") * 6)
 METRICS = "".join(f"{json.dumps({'step': step, 'loss': 3 - 0.1 * step, 'grad_norm': 1.0})}\n" for step in range(1, 6))
 DOCUMENTS = "".join(f"{json.dumps({'text': text})}\n" for text in ("a river", "two\nlines", "", "\u00e9t\u00e9"))

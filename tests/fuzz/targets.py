@@ -56,7 +56,7 @@ from hybridpar.train.metrics import read_metrics
 from hybridpar.validate import problems
 
 from .mutate import mutate_bytes, mutate_index, mutate_json, mutate_lines, mutate_tensors, mutate_toml
-from .samples import CLUSTER, DOCUMENTS, INSTANCE, METRICS, PROFILE, SPLIT, TEXT, TINY, WORKLOAD
+from .samples import CLUSTER, DOCUMENTS, INSTANCE, METRICS, PROFILE, RUN, SPLIT, TEXT, TINY, WORKLOAD
 
 Files = dict[str, bytes]
 Mutator = Callable[[bytes, Random], bytes]
@@ -107,7 +107,8 @@ def folder_with(folder: Path, **files: str | bytes) -> Path:
 
 @functools.cache
 def _engine(schedule: str = "2bw") -> Engine:
-    config = from_mapping({"pipeline": {"schedule": schedule}, "anomalies": {"loss_spike": 9.0}}, TINY)
+    config = from_mapping({"pipeline": {"schedule": schedule}, "anomalies": {"loss_spike": 9.0},
+                           "optim": {"name": "sgd"}, "model": {"bias": False}}, TINY)
     return Engine(config, ProcessGrid(), torch.device("cpu"))
 
 
@@ -293,7 +294,7 @@ def read_run(folder: Path) -> None:
 
 
 def make_runs(folder: Path) -> list[Path]:
-    return [folder_with(folder / "run", config__toml=to_toml(TINY), metrics__jsonl=METRICS)]
+    return [folder_with(folder / "run", config__toml=RUN, metrics__jsonl=METRICS)]
 
 
 def make_bundles(folder: Path) -> list[Path]:
@@ -345,9 +346,9 @@ def make_clusters(folder: Path) -> list[Path]:
 
 TARGETS = (
     Target("manifest", make_checkpoints, read_manifest, {MANIFEST: mutate_manifest}),
-    Target("tensor file", make_checkpoints, read_tensors, {SHARD: mutate_tensors}),
+    Target("tensor file", make_checkpoints, read_tensors, {SHARD: mutate_tensors}, share=0.5),
     Target("checkpoint", make_checkpoints, read_checkpoint, {SHARD: mutate_tensors, MANIFEST: mutate_manifest}, resum,
-           share=0.25),
+           share=0.1),
     Target("note", make_notes, lambda folder: notes._read(folder / f"{SHARD}.json", TINY), {".json": mutate_json}),
     Target("index", make_indexed, read_indexed, {".idx": mutate_index, ".bin": mutate_bytes}),
     Target("prepared corpus", make_prepared, read_prepared, {
@@ -356,10 +357,10 @@ TARGETS = (
     Target("corpus", lambda folder: [folder_with(folder / "c", a__txt=TEXT, b__jsonl=DOCUMENTS)], read_corpus, {
         ".txt": mutate_bytes, ".jsonl": mutate_lines}),
     Target("hugging face", make_theirs, read_theirs, {
-        ".safetensors": mutate_tensors, "config.json": mutate_json, "index.json": mutate_json}, share=0.25),
-    Target("configuration", make_configs, read_config, {".toml": mutate_toml}),
+        ".safetensors": mutate_tensors, "config.json": mutate_json, "index.json": mutate_json}, share=0.1),
+    Target("configuration", make_configs, read_config, {".toml": mutate_toml}, share=0.5),
     Target("run folder", make_runs, read_run, {".toml": mutate_toml, ".jsonl": mutate_lines},
-           share=0.5),
+           share=0.3),
     Target("replay bundle", make_bundles, lambda folder: read_bundle(folder / "step_00000007.json"), {
         ".json": mutate_json}),
     Target("costs", make_costs, lambda folder: read_costs(folder / "costs.json"), {".json": mutate_json}),
