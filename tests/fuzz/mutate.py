@@ -47,11 +47,11 @@ def mutate_tree(tree: Any, random: Random) -> Any:
     tree = copy.deepcopy(tree)
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         if not isinstance(tree, dict | list) or not tree:
-            return random.choice(VALUES)
+            return _value(random)
         holder, key = _place(tree, random)
         what = random.randrange(8)
         if what <= 2:
-            holder[key] = random.choice(VALUES)
+            holder[key] = _value(random)
         elif what == 3:
             holder[key] = _near(holder[key], random)
         elif what == 4:
@@ -67,6 +67,10 @@ def mutate_tree(tree: Any, random: Random) -> Any:
             for _ in range(random.choice((1, 3, 80))):
                 holder[key] = [holder[key]] if random.random() < 0.5 else {"a": holder[key]}
     return tree
+
+
+def _value(random: Random) -> Any:
+    return copy.deepcopy(random.choice(VALUES))
 
 
 def _place(tree: Any, random: Random) -> tuple[Any, Any]:
@@ -88,7 +92,7 @@ def _near(value: Any, random: Random) -> Any:
         return random.choice((-value, value * 1e300, 0.0, str(value)))
     if isinstance(value, str):
         return mutate_bytes(value.encode("utf-8", "replace"), random).decode("utf-8", "replace")
-    return random.choice(VALUES)
+    return _value(random)
 
 
 def mutate_json(data: bytes, random: Random, sign: Callable[[Any], Any] = lambda tree: tree) -> bytes:
@@ -122,7 +126,7 @@ def mutate_toml(data: bytes, random: Random) -> bytes:
         key, equals, value = lines[at].partition(" = ")
         what = random.randrange(6)
         if equals and what <= 2:
-            lines[at] = f"{key} = {_toml(random.choice(VALUES))}"
+            lines[at] = f"{key} = {_toml(_value(random))}"
         elif equals and what == 3:
             lines[at] = key + equals + mutate_bytes(value.encode(), random).decode("utf-8", "replace")
         elif what == 4:
