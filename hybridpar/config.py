@@ -325,6 +325,8 @@ class Launch:
     local_rank: int
     world_size: int
     local_world_size: int
+    own_store_port: int = 0
+    """Where all processes are on this machine and the launcher leaves them to make their store: its port."""
 
     @staticmethod
     def from_environment() -> Launch:
@@ -332,7 +334,11 @@ class Launch:
             return int(os.environ.get(name, default))
 
         world = get("WORLD_SIZE", 1)
-        return Launch(get("RANK", 0), get("LOCAL_RANK", 0), world, get("LOCAL_WORLD_SIZE", world))
+        local = get("LOCAL_WORLD_SIZE", world)
+        theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        near = local == world and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
+        return Launch(get("RANK", 0), get("LOCAL_RANK", 0), world, local,
+                      get("MASTER_PORT", 0) if near and not theirs else 0)
 
     def stay_on_this_machine(self) -> None:
         """Has Gloo listen on the loopback interface alone where all processes are on one machine, unless

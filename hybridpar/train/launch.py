@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +23,7 @@ from hybridpar.errors import HybridparError, config_error
 from hybridpar.train.errors import LostContactError
 
 T = TypeVar("T")
+_LOOPBACK = "127.0.0.1"
 _POLL_S = 0.02, 0.5
 """First and longest pause between two looks into the store."""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
@@ -44,7 +46,11 @@ class Job:
         if launch.world_size == 1:
             return Job(launch)
         launch.stay_on_this_machine()
-        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size))
+        store: dist.Store
+        if launch.own_store_port:
+            store = _loopback_store(launch)
+        else:
+            store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size))
         return Job(launch, dist.PrefixStore("hybridpar", store))
 
     def together(self, action: Callable[[], T], *, here: bool = True) -> T | None:
@@ -119,6 +125,16 @@ class Job:
         if self.store is not None and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
+
+
+def _loopback_store(launch: Launch) -> dist.Store:
+    """The store of a job on one machine. That of torch's rendezvous would listen on all interfaces."""
+    listening = None
+    if launch.rank == 0:
+        with socket.create_server((_LOOPBACK, launch.own_store_port)) as server:
+            listening = server.detach()
+    return dist.TCPStore(_LOOPBACK, launch.own_store_port, launch.world_size, listening is not None,
+                         master_listen_fd=listening)
 
 
 def _await(store: dist.Store, key: str) -> Any:
