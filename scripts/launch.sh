@@ -21,8 +21,12 @@ launch() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     # memory in pages of 2 MiB where Linux has them: passes over weights take an eighth less time
     export GLIBC_TUNABLES="${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}"
-    local rendezvous=(--standalone)
+    # on one host nothing listens but on the loopback interface: torchrun meets itself by a file, ranks at 127.0.0.1
+    local rendezvous=(--nnodes 1 --rdzv-backend c10d --rdzv-conf store_type=file --rdzv-endpoint "$(mktemp)"
+                      --rdzv-id hybridpar --local-addr 127.0.0.1)
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     if [ "$nnodes" -gt 1 ]; then
+        unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE
         rendezvous=(--nnodes "$nnodes" --node-rank "${NODE_RANK:?rank of this host, 0 to NNODES - 1}"
                     --master-addr "${MASTER_ADDR:?address of host 0}" --master-port "${MASTER_PORT:-29500}")
         if [ -z "${NPROC:-}" ]; then

@@ -1,6 +1,7 @@
 """python -m tests.fuzz --inputs 1000000 --seed 1 --out fuzz.json [--targets manifest,index]
 
-Runs each target's inputs in child processes of CHUNK inputs, so that a process that dies, or waits for ever, is one failure among others.
+Runs each target's inputs in child processes of CHUNK inputs, so that a process that dies, or waits for ever, is one
+failure among others.
 """
 
 from __future__ import annotations
