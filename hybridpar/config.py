@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import sys
 import typing
@@ -17,11 +18,16 @@ from types import UnionType
 from typing import Any, Literal
 
 from hybridpar.errors import ConfigError, Problem
+from hybridpar.reading import read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+MAX_TOML = 1 << 20
+"""Bytes of a TOML file."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +206,43 @@ class FaultsConfig:
 
 
 @dataclass(frozen=True)
+class AnomaliesConfig:
+    """What counts as an anomaly of a step, and what all ranks then do together.
+
+    skip: the update is not made. roll_back: the newest checkpoint is loaded, and training goes on behind the offending
+    batch as if the batches since that checkpoint had not been in the data; after diverging replicas, on the same ones.
+    stop: the run ends with an error.
+    """
+
+    on_non_finite: Literal["auto", "skip", "roll_back", "stop"] = "auto"
+    """A loss or gradient norm that is not finite. auto: skip; stop where updates do not wait for the norm (pipedream
+    without clipping). An fp16 overflow that a smaller loss scale may cure is none: it is skipped, as ever."""
+    loss_spike: float = 0.0
+    """A loss so many standard deviations above the median of the last ones; 0: not looked for. The deviation is a
+    robust one, 1.48 times the median distance from the median."""
+    on_loss_spike: Literal["skip", "roll_back", "stop"] = "skip"
+    norm_spike: float = 0.0
+    """The same of the gradient norm, before clipping."""
+    on_norm_spike: Literal["skip", "roll_back", "stop"] = "skip"
+    window: int = 64
+    """How many of the last steps' losses and norms those are; anomalies are not among them."""
+    audit_interval: int = 0
+    """Steps between audits that replicas hold the same weights, bit for bit, also before each checkpoint; 0: none. The
+    pipeline drains for them."""
+    on_divergence: Literal["roll_back", "stop"] = "stop"
+    """Replicas that differ."""
+    limit: int = 10
+    """So many anomalies within `window` steps end the run, whatever is to be done about each; 0: any number may be."""
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether anything here may go back to a checkpoint."""
+        return "roll_back" in (
+            self.on_non_finite, self.loss_spike and self.on_loss_spike, self.norm_spike and self.on_norm_spike,
+            self.audit_interval and self.on_divergence)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     corpus: tuple[str, ...] = ("stdlib",)
     """Text files, folders, .jsonl files, prefixes of .bin/.idx pairs, or 'stdlib' (the Python library's own source)."""
@@ -267,12 +310,21 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
+    anomalies: AnomaliesConfig = field(default_factory=AnomaliesConfig)
 
     @property
     def global_batch_size(self) -> int:
         """Samples an optimizer step; parallel.dp must be resolved."""
         assert self.parallel.dp > 0, "parallel.dp is not resolved"
         return self.train.micro_batch_size * self.pipeline.num_microbatches * self.parallel.dp
+
+    @property
+    def norms_first(self) -> bool:
+        """Whether an update waits for the norm of the whole gradient.
+
+        pipedream's stages update at different times; without clipping none needs to wait for the others.
+        """
+        return self.pipeline.schedule != "pipedream" or self.optim.clip_grad > 0 or self.train.dtype == "fp16"
 
     @property
     def saves_beside_training(self) -> bool:
@@ -304,6 +356,8 @@ class Launch:
     launched: bool = False
     loopback: bool = False
     args: tuple[str, ...] = ()
+    own_store_port: int = 0
+    """Where all processes are on this machine and the launcher leaves them to make their store: its port."""
 
     @staticmethod
     def from_environment(args: Sequence[str] = ()) -> Launch:
@@ -311,9 +365,12 @@ class Launch:
             return int(os.environ.get(name, default))
 
         world = get("WORLD_SIZE", 1)
+        local = get("LOCAL_WORLD_SIZE", world)
         here = world == get("LOCAL_WORLD_SIZE", 0) and "GLOO_SOCKET_IFNAME" not in os.environ
-        return Launch(get("RANK", 0), get("LOCAL_RANK", 0), world, get("LOCAL_WORLD_SIZE", world),
-                      "RANK" in os.environ, here, tuple(args))
+        theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        near = local == world and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
+        return Launch(get("RANK", 0), get("LOCAL_RANK", 0), world, local, "RANK" in os.environ, here, tuple(args),
+                      get("MASTER_PORT", 0) if near and not theirs else 0)
 
 
 def load_toml(path: str | Path) -> Config:
@@ -323,12 +380,12 @@ def load_toml(path: str | Path) -> Config:
     """
     path = Path(path)
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(read_text(path, MAX_TOML))
     except OSError as error:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
         problem = Problem("config", str(path), f"cannot be read ({error.strerror})", near[0] if near else "")
         raise ConfigError(problem) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(Problem("config", str(path), f"is not valid TOML: {error}")) from None
     return from_mapping(document)
 
@@ -369,8 +426,13 @@ def _nearest(name: str, known: Sequence[str] | set[str]) -> str:
     return near[0] if near else "one of " + ", ".join(sorted(known))
 
 
+@functools.cache
+def _hints_of(section: Any) -> dict[str, Any]:
+    return typing.get_type_hints(section)
+
+
 def _read_section(name: str, base: Any, table: Mapping[str, Any], problems: list[Problem]) -> Any:
-    hints = typing.get_type_hints(type(base))
+    hints = _hints_of(type(base))  # type: ignore[arg-type]
     known = {f.name for f in dataclasses.fields(base)}
     values = {}
     for key, value in table.items():
@@ -403,6 +465,8 @@ def _convert(value: Any, kind: Any) -> Any:
     if origin in (typing.Union, UnionType):
         return _convert_to_any(value, typing.get_args(kind))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > sys.float_info.max:
+            raise ValueError("is too large")
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"must be of type {kind.__name__}")

@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 16
+_LONGEST = 20_000
+"""Characters of a message."""
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, cut short: it may be all of a file that somebody else has made."""
+    try:
+        return _SHORT.repr(value)
+    except (ValueError, RecursionError):  # a whole number of very many digits
+        return f"<{type(value).__name__}>"
+
+
+def printable(text: str) -> str:
+    """A message that a terminal and a log can take: names in it may hold anything."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +39,15 @@ class Problem:
     suggestion: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.field} = {self.value!r}: {self.rule}"
+        text = f"{shown(self.field)[1:-1]} = {shown(self.value)}: {self.rule}"
         return f"{text}; try {self.suggestion}" if self.suggestion else text
 
 
 class HybridparError(Exception):
     """Base of the errors raised on purpose; anything else is a defect of ours."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
 
 
 class ConfigError(HybridparError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from math import isfinite
+from pathlib import Path
 
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError, Problem
@@ -18,15 +20,24 @@ POSITIVE = (
     "model.num_layers", "model.hidden_size", "model.num_heads", "model.seq_length", "model.vocab_size",
     "parallel.tp", "parallel.pp", "pipeline.num_microbatches", "train.num_steps", "train.micro_batch_size",
     "train.timeout_s", "train.log_interval", "checkpoint.keep", "train.eval_batches", "optim.loss_scale", "optim.eps",
-    "faults.timeout_s",
+    "faults.timeout_s", "anomalies.window",
 )
 NOT_NEGATIVE = (
     "model.num_kv_heads", "model.ffn_hidden_size", "model.norm_eps", "model.init_std", "model.logits_chunk",
     "parallel.dp", "pipeline.chunks", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps",
     "optim.weight_decay", "optim.clip_grad", "optim.momentum", "optim.staleness_steps", "train.seed", "train.threads",
     "train.eval_interval", "train.save_interval", "checkpoint.keep_best", "plan.step_ms",
-    "faults.restarts", "faults.min_ranks",
+    "faults.restarts", "faults.min_ranks", "anomalies.loss_spike", "anomalies.norm_spike", "anomalies.audit_interval",
+    "anomalies.limit",
 )
+LARGEST = {
+    "model.num_layers": 10_000, "model.hidden_size": 2**20, "model.num_heads": 2**16, "model.num_kv_heads": 2**16,
+    "model.ffn_hidden_size": 2**24, "model.seq_length": 2**24, "model.vocab_size": 2**28, "parallel.tp": 2**16,
+    "parallel.pp": 2**16, "parallel.dp": 2**20, "pipeline.num_microbatches": 2**20, "pipeline.sync_steps": 2**40,
+    "train.num_steps": 2**40, "train.micro_batch_size": 2**20, "train.threads": 2**16, "train.timeout_s": 1e8,
+    "train.eval_batches": 2**30, "train.seed": 2**64 - 1, "anomalies.window": 10**6,
+}
+"""What no machine has, or will train: no sum or product of these is too much work to look at."""
 BELOW_ONE = ("model.dropout", "model.attention_dropout", "model.label_smoothing", "data.split")
 
 
@@ -45,7 +56,7 @@ def problems(config: Config, world_size: int) -> list[Problem]:
     if not found:  # what follows divides by these numbers
         found = [
             *_grid(config, world_size), *_model(config), *_pipeline(config), *_staleness(config), *_data(config),
-            *_kernels(config), *_checkpoints(config)]
+            *_kernels(config), *_checkpoints(config), *_anomalies(config)]
     return found
 
 
@@ -61,6 +72,18 @@ def _ranges(config: Config) -> Iterator[Problem]:
     for name in NOT_NEGATIVE:
         if not (value := _value(config, name)) >= 0:
             yield Problem(name, value, "must not be negative", "0")
+    for name, most in LARGEST.items():
+        if not (value := _value(config, name)) <= most:
+            yield Problem(name, value, f"must be at most {most}", str(most))
+    for section in fields(config):
+        for key, value in vars(getattr(config, section.name)).items():
+            if isinstance(value, float) and not isfinite(value):
+                yield Problem(f"{section.name}.{key}", value, "must be finite")
+            elif isinstance(value, int) and abs(value) >= 2**64:
+                yield Problem(f"{section.name}.{key}", value, "is too large")
+    name = config.run.name
+    if not name or Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
+        yield Problem("run.name", name, "must be the name of a folder in run.dir", "run")
     for name in BELOW_ONE:
         if not 0 <= (value := _value(config, name)) < 1:
             yield Problem(name, value, "must be at least 0 and below 1", "0.1")
@@ -136,6 +159,21 @@ def _checkpoints(config: Config) -> Iterator[Problem]:
         yield Problem("train.save_interval", train.save_interval, "must be a multiple of train.eval_interval = "
                       f"{train.eval_interval}, so that checkpoint.keep_best can tell which checkpoint is best",
                       str(-(-train.save_interval // train.eval_interval) * train.eval_interval))
+
+
+def _anomalies(config: Config) -> Iterator[Problem]:
+    settings = config.anomalies
+    if settings.window < 8 and (settings.loss_spike or settings.norm_spike):
+        yield Problem("anomalies.window", settings.window, "is too short to tell a spike from noise", "64")
+    for name, found in (("on_non_finite", True), ("on_loss_spike", settings.loss_spike > 0),
+                        ("on_norm_spike", settings.norm_spike > 0)):
+        if found and getattr(settings, name) == "skip" and not config.norms_first:
+            rule = ("pipedream without clipping updates before the norm is known, so no update can be skipped; set "
+                    "optim.clip_grad, or")
+            yield Problem(f"anomalies.{name}", "skip", rule, '"roll_back" or "stop"')
+    if settings.rolls_back and not config.train.save_interval:
+        rule = "must be positive: anomalies are to be rolled back to a checkpoint"
+        yield Problem("train.save_interval", 0, rule, "100")
 
 
 def _kernels(config: Config) -> Iterator[Problem]:

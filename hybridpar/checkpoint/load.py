@@ -24,8 +24,12 @@ from hybridpar.optim import ParameterSlot
 from hybridpar.pipeline.run.stage import Stage
 
 
-def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None]) -> int:
+def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None], *, up_to: int | None = None,
+           go_on_at: int = 0) -> int:
     """Loads the newest checkpoint under `root` that is whole into `engine`; its step, or 0 where there is none.
+
+    `up_to`: of those up to this step (None: all). `go_on_at`: the step that training goes on after, where that is
+    later, as if the batches between had not been in the data.
 
     It may be of another grid, schedule or ZeRO setting (restate.py). Each rank reads what it needs and compares that
     with its checksums. Where one finds damage all pass over this checkpoint, and `say` is told the file and what is
@@ -34,7 +38,7 @@ def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None])
     Raises: CheckpointError, on all ranks: another model, batch size or corpus, or no checkpoint is whole.
     """
     world = engine.grid.world
-    steps = gather_objects(published_steps(root), world)[0]
+    steps = [step for step in gather_objects(published_steps(root), world)[0] if up_to is None or step <= up_to]
     for step in steps:
         folder = folder_of(root, step)
         damage, mismatch = "", ""
@@ -46,7 +50,8 @@ def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None])
         outcomes = gather_objects((damage, mismatch), world)
         if wrong := [text for _, text in outcomes if text]:
             raise CheckpointError(wrong[0])
-        damages = [text for text, _ in outcomes if text] or _load_together(folder, manifest, engine)
+        damages = [text for text, _ in outcomes if text] or _load_together(
+            folder, manifest, engine, max(go_on_at - step, 0))
         if not damages:
             return step
         say(f"{damages[0]}: passed over")
@@ -55,20 +60,23 @@ def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None])
     return 0
 
 
-def _load_together(folder: Path, manifest: Manifest, engine: Trainee) -> list[str]:
+def _load_together(folder: Path, manifest: Manifest, engine: Trainee, ahead: int) -> list[str]:
     """What went wrong, on all ranks."""
     damage = ""
     try:
-        load(Saved(folder, manifest), engine)
+        load(Saved(folder, manifest), engine, ahead)
     except CheckpointError as error:
         damage = str(error)
     return [text for text in gather_objects(damage, engine.grid.world) if text]
 
 
-def load(saved: Saved, engine: Trainee) -> None:
-    """Gives `engine` the state of a checkpoint of any grid, as far as its rank needs it. Raises: CheckpointError."""
+def load(saved: Saved, engine: Trainee, ahead: int = 0) -> None:
+    """Gives `engine` the state of a checkpoint of any grid, as far as its rank needs it. `ahead`: as for Restated.
+
+    Raises: CheckpointError.
+    """
     slots = {slot.name: slot for slot in engine.slots}
-    state = Restated(saved, engine.weights, slots, engine.grid.tp.rank)
+    state = Restated(saved, engine.weights, slots, engine.grid.tp.rank, ahead)
     engine.load_state(state, state.meta(engine.scaler.state()))
 
 

@@ -27,7 +27,8 @@ import torch
 from hybridpar import __version__
 from hybridpar.checkpoint import plain
 from hybridpar.config import Config, from_mapping, to_mapping
-from hybridpar.errors import CheckpointError, ConfigError
+from hybridpar.errors import CheckpointError, ConfigError, shown
+from hybridpar.reading import read_limited
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -70,7 +71,8 @@ class TrainingState:
     """Where training stood, besides its tensors; equal on all ranks.
 
     `versions`: of the weights, those that all stages have saved. `num_updates`: steps the optimizer took.
-    `loss_scales`: the one that came with each version.
+    `loss_scales`: the one that came with each version. `recent`: the last losses and norms, where they are kept to tell
+    anomalies by.
     """
 
     batches_done: int
@@ -78,6 +80,7 @@ class TrainingState:
     num_updates: int = 0
     loss_scaler: Mapping[str, float] = field(default_factory=dict)
     loss_scales: Mapping[int, float] = field(default_factory=dict)
+    recent: Mapping[str, list[float]] = field(default_factory=dict)
 
     @staticmethod
     def of(meta: Mapping[str, Any]) -> TrainingState:
@@ -88,11 +91,13 @@ class TrainingState:
             raise ValueError(f"versions must ascend to batches_done = {done}")
         scaler = plain.mapping(meta.get("loss_scaler"), "loss_scaler")
         scales = plain.mapping(meta.get("loss_scales"), "loss_scales")
+        recent = plain.mapping(meta.get("recent", {}), "recent")
         return TrainingState(
             done, tuple(versions), plain.integer(meta.get("num_updates"), "num_updates", 0, done),
             {key: plain.number(value, key) for key, value in scaler.items()},
             {plain.integer(int(key), "loss_scales", 0, done): plain.number(value, "loss_scales")
-             for key, value in scales.items()})
+             for key, value in scales.items()},
+            {key: [plain.number(v, key) for v in plain.sequence(values, key)] for key, values in recent.items()})
 
     def as_meta(self) -> dict[str, Any]:
         """As Engine.load_state takes it."""
@@ -137,11 +142,9 @@ def read_manifest(folder: Path) -> Manifest:
     """Raises: CheckpointError if there is none, or it is damaged or of another format."""
     path = folder / MANIFEST
     try:
-        if (size := path.stat().st_size) > _MAX_BYTES:
-            raise ValueError(f"it has {size} bytes, more than {_MAX_BYTES}")
-        document = plain.mapping(plain.parse(path.read_bytes()), "it")
+        document = plain.mapping(plain.parse(read_limited(path, _MAX_BYTES, follow=False)), "it")
         if (version := document.get("format")) != FORMAT:
-            raise CheckpointError(f"{path}: has format {version!r}, this version reads {FORMAT}")
+            raise CheckpointError(f"{path}: has format {shown(version)}, this version reads {FORMAT}")
         if document.pop(_CHECKSUM, "") != _checksum(document):
             raise ValueError("its checksum is not what it was when it was written")
         return _parse(document)
@@ -182,7 +185,7 @@ def parse_shard(entry: Any, config: Config) -> ShardFile:
         plain.integer(entry.get("num_bytes"), "num_bytes"), plain.string(entry.get("checksums"), "checksums"))
     if entry.get("name") != shard.name:
         raise ValueError(f"the file of stage {pp}, tensor part {tp}, replica {dp} must be called {shard.name}, "
-                         f"not {entry.get('name')!r}")
+                         f"not {shown(entry.get('name'))}")
     if not re.fullmatch("([0-9a-f]{8})+", shard.checksums):
         raise ValueError(f"{shard.name} has no checksums")
     return shard

@@ -15,7 +15,10 @@ from threading import Event
 from hybridpar.checkpoint import plain
 from hybridpar.checkpoint.manifest import ShardFile, file_name, parse_shard
 from hybridpar.config import Config
+from hybridpar.errors import CheckpointError
+from hybridpar.reading import read_limited
 
+_MAX_BYTES = 64 << 20
 _FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.001, 0.2
 
 Written = tuple[ShardFile, tuple[int, ...]]
@@ -44,7 +47,7 @@ def leave(folder: Path, written: Written) -> None:
 
 
 def collect(folder: Path, config: Config, given_up: Event) -> list[Written]:
-    """Waits for the notes of all writers, and takes them away. Raises: GivenUp, OSError, ValueError."""
+    """Waits for the notes of all writers, and takes them away. Raises: GivenUp, OSError, CheckpointError."""
     paths = [_note(folder, file_name(*where)) for where in writers(config)]
     written = [_read(path, config) for path in _as_they_come(paths, given_up)]
     for path in paths:
@@ -63,9 +66,12 @@ def _as_they_come(paths: list[Path], given_up: Event) -> Iterator[Path]:
 
 
 def _read(path: Path, config: Config) -> Written:
-    entry = plain.mapping(plain.parse(path.read_bytes()), path.name)
-    versions = plain.sequence(entry.get("versions"), "versions")
-    return parse_shard(entry, config), tuple(plain.integer(v, "versions") for v in versions)
+    try:
+        entry = plain.mapping(plain.parse(read_limited(path, _MAX_BYTES, follow=False)), path.name)
+        versions = plain.sequence(entry.get("versions"), "versions")
+        return parse_shard(entry, config), tuple(plain.integer(v, "versions") for v in versions)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is damaged ({error})") from None
 
 
 def _note(folder: Path, shard: str) -> Path:

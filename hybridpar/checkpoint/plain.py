@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from typing import Any
 
 Object = dict[str, Any]
@@ -47,7 +47,7 @@ def integer(value: Any, what: str, least: int = 0, most: int = 2**62) -> int:
 
 def number(value: Any, what: str) -> float:
     """`value`, a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{what} is not a number")
     return float(value)
 

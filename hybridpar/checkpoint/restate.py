@@ -32,29 +32,33 @@ from hybridpar.pipeline.run.weights import WeightStore
 class Restated(Mapping[str, Tensor]):
     """The tensors that a rank needs, named as by Engine.state_tensors; each is read when it is asked for.
 
-    `slots`: what the rank updates. `meta`: the rest of the state, as Engine.load_state takes it.
+    `slots`: what the rank updates. `meta`: the rest of the state, as Engine.load_state takes it. `ahead`: so many
+    batches are gone over: training goes on behind them as it would have from here, had they not been in the data.
     Raises: CheckpointError where one is missing, damaged or of another shape.
     """
 
-    def __init__(self, saved: Saved, weights: WeightStore, slots: Mapping[str, ParameterSlot], tp_rank: int):
+    def __init__(self, saved: Saved, weights: WeightStore, slots: Mapping[str, ParameterSlot], tp_rank: int,
+                 ahead: int = 0):
         self._saved, self._slots, self._state = saved, slots, saved.manifest.state
         self._unpredicts = saved.manifest.config.optim.staleness == "prediction" and not weights.predicts
         self._whole = {name: ParameterSlot(name, place, tp_rank) for name, place in weights.placements.items()}
         self._has_master, self._dtype = weights.master is not None, weights.master_dtype
-        newest = self._state.batches_done
+        self._ahead, newest = ahead, self._state.batches_done + ahead
         self.versions = range(max(newest - weights.num_versions + 1, 0), newest + 1)
 
     def meta(self, scaler: Mapping[str, Any]) -> dict[str, Any]:
         """`scaler`: the new run's own, for a checkpoint that has none."""
         state = self._state
         scale = state.loss_scales.get(state.batches_done, float(scaler["scale"]))
-        scales = {v: state.loss_scales.get(v, scale) if self._stored(v) == v else scale for v in self.versions}
+        scales = {v: state.loss_scales.get(self._stored(v), scale) for v in self.versions}
         return replace(
-            state, versions=tuple(self.versions), loss_scaler=state.loss_scaler or scaler, loss_scales=scales).as_meta()
+            state, batches_done=state.batches_done + self._ahead, versions=tuple(self.versions),
+            loss_scaler=state.loss_scaler or scaler, loss_scales=scales).as_meta()
 
     def _stored(self, version: int) -> int:
         """The saved version that is taken as `version`."""
-        return version if version in self._state.versions and not self._unpredicts else self._state.batches_done
+        saved = version - self._ahead
+        return saved if saved in self._state.versions and not self._unpredicts else self._state.batches_done
 
     def __getitem__(self, name: str) -> Tensor:
         kind, _, rest = name.partition("/")

@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridpar.checkpoint import plain
-from hybridpar.errors import CheckpointError
+from hybridpar.errors import CheckpointError, shown
+from hybridpar.reading import open_regular
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -113,7 +114,7 @@ class TensorFile:
         self._sums = [checksums[i : i + _DIGITS] for i in range(0, len(checksums), _DIGITS)]
         self._scratch = bytearray()
         try:
-            with path.open("rb", buffering=0) as file:
+            with open_regular(path, follow=False) as file:
                 size = os.fstat(file.fileno()).st_size
                 if written is not None and size != expected:
                     raise ValueError(f"it has {size} bytes, should have {expected}")
@@ -195,7 +196,7 @@ class TensorFile:
     @contextmanager
     def _reading(self, name: str) -> Iterator[FileIO]:
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with open_regular(self.path, follow=False) as file:
                 yield file
         except OSError as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read ({error.strerror or error})") from None
@@ -230,7 +231,7 @@ def _parse_header(text: bytes, size: int) -> tuple[dict[str, str], dict[str, Ten
         entry = plain.mapping(entry, name)
         kind = DTYPES.get(plain.string(entry.get("dtype"), f"{name}: dtype"))
         if kind is None:
-            raise ValueError(f"{name} is of type {entry['dtype']!r}, not one of {', '.join(DTYPES)}")
+            raise ValueError(f"{name} is of type {shown(entry['dtype'])}, not one of {', '.join(DTYPES)}")
         shape = tuple(plain.integer(n, f"{name}: shape") for n in plain.sequence(entry.get("shape"), f"{name}: shape"))
         start, stop = plain.span(entry.get("data_offsets"), f"{name}: data_offsets", size)
         if len(shape) > _MAX_DIMS or prod(shape) * kind.itemsize != stop - start:

@@ -16,6 +16,7 @@ from tyro.conf import FlagConversionOff, Positional, arg
 from hybridpar.cli.exchange import Export, Import
 from hybridpar.cli.placing import Graph, Place
 from hybridpar.cli.planning import Plan, Profile, Simulate, resolved
+from hybridpar.cli.replaying import Replay
 from hybridpar.config import Config, Launch
 from hybridpar.errors import config_error
 
@@ -224,7 +225,8 @@ class Doctor:
 
 COMMANDS: dict[str, type[Any]] = {
     kind.__name__.lower(): kind for kind in (
-        Train, Verify, Check, Profile, Plan, Simulate, Graph, Place, Preprocess, Generate, Export, Import, Doctor)
+        Train, Verify, Replay, Check, Profile, Plan, Simulate, Graph, Place, Preprocess, Generate, Export, Import,
+        Doctor)
 }
 
 

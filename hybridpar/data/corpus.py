@@ -15,9 +15,11 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 from hybridpar.errors import DataError
+from hybridpar.reading import open_regular
 
 STDLIB = "stdlib"
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".jsonl")
@@ -106,7 +108,8 @@ def _read(file: SourceFile) -> Iterator[tuple[str, int]]:
         yield from _read_jsonl(file)
         return
     try:
-        raw = file.path.read_bytes()
+        with open_regular(file.path) as stream:
+            raw = stream.read()
     except OSError as error:
         raise DataError(f"{file.path}: cannot be read ({error.strerror})") from None
     if not raw and file.named:
@@ -124,7 +127,7 @@ def _read(file: SourceFile) -> Iterator[tuple[str, int]]:
 def _read_jsonl(file: SourceFile) -> Iterator[tuple[str, int]]:
     any_line = False
     try:
-        with file.path.open("rb") as stream:
+        with BufferedReader(open_regular(file.path)) as stream:
             for number, raw in enumerate(stream, 1):
                 line = _decode(raw, file.path, number)
                 if line.isspace():

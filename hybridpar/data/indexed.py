@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpar.errors import DataError
+from hybridpar.reading import open_regular
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -253,7 +254,7 @@ class IndexedWriter:
 def _map(path: Path, num_bytes: int | None = None) -> bytes | mmap.mmap:
     """The file's bytes, mapped read-only. Raises: DataError if it cannot be read or has not `num_bytes` bytes."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             found = os.fstat(file.fileno()).st_size
             if num_bytes is not None and found != num_bytes:
                 raise DataError(f"{path}: has {found} bytes; by its index it has {num_bytes}")

@@ -23,6 +23,7 @@ from hybridpar.data.corpus import SourceFile, corpus_files, corpus_key, document
 from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from hybridpar.data.tokenizer import END, Kind, Tokenizer, check_vocab_fits, check_vocab_size, train_tokenizer
 from hybridpar.errors import DataError
+from hybridpar.reading import read_limited
 
 if TYPE_CHECKING:  # imported where it is used: operators and benchmarks run without it
     from rich.progress import Progress
@@ -33,6 +34,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _FORMAT = 1
+_MAX_MANIFEST = 1 << 20
 _TRAINING_BYTES = 16 << 20  # text that a tokenizer is trained on; more changes its merges little
 _BATCH_BYTES, _BATCH_TEXTS = 4 << 20, 2048  # encoded at a time
 _SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[\"'(\[]*[A-Z])")
@@ -211,7 +213,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 def _read_manifest(path: Path) -> dict[str, Any]:
     kinds = {"format": int, "kind": str, "vocab_size": int, "num_documents": int, "num_tokens": int, "fingerprint": str}
     try:
-        stated = json.loads(path.read_text(encoding="utf-8"))
+        stated = json.loads(read_limited(path, _MAX_MANIFEST))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: is not a manifest: {error}") from None
     for field, kind in kinds.items():

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpar.errors import DataError, config_error
+from hybridpar.reading import read_text
 
 if TYPE_CHECKING:  # imported where it is used: operators and benchmarks run without it
     import tokenizers
@@ -31,6 +32,7 @@ _SYNONYMS = {BEGIN: (BEGIN, "<|begin_of_text|>", "<bos>"), END: (END, "<|end_of_
              "[PAD]": ("[PAD]", "<pad>"), "[CLS]": ("[CLS]", "<s>"), "[SEP]": ("[SEP]", "</s>"),
              "[MASK]": ("[MASK]", "<mask>")}
 _NUM_BYTES = 256
+_MAX_BYTES = 256 << 20
 _PIECE = 1 << 20
 _BREAK = re.compile(r"(?<=\S)\n(?=\S)")  # a lone line break is a token of its own for the byte-level splitter
 
@@ -66,7 +68,7 @@ class Tokenizer:
         import tokenizers
 
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(Path(path), _MAX_BYTES)
             if not isinstance(json.loads(text), dict):
                 raise ValueError("it is not a JSON object")
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ _MULTIPLIERS = (0x9E3779B97F4A7C15 - 2**64, 0x3F58476D1CE4E5B9)
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A tensor that replicas disagree on: its name, and the axis ranks that differ from the first one holding it."""
+    """A tensor that replicas disagree on: its name, and the axis ranks that differ from what most have (where as many
+    have one as another, from that on the first of them); `first`: a rank that has it."""
 
     name: str
     ranks: tuple[int, ...]
@@ -40,9 +42,10 @@ def audit_replicas(tensors: Mapping[str, Tensor], axis: Axis) -> Mismatch | None
     everyone = gather_objects(mine, axis)
     for name in sorted({name for held in everyone for name in held}):
         holders = [rank for rank, held in enumerate(everyone) if name in held]
-        differing = tuple(r for r in holders if everyone[r][name] != everyone[holders[0]][name])
-        if differing:
-            return Mismatch(name, differing, holders[0])
+        counts = Counter(everyone[rank][name] for rank in holders)
+        usual = max(counts, key=counts.__getitem__)  # of equal ones the first
+        if differing := tuple(rank for rank in holders if everyone[rank][name] != usual):
+            return Mismatch(name, differing, next(rank for rank in holders if everyone[rank][name] == usual))
     return None
 
 

@@ -5,7 +5,8 @@ Legend: h hidden, f ffn, s sequence, v vocabulary.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from bisect import bisect_right
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from hybridpar.config import ModelConfig
@@ -54,20 +55,23 @@ def balanced_split(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
     assert num_stages <= len(costs), f"{num_stages} stages of {len(costs)} blocks"
     prefix = (0, *accumulate(costs))
 
-    @cache
-    def best(stop: int, stages: int) -> tuple[int, int]:
-        """Bottleneck of blocks [0, stop) in `stages` stages, and where the last of them starts."""
-        if stages == 1:
-            return prefix[stop], 0
-        return min(
-            ((max(best(cut, stages - 1)[0], prefix[stop] - prefix[cut]), cut) for cut in range(stages - 1, stop)),
-            key=lambda choice: (choice[0], -choice[1]),
-        )
+    def reach(stages: int, most: int, stop: int) -> int:
+        """How many of the first `stop` blocks so many stages can hold, none costlier than `most`."""
+        at = 0
+        for _ in range(stages):
+            if at == stop:
+                break
+            at = min(bisect_right(prefix, prefix[at] + most) - 1, stop)
+        return at
 
     sizes: list[int] = []
-    stop = len(costs)
+    stop, highest = len(costs), prefix[-1]
     for stages in range(num_stages, 0, -1):
-        start = best(stop, stages)[1]
+        lowest = max(costs[:stop])
+        while lowest < highest:
+            middle = (lowest + highest) // 2
+            lowest, highest = (lowest, middle) if reach(stages, middle, stop) == stop else (middle + 1, highest)
+        start = min(reach(stages - 1, highest, stop), stop - 1)
         sizes.insert(0, stop - start)
         stop = start
     return tuple(sizes)

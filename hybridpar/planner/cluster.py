@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridpar.config import Config, ModelConfig
+from hybridpar.config import MAX_TOML, Config, ModelConfig
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.memory.footprint import silent_axis
 from hybridpar.models.build import build_blocks
@@ -35,6 +35,7 @@ from hybridpar.planner.hardware import (
 )
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import KINDS, BlockCost, Hardware, Key, Profile, settings_of
+from hybridpar.reading import read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,10 +58,10 @@ _KEYS = {"servers": int, "devices_per_server": int, "device": (str, dict), "inne
 def read_cluster(path: Path) -> Cluster:
     """Reads a cluster.toml. Raises: ConfigError with everything that is wrong with it."""
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(read_text(path, MAX_TOML))
     except OSError as error:
         raise config_error("cluster", str(path), f"cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise config_error("cluster", str(path), f"is not valid TOML: {error}") from None
     problems = [*_problems("", document, _KEYS, ("servers", "devices_per_server", "device", "inner"))]
     servers = document.get("servers", 1)

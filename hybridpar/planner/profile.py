@@ -17,8 +17,9 @@ from typing import Any
 
 from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, to_mapping
-from hybridpar.errors import ConfigError, DataError, Problem, config_error
+from hybridpar.errors import ConfigError, DataError, Problem, config_error, shown
 from hybridpar.planner.links import Curve, MeasuredLink
+from hybridpar.reading import read_limited
 
 FORMAT = "hybridpar profile 1"
 KINDS = ("embedding", "layer", "head")
@@ -26,8 +27,8 @@ _BEARS: dict[str, tuple[str, ...]] = {
     "model": (), "kernels": (), "train": ("dtype",), "optim": ("name", "staleness"),
 }
 """What of a configuration blocks take their time by; (): the whole section."""
-_MOST, _LARGEST = 10**6, 1e30
-"""Of a count, and of a number, in a file that can be read."""
+_MOST, _LARGEST, _MAX_BYTES = 10**6, 1e30, 64 << 20
+"""Of a count, and of a number, in a file that can be read; bytes of such a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ def read_profile(path: Path) -> Profile:
     Raises: ConfigError if there is no such file; DataError, with the place, if it holds something else.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_limited(path, _MAX_BYTES))
     except FileNotFoundError:
         raise config_error("profile", str(path), "does not exist", f"hybridpar profile CONFIG --out {path}") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -202,7 +203,7 @@ def read_profile(path: Path) -> Profile:
         return _profile(document)
     except _Wrong as error:
         raise DataError(f"{path}: {error}") from None
-    except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, AssertionError, IndexError, OverflowError) as error:
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise DataError(f"{path}: is not a profile as `hybridpar profile` writes it: {what}") from None
 
@@ -215,7 +216,7 @@ def _profile(document: Mapping[str, Any]) -> Profile:
     if not isinstance(document, dict):
         raise _Wrong("is not an object")
     if (found := document.get("format")) != FORMAT:
-        raise _Wrong(f"format is {found!r}, not {FORMAT!r}: profile the machine again")
+        raise _Wrong(f"format is {shown(found)}, not {FORMAT!r}: profile the machine again")
     blocks = {_key(row): _block(row) for row in document["blocks"]}
     degrees = {(tp, b) for _, tp, b in blocks}
     if not blocks or any((kind, tp, b) not in blocks for kind in KINDS for tp, b in degrees):
@@ -251,13 +252,13 @@ def _key(row: Mapping[str, Any]) -> Key:
 
 def _count(where: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-        raise _Wrong(f"{where} is {value!r}, which must be an integer of {least} to {_MOST}")
+        raise _Wrong(f"{where} is {shown(value)}, which must be an integer of {least} to {_MOST}")
     return value
 
 
 def _positive(where: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
-        raise _Wrong(f"{where} is {value!r}, which must be a number of 0 or more")
+        raise _Wrong(f"{where} is {shown(value)}, which must be a number of 0 or more")
     return value
 
 
@@ -268,7 +269,7 @@ def _block(row: Mapping[str, Any]) -> BlockCost:
         value = row[name]
         if name.endswith("_messages"):
             if not isinstance(value, list):
-                raise _Wrong(f"{where}: {name} is {value!r}, which must be a list")
+                raise _Wrong(f"{where}: {name} is {shown(value)}, which must be a list")
             values[name] = tuple(_positive(f"{where}: {name}", v) for v in value)
         else:
             values[name] = _positive(f"{where}: {name}", value)

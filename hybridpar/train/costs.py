@@ -6,7 +6,6 @@ Units: seconds.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,15 +16,17 @@ import torch
 
 from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config
-from hybridpar.errors import ConfigError, DataError, config_error
+from hybridpar.errors import ConfigError, DataError, config_error, shown
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
+from hybridpar.reading import read_limited
 from hybridpar.train.measure import CALLS, VARYING, Measured, Parts, measure
 from hybridpar.train.trace import RankEvents
 
 FORMAT = "hybridpar costs 3"
+_MAX_BYTES, _LONGEST_S, _MOST_CORES = 256 << 20, 1e9, 1e6
 _OF_STAGES = ("forward", "backward")
 _OF_RANKS = ("update", "reduce", "gather")
 _OF_LINKS = ("transfer", "latency", "transfer_work")
@@ -93,10 +94,10 @@ def read_costs(path: Path) -> RunCosts:
     Raises: ConfigError if there is no such file; DataError, with the place, if it holds something else.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_limited(path, _MAX_BYTES))
     except FileNotFoundError:
         raise config_error("run", str(path.parent), f"has no {path.name}: that is measured as a run trains") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
     try:
         return _run_costs(_Reader(document))
@@ -119,7 +120,7 @@ class _Reader:
             raise ValueError(f"{place} is missing")
         value = self._value[key]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"{place} is {value!r}")
+            raise ValueError(f"{place} is {shown(value)}")
         return value
 
     def section(self, key: str) -> _Reader:
@@ -146,14 +147,14 @@ class _Reader:
         return self.row(key, size) if isinstance(self._value.get(key), list) else self.seconds(key)
 
     def _positive(self, value: Any, key: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise ValueError(f"{self._where}.{key} has {value!r}, which is no length of time")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST_S:
+            raise ValueError(f"{self._where}.{key} has {shown(value)}, which is no length of time")
         return float(value)
 
 
 def _run_costs(document: _Reader) -> RunCosts:
     if (found := document.get("format", str)) != FORMAT:
-        raise ValueError(f"format is {found!r}, not {FORMAT!r}: a run writes the file anew as it trains on")
+        raise ValueError(f"format is {shown(found)}, not {FORMAT!r}: a run writes the file anew as it trains on")
     options, size = document.section("schedule"), document.section("sizes")
     sizes = Sizes(size.get("num_ranks", int), size.get("num_microbatches", int), size.get("chunks", int))
     ordering = Ordering(
@@ -173,8 +174,8 @@ def _run_costs(document: _Reader) -> RunCosts:
 def _costs(section: _Reader, sizes: Sizes) -> Costs:
     p = sizes.num_ranks
     cores = section.get("cores", (int, float, type(None)))
-    if cores is not None and not 0 < cores < math.inf:
-        raise ValueError(f"costs_s.cores is {cores!r}")
+    if cores is not None and not 0 < cores <= _MOST_CORES:
+        raise ValueError(f"costs_s.cores is {shown(cores)}")
     calls, variation = section.section("calls"), section.section("variation")
     costs: dict[str, Any] = {name: section.cost(name, sizes.num_stages) for name in _OF_STAGES}
     costs |= {name: section.cost(name, p) for name in _OF_RANKS}

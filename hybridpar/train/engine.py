@@ -1,8 +1,8 @@
 """One rank's training engine: a stage, its weights, its gradients, its optimizer, and the batches they run on.
 
     batch t:  F B F B ... last B      REDUCE      NORM                          UPDATE
-              accumulate gradients    dp, ends    over the grid: norm,          wait; clip; optimizer makes W(t+1),
-              (buffer t mod n)        started     losses, stop request          or W(t) again if the norm is not finite
+              accumulate gradients    dp, ends    over the grid: norms,         wait; judge; clip; optimizer makes
+              (buffer t mod n)        started     losses, stop request          W(t+1), or W(t) again of an anomaly
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybridpar.models.cost import stage_split
 from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import reduce_shared_gradients
 from hybridpar.optim import ParameterSlot, build_optimizer
-from hybridpar.optim.loss_scale import LossScaler
+from hybridpar.optim.loss_scale import MIN_SCALE, LossScaler
 from hybridpar.optim.norm import clip_scale, counted, sum_of_squares
 from hybridpar.optim.schedule import learning_rate
 from hybridpar.pipeline.plan.action import Action, Kind
@@ -36,6 +36,7 @@ from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, schedule_of
 from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor, Lane
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.weights import Ownership, StageParameters, WeightStore
+from hybridpar.train.anomalies import Anomaly, Judge, RunningJudge
 from hybridpar.train.source import Loader, LoaderSource
 
 BATCH_KINDS = frozenset({Kind.REDUCE, Kind.NORM, Kind.UPDATE})
@@ -43,7 +44,10 @@ BATCH_KINDS = frozenset({Kind.REDUCE, Kind.NORM, Kind.UPDATE})
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step came to, equal on all ranks. `grad_norm` is before clipping."""
+    """What one optimizer step came to, equal on all ranks. `grad_norm` is before clipping.
+
+    `skipped`: its update was not made. `stage_norms`: of the gradients of each stage, tied ones with the first.
+    """
 
     step: int
     losses: dict[str, float]
@@ -51,6 +55,8 @@ class StepResult:
     lr: float
     loss_scale: float
     skipped: bool
+    stage_norms: tuple[float, ...] = ()
+    anomaly: Anomaly | None = None
 
     @property
     def loss(self) -> float:
@@ -95,6 +101,7 @@ class Engine:
         self._owned_gradients = [self.weights.owned_views(buffer) for buffer in self.gradients.buffers]
         self._counted_gradients = [layout.joined(self._counted(views)) for views in self._owned_gradients]
         self.scaler = LossScaler.for_dtype(dtype, config.optim.loss_scale)
+        self.judge: Judge = RunningJudge(config)
         shape = (config.train.micro_batch_size, model.seq_length, model.hidden_size)
         self.executor = Executor(
             stages, self.weights, Lane(grid.pp, grid.pp_reverse, shape, dtype, device), pipeline.num_microbatches)
@@ -114,12 +121,11 @@ class Engine:
         """Runs `num_batches` batches from where training stands, then drains; `on_step` is called after every update,
         `on_gradients(batch, gradients)` before it: summed over the whole batch, not clipped, to be copied if kept.
 
-        Ends early, on the same batch on all ranks, when any rank has set `stop_requested`.
+        Ends early, on the same batch on all ranks, when any rank has set `stop_requested`, or the judge has found an
+        anomaly that is not just skipped; those of the batches that were under way come after it.
         """
         self._first, self._end = self.batches_done, self.batches_done + num_batches
         self._on_step, self._on_gradients = on_step, on_gradients
-        # pipedream's stages update at different times; without clipping none needs to wait for the others' norm
-        self._norms_first = self.schedule.name != "pipedream" or self.clips
         hooks = BatchHooks(self._before_backward, self._reduce, self._norm, self._update)
         source = LoaderSource(loader, self.config, self.device, training=True)
         self.executor.run(self.tamper(self._until_end(self._actions(num_batches))), source, hooks)
@@ -127,19 +133,14 @@ class Engine:
             self._report(self._take_result(batch), lead=0)
         self._stopping = False
 
-    @property
-    def clips(self) -> bool:
-        """Whether an update needs the norm of the whole gradient first: to clip it, or to find an fp16 overflow."""
-        return self.config.optim.clip_grad > 0 or self.scaler.dynamic
-
     def _actions(self, num_batches: int) -> Iterator[Action]:
         """This rank's plan for the next batches; the synchronous ones among them come first."""
         first, stop = self._first, self._first + num_batches
         switch = min(max(self.schedule.sync_steps, first), stop)
         for schedule, start, end in ((SCHEDULES["1f1b"], first, switch), (self.schedule, switch, stop)):
             if start < end:
-                yield from lower(schedule, self.sizes, self.grid.pp.rank, start, end - start, clip=self._norms_first,
-                                 gather=self.config.parallel.zero > 0)
+                yield from lower(schedule, self.sizes, self.grid.pp.rank, start, end - start,
+                                 clip=self.config.norms_first, gather=self.config.parallel.zero > 0)
 
     def _until_end(self, actions: Iterable[Action]) -> Iterator[Action]:
         """The plan without the batches that a stop request has cut off: draining is leaving out what is not begun."""
@@ -183,14 +184,15 @@ class Engine:
         gradients = self._gradient_list(batch)
         reduce_shared_gradients(
             ((g, s.placement) for g, s in zip(gradients, self.slots, strict=True) if s.part is None), self.grid.tp)
-        totals = torch.zeros(2 + len(self.loss_names), dtype=torch.float64, device=self.device)
-        totals[0] = sum_of_squares(
+        stages = self.grid.pp.size
+        totals = torch.zeros(stages + 1 + len(self.loss_names), dtype=torch.float64, device=self.device)
+        totals[self.grid.pp.rank] = sum_of_squares(
             self._counted_gradients[self.gradients.buffer_index(batch)], self.config.kernels.optimizer)
-        totals[1] = float(self.stop_requested)
+        totals[stages] = float(self.stop_requested)
         losses = self.executor.losses.pop(batch, {})
         if self.grid.tp.is_first:
             for i, name in enumerate(self.loss_names):
-                totals[2 + i] = losses.get(name, 0.0)
+                totals[stages + 1 + i] = losses.get(name, 0.0)
         work = all_reduce_async(totals, self.grid.world)
         self.executor.watch(work.is_done)
         self._pending[batch] = totals, work
@@ -202,9 +204,9 @@ class Engine:
                                     counts_tied=self.grid.pp.is_first or not owned.shared)]
 
     def _update(self, batch: int) -> None:
-        if self._norms_first:
+        if self.config.norms_first:
             result = self._take_result(batch)
-            self._apply(batch, result.grad_norm)
+            self._apply(batch, result)
             self._report(result, lead=3)  # no rank has begun batch + 3 when any applies this update
             return
         # no stage waits for another: the numbers of a batch are reported once all stages must have finished it
@@ -214,15 +216,14 @@ class Engine:
         if batch - lag >= self._first:
             self._report(self._take_result(batch - lag), lead=lag + 3)
 
-    def _apply(self, batch: int, norm: float | None) -> None:
-        """Makes W(batch + 1); equal to W(batch) where the norm is not finite. `norm` None: not known, no clipping."""
+    def _apply(self, batch: int, result: StepResult | None) -> None:
+        """Makes W(batch + 1); equal to W(batch) where the step is skipped. `result` None: not known, no clipping."""
         gradients, scale = self._gradient_list(batch), self._scale(batch)
         if self._on_gradients is not None:
             self._on_gradients(batch, self._full_gradients(batch))
-        finite = norm is None or math.isfinite(norm)
         self.before_change()
-        if finite:
-            factor = (1.0 if norm is None else clip_scale(norm, self.config.optim.clip_grad)) / scale
+        if result is None or not result.skipped:
+            factor = (1.0 if result is None else clip_scale(result.grad_norm, self.config.optim.clip_grad)) / scale
             self.weights.advance(lambda weights: self.optimizer.step(
                 weights, gradients, lr=self._lr(batch), gradient_scale=factor),
                 predict=batch >= self.schedule.sync_steps)
@@ -230,10 +231,19 @@ class Engine:
             self.weights.advance(None)
         if self.partition.is_sharded:
             self.executor.watch(lambda: not self.weights.is_arriving(batch + 1))
-        self.scaler.update(found_inf=not finite, scale=scale)
+        self.scaler.update(found_inf=result is not None and not math.isfinite(result.grad_norm), scale=scale)
         self._scales[batch + 1] = self.scaler.scale
         self._scales.pop(batch - self.sizes.num_stages - 1, None)
         self.batches_done = batch + 1
+
+    def versions_of(self, batch: int) -> tuple[tuple[int, ...], ...]:
+        """Of the weights that the micro-batches of a batch run on, by stage; of the stretch that is being trained."""
+        m, sync = self.sizes.num_microbatches, self.schedule.sync_steps
+        if batch < sync:
+            return ((batch,) * m,) * self.sizes.num_stages
+        return tuple(
+            tuple(self.schedule.version(self.sizes, stage, batch * m + k, max(self._first, sync)) for k in range(m))
+            for stage in range(self.sizes.num_stages))
 
     def _lr(self, batch: int) -> float:
         """One rate for all stages, by the oldest gradients, those of stage 0: tied weights must move as one."""
@@ -244,15 +254,20 @@ class Engine:
         totals, work = self._pending.pop(batch)
         self.executor.wait(work.wait)
         with self.grid.world.waiting("all_reduce"):  # which on a GPU is now
-            squared, stop, *losses = totals.tolist()
-        self._stopping |= stop > 0
-        scale = self._scale(batch)
-        norm = math.sqrt(squared) / scale
-        named = dict(zip(self.loss_names, losses, strict=True))
-        return StepResult(batch + 1, named, norm, self._lr(batch), scale, skipped=not math.isfinite(norm))
+            numbers = totals.tolist()
+        stages, scale = self.grid.pp.size, self._scale(batch)
+        self._stopping |= numbers[stages] > 0
+        norm = math.sqrt(sum(numbers[:stages])) / scale
+        losses = dict(zip(self.loss_names, numbers[stages + 1 :], strict=True))
+        cured = self.scaler.dynamic and scale > MIN_SCALE and not math.isfinite(norm)
+        anomaly = self.judge.judge(batch + 1, sum(losses.values()), norm, cured=cured)
+        skipped = self.config.norms_first and (anomaly is not None or not math.isfinite(norm))
+        norms = tuple(math.sqrt(squares) / scale for squares in numbers[:stages])
+        return StepResult(batch + 1, losses, norm, self._lr(batch), scale, skipped, norms, anomaly)
 
     def _report(self, result: StepResult, lead: int) -> None:
-        if self._stopping:
+        if self._stopping or (result.anomaly is not None and result.anomaly.policy != "skip"):
+            self._stopping = True
             self._end = min(self._end, result.step - 1 + lead)
         self._on_step(result)
 
@@ -292,7 +307,7 @@ class Engine:
         return {
             "batches_done": self.batches_done, "versions": list(self.weights.live_versions),
             "num_updates": self.optimizer.num_updates, "loss_scaler": self.scaler.state(),
-            "loss_scales": {str(v): s for v, s in self._scales.items()},
+            "loss_scales": {str(v): s for v, s in self._scales.items()}, "recent": self.judge.state(),
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -308,6 +323,7 @@ class Engine:
         self.optimizer.load_state_tensors(Under("optimizer/", tensors), meta["num_updates"])
         self.scaler.load_state(meta["loss_scaler"])
         self._scales = {int(v): s for v, s in meta["loss_scales"].items()}
+        self.judge.load_state(meta.get("recent", {}))
         self.batches_done = meta["batches_done"]
 
     # -- evaluation --------------------------------------------------------------------------------------------------

@@ -9,3 +9,7 @@ class RankError(HybridparError):
 
 class LostContactError(RankError):
     """Another rank died or hangs, so this one cannot go on. A consequence, never the cause."""
+
+
+class AnomalyError(HybridparError):
+    """Training has gone wrong in a way that the configuration says to stop at; raised on all ranks together."""

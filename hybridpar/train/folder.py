@@ -6,8 +6,9 @@
         executed.svg      the same batches, drawn          loss.png         where matplotlib is installed
         tokenizer.json    of the corpus                    sample.txt       GPT: text from the trained model
         costs.json        what its steps cost, measured    tensorboard/     where tensorboard is installed
-        checkpoints/      the newest ones, and the best    flight/          what each rank is doing, or last did
-        failures.jsonl    supervised jobs: a line each     injected/        faults that were injected
+        anomalies/        steps to be run again by replay  checkpoints/     the newest ones, and the best
+        flight/           what each rank is doing, or did  injected/        faults that were injected
+        failures.jsonl    supervised jobs: a line each
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ def find_run(config: Config) -> tuple[int, list[str]]:
         return 0, []
     try:
         before = load_toml(path)
+        if before.parallel.dp < 1:
+            raise config_error("parallel.dp", before.parallel.dp, "must be positive in the folder of a run")
     except ConfigError as error:
         raise CheckpointError(f"{path} cannot be understood ({error}); choose another run.name") from None
     check_compatible(before, config, folder)

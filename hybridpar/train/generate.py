@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridpar.checkpoint import find, load_full
 from hybridpar.checkpoint.whole import whole_model
 from hybridpar.config import ModelConfig
-from hybridpar.data.tokenizer import END, Tokenizer
+from hybridpar.data.tokenizer import END, Tokenizer, check_vocab_fits
 from hybridpar.errors import CheckpointError, config_error
 
 
@@ -45,7 +45,8 @@ class Generator:
     def load(path: str | Path, say: Callable[[str], None]) -> Generator:
         """From a run folder (its newest checkpoint that is whole) or from one checkpoint in it.
 
-        Raises: CheckpointError if there is none; ConfigError if it is not a GPT; DataError for a damaged tokenizer.
+        Raises: CheckpointError if there is none; ConfigError if it is not a GPT, or the tokenizer has more ids than it;
+        DataError for a damaged tokenizer.
         """
         folder = find(path, say)
         config, weights = load_full(folder)
@@ -54,7 +55,9 @@ class Generator:
         tokenizer = folder.parent.parent / "tokenizer.json"
         if not tokenizer.is_file():
             raise CheckpointError(f"{tokenizer}: is missing; the corpus came without one, so put it there")
-        return Generator(config.model, weights, Tokenizer.load(tokenizer))
+        loaded = Tokenizer.load(tokenizer)
+        check_vocab_fits(loaded.vocab_size, config.model.vocab_size, f"the tokenizer {tokenizer}")
+        return Generator(config.model, weights, loaded)
 
     @torch.no_grad()
     def next_logits(self, tokens: list[int]) -> Tensor:
@@ -68,7 +71,10 @@ class Generator:
         return head.logits(x[:, -1])[0, : self.tokenizer.vocab_size]  # type: ignore[operator]
 
     def generate(self, prompt: str, sampling: Sampling) -> Iterator[str]:
-        """Yields the continuation of `prompt` (a new document where it is empty), piece by piece, until its end."""
+        """Yields the continuation of `prompt` (a new document where it is empty), piece by piece, until its end.
+
+        Raises: as `choose`.
+        """
         end = self.tokenizer.special(END)
         tokens = [int(i) for i in self.tokenizer.encode(prompt)] or [end]
         random = torch.Generator().manual_seed(sampling.seed)
@@ -89,7 +95,9 @@ class Generator:
 
 
 def choose(logits: Tensor, sampling: Sampling, random: torch.Generator) -> int:
-    """One token. Shapes: logits [v]."""
+    """One token. Shapes: logits [v]. Raises: CheckpointError where they are not finite."""
+    if not logits.isfinite().all():
+        raise CheckpointError("the model's logits are not finite: nothing can be sampled from them")
     if sampling.temperature == 0:
         return int(logits.argmax())
     if 0 < sampling.top_k < len(logits):

@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -45,7 +46,11 @@ class Job:
         """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names."""
         if launch.world_size == 1:
             return Job(launch)
-        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size))
+        store: dist.Store
+        if launch.own_store_port:
+            store = _loopback_store(launch)
+        else:
+            store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size))
         store = dist.PrefixStore("hybridpar", store)
         try:
             return Job(launch, dist.PrefixStore(meet(store, launch), store))
@@ -159,6 +164,16 @@ def meet(store: dist.Store, launch: Launch) -> str:
 
 def _lost_store(rank: int, error: dist.DistError) -> LostContactError:
     return LostContactError(f"rank {rank} lost contact with the launcher's store ({error})")
+
+
+def _loopback_store(launch: Launch) -> dist.Store:
+    """The store of a job on one machine. That of torch's rendezvous would listen on all interfaces."""
+    listening = None
+    if launch.rank == 0:
+        with socket.create_server((LOOPBACK, launch.own_store_port)) as server:
+            listening = server.detach()
+    return dist.TCPStore(LOOPBACK, launch.own_store_port, launch.world_size, listening is not None,
+                         master_listen_fd=listening)
 
 
 def _await(store: dist.Store, key: str) -> Any:

@@ -19,13 +19,13 @@ import torch
 from hybridpar import checkpoint
 from hybridpar.config import Config, Launch
 from hybridpar.data import Data, open_data
-from hybridpar.errors import CheckpointError
+from hybridpar.errors import CheckpointError, HybridparError
 from hybridpar.flight import FAILED, LOST, REFUSED
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch
 from hybridpar.train import folder as run_folder
 from hybridpar.train.engine import Engine
-from hybridpar.train.errors import LostContactError
+from hybridpar.train.errors import AnomalyError, LostContactError
 from hybridpar.train.failure import describe_failure
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
@@ -103,7 +103,7 @@ class _Place:
 def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter, start: str) -> Outcome:
     """`start`: the checkpoint whose weights a new run begins with; empty: random ones.
 
-    Raises: CheckpointError on all ranks alike; RankError, naming this rank, for whatever else goes wrong.
+    Raises: CheckpointError, AnomalyError on all ranks alike; RankError, naming this rank, for whatever else goes wrong.
     """
     parallel, device, rank = config.parallel, place.device, place.job.launch.rank
     who, flight = f"rank {rank}", run_folder.open_flight(config, rank)
@@ -137,8 +137,9 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         flight.phase("ending")
         place.job.end_group()
         return outcome
-    except CheckpointError as error:  # raised on all ranks together
-        flight.end(FAILED if started else REFUSED, str(error))
+    except (AnomalyError, CheckpointError) as error:  # raised on all ranks together
+        again = started and isinstance(error, CheckpointError)  # what was asked to stop does not start again
+        flight.end(FAILED if again else REFUSED, str(error))
         place.job.end_group()
         raise
     except Exception as error:
@@ -151,7 +152,11 @@ def _sample(config: Config, reporter: Reporter) -> None:
     """Writes text from the checkpoint just saved."""
     folder = config.run.folder
     prompt = _PROMPTS["stdlib" in config.data.corpus]
-    generator = Generator.load(folder, reporter.say)
-    text = prompt + "".join(generator.generate(prompt, replace(Sampling(), seed=config.train.seed)))
+    try:
+        generator = Generator.load(folder, reporter.say)
+        text = prompt + "".join(generator.generate(prompt, replace(Sampling(), seed=config.train.seed)))
+    except HybridparError as error:
+        reporter.say(f"no sample.txt: {error}")
+        return
     (folder / "sample.txt").write_text(text, encoding="utf-8")
     reporter.say(f"{folder / 'sample.txt'}:\n{text}")

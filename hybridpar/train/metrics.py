@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import time
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridpar.checkpoint import plain
 from hybridpar.checkpoint.files import to_json, write_text
 from hybridpar.comm import all_reduce, barrier
 from hybridpar.config import Config
 from hybridpar.grid import Axis
+from hybridpar.reading import open_regular
 from hybridpar.train.engine import DTYPES
 from hybridpar.train.source import Loader
 
@@ -25,6 +27,7 @@ _GPU_PEAKS = (
     ("B200", 2250e12), ("A100", 312e12), ("A10G", 70e12), ("A10", 125e12), ("A30", 165e12), ("A40", 150e12), 
     ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12), ("V100", 125e12), ("T4", 65e12),
 )
+_LONGEST_LINE = 1 << 20
 _PROBE_SIZE, _PROBE_SECONDS = 512, 0.15
 
 
@@ -35,9 +38,18 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, resumed_step: int):
-        kept = [line for line in read_metrics(path) if line["step"] <= resumed_step] if resumed_step else []
-        write_text(path, "".join(f"{to_json(line)}\n" for line in kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._cut(resumed_step)
+
+    def _cut(self, step: int) -> None:
+        kept = [line for line in read_metrics(self._path) if line["step"] <= step] if step else []
+        write_text(self._path, "".join(f"{to_json(line)}\n" for line in kept))
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def cut_back(self, step: int) -> None:
+        """Forgets what came after a step that training goes on after."""
+        self._file.close()
+        self._cut(step)
 
     def write(self, values: dict[str, Any]) -> None:
         self._file.write(f"{to_json(values)}\n")
@@ -48,15 +60,17 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of a metrics.jsonl; a last line that a killed process left unfinished is left out."""
-    if not path.exists():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            break
+    """The objects of a metrics.jsonl, each with a step; nothing from the first line on that is something else, as the
+    last one that a killed process left unfinished."""
+    found: list[dict[str, Any]] = []
+    try:
+        with BufferedReader(open_regular(path)) as file:
+            while line := file.readline(_LONGEST_LINE):
+                row = plain.mapping(plain.parse(line), "a line")
+                plain.integer(row.get("step"), "step")
+                found.append(row)
+    except (OSError, ValueError):
+        pass
     return found
 
 

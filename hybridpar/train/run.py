@@ -33,6 +33,7 @@ from hybridpar.train.plot import TensorBoard, plot_loss
 from hybridpar.train.preview import preview
 from hybridpar.train.progress import Reporter
 from hybridpar.train.stop import noting_signals
+from hybridpar.train.trouble import Trouble
 
 _DRAWN_MICROBATCHES = 12
 _TRACED_STEPS = 5
@@ -85,6 +86,7 @@ class Run:
         self.val_loss: float | None = None
         self.evaluated = -1
         """The step of val_loss."""
+        self.trouble = Trouble(engine, data.train, reporter)
         self.saver = checkpoint.Saver(self.folder / run_folder.CHECKPOINTS, engine, self.corpus, reporter.say)
         self.reserved = not config.saves_beside_training
         self.recorder: trace.Recorder | None = None
@@ -115,19 +117,30 @@ class Run:
 
     def go(self) -> Outcome:
         """Trains to the end, or to a signal; saves and draws; says how it went."""
-        engine, end = self.engine, self.config.train.num_steps
+        engine, settings, end = self.engine, self.config.anomalies, self.config.train.num_steps
         stopped_by = 0
         with noting_signals(self._stop) as wish:
             if engine.batches_done == 0:
                 self._evaluate()
+                if settings.rolls_back:
+                    self._save(beside=False)
             while engine.batches_done < end and not stopped_by:
                 self._train_until(self._next_mark(engine.batches_done))
                 self.saver.settle(wait=False)
                 finished = engine.batches_done == end
                 stopped_by = 0 if finished else self._agree(wish.number)
+                saves = bool(stopped_by) or finished or self._is_multiple(self.config.train.save_interval)
+                if settings.audit_interval and not self.trouble.is_open and (
+                        saves or self._is_multiple(settings.audit_interval)):
+                    self.trouble.audit()
+                if self.trouble.is_open:
+                    self._recover()
+                    stopped_by, finished = 0, engine.batches_done == end
+                    if not finished:
+                        continue
                 if not stopped_by:
                     self._evaluate()
-                if stopped_by or finished or self._is_multiple(self.config.train.save_interval):
+                if saves or finished:
                     self._save(beside=not (stopped_by or finished))
         if self.watch is not None:
             self.reporter.say(str(self.watch.compare(self.grid)))
@@ -140,7 +153,8 @@ class Run:
     def _next_mark(self, step: int) -> int:
         """The next step at which the pipeline drains."""
         settings = self.config.train
-        intervals = [n for n in (settings.eval_interval, settings.save_interval) if n]
+        audits = self.config.anomalies.audit_interval
+        intervals = [n for n in (settings.eval_interval, settings.save_interval, audits) if n]
         return min([settings.num_steps, *((step // n + 1) * n for n in intervals)])
 
     def _train_until(self, stop: int) -> None:
@@ -169,12 +183,16 @@ class Run:
             self.reserved = True
         if self.recorder is not None:
             self.recorder.after_step(result.step)
+        if self.trouble.is_open:  # the batches that were under way will not count
+            return
+        notes = self.trouble.note(result)
         seconds = self.clock.seconds(result.step - 1)
         self.step_seconds.append(seconds)
         self.loss, settings = result.loss, self.config.train
-        if self.metrics is None or (result.step % settings.log_interval and result.step != settings.num_steps):
+        if self.metrics is None or (
+                not notes and result.step % settings.log_interval and result.step != settings.num_steps):
             return
-        row = self._row(result, seconds)
+        row = self._row(result, seconds) | notes
         self.metrics.write(row)
         self.board.write(row)
         self.reporter.step(row)
@@ -208,6 +226,15 @@ class Run:
             self.metrics.write(row | ({"val_losses": losses} if len(losses) > 1 else {}))
             self.board.write(row)
             self.reporter.evaluation(step, self.val_loss)
+
+    def _recover(self) -> None:
+        """Deals with an anomaly. Raises: AnomalyError, CheckpointError."""
+        self.saver.settle()
+        notes = self.trouble.settle()
+        self.evaluated = -1
+        if self.metrics is not None:
+            self.metrics.cut_back(self.engine.batches_done)
+            self.metrics.write({"step": self.engine.batches_done} | notes)
 
     def _save(self, *, beside: bool) -> None:
         """`beside`: training goes on, and the checkpoint may take its time."""

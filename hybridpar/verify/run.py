@@ -141,7 +141,7 @@ def run_grid(config: Config, num_batches: int, disturbance: Disturbance = CALM) 
         errors = sorted(Path(folder).glob("error*"), key=lambda p: ("Connection" in (t := p.read_text()), len(t)))
         if errors:
             raise HybridparError(f"verify: {errors[0].name.replace('error', 'rank ')} failed:\n{errors[0].read_text()}")
-        return torch.load(Path(folder, "result"), weights_only=False)  # our own rank wrote it a moment ago
+        return GridRun(**torch.load(Path(folder, "result"), weights_only=True))
 
 
 def _rank_main(rank: int, num_ranks: int, folder: str, config: Config, num_batches: int,
@@ -153,7 +153,7 @@ def _rank_main(rank: int, num_ranks: int, folder: str, config: Config, num_batch
             timeout=timedelta(seconds=config.train.timeout_s))
         result = _train(config, num_batches, disturbance, Path(folder))
         if rank == 0:
-            torch.save(result, Path(folder, "result"))
+            torch.save(vars(result), Path(folder, "result"))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:

@@ -54,10 +54,11 @@ def write_config(folder: Path, schedule: str = "2bw") -> Path:
     return path
 
 
-def torchrun(num_ranks: int, *args: str | Path) -> subprocess.Popen[str]:
-    """Starts `hybridpar *args` on so many local ranks; what all of them print is in its stdout."""
+def torchrun(num_ranks: int, *args: str | Path, script: Path | None = None) -> subprocess.Popen[str]:
+    """Starts `hybridpar *args` (or `script *args`) on so many local ranks; what all of them print is in its stdout."""
+    program = ("-m", "hybridpar") if script is None else (script,)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
-               "-m", "hybridpar", *map(str, args)]
+               *map(str, program), *map(str, args)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ import torch.distributed as dist
 
 from hybridpar.config import Launch
 from hybridpar.errors import ConfigError, DataError, HybridparError, config_error
-from hybridpar.train.launch import Job, choose_device, meet, set_threads
+from hybridpar.train.launch import Job, _loopback_store, choose_device, meet, set_threads
 
 
 def on_ranks(num_ranks: int, action: Callable[[Job], Any]) -> list[Any]:
@@ -125,3 +127,13 @@ def test_freed_memory_is_kept(keep: bool) -> None:
     worked, faults = run.stdout.split()
     assert worked == "True"
     assert int(faults) <= 4 if keep else int(faults) == 8  # until the heap has a hole of that size
+
+
+def test_the_store_of_one_machine_listens_on_the_loopback_interface_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    store = _loopback_store(Launch(0, 0, 1, 1, own_store_port=port))
+    store.set("a", "b")
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    listening = [row[1] for row in rows if row[3] == "0A"]
+    assert [address for address in listening if address.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]

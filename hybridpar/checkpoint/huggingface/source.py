@@ -14,9 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridpar.checkpoint.pickled import load_pickled, tensors_in
-from hybridpar.errors import CheckpointError
+from hybridpar.errors import CheckpointError, shown
+from hybridpar.reading import open_regular, read_limited
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MAX_JSON = 64 << 20
 PICKLED = "pytorch_model.bin"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -30,7 +32,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises: CheckpointError if the file is missing, or something else."""
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
+        plain = json.loads(read_limited(path, MAX_JSON))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
@@ -92,7 +94,7 @@ class WeightFiles:
             raise CheckpointError(f"{path}: has no weight_map")
         for name, file in where.items():
             if not isinstance(file, str) or not re.fullmatch(rf"[\w.-]+\.{suffix}", file):
-                raise CheckpointError(f"{path}: says that {name} is in {file!r}; must be the plain name of a "
+                raise CheckpointError(f"{path}: says that {name} is in {shown(file)}; must be the plain name of a "
                                       f".{suffix} file in the folder, such as model-00001-of-00002.{suffix}")
         for file in sorted(set(where.values())):
             self._open(file)
@@ -103,6 +105,7 @@ class WeightFiles:
     def _open(self, file: str) -> None:
         path = self.folder / file
         try:
+            open_regular(path).close()  # no pipe, no device
             opened: Any = safe_open(path, framework="pt") if file.endswith(".safetensors") else Pickled(path)
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 if name in self._files:

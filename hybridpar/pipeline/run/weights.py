@@ -243,6 +243,8 @@ class WeightStore:
 
         Raises: CheckpointError.
         """
+        for arriving in list(self._arriving):
+            self.await_version(arriving)
         self.newest = version
         _copy_all(self.leaves_of(version), tensors, f"weights of version {version}")
         self._bound = None

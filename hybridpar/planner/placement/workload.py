@@ -22,6 +22,7 @@ from scipy.sparse.csgraph import connected_components
 
 from hybridpar.errors import DataError, config_error
 from hybridpar.planner.placement.fields import Checker
+from hybridpar.reading import read_limited
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_DEVICES = 10_000
@@ -162,9 +163,7 @@ def read_document(path: str | Path) -> Any:
     """A JSON file. Raises: DataError if it is not one, or larger than 256 MiB."""
     path = Path(path)
     try:
-        if (num_bytes := path.stat().st_size) > MAX_FILE_BYTES:
-            raise DataError(f"{path}: {num_bytes} bytes; a graph may have at most {MAX_FILE_BYTES}")
-        return json.loads(path.read_bytes())
+        return json.loads(read_limited(path, MAX_FILE_BYTES))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:

@@ -1,0 +1,46 @@
+"""Opens files that others may have made: regular ones alone, of a size that is known before anything is read.
+
+A pipe or a device in a file's place would hang a reader, or never end. Imports nothing of hybridpar.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from io import FileIO
+from pathlib import Path
+
+
+def open_regular(path: Path, *, follow: bool = True) -> FileIO:
+    """The file, for reading bytes, unbuffered. `follow`: also where its name is a symbolic link.
+
+    Raises: OSError, also if it is no regular file.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        handle = os.open(path, flags if follow else flags | getattr(os, "O_NOFOLLOW", 0))
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow:
+            raise OSError(errno.ELOOP, "is a symbolic link", str(path)) from None
+        raise
+    except ValueError:  # a name with a zero byte
+        raise OSError(errno.EINVAL, "has an impossible name", repr(str(path))) from None
+    file = FileIO(handle, "r")
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return file
+
+
+def read_limited(path: Path, most: int, *, follow: bool = True) -> bytes:
+    """All bytes of a file, unless there are more than `most`. Raises: OSError as open_regular; ValueError if more."""
+    with open_regular(path, follow=follow) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise ValueError(f"it has {size} bytes, more than {most}")
+        return file.read(size)
+
+
+def read_text(path: Path, most: int) -> str:
+    """The same as text. Raises: OSError; ValueError if there is more, or it is not UTF-8."""
+    return read_limited(path, most).decode()

@@ -1,0 +1,137 @@
+"""Replay bundles: what it takes to run one step of a run again, elsewhere, as a small JSON file.
+
+    runs/<name>/anomalies/step_00000120.json
+
+It names no file: the checkpoint to start from is one of the run's own, by its step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridpar.checkpoint import plain
+from hybridpar.checkpoint.files import to_json, write_text
+from hybridpar.config import Config, from_mapping, to_mapping
+from hybridpar.data import Blend
+from hybridpar.errors import ConfigError, DataError
+from hybridpar.models.build import loss_names
+from hybridpar.reading import read_limited
+from hybridpar.validate import problems
+
+FORMAT = "hybridpar replay 1"
+_MAX_BYTES, _MOST = 16 << 20, 2**40
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """One step, and how to get there. `step`: the number it is reported under, from 1.
+
+    `checkpoint`: its step; None: the run's initial weights. `start`: the step after which training went on from it;
+    later than `checkpoint` where batches were gone over. `skipped`: steps since then without an update. `kind`, `what`,
+    `policy`: of the anomaly; empty where there was none. `tokens`: a hash of the batch's content. `versions`: of the
+    weights, by stage and micro-batch. `stage_norms`: as in StepResult. These three are empty where they are not known.
+    """
+
+    config: Config
+    step: int
+    losses: dict[str, float]
+    grad_norm: float
+    corpus: str
+    checkpoint: int | None
+    start: int
+    skipped: tuple[int, ...] = ()
+    kind: str = ""
+    what: str = ""
+    policy: str = ""
+    lr: float = math.nan
+    loss_scale: float = 1.0
+    tokens: str = ""
+    versions: tuple[tuple[int, ...], ...] = ()
+    stage_norms: tuple[float, ...] = ()
+
+    @property
+    def loss(self) -> float:
+        return sum(self.losses.values())
+
+    @property
+    def samples(self) -> range:
+        """Which samples of the stream the batch is."""
+        size = self.config.global_batch_size
+        return range((self.step - 1) * size, self.step * size)
+
+    def to_json(self) -> str:
+        """Numbers that are not finite are null."""
+        fields = {name: value for name, value in asdict(self).items() if name != "config"}
+        shown = {"seed": self.config.train.seed, "samples": [self.samples.start, self.samples.stop]}
+        return to_json({"format": FORMAT, **fields, **shown, "config": to_mapping(self.config)})
+
+    def write(self, folder: Path) -> Path:
+        """Writes it into the folder of its run; where it is then."""
+        path = folder / "anomalies" / f"step_{self.step:08d}.json"
+        path.parent.mkdir(exist_ok=True)
+        write_text(path, self.to_json())
+        return path
+
+
+def read_bundle(path: Path) -> Bundle:
+    """Raises: DataError if the file is missing, no bundle, or its parts do not fit each other."""
+    try:
+        document = plain.mapping(plain.parse(read_limited(path, _MAX_BYTES)), "it")
+        if document.get("format") != FORMAT:
+            raise ValueError(f"its format is not {FORMAT!r}")
+        return _parse(document)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except (ValueError, ConfigError) as error:
+        raise DataError(f"{path}: is no replay bundle ({error})") from None
+
+
+def _parse(document: plain.Object) -> Bundle:
+    """Raises: ValueError, ConfigError."""
+    config = from_mapping(plain.mapping(document.get("config"), "config"))
+    parallel = config.parallel
+    if min(parallel.tp, parallel.pp, parallel.dp) < 1:
+        raise ValueError("its grid is empty")
+    if found := problems(config, parallel.tp * parallel.pp * parallel.dp):
+        raise ConfigError(*found)
+    step = plain.integer(document.get("step"), "step", 1, _MOST)
+    start = plain.integer(document.get("start"), "start", 0, step - 1)
+    saved = document.get("checkpoint")
+    checkpoint = None if saved is None else plain.integer(saved, "checkpoint", 0, start)
+    if checkpoint is None and start:
+        raise ValueError("it starts with no checkpoint behind the first step")
+    losses = {key: _number(value, key) for key, value in plain.mapping(document.get("losses"), "losses").items()}
+    if set(losses) != set(loss_names(config.model)):
+        raise ValueError(f"its losses are not {', '.join(loss_names(config.model))}")
+    versions, norms, skipped = (plain.sequence(document.get(k), k) for k in ("versions", "stage_norms", "skipped"))
+    if len(versions) not in (0, parallel.pp) or len(norms) not in (0, parallel.pp):
+        raise ValueError(f"it is not of {parallel.pp} stages")
+    return Bundle(
+        config, step, losses, _number(document.get("grad_norm"), "grad_norm"),
+        plain.string(document.get("corpus"), "corpus"), checkpoint, start,
+        tuple(plain.integer(s, "skipped", 0, step) for s in skipped),
+        plain.string(document.get("kind"), "kind"), plain.string(document.get("what"), "what"),
+        plain.string(document.get("policy"), "policy"),
+        _number(document.get("lr"), "lr"), _number(document.get("loss_scale"), "loss_scale"),
+        plain.string(document.get("tokens"), "tokens"),
+        tuple(tuple(plain.integer(v, "versions", 0, step) for v in plain.sequence(of_stage, "versions"))
+              for of_stage in versions),
+        tuple(_number(norm, "stage_norms") for norm in norms))
+
+
+def _number(value: Any, what: str) -> float:
+    return math.nan if value is None else plain.number(value, what)
+
+
+def content_hash(samples: Blend, numbers: range) -> str:
+    """Stands for all that a batch holds."""
+    digest = hashlib.sha256()
+    for name, values in sorted(samples.batch(np.arange(numbers.start, numbers.stop)).items()):
+        digest.update(name.encode() + np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,255 @@
+"""`hybridpar replay`: one step of a run again, in one CPU process, and where its numbers stop being finite.
+
+The checkpoint before the step is loaded and the steps between are trained again, all stages and replicas in one: the
+micro-batches of the replicas become one larger one each, so every schedule but pipedream's gives each micro-batch the
+weights that it had. Numbers agree with the recorded ones up to the order of summation, if what was recorded came from
+the weights and the data. If not, a fault of the machine, or of another rank's memory, is the likelier cause.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar import checkpoint
+from hybridpar.config import Config, KernelsConfig, load_toml
+from hybridpar.data import BatchLoader, Data, open_data
+from hybridpar.errors import CheckpointError, DataError, config_error
+from hybridpar.grid import ProcessGrid
+from hybridpar.models.build import loss_names
+from hybridpar.models.cost import stage_split
+from hybridpar.train import folder as run_folder
+from hybridpar.train.anomalies import DIVERGENCE, KnownJudge
+from hybridpar.train.bundle import Bundle, content_hash, read_bundle
+from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.metrics import read_metrics
+from hybridpar.validate import resolve
+
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
+"""Largest relative difference of loss and gradient norm: rounding, in another order, over the steps since the
+checkpoint (fp32: some 1e-7 a step, which training makes larger)."""
+_SHOWN = 3
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Report:
+    """What a step came to when it was run again; `recorded`: then.
+
+    `weights`: the first that is not finite (empty: all are). `activation`, `gradient`: the first block output of a
+    micro-batch, and the first parameter's gradient in the order of the backward pass, that are not finite.
+    `largest`: the blocks and parameters with the largest outputs (root mean square) and gradient norms.
+    """
+
+    bundle: Bundle
+    result: StepResult
+    stage_norms: tuple[float, ...]
+    weights: str = ""
+    activation: str = ""
+    gradient: str = ""
+    largest: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.bundle.config.train.dtype]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether loss and norm are what was recorded; what is not finite agrees with what is not."""
+        pairs = ((self.bundle.loss, self.result.loss), (self.bundle.grad_norm, self.result.grad_norm))
+        return all(_close(recorded, replayed, self.tolerance) for recorded, replayed in pairs)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        bundle, result = self.bundle, self.result
+        return {
+            "ok": self.agrees, "step": bundle.step, "kind": bundle.kind, "what": bundle.what,
+            "tolerance": self.tolerance,
+            "loss": [bundle.loss, result.loss], "grad_norm": [bundle.grad_norm, result.grad_norm],
+            "stage_norms": [list(bundle.stage_norms), list(self.stage_norms)],
+            "first_not_finite": {"weight": self.weights or None, "activation": self.activation or None,
+                                 "gradient": self.gradient or None},
+            "largest": self.largest,
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        bundle, result = self.bundle, self.result
+        rows = [("loss", bundle.loss, result.loss), ("gradient norm", bundle.grad_norm, result.grad_norm)]
+        rows += [(f"  of stage {i}", recorded, replayed) for i, (recorded, replayed) in enumerate(
+            zip(bundle.stage_norms or [math.nan] * len(self.stage_norms), self.stage_norms, strict=True))]
+        why = f": {bundle.what} ({bundle.policy.replace('_', ' ')})" if bundle.what else ""
+        lines = [f"step {bundle.step}{why}",
+                 f"{'':<16}{'recorded':>16}{'replayed':>16}"]
+        lines += [f"{name:<16}{recorded:>16.8g}{replayed:>16.8g}" for name, recorded, replayed in rows]
+        for what, first in (("weight", self.weights), ("activation", self.activation), ("gradient", self.gradient)):
+            if first:
+                lines.append(f"first {what} that is not finite: {first}")
+        for what, found in self.largest.items():
+            lines.append(f"largest {what}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
+        lines.append("the numbers are those that were recorded" if self.agrees else
+                     f"these are other numbers than were recorded (tolerance {self.tolerance:g}): neither the weights "
+                     "of the checkpoint nor the data explain them")
+        return lines
+
+
+def _close(a: float, b: float, tolerance: float) -> bool:
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.isfinite(a) == math.isfinite(b)
+    return abs(a - b) <= tolerance * max(abs(a), abs(b))
+
+
+def replay(path: Path, step: int, say: Say) -> Report:
+    """Runs a step again: that of a bundle, or step `step` of a run folder.
+
+    Raises: ConfigError for what cannot be replayed; DataError for a damaged bundle, or other data than there were;
+    CheckpointError where there is no checkpoint to start from.
+    """
+    folder, bundle = (path, bundle_of_step(path, step)) if path.is_dir() else (path.parent.parent, read_bundle(path))
+    config = alone(bundle.config)
+    cache = Path(config.data.cache) if config.data.cache else Path(config.run.dir) / "data"
+    data = open_data(config.model, config.data, cache, seed=config.train.seed)
+    _check_data(bundle, data)
+    engine = Engine(config, ProcessGrid(), torch.device("cpu"))
+    engine.judge = KnownJudge(bundle.skipped)
+    _load(engine, bundle, folder, data, say)
+    loader = BatchLoader(data.train, micro_batch_size=config.train.micro_batch_size,
+                         num_microbatches=config.pipeline.num_microbatches)
+    between = bundle.step - 1 - engine.batches_done
+    say(f"replaying step {bundle.step} from step {engine.batches_done}, on one CPU process")
+    if between:
+        engine.train(loader, between, lambda result: None)
+    return _probe(engine, loader, bundle)
+
+
+def alone(config: Config) -> Config:
+    """The same training on one CPU process. Raises: ConfigError for a schedule whose stages use different weights."""
+    parallel, pipeline, train = config.parallel, config.pipeline, config.train
+    early = pipeline.early_switch
+    if pipeline.schedule == "pipedream" and parallel.pp > 1:
+        raise config_error("pipeline.schedule", "pipedream", "cannot be replayed in one process: each of its stages "
+                           "runs on another version of the weights", "1f1b or 2bw")
+    if pipeline.schedule in ("naive", "gpipe"):
+        pipeline = replace(pipeline, schedule="1f1b")
+    if isinstance(early, int):
+        early += parallel.pp - 1
+    one = replace(
+        config, parallel=replace(parallel, tp=1, pp=1, dp=1, zero=0), kernels=KernelsConfig(),
+        pipeline=replace(pipeline, split=(), recompute="none", warmup="depth", gradient_buffers=0, early_switch=early),
+        train=replace(train, device="cpu", micro_batch_size=train.micro_batch_size * parallel.dp))
+    return resolve(one, 1)
+
+
+def bundle_of_step(folder: Path, step: int) -> Bundle:
+    """A bundle for any step that a run's metrics have. Raises: ConfigError, DataError."""
+    config = load_toml(folder / run_folder.CONFIG)
+    config = resolve(config, config.parallel.tp * config.parallel.pp * max(config.parallel.dp, 1))
+    rows = read_metrics(folder / run_folder.METRICS)
+    row = next((row for row in rows if row.get("step") == step and "loss" in row), None)
+    if row is None:
+        known = [row["step"] for row in rows if "loss" in row]
+        raise config_error("step", step, f"{folder / run_folder.METRICS} has no such step",
+                           f"{known[0]} to {known[-1]}" if known else "a run that has made steps")
+    names = loss_names(config.model)
+    values = {name: _number(row.get("losses", {}).get(name) if len(names) > 1 else row["loss"]) for name in names}
+    saved = next((s for s in checkpoint.saved_steps(folder / run_folder.CHECKPOINTS) if s < step), None)
+    back = {row["step"]: row["rolled_back_to"] for row in rows  # the last one says from where it went on
+            if "rolled_back_to" in row and row.get("anomaly") != DIVERGENCE and (saved or 0) <= row["step"] < step}
+    start = max(back, default=saved or 0)
+    if back and back[start] != saved:
+        raise config_error("step", step, f"comes after a roll back to the checkpoint of step {back[start]}, which is "
+                           "not there any more", "a larger checkpoint.keep next time")
+    skipped = tuple(row["step"] for row in rows if row.get("skipped") is True and start < row["step"] < step)
+    return Bundle(config, step, values, _number(row.get("grad_norm")), "", saved, start, skipped,
+                  lr=_number(row.get("lr")))
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _check_data(bundle: Bundle, data: Data) -> None:
+    corpus, found = bundle.corpus, data.train.fingerprint
+    if corpus and corpus != found:
+        raise DataError(f"data.corpus = {list(bundle.config.data.corpus)} holds other data than then (fingerprint "
+                        f"{corpus}, now {found})")
+    if bundle.tokens and bundle.tokens != content_hash(data.train, bundle.samples):
+        raise DataError(f"samples {bundle.samples.start} to {bundle.samples.stop - 1} are not what they were then")
+
+
+def _load(engine: Engine, bundle: Bundle, folder: Path, data: Data, say: Say) -> None:
+    """Raises: CheckpointError."""
+    root = folder / run_folder.CHECKPOINTS
+    if bundle.checkpoint is not None:
+        back = checkpoint.resume(root, engine, data.train.fingerprint, say, up_to=bundle.checkpoint,
+                                 go_on_at=bundle.start if bundle.start > bundle.checkpoint else 0)
+        if engine.batches_done != bundle.start and (bundle.start > bundle.checkpoint or back == 0):
+            raise CheckpointError(f"{root}: the checkpoint of step {bundle.checkpoint} is not there any more; only "
+                                  "checkpoint.keep of them stay")
+    elif start := bundle.config.train.start_from:
+        checkpoint.start_from(checkpoint.find_start(start, bundle.config.model), engine)
+
+
+class _Outputs:
+    """Looks at what blocks put out: the first that is not finite, and how large they are."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module]):
+        self.first = ""
+        self.sizes: dict[str, float] = {}
+        self._calls: dict[str, int] = {}
+        self._hooks = [block.register_forward_hook(self._hook(f"blocks.{number}")) for number, block in blocks.items()]
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def look(module: nn.Module, inputs: Any, out: Tensor | dict[str, Tensor]) -> None:
+            micro_batch = self._calls[name] = self._calls.get(name, -1) + 1
+            tensors = out.values() if isinstance(out, dict) else (out,)
+            values = torch.cat([t.detach().reshape(-1).double() for t in tensors])
+            if not self.first and not values.isfinite().all():
+                self.first = f"{name}, micro-batch {micro_batch}"
+            self.sizes[name] = max(self.sizes.get(name, 0.0), float(values.square().mean().sqrt()))
+
+        return look
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _probe(engine: Engine, loader: BatchLoader, bundle: Bundle) -> Report:
+    """Trains the step under observation."""
+    versions = engine.weights.live_versions
+    weights = next((f"{name} of version {v}" for v in versions for name, w in engine.weights.leaves_of(v).items()
+                    if not w.isfinite().all()), "")
+    outputs = _Outputs(dict(engine.stage.blocks.items()))
+    gradients: dict[str, Tensor] = {}
+    results: list[StepResult] = []
+    engine.train(loader, 1, results.append, lambda batch, found: gradients.update(
+        {name: gradient.detach().clone() for name, gradient in found.items()}))
+    outputs.close()
+    result = results[0]
+    squares = {name: float(g.double().square().sum()) / result.loss_scale**2 for name, g in gradients.items()}
+    backward = sorted(gradients, key=_block_of, reverse=True)
+    wrong = next((name for name in backward if not gradients[name].isfinite().all()), "")
+    parallel, split = bundle.config.parallel, bundle.config.pipeline.split
+    stages = stage_split(bundle.config.model, parallel.pp, split)
+    norms = tuple(math.sqrt(sum(square for name, square in squares.items() if _block_of(name) in blocks))
+                  for blocks in stages)
+    return Report(bundle, result, norms, weights, outputs.first, wrong, {
+        "activations": _largest(outputs.sizes),
+        "gradient norms": _largest({name: math.sqrt(square) for name, square in squares.items()})})
+
+
+def _block_of(name: str) -> int:
+    return int(name.split(".")[1])
+
+
+def _largest(sizes: Mapping[str, float]) -> dict[str, float]:
+    names = sorted((name for name in sizes if math.isfinite(sizes[name])), key=lambda name: -sizes[name])
+    return {name: sizes[name] for name in names[:_SHOWN]}

@@ -1,0 +1,81 @@
+"""Files that others have made: what is opened, and what messages say of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hybridpar.checkpoint import read_manifest
+from hybridpar.config import from_mapping, load_toml
+from hybridpar.data import IndexedDataset, Tokenizer
+from hybridpar.errors import CheckpointError, ConfigError, DataError, HybridparError, Problem
+from hybridpar.planner.placement import read_document
+from hybridpar.reading import open_regular, read_limited
+from hybridpar.train.bundle import read_bundle
+from hybridpar.train.metrics import read_metrics
+from hybridpar.validate import problems
+
+
+def test_only_regular_files_of_a_known_size_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    assert read_limited(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(ValueError, match="it has 5 bytes, more than 4"):
+        read_limited(tmp_path / "a", 4)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert read_limited(tmp_path / "link", 5) == b"12345"
+    with pytest.raises(OSError, match="is a symbolic link"):
+        open_regular(tmp_path / "link", follow=False)
+    with pytest.raises(OSError, match="impossible name"):
+        open_regular(tmp_path / "a\0b")
+
+
+def test_a_pipe_or_a_device_hangs_nobody(tmp_path: Path) -> None:
+    for name in ("x.toml", "manifest.json", "x.idx", "tokenizer.json", "graph.json", "step_00000001.json", "m.jsonl"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match="is no regular file"):
+        load_toml(tmp_path / "x.toml")
+    with pytest.raises(ConfigError, match="is no regular file"):
+        load_toml("/dev/zero")
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        read_manifest(tmp_path)
+    with pytest.raises(DataError, match="is no regular file"):
+        IndexedDataset(tmp_path / "x")
+    with pytest.raises(DataError, match="is no regular file"):
+        Tokenizer.load(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match="is no regular file"):
+        read_document(tmp_path / "graph.json")
+    with pytest.raises(DataError, match="is no regular file"):
+        read_bundle(tmp_path / "step_00000001.json")
+    assert read_metrics(tmp_path / "m.jsonl") == []
+
+
+def test_a_checkpoint_holds_no_links_to_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("{}")
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "manifest.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read \(is a symbolic link\)"):
+        read_manifest(tmp_path / "step")
+
+
+@pytest.mark.parametrize("name", ["../other", "/tmp/run", "a/../../b", "", "a\nb"])
+def test_a_run_stays_in_its_folder(name: str) -> None:
+    assert [p.field for p in problems(from_mapping({"run": {"name": name}}), 1)] == ["run.name"]
+
+
+def test_numbers_that_no_machine_has_are_refused_at_once() -> None:
+    wild = {"model": {"hidden_size": 2**62, "num_layers": 10**12}, "optim": {"lr": float("inf")},
+            "train": {"timeout_s": 1e300}}
+    assert {p.field for p in problems(from_mapping(wild), 1)} == {
+        "model.hidden_size", "model.num_layers", "optim.lr", "train.timeout_s"}
+
+
+def test_messages_are_short_and_printable() -> None:
+    assert str(HybridparError("a\x1b[2Jb\ud800\nc")) == "a\\x1b[2Jb\\ud800\nc"
+    assert len(str(HybridparError("x" * 10**6))) < 30_000
+    deep: list[object] = []
+    for _ in range(10_000):
+        deep = [deep]
+    assert len(str(Problem("a", deep, "is wrong"))) < 200
+    assert str(Problem("a", 1 << 20_000, "is wrong")) == "a = <int>: is wrong"

@@ -1,0 +1,400 @@
+"""Steps that go wrong: found and answered by all ranks alike, rolled back exactly, and run again elsewhere."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from train.runs import finish, metrics, steps, torchrun, write_config
+
+from hybridpar import checkpoint
+from hybridpar.cli import main
+from hybridpar.config import Config, Launch, from_mapping, load_toml
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.errors import ConfigError
+from hybridpar.grid import ProcessGrid
+from hybridpar.pipeline.plan.action import Action
+from hybridpar.train import loop
+from hybridpar.train.anomalies import RunningJudge
+from hybridpar.train.audit import find_divergence
+from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.errors import AnomalyError
+from hybridpar.train.run import Run
+from hybridpar.validate import problems
+from hybridpar.verify.replay import replay
+
+ALONE = Launch(0, 0, 1, 1)
+CPU = torch.device("cpu")
+
+
+def judge(**settings: Any) -> RunningJudge:
+    return RunningJudge(from_mapping({"anomalies": settings}))
+
+
+def losses(start: int, count: int) -> list[float]:
+    """Falling, with noise."""
+    return [3.0 - 0.01 * i + 0.02 * (i * 7 % 5 - 2) for i in range(start, start + count)]
+
+
+def test_a_spike_is_told_from_noise_and_from_a_fall() -> None:
+    judged = judge(loss_spike=6.0, on_loss_spike="roll_back", window=16)
+    assert all(judged.judge(i + 1, loss, 1.0, cured=False) is None for i, loss in enumerate(losses(0, 40)))
+    assert judged.judge(41, 2.0, 1.0, cured=False) is None, "a loss may fall"
+    found = judged.judge(42, 4.5, 1.0, cured=False)
+    assert found is not None
+    assert (found.kind, found.policy) == ("loss_spike", "roll_back")
+    assert "the loss is 4.5, " in found.what
+    assert judged.judge(43, losses(42, 1)[0], 1.0, cured=False) is None, "a spike is not among those it is judged by"
+
+
+def test_too_few_losses_tell_nothing() -> None:
+    judged = judge(loss_spike=3.0, norm_spike=3.0, window=16)
+    for i in range(8):
+        assert judged.judge(i + 1, 1.0 + 100.0 * i, 1.0, cured=False) is None
+    norm = judged.judge(9, 400.0, 50.0, cured=False)
+    assert norm is not None
+    assert norm.kind == "norm_spike"
+
+
+def test_a_judge_goes_on_from_its_state() -> None:
+    first = judge(loss_spike=6.0, norm_spike=6.0, window=16)
+    for i, loss in enumerate(losses(0, 20)):
+        first.judge(i + 1, loss, 2 * loss, cured=False)
+    second = judge(loss_spike=6.0, norm_spike=6.0, window=16)
+    second.load_state(json.loads(json.dumps(first.state())))
+    for loss, norm in ((2.9, 5.0), (9.0, 5.0), (2.9, 90.0), (math.nan, 1.0)):
+        assert second.judge(21, loss, norm, cured=False) == first.judge(21, loss, norm, cured=False)
+    assert judge().state() == {}, "nothing is kept that nobody asked for"
+
+
+def test_too_many_anomalies_end_the_run() -> None:
+    judged = judge(limit=3, window=8)
+    found = [judged.judge(step, math.inf, 1.0, cured=False) for step in (1, 2, 12, 13, 14)]
+    assert [a.policy for a in found if a] == ["skip"] * 4 + ["stop"]
+    assert "the 3th anomaly within 8 steps" in found[-1].what  # type: ignore[union-attr]
+    assert judged.judge(15, math.nan, math.nan, cured=True) is None, "fp16's loss scale deals with that"
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    def wrong(**sections: Any) -> list[str]:
+        return [p.field for p in problems(from_mapping(sections), 1)]
+
+    unclipped = {"pipeline": {"schedule": "pipedream"}, "optim": {"clip_grad": 0.0}}
+    assert wrong(**unclipped) == []
+    assert wrong(**unclipped, anomalies={"on_non_finite": "skip"}) == ["anomalies.on_non_finite"]
+    assert wrong(**unclipped, anomalies={"loss_spike": 5.0}) == ["anomalies.on_loss_spike"]
+    assert wrong(anomalies={"on_non_finite": "roll_back"}) == ["train.save_interval"]
+    assert wrong(anomalies={"on_divergence": "roll_back"}) == [], "no audit, no divergence"
+    assert wrong(anomalies={"loss_spike": 5.0, "window": 4}) == ["anomalies.window"]
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def make(schedule: str, sections: dict[str, Any] | None = None, **parallel: int) -> Config:
+    return from_mapping({
+        "model": {"num_layers": 2, "hidden_size": 24, "num_heads": 3, "num_kv_heads": 1, "seq_length": 12,
+                  "vocab_size": 37},
+        "parallel": {"dp": 1, **parallel}, "pipeline": {"num_microbatches": 3, "schedule": schedule},
+        "train": {"micro_batch_size": 2, "num_steps": 20}, "optim": {"lr": 1e-2, "decay": "constant"},
+    } | (sections or {}))
+
+
+class Poisoned(Engine):
+    """Its loss gradient is NaN in batch 4, on the last replica's last stage."""
+
+    def _before_backward(self, action: Action) -> float:
+        factor = super()._before_backward(action)
+        return math.nan if action.microbatch == 4 * 3 and self.grid.dp.is_last and self.grid.pp.is_last else factor
+
+
+class Later(SyntheticLoader):
+    """The batches of another loader from one on."""
+
+    behind = 0
+
+    def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
+        return super().microbatch(batch + self.behind, index)
+
+    def num_targets(self, batch: int) -> int:
+        return super().num_targets(batch + self.behind)
+
+
+def build(config: Config, kind: type[Engine] = Engine) -> tuple[Engine, Later]:
+    parallel = config.parallel
+    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
+    return kind(config, grid, CPU), Later(config.model, 2, 3, grid.dp.rank, grid.dp.size)
+
+
+def poisoned_steps(config: Config) -> tuple[int, list[tuple[int, str, bool]]]:
+    engine, loader = build(config, Poisoned)
+    seen: list[StepResult] = []
+    engine.train(loader, 12, seen.append)
+    return engine.batches_done, [(s.step, s.anomaly.policy if s.anomaly else "", s.skipped) for s in seen]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("schedule", "policy"), [
+    ("1f1b", "skip"), ("2bw", "skip"), ("2bw", "stop"), ("pipedream", "roll_back"), ("unclipped", "auto")])
+def test_all_ranks_decide_alike(schedule: str, policy: str) -> None:
+    sections = {"anomalies": {"on_non_finite": policy}, "train": {"micro_batch_size": 2, "save_interval": 5}}
+    if schedule == "unclipped":
+        sections["optim"] = {"clip_grad": 0.0}
+    config = make("pipedream" if schedule == "unclipped" else schedule, sections, pp=2, dp=2)
+    everyone = run_ranks(poisoned_steps, 4, config)
+    assert all(one == everyone[0] for one in everyone)
+    done, seen = everyone[0]
+    expected = {"auto": "stop"}.get(policy, policy)
+    assert seen[4] == (5, expected, schedule != "unclipped")
+    if policy == "skip":
+        assert (done, len(seen)) == (12, 12)
+        assert not any(anomaly or skipped for _, anomaly, skipped in seen[:4] + seen[5:])
+    else:
+        assert 5 <= done == len(seen) <= 10
+
+
+def rolled_back(config: Config, root: Path) -> None:
+    """Gone over, batches have never been: the same weights come of data without them, dropout being off."""
+    engine, loader = build(config)
+    engine.train(loader, 3, lambda step: None)
+    checkpoint.save(root, engine, "corpus")
+    engine.train(loader, 4, lambda step: None)
+    assert checkpoint.resume(root, engine, "corpus", print, up_to=6, go_on_at=6) == 3
+    got: list[StepResult] = []
+    engine.train(loader, 3, got.append)
+    other, without = build(config)
+    checkpoint.resume(root, other, "corpus", print)
+    object.__setattr__(without, "behind", 3)
+    wanted: list[StepResult] = []
+    other.train(without, 3, wanted.append)
+    assert [(s.step, s.losses, s.grad_norm) for s in got] == [(s.step + 3, s.losses, s.grad_norm) for s in wanted]
+    for name, tensor in other.weights.full_weights().items():
+        assert torch.equal(tensor, engine.weights.full_weights()[name])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("schedule", "sections"), [
+    ("1f1b", {}), ("2bw", {}), ("2bw", {"parallel": {"dp": 2, "pp": 1, "zero": 1}}),
+    ("2bw", {"optim": {"staleness": "prediction", "decay": "constant"}})], ids=str)
+def test_batches_that_are_gone_over_have_never_been(tmp_path: Path, schedule: str, sections: dict[str, Any]) -> None:
+    run_ranks(rolled_back, 2, make(schedule, {"parallel": {"pp": 2, "dp": 1}} | sections), tmp_path)
+
+
+def diverged(config: Config, name: str, rank: int) -> list[str]:
+    engine, loader = build(config)
+    engine.train(loader, 2, lambda step: None)
+    found = [find_divergence(engine)]
+    leaf = engine.weights.leaves_of(2).get(name)
+    if engine.grid.rank == rank and leaf is not None:
+        with torch.no_grad():
+            leaf.view(-1)[3] += 1e-6
+    return [*found, find_divergence(engine)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("grid", "name", "rank", "expected"), [
+    ({"dp": 3}, "blocks.1.mlp.up.weight", 0, "blocks.1.mlp.up.weight of rank 0 is not what rank 1 has"),
+    ({"tp": 2}, "blocks.1.attention_norm.weight", 1, "attention_norm.weight of rank 1 is not what rank 0 has"),
+    ({"pp": 2}, "blocks.3.language_model.projection.weight", 1, " of rank 1 is not what rank 0 has"),
+], ids=str)
+def test_the_replica_that_differs_is_named(grid: dict[str, int], name: str, rank: int, expected: str) -> None:
+    number = math.prod(grid.values())
+    everyone = run_ranks(diverged, number, make("2bw", **grid), name, rank)
+    assert all(one == everyone[0] for one in everyone)
+    before, after = everyone[0]
+    assert before == ""
+    assert after.startswith("weights/2/")
+    assert expected in after
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+def tiny(folder: Path, schedule: str = "2bw", **sections: dict[str, Any]) -> Config:
+    base = load_toml(write_config(folder, schedule))
+    return from_mapping({"train": {"num_steps": 8, "eval_interval": 0}} | sections, base)
+
+
+def poison_gradients(monkeypatch: pytest.MonkeyPatch, batches: set[int]) -> None:
+    healthy = Engine._before_backward
+
+    def poisoned(self: Engine, action: Action) -> float:
+        factor = healthy(self, action)
+        return math.nan if action.microbatch // self.sizes.num_microbatches in batches else factor
+
+    monkeypatch.setattr(Engine, "_before_backward", poisoned)
+
+
+def test_an_anomaly_is_skipped_and_leaves_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny(tmp_path, checkpoint={"asynchronous": False})
+    with monkeypatch.context() as poison:
+        poison_gradients(poison, {4})
+        assert loop.train(config, ALONE).step == 8
+    rows = {row["step"]: row for row in metrics(config.run.folder)}
+    assert (rows[5]["anomaly"], rows[5]["policy"], rows[5]["skipped"]) == ("non_finite", "skip", True)
+    assert not any("anomaly" in row for step, row in rows.items() if step != 5)
+    path = config.run.folder / "anomalies" / "step_00000005.json"
+    bundle = json.loads(path.read_text())
+    assert bundle["samples"] == [16, 20]
+    assert bundle["versions"] == [[3, 3]], "2bw: weights one batch old"
+    assert (bundle["checkpoint"], bundle["grad_norm"]) == (4, None)
+    capsys.readouterr()
+    # the weights and the data are healthy, so it does not happen again; with its checkpoint it can be run again
+    (config.run.folder / "checkpoints" / "step_00000008").rename(tmp_path / "later")
+    assert main(["replay", str(path)]) == 1
+    assert "only checkpoint.keep of them stay" in capsys.readouterr().err
+
+
+def test_a_weight_that_is_not_finite_is_named_by_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny(tmp_path, train={"num_steps": 5, "eval_interval": 0, "save_interval": 2},
+                  checkpoint={"asynchronous": False})
+    name, on_step = "blocks.2.mlp.up.weight", Run._on_step
+
+    def spoil(run: Run, result: StepResult) -> None:
+        on_step(run, result)
+        if result.step == 4:
+            with torch.no_grad():
+                for leaves in run.engine.weights.leaves:
+                    leaves[name].view(-1)[7] = math.inf
+
+    monkeypatch.setattr(Run, "_on_step", spoil)
+    loop.train(config, ALONE)
+    capsys.readouterr()
+    assert main(["replay", str(config.run.folder / "anomalies" / "step_00000005.json"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loss"] == [None, None]
+    assert found["first_not_finite"]["weight"] == f"{name} of version 3"
+    assert found["first_not_finite"]["activation"] == "blocks.2, micro-batch 0"
+    assert found["first_not_finite"]["gradient"].startswith("blocks.3.")
+
+
+def test_a_spike_is_rolled_back_and_training_goes_on_behind_it(tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"loss_spike": 30.0, "on_loss_spike": "roll_back", "window": 8}
+    config = tiny(tmp_path, anomalies=settings, train={"num_steps": 14, "eval_interval": 0, "save_interval": 4},
+                  checkpoint={"keep": 10})
+    advance = Engine._apply
+
+    def broken(self: Engine, batch: int, result: StepResult | None) -> None:
+        advance(self, batch, result)
+        if batch == 8 and not hasattr(self, "broken"):
+            self.broken = True  # type: ignore[attr-defined]
+            with torch.no_grad():
+                for leaf in self.weights.leaves_of(batch + 1).values():
+                    leaf.mul_(30.0)
+
+    monkeypatch.setattr(Engine, "_apply", broken)
+    assert loop.train(config, ALONE).step == 14
+    rows = metrics(config.run.folder)
+    event = next(row for row in rows if "rolled_back_to" in row)
+    assert event == {"step": 11, "anomaly": "loss_spike", "rolled_back_to": 8}, "batch 10 is the first on W(9)"
+    assert [step for step, _, _ in steps(rows)] == list(range(1, 15))
+    by_step = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    assert by_step[11] > 2 * by_step[10]
+    assert by_step[12] < 1.2 * by_step[10]
+    report = replay(config.run.folder, 12, print)
+    assert report.agrees, "from the checkpoint of step 8, over the batches that were gone over"
+    assert (report.bundle.checkpoint, report.bundle.start) == (8, 11)
+    (config.run.folder / "checkpoints" / "step_00000008").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="comes after a roll back to the checkpoint of step 8, which is not there"):
+        replay(config.run.folder, 12, print)
+
+
+def test_a_run_stops_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    poison_gradients(monkeypatch, {5})
+    config = tiny(tmp_path, anomalies={"on_non_finite": "stop"})
+    with pytest.raises(AnomalyError, match=r"step 6: the gradient norm is nan; stopped, the newest checkpoint is of "
+                                           r"step 4"):
+        loop.train(config, ALONE)
+    assert checkpoint.saved_steps(config.run.folder / "checkpoints") == [4, 2]
+    assert [step for step, _, _ in steps(metrics(config.run.folder))] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(AnomalyError, match="step 6"):  # the same command meets it again
+        loop.train(config, ALONE)
+
+
+@pytest.mark.parametrize(("schedule", "sections"), [
+    ("2bw", {"train": {"dtype": "bf16"}}), ("gpipe", {"optim": {"name": "muon"}}), ("2bw", {"model": {"kind": "bert"}}),
+], ids=str)
+def test_any_step_of_a_run_can_be_replayed(tmp_path: Path, schedule: str, sections: dict[str, Any]) -> None:
+    base = {"train": {"num_steps": 6, "eval_interval": 3, "save_interval": 4}, "model": {"dropout": 0.1}}
+    config = tiny(tmp_path, schedule, **base)
+    config = from_mapping(sections, config)
+    loop.train(config, ALONE)
+    for step, start in ((3, None), (6, 4)):
+        report = replay(config.run.folder, step, print)
+        assert report.agrees
+        assert report.bundle.checkpoint == start
+        assert not report.weights + report.activation + report.gradient
+    with pytest.raises(ConfigError, match="has no such step; try 1 to 6"):
+        replay(config.run.folder, 7, print)
+
+
+SCRIPT = """
+import math, sys
+from hybridpar.cli import main
+from hybridpar.train.engine import Engine
+healthy = Engine._apply
+def spoiled(self, batch, result):
+    healthy(self, batch, result)
+    if batch == 4 and self.grid.rank == 1 and not hasattr(self, "spoiled"):
+        self.spoiled = True
+        self.before_change()
+        next(iter(self.weights.leaves_of(batch + 1).values())).data.view(-1)[0] += 1.0
+Engine._apply = spoiled
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.ranks
+def test_a_grid_is_replayed_on_one_process(tmp_path: Path) -> None:
+    """Two stages with early switches; fp32, so the order of summation shows in the seventh digit."""
+    config = write_config(tmp_path)
+    code, out = finish(torchrun(2, "train", config, "--parallel.pp", "2", "--pipeline.early_switch", "1",
+                                "--pipeline.num_microbatches", "4", "--train.save_interval", "4"))
+    assert code == 0, out
+    report = replay(tmp_path / "runs" / "run", 6, print)
+    assert report.result.loss == pytest.approx(report.bundle.loss, rel=1e-5)
+    assert report.result.grad_norm == pytest.approx(report.bundle.grad_norm, rel=1e-4)
+    assert math.hypot(*report.stage_norms) == pytest.approx(report.result.grad_norm, rel=1e-6)
+
+
+@pytest.mark.ranks
+def test_replicas_that_differ_are_rolled_back_together(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "1f1b")
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+    flags = ("--parallel.dp", "2", "--anomalies.audit_interval", "3", "--anomalies.on_divergence", "roll_back",
+             "--train.eval_interval", "0")
+    process = torchrun(2, "train", config, *flags)
+    code, healthy = finish(process)
+    assert code == 0, healthy
+    whole = steps(metrics(tmp_path / "runs" / "run"))
+    code, out = finish(torchrun(2, "train", config, *flags, "--run.name", "spoiled", script=script))
+    assert code == 0, out
+    assert "step 6: replicas differ: weights/" in out
+    assert "of rank 1 is not what rank 0 has: roll back" in out
+    assert "rolled back to the checkpoint of step 4; going on with step 5" in out
+    rows = metrics(tmp_path / "runs" / "spoiled")
+    assert {"step": 4, "anomaly": "divergence", "rolled_back_to": 4} in rows
+    assert steps(rows) == whole, "the same batches again, to the bit"
+
+
+def test_replay_refuses_what_one_process_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny(tmp_path, "pipedream")
+    folder = config.run.folder
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "grad_norm": 1.0}\n')
+    (folder / "config.toml").write_text("[pipeline]\nschedule = 'pipedream'\n[parallel]\npp = 2\ndp = 1\n")
+    assert main(["replay", str(folder), "--step", "1"]) == 1
+    assert "cannot be replayed in one process" in capsys.readouterr().err
+    assert main(["replay", str(folder)]) == 1
+    assert "says which step of a run folder" in capsys.readouterr().err
