@@ -165,7 +165,7 @@ def resum(files: Files) -> Files:
         pieces = [data[:length]]
         spans = sorted(e["data_offsets"] for key, e in header.items() if key != "__metadata__")
         for start, stop in spans:
-            stop = min(stop, len(data))
+            start, stop = max(start, 0), min(stop, len(data))
             pieces += [data[length + at:length + min(at + CHUNK, stop)] for at in range(start, stop, CHUNK)]
         manifest["shards"][0] |= {
             "num_bytes": len(data), "checksums": "".join(f"{zlib.crc32(piece):08x}" for piece in pieces)}
