@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, serialization
 
 from hybridpar.errors import CheckpointError
+from hybridpar.reading import open_regular
 
 _ZIP = b"PK\x03\x04"
 
@@ -47,7 +48,7 @@ def load_pickled(path: Path, inert: str = r"(?!)", old_inert: tuple[str, ...] = 
     Raises: CheckpointError if the file is missing, damaged, or names anything else.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             is_zip = file.read(len(_ZIP)) == _ZIP
         with _only_ours():
             named = sorted(serialization.get_unsafe_globals_in_checkpoint(str(path))) if is_zip else old_inert

@@ -52,7 +52,7 @@ def test_a_placement_in_chunks_says_so() -> None:
     told = "\n".join(lines(best, compare(best)))
     assert "largest load 2, proven" in told
     assert "not contiguous: the devices would hold" in told
-    assert "`hybridpar train` does not run yet" in told
+    assert "runs chunks of whole blocks that go round the devices" in told
     assert "the best contiguous one here, dpl's: 3 (+50.00%)" in told
     assert "one-accelerator  4            (+100.00%)" in told
     assert sorted(as_json(best, compare(best))["chunks"]) == [1, 2]
