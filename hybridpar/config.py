@@ -432,7 +432,8 @@ def _hints_of(section: Any) -> dict[str, Any]:
 
 
 def _read_section(name: str, base: Any, table: Mapping[str, Any], problems: list[Problem]) -> Any:
-    hints = _hints_of(type(base))  # type: ignore[arg-type]
+    section: Any = type(base)
+    hints = _hints_of(section)
     known = {f.name for f in dataclasses.fields(base)}
     values = {}
     for key, value in table.items():

@@ -30,7 +30,8 @@ _NO_WAIT, _NO_ACTION = _WAIT.pack(b"", b"", -1), _ACTION.pack(b"", -1, -1, -1)
 NOBODY = -1
 """No single peer: all ranks of the axis."""
 FAILED, LOST, REFUSED = "failed", "lost contact", "refused"
-"""Phases of a rank that ends: of an error; because another one has left it; because it cannot do what is asked for."""
+"""Phases of a rank that ends: of an error; because another one has left it; because it cannot do what is asked for, or
+was asked to stop."""
 
 
 class Flight:

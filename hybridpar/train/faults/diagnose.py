@@ -60,7 +60,7 @@ class Seen:
 
     @property
     def was_refused(self) -> bool:
-        """It ended in good order before it could begin, as it would again."""
+        """It ended in good order, before it could begin or because an anomaly is to stop it; it would end so again."""
         return (self.exit_code or 0) > 0 and (self.record is None or self.record.phase == REFUSED)
 
 

@@ -9,9 +9,9 @@
     disk full at step 10                that file cannot be written
     nan gradient rank 2 at step 4       the gradient of one of its micro-batches is not finite
 
-`stage 1` for a rank is the first one of that stage; files have a rank, too, if given: `disk full rank 2 at ...`. Steps
-are those that are being made, from 1; `micro-batch 0` after one is its first. The next checkpoint is that of this step,
-or the first one after it.
+`stage 1` for a rank is the first one that holds that stage; files have a rank, too, if given: `disk full rank 2 at
+...`. Steps are those that are being made, from 1; `micro-batch 0` after one is its first. The next checkpoint is that
+of this step, or the first one after it.
 """
 
 from __future__ import annotations
@@ -96,9 +96,13 @@ def parse_fault(text: str, config: Config) -> Fault:
             '"kill rank 0 at step 2"')
     parts: dict[str, Any] = match.groupdict()
     parallel, m = config.parallel, config.pipeline.num_microbatches
-    ranks = parallel.tp * parallel.pp * parallel.dp
-    number = int(parts["rank"] or 0)
-    rank = number * parallel.tp * parallel.dp if parts.get("where") == "stage" else number
+    ranks, stages = parallel.tp * parallel.pp * parallel.dp, parallel.pp * config.pipeline.num_chunks
+    rank = number = int(parts["rank"] or 0)
+    if parts.get("where") == "stage":
+        if number >= stages:
+            rule = f"the pipeline has {stages} stages, 0 to {stages - 1}"
+            raise config_error("inject", text, rule, f"stage {stages - 1}")
+        rank = number % parallel.pp * parallel.tp * parallel.dp
     fault = Fault(text, parts["kind"], rank, int(parts["step"]), int(parts.get("microbatch") or -1),
                   int(parts.get("peer") or -1), float(parts.get("seconds") or math.inf))
     if rank >= ranks or fault.peer >= ranks:
@@ -159,7 +163,7 @@ class Injector:
         if fault.kind in _SAVING or batch + 1 != fault.step or (fault.microbatch >= 0 and index != fault.microbatch):
             return False
         if "link" in fault.kind:
-            return action.kind in _kinds_of_link(self._engine.grid, fault.peer)
+            return action.kind in _kinds_of_link(self._engine.grid, self._engine.sizes.is_ring, fault.peer)
         return action.kind is Kind.B if fault.kind == "nan gradient" else True
 
     def _happen(self, fault: Fault, action: Action) -> list[Any]:
@@ -211,12 +215,12 @@ class Injector:
             os.fsync(file.fileno())
 
 
-def _kinds_of_link(grid: ProcessGrid, peer: int) -> tuple[Kind, ...]:
-    """The actions in which this rank sends something to another one."""
-    line, place = grid.pp.ranks, grid.pp.rank
-    if place + 1 < len(line) and line[place + 1] == peer:
+def _kinds_of_link(grid: ProcessGrid, is_ring: bool, peer: int) -> tuple[Kind, ...]:
+    """The actions in which this rank sends something to another one. `is_ring`: the last stage's rank to the first."""
+    axis = grid.pp
+    if peer == axis.next and (is_ring or not axis.is_last):
         return (Kind.SEND_F,)
-    if place and line[place - 1] == peer:
+    if peer == axis.prev and (is_ring or not axis.is_first):
         return (Kind.SEND_B,)
     return (Kind.NORM, Kind.UPDATE)  # where all meet
 

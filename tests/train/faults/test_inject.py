@@ -6,13 +6,15 @@ import math
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.flight import NO_FLIGHT
-from hybridpar.train.faults.inject import Fault, Injector, parse_fault, parse_faults
+from hybridpar.pipeline.plan.action import Kind
+from hybridpar.train.faults.inject import Fault, Injector, _kinds_of_link, parse_fault, parse_faults
 
 CONFIG = from_mapping({
     "parallel": {"pp": 2, "dp": 2, "tp": 1}, "pipeline": {"num_microbatches": 3}, "train": {"num_steps": 50}}, Config())
@@ -38,7 +40,7 @@ def test_what_can_be_said(text: str, fault: tuple[object, ...]) -> None:
     ("kill rank 3", "must be one of"),
     ("slow link 0-1 at step 3", "must be one of"),
     ("kill rank 4 at step 3", "the job has 4 ranks"),
-    ("hang stage 2 at step 3", "on 2 stages"),
+    ("hang stage 2 at step 3", "the pipeline has 2 stages, 0 to 1"),
     ("cut link 0-4 at step 3", "the job has 4 ranks"),
     ("cut link 1-1 at step 3", "between two ranks"),
     ("kill rank 0 at step 51", "1 to train.num_steps = 50"),
@@ -49,6 +51,17 @@ def test_what_can_be_said(text: str, fault: tuple[object, ...]) -> None:
 def test_what_cannot_is_explained(text: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         parse_fault(text, CONFIG)
+
+
+def test_on_a_ring_a_rank_holds_several_stages_and_the_last_one_sends_to_the_first() -> None:
+    ring = from_mapping({"pipeline": {"schedule": "interleaved", "chunks": 2}}, CONFIG)
+    assert parse_fault("hang stage 3 at step 7", ring).rank == 2
+    with pytest.raises(ConfigError, match="the pipeline has 4 stages, 0 to 3"):
+        parse_fault("hang stage 4 at step 7", ring)
+    last = SimpleNamespace(pp=SimpleNamespace(prev=1, next=0, is_first=False, is_last=True))
+    assert _kinds_of_link(last, True, 0) == (Kind.SEND_F,)
+    assert _kinds_of_link(last, True, 1) == _kinds_of_link(last, False, 1) == (Kind.SEND_B,)
+    assert _kinds_of_link(last, False, 0) == (Kind.NORM, Kind.UPDATE)
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

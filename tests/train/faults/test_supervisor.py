@@ -92,6 +92,18 @@ def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_what_an_anomaly_is_to_stop_does_not_start_again(tmp_path: Path) -> None:
+    code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", *STEPS, "--anomalies.on_non_finite", "stop",
+                      "--inject", "nan gradient rank 0 at step 7")
+    assert code == 1, out
+    assert re.findall(r"(?m)^(?:going on after step|starting again).*", out) == []
+    assert "step 7: the gradient norm is nan; stopped, the newest checkpoint is of step 5" in out
+    (stopped,) = failures(tmp_path / "runs" / "run")
+    assert (stopped["kind"], stopped["saved"]) == ("refused", 5)
+    assert "before it had begun" not in out
+
+
+@pytest.mark.timeout(300)
 def test_torchrun_starts_the_same_ranks_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts",
                "1", "-m", "hybridpar", "train", str(write_config(tmp_path)), "--parallel.pp", "2", *STEPS, "--inject",
