@@ -8,123 +8,51 @@
 namespace hybridpar {
 namespace {
 
-// gelu(x) = x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)   (arXiv 1606.08415)
-template <class W>
-struct Gelu {
-  static constexpr W kSlope = W(2 * 0.7978845608028653559), kCubic = W(2 * 0.7978845608028653559 * 0.044715);
-
-  HYBRIDPAR_INLINE_MEMBER static W value(W x) { return x * sigmoid(x * multiply_add(kCubic, x * x, kSlope)).value; }
-  HYBRIDPAR_INLINE_MEMBER static W derivative(W x) {
-    const W square = x * x;
-    const Sigmoid<W> s = sigmoid(x * multiply_add(kCubic, square, kSlope));
-    return multiply_add(x * s.value * s.rest, multiply_add(W(3) * kCubic, square, kSlope), s.value);
-  }
-};
-
 template <class T>
 struct Rows {
+  using Element = T;
   const T *x, *dy;  // dy: may be null
   const Wide<T>* bias;  // may be null
   T* out;
   int64_t cols;  // of y
 };
 
-template <class T>
-HYBRIDPAR_INLINE void gelu_any(const Rows<T>& a, int64_t begin, int64_t end) {
-  const Wide<T>* bias = a.bias;
-  for (int64_t row = begin; row < end; ++row) {
-    const T* x = a.x + row * a.cols;
-    T* y = a.out + row * a.cols;
-    if (bias)
-      each(a.cols, [=](int64_t i, int) { y[i] = narrow<T>(Gelu<Wide<T>>::value(wide(x[i]) + bias[i])); }, ahead(x), ahead(y));
-    else
-      each(a.cols, [=](int64_t i, int) { y[i] = narrow<T>(Gelu<Wide<T>>::value(wide(x[i]))); }, ahead(x), ahead(y));
-  }
-}
+}  // namespace
 
-// sums: [cols], of dx; null without bias
-template <class T>
-HYBRIDPAR_INLINE void gelu_backward_any(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {
-  using W = Wide<T>;
-  const Wide<T>* bias = a.bias;
-  for (int64_t row = begin; row < end; ++row) {
-    const T *x = a.x + row * a.cols, *dy = a.dy + row * a.cols;
-    T* dx = a.out + row * a.cols;
-    if (bias)
-      each(a.cols, [=](int64_t i, int) {
-        const W g = wide(dy[i]) * Gelu<W>::derivative(wide(x[i]) + bias[i]);
-        sums[i] += g;
-        dx[i] = narrow<T>(g);
-      }, ahead(x), ahead(dy), ahead(dx));
-    else
-      each(a.cols, [=](int64_t i, int) { dx[i] = narrow<T>(wide(dy[i]) * Gelu<W>::derivative(wide(x[i]))); },
-           ahead(x), ahead(dy), ahead(dx));
+#define HYBRIDPAR_ACTIVATION(ATTRIBUTES, T)                                                            \
+  ATTRIBUTES void gelu_rows(const Rows<T>& a, int64_t begin, int64_t end) { gelu_any(a, begin, end); } \
+  ATTRIBUTES void gelu_backward_rows(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {    \
+    gelu_backward_any(a, begin, end, sums);                                                            \
+  }                                                                                                    \
+  ATTRIBUTES void swiglu_rows(const Rows<T>& a, int64_t begin, int64_t end) {                          \
+    swiglu_any(a, begin, end);                                                                         \
+  }                                                                                                    \
+  ATTRIBUTES void swiglu_backward_rows(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {  \
+    swiglu_backward_any(a, begin, end, sums);                                                          \
   }
-}
+#define HYBRIDPAR_ACTIVATION_CLONES(T) HYBRIDPAR_ACTIVATION(HYBRIDPAR_CLONES, T)
 
-// x: [rows, 2 cols], gate then up
-template <class T>
-HYBRIDPAR_INLINE void swiglu_any(const Rows<T>& a, int64_t begin, int64_t end) {
-  using W = Wide<T>;
-  const int64_t cols = a.cols;
-  const Wide<T>* bias = a.bias;
-  for (int64_t row = begin; row < end; ++row) {
-    const T *gate = a.x + row * 2 * cols, *up = gate + cols;
-    T* y = a.out + row * cols;
-    if (bias)
-      each(cols, [=](int64_t i, int) {
-        const W g = wide(gate[i]) + bias[i], u = wide(up[i]) + bias[cols + i];
-        y[i] = narrow<T>(g * sigmoid(g).value * u);
-      }, ahead(gate), ahead(up), ahead(y));
-    else
-      each(cols, [=](int64_t i, int) {
-        const W g = wide(gate[i]);
-        y[i] = narrow<T>(g * sigmoid(g).value * wide(up[i]));
-      }, ahead(gate), ahead(up), ahead(y));
-  }
-}
+namespace numbers {
+namespace {
+#include "activation_rows.h"
+HYBRIDPAR_EACH_TYPE(HYBRIDPAR_ACTIVATION_CLONES)
+}  // namespace
+}  // namespace numbers
+}  // namespace hybridpar
 
-// sums: [2 cols]
-template <class T>
-HYBRIDPAR_INLINE void swiglu_backward_any(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {
-  using W = Wide<T>;
-  const int64_t cols = a.cols;
-  const Wide<T>* bias = a.bias;
-  for (int64_t row = begin; row < end; ++row) {
-    const T *gate = a.x + row * 2 * cols, *up = gate + cols, *dy = a.dy + row * cols;
-    T *dgate = a.out + row * 2 * cols, *dup = dgate + cols;
-    if (bias)
-      each(cols, [=](int64_t i, int) {
-        const W g = wide(gate[i]) + bias[i], u = wide(up[i]) + bias[cols + i], d = wide(dy[i]);
-        const Sigmoid<W> s = sigmoid(g);
-        const W along = d * u * multiply_add(g * s.value, s.rest, s.value), across = d * g * s.value;
-        sums[i] += along;
-        sums[cols + i] += across;
-        dgate[i] = narrow<T>(along);
-        dup[i] = narrow<T>(across);
-      }, ahead(gate), ahead(up), ahead(dy), ahead(dgate), ahead(dup));
-    else
-      each(cols, [=](int64_t i, int) {
-        const W g = wide(gate[i]), d = wide(dy[i]);
-        const Sigmoid<W> s = sigmoid(g);
-        dgate[i] = narrow<T>(d * wide(up[i]) * multiply_add(g * s.value, s.rest, s.value));
-        dup[i] = narrow<T>(d * g * s.value);
-      }, ahead(gate), ahead(up), ahead(dy), ahead(dgate), ahead(dup));
-  }
-}
+#ifdef HYBRIDPAR_HAS_CLONES
+#include "vectors.h"
+namespace hybridpar::vectors {
+namespace {
+#include "activation_rows.h"
+HYBRIDPAR_ACTIVATION(HYBRIDPAR_FLATTEN, BFloat16)
+}  // namespace
+}  // namespace hybridpar::vectors
+#include "vectors_end.h"
+#endif
 
-#define HYBRIDPAR_ACTIVATION(T)                                                                              \
-  HYBRIDPAR_CLONES void gelu_rows(const Rows<T>& a, int64_t begin, int64_t end) { gelu_any(a, begin, end); } \
-  HYBRIDPAR_CLONES void gelu_backward_rows(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {    \
-    gelu_backward_any(a, begin, end, sums);                                                                  \
-  }                                                                                                          \
-  HYBRIDPAR_CLONES void swiglu_rows(const Rows<T>& a, int64_t begin, int64_t end) {                          \
-    swiglu_any(a, begin, end);                                                                               \
-  }                                                                                                          \
-  HYBRIDPAR_CLONES void swiglu_backward_rows(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {  \
-    swiglu_backward_any(a, begin, end, sums);                                                                \
-  }
-HYBRIDPAR_EACH_TYPE(HYBRIDPAR_ACTIVATION)
+namespace hybridpar {
+namespace {
 
 void check(const char* op, const Tensor& x, const std::optional<Tensor>& bias) {
   check_contiguous(op, "x", x);
@@ -162,7 +90,9 @@ std::tuple<Tensor, Tensor> run_backward(const char* op, const Tensor& dy, const 
       over_rows(rows, width, [&](int64_t begin, int64_t end) { backward(a, begin, end, static_cast<W*>(nullptr)); });
       return;
     }
-    const auto partial = ColumnSums<W>(rows, width, 1).run([&](int64_t begin, int64_t end, W* to) { backward(a, begin, end, to); });
+    const auto partial = ColumnSums<W>(rows, width, 1).run([&](int64_t begin, int64_t end, W* to) {
+      backward(a, begin, end, to);
+    });
     for (int64_t i = 0; i < width; ++i) data<T>(dbias)[i] = narrow<T>(partial[i]);
   });
   return {dx, dbias};
@@ -176,7 +106,9 @@ Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
     using T = decltype(element);
     const Widened<T> shared(data<T>(bias), cols);
     const Rows<T> a{data<T>(x), nullptr, shared, data<T>(y), cols};
-    over_rows(num_rows(x), cols, [&](int64_t begin, int64_t end) { gelu_rows(a, begin, end); });
+    over_rows(num_rows(x), cols, [&](int64_t begin, int64_t end) {
+      HYBRIDPAR_RUN(has_bfloat16(), T, gelu_rows, a, begin, end);
+    });
   });
   return y;
 }
@@ -184,7 +116,8 @@ Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
 std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& dy, const Tensor& x, const std::optional<Tensor>& bias) {
   return run_backward("bias_gelu_backward", dy, x, bias, x.size(x.dim() - 1),
                       [](const auto& a, int64_t begin, int64_t end, auto* sums) {
-                        gelu_backward_rows(a, begin, end, sums);
+                        using T = typename std::decay_t<decltype(a)>::Element;
+                        HYBRIDPAR_RUN(has_bfloat16(), T, gelu_backward_rows, a, begin, end, sums);
                       });
 }
 
@@ -197,7 +130,9 @@ Tensor bias_swiglu(const Tensor& x, const std::optional<Tensor>& bias) {
     using T = decltype(element);
     const Widened<T> shared(data<T>(bias), width);
     const Rows<T> a{data<T>(x), nullptr, shared, data<T>(y), width / 2};
-    over_rows(num_rows(x), width, [&](int64_t begin, int64_t end) { swiglu_rows(a, begin, end); });
+    over_rows(num_rows(x), width, [&](int64_t begin, int64_t end) {
+      HYBRIDPAR_RUN(has_bfloat16(), T, swiglu_rows, a, begin, end);
+    });
   });
   return y;
 }
@@ -205,7 +140,8 @@ Tensor bias_swiglu(const Tensor& x, const std::optional<Tensor>& bias) {
 std::tuple<Tensor, Tensor> bias_swiglu_backward(const Tensor& dy, const Tensor& x, const std::optional<Tensor>& bias) {
   return run_backward("bias_swiglu_backward", dy, x, bias, x.size(x.dim() - 1) / 2,
                       [](const auto& a, int64_t begin, int64_t end, auto* sums) {
-                        swiglu_backward_rows(a, begin, end, sums);
+                        using T = typename std::decay_t<decltype(a)>::Element;
+                        HYBRIDPAR_RUN(has_bfloat16(), T, swiglu_backward_rows, a, begin, end, sums);
                       });
 }
 

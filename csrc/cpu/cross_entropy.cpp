@@ -38,35 +38,6 @@ HYBRIDPAR_INLINE float largest(const BFloat16* x, int64_t n, float top) {
 }
 
 template <class T>
-HYBRIDPAR_INLINE void forward_any(const Forward<T>& a, int64_t begin, int64_t end) {
-  using W = Wide<T>;
-  for (int64_t row = begin; row < end; ++row) {
-    const T* x = a.logits + row * a.cols;
-    W top = -std::numeric_limits<W>::infinity(), total = 0;
-    for (int64_t at = 0; at < a.real; at += kChunk) {
-      const int64_t n = std::min(kChunk, a.real - at);
-      const T* chunk = x + at;
-      const W new_top = largest(chunk, n, top);
-      // where nothing is above -infinity yet, subtract nothing
-      const W level = new_top == -std::numeric_limits<W>::infinity() ? W(0) : new_top;
-      W added[kLanes] = {};
-      each(n, [&](int64_t i, int lane) { added[lane] += exponential(wide(chunk[i]) - level); }, chunk + kChunk);
-      total = total * exponential(top - level) + sum_lanes(added);
-      top = new_top;
-    }
-    a.top[row] = top;
-    a.total[row] = total;
-    const int64_t column = a.column[row];
-    a.target[row] = column >= 0 && column < a.real ? wide(x[column]) : W(0);
-    if (a.sum) {
-      W lanes[kLanes] = {};
-      each(a.real, [&](int64_t i, int lane) { lanes[lane] += wide(x[i]) - top; });
-      a.sum[row] = sum_lanes(lanes);
-    }
-  }
-}
-
-template <class T>
 struct Backward {
   const T* logits;
   T* gradient;  // may be the logits
@@ -75,32 +46,38 @@ struct Backward {
   const Wide<T>*top, *factor, *target, *level;  // of a row; dx = exp(x - top) * factor - level, less target at column
 };
 
-template <class T>
-HYBRIDPAR_INLINE void backward_any(const Backward<T>& a, int64_t begin, int64_t end) {
-  using W = Wide<T>;
-  for (int64_t row = begin; row < end; ++row) {
-    const T* x = a.logits + row * a.cols;
-    T* dx = a.gradient + row * a.cols;
-    const W top = a.top[row], factor = a.factor[row], level = a.level[row];
-    const int64_t column = a.column[row];
-    const bool here = column >= 0 && column < a.real;
-    const W logit = here ? wide(x[column]) : W(0);
-    map(a.real, x, dx, [=](W value) __attribute__((always_inline)) {
-      return multiply_add(exponential(value - top), factor, -level);
-    });
-    if (here) dx[column] = narrow<T>(multiply_add(exponential(logit - top), factor, -level) - a.target[row]);
-    std::fill(dx + a.real, dx + a.cols, T{});
-  }
-}
+}  // namespace
 
-#define HYBRIDPAR_CROSS_ENTROPY(T)                                                       \
-  HYBRIDPAR_CLONES void forward_rows(const Forward<T>& a, int64_t begin, int64_t end) {  \
-    forward_any(a, begin, end);                                                          \
-  }                                                                                      \
-  HYBRIDPAR_CLONES void backward_rows(const Backward<T>& a, int64_t begin, int64_t end) { \
-    backward_any(a, begin, end);                                                         \
+#define HYBRIDPAR_CROSS_ENTROPY(ATTRIBUTES, T)                                       \
+  ATTRIBUTES void forward_rows(const Forward<T>& a, int64_t begin, int64_t end) {   \
+    forward_any(a, begin, end);                                                     \
+  }                                                                                 \
+  ATTRIBUTES void backward_rows(const Backward<T>& a, int64_t begin, int64_t end) { \
+    backward_any(a, begin, end);                                                    \
   }
-HYBRIDPAR_EACH_TYPE(HYBRIDPAR_CROSS_ENTROPY)
+#define HYBRIDPAR_CROSS_ENTROPY_CLONES(T) HYBRIDPAR_CROSS_ENTROPY(HYBRIDPAR_CLONES, T)
+
+namespace numbers {
+namespace {
+#include "cross_entropy_rows.h"
+HYBRIDPAR_EACH_TYPE(HYBRIDPAR_CROSS_ENTROPY_CLONES)
+}  // namespace
+}  // namespace numbers
+}  // namespace hybridpar
+
+#ifdef HYBRIDPAR_HAS_CLONES
+#include "vectors.h"
+namespace hybridpar::vectors {
+namespace {
+#include "cross_entropy_rows.h"
+HYBRIDPAR_CROSS_ENTROPY(HYBRIDPAR_FLATTEN, BFloat16)
+}  // namespace
+}  // namespace hybridpar::vectors
+#include "vectors_end.h"
+#endif
+
+namespace hybridpar {
+namespace {
 
 void check(const char* op, const Tensor& logits, const Tensor& column, int64_t num_real) {
   check_contiguous(op, "logits", logits);
@@ -111,7 +88,8 @@ void check(const char* op, const Tensor& logits, const Tensor& column, int64_t n
   STD_TORCH_CHECK(num_real >= 0 && num_real <= logits.size(1), op, ": num_real is not within the columns");
 }
 
-// [4 (3 without the sum), rows]: maximum, sum of exponentials of what is below it, the label's logit, sum of what the logits are below it
+// [4 (3 without the sum), rows]: maximum, sum of exponentials of what is below it, the label's logit, sum of what the logits are
+// below it
 Tensor cross_entropy(const Tensor& logits, const Tensor& column, int64_t num_real, bool with_sum) {
   check("cross_entropy", logits, column, num_real);
   const int64_t rows = logits.size(0), cols = logits.size(1);
@@ -121,7 +99,9 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& column, int64_t num_rea
     auto* to = data<Wide<T>>(out);
     const Forward<T> a{data<T>(logits), data<int64_t>(column), cols,          num_real, to, to + rows,
                        to + 2 * rows,   with_sum ? to + 3 * rows : nullptr};
-    over_rows(rows, cols, [&](int64_t begin, int64_t end) { forward_rows(a, begin, end); });
+    over_rows(rows, cols, [&](int64_t begin, int64_t end) {
+      HYBRIDPAR_RUN(has_bfloat16(), T, forward_rows, a, begin, end);
+    });
   });
   return out;
 }
@@ -143,7 +123,9 @@ void cross_entropy_backward_(const Tensor& gradient, const Tensor& logits, const
     const auto* from = data<Wide<T>>(numbers);
     const Backward<T> a{data<T>(logits), data<T>(gradient), data<int64_t>(column), cols, num_real,
                         from, from + rows, from + 2 * rows, from + 3 * rows};
-    over_rows(rows, cols, [&](int64_t begin, int64_t end) { backward_rows(a, begin, end); });
+    over_rows(rows, cols, [&](int64_t begin, int64_t end) {
+      HYBRIDPAR_RUN(has_bfloat16(), T, backward_rows, a, begin, end);
+    });
   });
 }
 

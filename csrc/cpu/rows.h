@@ -1,7 +1,8 @@
 // What the row-wise operators share: element types, exact lane-wise sums, exp, and splitting rows over threads.
 //
-// Written to give the same bits on every x86-64 and with any number of threads (which is tested): sums go to kLanes partial sums
-// by position, which are added as a tree, and multiply-adds are written out (std::fma has one rounding everywhere).
+// Written to give the same bits on every x86-64 (but for attention of bfloat16, attention_pairs.cpp) and with any number of
+// threads (which is tested): sums go to kLanes partial sums by position, which are added as a tree, and multiply-adds are
+// written out (std::fma has one rounding everywhere).
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -121,6 +122,14 @@ HYBRIDPAR_INLINE void ask(const Later<R, T>& later, int64_t i) {
   repeat<R>([&](auto r) { prefetch(later.first + r * later.cols + i); });
 }
 
+namespace numbers {  // beside it, vectors.h has a namespace with the same for 16 numbers at once
+
+// Elements of memory: in the type of the arithmetic, and rounded to theirs.
+template <class T>
+HYBRIDPAR_INLINE Wide<T> load(const T* x, int64_t i) { return wide(x[i]); }
+template <class T>
+HYBRIDPAR_INLINE void put(T* to, int64_t i, Wide<T> x) { to[i] = narrow<T>(x); }
+
 // f(i, lane) for i in [0, n), by kLanes at a time: what a loop that sums by lane or only maps elements is made of. `later`: what
 // to ask for meanwhile, as far on as f is, where arrays are too large for the caches.
 template <class F, class... S>
@@ -207,48 +216,27 @@ HYBRIDPAR_INLINE W max_lanes(W* lanes) {
 
 // --- functions ---
 
-// e^x for x from -87 to 88, to 1 ulp or so; NaN for NaN. No branch, so that loops vectorise.
-HYBRIDPAR_INLINE float exponential_within(float x) {
-  constexpr float kShift = 12582912.0f + 127.0f;  // 1.5 * 2^23, where the fraction drops out, and the exponent's bias
-  const float shifted = multiply_add(x, 1.44269504088896341f, kShift);
-  const float n = shifted - kShift;
-  float r = multiply_add(n, -0.693359375f, x);  // ln 2 in two parts: exact
-  r = multiply_add(n, 2.12194440e-4f, r);
-  float p = 1.381454058e-3f;  // what is left of the series, fitted: relative error 3e-9
-  p = multiply_add(p, r, 8.368745446e-3f);
-  p = multiply_add(p, r, 4.166838899e-2f);
-  p = multiply_add(p, r, 1.666652113e-1f);
-  p = multiply_add(p, r, 4.999999404e-1f);
-  p = multiply_add(p, r * r, r) + 1.0f;
-  uint32_t bits;  // n, with its bias, is in the lowest bits of `shifted`
-  std::memcpy(&bits, &shifted, sizeof bits);
-  bits <<= 23;
-  float scale;
-  std::memcpy(&scale, &bits, sizeof scale);
-  return p * scale;
+// What functions.h needs, of numbers.
+template <class W>
+HYBRIDPAR_INLINE W at_most(W x, W limit) { return x > limit ? limit : x; }  // both keep NaN
+template <class W>
+HYBRIDPAR_INLINE W at_least(W x, W limit) { return x < limit ? limit : x; }
+// 0 where x is below the limit, whatever y is.
+template <class W>
+HYBRIDPAR_INLINE W zero_below(W x, W limit, W y) { return x < limit ? W(0) : y; }
+// 2^n, where x has n, with the exponent's bias, in its lowest bits.
+HYBRIDPAR_INLINE float power_of_two(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return from_bits(bits << 23);
 }
 HYBRIDPAR_INLINE double exponential_within(double x) { return std::exp(x); }
 
-// e^x where x is at most 0, or at most 88: 0 below -87.
-template <class W>
-HYBRIDPAR_INLINE W exponential(W x) {
-  const W y = exponential_within(x);
-  return x < W(-87) ? W(0) : y;  // whatever y is
-}
+#include "functions.h"
 
-template <class W>
-struct Sigmoid {
-  W value, rest;  // 1 / (1 + e^-x) and 1 less that, which no cancellation makes inexact
-};
+}  // namespace numbers
 
-template <class W>
-HYBRIDPAR_INLINE Sigmoid<W> sigmoid(W x) {
-  const W high = x > W(80) ? W(80) : x;  // beyond, nothing changes, and e^-x stays a normal number
-  const W within = high < W(-80) ? W(-80) : high;  // two instructions, where NaN stays NaN
-  const W power = exponential_within(-within);
-  const W value = W(1) / (W(1) + power);
-  return {value, value * power};
-}
+using namespace numbers;
 
 // --- tensors ---
 

@@ -18,7 +18,7 @@ from hybridpar.comm import all_reduce
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.nn import matmul
-from hybridpar.nn.embedding import check_range
+from hybridpar.nn.embedding import check_range, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Columns:
 
     def column(self, labels: Tensor) -> Tensor:
         """Where each label is here; what is below 0 or beyond num_real is elsewhere. Shapes: [..] -> [rows]."""
-        return labels.flatten() - self.start
+        return labels.flatten() - self.start if self.start else labels.flatten()
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, vocab_start: int = 0,
@@ -98,11 +98,14 @@ def _checked(axis: Axis, v_local: int, valid_vocab: int | None, label_smoothing:
     return valid_vocab
 
 
-def _without_ignored(labels: Tensor, ignore_index: int, valid_vocab: int) -> tuple[Tensor, Tensor]:
-    """Labels with 0 in the place of ignored ones, and which those are."""
+def _without_ignored(labels: Tensor, ignore_index: int, valid_vocab: int) -> tuple[Tensor, Tensor | None]:
+    """Labels with 0 in the place of ignored ones, and which those are; None where it is known that none are."""
+    on_cpu = labels.device.type == "cpu"
+    if on_cpu and within(labels, valid_vocab) and not 0 <= ignore_index < valid_vocab:
+        return labels, None
     ignored = labels == ignore_index
     labels = labels.masked_fill(ignored, 0)
-    if labels.device.type == "cpu":
+    if on_cpu:
         check_range(labels, valid_vocab, "label")
     return labels, ignored
 
@@ -113,17 +116,20 @@ class _Rows(NamedTuple):
     column: Tensor
     top: Tensor
     total: Tensor
-    ignored: Tensor
+    ignored: Tensor | None
 
     def numbers(self, grad: Tensor, columns: _Columns) -> Tensor:
         """What ops.cross_entropy's gradient_ takes."""
-        grad = grad.to(self.top.dtype).masked_fill(self.ignored, 0).flatten()
+        grad = grad.to(self.top.dtype)
+        if self.ignored is not None:
+            grad = grad.masked_fill(self.ignored, 0)
+        grad = grad.flatten()
         e = columns.smoothing
         target, level = ((1 - e) * grad, e / columns.num_vocab * grad) if e else (grad, torch.zeros_like(grad))
         return torch.stack((self.top, grad / self.total, target, level))
 
 
-def _combine(statistics: Tensor, column: Tensor, labels: Tensor, ignored: Tensor,
+def _combine(statistics: Tensor, column: Tensor, labels: Tensor, ignored: Tensor | None,
              columns: _Columns) -> tuple[Tensor, _Rows]:
     """The loss, from what every rank knows of its own columns."""
     axis, e = columns.axis, columns.smoothing
@@ -139,12 +145,13 @@ def _combine(statistics: Tensor, column: Tensor, labels: Tensor, ignored: Tensor
         loss.sub_(below[0], alpha=e / columns.num_vocab)
     if labels.device.type != "cpu":  # where they were refused
         loss.masked_fill_(((labels < 0) | (labels >= columns.num_vocab)).flatten(), torch.nan)
-    return loss.view(labels.shape).masked_fill_(ignored, 0), _Rows(column, top, total, ignored)
+    loss = loss.view(labels.shape)
+    return loss if ignored is None else loss.masked_fill_(ignored, 0), _Rows(column, top, total, ignored)
 
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignored: Tensor, columns: _Columns, overwrite: bool,
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignored: Tensor | None, columns: _Columns, overwrite: bool,
                 backend: str) -> Tensor:
         flat = logits.detach().reshape(labels.numel(), logits.shape[-1]).contiguous()
         passes = ops.cross_entropy(flat, backend)
@@ -167,7 +174,7 @@ class _CrossEntropy(Function):
 
 class _LinearCrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignored: Tensor,
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignored: Tensor | None,
                 columns: _Columns, chunk: int, backend: str) -> Tensor:
         flat, column = x.detach().reshape(labels.numel(), x.shape[-1]), columns.column(labels)
         passes = ops.cross_entropy(flat, backend)

@@ -72,12 +72,17 @@ class LearnedPositionEmbedding(ParallelModule):
         return self.weight if length == longest else self.weight[start : start + length]
 
 
+def within(ids: Tensor, stop: int) -> bool:
+    """Whether all of `ids`, if any, are within 0 to stop - 1."""
+    if not ids.numel():
+        return True
+    low, high = ids.aminmax()
+    return low.item() >= 0 and high.item() < stop
+
+
 def check_range(ids: Tensor, stop: int, what: str) -> None:
     """Raises: DataError naming the first of `ids` that is not within 0 to stop - 1."""
-    if not ids.numel():
-        return
-    low, high = (bound.item() for bound in ids.aminmax())
-    if low < 0 or high >= stop:
+    if not within(ids, stop):
         bad = (ids < 0) | (ids >= stop)
         where = tuple(bad.nonzero()[0].tolist())
         raise DataError(f"{what} {ids[where].item()} at {list(where)} is not within 0 to {stop - 1}: was the data "

@@ -115,7 +115,7 @@ def test_outputs_and_gradients_against_float64(case, dtype):
 
 @pytest.mark.parametrize("case", CASES[::7], ids=str)
 def test_outputs_do_not_depend_on_what_memory_held(case):
-    backends.test_outputs_do_not_depend_on_what_memory_held(case, "cpu")
+    backends.test_outputs_do_not_depend_on_what_memory_held(case, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("op", ["gelu", "swiglu", "layer_norm", "rms_norm", "softmax"])
@@ -123,7 +123,7 @@ def test_large_values_nan_and_infinity(op):
     case = next(case for case in CASES if case.op == op)
     backends.test_large_values_stay_finite(case, torch.float32, "cpu")
     for value in (torch.nan, torch.inf):
-        backends.test_nan_and_infinity_are_not_hidden(op, value, "cpu")
+        backends.test_nan_and_infinity_are_not_hidden(op, value, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("with_sum", [False, True])

@@ -147,14 +147,15 @@ def test_strides_do_not_matter(case, device):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # of which some loops have their own
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_any_number_of_threads_gives_the_same_bits(case):
+def test_any_number_of_threads_gives_the_same_bits(case, dtype):
     before = torch.get_num_threads()
     for backend in others(case.op):
         results = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(compute(case, tensors_of(case, torch.float32), backend))
+            results.append(compute(case, tensors_of(case, dtype), backend))
         torch.set_num_threads(before)
         assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True)), backend
 
@@ -175,11 +176,12 @@ def test_large_values_stay_finite(case, dtype, device):
 
 @pytest.mark.parametrize("op", ["gelu", "swiglu", "layer_norm", "rms_norm", "softmax", "attention"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_nan_and_infinity_are_not_hidden(op, value, device):
+def test_nan_and_infinity_are_not_hidden(op, value, dtype, device):
     case = next(c for c in CASES if c.op == op)
-    for backend in others(op, device):
-        tensors = tensors_of(case, torch.float32, device=device)
+    for backend in others(op, device, dtype):
+        tensors = tensors_of(case, dtype, device=device)
         tensors[0].view(-1)[3] = value
         got = compute(case, tensors, backend)[0]
         if op == "attention":  # torch's fused kernel hides a NaN in q
@@ -189,16 +191,17 @@ def test_nan_and_infinity_are_not_hidden(op, value, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_outputs_do_not_depend_on_what_memory_held(case, device):
+def test_outputs_do_not_depend_on_what_memory_held(case, dtype, device):
     """Fresh memory is filled with NaN: no operator reads what it has not written."""
     malloc_fills(0x100)  # with bytes of 0xff: what operators take from the allocator themselves
     try:
         assert torch.empty(5000).isnan().all()
         torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what they get from torch.empty
         assert torch.empty(3, device=device).isnan().all()
-        for backend in others(case.op, device):
-            for tensor in compute(case, tensors_of(case, torch.float32, device=device), backend):
+        for backend in others(case.op, device, dtype):
+            for tensor in compute(case, tensors_of(case, dtype, device=device), backend):
                 assert tensor.isfinite().all(), backend
     finally:
         torch.use_deterministic_algorithms(False)

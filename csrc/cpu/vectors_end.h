@@ -1,0 +1,2 @@
+// The end of what vectors.h began.
+#pragma GCC pop_options
