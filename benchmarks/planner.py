@@ -84,7 +84,7 @@ class Case:
             "case": self.name, "ratio": round(self.predicted / self.typical, 4),
             "predicted_ms": round(1e3 * self.predicted, 3), "measured_ms": [round(1e3 * t, 3) for t in self.measured],
             "memory_measured": measured, "memory_predicted": predicted,
-            "memory_ratio": round(predicted / measured, 4) if measured else None, "settings": settings}
+            "memory_ratio": round(predicted / measured, 4), "settings": settings}
 
 
 def train_all(configs: Sequence[Config], shape: Shape, batches: int, with_memory: bool) -> list[Any]:
@@ -166,7 +166,7 @@ def report(cases: Sequence[Case], chosen: dict[int, Config], settings: dict[str,
     rows = [case.row(settings) for case in cases]
     for case, row in zip(cases, rows, strict=True):
         print(f"{case.name:<40} measured {1e3 * case.typical:8.1f} ms, predicted {row['ratio']:.3f} of that; memory "
-              f"{row['memory_ratio'] or 0:.3f}", flush=True)
+              f"{row['memory_ratio']:.3f}", flush=True)
     for n, config in chosen.items():
         here = [case for case in cases if case.ranks == n]
         fastest = min(here, key=lambda case: case.typical)
@@ -220,6 +220,8 @@ def on_host(args: Any) -> list[dict[str, Any]] | None:
             for _ in range(args.rounds):
                 for case in cases:
                     case.measured += train_all([case.config], shape, args.batches, False)
+            for case in cases:
+                (case.memory,) = train_all([case.config], shape, args.batches, True)
             if dist.get_rank() == 0:
                 rows += report(cases, chosen,
                                {"shape": shape_name, "schedule": schedule, "batch": args.batch, "link": args.link})
@@ -248,10 +250,10 @@ def launch(args: Any) -> int:
 def main() -> int:
     parser = arguments(__doc__, rounds=2, shapes=["small"])
     parser.add_argument("--schedules", nargs="+", default=["1f1b"])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="of one machine; over a link they are 2")
     parser.add_argument("--batch", type=int, default=16, help="samples of a step")
     parser.add_argument("--batches", type=int, default=4, help="recorded batches of a run")
-    parser.add_argument("--profile", default="", help="read the profile from here if it is there, else keep it here")
+    parser.add_argument("--profile", default="", help="of one machine: read from here if it is there, else kept here")
     parser.add_argument("--link", default="", metavar="NAME=MBIT:DELAY_MS", help="over two hosts and this link")
     args = parse(parser)
     if args.link and STATE_VARIABLE not in os.environ:

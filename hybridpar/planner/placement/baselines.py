@@ -45,6 +45,12 @@ def greedy(graph: ClassGraph, share: float) -> Ints | None:
     return device if w.num_cpus or device.max() < w.num_accelerators else None
 
 
+def packed_evenly(graph: ClassGraph) -> Ints | None:
+    """`greedy`, where accelerators take equal shares of the work."""
+    finite = graph.accelerator_time[np.isfinite(graph.accelerator_time)]
+    return greedy(graph, float(finite.sum()) / graph.workload.num_accelerators)
+
+
 def pipedream_groups(workload: Workload, ignored: Collection[int] | None = None) -> list[list[int]]:
     """Groups of nodes (positions) that PipeDream's optimizer keeps together before it splits a line of layers.
 

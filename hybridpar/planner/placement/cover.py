@@ -16,12 +16,12 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import linprog
 from scipy.sparse import csr_array, vstack
 
 from hybridpar.planner.placement.bound import work_bound
 from hybridpar.planner.placement.classes import ClassGraph
-from hybridpar.planner.placement.model import own_output
+from hybridpar.planner.placement.highs import Highs, Program
 from hybridpar.planner.placement.workload import Bools, Floats
 
 MAX_CLASSES = 64
@@ -30,6 +30,8 @@ TOLERANCE = 2e-7
 """Relative, of the bound."""
 SCALE, SLACK = 1e3, 1e-8
 """Of rows of loads, so that HiGHS, which keeps rows to within 1e-6, keeps loads to within less than SLACK, relative."""
+COLUMN_GAP = 1e-4
+"""Relative: a set whose price is so near to the highest will do."""
 MARGIN = 1e-6
 """Relative: by so much more than they can hold must the prices be, as HiGHS keeps rows only to within that."""
 
@@ -38,12 +40,12 @@ class _Unknown(Exception):
     """There was no time to find out."""
 
 
-def cover_bound(graph: ClassGraph, known: float, deadline: float) -> float:
+def cover_bound(graph: ClassGraph, known: float, deadline: float, highs: Highs) -> float:
     """No placement has a smaller largest load; `known`: some placement has that. Until `deadline` (monotonic)."""
     low, high = work_bound(graph), known
     if graph.num_classes > MAX_CLASSES or not np.isfinite(known) or high - low <= TOLERANCE * high:
         return low
-    covering = _Covering(graph, known, deadline)
+    covering = _Covering(graph, known, deadline, highs)
     try:
         if not covering.possible(known * (1 - TOLERANCE)):
             return known * (1 - TOLERANCE)
@@ -61,8 +63,8 @@ def cover_bound(graph: ClassGraph, known: float, deadline: float) -> float:
 class _Covering:
     """Columns: (classes, whether of a CPU, load)."""
 
-    def __init__(self, graph: ClassGraph, unit: float, deadline: float):
-        self.graph, self.unit, self.deadline = graph, unit / SCALE, deadline
+    def __init__(self, graph: ClassGraph, unit: float, deadline: float, highs: Highs):
+        self.graph, self.unit, self.deadline, self.highs = graph, unit / SCALE, deadline, highs
         w = graph.workload
         self.counts = np.array([w.num_accelerators, w.num_cpus], np.float64)
         self.columns: list[tuple[Bools, int, float]] = []
@@ -121,7 +123,7 @@ class _Covering:
         upper = np.ones(self._matrix.shape[1])
         upper[:n] = self.runs
         values = np.concatenate([prices, np.zeros(len(upper) - n)])
-        most, x = self._highest(values, n, upper, LinearConstraint(self._matrix, -np.inf, limits))
+        most, x = self._highest(values, n, upper, self._matrix, limits)
         classes = x[:n] > 0.5
         held = self.graph.incidence.T @ classes.astype(np.float64)
         return most, classes, float(self._time @ classes + self.graph.net_cost @ ((held > 0) & (held < self._net_size)))
@@ -130,20 +132,18 @@ class _Covering:
         time_of = self.graph.cpu_time
         if not self.counts[1]:
             return 0.0, np.zeros(len(prices), np.bool_), 0.0
-        rows = LinearConstraint(time_of[None] / self.unit, -np.inf, limit / self.unit)
-        most, x = self._highest(prices, len(prices), np.ones(len(prices)), rows)
+        row = csr_array(time_of[None] / self.unit)
+        most, x = self._highest(prices, len(prices), np.ones(len(prices)), row, np.array([limit / self.unit]))
         return most, x > 0.5, float(time_of @ (x > 0.5))
 
     def _highest(
-        self, values: Floats, num_integers: int, upper: Floats, rows: LinearConstraint
+        self, values: Floats, num_integers: int, upper: Floats, matrix: csr_array, limits: Floats
     ) -> tuple[float, Floats]:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
+        if time.monotonic() > self.deadline:
             raise _Unknown
-        integer = np.arange(len(values)) < num_integers
-        with own_output():
-            answer = milp(-values, integrality=integer, bounds=Bounds(0.0, upper), constraints=rows,
-                          options={"time_limit": left})
-        if answer.x is None or answer.get("mip_dual_bound") is None:
+        integer = (np.arange(len(values)) < num_integers).astype(np.float64)
+        answer = self.highs.solve(
+            Program(-values, matrix, limits, np.zeros(len(values)), upper, integer, gap=COLUMN_GAP), self.deadline)
+        if not len(answer.values) or not np.isfinite(answer.bound):
             raise _Unknown
-        return -float(answer.mip_dual_bound), np.asarray(answer.x)
+        return -answer.bound, answer.values

@@ -23,16 +23,12 @@ from numpy.typing import NDArray
 
 from hybridpar import native
 from hybridpar.planner.placement.classes import ClassGraph
-from hybridpar.planner.placement.ideals import Ideals
+from hybridpar.planner.placement.ideals import Ideals, OutOfTime
 from hybridpar.planner.placement.workload import Floats, Ints
 
 SLACK = 1e-9
 ROUNDING = 1e-12
 BLOCK = 1 << 22  # numbers in a temporary array of numpy's way
-
-
-class OutOfTime(Exception):
-    """The time limit passed before the table was full."""
 
 
 class PairLoads:

@@ -8,6 +8,7 @@ Source: arXiv 2006.16423, section 5.1.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,10 @@ from hybridpar.errors import config_error
 from hybridpar.planner.placement.workload import Ints
 
 MAX_IDEALS = 60_000
+
+
+class OutOfTime(Exception):
+    """The time limit passed before a solver was done."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +68,13 @@ class Ideals:
         return sum(len(self.subsets(i)) for i in range(len(self)))
 
 
-def enumerate_ideals(predecessors: Sequence[Sequence[int]], max_ideals: int = MAX_IDEALS) -> Ideals:
+def enumerate_ideals(
+    predecessors: Sequence[Sequence[int]], max_ideals: int = MAX_IDEALS, deadline: float = np.inf
+) -> Ideals:
     """The ideals of elements that are numbered in an order: predecessors have smaller numbers.
 
-    Raises: ConfigError as soon as there are more than `max_ideals`.
+    Raises: ConfigError as soon as there are more than `max_ideals`; OutOfTime once `time.monotonic()` is past
+    `deadline`.
     """
     n = len(predecessors)
     needs = [sum(1 << u for u in set(before)) for before in predecessors]
@@ -96,5 +104,7 @@ def enumerate_ideals(predecessors: Sequence[Sequence[int]], max_ideals: int = MA
             covers.append((large, v, small))
         ready[small] = []
         small += 1
+        if time.monotonic() > deadline:
+            raise OutOfTime
     table = np.array(covers, np.int64).reshape(-1, 3)
     return Ideals(tuple(masks), n, table[np.lexsort((-table[:, 1], table[:, 0]))])

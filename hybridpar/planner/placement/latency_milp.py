@@ -1,8 +1,7 @@
 """The least time of one sample: integer programming, from what greedy packing and a dynamic program find.
 
 Accelerators run what they hold in `slots` calls each; every operator on the CPUs has a core of its own. `load.latency`
-says what a placement takes. A unit is placed as a whole: with one slot, colour classes, fused where they lie on a
-common cycle (no call could start before the other); with more slots, single nodes.
+says what a placement takes. A unit is placed as a whole: with one slot, colour classes; with more slots, single nodes.
 
     x[u, j]          unit u runs in call j (0: on the CPUs)
     comes, goes[v]   node v's output is moved into call j, out of it
@@ -16,19 +15,25 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from hybridpar.errors import config_error
 from hybridpar.planner.placement.bound import check_possible
 from hybridpar.planner.placement.classes import ClassGraph, class_graph
+from hybridpar.planner.placement.highs import Highs
 from hybridpar.planner.placement.latency_search import searched_placements, simple_placements
 from hybridpar.planner.placement.load import latency, problems
-from hybridpar.planner.placement.model import Model
-from hybridpar.planner.placement.result import Placement, make_placement
+from hybridpar.planner.placement.model import TOO_LARGE, Model, TooLargeError
+from hybridpar.planner.placement.result import GAP, Placement, make_placement
 from hybridpar.planner.placement.workload import Floats, Ints, Workload, order_of
 
 SLACK = 1e-6
+SCALE = 1e3
+"""The time in which everything must end, in the program's unit."""
+PRICES = 64
+"""Of a byte, that are tried for the bound."""
 SEARCH_SHARE = 0.5
 """Of the time limit: for search that integer programming begins with."""
 
@@ -44,10 +49,10 @@ def minimise_latency(workload: Workload, slots: int, seconds: float) -> Placemen
         raise config_error(
             f"nodes[{node}].isBackwardNode", True, "latency is that of inference: no node may be backward",
             "solver = 'dp', for the throughput of training")
-    units = class_graph(workload, pipeline=slots == 1, merge_leaves=False)
-    check_possible(units)
-    graph = class_graph(workload, merge_leaves=False)
-    bound = _path_bound(units)
+    colours, graph = (class_graph(workload, pipeline=x, merge_leaves=False) for x in (False, True))
+    # Of classes on a common cycle no call could start before the other: on accelerators they are in one.
+    check_possible(graph if slots == 1 else colours)
+    bound = _path_bound(colours)
     name = "latency-milp" if seconds else "latency-greedy"
     found = [(x, np.zeros_like(x)) for x in simple_placements(graph)]
     if not seconds:
@@ -55,29 +60,44 @@ def minimise_latency(workload: Workload, slots: int, seconds: float) -> Placemen
             raise config_error("solver", name, "what is packed in order does not fit", "latency-milp")
         best = min(found, key=lambda x: latency(workload, *x))
         return make_placement(workload, name, best[0], bound, time.monotonic() - start, slots=best[1])
-    better_ones = searched_placements(graph, [x for x, _ in found], start + SEARCH_SHARE * seconds)
-    found += [(x, np.zeros_like(x)) for x in better_ones]
-    known = min((latency(workload, *x) for x in found), default=np.inf)
-    problem = _Problem(workload, graph, slots, known, bound)
-    better, dual, proven, infeasible = problem.solve(seconds - (time.monotonic() - start))
-    found += better
+    with Highs() as highs:
+        better_ones = searched_placements(graph, colours, [x for x, _ in found], start + SEARCH_SHARE * seconds)
+        found += [(x, np.zeros_like(x)) for x in better_ones]
+        known = min((latency(workload, *x) for x in found), default=np.inf)
+        solution = _Problem(workload, colours, slots, known, bound).solve(highs, start + seconds)
+    found += solution.placements
     if not found:
-        rule = "nothing fits" if infeasible else "was not enough to find any placement"
-        raise config_error("maxSizePerFPGA" if infeasible else "time_limit",
-                           workload.memory if infeasible else seconds, rule, "maxCPUs = 1, which has no limit")
+        wrong, rule = (("maxSizePerFPGA", workload.memory), "nothing fits") if solution.proven else (
+            ("time_limit", seconds), "was not enough to find any placement")
+        raise config_error(*wrong, rule, "maxCPUs = 1, which has no limit")
     best = min(found, key=lambda x: latency(workload, *x))
-    return make_placement(workload, name, best[0], max(bound, dual), time.monotonic() - start, exact=proven,
-                          slots=best[1], note="" if proven else "the time limit was reached")
+    return make_placement(workload, name, best[0], max(bound, solution.bound), time.monotonic() - start,
+                          exact=solution.proven, slots=best[1], note=solution.note)
 
 
-def _path_bound(units: ClassGraph) -> float:
-    """The longest path, every node on the device that is best at it, and without transfers."""
-    w = units.workload
-    runs = np.isfinite(units.accelerator_time)[units.class_of]  # what must be with it fits an accelerator too
-    done = np.minimum(np.where(runs, w.accelerator_time, np.inf), w.cpu_time if w.num_cpus else np.inf)
-    for v, before in _in_order(w):
-        done[v] += max((float(done[u]) for u in before), default=0.0)
-    return float(done.max())
+def _path_bound(colours: ClassGraph) -> float:
+    """The longest path, every node on the device that is best at it, and without transfers.
+
+    Where accelerators cannot hold everything, a byte of theirs has a price, and all that they hold is given back: a
+    bound whatever the price is (the Lagrangian relaxation of their memory), so the best of `PRICES` counts.
+    """
+    w = colours.workload
+    runs = np.isfinite(colours.accelerator_time)[colours.class_of]  # what must be with it fits an accelerator too
+    accelerator = np.where(runs, w.accelerator_time, np.inf)
+    cpu = w.cpu_time if w.num_cpus else np.full(w.num_nodes, np.inf)
+    order, room = _in_order(w), w.num_accelerators * w.room
+    prices = np.zeros(1)
+    if w.num_cpus and w.size.sum() > room:
+        worth = (cpu - accelerator)[runs & (w.size > 0)] / w.size[runs & (w.size > 0)]
+        prices = np.unique(np.quantile(np.append(np.maximum(worth, 0.0), 0.0), np.linspace(0, 1, PRICES)))
+    return max(_longest_path(np.minimum(accelerator + price * w.size, cpu), order) - price * room for price in prices)
+
+
+def _longest_path(times: Floats, order: list[tuple[int, list[int]]]) -> float:
+    done = times.tolist()
+    for v, before in order:
+        done[v] += max((done[u] for u in before), default=0.0)
+    return max(done)
 
 
 def _in_order(w: Workload) -> list[tuple[int, list[int]]]:
@@ -91,54 +111,74 @@ def _in_order(w: Workload) -> list[tuple[int, list[int]]]:
 # -- integer program ---------------------------------------------------------------------------------------------------
 
 
+class _Solution(NamedTuple):
+    """Placements that were found (none or one), a bound, and whether nothing is better than they, or what was known
+    before; `note`: why that is not proven."""
+
+    placements: list[tuple[Ints, Ints]]
+    bound: float
+    proven: bool
+    note: str = ""
+
+
 @dataclass(eq=False)
 class _Problem:
     """`known`: the least latency found before, in which everything must end."""
 
     workload: Workload
-    graph: ClassGraph
+    colours: ClassGraph
     slots: int
     known: float
     bound: float
 
-    def solve(self, seconds: float) -> tuple[list[tuple[Ints, Ints]], float, bool, bool]:
-        """Placements that were found (none or one), a bound, whether that is proven, and whether none exists."""
+    def solve(self, highs: Highs, deadline: float) -> _Solution:
         w, k, q = self.workload, self.workload.num_accelerators, self.slots
-        model, x, unit = self._model()
-        answer = model.solve(seconds)
+        if self.known <= self.bound * (1 + GAP):
+            return _Solution([], self.bound, True)
+        try:
+            horizon = self._horizon() or 1.0
+            model, x, unit = self._model(horizon)
+        except TooLargeError:
+            return _Solution([], self.bound, False, TOO_LARGE)
+        answer = highs.solve(model.program(), deadline)
+        bound = answer.bound * horizon / SCALE
         if answer.infeasible:
-            none = not np.isfinite(self.known)
-            return [], self.known if not none else 0.0, not none, none
+            return _Solution([], self.known, True)
         if not len(answer.values):
-            return [], answer.bound, False, False
+            return _Solution([], bound, False, answer.note)
         call = answer.values[x].argmax(1)[unit]
         devices = np.where(call == 0, k, (call - 1) // q)
         slots = np.where(call == 0, 0, (call - 1) % q)
         if problems(w, devices) or not np.isfinite(latency(w, devices, slots)):
-            return [], answer.bound, False, False  # right only within HiGHS's tolerances
-        return [(devices, slots)], answer.bound, answer.proven, False
+            return _Solution([], bound, False, "the best was so only within HiGHS's tolerances")
+        return _Solution([(devices, slots)], bound, answer.proven, answer.note)
 
-    def _model(self) -> tuple[Model, Ints, Ints]:
+    def _horizon(self) -> float:
+        """Within that time there are placements of the least latency."""
+        w = self.workload
+        return self.known * (1 + SLACK) if np.isfinite(self.known) else float(
+            np.where(w.supported, w.accelerator_time, w.cpu_time).sum()
+            + 2 * w.transfer_time.sum() * w.num_accelerators * self.slots + w.cpu_time.sum() * bool(w.num_cpus))
+
+    def _model(self, horizon: float) -> tuple[Model, Ints, Ints]:
         w, q = self.workload, self.slots
         k, n = w.num_accelerators, w.num_nodes
         calls = k * q
-        unit = self.graph.class_of if q == 1 else np.arange(n)
-        horizon = self.known * (1 + SLACK) if np.isfinite(self.known) else float(
-            np.where(w.supported, w.accelerator_time, w.cpu_time).sum() + 2 * w.transfer_time.sum() * calls
-            + w.cpu_time.sum() * bool(w.num_cpus))
+        unit = self.colours.class_of if q == 1 else np.arange(n)
         model = Model()
+        model.expect((1 + calls) * n)
         x = model.variables((int(unit.max()) + 1, 1 + calls), 0.0, self._allowed(unit), integer=True)
         of_node = x[unit]
         model.equal([(1.0, x)], 1.0)
         if w.size.sum() > w.memory:
             for d in range(k):
                 mine = of_node[:, 1 + d * q:1 + (d + 1) * q]
-                model.at_most([(np.repeat(w.size / w.memory, q)[None], mine.reshape(1, -1))], 1.0)
+                model.at_most([(np.repeat(np.minimum(w.size / w.memory, 2.0), q)[None], mine.reshape(1, -1))], 1.0)
         if q > 1:
             self._colocate(model, of_node)
         comes, goes = self._transfers(model, of_node, unit)
         self._contiguous(model, of_node, unit)
-        self._times(model, of_node, comes, goes, horizon)
+        self._times(model, of_node, comes, goes, horizon / SCALE)
         return model, x, unit
 
     def _allowed(self, unit: Ints) -> Floats:
@@ -193,26 +233,28 @@ class _Problem:
             model.at_most([(1.0, z[edges[1], j]), (-1.0, z[edges[0], j])], 0.0)
             model.at_most([(1.0, z[v, j]), (-1.0, inside[v]), (1.0, inside[u])], 1.0)
 
-    def _times(self, model: Model, of_node: Ints, comes: Ints, goes: Ints, horizon: float) -> None:
-        w, n, q = self.workload, self.workload.num_nodes, self.slots
+    def _times(self, model: Model, of_node: Ints, comes: Ints, goes: Ints, unit: float) -> None:
+        w, n, q, horizon = self.workload, self.workload.num_nodes, self.slots, SCALE
+        cpu_time, accelerator_time, transfer_time = (  # what takes too long takes twice too long
+            np.minimum(times / unit, 2 * horizon) for times in (w.cpu_time, w.accelerator_time, w.transfer_time))
         done = model.variables((n,), 0.0, horizon)
         calls = comes.shape[1]
         start, finish = model.variables((calls,), 0.0, horizon), model.variables((calls,), 0.0, horizon)
-        end = model.variables((1,), min(self.bound, horizon), horizon)
+        end = model.variables((1,), min(self.bound / unit, horizon), horizon)
         model.objective = int(end[0])
-        ran = np.where(w.supported, w.accelerator_time, 0.0)
+        ran = np.where(w.supported, accelerator_time, 0.0)
         reads = np.unique(w.edges[:, 0])
         for j in range(calls):
             if len(reads):
                 model.at_most([(1.0, done[reads]), (-1.0, np.full(len(reads), start[j])), (horizon, comes[reads, j])],
                               horizon)
             model.equal([(1.0, start[None, j]), (-1.0, finish[None, j]), (ran, of_node[None, :, j + 1]),
-                         (w.transfer_time, comes[None, :, j]), (w.transfer_time, goes[None, :, j])], 0.0)
+                         (transfer_time, comes[None, :, j]), (transfer_time, goes[None, :, j])], 0.0)
             model.at_most([(1.0, np.full(n, finish[j])), (-1.0, done), (horizon, of_node[:, j + 1])], horizon)
             if j % q:
                 model.at_most([(1.0, finish[None, j - 1]), (-1.0, start[None, j])], 0.0)
-        model.at_most([(w.cpu_time, of_node[:, 0]), (-1.0, done)], 0.0)
+        model.at_most([(cpu_time, of_node[:, 0]), (-1.0, done)], 0.0)
         if len(w.edges):
             u, v = w.edges.T
-            model.at_most([(1.0, done[u]), (w.cpu_time[v], of_node[v, 0]), (-1.0, done[v])], 0.0)
+            model.at_most([(1.0, done[u]), (cpu_time[v], of_node[v, 0]), (-1.0, done[v])], 0.0)
         model.at_most([(1.0, done), (-1.0, np.full(n, end[0]))], 0.0)

@@ -28,8 +28,11 @@ def simple_placements(graph: ClassGraph) -> list[Ints]:
     return [x for x in (graph.devices(y) for y in found if y is not None) if not problems(w, x)]
 
 
-def searched_placements(graph: ClassGraph, known: list[Ints], deadline: float) -> list[Ints]:
-    """The best of splits along several orders, improved until `deadline` (`time.monotonic()`), or a local optimum."""
+def searched_placements(graph: ClassGraph, colours: ClassGraph, known: list[Ints], deadline: float) -> list[Ints]:
+    """The best of splits along several orders, improved until `deadline` (`time.monotonic()`), or a local optimum.
+
+    `graph`: of a pipeline; `colours`: of what must share a device in any placement.
+    """
     w = graph.workload
     found = list(known)
     generator = np.random.default_rng(0)
@@ -43,7 +46,7 @@ def searched_placements(graph: ClassGraph, known: list[Ints], deadline: float) -
         return []
     zeros = np.zeros(w.num_nodes, np.int64)
     best = min(found, key=lambda x: latency(w, x, zeros))
-    return [_improved(graph, best, deadline)]
+    return [_improved(colours, best, deadline)]
 
 
 def _improved(graph: ClassGraph, devices: Ints, deadline: float) -> Ints:

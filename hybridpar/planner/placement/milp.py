@@ -8,8 +8,9 @@
 Contiguity: z[v, d] >= x[v, d] for forward nodes v, and along a forward edge u -> v, z[v] <= z[u] and
 z[v] <= x[v] - x[u] + 1: after an edge that leaves a device there is nothing of it.
 
-Beyond the paper: classes instead of nodes, nets instead of edges, bounds of L from placements known before and from
-coverings (cover.py), and equal devices are told apart (the i-th largest class is on one of the first i).
+Beyond the paper: classes instead of nodes, nets instead of edges, bounds of L from placements known before, which are
+improved two devices at a time (pairs.py), and from coverings (cover.py), and equal devices are told apart (the i-th
+largest class is on one of the first i).
 
 Source: arXiv 2006.16423, figure 5 and section 5.2.
 """
@@ -20,52 +21,82 @@ import time
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from hybridpar.planner.placement.bound import work_bound
 from hybridpar.planner.placement.classes import ClassGraph
 from hybridpar.planner.placement.cover import cover_bound
-from hybridpar.planner.placement.model import Model
+from hybridpar.planner.placement.highs import Highs
+from hybridpar.planner.placement.load import score
+from hybridpar.planner.placement.model import TOO_LARGE, Model, TooLargeError
+from hybridpar.planner.placement.pairs import Whole, improve_pairs
 from hybridpar.planner.placement.workload import Floats, Ints
 
-COVER_SHARE = 0.4
-"""Of the time limit: for the bound that comes first. The best contiguous placement is mostly far above it."""
+PAIRS_SHARE, COVER_SHARE = 0.4, 0.4
+"""Of the time that is left: for better placements by pairs of devices, then for the bound of coverings. The best
+contiguous placement is mostly far above that."""
 GAP = 1e-6
 """Relative: what is so little above the bound is the best."""
 SLACK = 1e-6
 """Relative, of the upper bound of L: HiGHS keeps rows only to within 1e-6."""
+SCALE = 100.0
+"""The least that the largest load can be, in the program's unit of time."""
 
 
 class Solution(NamedTuple):
-    """`device` of each class is empty if nothing better than what was known before was found."""
+    """`device`: of each class, the best that is known; empty if there is none."""
 
     device: Ints
     bound: float
     proven: bool
+    note: str = ""
+    """Why it is not proven."""
 
 
-def solve_max_load(graph: ClassGraph, *, contiguous: bool, known: float, seconds: float) -> Solution:
-    """Looks for a placement whose largest load is below `known` (which may be infinite)."""
-    start = time.monotonic()
-    end, least = start + seconds, work_bound(graph)
-    if not contiguous:
-        least = cover_bound(graph, known, start + COVER_SHARE * seconds)
+def solve_max_load(graph: ClassGraph, highs: Highs, start: Ints, *, contiguous: bool, deadline: float) -> Solution:
+    """Looks for a placement whose largest load is below that of `start`, a device for each class (or empty)."""
+    least, known, now = work_bound(graph), _largest(graph, start), time.monotonic()
     if least >= known * (1 - GAP):
-        return Solution(np.empty(0, np.int64), least, True)
-    model, x = _model(graph, contiguous, known, least)
+        return Solution(start, least, True)
+    try:
+        whole = _model(graph, contiguous, known)
+    except TooLargeError:
+        return Solution(start, least, False, TOO_LARGE)
+    if len(start):
+        start = improve_pairs(graph, whole, start, highs, now + PAIRS_SHARE * (deadline - now))
+        known, now = _largest(graph, start), time.monotonic()
+    if not contiguous:
+        least = cover_bound(graph, known, now + COVER_SHARE * (deadline - now), highs)
+    if least >= known * (1 - GAP):
+        return Solution(start, least, True)
+    return _solve_whole(graph, whole, highs, Solution(start, least, False), known, deadline)
+
+
+def _solve_whole(graph: ClassGraph, whole: Whole, highs: Highs, before: Solution, known: float,
+                 deadline: float) -> Solution:
+    model, x, unit, k = whole.model, whole.x, whole.unit, graph.workload.num_accelerators
     while True:
-        answer = model.solve(end - time.monotonic())
-        bound = max(answer.bound, least)
+        program = model.program()
+        program.upper[x] = _told_apart(graph)
+        program.lower[model.objective] = before.bound / unit
+        program.upper[model.objective] = known * (1 + SLACK) / unit
+        answer = highs.solve(program, deadline)
         if answer.infeasible:
-            return Solution(np.empty(0, np.int64), known, True)
+            return before._replace(bound=known, proven=True)
+        bound = max(answer.bound * unit, before.bound)
         if not len(answer.values):
-            return Solution(np.empty(0, np.int64), bound, False)
+            return before._replace(bound=bound, note=answer.note)
         device = answer.values[x].argmax(1)
         full = _overfull(graph, device)
         if not full:
-            return Solution(device, bound, answer.proven)
+            better = answer.proven or _largest(graph, device) < known
+            return Solution(device if better else before.device, bound, answer.proven, answer.note)
         for classes in full:  # by less than HiGHS can see: forbid just that
-            k = graph.workload.num_accelerators
             model.at_most([(1.0, x[classes, :k].T)], len(classes) - 1)
+
+
+def _largest(graph: ClassGraph, device: Ints) -> float:
+    return score(graph.workload, graph.devices(device)).objective if len(device) else np.inf
 
 
 def _overfull(graph: ClassGraph, device: Ints) -> list[Ints]:
@@ -74,14 +105,22 @@ def _overfull(graph: ClassGraph, device: Ints) -> list[Ints]:
     return [np.flatnonzero(device == d) for d in np.flatnonzero(used > graph.workload.room)]
 
 
-def _model(graph: ClassGraph, contiguous: bool, known: float, least: float) -> tuple[Model, Ints]:
+def _model(graph: ClassGraph, contiguous: bool, known: float) -> Whole:
+    """For loads up to `known`: what takes longer, takes twice that."""
+    unit = work_bound(graph) / SCALE or 1.0
+
+    def scaled(times: Floats) -> Floats:
+        return np.minimum(np.where(np.isinf(times), 0.0, times), 2 * known) / unit
+
+    accelerator, cpu, net_cost = scaled(graph.accelerator_time), scaled(graph.cpu_time), scaled(graph.net_cost)
     w, n, k = graph.workload, graph.num_classes, graph.workload.num_accelerators
     num_devices = k + w.num_cpus
     model = Model()
+    model.expect(n * num_devices)
     x = model.variables((n, num_devices), 0.0, _allowed(graph), integer=True)
     model.equal([(1.0, x)], 1.0)
     if graph.size.sum() > w.memory:
-        model.at_most([(graph.size / w.memory, x[:, :k].T)], 1.0)
+        model.at_most([(np.minimum(graph.size / w.memory, 2.0), x[:, :k].T)], 1.0)
     high = model.variables((len(graph.nets), k), 0.0, 1.0)
     low = model.variables((len(graph.nets), k), 0.0, 1.0)
     net = np.array([e for e, members in enumerate(graph.nets) for _ in members], np.int64)
@@ -90,24 +129,30 @@ def _model(graph: ClassGraph, contiguous: bool, known: float, least: float) -> t
         for d in range(k):
             model.at_most([(1.0, x[member, d]), (-1.0, high[net, d])], 0.0)
             model.at_most([(1.0, low[net, d]), (-1.0, x[member, d])], 0.0)
-    load = model.variables((1,), least, known * (1 + SLACK) if np.isfinite(known) else np.inf)
+    load = model.variables((1,))
     model.objective = int(load[0])
-    accelerator = np.where(np.isinf(graph.accelerator_time), 0.0, graph.accelerator_time)
+    rows = []
     for d in range(num_devices):
-        terms = [(accelerator if d < k else graph.cpu_time, x[None, :, d]), (-1.0, load[None])]
+        terms: list[tuple[ArrayLike, Ints]] = [(accelerator if d < k else cpu, x[None, :, d]), (-1.0, load[None])]
         if d < k and len(net):
-            terms += [(graph.net_cost, high[None, :, d]), (-graph.net_cost, low[None, :, d])]
-        model.at_most(terms, 0.0)
+            terms += [(net_cost, high[None, :, d]), (-net_cost, low[None, :, d])]
+        rows.append(model.at_most(terms, 0.0))
     if contiguous:
         _contiguous(model, graph, x)
-    return model, x
+    return Whole(model, x, np.concatenate(rows), unit)
 
 
 def _allowed(graph: ClassGraph) -> Floats:
-    """1 where a class may be on a device. Of equal devices, the i-th largest class takes one of the first i."""
-    n, k, num_cpus = graph.num_classes, graph.workload.num_accelerators, graph.workload.num_cpus
-    upper = np.ones((n, k + num_cpus))
-    upper[:, :k] = np.isfinite(graph.accelerator_time)[:, None]
+    """1 where a class may be on a device."""
+    upper = np.ones((graph.num_classes, graph.workload.num_accelerators + graph.workload.num_cpus))
+    upper[:, :graph.workload.num_accelerators] = np.isfinite(graph.accelerator_time)[:, None]
+    return upper
+
+
+def _told_apart(graph: ClassGraph) -> Floats:
+    """As `_allowed`, but of equal devices, the i-th largest class takes one of the first i."""
+    k, num_cpus = graph.workload.num_accelerators, graph.workload.num_cpus
+    upper = _allowed(graph)
     largest = np.argsort(-np.minimum(graph.accelerator_time, graph.cpu_time), kind="stable")
     for first, count in ((0, k), (k, num_cpus)):
         for i, c in enumerate(largest[:count]):

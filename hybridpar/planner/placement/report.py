@@ -14,10 +14,11 @@ from hybridpar.errors import ConfigError
 from hybridpar.planner.placement.load import chunks, in_order
 from hybridpar.planner.placement.piper import StagePlan
 from hybridpar.planner.placement.result import Placement
-from hybridpar.planner.placement.solve import place
+from hybridpar.planner.placement.solve import Options, place
 
 BESIDE = ("dpl", "greedy", "pipedream", "one-accelerator")
 BESIDE_LATENCY = ("latency-greedy",)
+SECONDS_BESIDE = 5.0
 _ENGINE = "`hybridpar train` runs chunks of whole blocks that go round the devices"
 
 
@@ -36,7 +37,7 @@ def compare(placement: Placement) -> list[Other]:
     for solver in BESIDE if placement.slots is None else BESIDE_LATENCY:
         if solver != placement.solver:
             try:
-                found.append(Other(solver, place(placement.workload, solver)))
+                found.append(Other(solver, place(placement.workload, solver, Options(time_limit=SECONDS_BESIDE))))
             except ConfigError as error:
                 found.append(Other(solver, None, error.problems[0].rule))
     return found

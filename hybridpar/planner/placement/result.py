@@ -37,7 +37,7 @@ class Placement:
     """The objective is the least there is (of its kind), within `GAP`."""
     seconds: float
     note: str = ""
-    """What else is to be said: that the time ran out, for instance."""
+    """Why it is not proven: that the time ran out, for instance."""
     stats: Mapping[str, float] = field(default_factory=dict)
     slots: Ints | None = field(default=None, repr=False)
     """Where the objective is the time of one sample: the call of its accelerator that a node is in. CPUs are one: k."""
@@ -111,8 +111,9 @@ def make_placement(workload: Workload, solver: str, devices: Ints, bound: float,
     result = score(workload, devices)
     if slots is not None:
         result = replace(result, objective=latency(workload, devices, slots))
-    bound = min(result.objective, max(bound, result.objective if exact else 0.0))
-    proven = exact or result.objective - bound <= GAP * result.objective
+    bound = float(min(result.objective, max(bound, result.objective if exact else 0.0)))
+    proven = bool(exact or result.objective - bound <= GAP * result.objective)
+    note = "" if proven else note
     return Placement(workload, solver, devices, result, bound, proven, seconds, note, stats or {}, slots)
 
 

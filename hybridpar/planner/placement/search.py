@@ -19,6 +19,8 @@ from hybridpar.planner.placement.workload import Bools, Floats, Ints
 
 NORM = 24.0
 PENALTY = 10.0  # of an excess as large as all memory of an accelerator, in units of the whole graph's work
+MAX_NUMBERS = 20_000_000
+"""In a table."""
 GAIN = 1e-9  # relative; moves that gain less are rounding
 
 
@@ -49,6 +51,12 @@ class LocalSearch:
         self.net_size = np.array([len(net) for net in graph.nets], np.float64)
         self.scale = max(float(np.minimum(np.where(self.allowed[:, 0], accelerator, np.inf), graph.cpu_time
                                           if w.num_cpus else np.inf).sum()), 1e-300)
+
+    @staticmethod
+    def size(graph: ClassGraph) -> int:
+        """Numbers in a table that it keeps, of which there are some."""
+        rows = graph.num_classes + len(graph.nets)
+        return rows * (graph.workload.num_accelerators + graph.workload.num_cpus)
 
     def random(self, generator: np.random.Generator) -> Ints:
         """Every class on any accelerator that can run it, else on any CPU."""

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hybridpar.errors import ConfigError, config_error
-from hybridpar.planner.placement.baselines import greedy, one_accelerator, pipedream_groups
+from hybridpar.planner.placement.baselines import one_accelerator, packed_evenly, pipedream_groups
 from hybridpar.planner.placement.bound import check_possible, work_bound
 from hybridpar.planner.placement.classes import ClassGraph, class_graph
-from hybridpar.planner.placement.exact import OutOfTime, best_loads, trace
-from hybridpar.planner.placement.ideals import MAX_IDEALS, enumerate_ideals
+from hybridpar.planner.placement.exact import best_loads, trace
+from hybridpar.planner.placement.highs import OUT_OF_TIME, Highs
+from hybridpar.planner.placement.ideals import MAX_IDEALS, Ideals, OutOfTime, enumerate_ideals
 from hybridpar.planner.placement.latency_milp import minimise_latency
-from hybridpar.planner.placement.linear import solve_linear, solve_orders
+from hybridpar.planner.placement.linear import MAX_TABLE, solve_linear, solve_orders
 from hybridpar.planner.placement.load import score
 from hybridpar.planner.placement.milp import solve_max_load
 from hybridpar.planner.placement.result import Placement, make_placement
-from hybridpar.planner.placement.search import local_search
-from hybridpar.planner.placement.workload import Ints, Workload
+from hybridpar.planner.placement.search import MAX_NUMBERS, LocalSearch, local_search
+from hybridpar.planner.placement.workload import Floats, Ints, Workload
 
 SOON = 5_000
 """Ideals whose dynamic program is worth a try before integer programming."""
 LONG = 0.9
 """Share of the time limit after which dp gives way to splits of some orders."""
+ONE_MORE = 1.0
+"""Seconds after the time limit that the split of one order may still take."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Options:
     """What solvers can be told. Each takes what concerns it."""
 
     time_limit: float = 60.0
-    """Seconds for dp, milp, milp-contiguous, local-search, latency-milp; then the best that was found counts."""
+    """Seconds; then the best that was found counts. What packs in order (greedy, latency-greedy) needs hardly any."""
     max_ideals: int = MAX_IDEALS
     """Of dp, whose memory and time grow with them."""
     restarts: int = 10
@@ -73,7 +77,23 @@ def place(workload: Workload, solver: str = "dpl", options: Options | None = Non
     options.check()
     if solver not in SOLVERS:
         raise config_error("solver", solver, f"must be one of {', '.join(SOLVERS)}", "dpl")
-    return SOLVERS[solver](workload, options)
+    if solver == "expert":
+        return SOLVERS[solver](workload, options)
+    return _renumbered(SOLVERS[solver](_with_devices_in_use(workload), options), workload)
+
+
+def _with_devices_in_use(w: Workload) -> Workload:
+    """With no more devices of a kind than there are colour classes: others would stay empty."""
+    count = len(np.unique(w.colour))
+    return replace(w, num_accelerators=min(w.num_accelerators, count), num_cpus=min(w.num_cpus, count))
+
+
+def _renumbered(placement: Placement, w: Workload) -> Placement:
+    """The same for all devices of a workload, whose CPUs come after more accelerators."""
+    more = w.num_accelerators - placement.workload.num_accelerators
+    devices = placement.devices + more * (placement.devices >= placement.workload.num_accelerators)
+    return replace(placement, workload=w, devices=devices,
+                   score=replace(score(w, devices), objective=placement.objective))
 
 
 @dataclass
@@ -94,12 +114,29 @@ def _no_fit(workload: Workload, what: str) -> Exception:
                         f"that and {workload.num_cpus} CPUs", "maxCPUs = 1, which has no limit, or more memory")
 
 
+class _Unfinished(Exception):
+    """Why there is no exact answer."""
+
+
 def _linear(w: Workload, graph: ClassGraph, solver: str, clock: _Clock) -> Placement:
     check_possible(graph)
-    value, device = solve_linear(graph)
+    try:
+        value, device = solve_linear(graph, clock.deadline + ONE_MORE)
+    except OutOfTime:
+        return _packed(w, graph, solver, clock, OUT_OF_TIME)
     if not np.isfinite(value):
         raise _no_fit(w, "no split of the order of operators")
     return make_placement(w, solver, graph.devices(device), work_bound(class_graph(w)), clock.seconds)
+
+
+def _packed(w: Workload, graph: ClassGraph, solver: str, clock: _Clock, reason: str) -> Placement:
+    """What a solver gives that had not even time for one split."""
+    device = packed_evenly(graph)
+    if device is None:
+        raise config_error("time_limit", clock.limit, f"{reason} before any placement was found",
+                           f"{10 * clock.limit:g}")
+    return make_placement(w, solver, graph.devices(device), work_bound(class_graph(w)), clock.seconds,
+                          note=f"{reason}: this is packed greedily, in order")
 
 
 def _dpl(w: Workload, options: Options) -> Placement:
@@ -112,29 +149,41 @@ def _pipedream(w: Workload, options: Options) -> Placement:
     return _linear(w, class_graph(w, merge=pipedream_groups(w)), "pipedream", clock)
 
 
+def _table(graph: ClassGraph, max_ideals: int, deadline: float) -> tuple[Ideals, Floats]:
+    """All ideals, and the exact program's table over them. Raises: _Unfinished."""
+    w = graph.workload
+    try:
+        ideals = enumerate_ideals(graph.predecessors, max_ideals, deadline)
+        if len(ideals) * (w.num_accelerators + 1) * (w.num_cpus + 1) > MAX_TABLE:
+            raise _Unfinished(f"the exact program's table for {len(ideals)} ideals and so many devices is too large")
+        known, _ = solve_linear(graph, deadline)  # no placement of more load need be looked at
+        return ideals, best_loads(graph, ideals, known, deadline)
+    except OutOfTime:
+        raise _Unfinished(OUT_OF_TIME) from None
+    except ConfigError:
+        raise _Unfinished(f"the graph has more than {max_ideals} ideals, too many for the exact program") from None
+
+
 def _dp(w: Workload, options: Options) -> Placement:
     clock = _Clock(options.time_limit)
     graph = class_graph(w)
     check_possible(graph)
-    stats = {"classes": graph.num_classes}
     try:
-        ideals = enumerate_ideals(graph.predecessors, options.max_ideals)
-        known, _ = solve_linear(graph)  # no placement of more load need be looked at
-        best = best_loads(graph, ideals, known, clock.start + LONG * options.time_limit)
-    except (ConfigError, OutOfTime) as error:
-        reason = "the time limit was reached" if isinstance(error, OutOfTime) else (
-            f"the graph has more than {options.max_ideals} ideals, too many for the exact program")
-        return _of_orders(w, graph, clock, reason)
-    stats["ideals"] = len(ideals)
+        ideals, best = _table(graph, options.max_ideals, clock.start + LONG * options.time_limit)
+    except _Unfinished as reason:
+        return _of_orders(w, graph, clock, str(reason))
     if not np.isfinite(best[-1, -1, -1]):
         raise _no_fit(w, "no pipeline")
     return make_placement(w, "dp", graph.devices(trace(graph, ideals, best)), 0.0, clock.seconds, exact=True,
-                          stats=stats)
+                          stats={"classes": graph.num_classes, "ideals": len(ideals)})
 
 
 def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: str) -> Placement:
     """What dp gives where it cannot finish, for that reason."""
-    value, device, tried = solve_orders(graph, clock.deadline)
+    try:
+        value, device, tried = solve_orders(graph, clock.deadline, clock.deadline + ONE_MORE)
+    except OutOfTime:
+        return _packed(w, graph, "dp", clock, reason)
     if not np.isfinite(value):
         raise config_error("solver", "dp", f"{reason}, and no split of {tried} orders of the operators fits",
                            "milp-contiguous")
@@ -143,63 +192,60 @@ def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: str) -> Pl
                           stats={"classes": graph.num_classes})
 
 
-def _pipeline(w: Workload, deadline: float) -> Ints | None:
-    """The best pipeline, a device for each node, if it is soon found; else that of one order; None if there is none."""
+def _pipeline(w: Workload, deadline: float, last: float) -> Ints | None:
+    """The best pipeline, a device for each node, if it is found until `deadline`; else that of some orders, of which
+    the first may take until `last`; or what is packed in order; None if nothing fits."""
     graph = class_graph(w)
-    known, device = solve_linear(graph)
+    device: Ints | None = None
     try:
-        ideals = enumerate_ideals(graph.predecessors, SOON)
-        best = best_loads(graph, ideals, known, deadline)
-        if np.isfinite(best[-1, -1, -1]):
-            device = trace(graph, ideals, best)
-    except (ConfigError, OutOfTime):
-        pass
-    return graph.devices(device) if len(device) else None
+        ideals, best = _table(graph, SOON, deadline)
+        device = trace(graph, ideals, best) if np.isfinite(best[-1, -1, -1]) else None
+    except _Unfinished:
+        with suppress(OutOfTime, ConfigError):
+            value, split, _ = solve_orders(graph, deadline, last)
+            device = split if np.isfinite(value) else None
+    if device is None:
+        device = packed_evenly(graph)
+    return None if device is None else graph.devices(device)
 
 
 def _start(w: Workload, graph: ClassGraph, options: Options, clock: _Clock, contiguous: bool) -> list[Ints]:
     """Placements to begin integer programming with, a device for each node: none, one or two."""
     deadline = clock.start + options.time_limit / 4
-    found = _pipeline(w, deadline)
+    found = _pipeline(w, deadline, clock.deadline)
     starts = [] if found is None else [found]
-    if not contiguous:
+    if not contiguous and LocalSearch.size(graph) <= MAX_NUMBERS:
         of_class = tuple(graph.of_classes(x) for x in starts)
         value, moved = local_search(graph, restarts=options.restarts, seed=options.seed, starts=of_class,
                                     deadline=deadline)
         if np.isfinite(value):
             starts.append(graph.devices(moved))
-    return starts
+    return [x for x in starts if np.array_equal(graph.devices(graph.of_classes(x)), x)]
 
 
 def _milp(w: Workload, options: Options, contiguous: bool) -> Placement:
     clock = _Clock(options.time_limit)
     graph = class_graph(w, pipeline=False)
     check_possible(graph)
-    candidates = _start(w, graph, options, clock, contiguous)
-    known = min((score(w, x).objective for x in candidates), default=np.inf)
-    solution = solve_max_load(graph, contiguous=contiguous, known=known, seconds=clock.deadline - time.monotonic())
-    if len(solution.device):
-        candidates.append(graph.devices(solution.device))
-    if not candidates and solution.proven:
+    with Highs() as highs:
+        candidates = _start(w, graph, options, clock, contiguous)
+        best = min(candidates, key=lambda x: score(w, x).objective, default=None)
+        start = np.empty(0, np.int64) if best is None else graph.of_classes(best)
+        solution = solve_max_load(graph, highs, start, contiguous=contiguous, deadline=clock.deadline)
+    if not len(solution.device) and solution.proven:
         raise _no_fit(w, f"no {'contiguous ' * contiguous}placement")
-    if not candidates:
-        raise config_error("time_limit", options.time_limit, "was not enough to find any placement",
+    if not len(solution.device):
+        raise config_error("time_limit", options.time_limit, f"{solution.note} before any placement was found",
                            f"{10 * options.time_limit:g}")
-    name = "milp-contiguous" if contiguous else "milp"
-    placed = [make_placement(w, name, x, solution.bound, clock.seconds) for x in candidates]
-    best = min(placed, key=lambda p: p.objective)
-    if solution.proven:
-        return make_placement(w, name, best.devices, solution.bound, clock.seconds, exact=True)
-    return make_placement(w, name, best.devices, solution.bound, clock.seconds,
-                          note="" if best.proven else "the time limit was reached")
+    return make_placement(w, "milp-contiguous" if contiguous else "milp", graph.devices(solution.device),
+                          solution.bound, clock.seconds, exact=solution.proven, note=solution.note)
 
 
 def _greedy(w: Workload, options: Options) -> Placement:
     clock = _Clock(options.time_limit)
     graph = class_graph(w)
     check_possible(graph)
-    finite = graph.accelerator_time[np.isfinite(graph.accelerator_time)]
-    device = greedy(graph, float(finite.sum()) / w.num_accelerators)
+    device = packed_evenly(graph)
     if device is None:
         raise _no_fit(w, "what is greedily packed in order never")
     return make_placement(w, "greedy", graph.devices(device), work_bound(graph), clock.seconds)
@@ -209,11 +255,13 @@ def _local_search(w: Workload, options: Options) -> Placement:
     clock = _Clock(options.time_limit)
     graph = class_graph(w, pipeline=False)
     check_possible(graph)
+    if LocalSearch.size(graph) > MAX_NUMBERS:
+        raise config_error("solver", "local-search", "the graph is too large for it on so many devices", "dpl")
     value, device = local_search(graph, restarts=max(options.restarts, 1), seed=options.seed, deadline=clock.deadline)
     if not np.isfinite(value):
         raise config_error("restarts", options.restarts, "no local optimum fits the memory of the accelerators",
                            "solver = 'dpl', or more restarts")
-    note = "the time limit was reached" if time.monotonic() > clock.deadline else ""
+    note = OUT_OF_TIME if time.monotonic() > clock.deadline else ""
     return make_placement(w, "local-search", graph.devices(device), work_bound(graph), clock.seconds, note=note)
 
 

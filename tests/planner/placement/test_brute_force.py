@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 
 from hybridpar.errors import ConfigError
-from hybridpar.planner.placement import Options, Workload, place, problems
+from hybridpar.planner.placement import Options, Workload, make_workload, place, problems
 from hybridpar.planner.placement.bound import work_bound
 from hybridpar.planner.placement.classes import class_graph
 from hybridpar.planner.placement.cover import cover_bound
+from hybridpar.planner.placement.highs import Highs
 
-from .graphs import best_latency, best_pipeline, best_placement, random_workload
+from .graphs import best_latency, best_pipeline, best_placement, document, random_workload
 
 SIZES = {False: 5, True: 7}  # of inference and training graphs
+
+pytestmark = pytest.mark.usefixtures("highs")
 
 
 def objective(w: Workload, solver: str, **options: object) -> float:
@@ -29,7 +32,7 @@ def objective(w: Workload, solver: str, **options: object) -> float:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_dp_finds_the_best_pipeline(training: bool) -> None:
+def test_dp_finds_the_best_pipeline(training: bool, highs: Highs) -> None:
     for seed in range(80):
         w = random_workload(seed, training=training, most=SIZES[training])
         best = best_pipeline(w)
@@ -40,7 +43,7 @@ def test_dp_finds_the_best_pipeline(training: bool) -> None:
             free, least = class_graph(w, pipeline=False), best_placement(w, False)
             assert work_bound(free) <= least * (1 + 1e-9), seed
             if seed < 30:
-                assert work_bound(free) <= cover_bound(free, found, np.inf) <= least * (1 + 1e-9), seed
+                assert work_bound(free) <= cover_bound(free, found, np.inf, highs) <= least * (1 + 1e-9), seed
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -58,6 +61,12 @@ def test_latency_milp_finds_the_best_placement(slots: int) -> None:
         w = random_workload(seed, training=False, most=4 if slots == 2 else 5)
         found = objective(w, "latency-milp", slots=slots)
         assert found == pytest.approx(best_latency(w, slots), rel=1e-5, abs=1e-9), seed
+
+
+def test_colours_on_cpus_need_not_be_one_call() -> None:
+    """0 and 2 share a colour and fit no accelerator; 1, between them, may leave the CPUs all the same."""
+    w = make_workload(document(3, [(0, 1), (1, 2)], colorClass=[7, 8, 7], supportedOnFpga=[False, True, False]))
+    assert objective(w, "latency-milp") == best_latency(w, 1) == 21
 
 
 @pytest.mark.parametrize("solver", ["dpl", "pipedream", "greedy", "local-search"])
