@@ -21,6 +21,7 @@ RUNS = (
     ("planner",),
     ("checkpoint", "--load-rounds", "2"),
     ("recovery",),  # a quarter of an hour
+    ("kills",),  # ten minutes
     ("slow_link",),  # needs root, else it is skipped
 )
 

@@ -1,11 +1,11 @@
 """Claims: a job whose ranks are killed, hang, lose a link, cannot save or save damaged files goes on by itself, says
 who failed, and ends with the bits of an undisturbed one.
 
-    python -m benchmarks.recovery                      50 faults in 5 jobs of 4 ranks: a quarter of an hour on 2 cores
+    python -m benchmarks.recovery                      55 faults in 7 jobs of 4 ranks: 20 minutes on 2 cores
     python -m benchmarks.recovery --only 0 1           two of the jobs; their entries replace those in the result file
 
 Jobs are `hybridpar train --ranks 4` (pp = 2, dp = 2, 2bw, ZeRO-1) with seeded faults, one in each stretch between two
-checkpoints, in turn of all kinds. For each job this is asserted:
+checkpoints, in turn of all kinds; the last two jobs have a few each. For each job this is asserted:
 
     every fault happened, the job ended well, and was started again once for each fault that ends it
     losses and gradient norms of all steps, and every file of the last checkpoint, are those of the undisturbed job, to
@@ -15,8 +15,9 @@ checkpoints, in turn of all kinds. For each job this is asserted:
     every checkpoint was whole when it appeared (looked at meanwhile, and at the end)
     the rank that is named is the one that was meant (of a lost link, one of its two ends)
 
-A gradient that is not finite is skipped, which changes the numbers, so the job that a job is compared with has the same
-ones; with `--anomalies.on_non_finite stop`, where that is known, it ends the job, and the other one has none.
+A gradient that is not finite is skipped (anomalies.on_non_finite), which changes the numbers, so the job that a job is
+compared with has the same ones. In the last job but one all ranks roll back instead, alike in both. In the last job it
+is to stop: then the job ends with exit code 1, all up to there is as undisturbed, and it is not started again.
 
 Seconds: `noticed`, from the fault until the supervisor has noticed (faults.timeout_s included where ranks hang or a
 link is lost; what a save meets comes out at the next mark, a stretch later); `again`, until all ranks train again.
@@ -55,6 +56,9 @@ SAVING = ("corrupt shard", "disk full")
 LINKS = ((0, 1), (0, 2), (1, 3), (2, 0), (2, 3), (3, 1))
 ENDS = {"kill": "died", "hang": "hangs", "cut link": "link", "corrupt shard": "gave up", "disk full": "gave up"}
 """How the supervisor calls what ends a job."""
+SKIP, ROLL_BACK, STOP = "skip", "roll_back", "stop"
+OWN = {ROLL_BACK: ("kill", "nan gradient", "kill"), STOP: ("kill", "nan gradient")}
+"""The faults of the jobs after the main ones, by what they do where a gradient is not finite."""
 SECTIONS: dict[str, dict[str, Any]] = {
     "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 32, "vocab_size": 300, "dropout": 0.1},
     "parallel": {"pp": 2, "dp": 2, "zero": 1},
@@ -66,13 +70,12 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def draw_faults(seed: int, job: int, number: int) -> tuple[list[str], int]:
-    """One fault for each stretch of a job, not in its first steps, and how many steps it has; kinds come by turns over
-    all jobs. What a save meets comes out after another stretch, which has no fault."""
+def draw_faults(seed: int, job: int, kinds: Sequence[str]) -> tuple[list[str], int]:
+    """One fault for each stretch of a job, not in its first steps, and how many steps it has. What a save meets comes
+    out after another stretch, which has no fault."""
     draw = random.Random(f"{seed} {job}")
     found, stretch = [], 0
-    for i in range(number):
-        kind = KINDS[(job * number + i) % len(KINDS)]
+    for kind in kinds:
         stretch += 1
         rank, step = draw.randrange(RANKS), STRETCH * stretch + draw.randint(4, STRETCH - 1)
         stretch += kind in SAVING
@@ -94,7 +97,7 @@ class Job:
     looked_at: set[tuple[int, int]] = field(default_factory=set)
     damaged: list[str] = field(default_factory=list)
 
-    def run(self, config: Path, faults: Sequence[str], flags: Sequence[str]) -> Job:
+    def run(self, config: Path, faults: Sequence[str], *flags: str) -> Job:
         command = [sys.executable, "-m", "hybridpar", "train", str(config), "--ranks", str(RANKS), "--run.name",
                    self.folder.name, *flags, "--inject", *faults]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -136,10 +139,15 @@ class Job:
         rows = read_metrics(self.folder / "metrics.jsonl")
         return [(row["step"], row["loss"], row["grad_norm"], row.get("skipped")) for row in rows if "loss" in row]
 
-    def files(self) -> dict[str, bytes]:
-        """The last checkpoint's."""
-        root = self.folder / "checkpoints"
-        return {path.name: path.read_bytes() for path in folder_of(root, saved_steps(root)[0]).glob("*.safetensors")}
+    @property
+    def saved(self) -> int:
+        """The step of the last checkpoint."""
+        return saved_steps(self.folder / "checkpoints")[0]
+
+    def files(self, step: int) -> dict[str, bytes]:
+        """Those of a checkpoint."""
+        folder = folder_of(self.folder / "checkpoints", step)
+        return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
     def marks(self) -> list[dict[str, Any]]:
         """The faults that happened, in order."""
@@ -152,24 +160,33 @@ class Job:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def examine(job: Job, calm: Job, faults: Sequence[str], *, nan_ends: bool) -> dict[str, Any]:
+def examine(job: Job, calm: Job, faults: Sequence[str], policy: str) -> dict[str, Any]:
     """What came of a job, and all that is wrong with it."""
     marks, failures, resumed = job.marks(), job.failures(), job.resumed()
-    wrong = [f"step {a}, undisturbed {b}" for a, b in zip_longest(job.steps(), calm.steps()) if a != b][:1]
-    wrong += ["files of the last checkpoint differ"] * (job.files() != calm.files())
+    steps, undisturbed = job.steps(), calm.steps()
+    wrong = []
+    if policy == STOP:  # in the last fault's step
+        stop = int(faults[-1].rpartition(" ")[2])
+        expected = (f"refused: all ranks stopped: step {stop}: the gradient norm is nan; stopped, the newest "
+                    f"checkpoint is of step {job.saved}")
+        said = [f"{last['kind']}: {last['text']}" for last in failures[-1:]]
+        wrong += [f"{len(steps)} steps, then {said}, not {stop}"] * ((len(steps), said) != (stop, [expected]))
+        steps, undisturbed, failures = steps[:stop - 1], undisturbed[:stop - 1], failures[:-1]
+    wrong += [f"step {a}, undisturbed {b}" for a, b in zip_longest(steps, undisturbed) if a != b][:1]
+    wrong += ["files of the last checkpoint differ"] * (job.files(job.saved) != calm.files(job.saved))
     wrong += [text for text, bad in (
-        (f"exit code {job.exit_code}", job.exit_code), ("damaged: " + "; ".join(job.damaged), job.damaged),
+        (f"exit code {job.exit_code}", job.exit_code != (policy == STOP)),
+        ("damaged: " + "; ".join(job.damaged), job.damaged),
         (f"did not happen: {set(faults) - {m['fault'] for m in marks}}", len(marks) != len(faults)),
     ) if bad]
-    ends = ENDS | ({"nan gradient": "gave up"} if nan_ends else {})
-    ending = [mark for mark in marks if mark["kind"] in ends]
+    ending = [mark for mark in marks if mark["kind"] in ENDS]
     if not len(ending) == len(failures) == len(resumed):
         wrong.append(f"{len(ending)} faults that end a job, {len(failures)} failures, {len(resumed)} new starts")
-    found = [{"fault": mark["fault"], "survived": True} for mark in marks if mark["kind"] not in ends]
+    found = [{"fault": mark["fault"], "survived": policy != STOP} for mark in marks if mark["kind"] not in ENDS]
     for mark, failure, (when, step) in zip(ending, failures, resumed, strict=False):
         saved, lost = max(mark["saved"]), mark["done"] - step
         wrong += [f"{mark['fault']}: {text}" for text, bad in (
-            (f"called {failure['kind']}", failure["kind"] != ends[mark["kind"]]),
+            (f"called {failure['kind']}", failure["kind"] != ENDS[mark["kind"]]),
             (f"rank {failure['rank']} is blamed", mark["kind"] in ("kill", "hang") and failure["rank"] != mark["rank"]),
             (f"{failure['text']}", mark["kind"] == "cut link" and not _names_link(mark, failure)),
             (f"went on after step {step}, {saved} was saved", step < saved),
@@ -179,7 +196,7 @@ def examine(job: Job, calm: Job, faults: Sequence[str], *, nan_ends: bool) -> di
             "fault": mark["fault"], "noticed_s": round(failure["time"] - mark["time"], 3),
             "again_s": round(when - mark["time"], 3), "lost_steps": lost, "said": failure["text"]})
     return {"faults": found, "num_faults": len(faults), "checkpoints_looked_at": len(job.looked_at),
-            "steps": len(job.steps()), "final_loss": job.steps()[-1][1], "wrong": wrong}
+            "steps": len(steps), "final_loss": steps[-1][1], "wrong": wrong}
 
 
 def _names_link(mark: dict[str, Any], failure: dict[str, Any]) -> bool:
@@ -187,10 +204,13 @@ def _names_link(mark: dict[str, Any], failure: dict[str, Any]) -> bool:
     return named is not None and set(named.groups()) == set(re.findall(r"\d+", mark["fault"])[:2])
 
 
-def run_job(number: int, args: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
+def run_job(number: int, args: argparse.Namespace) -> dict[str, Any]:
     """An entry of the result file."""
-    faults, num_steps = draw_faults(args.seed, number, args.faults)
-    nan_ends = any(flag.startswith("--anomalies.on_non_finite") for flag in flags)
+    kinds: Sequence[str] = [KINDS[(number * args.faults + i) % len(KINDS)] for i in range(args.faults)]
+    policy = SKIP
+    if number >= args.jobs:
+        policy, kinds = list(OWN.items())[number - args.jobs]
+    faults, num_steps = draw_faults(args.seed, number, kinds)
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         corpus = folder / "corpus.txt"
@@ -201,11 +221,12 @@ def run_job(number: int, args: argparse.Namespace, flags: Sequence[str]) -> dict
         sections = SECTIONS | {"data": {"corpus": [str(corpus)]}, "run": {"dir": str(folder)}}
         sections["train"] = sections["train"] | {"num_steps": num_steps}
         config.write_text(to_toml(from_mapping(sections)))
-        same = [fault for fault in faults if fault.startswith("nan") and not nan_ends]
-        calm = Job(folder / "calm").run(config, same, flags)
+        same = [fault for fault in faults if fault.startswith("nan") and policy != STOP]
+        flags = ("--anomalies.on_non_finite", policy)
+        calm = Job(folder / "calm").run(config, same, *flags, "--checkpoint.keep", "1000")
         start = time.monotonic()
-        job = Job(folder / "disturbed").run(config, faults, flags)
-        entry = {"job": number} | examine(job, calm, faults, nan_ends=nan_ends) | {
+        job = Job(folder / "disturbed").run(config, faults, *flags)
+        entry = {"job": number, "on_non_finite": policy} | examine(job, calm, faults, policy) | {
             "seconds": round(time.monotonic() - start, 1), "machine": machine()}
         if entry["wrong"]:
             print("\n".join(line for _, line in job.lines), file=sys.stderr)
@@ -225,27 +246,27 @@ def summary(jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         kinds[kind] = entry
     good = [job for job in jobs if not job["wrong"]]
     return {"jobs": len(jobs), "faults": sum(job["num_faults"] for job in jobs),
-            "recoveries": sum(job["num_faults"] for job in good), "kinds": kinds,
+            "recoveries": sum(fault.get("survived", True) for job in good for fault in job["faults"]), "kinds": kinds,
             "checkpoints_looked_at": sum(job["checkpoints_looked_at"] for job in jobs)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Injects faults into training jobs, and asserts that they recover.")
-    parser.add_argument("--jobs", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=5, help=f"besides those of {', '.join(OWN)}, which come last")
     parser.add_argument("--faults", type=int, default=10, help="in each job")
     parser.add_argument("--only", type=int, nargs="*", help="run these jobs alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", default=None, help="where jobs run; the system's temporary folder")
     parser.add_argument("--out", default=str(RESULTS))
     parser.add_argument("--rounds", type=int, default=0, help="nothing is repeated here")
-    args, flags = parser.parse_known_args()
+    args = parser.parse_args()
     path = Path(args.out) / "recovery.json"
     kept = {job["job"]: job for job in json.loads(path.read_text())["cases"]} if args.only and path.exists() else {}
-    for number in args.only or range(args.jobs):
-        kept[number] = run_job(number, args, flags)
+    for number in args.only or range(args.jobs + len(OWN)):
+        kept[number] = run_job(number, args)
         jobs = [kept[job] for job in sorted(kept)]
         path.write_text(json.dumps({
-            "claim": "recovery", "seed": args.seed, "timeout_s": TIMEOUT_S, "stretch": STRETCH, "flags": flags,
+            "claim": "recovery", "seed": args.seed, "timeout_s": TIMEOUT_S, "stretch": STRETCH,
             "summary": summary(jobs), "cases": jobs}, indent=1) + "\n")
         for fault in kept[number]["faults"]:
             print(json.dumps(fault))

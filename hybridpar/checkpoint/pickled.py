@@ -1,18 +1,23 @@
 """Files of torch.save, read with suspicion: nothing that they name is imported or called.
 
-torch's own weights-only unpickler builds tensors and plain containers and refuses every other name. A caller may list
-names that are known and carry nothing we need (settings, enumerations, states of random generators): an inert stand-in
-takes their place, which only keeps the attributes it is given. So a file can hold anything, and run nothing.
+All names in a file are looked at first: those of plain tensors and values may be there. A caller may list others that
+are known and carry nothing we need (settings, enumerations, states of random generators): an inert stand-in takes their
+place, which only keeps the attributes it is given. Then torch's own weights-only unpickler reads it, which would refuse
+every name that it does not know. So a file can hold anything, and run nothing.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
+import pickletools
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader, BytesIO, FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, serialization
@@ -21,6 +26,13 @@ from hybridpar.errors import CheckpointError
 from hybridpar.reading import open_regular
 
 _ZIP = b"PK\x03\x04"
+_PROGRAM = "/data.pkl"
+_NUM_OLD = 5
+"""Pickles in a file from before torch 1.6: a number, the format, the system's types, what was saved, its storages."""
+_PLAIN = re.compile(
+    r"collections\.OrderedDict|builtins\.(set|complex)|_codecs\.encode"
+    r"|torch\.(Tensor|Size|device|layout|b?float\d\w*|u?int\d+|bool|complex\d+)|torch\.(storage\.)?(?!Typed)\w*Storage"
+    r"|torch\._utils\._rebuild_(tensor(_v[23])?|parameter(_with_state)?)|torch\._tensor\._rebuild_from_type_v2")
 
 
 class Inert:
@@ -40,31 +52,61 @@ class Inert:
         raise TypeError("a stand-in is not written")
 
 
-def load_pickled(path: Path, inert: str = r"(?!)", old_inert: tuple[str, ...] = ()) -> Any:
+def load_pickled(path: Path, inert: str = r"(?!)") -> Any:
     """What torch.save has put into a file; its tensors are mapped, not read, where the format allows that.
 
-    inert: pattern of the names that a stand-in takes the place of. old_inert: those in files older than torch 1.6,
-    which cannot be searched first.
+    inert: pattern of the names that a stand-in takes the place of.
     Raises: CheckpointError if the file is missing, damaged, or names anything else.
     """
     try:
-        with open_regular(path) as file:
-            is_zip = file.read(len(_ZIP)) == _ZIP
-        with _only_ours():
-            named = sorted(serialization.get_unsafe_globals_in_checkpoint(str(path))) if is_zip else old_inert
+        with _Bounded(open_regular(path)) as file, _only_ours():
+            is_zip = file.peek(len(_ZIP)).startswith(_ZIP)
+            named = [name for name in _names(file, is_zip) if not _PLAIN.fullmatch(name)]
             if foreign := [name for name in named if not re.fullmatch(inert, name)]:
-                raise _refused(path, ", ".join(foreign[:8]))
+                raise CheckpointError(
+                    f"{path}: names {', '.join(foreign[:8])}: only plain tensors and values are loaded, as others "
+                    "could run any code. Where you trust it, load it with its own program and save its tensors alone")
             serialization.add_safe_globals([(Inert, name) for name in named])
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+            file.seek(0)
+            return torch.load(path if is_zip else file, map_location="cpu", weights_only=True, mmap=is_zip)
     except CheckpointError:
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
     except Exception as error:  # a damaged pickle can raise any
-        if isinstance(error, pickle.UnpicklingError) and (found := re.search(r"GLOBAL (\S+)", str(error))):
-            raise _refused(path, found[1]) from None
-        reason = str(error).strip().partition("\n")[0]
+        # torch's own text begins with the advice to load it without care
+        inner = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
+        reason = str(inner).strip().partition("\n")[0] or type(inner).__name__
         raise CheckpointError(f"{path}: is damaged, or not a file of torch.save ({reason})") from None
+
+
+class _Bounded(BufferedReader):
+    """Takes no more memory than the file has bytes, whatever sizes it names."""
+
+    def __init__(self, raw: FileIO):
+        super().__init__(raw)
+        self._size = os.fstat(raw.fileno()).st_size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """No more than `size` bytes; all that are left without one."""
+        left = max(self._size - self.tell(), 0)
+        return super().read(left if size is None or not 0 <= size <= left else size)
+
+
+def _names(file: IO[bytes], is_zip: bool) -> list[str]:
+    """What the pickles of a file name. Raises: any error, if it is damaged."""
+    programs: list[tuple[IO[bytes], int]] = [(file, _NUM_OLD)]
+    if is_zip:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            if packed := [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]:
+                raise ValueError(f"{packed[0]} is compressed")
+            for entry in entries:  # torch.save may leave them out (set_crc32_options)
+                entry.CRC = None  # type: ignore[assignment]
+            programs = [(BytesIO(archive.read(entry)), 1) for entry in entries if entry.filename.endswith(_PROGRAM)]
+    found = {str(value).replace(" ", ".") for program, number in programs for _ in range(number)
+             for operation, value, _ in pickletools.genops(program) if operation.name == "GLOBAL"}
+    return sorted(found)
 
 
 @contextmanager
@@ -77,11 +119,6 @@ def _only_ours() -> Iterator[None]:
     finally:
         serialization.clear_safe_globals()
         serialization.add_safe_globals(theirs)
-
-
-def _refused(path: Path, names: str) -> CheckpointError:
-    return CheckpointError(f"{path}: names {names}, which could run any code if it were loaded; only tensors and plain "
-                           "values are. Where you trust it, load it with its own program and save its tensors alone")
 
 
 def tensors_in(value: Any, path: Path) -> dict[str, Tensor]:
@@ -103,8 +140,9 @@ def _walk(value: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
     waiting, seen = [(prefix, value)], set()
     while waiting:
         name, value = waiting.pop()
-        if isinstance(value, Tensor):
+        kind = type(value)  # not what an object says of itself
+        if issubclass(kind, Tensor):
             yield name, value
-        elif isinstance(value, Mapping) and id(value) not in seen:
+        elif issubclass(kind, Mapping) and id(value) not in seen:
             seen.add(id(value))
             waiting += [(f"{name}.{key}" if name else str(key), part) for key, part in reversed(list(value.items()))]

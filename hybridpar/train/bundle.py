@@ -110,8 +110,9 @@ def _parse(document: plain.Object) -> Bundle:
     if set(losses) != set(loss_names(config.model)):
         raise ValueError(f"its losses are not {', '.join(loss_names(config.model))}")
     versions, norms, skipped = (plain.sequence(document.get(k), k) for k in ("versions", "stage_norms", "skipped"))
-    if len(versions) not in (0, parallel.pp) or len(norms) not in (0, parallel.pp):
-        raise ValueError(f"it is not of {parallel.pp} stages")
+    stages = parallel.pp * config.pipeline.num_chunks
+    if len(versions) not in (0, stages) or len(norms) not in (0, parallel.pp):
+        raise ValueError(f"it is not of {stages} stages on {parallel.pp} ranks")
     return Bundle(
         config, step, losses, _number(document.get("grad_norm"), "grad_norm"),
         plain.string(document.get("corpus"), "corpus"), checkpoint, start,

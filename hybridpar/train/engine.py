@@ -90,8 +90,7 @@ class Engine:
         self.slots = [ParameterSlot(o.name, placements[o.name], grid.tp.rank, o.part) for o in owned]
         self.placements = placements
         self.weights = WeightStore(
-            parameters, Ownership(owned, self.partition.gather),
-            self.schedule.max_live_versions(self.sizes, grid.pp.rank), device,
+            parameters, Ownership(owned, self.partition.gather), self._num_versions(), device,
             predict=config.optim.staleness == "prediction")
         self.weights.fill(lambda tensors: initialize(
             [(name, tensors[name], place) for name, place in placements.items()], config.train.seed, grid.tp.rank))
@@ -238,12 +237,11 @@ class Engine:
 
     def versions_of(self, batch: int) -> tuple[tuple[int, ...], ...]:
         """Of the weights that the micro-batches of a batch run on, by stage; of the stretch that is being trained."""
-        m, sync = self.sizes.num_microbatches, self.schedule.sync_steps
-        if batch < sync:
-            return ((batch,) * m,) * self.sizes.num_stages
-        return tuple(
-            tuple(self.schedule.version(self.sizes, stage, batch * m + k, max(self._first, sync)) for k in range(m))
-            for stage in range(self.sizes.num_stages))
+        return self.schedule.versions_of(self.sizes, batch, self._first)
+
+    def _num_versions(self) -> int:
+        """Of the weights, that are alive at once."""
+        return self.schedule.max_live_versions(self.sizes, self.grid.pp.rank)
 
     def _lr(self, batch: int) -> float:
         """One rate for all stages, by the oldest gradients, those of stage 0: tied weights must move as one."""

@@ -20,6 +20,7 @@ import torch
 
 from hybridpar import checkpoint
 from hybridpar.comm import all_reduce
+from hybridpar.config import Config
 from hybridpar.data import BatchLoader, Blend, Data
 from hybridpar.memory import MemoryWatch
 from hybridpar.models.cost import training_flops_per_token
@@ -38,6 +39,12 @@ from hybridpar.train.trouble import Trouble
 _DRAWN_MICROBATCHES = 12
 _TRACED_STEPS = 5
 """A stretch of so many steps has a steady state."""
+
+
+def mark_intervals(config: Config) -> list[int]:
+    """At all multiples of these steps the pipeline drains."""
+    intervals = config.train.eval_interval, config.train.save_interval, config.anomalies.audit_interval
+    return [interval for interval in intervals if interval]
 
 
 @dataclass(frozen=True)
@@ -152,10 +159,7 @@ class Run:
 
     def _next_mark(self, step: int) -> int:
         """The next step at which the pipeline drains."""
-        settings = self.config.train
-        audits = self.config.anomalies.audit_interval
-        intervals = [n for n in (settings.eval_interval, settings.save_interval, audits) if n]
-        return min([settings.num_steps, *((step // n + 1) * n for n in intervals)])
+        return min([self.config.train.num_steps, *((step // n + 1) * n for n in mark_intervals(self.config))])
 
     def _train_until(self, stop: int) -> None:
         engine = self.engine

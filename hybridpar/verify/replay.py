@@ -1,9 +1,10 @@
 """`hybridpar replay`: one step of a run again, in one CPU process, and where its numbers stop being finite.
 
 The checkpoint before the step is loaded and the steps between are trained again, all stages and replicas in one: the
-micro-batches of the replicas become one larger one each, so every schedule but pipedream's gives each micro-batch the
-weights that it had. Numbers agree with the recorded ones up to the order of summation, if what was recorded came from
-the weights and the data. If not, a fault of the machine, or of another rank's memory, is the likelier cause.
+micro-batches of the replicas become one larger one each, so every schedule gives each micro-batch the weights that it
+had (in pipedream those of another version for each stage: staged.py). Numbers agree with the recorded ones up to the
+order of summation, if what was recorded came from the weights and the data. If not, a fault of the machine, or of
+another rank's memory, is the likelier cause.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from hybridpar.train.bundle import Bundle, content_hash, read_bundle
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.metrics import read_metrics
 from hybridpar.validate import resolve
+from hybridpar.verify.staged import StagedEngine
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 """Largest relative difference of loss and gradient norm: rounding, in another order, over the steps since the
@@ -83,7 +85,8 @@ class Report:
         """For people."""
         bundle, result = self.bundle, self.result
         rows = [("loss", bundle.loss, result.loss), ("gradient norm", bundle.grad_norm, result.grad_norm)]
-        rows += [(f"  of stage {i}", recorded, replayed) for i, (recorded, replayed) in enumerate(
+        part = "stage" if bundle.config.pipeline.num_chunks == 1 else "rank"
+        rows += [(f"  of {part} {i}", recorded, replayed) for i, (recorded, replayed) in enumerate(
             zip(bundle.stage_norms or [math.nan] * len(self.stage_norms), self.stage_norms, strict=True))]
         why = f": {bundle.what} ({bundle.policy.replace('_', ' ')})" if bundle.what else ""
         lines = [f"step {bundle.step}{why}",
@@ -117,9 +120,13 @@ def replay(path: Path, step: int, say: Say) -> Report:
     cache = Path(config.data.cache) if config.data.cache else Path(config.run.dir) / "data"
     data = open_data(config.model, config.data, cache, seed=config.train.seed)
     _check_data(bundle, data)
-    engine = Engine(config, ProcessGrid(), torch.device("cpu"))
+    staged = StagedEngine(config, bundle.config) if _has_versions_by_stage(bundle.config) else None
+    engine = staged or Engine(config, ProcessGrid(), torch.device("cpu"))
     engine.judge = KnownJudge(bundle.skipped)
     _load(engine, bundle, folder, data, say)
+    if staged is not None:
+        staged.start = staged.batches_done
+        _check_versions(bundle, staged.versions_of(bundle.step - 1))
     loader = BatchLoader(data.train, micro_batch_size=config.train.micro_batch_size,
                          num_microbatches=config.pipeline.num_microbatches)
     between = bundle.step - 1 - engine.batches_done
@@ -129,15 +136,25 @@ def replay(path: Path, step: int, say: Say) -> Report:
     return _probe(engine, loader, bundle)
 
 
+def _has_versions_by_stage(config: Config) -> bool:
+    return config.pipeline.schedule == "pipedream" and config.parallel.pp > 1
+
+
+def _check_versions(bundle: Bundle, versions: tuple[tuple[int, ...], ...]) -> None:
+    """Raises: DataError where the pipeline cannot have drained when the configuration says."""
+    if bundle.versions not in ((), versions):
+        raise DataError(
+            f"step {bundle.step} ran on versions {bundle.versions} of the weights (by stage and micro-batch), and "
+            f"would on {versions} here: the pipeline was drained at other steps than by train.eval_interval, "
+            "train.save_interval and anomalies.audit_interval, as where a signal stopped the run")
+
+
 def alone(config: Config) -> Config:
-    """The same training on one CPU process. Raises: ConfigError for a schedule whose stages use different weights."""
+    """The same training on one CPU process."""
     parallel, pipeline, train = config.parallel, config.pipeline, config.train
     early = pipeline.early_switch
-    if pipeline.schedule == "pipedream" and parallel.pp > 1:
-        raise config_error("pipeline.schedule", "pipedream", "cannot be replayed in one process: each of its stages "
-                           "runs on another version of the weights", "1f1b or 2bw")
-    if pipeline.schedule in ("naive", "gpipe"):
-        pipeline = replace(pipeline, schedule="1f1b")
+    if pipeline.schedule in ("naive", "gpipe", "interleaved"):
+        pipeline = replace(pipeline, schedule="1f1b", chunks=0)
     if isinstance(early, int):
         early += parallel.pp - 1
     one = replace(
@@ -237,10 +254,11 @@ def _probe(engine: Engine, loader: BatchLoader, bundle: Bundle) -> Report:
     squares = {name: float(g.double().square().sum()) / result.loss_scale**2 for name, g in gradients.items()}
     backward = sorted(gradients, key=_block_of, reverse=True)
     wrong = next((name for name in backward if not gradients[name].isfinite().all()), "")
-    parallel, split = bundle.config.parallel, bundle.config.pipeline.split
-    stages = stage_split(bundle.config.model, parallel.pp, split)
-    norms = tuple(math.sqrt(sum(square for name, square in squares.items() if _block_of(name) in blocks))
-                  for blocks in stages)
+    pp, pipeline = bundle.config.parallel.pp, bundle.config.pipeline
+    stages = stage_split(bundle.config.model, pp, pipeline.split, pipeline.num_chunks)
+    held = [{block for blocks in stages[rank::pp] for block in blocks} for rank in range(pp)]
+    norms = tuple(math.sqrt(sum(square for name, square in squares.items() if _block_of(name) in mine))
+                  for mine in held)
     return Report(bundle, result, norms, weights, outputs.first, wrong, {
         "activations": _largest(outputs.sizes),
         "gradient norms": _largest({name: math.sqrt(square) for name, square in squares.items()})})

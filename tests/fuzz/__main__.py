@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from .harness import Tally, inputs_of, limit_memory, run_one
-from .targets import BY_NAME, TARGETS, Target
+from .harness import Tally, inputs_of, limit_memory, put, run_one
+from .target import Target
+from .targets import BY_NAME, TARGETS
 
 CHUNK = 4000
 TRACED_EVERY = 4
@@ -48,7 +49,7 @@ def main() -> int:
     seconds: dict[str, float] = {}
     for target in targets:
         start = time.monotonic()
-        target.seeds()
+        assert target.seeds  # made once, here
         tally = tallies[target.name] = run(target, numbers_of(target, options.first, each), options.seed)
         seconds[target.name] = time.monotonic() - start
         print(f"{target.name:<16} {tally.inputs:>8} inputs {tally.rejected:>8} rejected, "
@@ -135,8 +136,7 @@ def show(target: Target, number: int, seed: int) -> int:
     """One input, its files left in a folder, and the traceback of what it raises."""
     folder = Path(tempfile.mkdtemp()) / "input"
     folder.mkdir()
-    for name, data in inputs_of(target, number, seed).items():
-        (folder / name).write_bytes(data)
+    put(inputs_of(target, number, seed), folder)
     print(folder, file=sys.stderr)
     target.read(folder)
     return 0

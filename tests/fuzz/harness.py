@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import signal
 import time
 import traceback
@@ -15,7 +16,8 @@ from typing import Any
 
 from hybridpar.errors import HybridparError
 
-from .targets import Files, Target
+from .mutate import mutate_names
+from .target import Files, Target
 
 LIMIT_S = 10.0
 """CPU time of an input: how busy the machine is says nothing of the code."""
@@ -67,12 +69,14 @@ def limit_memory() -> None:
 
 
 def inputs_of(target: Target, number: int, seed: int) -> Files:
-    """The files of an input: those of a valid set, one of them mutated."""
+    """The files of an input: those of a valid set, one of them mutated, or its name."""
     return mutated(target, Random(f"{seed} {target.name} {number}"))
 
 
 def mutated(target: Target, random: Random) -> Files:
-    files = dict(random.choice(target.seeds()))
+    files = dict(random.choice(target.seeds))
+    if target.renames and random.random() < 0.1:
+        return mutate_names(files, random)
     name = random.choice([n for n in files if target.mutator_of(n) is not None])
     mutator = target.mutator_of(name)
     assert mutator is not None
@@ -80,11 +84,19 @@ def mutated(target: Target, random: Random) -> Files:
     return target.repair(files)
 
 
+def put(files: Files, folder: Path) -> None:
+    """Makes them all that a folder holds."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+
+
 def run_one(target: Target, files: Files, folder: Path, tally: Tally, number: int, *, traced: bool = True) -> None:
     """Writes the files and reads them; notes in `tally` what came of it. `traced`: all allocations of Python and numpy,
     which makes it slower by half; what is not traced is held by limit_memory alone."""
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
+    put(files, folder)
     size = sum(map(len, files.values()))
     problem = ""
     signal.signal(signal.SIGPROF, _on_alarm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import struct
 from collections.abc import Callable
 from random import Random
@@ -180,3 +181,22 @@ def mutate_tensors(data: bytes, random: Random) -> bytes:
         header = mutate_tree(header, random)
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data[8 + length:]
+
+
+def mutate_names(files: dict[str, bytes], random: Random) -> dict[str, bytes]:
+    """A set of files, one of which is missing, is doubled under another name, or has another's content."""
+    changed, name = dict(files), random.choice(list(files))
+    other, what = random.choice(list(files)), random.randrange(4)
+    if what == 0:
+        del changed[name]
+    elif what == 1:
+        changed[name] = files[other]
+    else:  # one part of its path
+        parts = name.split("/")
+        at = random.randrange(len(parts))
+        digits = random.choice(("0", "00", "01", "9" * 3, "9" * 30, "\u0663\u0664", "", "00_007"))
+        parts[at] = random.choice((re.sub(r"\d+", digits, parts[at]),) * 4 + ("x", ".metadata", parts[at][:-1]))
+        if what == 2:
+            del changed[name]
+        changed["/".join(parts)] = files[name]
+    return changed

@@ -11,12 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fuzz.harness import Tally, mutated, run_one
-from fuzz.targets import TARGETS, Target
+from fuzz.target import Target
+from fuzz.targets import TARGETS
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_valid_files_are_read(target: Target, tmp_path: Path) -> None:
-    for i, files in enumerate(target.seeds()):
+    for i, files in enumerate(target.seeds):
         folder = tmp_path / str(i)
         folder.mkdir()
         tally = Tally()

@@ -78,7 +78,7 @@ def test_switching_versions_takes_no_memory(dtype: torch.dtype) -> None:
             store.newest = 1
             store.bind(version)
         assert meter.read().peak == 0, "pointers only"
-        places = [(table[key], store.leaves_of(1)[name]) for table, key, name in store._places]
+        places = [(table[key], store.leaves_of(1)[name]) for table, key, name in store.places]
         assert all(bound is leaf for bound, leaf in places)
 
 

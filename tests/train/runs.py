@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from hybridpar.config import Config, from_mapping, load_toml
+from hybridpar.pipeline.plan.action import Action
+from hybridpar.train.engine import Engine
 
 TOML = """
 [model]
@@ -80,3 +87,20 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 def steps(rows: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
     """Step, loss and gradient norm of each step."""
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+
+
+def tiny(folder: Path, schedule: str = "2bw", **sections: dict[str, Any]) -> Config:
+    """That configuration on one process, changed."""
+    base = load_toml(write_config(folder, schedule))
+    return from_mapping({"train": {"num_steps": 8, "eval_interval": 0}} | sections, base)
+
+
+def poison_gradients(monkeypatch: pytest.MonkeyPatch, batches: set[int]) -> None:
+    """Gradients of all micro-batches of these batches are NaN."""
+    healthy = Engine._before_backward
+
+    def poisoned(self: Engine, action: Action) -> float:
+        factor = healthy(self, action)
+        return math.nan if action.microbatch // self.sizes.num_microbatches in batches else factor
+
+    monkeypatch.setattr(Engine, "_before_backward", poisoned)

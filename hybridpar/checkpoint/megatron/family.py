@@ -92,5 +92,3 @@ SPLIT = (
 INERT = (r"argparse\.Namespace|types\.SimpleNamespace|_io\.BytesIO|signal\.Signals|pathlib\.\w*Path"
          r"|(megatron|numpy|transformer_engine|apex)(\.\w+)+")
 """Names that Megatron's files hold beside tensors: arguments, enumerations, states of random generators."""
-OLD_INERT = ("argparse.Namespace", "numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct")
-"""Those of its files from before torch 1.6."""

@@ -23,19 +23,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybridpar.checkpoint.huggingface.source import dtype_name, read_json
-from hybridpar.checkpoint.megatron.family import INERT, OLD_INERT, RENAMED, SPLIT
+from hybridpar.checkpoint.megatron.family import INERT, RENAMED, SPLIT
 from hybridpar.checkpoint.pickled import Inert, load_pickled, tensors_in
-from hybridpar.errors import CheckpointError
+from hybridpar.errors import CheckpointError, shown
+from hybridpar.reading import open_regular
 
 LATEST = "latest_checkpointed_iteration.txt"
 ARGUMENTS = "args.json"
-_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_RANK = re.compile(r"mp_rank_([0-9]{2,6})(?:_([0-9]{3,6}))?")
 _PICKLED = ("model_optim_rng.pt", "model_rng.pt")
 _SAFE = "model.safetensors"
+_LONGEST_TRACKER = 100
 _WORDS = "embedding.word_embeddings.weight"
-_CHUNK = re.compile(r"model(\d*)")
+_CHUNK = re.compile(r"model([0-9]{0,6})")
 _PLAIN = (bool, int, float, str, type(None))
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_LAYER = re.compile(r"decoder\.layers\.([0-9]{1,6})\.(.*)")
 
 Place = tuple[int, int]  # pipeline rank, tensor rank
 
@@ -58,9 +60,10 @@ class MegatronFiles:
         self.folder = _iteration(folder)
         places = _places(self.folder)
         tp, pp = (1 + max(place[i] for place in places) for i in (1, 0))
-        if missing := [place for place in product(range(pp), range(tp)) if place not in places]:
-            raise CheckpointError(f"{self.folder}: has no file of tensor rank {missing[0][1]}, pipeline rank "
-                                  f"{missing[0][0]}, with {tp} x {pp} ranks in all")
+        for stage, rank in ((i // tp, i % tp) for i in range(min(tp * pp, len(places) + 1))):
+            if (stage, rank) not in places:
+                raise CheckpointError(f"{self.folder}: has no file of tensor rank {rank}, pipeline rank {stage}, with "
+                                      f"{tp} x {pp} ranks in all")
         self.num_ranks = tp, pp
         shards = {place: _read_shard(path) for place, path in places.items()}
         self.args, self.version = self._arguments(shards[0, 0])
@@ -113,6 +116,10 @@ class MegatronFiles:
         if dim is not None:
             if any(part.dim() <= dim for part in parts):
                 raise CheckpointError(f"{self.folder}: {name} has shape {shape}; it has {dim + 1} dimensions at least")
+            shapes = [list(part.shape) for part in parts]
+            if any(x[:dim] + x[dim + 1:] != shape[:dim] + shape[dim + 1:] for x in shapes):
+                raise CheckpointError(f"{self.folder}: {name} has shapes {shown(shapes)} on its tensor ranks, which "
+                                      f"differ not just in dimension {dim}")
             shape[dim] = sum(part.shape[dim] for part in parts)
         if self._has_vocabulary(name):
             shape[0] = min(shape[0], self._vocab_size)
@@ -158,8 +165,9 @@ def _iteration(folder: Path) -> Path:
         return folder
     tracker = folder / LATEST
     if tracker.is_file():
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        if not re.fullmatch(r"\d{1,9}|release", text):
+        with open_regular(tracker) as file:
+            text = file.read(_LONGEST_TRACKER).decode(errors="replace").strip()
+        if not re.fullmatch(r"[0-9]{1,9}|release", text):
             raise CheckpointError(f"{tracker}: says {text[:40]!r}; must be the number of an iteration, or release")
         inner = folder / (text if text == "release" else f"iter_{int(text):07d}")
     else:
@@ -180,7 +188,8 @@ def _places(folder: Path) -> dict[Place, Path]:
     for inner in sorted(folder.iterdir()):
         if not (rank := _RANK.fullmatch(inner.name)):
             if inner.name.startswith("mp_rank_"):
-                raise CheckpointError(f"{inner}: names a rank of experts; only models without experts are imported")
+                raise CheckpointError(f"{inner}: is not named mp_rank_TT or mp_rank_TT_PPP, by tensor and pipeline "
+                                      "rank; only models without experts are imported")
             continue
         place = int(rank[2] or 0), int(rank[1])
         files = [inner / name for name in (*_PICKLED, _SAFE) if (inner / name).is_file()]
@@ -199,7 +208,7 @@ def _read_shard(path: Path) -> tuple[list[dict[str, Tensor]], Mapping[str, Any]]
             return [_named(load_file(path), path)], {}
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: is damaged, truncated or no safetensors file ({error})") from None
-    plain = load_pickled(path, INERT, OLD_INERT)
+    plain = load_pickled(path, INERT)
     if not isinstance(plain, Mapping):
         raise CheckpointError(f"{path}: holds a {type(plain).__name__}, not a checkpoint of Megatron-LM")
     chunks = sorted((int(found[1] or 0), key) for key in plain

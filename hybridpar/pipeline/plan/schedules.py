@@ -92,6 +92,14 @@ class Schedule:
         """
         return self.version_rule(self, sizes, stage, microbatch, first_batch)
 
+    def versions_of(self, sizes: Sizes, batch: int, first_batch: int) -> tuple[tuple[int, ...], ...]:
+        """The same for all micro-batches of a batch, by stage; the first sync_steps batches run as 1f1b."""
+        m, first = sizes.num_microbatches, max(first_batch, self.sync_steps)
+        if batch < self.sync_steps:
+            return ((batch,) * m,) * sizes.num_stages
+        return tuple(tuple(self.version(sizes, stage, batch * m + k, first) for k in range(m))
+                     for stage in range(sizes.num_stages))
+
     def num_stale(self, sizes: Sizes) -> int:
         """Micro-batches of a batch t that use older weights than W(t) on stage 0, in the steady state.
 

@@ -73,6 +73,7 @@ class WeightStore:
     bf16 and fp16 add one fp32 master copy, on which the optimizer works. So does `predict`, in any precision: micro-
     batches then run on W + (W - W before the last update), a guess at the weights their gradient will be applied to.
     Source of prediction: PipeOptim, arXiv 2312.00839.
+    `places`: where modules hold which parameter.
     """
 
     def __init__(self, parameters: StageParameters, ownership: Ownership, num_versions: int, device: torch.device, *,
@@ -94,7 +95,7 @@ class WeightStore:
                            for flat in self.buffers]
         self._lists = [list(views.values()) for views in self._views]
         self._working = [self.owned_views(flat) for flat in self.buffers] if self.master is not None else []
-        self._places = parameters.places
+        self.places = parameters.places
         self._arriving: dict[int, Works] = {}
         self._bound: int | None = None
         self.newest = 0
@@ -141,7 +142,7 @@ class WeightStore:
         if (slot := self.slot(version)) == self._bound:
             return
         leaves = self.leaves_of(version)
-        for table, key, name in self._places:
+        for table, key, name in self.places:
             table[key] = leaves[name]  # type: ignore[assignment]
         self._bound = slot
 

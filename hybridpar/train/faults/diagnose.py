@@ -110,10 +110,12 @@ def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
     if dead:
         # whoever was ended by a signal did not choose to; of several the first that went silent
         first = min(dead, key=lambda seen: ((seen.exit_code or 0) > 0, seen.record.time if seen.record else 0.0))
-        if all(seen.was_refused for seen in dead):
-            return _of("refused", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
+        refused = all(seen.was_refused for seen in dead)
         if first.error and sum(seen.error == first.error for seen in ranks) > 1:
-            return Diagnosis("gave up", -1, f"all ranks gave up: {first.error}", first.record, first.exit_code or 0)
+            kind, text = ("refused", "stopped") if refused else ("gave up", "gave up")
+            return Diagnosis(kind, -1, f"all ranks {text}: {first.error}", first.record, first.exit_code or 0)
+        if refused:
+            return _of("refused", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
         return _of("died", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
     if idle := [seen for seen in ranks if not (seen.failed or seen.is_victim or seen.waits) and seen.idle_s > 0]:
         worst = max(idle, key=lambda seen: seen.idle_s)

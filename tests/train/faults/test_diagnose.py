@@ -97,6 +97,9 @@ def test_what_all_agreed_on_is_nobodys() -> None:
     found = diagnose(ranks)
     assert (found.kind, found.rank) == ("gave up", -1)
     assert found.text == "all ranks gave up: rank 1 cannot write the checkpoint"
+    stopped = diagnose([replace(seen, record=record(seen.rank, phase=REFUSED, error=text)) for seen in ranks])
+    assert (stopped.kind, stopped.rank, stopped.is_final) == ("refused", -1, True)
+    assert stopped.text == "all ranks stopped: rank 1 cannot write the checkpoint"
 
 
 @pytest.mark.parametrize(("ranks", "kind"), [

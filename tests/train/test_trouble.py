@@ -1,0 +1,124 @@
+"""Whole runs that meet an anomaly: it is skipped, rolled back, or ends them; on all ranks alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from train.runs import finish, metrics, poison_gradients, steps, tiny, torchrun, write_config
+
+from hybridpar import checkpoint
+from hybridpar.cli import main
+from hybridpar.config import Launch
+from hybridpar.errors import ConfigError
+from hybridpar.train import loop
+from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.errors import AnomalyError
+from hybridpar.verify.replay import replay
+
+ALONE = Launch(0, 0, 1, 1)
+
+
+def test_an_anomaly_is_skipped_and_leaves_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny(tmp_path, checkpoint={"asynchronous": False})
+    with monkeypatch.context() as poison:
+        poison_gradients(poison, {4})
+        assert loop.train(config, ALONE).step == 8
+    rows = {row["step"]: row for row in metrics(config.run.folder)}
+    assert (rows[5]["anomaly"], rows[5]["policy"], rows[5]["skipped"]) == ("non_finite", "skip", True)
+    assert not any("anomaly" in row for step, row in rows.items() if step != 5)
+    path = config.run.folder / "anomalies" / "step_00000005.json"
+    bundle = json.loads(path.read_text())
+    assert bundle["samples"] == [16, 20]
+    assert bundle["versions"] == [[3, 3]], "2bw: weights one batch old"
+    assert (bundle["checkpoint"], bundle["grad_norm"]) == (4, None)
+    capsys.readouterr()
+    # the weights and the data are healthy, so it does not happen again; with its checkpoint it can be run again
+    (config.run.folder / "checkpoints" / "step_00000008").rename(tmp_path / "later")
+    assert main(["replay", str(path)]) == 1
+    assert "only checkpoint.keep of them stay" in capsys.readouterr().err
+
+
+def test_a_spike_is_rolled_back_and_training_goes_on_behind_it(tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"loss_spike": 30.0, "on_loss_spike": "roll_back", "window": 8}
+    config = tiny(tmp_path, anomalies=settings, train={"num_steps": 14, "eval_interval": 0, "save_interval": 4},
+                  checkpoint={"keep": 10})
+    advance = Engine._apply
+
+    def broken(self: Engine, batch: int, result: StepResult | None) -> None:
+        advance(self, batch, result)
+        if batch == 8 and not hasattr(self, "broken"):
+            self.broken = True  # type: ignore[attr-defined]
+            with torch.no_grad():
+                for leaf in self.weights.leaves_of(batch + 1).values():
+                    leaf.mul_(30.0)
+
+    monkeypatch.setattr(Engine, "_apply", broken)
+    assert loop.train(config, ALONE).step == 14
+    rows = metrics(config.run.folder)
+    event = next(row for row in rows if "rolled_back_to" in row)
+    assert event == {"step": 11, "anomaly": "loss_spike", "rolled_back_to": 8}, "batch 10 is the first on W(9)"
+    assert [step for step, _, _ in steps(rows)] == list(range(1, 15))
+    by_step = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    assert by_step[11] > 2 * by_step[10]
+    assert by_step[12] < 1.2 * by_step[10]
+    report = replay(config.run.folder, 12, print)
+    assert report.agrees, "from the checkpoint of step 8, over the batches that were gone over"
+    assert (report.bundle.checkpoint, report.bundle.start) == (8, 11)
+    (config.run.folder / "checkpoints" / "step_00000008").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="comes after a roll back to the checkpoint of step 8, which is not there"):
+        replay(config.run.folder, 12, print)
+
+
+def test_a_run_stops_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    poison_gradients(monkeypatch, {5})
+    config = tiny(tmp_path, anomalies={"on_non_finite": "stop"})
+    with pytest.raises(AnomalyError, match=r"step 6: the gradient norm is nan; stopped, the newest checkpoint is of "
+                                           r"step 4"):
+        loop.train(config, ALONE)
+    assert checkpoint.saved_steps(config.run.folder / "checkpoints") == [4, 2]
+    assert [step for step, _, _ in steps(metrics(config.run.folder))] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(AnomalyError, match="step 6"):  # the same command meets it again
+        loop.train(config, ALONE)
+
+
+SCRIPT = """
+import math, sys
+from hybridpar.cli import main
+from hybridpar.train.engine import Engine
+healthy = Engine._apply
+def spoiled(self, batch, result):
+    healthy(self, batch, result)
+    if batch == 4 and self.grid.rank == 1 and not hasattr(self, "spoiled"):
+        self.spoiled = True
+        self.before_change()
+        next(iter(self.weights.leaves_of(batch + 1).values())).data.view(-1)[0] += 1.0
+Engine._apply = spoiled
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.ranks
+def test_replicas_that_differ_are_rolled_back_together(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "1f1b")
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+    flags = ("--parallel.dp", "2", "--anomalies.audit_interval", "3", "--anomalies.on_divergence", "roll_back",
+             "--train.eval_interval", "0")
+    process = torchrun(2, "train", config, *flags)
+    code, healthy = finish(process)
+    assert code == 0, healthy
+    whole = steps(metrics(tmp_path / "runs" / "run"))
+    code, out = finish(torchrun(2, "train", config, *flags, "--run.name", "spoiled", script=script))
+    assert code == 0, out
+    assert "step 6: replicas differ: weights/" in out
+    assert "of rank 1 is not what rank 0 has: roll back" in out
+    assert "rolled back to the checkpoint of step 4; going on with step 5" in out
+    rows = metrics(tmp_path / "runs" / "spoiled")
+    assert {"step": 4, "anomaly": "divergence", "rolled_back_to": 4} in rows
+    assert steps(rows) == whole, "the same batches again, to the bit"

@@ -1,0 +1,134 @@
+"""Any step of a run, on any grid and schedule, is the same when it is run again in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train.runs import finish, tiny, torchrun, write_config
+
+from hybridpar.cli import main
+from hybridpar.config import Launch, from_mapping
+from hybridpar.errors import ConfigError, DataError
+from hybridpar.train import loop
+from hybridpar.train.engine import StepResult
+from hybridpar.train.run import Run
+from hybridpar.verify.replay import replay
+
+ALONE = Launch(0, 0, 1, 1)
+
+
+def test_a_weight_that_is_not_finite_is_named_by_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny(tmp_path, train={"num_steps": 5, "eval_interval": 0, "save_interval": 2},
+                  checkpoint={"asynchronous": False})
+    name, on_step = "blocks.2.mlp.up.weight", Run._on_step
+
+    def spoil(run: Run, result: StepResult) -> None:
+        on_step(run, result)
+        if result.step == 4:
+            with torch.no_grad():
+                for leaves in run.engine.weights.leaves:
+                    leaves[name].view(-1)[7] = math.inf
+
+    monkeypatch.setattr(Run, "_on_step", spoil)
+    loop.train(config, ALONE)
+    capsys.readouterr()
+    assert main(["replay", str(config.run.folder / "anomalies" / "step_00000005.json"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loss"] == [None, None]
+    assert found["first_not_finite"]["weight"] == f"{name} of version 3"
+    assert found["first_not_finite"]["activation"] == "blocks.2, micro-batch 0"
+    assert found["first_not_finite"]["gradient"].startswith("blocks.3.")
+
+
+@pytest.mark.parametrize(("schedule", "sections"), [
+    ("2bw", {"train": {"dtype": "bf16"}}), ("gpipe", {"optim": {"name": "muon"}}), ("2bw", {"model": {"kind": "bert"}}),
+], ids=str)
+def test_any_step_of_a_run_can_be_replayed(tmp_path: Path, schedule: str, sections: dict[str, Any]) -> None:
+    base = {"train": {"num_steps": 6, "eval_interval": 3, "save_interval": 4}, "model": {"dropout": 0.1}}
+    config = tiny(tmp_path, schedule, **base)
+    config = from_mapping(sections, config)
+    loop.train(config, ALONE)
+    for step, start in ((3, None), (6, 4)):
+        report = replay(config.run.folder, step, print)
+        assert report.agrees
+        assert report.bundle.checkpoint == start
+        assert not report.weights + report.activation + report.gradient
+    with pytest.raises(ConfigError, match="has no such step; try 1 to 6"):
+        replay(config.run.folder, 7, print)
+
+
+@pytest.mark.ranks
+def test_a_grid_is_replayed_on_one_process(tmp_path: Path) -> None:
+    """Two stages with early switches; fp32, so the order of summation shows in the seventh digit."""
+    config = write_config(tmp_path)
+    code, out = finish(torchrun(2, "train", config, "--parallel.pp", "2", "--pipeline.early_switch", "1",
+                                "--pipeline.num_microbatches", "4", "--train.save_interval", "4"))
+    assert code == 0, out
+    report = replay(tmp_path / "runs" / "run", 6, print)
+    assert report.result.loss == pytest.approx(report.bundle.loss, rel=1e-5)
+    assert report.result.grad_norm == pytest.approx(report.bundle.grad_norm, rel=1e-4)
+    assert math.hypot(*report.stage_norms) == pytest.approx(report.result.grad_norm, rel=1e-6)
+
+
+PLAIN = ("--model.tie_embeddings", "False", "--optim.clip_grad", "0")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("flags", "exact"), [(PLAIN, True), (("--optim.staleness", "lr_rescale"), False), (
+    ("--pipeline.sync_steps", "3", "--pipeline.num_microbatches", "1"), False)], ids=["plain", "tied", "short"])
+def test_pipedreams_stages_are_replayed_in_one_process(tmp_path: Path, flags: tuple[str, ...], exact: bool) -> None:
+    """Each on its version of the weights: to the bit, where nothing is summed over stages."""
+    config = write_config(tmp_path, "pipedream")
+    code, out = finish(torchrun(3, "train", config, "--parallel.pp", "3", "--train.num_steps", "11",
+                                "--train.eval_interval", "6", "--train.save_interval", "8", *flags))
+    assert code == 0, out
+    for step, start in ((8, 0), (9, 8), (11, 8)):
+        report = replay(tmp_path / "runs" / "run", step, print)
+        assert (report.bundle.checkpoint or 0) == start
+        if exact:
+            assert report.result.losses == report.bundle.losses
+            assert report.result.grad_norm == pytest.approx(report.bundle.grad_norm, rel=1e-12)  # of squares, by stage
+        else:
+            assert report.result.loss == pytest.approx(report.bundle.loss, rel=1e-6)
+            assert report.result.grad_norm == pytest.approx(report.bundle.grad_norm, rel=1e-5)
+
+
+@pytest.mark.ranks
+def test_a_bundle_of_stages_says_on_which_versions_they_ran(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "pipedream")
+    code, out = finish(torchrun(2, "train", config, "--parallel.pp", "2", "--train.num_steps", "8",
+                                "--train.eval_interval", "0", "--train.save_interval", "4", "--inject",
+                                "nan gradient rank 0 at step 7"))
+    assert code == 0, out
+    path = tmp_path / "runs" / "run" / "anomalies" / "step_00000007.json"
+    plain = json.loads(path.read_text())
+    assert plain["versions"] == [[5, 6], [6, 6]]
+    report = replay(path, 0, print)
+    assert (report.result.loss, report.agrees) == (pytest.approx(report.bundle.loss, rel=1e-6), False)
+    path.write_text(json.dumps(plain | {"versions": [[6, 6], [6, 6]]}))
+    with pytest.raises(DataError, match=r"step 7 ran on versions .* the pipeline was drained at other steps"):
+        replay(path, 0, print)
+
+
+@pytest.mark.ranks
+def test_a_ring_of_stages_is_replayed(tmp_path: Path) -> None:
+    code, out = finish(torchrun(2, "train", write_config(tmp_path, "interleaved"), "--parallel.pp", "2"))
+    assert code == 0, out
+    report = replay(tmp_path / "runs" / "run", 6, print)
+    assert report.agrees
+    assert math.hypot(*report.stage_norms) == pytest.approx(report.result.grad_norm, rel=1e-6)
+
+
+def test_replay_needs_a_step_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny(tmp_path, "pipedream")
+    folder = config.run.folder
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "grad_norm": 1.0}\n')
+    assert main(["replay", str(folder)]) == 1
+    assert "says which step of a run folder" in capsys.readouterr().err
