@@ -199,18 +199,18 @@ HYBRIDPAR_INLINE void stored() {
 #endif
 }
 
-template <class W>
+template <int kWidth = kLanes / 2, class W>
 HYBRIDPAR_INLINE W sum_lanes(W* lanes) {
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  for (int lane = 0; lane < kWidth; ++lane) lanes[lane] += lanes[lane + kWidth];
+  if constexpr (kWidth > 1) return sum_lanes<kWidth / 2>(lanes);
   return lanes[0];
 }
 
-template <class W>
+template <int kWidth = kLanes / 2, class W>
 HYBRIDPAR_INLINE W max_lanes(W* lanes) {
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int lane = 0; lane < width; ++lane)
-      lanes[lane] = lanes[lane + width] > lanes[lane] ? lanes[lane + width] : lanes[lane];
+  for (int lane = 0; lane < kWidth; ++lane)
+    lanes[lane] = lanes[lane + kWidth] > lanes[lane] ? lanes[lane + kWidth] : lanes[lane];
+  if constexpr (kWidth > 1) return max_lanes<kWidth / 2>(lanes);
   return lanes[0];
 }
 
