@@ -199,7 +199,12 @@ class FaultsConfig:
     """How often it starts again from the last good checkpoint before a newer one is there; 0: never."""
     timeout_s: float = 60.0
     """A rank hangs that for so long neither goes on nor waits for another; a link is lost where for so long all wait.
-    Not during start-up, the first step after it, and saving. At least a few times the longest action."""
+    In steps and evaluations: at least a few times the longest action."""
+    start_timeout_s: float = 600.0
+    """The same where more is done at a time: during set-up, loading and the first step, which may compile, between two
+    stretches of steps, and at the end."""
+    save_timeout_s: float = 1800.0
+    """The same while a checkpoint is saved, also beside training: a rank hangs that for so long has written nothing."""
     min_ranks: int = 0
     """Fewest ranks to go on with where one does not come back: there are fewer replicas then, and more micro-batches
     for each of them; 0: as many as before."""

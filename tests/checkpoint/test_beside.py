@@ -25,6 +25,7 @@ from hybridpar.checkpoint.snapshot import Snapshot
 from hybridpar.comm import barrier
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import CheckpointError
+from hybridpar.flight import NO_FLIGHT
 from hybridpar.train.engine import StepResult
 
 
@@ -158,7 +159,8 @@ def test_without_the_note_of_a_rank_nothing_is_published(tmp_path: Path) -> None
     assert len(shards) == 4
     for shard in shards[:-1]:
         notes.leave(tmp_path, (shard, (4, 5)))
-    task = background.Task(tmp_path, lambda stop: Path(str(notes.collect(tmp_path, config, stop))), gives_way=True)
+    task = background.Task(tmp_path, lambda stop: Path(str(notes.collect(tmp_path, config, stop))),
+                           background.Note(NO_FLIGHT, 1, 60.0), gives_way=True)
     task.start()
     task.join(0.3)
     assert task.is_alive()
