@@ -95,9 +95,9 @@ class Run:
         self.evaluated = -1
         """The step of val_loss."""
         self.trouble = Trouble(engine, data.train, reporter)
+        saving = run_folder.open_flight(config, self.grid.rank, run_folder.SAVING)
         self.saver = checkpoint.Saver(
-            self.folder / run_folder.CHECKPOINTS, engine, self.corpus, reporter.say,
-            run_folder.open_flight(config, self.grid.rank, run_folder.SAVING))
+            self.folder / run_folder.CHECKPOINTS, engine, self.corpus, reporter.say, saving)
         self.reserved = not config.saves_beside_training
         self.recorder: trace.Recorder | None = None
         self.traced = False
