@@ -54,8 +54,8 @@ def save(root: Path, engine: Trainee, corpus: str, val_loss: float | None = None
 class Saver:
     """Saves an engine under `root`, one checkpoint at a time, also while it trains on.
 
-    `say`: told of each one that has been published, on rank 0, from another thread. `flight`: notes what that thread
-    does, here and on the other ranks.
+    `say`: told of each one that has been published, on rank 0, from another thread. `flight`: where this rank's thread
+    that writes notes what it does.
     """
 
     def __init__(self, root: Path, engine: Trainee, corpus: str, say: Callable[[str], None] = lambda text: None,

@@ -96,8 +96,7 @@ class Run:
         """The step of val_loss."""
         self.trouble = Trouble(engine, data.train, reporter)
         saving = run_folder.open_flight(config, self.grid.rank, run_folder.SAVING)
-        self.saver = checkpoint.Saver(
-            self.folder / run_folder.CHECKPOINTS, engine, self.corpus, reporter.say, saving)
+        self.saver = checkpoint.Saver(self.folder / run_folder.CHECKPOINTS, engine, self.corpus, reporter.say, saving)
         self.reserved = not config.saves_beside_training
         self.recorder: trace.Recorder | None = None
         self.traced = False
