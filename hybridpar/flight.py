@@ -55,6 +55,7 @@ class Flight:
     def phase(self, name: str, limit_s: float = 0.0) -> None:
         """A part of the run begins. Standing still in it for longer than the limit (seconds; 0: none) is a fault."""
         if self._map is not None:
+            self.tick()  # first, so that no time before it counts against the new limit
             _PHASE.pack_into(self._map, _PHASE_AT, name.encode(), limit_s)
             self._map[_ACTION_AT : _ACTION_AT + len(_NO_ACTION)] = _NO_ACTION
             self.go_on()
@@ -62,8 +63,8 @@ class Flight:
     def limit(self, limit_s: float) -> None:
         """The phase has another limit from now on."""
         if self._map is not None:
-            _LIMIT.pack_into(self._map, _ACTION_AT - _LIMIT.size, limit_s)
             self.tick()
+            _LIMIT.pack_into(self._map, _ACTION_AT - _LIMIT.size, limit_s)
 
     def end(self, phase: str, error: str) -> None:
         """This rank ends, of an error (FAILED, LOST, REFUSED); what it did and waited for stays."""
