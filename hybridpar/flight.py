@@ -1,11 +1,11 @@
 """A rank's flight recorder: what it is doing, in a small file that outlives it.
 
     0    how often it was written; when (seconds since 1970)          one struct each, so that a note is one call:
-    16   phase; watched                                               0.5 us for an action, 0.7 us for a wait
-    64   action: kind, stage, micro-batch, version
-    96   what it waits for: operation, axis, peer
-    144  error: why the rank has ended
-    656  JSON: who it is
+    16   phase; its limit in seconds, 0 for none                      0.5 us for an action, 0.7 us for a wait
+    88   action: kind, stage, micro-batch, version
+    120  what it waits for: operation, axis, peer
+    168  error: why the rank has ended
+    680  JSON: who it is
 
 The file is mapped into memory: what was noted is there after kill -9, and can be read while a rank hangs. It says
 nothing of machine failures: nothing is synced.
@@ -24,14 +24,17 @@ from types import TracebackType
 from typing import Any
 
 _HEAD, _PHASE, _ACTION, _WAIT, _ERROR = (
-    struct.Struct(f"<{form}") for form in ("Qd", "40s?", "8sqqq", "24s16sq", "512s"))
-_PHASE_AT, _ACTION_AT, _WAIT_AT, _ERROR_AT, _WHO_AT = 16, 64, 96, 144, 656
+    struct.Struct(f"<{form}") for form in ("Qd", "64sd", "8sqqq", "24s16sq", "512s"))
+_PHASE_AT, _ACTION_AT, _WAIT_AT, _ERROR_AT, _WHO_AT = 16, 88, 120, 168, 680
+_LIMIT = struct.Struct("<d")
 _NO_WAIT, _NO_ACTION = _WAIT.pack(b"", b"", -1), _ACTION.pack(b"", -1, -1, -1)
 NOBODY = -1
 """No single peer: all ranks of the axis."""
 FAILED, LOST, REFUSED = "failed", "lost contact", "refused"
 """Phases of a rank that ends: of an error; because another one has left it; because it cannot do what is asked for, or
 was asked to stop."""
+EVALUATING = "evaluating"
+"""The phase whose actions belong to no step."""
 
 
 class Flight:
@@ -49,48 +52,50 @@ class Flight:
                 self._map = mmap.mmap(file.fileno(), 0)
             self.phase("starting")
 
-    def phase(self, name: str, *, watched: bool = False) -> None:
-        """A part of the run begins. `watched`: from now on, standing still for long means that something is wrong."""
+    def phase(self, name: str, limit_s: float = 0.0) -> None:
+        """A part of the run begins. Standing still in it for longer than the limit (seconds; 0: none) is a fault."""
         if self._map is not None:
-            _PHASE.pack_into(self._map, _PHASE_AT, name.encode(), watched)
+            self.tick()  # first, so that no time before it counts against the new limit
+            _PHASE.pack_into(self._map, _PHASE_AT, name.encode(), limit_s)
             self._map[_ACTION_AT : _ACTION_AT + len(_NO_ACTION)] = _NO_ACTION
             self.go_on()
 
-    def watch(self) -> None:
-        """The phase is watched from now on."""
+    def limit(self, limit_s: float) -> None:
+        """The phase has another limit from now on."""
         if self._map is not None:
-            self._map[_PHASE_AT + _PHASE.size - 1] = 1
-            self._tick()
+            self.tick()
+            _LIMIT.pack_into(self._map, _ACTION_AT - _LIMIT.size, limit_s)
 
     def end(self, phase: str, error: str) -> None:
         """This rank ends, of an error (FAILED, LOST, REFUSED); what it did and waited for stays."""
         if self._map is not None:
-            _PHASE.pack_into(self._map, _PHASE_AT, phase.encode(), False)
+            _PHASE.pack_into(self._map, _PHASE_AT, phase.encode(), 0.0)
             _ERROR.pack_into(self._map, _ERROR_AT, error.encode()[: _ERROR.size])
-            self._tick()
+            self.tick()
 
     def action(self, kind: str, stage: int, microbatch: int, version: int) -> None:
         """An action of the plan begins."""
         if self._map is not None:
             _ACTION.pack_into(self._map, _ACTION_AT, kind.encode(), stage, microbatch, version)
-            self._tick()
+            self.tick()
 
     def wait(self, operation: str, axis: str, peer: int = NOBODY) -> None:
         """This rank begins to wait, for one other (its global rank) or for all of an axis."""
         if self._map is not None:
             _WAIT.pack_into(self._map, _WAIT_AT, operation.encode(), axis.encode(), peer)
-            self._tick()
+            self.tick()
 
     def go_on(self) -> None:
         """The wait is over."""
         if self._map is not None:
             self._map[_WAIT_AT : _WAIT_AT + len(_NO_WAIT)] = _NO_WAIT
-            self._tick()
+            self.tick()
 
-    def _tick(self) -> None:
-        assert self._map is not None
-        self._count += 1
-        _HEAD.pack_into(self._map, 0, self._count, time.time())
+    def tick(self) -> None:
+        """It has got further in what it is doing."""
+        if self._map is not None:
+            self._count += 1
+            _HEAD.pack_into(self._map, 0, self._count, time.time())
 
     def read(self) -> Record | None:
         """What it says now; None without a file."""
@@ -129,7 +134,7 @@ class Record:
     count: int
     time: float
     phase: str
-    watched: bool
+    limit_s: float
     kind: str = ""
     stage: int = -1
     microbatch: int = -1
@@ -186,11 +191,11 @@ def read(path: Path) -> Record | None:
 def _parse(data: bytes) -> Record:
     """Raises: ValueError, struct.error."""
     count, when = _HEAD.unpack_from(data, 0)
-    phase, watched = _PHASE.unpack_from(data, _PHASE_AT)
+    phase, limit_s = _PHASE.unpack_from(data, _PHASE_AT)
     kind, stage, microbatch, version = _ACTION.unpack_from(data, _ACTION_AT)
     operation, axis, peer = _WAIT.unpack_from(data, _WAIT_AT)
     (error,) = _ERROR.unpack_from(data, _ERROR_AT)
-    return Record(count, when, _text(phase), watched, _text(kind), stage, microbatch, version, _text(operation),
+    return Record(count, when, _text(phase), limit_s, _text(kind), stage, microbatch, version, _text(operation),
                   _text(axis), peer, _text(error), json.loads(data[_WHO_AT:]))
 
 

@@ -20,7 +20,7 @@ POSITIVE = (
     "model.num_layers", "model.hidden_size", "model.num_heads", "model.seq_length", "model.vocab_size",
     "parallel.tp", "parallel.pp", "pipeline.num_microbatches", "train.num_steps", "train.micro_batch_size",
     "train.timeout_s", "train.log_interval", "checkpoint.keep", "train.eval_batches", "optim.loss_scale", "optim.eps",
-    "faults.timeout_s", "anomalies.window",
+    "faults.timeout_s", "faults.start_timeout_s", "faults.save_timeout_s", "anomalies.window",
 )
 NOT_NEGATIVE = (
     "model.num_kv_heads", "model.ffn_hidden_size", "model.norm_eps", "model.init_std", "model.logits_chunk",

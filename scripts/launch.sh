@@ -8,7 +8,8 @@
 #                                       hosts, and for a plan.toml, nothing is planned: those left out are the configuration's
 # Samples of a step:                    BATCH (default: the configuration's micro-batches on its replicas), where planned
 # Processes on this host:               NPROC (default: the GPUs found, else one a core, or as many as the grid has)
-# Several hosts, on each the same line: NNODES NODE_RANK MASTER_ADDR MASTER_PORT (torchrun's rendezvous)
+# Several hosts, on each the same line: NNODES NODE_RANK MASTER_ADDR MASTER_PORT (torchrun's rendezvous), RESTARTS (default 0:
+#                                       how often torchrun starts all ranks again, from the last checkpoint, where one fails)
 launch() {
     local config=$1; shift
     local nnodes="${NNODES:-1}" grid=() kept="" number=1 axis given word json=()
@@ -25,7 +26,8 @@ launch() {
     local rendezvous=()
     if [ "$nnodes" -gt 1 ]; then
         rendezvous=(--nnodes "$nnodes" --node-rank "${NODE_RANK:?rank of this host, 0 to NNODES - 1}"
-                    --master-addr "${MASTER_ADDR:?address of host 0}" --master-port "${MASTER_PORT:-29500}")
+                    --master-addr "${MASTER_ADDR:?address of host 0}" --master-port "${MASTER_PORT:-29500}"
+                    --max-restarts "${RESTARTS:-0}")
         if [ -z "${NPROC:-}" ]; then
             NPROC=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
             [ "$NPROC" -gt 0 ] || NPROC=$(( (number + nnodes - 1) / nnodes ))

@@ -20,13 +20,13 @@ WHO = {"rank": 1, "stage": 1, "num_microbatches": 4, "axes": {"pp": [0, 1], "wor
 
 def test_what_was_noted_can_be_read(tmp_path: Path) -> None:
     flight = Flight(tmp_path / "rank", WHO)
-    flight.phase("training", watched=True)
+    flight.phase("training", 60.0)
     flight.action("B", 1, 9, 1)
     flight.wait("recv", "pp", 0)
     found = read(tmp_path / "rank")
     assert found is not None
     assert found == flight.read()
-    assert (found.phase, found.watched, found.who) == ("training", True, WHO)
+    assert (found.phase, found.limit_s, found.who) == ("training", 60.0, WHO)
     assert (found.action, found.microbatch, found.step) == ("B9@1v1", 9, 3)
     assert (found.operation, found.axis, found.peers) == ("recv", "pp", (0,))
     assert found.situation() == " during B9@1v1, waiting for recv over pp with rank 0"
@@ -56,11 +56,16 @@ def test_a_phase_begins_anew_and_an_end_keeps_what_was_done(tmp_path: Path) -> N
     flight.phase("saving")
     found = read(tmp_path / "rank")
     assert found is not None
-    assert (found.kind, found.waits, found.watched, found.situation()) == ("", False, False, " while saving")
-    flight.watch()
+    assert (found.kind, found.waits, found.limit_s, found.situation()) == ("", False, 0.0, " while saving")
+    flight.action("F", 1, 0, 0)
+    flight.limit(7.5)
     found = read(tmp_path / "rank")
     assert found is not None
-    assert (found.phase, found.watched) == ("saving", True)
+    assert (found.phase, found.limit_s, found.action) == ("saving", 7.5, "F0@1v0")
+    flight.tick()
+    later = read(tmp_path / "rank")
+    assert later is not None
+    assert later.count > found.count
 
 
 def test_it_outlives_a_killed_process(tmp_path: Path) -> None:

@@ -8,17 +8,34 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from hybridpar.checkpoint import notes
+from hybridpar.flight import Flight
 
 _NICE = 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Write = Callable[[dict[str, Tensor]], notes.Written]
 Check = Callable[[notes.Written], None]
+
+
+@dataclass(frozen=True)
+class Note:
+    """Says in a flight record how far a save has come. `limit_s`: how long that may stay the same."""
+
+    flight: Flight
+    step: int
+    limit_s: float
+
+    def doing(self, what: str) -> None:
+        self.flight.phase(f"{what} the checkpoint of step {self.step}", self.limit_s)
+
+    def end(self) -> None:
+        self.flight.phase("idle")
 
 
 class Task(threading.Thread):
@@ -29,9 +46,10 @@ class Task(threading.Thread):
     kept this one from its end. `folder`: what has been published, on the rank that does.
     """
 
-    def __init__(self, aside: Path, publish: Callable[[threading.Event], Path] | None, *, gives_way: bool):
+    def __init__(self, aside: Path, publish: Callable[[threading.Event], Path] | None, note: Note, *,
+                 gives_way: bool):
         super().__init__(name="checkpoint", daemon=True)
-        self.aside, self._publish, self._gives_way = aside, publish, gives_way
+        self.aside, self._publish, self._note, self._gives_way = aside, publish, note, gives_way
         self.copied, self.given_up = threading.Event(), threading.Event()
         self.error: Exception | None = None
         self.folder: Path | None = None
@@ -51,19 +69,24 @@ class Task(threading.Thread):
         except Exception as error:
             self.error = error
         finally:
+            self._note.end()
             self.copied.set()
 
     def _work(self) -> None:
         if self._take is not None and self._write is not None:
+            self._note.doing("copying")
             tensors = self._take()
             self.copied.set()
             if self._gives_way:
                 _give_way()
+            self._note.doing("writing")
             written = self._write(tensors)
             if self._check is not None:
+                self._note.doing("checking")
                 self._check(written)
             notes.leave(self.aside, written)
         if self._publish is not None:
+            self._note.doing("publishing")
             self.folder = self._publish(self.given_up)
 
     def failure(self, who: str, num_bytes: int) -> str:

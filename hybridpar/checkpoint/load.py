@@ -17,6 +17,7 @@ from hybridpar.checkpoint.shards import SavedShard
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config
 from hybridpar.errors import CheckpointError, ConfigError
+from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.placement import Placement, named_placements
@@ -64,7 +65,7 @@ def _load_together(folder: Path, manifest: Manifest, engine: Trainee, ahead: int
     """What went wrong, on all ranks."""
     damage = ""
     try:
-        load(Saved(folder, manifest), engine, ahead)
+        load(Saved(folder, manifest, engine.grid.flight), engine, ahead)
     except CheckpointError as error:
         damage = str(error)
     return [text for text in gather_objects(damage, engine.grid.world) if text]
@@ -123,14 +124,15 @@ def find(path: str | Path, say: Callable[[str], None]) -> Path:
 class FullWeights:
     """The newest weights of a checkpoint, put together one at a time: the fp32 master where there is one.
 
-    A weight that is tied across stages appears under both its names. What is read is compared with its checksums.
+    `flight` is told of each. A weight that is tied across stages appears under both its names. What is read is compared
+    with its checksums.
     Raises: CheckpointError, here and below, if a file is missing or damaged, or if the files are not of the model that
     they are said to be of.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, flight: Flight = NO_FLIGHT):
         self.folder, self.manifest = folder, read_manifest(folder)
-        self._saved = Saved(folder, self.manifest)
+        self._saved = Saved(folder, self.manifest, flight)
         self.placements: dict[str, Placement] = {}
         for stage in self._saved.stages:
             self.placements |= self._saved.placements(stage)

@@ -16,6 +16,7 @@ from hybridpar.checkpoint.notes import Written
 from hybridpar.checkpoint.shards import WEIGHTS, header_of
 from hybridpar.checkpoint.tensorfile import TensorFile, write_tensors
 from hybridpar.config import Config
+from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.grid import ProcessGrid
 from hybridpar.nn.placement import Placement
 from hybridpar.optim import ParameterSlot
@@ -74,16 +75,17 @@ class Part:
         """Without the header."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def write(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> Written:
+    def write(self, folder: Path, tensors: Mapping[str, Tensor] | None = None, *,
+              flight: Flight = NO_FLIGHT) -> Written:
         """Writes the file, with a copy of the tensors where there is one. Raises: OSError."""
-        size, checksums = write_tensors(folder / file_name(*self.where), tensors or self.tensors, self.header)
+        size, checksums = write_tensors(folder / file_name(*self.where), tensors or self.tensors, self.header, flight)
         return ShardFile(*self.where, self.blocks, size, checksums), self.versions
 
-    def check(self, folder: Path, written: Written) -> None:
+    def check(self, folder: Path, written: Written, *, flight: Flight = NO_FLIGHT) -> None:
         """Compares the file with its checksums. Raises: CheckpointError where it is not what was written."""
         path, (shard, _) = folder / file_name(*self.where), written
         forget(path)
-        TensorFile(path, (shard.num_bytes, shard.checksums)).check()
+        TensorFile(path, (shard.num_bytes, shard.checksums)).check(flight)
 
 
 def is_writer(engine: Trainee) -> bool:

@@ -21,7 +21,7 @@ from threading import Event
 from torch import Tensor
 
 from hybridpar.checkpoint import notes
-from hybridpar.checkpoint.background import Task, Write, explain
+from hybridpar.checkpoint.background import Note, Task, Write, explain
 from hybridpar.checkpoint.folders import begin, discard, prune, publish
 from hybridpar.checkpoint.manifest import Manifest, TrainingState
 from hybridpar.checkpoint.notes import Written
@@ -31,6 +31,7 @@ from hybridpar.checkpoint.snapshot import Snapshot
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config
 from hybridpar.errors import CheckpointError
+from hybridpar.flight import NO_FLIGHT, Flight, Waiting
 from hybridpar.nn.placement import Placement
 
 _TURN_S = 1.0  # ranks that wait for each other's files meet so often: no collective runs into its timeout
@@ -53,11 +54,13 @@ def save(root: Path, engine: Trainee, corpus: str, val_loss: float | None = None
 class Saver:
     """Saves an engine under `root`, one checkpoint at a time, also while it trains on.
 
-    `say`: told of each one that has been published, on rank 0, from another thread.
+    `say`: told of each one that has been published, on rank 0, from another thread. `flight`: where this rank's thread
+    that writes notes what it does.
     """
 
-    def __init__(self, root: Path, engine: Trainee, corpus: str, say: Callable[[str], None] = lambda text: None):
-        self._root, self._engine, self._corpus, self._say = root, engine, corpus, say
+    def __init__(self, root: Path, engine: Trainee, corpus: str, say: Callable[[str], None] = lambda text: None,
+                 flight: Flight = NO_FLIGHT):
+        self._root, self._engine, self._corpus, self._say, self._flight = root, engine, corpus, say, flight
         self.wrap: Callable[[Write], Write] = lambda write: write
         """Called on ranks that write, when a save starts; what it returns writes this rank's file."""
         self._snapshot = Snapshot()
@@ -84,11 +87,12 @@ class Saver:
         self._num_bytes = sum(gather_objects(part.num_bytes if part else 0, grid.world))
         aside = self._begin(state.batches_done)
         finish = partial(self._publish, aside, state, val_loss, time.monotonic())
-        task = Task(aside, finish if grid.rank == 0 else None, gives_way=beside)
+        note = Note(self._flight, state.batches_done, engine.config.faults.save_timeout_s)
+        task = Task(aside, finish if grid.rank == 0 else None, note, gives_way=beside)
         if part is not None:
             take = self._snapshot.begin(part.tensors) if beside else partial(dict, part.tensors)
-            check = partial(part.check, aside) if engine.config.checkpoint.read_back else None
-            task.writes(take, self.wrap(partial(part.write, aside)), check)
+            check = partial(part.check, aside, flight=self._flight) if engine.config.checkpoint.read_back else None
+            task.writes(take, self.wrap(partial(part.write, aside, flight=self._flight)), check)
         engine.before_change = task.copied.wait
         self._task = task
         task.start()
@@ -110,7 +114,8 @@ class Saver:
                  given_up: Event) -> Path:
         """On rank 0, in its thread."""
         config = self._engine.config
-        written = notes.collect(aside, config, given_up)
+        with Waiting(self._flight, "files", "world"):
+            written = notes.collect(aside, config, given_up)
         folder = publish(aside, make_manifest(config, self._corpus, state, written, val_loss))
         self._say(f"step {state.batches_done}: saved {folder} ({self._num_bytes / 1e9:.3g} GB in "
                   f"{time.monotonic() - began:.3g} s)")

@@ -14,6 +14,7 @@ from hybridpar.checkpoint.manifest import Manifest, read_manifest
 from hybridpar.checkpoint.reshard import clip, find_pieces
 from hybridpar.checkpoint.shards import MASTER, OPTIMIZER, WEIGHTS, SavedShard
 from hybridpar.errors import CheckpointError
+from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.nn.placement import Placement, Range
 from hybridpar.optim import ParameterSlot
 
@@ -39,11 +40,12 @@ class Keeper:
 class Saved:
     """Reads pieces of a checkpoint's tensors, from those files alone that have them; a file's header is read once.
 
+    `flight` is told of every tensor.
     Raises: CheckpointError, here and below, for what is missing or damaged.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest | None = None):
-        self.folder, self.manifest = folder, manifest or read_manifest(folder)
+    def __init__(self, folder: Path, manifest: Manifest | None = None, flight: Flight = NO_FLIGHT):
+        self.folder, self.manifest, self._flight = folder, manifest or read_manifest(folder), flight
         self._where = {(shard.pp, shard.tp, shard.dp): shard for shard in self.manifest.shards}
         self._open: dict[tuple[int, int, int], SavedShard] = {}
         self.stages = {shard.pp: {n for blocks in shard.spans for n in blocks} for shard in self.manifest.shards}
@@ -71,6 +73,7 @@ class Saved:
 
         Shapes: slot.shape, on the CPU, in memory of its own.
         """
+        self._flight.tick()
         holders = self.holders(slot.name, slot.placement.tied)
         wanted = f"{kind} {what} of {slot.name}" if what else f"{kind} of {slot.name}"
         if not (first := self._keepers(holders, 0, kind, what)):

@@ -43,7 +43,7 @@ def start_from(folder: Path, engine: Trainee) -> None:
     grid = engine.grid
     failure = ""
     try:
-        full = FullWeights(folder)
+        full = FullWeights(folder, grid.flight)
 
         def write(tensors: Mapping[str, Tensor]) -> None:
             for name, target in tensors.items():

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from hybridpar.checkpoint import plain
 from hybridpar.errors import CheckpointError, shown
+from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.reading import open_regular
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -60,11 +61,12 @@ class TensorInfo:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[int, str]:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str],
+                  flight: Flight = NO_FLIGHT) -> tuple[int, str]:
     """Writes a file and makes its content last; its size in bytes, and its checksums as hexadecimal digits.
 
-    Tensors may be on any device; one that is not contiguous or not on the CPU is copied, one at a time.
-    Raises: OSError.
+    `flight` is told of every chunk. Tensors may be on any device; one that is not contiguous or not on the CPU is
+    copied, one at a time. Raises: OSError.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so each is aligned
     header: dict[str, object] = {_METADATA: dict(metadata)}
@@ -83,6 +85,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             size += len(piece)
             while piece:
                 piece = piece[file.write(piece):]
+            flight.tick()
         os.fsync(file.fileno())
     return size, "".join(sums)
 
@@ -148,13 +151,17 @@ class TensorFile:
         if self._sums and _checksum(memoryview(piece)) != self._sums[number]:
             raise ValueError(f"the checksum of {what} is not what it was when it was written")
 
-    def check(self) -> None:
-        """Reads everything once, piece by piece. Raises: CheckpointError naming the first tensor that is damaged."""
+    def check(self, flight: Flight = NO_FLIGHT) -> None:
+        """Reads everything once, piece by piece, and tells `flight` of each.
+
+        Raises: CheckpointError naming the first tensor that is damaged.
+        """
         for name, info in self.tensors.items():
             with self._reading(name) as file:
                 for number in range(-(-info.num_bytes // CHUNK)):
                     start, stop = self._span(name, number)
                     self._read_chunk(file, name, number, self._spare()[: stop - start])
+                    flight.tick()
 
     def read(self, name: str, pieces: Pieces, target: Tensor) -> None:
         """Copies pieces of a tensor, as rows of (first element there, first element here, how many), into `target`.

@@ -30,6 +30,8 @@ from hybridpar.grid import lines_of, place_of
 
 CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
 COSTS, FLIGHT, FAILURES, INJECTED = "costs.json", "flight", "failures.jsonl", "injected"
+SAVING = "saving"
+"""The thread of a rank that writes checkpoints."""
 
 
 def settled_early_switch(config: Config) -> int | str:
@@ -85,17 +87,17 @@ def begin(config: Config, tokenizer: Tokenizer | None) -> None:
         write_text(folder / TOKENIZER, tokenizer.to_json())
 
 
-def flight_path(folder: Path, rank: int) -> Path:
-    """Where a rank's flight recorder is."""
-    return folder / FLIGHT / f"rank_{rank:05d}"
+def flight_path(folder: Path, rank: int, thread: str = "") -> Path:
+    """Where the flight recorder of a rank is, or of a thread of it."""
+    return folder / FLIGHT / (f"rank_{rank:05d}.{thread}" if thread else f"rank_{rank:05d}")
 
 
-def open_flight(config: Config, rank: int) -> Flight:
-    """The flight recorder of a rank of the resolved grid."""
+def open_flight(config: Config, rank: int, thread: str = "") -> Flight:
+    """The flight recorder of a rank of the resolved grid, or of a thread of it."""
     tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
     stage, replica, tensor_part = place_of(rank, tp, dp)
     axes = {name: line for name, lines in lines_of(tp, pp, dp).items() for line in lines if rank in line}
-    path = flight_path(config.run.folder, rank)
+    path = flight_path(config.run.folder, rank, thread)
     path.parent.mkdir(exist_ok=True)
     return Flight(path, {
         "rank": rank, "stage": stage, "replica": replica, "tensor_part": tensor_part, "pid": os.getpid(),

@@ -20,7 +20,7 @@ from hybridpar import checkpoint
 from hybridpar.config import Config, Launch
 from hybridpar.data import Data, open_data
 from hybridpar.errors import CheckpointError, HybridparError
-from hybridpar.flight import FAILED, LOST, REFUSED
+from hybridpar.flight import FAILED, LOST, REFUSED, Waiting
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch
 from hybridpar.train import folder as run_folder
@@ -107,11 +107,14 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
     """
     parallel, device, rank = config.parallel, place.device, place.job.launch.rank
     who, flight = f"rank {rank}", run_folder.open_flight(config, rank)
-    started = False
+    started, limit_s = False, config.faults.start_timeout_s
     injector = Injector.of(place.faults, config.run.folder, rank, flight)
     try:
-        place.job.start_group(device, config.train.timeout_s)
-        grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, device_type=device.type, flight=flight)
+        flight.phase("connecting", limit_s)
+        with Waiting(flight, "rendezvous", "world"):
+            place.job.start_group(device, config.train.timeout_s)
+            grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, device_type=device.type, flight=flight)
+        flight.phase("setting up", limit_s)
         who = grid.describe()
         if config.pipeline.early_switch == "auto":
             config = settle_early_switch(config, grid, device)
@@ -120,10 +123,12 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         watch = MemoryWatch(config, device) if watched else None
         engine = Engine(config, grid, device)
         root = config.run.folder / run_folder.CHECKPOINTS
+        flight.phase("loading", limit_s)
         resumed = checkpoint.resume(root, engine, data.train.fingerprint, reporter.say)
         if start and not resumed:
             checkpoint.start_from(Path(start), engine)
             reporter.say(f"starting from the weights of {start}")
+        flight.phase("setting up", limit_s)
         if grid.rank == 0:
             run_folder.begin(config, data.tokenizer)
         where = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}, {device.type}, {place.threads} threads a process"
@@ -134,8 +139,9 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
             injector.attach(engine, run.saver)
             started = True
             outcome = run.go()
-        flight.phase("ending")
-        place.job.end_group()
+        with Waiting(flight, "barrier", "world"):
+            place.job.end_group()
+        flight.phase("finished")
         return outcome
     except (AnomalyError, CheckpointError) as error:  # raised on all ranks together
         again = started and isinstance(error, CheckpointError)  # what was asked to stop does not start again

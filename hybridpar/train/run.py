@@ -22,6 +22,7 @@ from hybridpar import checkpoint
 from hybridpar.comm import all_reduce
 from hybridpar.config import Config
 from hybridpar.data import BatchLoader, Blend, Data
+from hybridpar.flight import EVALUATING
 from hybridpar.memory import MemoryWatch
 from hybridpar.models.cost import training_flops_per_token
 from hybridpar.pipeline.plan.draw import draw_svg
@@ -94,13 +95,14 @@ class Run:
         self.evaluated = -1
         """The step of val_loss."""
         self.trouble = Trouble(engine, data.train, reporter)
-        self.saver = checkpoint.Saver(self.folder / run_folder.CHECKPOINTS, engine, self.corpus, reporter.say)
+        saving = run_folder.open_flight(config, self.grid.rank, run_folder.SAVING)
+        self.saver = checkpoint.Saver(self.folder / run_folder.CHECKPOINTS, engine, self.corpus, reporter.say, saving)
         self.reserved = not config.saves_beside_training
         self.recorder: trace.Recorder | None = None
         self.traced = False
         self.costs: RunCosts | None = None
         self.step_seconds: list[float] = []
-        self.flight = self.grid.flight
+        self.flight, self.faults = self.grid.flight, config.faults
         self.warm = False
         """Whether a step was made: the first one may load, compile and connect for long."""
         self.flops_per_token = training_flops_per_token(config.model)
@@ -149,10 +151,16 @@ class Run:
                     self._evaluate()
                 if saves or finished:
                     self._save(beside=not (stopped_by or finished))
+        self.flight.phase("ending", self.faults.start_timeout_s)
         if self.watch is not None:
             self.reporter.say(str(self.watch.compare(self.grid)))
         self._finish(stopped_by)
         return Outcome(self.folder, engine.batches_done, end, self.resumed, self.loss, self.val_loss, stopped_by)
+
+    @property
+    def _limit_s(self) -> float:
+        """How long an action may take."""
+        return self.faults.timeout_s if self.warm else self.faults.start_timeout_s
 
     def _is_multiple(self, interval: int) -> bool:
         return interval > 0 and self.engine.batches_done % interval == 0
@@ -164,14 +172,14 @@ class Run:
     def _train_until(self, stop: int) -> None:
         engine = self.engine
         num_batches = stop - engine.batches_done
-        self.flight.phase("training", watched=self.warm)
+        self.flight.phase("training", self._limit_s)
         # a stretch with a steady state; the last one must do where all are shorter
         skip = max(engine.schedule.sync_steps - engine.batches_done, 0)
         least = _TRACED_STEPS if stop < self.config.train.num_steps else 1
         if not self.traced and num_batches - skip >= least:
             self.recorder = trace.Recorder(engine.executor, engine.batches_done, num_batches, skip=skip)
         engine.train(self.clock, num_batches, self._on_step)
-        self.flight.phase("settling")
+        self.flight.phase("settling", self.faults.start_timeout_s)
         self.clock.stop()
         if self.recorder is not None:
             self.recorder.close()
@@ -181,7 +189,7 @@ class Run:
     def _on_step(self, result: StepResult) -> None:
         if not self.warm:
             self.warm = True
-            self.flight.watch()
+            self.flight.limit(self._limit_s)
         if not self.reserved:  # early, so that what is measured of memory has it
             self.saver.reserve()
             self.reserved = True
@@ -221,9 +229,9 @@ class Run:
         if not settings.eval_interval or not (self._is_multiple(settings.eval_interval) or step == settings.num_steps):
             return
         assert self.valid_loader is not None, "validate.py refuses evaluations without data.split"
-        self.flight.phase("evaluating", watched=self.warm)
+        self.flight.phase(EVALUATING, self._limit_s)
         losses = self.engine.evaluate(self.valid_loader, settings.eval_batches)
-        self.flight.phase("settling")
+        self.flight.phase("settling", self.faults.start_timeout_s)
         self.val_loss, self.evaluated = sum(losses.values()), step
         if self.metrics is not None:
             row: dict[str, Any] = {"step": step, "val_loss": self.val_loss}
@@ -233,6 +241,7 @@ class Run:
 
     def _recover(self) -> None:
         """Deals with an anomaly. Raises: AnomalyError, CheckpointError."""
+        self.flight.phase("recovering", self.faults.start_timeout_s)
         self.saver.settle()
         notes = self.trouble.settle()
         self.evaluated = -1
@@ -243,7 +252,7 @@ class Run:
     def _save(self, *, beside: bool) -> None:
         """`beside`: training goes on, and the checkpoint may take its time."""
         beside = beside and self.config.checkpoint.asynchronous
-        self.flight.phase("saving")
+        self.flight.phase("saving", self.faults.save_timeout_s)
         self.saver.start(self.val_loss if self.evaluated == self.engine.batches_done else None, beside=beside)
         if not beside:
             self.saver.settle()

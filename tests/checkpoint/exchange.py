@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybridpar import checkpoint
+from hybridpar.checkpoint.huggingface import export_folder
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.models.build import build_blocks
@@ -97,3 +98,8 @@ def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
 def metadata_of(path: Path) -> dict[str, str]:
     with safe_open(path, framework="pt") as file:
         return file.metadata()
+
+
+def folder_of(tmp_path: Path, kind: str = "llama", **options: Any) -> Path:
+    """A folder of theirs, made by export."""
+    return export_folder(save_ours(tmp_path / "made", OURS[kind]), tmp_path / "theirs", **options).folder

@@ -25,6 +25,7 @@ from hybridpar.checkpoint.snapshot import Snapshot
 from hybridpar.comm import barrier
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import CheckpointError
+from hybridpar.flight import NO_FLIGHT, Flight, Record
 from hybridpar.train.engine import StepResult
 
 
@@ -151,6 +152,41 @@ def test_what_is_no_error_of_the_disk_is_told_too(tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.iterdir())
 
 
+def test_a_save_and_a_load_say_how_far_they_have_come(tmp_path: Path) -> None:
+    """So that a slow disk is no hang, however large the state is."""
+    config = from_mapping({"faults": {"save_timeout_s": 7.0}, "checkpoint": {"read_back": True}}, make_config(pp=1))
+    (engine, _), seen = make_engine(config), []
+    flight = engine.grid.flight = Flight(tmp_path / "flight")
+
+    def note() -> Record:
+        record = flight.read()
+        assert record is not None
+        seen.append(record)
+        return record
+
+    def noted(write: background.Write) -> background.Write:
+        def write_and_note(tensors: dict[str, Tensor]) -> notes.Written:
+            note()
+            written = write(tensors)
+            note()
+            return written
+
+        return write_and_note
+
+    saver = checkpoint.Saver(tmp_path / "root", engine, "corpus", flight=flight)
+    saver.wrap = noted
+    saver.start(beside=False)
+    saver.settle()
+    note()
+    writing = "writing the checkpoint of step 0", 7.0
+    assert [(one.phase, one.limit_s) for one in seen] == [writing, writing, ("idle", 0.0)]
+    num_tensors = len(engine.state_tensors())
+    assert seen[1].count - seen[0].count >= num_tensors
+    assert seen[2].count - seen[1].count >= num_tensors, "it is read back"
+    checkpoint.resume(tmp_path / "root", engine, "corpus", print)
+    assert note().count - seen[2].count >= num_tensors
+
+
 def test_without_the_note_of_a_rank_nothing_is_published(tmp_path: Path) -> None:
     """As when it was killed. The others leave their notes and go on."""
     config = make({"pp": 2, "dp": 2, "zero": 1})
@@ -158,7 +194,8 @@ def test_without_the_note_of_a_rank_nothing_is_published(tmp_path: Path) -> None
     assert len(shards) == 4
     for shard in shards[:-1]:
         notes.leave(tmp_path, (shard, (4, 5)))
-    task = background.Task(tmp_path, lambda stop: Path(str(notes.collect(tmp_path, config, stop))), gives_way=True)
+    task = background.Task(tmp_path, lambda stop: Path(str(notes.collect(tmp_path, config, stop))),
+                           background.Note(NO_FLIGHT, 1, 60.0), gives_way=True)
     task.start()
     task.join(0.3)
     assert task.is_alive()

@@ -2,7 +2,7 @@
 
     rank 3 died                     the first one that ended otherwise than by losing another
     all gave up                     they agreed on an error, and ended
-    rank 1 hangs                    it goes on no more and waits for nobody; the others wait
+    rank 1 hangs                    it goes on no more and waits for nobody; the others wait, or train on while it saves
     the link 0 - 1 is lost          all wait: two of them for each other, or several in a circle
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridpar.flight import LOST, REFUSED, Record
+from hybridpar.flight import EVALUATING, LOST, REFUSED, Record
 from hybridpar.grid import describe
 
 _ASKED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -22,12 +22,14 @@ _ASKED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 @dataclass(frozen=True)
 class Seen:
     """What is known of a rank. `record`: None where it has opened no recorder yet. `exit_code`: None while it lives,
-    the negative signal where one has ended it. `idle_s`: how long its record has not changed."""
+    the negative signal where one has ended it. `idle_s`: how long its record has not changed. `saving`: the same of its
+    thread that writes a checkpoint, while it does."""
 
     rank: int
     record: Record | None = None
     exit_code: int | None = None
     idle_s: float = 0.0
+    saving: Seen | None = None
 
     @property
     def who(self) -> str:
@@ -55,8 +57,13 @@ class Seen:
         return self.record.error.partition("\n")[0] if self.record is not None else ""
 
     @property
-    def is_watched(self) -> bool:
-        return self.record is not None and self.record.watched
+    def is_late(self) -> bool:
+        """Whether it has stood still for longer than its phase may take."""
+        return self.record is not None and 0 < self.record.limit_s < self.idle_s
+
+    @property
+    def hangs(self) -> bool:
+        return self.is_late and not self.waits
 
     @property
     def was_refused(self) -> bool:
@@ -96,10 +103,13 @@ class Diagnosis:
         return plain
 
 
-def find_stall(ranks: Sequence[Seen], timeout_s: float) -> bool:
-    """Whether a rank that is watched hangs, or all of them wait for something that does not come."""
-    hangs = any(seen.is_watched and not seen.waits and seen.idle_s > timeout_s for seen in ranks)
-    return hangs or all(seen.is_watched and seen.waits and seen.idle_s > timeout_s for seen in ranks)
+def find_stall(ranks: Sequence[Seen]) -> bool:
+    """Whether a rank hangs, or all of them wait for something that does not come."""
+    return any(seen.hangs for seen in (*ranks, *_savers(ranks))) or all(seen.is_late for seen in ranks)
+
+
+def _savers(ranks: Sequence[Seen]) -> list[Seen]:
+    return [seen.saving for seen in ranks if seen.saving is not None]
 
 
 def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
@@ -117,8 +127,9 @@ def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
         if refused:
             return _of("refused", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
         return _of("died", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
-    if idle := [seen for seen in ranks if not (seen.failed or seen.is_victim or seen.waits) and seen.idle_s > 0]:
-        worst = max(idle, key=lambda seen: seen.idle_s)
+    idle = [seen for seen in ranks if not (seen.failed or seen.is_victim or seen.waits) and seen.idle_s > 0]
+    if idle := [*idle, *(seen for seen in _savers(ranks) if seen.hangs)]:
+        worst = max(idle, key=lambda seen: (seen.is_late, seen.idle_s))
         return _of("hangs", worst, f"{worst.who} hangs: nothing for {worst.idle_s:.1f} s{_doing(worst)}", ranks)
     first, peers = _lost_link(ranks)
     others = ", ".join(map(str, peers)) or "any other"
@@ -168,6 +179,6 @@ def _doing(seen: Seen) -> str:
     record = seen.record
     if record is None:
         return " before it had begun"
-    step = f" in step {record.step}" if record.kind and record.phase != "evaluating" else ""
+    step = "" if not record.kind else " in an evaluation" if record.phase == EVALUATING else f" in step {record.step}"
     microbatch = f" (micro-batch {record.microbatch})" if record.kind in ("F", "B", "SEND_F", "SEND_B") else ""
     return f"{step}{record.situation()}{microbatch}"

@@ -3,6 +3,7 @@
     kill rank 3 at step 20              SIGKILL
     lose rank 3 at step 20              the same, and that rank never starts again (on a grid of that size)
     hang rank 1 at step 7               it goes on no more
+    hang save rank 1 at step 10         its thread that writes the next checkpoint goes on no more
     slow link 0-1 at step 5 for 3 s     what rank 0 sends to rank 1 comes so much later, once
     cut link 0-1 at step 5              ... and never
     corrupt shard at step 10            a bit of the file that rank 0 writes into the next checkpoint flips
@@ -10,8 +11,8 @@
     nan gradient rank 2 at step 4       the gradient of one of its micro-batches is not finite
 
 `stage 1` for a rank is the first one that holds that stage; files have a rank, too, if given: `disk full rank 2 at
-...`. Steps are those that are being made, from 1; `micro-batch 0` after one is its first. The next checkpoint is that
-of this step, or the first one after it.
+...`. Steps are those that are being made, from 1; `micro-batch 0` after one is its first; kill, lose and hang know step
+0, the set-up before the first one. The next checkpoint is that of this step, or the first one after it.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ _FORMS = tuple(re.compile(form) for form in (
     rf"(?P<kind>kill|lose|hang|nan gradient) {_WHO} {_WHEN}",
     rf"(?P<kind>slow link) (?P<rank>\d+)-(?P<peer>\d+) {_WHEN} for (?P<seconds>\d+(?:\.\d+)?) s",
     rf"(?P<kind>cut link) (?P<rank>\d+)-(?P<peer>\d+) {_WHEN}",
-    rf"(?P<kind>corrupt shard|disk full)(?: {_WHO})? {_WHEN}",
+    rf"(?P<kind>corrupt shard|disk full|hang save)(?: {_WHO})? {_WHEN}",
 ))
-_SAVING = ("corrupt shard", "disk full")
+_SAVING = ("corrupt shard", "disk full", "hang save")
+_ANYWHERE = ("kill", "lose", "hang")
+"""These need no action to happen in."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def parse_fault(text: str, config: Config) -> Fault:
     if match is None:
         raise config_error(
             "inject", text, "must be one of 'kill|lose|hang rank R at step S', 'slow link A-B at step S for T s', 'cut "
-            "link A-B at step S', 'corrupt shard at step S', 'disk full at step S', 'nan gradient rank R at step S'",
+            "link A-B at step S', 'corrupt shard|disk full|hang save at step S', 'nan gradient rank R at step S'",
             '"kill rank 0 at step 2"')
     parts: dict[str, Any] = match.groupdict()
     parallel, m = config.parallel, config.pipeline.num_microbatches
@@ -110,8 +113,9 @@ def parse_fault(text: str, config: Config) -> Fault:
         raise config_error("inject", text, rule, "rank 0")
     if "link" in fault.kind and rank == fault.peer:
         raise config_error("inject", text, "a link is between two ranks", f"{fault.kind} 0-1")
-    if not 1 <= fault.step <= config.train.num_steps:
-        rule = f"steps are 1 to train.num_steps = {config.train.num_steps}"
+    first = 0 if fault.kind in _ANYWHERE and fault.microbatch < 0 else 1
+    if not first <= fault.step <= config.train.num_steps:
+        rule = f"steps are {first} to train.num_steps = {config.train.num_steps}"
         raise config_error("inject", text, rule, f"step {config.train.num_steps}")
     if fault.microbatch >= m:
         raise config_error("inject", text, f"micro-batches of a step are 0 to {m - 1}", f"micro-batch {m - 1}")
@@ -140,10 +144,13 @@ class Injector:
         return Injector(pending, folder, flight)
 
     def attach(self, engine: Engine, saver: Saver) -> None:
-        """From now on they happen, where there are any."""
+        """From now on they happen, where there are any; those of step 0 at once."""
         if self.pending:
             self._engine = engine
             engine.tamper, saver.wrap = self._tamper, self._wrap
+        for fault in [fault for fault in self.pending if fault.step == 0]:
+            self._mark(fault)
+            self._stop_here(fault)
 
     def _tamper(self, actions: Iterator[Action]) -> Iterator[Action]:
         for action in actions:
@@ -168,17 +175,22 @@ class Injector:
 
     def _happen(self, fault: Fault, action: Action) -> list[Any]:
         """What is to be removed after the action."""
-        if fault.kind in ("kill", "lose"):
-            os.kill(os.getpid(), signal.SIGKILL)
         if fault.kind == "nan gradient":
             return [leaf.register_hook(_not_finite) for leaf in self._engine.weights.leaves_of(action.version).values()]
         if "link" in fault.kind:
             self._flight.wait("send", "world", fault.peer)
+        self._stop_here(fault)
+        self._flight.go_on()
+        return []
+
+    @staticmethod
+    def _stop_here(fault: Fault) -> None:
+        """This process ends, or this thread stands still."""
+        if fault.kind in ("kill", "lose"):
+            os.kill(os.getpid(), signal.SIGKILL)
         end = time.monotonic() + fault.seconds
         while time.monotonic() < end:
             time.sleep(min(end - time.monotonic(), 1.0))
-        self._flight.go_on()
-        return []
 
     def _wrap(self, write: Write) -> Write:
         fault = next((f for f in self.pending if f.kind in _SAVING and f.step <= self._engine.batches_done), None)
@@ -200,7 +212,11 @@ class Injector:
         def fail(tensors: dict[str, Tensor]) -> Written:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        return corrupt if fault.kind == "corrupt shard" else fail
+        def hang(tensors: dict[str, Tensor]) -> Written:
+            self._stop_here(fault)
+            return write(tensors)
+
+        return {"corrupt shard": corrupt, "disk full": fail, "hang save": hang}[fault.kind]
 
     def _mark(self, fault: Fault) -> None:
         """Notes in the run folder that it happens now, and what was saved by then; it will not happen again."""

@@ -1,7 +1,7 @@
 """`hybridpar train CONFIG.toml --ranks 4`: starts the ranks, watches them, says who failed, and starts them again.
 
     ranks      run as under torchrun, and note what they do (hybridpar.flight)
-    watching   ten times a second: has one ended; does one hang; do all wait (faults.timeout_s)
+    watching   ten times a second: has one ended; does one hang; do all wait (limits of [faults])
     failure    diagnose.py names the rank; a save under way gets some seconds to end; all ranks are ended
     again      from the last good checkpoint; on fewer ranks where one has failed twice in a row without a new one and
                the grid allows it; not at all after faults.restarts times without a new one
@@ -38,7 +38,7 @@ from hybridpar.config import Config
 from hybridpar.train.faults.diagnose import Diagnosis, Seen, diagnose, find_stall
 from hybridpar.train.faults.inject import Fault, parse_faults
 from hybridpar.train.faults.shrink import shrink
-from hybridpar.train.folder import CHECKPOINTS, FAILURES, flight_path
+from hybridpar.train.folder import CHECKPOINTS, FAILURES, SAVING, flight_path
 from hybridpar.train.launch import LOOPBACK
 from hybridpar.validate import resolve
 
@@ -86,7 +86,7 @@ class Supervisor(LocalElasticAgent):
         if all(one.exit_code == 0 for one in seen):
             return super()._monitor_workers(worker_group)
         failed = any(one.failed for one in seen)
-        if not failed and not find_stall(seen, self._config.faults.timeout_s):
+        if not failed and not find_stall(seen):
             return RunResult(WorkerState.HEALTHY)  # torch's own look would end all where it finds one that has failed
         if failed:
             time.sleep(_SETTLE_S)
@@ -164,7 +164,8 @@ def _size(config: Config) -> int:
 
 @dataclass
 class Watch:
-    """The flight records of the processes that run now, and since when they have not changed.
+    """The flight records of the processes that run now and of their threads that save, and since when they have not
+    changed.
 
     Where it has not looked for long, the machine was perhaps asleep, or whoever has stopped this process has stopped
     the ranks, too: then their time begins anew.
@@ -172,7 +173,7 @@ class Watch:
 
     folder: Path
     _looked: float = 0.0
-    _last: dict[int, tuple[int, int, float]] = field(default_factory=dict)
+    _last: dict[Path, tuple[int, int, float]] = field(default_factory=dict)
 
     def look(self, processes: Mapping[int, Popen[Any]]) -> list[Seen]:
         """What there is to see of them, by rank."""
@@ -182,15 +183,22 @@ class Watch:
         self._looked = now
         for rank, process in sorted(processes.items()):
             code, pid = process.poll(), process.pid  # first the one: what it then has noted was its last
-            record = flight.read(flight_path(self.folder, rank))
-            if record is not None and record.who.get("pid") != pid:  # of an earlier process
-                record = None
-            count = -1 if record is None else record.count
-            last = self._last.get(rank)
-            if last is None or last[:2] != (pid, count):
-                last = self._last[rank] = (pid, count, now)
-            found.append(Seen(rank, record, code, now - last[2]))
+            record, idle_s = self._read(flight_path(self.folder, rank), pid, now)
+            saving, saving_idle_s = self._read(flight_path(self.folder, rank, SAVING), pid, now)
+            saves = code is None and saving is not None and saving.limit_s > 0
+            found.append(Seen(rank, record, code, idle_s, Seen(rank, saving, None, saving_idle_s) if saves else None))
         return found
+
+    def _read(self, path: Path, pid: int, now: float) -> tuple[flight.Record | None, float]:
+        """What the process of that number says there, and for how long it has said the same."""
+        record = flight.read(path)
+        if record is not None and record.who.get("pid") != pid:  # of an earlier process
+            record = None
+        count = -1 if record is None else record.count
+        last = self._last.get(path)
+        if last is None or last[:2] != (pid, count):
+            last = self._last[path] = (pid, count, now)
+        return record, now - last[2]
 
 
 class Loopback(RendezvousHandler):

@@ -19,11 +19,17 @@ def record(rank: int, **changes: object) -> Record:
     stage, replica, part = place_of(rank, TP, DP)
     axes = {name: line for name, lines in lines_of(TP, PP, DP).items() for line in lines if rank in line}
     who = {"rank": rank, "stage": stage, "replica": replica, "tensor_part": part, "num_microbatches": 2, "axes": axes}
-    return replace(Record(10, 100.0 + rank, "training", True, "F", stage, 7, 3, who=who), **changes)
+    return replace(Record(10, 100.0 + rank, "training", 5.0, "F", stage, 7, 3, who=who), **changes)
 
 
 def waiting(rank: int, operation: str = "all_reduce", axis: str = "world", peer: int = -1, **changes: object) -> Record:
     return record(rank, operation=operation, axis=axis, peer=peer, **changes)
+
+
+def saver(rank: int, idle_s: float, **changes: object) -> Seen:
+    """A rank's thread that saves beside training."""
+    wrote = record(rank, phase="writing the checkpoint of step 3", kind="", **changes)
+    return Seen(rank, wrote, None, idle_s)
 
 
 def test_the_killed_rank_is_named_not_those_that_lost_it() -> None:
@@ -91,6 +97,27 @@ def test_a_collective_that_does_not_end_has_lost_a_link() -> None:
     assert diagnose(ranks).text.startswith("the link between rank 0 and rank 1, 2, 3 is lost")
 
 
+def test_a_save_that_hangs_beside_training_is_named() -> None:
+    """Whatever the other threads do meanwhile; and a save that goes on does not hide who does hang."""
+    ranks = [Seen(0, waiting(0), None, 3.0), Seen(1, record(1), None, 4.0, saver(1, 9.0)), Seen(2, record(2))]
+    found = diagnose(ranks)
+    assert (found.kind, found.rank) == ("hangs", 1)
+    assert found.text.endswith("hangs: nothing for 9.0 s while writing the checkpoint of step 3")
+    assert diagnose([Seen(0, record(0), None, 9.0), Seen(1, waiting(1), None, 9.0, saver(1, 4.0))]).rank == 0
+    ranks = [Seen(rank, waiting(rank), None, 9.0, saver(rank, 0.1)) for rank in range(2)]
+    assert diagnose(ranks).kind == "link"
+
+
+def test_a_phase_with_a_longer_limit_is_not_to_blame() -> None:
+    ranks = [Seen(0, record(0, phase="settling", limit_s=60.0, kind=""), None, 20.0), Seen(1, record(1), None, 9.0)]
+    assert (diagnose(ranks).kind, diagnose(ranks).rank) == ("hangs", 1)
+
+
+def test_an_action_of_an_evaluation_is_in_no_step() -> None:
+    found = diagnose([Seen(0, record(0, phase="evaluating"), None, 9.0), Seen(1, waiting(1), None, 9.0)])
+    assert found.text.endswith("nothing for 9.0 s in an evaluation during F7@0v3 (micro-batch 7)")
+
+
 def test_what_all_agreed_on_is_nobodys() -> None:
     text = "rank 1 cannot write the checkpoint\nand more"
     ranks = [Seen(rank, record(rank, phase=FAILED, error=text), 1 if rank else None) for rank in range(4)]
@@ -120,10 +147,15 @@ def test_a_rank_that_dies_before_it_begins_may_start_again() -> None:
 @pytest.mark.parametrize(("ranks", "stalls"), [
     ([Seen(0, record(0), None, 9.0), Seen(1, waiting(1), None, 1.0)], True),
     ([Seen(0, record(0), None, 4.0), Seen(1, waiting(1), None, 9.0)], False),  # still at it
-    ([Seen(0, record(0, watched=False), None, 9.0), Seen(1, waiting(1), None, 9.0)], False),  # starting, saving
+    ([Seen(0, record(0, limit_s=0.0), None, 9.0), Seen(1, waiting(1), None, 9.0)], False),  # without a limit
+    ([Seen(0, record(0, limit_s=60.0), None, 9.0), Seen(1, waiting(1), None, 9.0)], False),  # with a longer one
+    ([Seen(0, record(0), None, 1.0, saver(0, 9.0)), Seen(1, record(1), None, 1.0)], True),
+    ([Seen(0, record(0), None, 1.0, saver(0, 4.0)), Seen(1, record(1), None, 1.0)], False),
+    # its first rank waits for files that another one cannot write, which comes out at the next mark
+    ([Seen(0, record(0), None, 1.0, saver(0, 9.0, operation="files", axis="world")), Seen(1, record(1))], False),
     ([Seen(0, waiting(0), None, 9.0), Seen(1, waiting(1), None, 9.0)], True),
     ([Seen(0, waiting(0), None, 9.0), Seen(1, waiting(1), None, 4.0)], False),
     ([Seen(0, None, None, 9.0), Seen(1, None, None, 9.0)], False),
 ])
 def test_what_is_a_stall(ranks: list[Seen], stalls: bool) -> None:
-    assert find_stall(ranks, 5.0) == stalls
+    assert find_stall(ranks) == stalls

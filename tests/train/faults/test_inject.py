@@ -28,6 +28,8 @@ CONFIG = from_mapping({
     ("cut link 3-0 at step 5", ("cut link", 3, 5, -1, 0)),
     ("corrupt shard at step 10", ("corrupt shard", 0, 10)),
     ("disk  full rank 2  at step 50", ("disk full", 2, 50)),
+    ("hang save rank 2 at step 5", ("hang save", 2, 5)),
+    ("hang rank 1 at step 0", ("hang", 1, 0)),
     ("nan gradient rank 2 at step 4 micro-batch 2", ("nan gradient", 2, 4, 2)),
 ])
 def test_what_can_be_said(text: str, fault: tuple[object, ...]) -> None:
@@ -43,8 +45,10 @@ def test_what_can_be_said(text: str, fault: tuple[object, ...]) -> None:
     ("hang stage 2 at step 3", "the pipeline has 2 stages, 0 to 1"),
     ("cut link 0-4 at step 3", "the job has 4 ranks"),
     ("cut link 1-1 at step 3", "between two ranks"),
-    ("kill rank 0 at step 51", "1 to train.num_steps = 50"),
-    ("kill rank 0 at step 0", "1 to train.num_steps = 50"),
+    ("kill rank 0 at step 51", "0 to train.num_steps = 50"),
+    ("kill rank 0 at step 0 micro-batch 1", "1 to train.num_steps = 50"),
+    ("nan gradient rank 0 at step 0", "1 to train.num_steps = 50"),
+    ("hang save rank 1 at step 3", "writes no file"),
     ("kill rank 0 at step 2 micro-batch 3", "0 to 2"),
     ("corrupt shard rank 1 at step 3", "writes no file"),
 ])

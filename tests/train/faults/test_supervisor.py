@@ -62,6 +62,28 @@ def test_four_ranks_recover_to_the_bit(tmp_path: Path) -> None:
         assert path.read_bytes() == (run / "checkpoints" / "step_00000030" / path.name).read_bytes()
 
 
+@pytest.mark.timeout(400)
+def test_a_hang_is_found_in_every_phase(tmp_path: Path) -> None:
+    """Long before Gloo's own time-out; the others train on while one cannot save."""
+    config = write_config(tmp_path, "1f1b")
+    limits = ("--train.timeout_s", "300", "--faults.timeout_s", "300", "--faults.start_timeout_s", "5",
+              "--faults.save_timeout_s", "2")
+    code, out = train(2, config, "--parallel.pp", "2", *STEPS, *limits, "--inject", "hang rank 1 at step 0",
+                      "hang rank 0 at step 1", "hang save rank 1 at step 10")
+    assert code == 0, out
+    run = tmp_path / "runs" / "run"
+    assert [(one["kind"], one["rank"], one["phase"], one["saved"]) for one in failures(run)] == [
+        ("hangs", 1, "setting up", 0), ("hangs", 0, "training", 0),
+        ("hangs", 1, "writing the checkpoint of step 10", 5)]
+    assert re.findall(r"going on after step (\d+)", out) == ["5"]
+    assert re.search(r"rank 1 \(stage 1, .*\) hangs: nothing for .* s while setting up; starting again", out)
+    assert re.search(r"rank 0 \(.*\) hangs: nothing for .* s in step 1 during F0@0", out)
+    assert re.search(r"meanwhile rank 1 \(.*\) in step 1 during F0@1v0, waiting for recv over pp with rank 0", out)
+    assert re.search(r"rank 1 \(.*\) hangs: nothing for .* s while writing the checkpoint of step 10; starting again "
+                     "after step 5", out)
+    assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 31))
+
+
 @pytest.mark.timeout(300)
 def test_a_job_goes_on_without_a_rank_that_does_not_come_back(tmp_path: Path) -> None:
     """A full disk does not count against it; the batch is kept by accumulation."""
@@ -133,7 +155,7 @@ def test_how_long_a_rank_stands_still(tmp_path: Path, monkeypatch: pytest.Monkey
     assert look() == (1.0, True)
     now += 1
     assert look() == (2.0, True)
-    flight.watch()
+    flight.tick()
     now += 1
     assert look() == (0.0, True)
     now += 1

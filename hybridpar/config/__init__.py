@@ -1,0 +1,34 @@
+"""The configuration: frozen dataclasses, filled from a TOML file and flags.
+
+Resolution order: defaults, then the TOML file, then flags (`--section.key value`). Errors are reported all at once.
+"""
+
+from hybridpar.config.environment import Launch, triton_is_interpreted
+from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
+from hybridpar.config.sections import (
+    AUTO,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    KernelsConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PlanConfig,
+    RunConfig,
+    TrainConfig,
+)
+from hybridpar.config.toml import (
+    MAX_TOML,
+    from_mapping,
+    load_toml,
+    to_mapping,
+    to_toml,
+)
+
+__all__ = [
+    "AUTO", "MAX_TOML", "AnomaliesConfig", "CheckpointConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig",
+    "Launch", "ModelConfig", "OptimConfig", "ParallelConfig", "PipelineConfig", "PlanConfig", "RunConfig",
+    "TrainConfig", "from_mapping", "load_toml", "to_mapping", "to_toml", "triton_is_interpreted",
+]

@@ -1,0 +1,44 @@
+"""What the environment's variables say; the only reader of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def triton_is_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher (torchrun) says of this process, and what the process was called with.
+
+    launched: there is a launcher. loopback: it has started all processes on this machine, and nobody has named a
+    network interface for them (GLOO_SOCKET_IFNAME).
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    launched: bool = False
+    loopback: bool = False
+    args: tuple[str, ...] = ()
+    own_store_port: int = 0
+    """Where all processes are on this machine and the launcher leaves them to make their store: its port."""
+
+    @staticmethod
+    def from_environment(args: Sequence[str] = ()) -> Launch:
+        def get(name: str, default: int) -> int:
+            return int(os.environ.get(name, default))
+
+        world = get("WORLD_SIZE", 1)
+        local = get("LOCAL_WORLD_SIZE", world)
+        here = world == get("LOCAL_WORLD_SIZE", 0) and "GLOO_SOCKET_IFNAME" not in os.environ
+        theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        near = local == world and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
+        return Launch(get("RANK", 0), get("LOCAL_RANK", 0), world, local, "RANK" in os.environ, here, tuple(args),
+                      get("MASTER_PORT", 0) if near and not theirs else 0)

@@ -1,0 +1,136 @@
+"""From a TOML file to a configuration, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal
+
+from hybridpar.config.sections import Config
+from hybridpar.errors import ConfigError, Problem
+from hybridpar.reading import read_text
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MAX_TOML = 1 << 20
+"""Bytes of a TOML file."""
+
+
+def load_toml(path: str | Path) -> Config:
+    """Reads a TOML file over the defaults.
+
+    Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type.
+    """
+    path = Path(path)
+    try:
+        document = tomllib.loads(read_text(path, MAX_TOML))
+    except OSError as error:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
+        problem = Problem("config", str(path), f"cannot be read ({error.strerror})", near[0] if near else "")
+        raise ConfigError(problem) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(Problem("config", str(path), f"is not valid TOML: {error}")) from None
+    return from_mapping(document)
+
+
+def from_mapping(document: Mapping[str, Any], base: Config | None = None) -> Config:
+    """`base` (default: the defaults) with the sections and keys of `document` put over it. Raises: ConfigError."""
+    base = base or Config()
+    problems: list[Problem] = []
+    sections = {f.name for f in dataclasses.fields(Config)}
+    changed: dict[str, Any] = {}
+    for name, table in document.items():
+        if name not in sections:
+            problems.append(Problem(name, "...", "is not a section of the configuration", _nearest(name, sections)))
+        elif not isinstance(table, Mapping):
+            problems.append(Problem(name, table, "is a section and needs keys", f"[{name}]"))
+        else:
+            changed[name] = _read_section(name, getattr(base, name), table, problems)
+    if problems:
+        raise ConfigError(*problems)
+    return dataclasses.replace(base, **changed)
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML; `load_toml` reads back an equal one."""
+    import tomli_w  # here, so that operators and benchmarks run without it
+
+    return tomli_w.dumps(to_mapping(config))
+
+
+def to_mapping(config: Config) -> dict[str, Any]:
+    """The configuration as plain dicts, lists and scalars."""
+    plain = dataclasses.asdict(config)
+    return {s: {k: list(v) if isinstance(v, tuple) else v for k, v in t.items()} for s, t in plain.items()}
+
+
+def _nearest(name: str, known: Sequence[str] | set[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
+    return near[0] if near else "one of " + ", ".join(sorted(known))
+
+
+@functools.cache
+def _hints_of(section: Any) -> dict[str, Any]:
+    return typing.get_type_hints(section)
+
+
+def _read_section(name: str, base: Any, table: Mapping[str, Any], problems: list[Problem]) -> Any:
+    section: Any = type(base)
+    hints = _hints_of(section)
+    known = {f.name for f in dataclasses.fields(base)}
+    values = {}
+    for key, value in table.items():
+        if key not in known:
+            problems.append(Problem(f"{name}.{key}", value, "is not a key of the configuration", _nearest(key, known)))
+            continue
+        try:
+            values[key] = _convert(value, hints[key])
+        except ValueError as error:
+            problems.append(Problem(f"{name}.{key}", value, str(error), repr(getattr(base, key))))
+    return dataclasses.replace(base, **values)
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    """`value` as the annotated type. Raises: ValueError with the rule it breaks."""
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        options = typing.get_args(kind)
+        if value not in options or isinstance(value, bool):
+            raise ValueError(f"must be one of {', '.join(map(str, options))}")
+        return value
+    if origin is tuple:
+        inner = typing.get_args(kind)
+        items = [value] if isinstance(value, str) and inner[0] is str else value
+        if not isinstance(items, Sequence) or isinstance(items, str):
+            raise ValueError("must be a list")
+        if inner[-1] is not Ellipsis and len(items) != len(inner):
+            raise ValueError(f"must have {len(inner)} entries")
+        return tuple(_convert(v, inner[0]) for v in items)
+    if origin in (typing.Union, UnionType):
+        return _convert_to_any(value, typing.get_args(kind))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > sys.float_info.max:
+            raise ValueError("is too large")
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"must be of type {kind.__name__}")
+    return value
+
+
+def _convert_to_any(value: Any, kinds: Sequence[Any]) -> Any:
+    rules = []
+    for kind in kinds:
+        try:
+            return _convert(value, kind)
+        except ValueError as error:
+            rules.append(str(error))
+    raise ValueError(", or ".join(rules))
