@@ -66,8 +66,8 @@ def test_four_ranks_recover_to_the_bit(tmp_path: Path) -> None:
 def test_a_hang_is_found_in_every_phase(tmp_path: Path) -> None:
     """Long before Gloo's own time-out; the others train on while one cannot save."""
     config = write_config(tmp_path, "1f1b")
-    limits = ("--train.timeout_s", "300", "--faults.timeout_s", "300", "--faults.start_timeout_s", "5",
-              "--faults.save_timeout_s", "2")
+    limits = ("--train.timeout_s", "300", "--faults.timeout_s", "300", "--faults.start_timeout_s", "8",
+              "--faults.save_timeout_s", "5")
     code, out = train(2, config, "--parallel.pp", "2", *STEPS, *limits, "--inject", "hang rank 1 at step 0",
                       "hang rank 0 at step 1", "hang save rank 1 at step 10")
     assert code == 0, out
