@@ -62,6 +62,7 @@ class Highs:
 
     def __init__(self) -> None:
         self._process, self._connection = self._start()
+        self._ready = False
 
     def __enter__(self) -> Highs:
         return self
@@ -73,14 +74,19 @@ class Highs:
         """What HiGHS finds until `deadline` (`time.monotonic()`).
 
         Where it has not looked at its clock, the process is ended soon after (`process.GRACE`), and nothing is known
-        of what it has found.
+        of what it has found. Nor is it waited for any longer where it has not even started.
         """
         if time.monotonic() >= deadline:
             return Answer(np.empty(0), -np.inf, note=OUT_OF_TIME)
         if self._process.poll() is not None:  # it was ended
             self._end()
             self._process, self._connection = self._start()
+            self._ready = False
         try:
+            if not self._ready:
+                if not self._connection.poll(max(deadline - time.monotonic(), 0.0)):
+                    return Answer(np.empty(0), -np.inf, note=OUT_OF_TIME)
+                self._ready = self._connection.recv()
             self._connection.send(
                 {f.name: getattr(program, f.name) for f in fields(program)} | {"deadline": deadline})
             values, bound, status = self._connection.recv()
