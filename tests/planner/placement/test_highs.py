@@ -112,10 +112,14 @@ def test_a_process_that_dies_is_said(death: str, note: str, instead: Callable[[s
     assert not answer.infeasible
 
 
-def test_it_ends_with_its_parent() -> None:
+@pytest.mark.parametrize("started", [False, True])
+def test_it_ends_with_its_parent(started: bool, capfd: pytest.CaptureFixture[str]) -> None:
     process = Highs()
+    if started:
+        assert process._connection.poll(LONG)
     process._connection.close()
     assert process._process.wait(LONG) == 0
+    assert capfd.readouterr() == ("", "")
 
 
 def test_programs_too_large_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def answer(program: dict[str, Any]) -> tuple[Any, float, int]:
 def serve(connection: Connection) -> None:
     """Says True when it can begin, then answers until the other side closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too, and ends this process
-    with suppress(EOFError, BrokenPipeError):
+    with suppress(EOFError, ConnectionError):
         connection.send(True)
         while True:
             program = connection.recv()
