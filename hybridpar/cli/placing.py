@@ -33,10 +33,10 @@ class Place:
     """A workload of Tarnawski et al., which `hybridpar graph` writes too, or an instance of Piper's planner."""
     solver: str = ""
     """dp: the best pipeline. dpl (what is taken if empty): the best split of one order of the operators. milp: the best
-    placement at all, in which a device may hold several chunks of the model, as interleaved pipelines have them;
-    `hybridpar train` does not run these yet. milp-contiguous. Baselines: pipedream, greedy, local-search,
-    one-accelerator, expert (with --split). latency-milp, latency-greedy: the time of one sample. Piper instances:
-    piper, or its baseline equi."""
+    placement at all, in which a device may hold several chunks of the model, as interleaved pipelines have them (such
+    as `hybridpar train` runs: --whole-blocks). milp-contiguous: of those without. Baselines: pipedream, greedy,
+    local-search, one-accelerator, expert (with --split). latency-milp, latency-greedy: the time of one sample. Piper
+    instances: piper, or its baseline equi."""
     accelerators: int = 0
     """0: as many as the file says."""
     cpus: int = -1

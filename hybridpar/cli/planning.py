@@ -157,7 +157,7 @@ class Plan:
         return kept | (parse_grid(self.grid) if self.grid else {})
 
     def _draw(self, best: Candidate) -> None:
-        from hybridpar.pipeline.plan.draw import draw_svg
+        from hybridpar.pipeline.plan.svg import draw_svg
         from hybridpar.planner.report import describe
 
         model = best.model
@@ -188,9 +188,10 @@ class Simulate:
     json: bool = False
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.pipeline.plan.draw import draw, draw_svg
+        from hybridpar.pipeline.plan.draw import draw
         from hybridpar.pipeline.plan.perfetto import trace_entries, trace_json
         from hybridpar.pipeline.plan.sizes import Sizes
+        from hybridpar.pipeline.plan.svg import draw_svg
         from hybridpar.train.preview import costs_of_run, preview
 
         if self.batches < 1:

@@ -116,7 +116,8 @@ def test_the_report_says_what_was_measured_what_is_simulated_and_where_the_rest_
 
 def test_ranks_that_hold_several_stages_are_not_called_stages() -> None:
     run = measured()
-    costs = replace(run.measured.costs, forward=(0.01, 0.02) * 2, backward=(0.02, 0.04) * 2, variation={})
+    costs = replace(run.measured.costs, forward=(0.01, 0.02) * 2, backward=(0.02, 0.04) * 2, variation={},
+                    transfer=0.0, latency=0.0, transfer_work=0.0)
     chunks = replace(run, ordering=Ordering("interleaved"), sizes=Sizes(2, 4, 2),
                      measured=replace(run.measured, costs=costs))
     _, idle, slowest = describe(chunks)

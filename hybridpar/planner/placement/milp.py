@@ -93,8 +93,11 @@ def _solve_whole(graph: ClassGraph, whole: Whole, highs: Highs, before: Solution
         if not full:
             better = answer.proven or _largest(graph, device) < known
             return Solution(device if better else before.device, bound, answer.proven, answer.note)
-        for classes in full:  # by less than HiGHS can see: forbid just that
-            model.at_most([(1.0, x[classes, :k].T)], len(classes) - 1)
+        try:
+            for classes in full:  # by less than HiGHS can see: forbid just that
+                model.at_most([(1.0, x[classes, :k].T)], len(classes) - 1)
+        except (TooLargeError, OutOfTime) as error:
+            return before._replace(bound=bound, note=str(error))
     return before._replace(note=OUT_OF_TIME)
 
 
@@ -108,7 +111,7 @@ def _overfull(graph: ClassGraph, device: Ints) -> list[Ints]:
     return [np.flatnonzero(device == d) for d in np.flatnonzero(used > graph.workload.room)]
 
 
-def _model(graph: ClassGraph, contiguous: bool, known: float, deadline: float) -> Whole:
+def _model(graph: ClassGraph, contiguous: bool, known: float, deadline: float = np.inf) -> Whole:
     """For loads up to `known`: what takes longer, takes twice that. Raises: TooLargeError, OutOfTime."""
     unit = work_bound(graph) / SCALE or 1.0
 

@@ -14,9 +14,11 @@ import pytest
 from hybridpar.planner.placement import Options, Workload, latency_milp, latency_search, make_workload, place, problems
 from hybridpar.planner.placement import linear as linear_module
 from hybridpar.planner.placement import solve as solve_module
+from hybridpar.planner.placement.classes import class_graph
 from hybridpar.planner.placement.highs import OUT_OF_TIME, Answer, Program
 from hybridpar.planner.placement.highs.process import GRACE
 from hybridpar.planner.placement.linear import Segments
+from hybridpar.planner.placement.milp import solve_max_load
 from hybridpar.planner.placement.model import Model
 from hybridpar.planner.placement.search import LocalSearch
 
@@ -91,3 +93,20 @@ def test_two_thousand_nodes_in_time(solver: str, limit: float, monkeypatch: pyte
     assert not placement.proven
     if limit < 1:
         assert OUT_OF_TIME in placement.note or solver in ("dp", "latency-greedy")
+
+
+def test_an_answer_after_the_limit_is_not_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS holds too much on a device by less than it can see, and is late: there is no time to forbid that."""
+    w = make_workload(document(8, [(v, v + 1) for v in range(7)], num_cpus=0, memory=5.0))
+    clock = SlowClock(monkeypatch)
+
+    def all_on_one(program: Program, deadline: float) -> Answer:
+        clock.now = deadline + GRACE
+        values = np.zeros(len(program.cost))
+        values[:16:2] = 1.0  # the first of two devices
+        return Answer(values, 0.0, note=OUT_OF_TIME)
+
+    monkeypatch.setattr(clock, "solve", all_on_one)
+    graph = class_graph(w, pipeline=False)
+    solution = solve_max_load(graph, clock, np.empty(0, np.int64), contiguous=True, deadline=50.0)  # type: ignore[arg-type]
+    assert (len(solution.device), solution.proven, solution.note) == (0, False, OUT_OF_TIME)

@@ -24,6 +24,7 @@ from hybridpar.planner.placement.workload import Floats
 OUT_OF_TIME = "the time limit was reached"
 RELATIVE_GAP = 5e-7
 _OPTIMAL, _INFEASIBLE = 0, 2  # scipy's status
+_LONGEST_START_S = 600.0
 _SCRIPT = Path(__file__).with_name("process.py")
 
 
@@ -84,7 +85,8 @@ class Highs:
             self._ready = False
         try:
             if not self._ready:
-                if not self._connection.poll(max(deadline - time.monotonic(), 0.0)):
+                left = min(max(deadline - time.monotonic(), 0.0), _LONGEST_START_S)
+                if not self._connection.poll(left):
                     return Answer(np.empty(0), -np.inf, note=OUT_OF_TIME)
                 self._ready = self._connection.recv()
             self._connection.send(
