@@ -115,6 +115,7 @@ class Check:
         config = resolved(self.config, self.world_size)
         from hybridpar.memory import predict, table
         from hybridpar.models.cost import stage_split, training_flops_per_token
+        from hybridpar.pipeline.plan.sizes import Sizes
 
         memory = predict(config)
         stages = stage_split(config.model, config.parallel.pp, config.pipeline.split, config.pipeline.num_chunks)
@@ -133,10 +134,11 @@ class Check:
         chunks = config.pipeline.num_chunks
         if chunks > 1:
             blocks += f"; each rank holds {chunks}, which are {grid.pp} apart"
+        name = Sizes.of(config).rank_name
         print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}, {grid.tp * grid.pp * grid.dp} processes\n"
               f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head)\n"
               f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"
-              f"\npredicted peak memory of a process of each stage, in MiB\n{table(memory)}")
+              f"\npredicted peak memory of a process of each {name}, in MiB\n{table(memory, name)}")
         return 0
 
 
