@@ -222,16 +222,19 @@ def _ready(rank: RankEvents) -> Iterator[tuple[float, float, float]]:
 
 
 def _parts(rank: RankEvents, batches: Sequence[Sequence[Event]]) -> Parts:
-    """The mean over these batches."""
+    """The mean over these batches. Own times that are too short to be told may be a little below 0, of one action."""
     events = [e for batch in batches for e in batch]
 
+    def mean(seconds: Iterable[float]) -> float:
+        return max(0.0, sum(seconds)) / len(batches)
+
     def own(belongs: Callable[[Kind], bool]) -> float:
-        return sum(e.own for e in events if belongs(e.action.kind)) / len(batches)
+        return mean(e.own for e in events if belongs(e.action.kind))
 
     optimizer = (Kind.NORM, Kind.UPDATE)
     compute, update = own(COMPUTE.__contains__), own(optimizer.__contains__)
     calls = own(lambda kind: kind not in COMPUTE and kind not in optimizer)
-    between, waiting = sum(e.gap for e in events) / len(batches), sum(e.waited for e in events) / len(batches)
+    between, waiting = mean(e.gap for e in events), mean(e.waited for e in events)
     # from the end of what came before the batch to the end of the batch
     seconds = sum(batch[-1].end - batch[0].start + batch[0].gap for batch in batches) / len(batches)
     no_core = max(0.0, seconds - compute - update - calls - between - waiting)

@@ -27,7 +27,7 @@ from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError, HybridparError, Problem
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.cost import stage_split
-from hybridpar.nn.placement import Placement
+from hybridpar.nn.placement import Init, Placement, Shard
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.train.engine import Engine, StepResult
@@ -153,7 +153,8 @@ def run_grid(config: Config, num_batches: int, disturbance: Disturbance = CALM) 
         errors = sorted(Path(folder).glob("error*"), key=lambda p: ("Connection" in (t := p.read_text()), len(t)))
         if errors:
             raise HybridparError(f"verify: {errors[0].name.replace('error', 'rank ')} failed:\n{errors[0].read_text()}")
-        return _merge([torch.load(Path(folder, f"part{r}"), weights_only=False) for r in range(num_ranks)])
+        with torch.serialization.safe_globals([_Part, Placement, Init, Shard, torch.Size]):
+            return _merge([torch.load(Path(folder, f"part{r}"), weights_only=True) for r in range(num_ranks)])
 
 
 def _rank_main(rank: int, num_ranks: int, folder: str, config: Config, num_batches: int,

@@ -170,5 +170,14 @@ def test_the_parts_of_a_step_add_up() -> None:
         assert measured.idle[stage] == pytest.approx(parts.waiting / whole)
 
 
+def test_own_times_a_little_below_zero_give_no_negative_part() -> None:
+    """Two clocks: a thread's, and that of how long it was kept waiting for a core."""
+    ranks = recorded("1f1b", SIZES, COSTS, 10)
+    events = [replace(e, own=-4e-4) if e.action.kind in (Kind.NORM, Kind.UPDATE) else e for e in ranks[0].events]
+    measured = measure([replace(ranks[0], events=events), *ranks[1:]], SIZES, tied=False)
+    assert measured is not None
+    assert measured.parts[0].optimizer == 0.0
+
+
 def test_two_batches_are_too_few() -> None:
     assert measure(recorded("1f1b", SIZES, COSTS, 2), SIZES, tied=False) is None
