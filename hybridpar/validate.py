@@ -98,11 +98,13 @@ def _grid(config: Config, world_size: int) -> Iterator[Problem]:
     if dp and tp * pp * dp != world_size:
         yield Problem(
             "parallel", f"tp={tp} pp={pp} dp={dp}", f"tp * pp * dp is {tp * pp * dp} but the job has {world_size} "
-            "processes", f"torchrun --nproc-per-node {tp * pp * dp}, or dp = 0 to fill the job")
+            "processes", f"{tp * pp * dp} processes (--ranks, or torchrun's --nproc-per-node), or parallel.dp = 0 to "
+            "fill the job")
     elif not dp and world_size % (tp * pp):
         works = [f"tp={t} pp={p}" for t in range(1, tp + 1) for p in range(1, pp + 1) if world_size % (t * p) == 0]
         rule = f"tp * pp = {tp * pp} must divide the number of processes, {world_size}"
-        yield Problem("parallel", f"tp={tp} pp={pp}", rule, f"torchrun --nproc-per-node {tp * pp}, or {works[-1]}")
+        yield Problem("parallel", f"tp={tp} pp={pp}", rule,
+                      f"{tp * pp} processes (--ranks, or torchrun's --nproc-per-node), or {works[-1]}")
     if tp > config.model.num_heads:
         yield Problem("parallel.tp", tp, f"must be at most model.num_heads = {config.model.num_heads}",
                       str(config.model.num_heads))

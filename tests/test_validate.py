@@ -15,8 +15,9 @@ CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
 
 @pytest.mark.parametrize(("changes", "world_size", "field", "works"), [
     ({"parallel": {"tp": 2, "pp": 2, "dp": 1}}, 8, "parallel",
-     "torchrun --nproc-per-node 4, or dp = 0 to fill the job"),
-    ({"parallel": {"tp": 3}}, 8, "parallel", "torchrun --nproc-per-node 3, or tp=2 pp=1"),
+     "4 processes (--ranks, or torchrun's --nproc-per-node), or parallel.dp = 0 to fill the job"),
+    ({"parallel": {"tp": 3}}, 8, "parallel",
+     "3 processes (--ranks, or torchrun's --nproc-per-node), or tp=2 pp=1"),
     ({"parallel": {"tp": 16}}, 16, "parallel.tp", "8"),
     ({"parallel": {"pp": 7}}, 7, "parallel.pp", "6"),
     ({"model": {"num_heads": 7}}, 1, "model.num_heads", "8"),
