@@ -66,6 +66,9 @@ def _value(config: Config, name: str) -> float:
 
 
 def _ranges(config: Config) -> Iterator[Problem]:
+    if endless := [*_not_finite(config)]:  # which no range says better
+        yield from endless
+        return
     for name in POSITIVE:
         if not (value := _value(config, name)) > 0:
             yield Problem(name, value, "must be positive", "1")
@@ -75,12 +78,6 @@ def _ranges(config: Config) -> Iterator[Problem]:
     for name, most in LARGEST.items():
         if not (value := _value(config, name)) <= most:
             yield Problem(name, value, f"must be at most {most}", str(most))
-    for section in fields(config):
-        for key, value in vars(getattr(config, section.name)).items():
-            if isinstance(value, float) and not isfinite(value):
-                yield Problem(f"{section.name}.{key}", value, "must be finite")
-            elif isinstance(value, int) and abs(value) >= 2**64:
-                yield Problem(f"{section.name}.{key}", value, "is too large")
     name = config.run.name
     if not name or Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
         yield Problem("run.name", name, "must be the name of a folder in run.dir", "run")
@@ -91,6 +88,16 @@ def _ranges(config: Config) -> Iterator[Problem]:
         if not 0 <= beta < 1:
             betas = list(config.optim.betas)
             yield Problem("optim.betas", betas, "must each be at least 0 and below 1", "[0.9, 0.999]")
+
+
+def _not_finite(config: Config) -> Iterator[Problem]:
+    for section in fields(config):
+        usual = vars(getattr(Config(), section.name))
+        for key, value in vars(getattr(config, section.name)).items():
+            if isinstance(value, float) and not isfinite(value):
+                yield Problem(f"{section.name}.{key}", value, "must be finite", str(usual[key]))
+            elif isinstance(value, int) and abs(value) >= 2**64:
+                yield Problem(f"{section.name}.{key}", value, "is too large", str(usual[key]))
 
 
 def _grid(config: Config, world_size: int) -> Iterator[Problem]:

@@ -65,6 +65,12 @@ def test_all_mistakes_at_once() -> None:
     assert len(caught.value.problems) == 3
 
 
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "windows.toml"
+    path.write_bytes(b"\xef\xbb\xbf[model]\r\nnum_layers = 7\r\n")
+    assert load_toml(path).model.num_layers == 7
+
+
 def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "gpt_tiny.toml").write_text("[model\n")
     with pytest.raises(ConfigError, match="is not valid TOML"):

@@ -75,3 +75,8 @@ def test_our_configurations_run_on_the_grids_they_name(name: str, grid: tuple[in
     tp, pp, dp = grid
     config = from_mapping({"parallel": {"tp": tp, "pp": pp}}, load_toml(CONFIGS / f"{name}.toml"))
     assert resolve(config, tp * pp * dp).parallel.dp == dp
+
+
+def test_a_number_without_an_end_is_one_problem() -> None:
+    (problem,) = problems(from_mapping({"optim": {"lr": float("nan")}}), 1)
+    assert (problem.field, problem.rule, problem.suggestion) == ("optim.lr", "must be finite", "0.0003")
