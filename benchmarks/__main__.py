@@ -16,6 +16,8 @@ RUNS = (
     ("pipeline", "--shapes", "small", "--name", "pipeline_small"),
     ("pipeline", "--shapes", "balanced", "--schedules", "2bw", "--others", "--batches", "1", "--name",
      "pipeline_balanced"),
+    ("pipeline", "--shapes", "balanced_small", "--dtypes", "fp32", "--schedules", "interleaved", "--microbatches",
+     "4", "8", "--name", "interleaved"),
     ("simulator",),
     ("placement",),
     ("planner",),

@@ -78,6 +78,8 @@ SHAPES = {
     "gpt_tiny": Shape(4, 256, 8, 128, 4096, 1),
     # two equal stages: the head costs as much as a layer
     "balanced": Shape(7, 512, 8, 256, 6656, 4),
+    # the same at the size of small
+    "balanced_small": Shape(7, 256, 4, 128, 3072, 2),
     # little work for each byte that a stage sends, and for each parameter
     "thin": Shape(2, 256, 4, 128, 1024, 2),
     # a forward of one stage takes some milliseconds

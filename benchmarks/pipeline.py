@@ -17,6 +17,9 @@ one more round whose actions are recorded (`where the time goes`, on the slower 
 drain, which a run pays once, are left out (the time of a batch with them: `including fill and drain`). With --others,
 1f1b and gpipe, ours and torch's, run in the same rounds; they drain in every step and reach about m / (m + 1).
 --warmups: pipeline.warmup of 2bw; where there are several, they run in the same rounds, and the first is itemised.
+
+`--schedules interleaved`: our own 1f1b on the same ranks is what interleaved 1F1B, two stages on each, is held against.
+`predicted`: the same ratio of the two step times that `simulate` gets from the costs each has measured.
 """
 
 from __future__ import annotations
@@ -52,14 +55,19 @@ from benchmarks.common import (
 from benchmarks.plain import PlainGPT, adamw, clip, cross_entropy
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.cost import stage_split
+from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import WARMUPS
 from hybridpar.train import trace
+from hybridpar.train.measure import Measured
 from hybridpar.train.measure import measure as measure_parts
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 PEERS = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 IDEAL, UPDATE, IDEAL_UPDATE = "ideal", "update", "ideal with update"
 WITH_DRAIN, SHARE, ITEMS = "including fill and drain, wall_ms", "share of the ideal", "where the time goes"
+INTERLEAVED, PREDICTED = "interleaved", "predicted"
+RECORDED = 8
+"""Batches that are recorded, at least."""
 
 
 class TorchPipelineStep:
@@ -103,6 +111,27 @@ def measure(shape_name: str, dtype: str, m: int, schedule: str, rounds: int) -> 
     return case(f"{shape_name} {dtype} pp={size} {schedule} m={m}", result, m * shape.microbatch_tokens,
                 shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule=schedule, threads=1,
                 blocks_of_each_stage=[len(blocks) for blocks in stage_split(shape.model, size)])
+
+
+def measure_interleaved(shape_name: str, dtype: str, m: int, rounds: int) -> dict[str, Any]:
+    """Races interleaved 1F1B and 1f1b, and what the simulator says of them. Collectives: called on all ranks."""
+    shape, size = SHAPES[shape_name], dist.get_world_size()
+    steps = {
+        name: OurStep(engine_config(shape, pp=size, num_microbatches=m, schedule=schedule, dtype=dtype), shape,
+                      ProcessGrid(pp=size))
+        for name, schedule in ((OURS, INTERLEAVED), (f"{OURS} 1f1b", "1f1b"))}
+    result = race(steps, rounds, tolerance=TOLERANCE[dtype])
+    sizes = {name: step.engine.sizes for name, step in steps.items()}
+    simulated = {
+        name: Ordering.of(step.engine.config).timeline(sizes[name], record(step, RECORDED).costs).step_time(m)
+        for name, step in steps.items()}
+    entry = case(f"{shape_name} {dtype} pp={size} {INTERLEAVED} m={m}", result, m * shape.microbatch_tokens,
+                 shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule=INTERLEAVED, threads=1,
+                 chunks=sizes[OURS].chunks, blocks_of_each_stage=[
+                     len(blocks) for blocks in stage_split(shape.model, size * sizes[OURS].chunks)])
+    return entry | {
+        PREDICTED: {name: round(seconds / simulated[OURS], 4) for name, seconds in simulated.items() if name != OURS},
+        "simulated_ms": {name: round(1e3 * seconds, 3) for name, seconds in simulated.items()}}
 
 
 class StageAlone:
@@ -214,19 +243,24 @@ def measure_2bw(
         ITEMS: itemise(ours, batches + 3)}
 
 
+def record(ours: OurStep, num_batches: int) -> Measured:
+    """What the actions of so many more batches cost. Collectives: called on all ranks."""
+    engine = ours.engine
+    recorder = trace.Recorder(engine.executor, engine.batches_done, num_batches)
+    engine.train(ours.loader, num_batches, lambda result: recorder.after_step(result.step))
+    recorder.close()
+    found = measure_parts(trace.gather(recorder, engine.grid), engine.sizes, tied=False)
+    assert found is not None, "too few batches were recorded"
+    return found
+
+
 def itemise(ours: OurStep, num_batches: int) -> dict[str, float]:
     """Where a step's time goes on the stage that computes longest, as shares of the step.
 
     imbalance: how much less the mean stage computes. communication threads: CPU time beside the rank's own.
     Collectives: called on all ranks.
     """
-    engine = ours.engine
-    num_batches = max(num_batches, 8)
-    recorder = trace.Recorder(engine.executor, engine.batches_done, num_batches)
-    engine.train(ours.loader, num_batches, lambda result: recorder.after_step(result.step))
-    recorder.close()
-    found = measure_parts(trace.gather(recorder, engine.grid), engine.sizes, tied=False)
-    assert found is not None, "too few batches were recorded"
+    found = record(ours, max(num_batches, RECORDED))
     slowest = max(found.parts, key=lambda parts: parts.compute)
     mean = sum(parts.compute for parts in found.parts) / len(found.parts)
     seconds = {
@@ -240,7 +274,7 @@ def itemise(ours: OurStep, num_batches: int) -> dict[str, float]:
 def main() -> None:
     parser = arguments(__doc__, rounds=9, shapes=["balanced", "small"])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--schedules", nargs="+", choices=[*PEERS, "2bw"], default=[*PEERS, "2bw"])
+    parser.add_argument("--schedules", nargs="+", choices=[*PEERS, INTERLEAVED, "2bw"], default=[*PEERS, "2bw"])
     parser.add_argument("--warmups", nargs="+", choices=list(WARMUPS), default=["latency"])
     parser.add_argument("--others", action="store_true", help="also hold the schedules that drain against 2bw's ideal")
     parser.add_argument("--batches", type=int, default=2, help="batches of a timed round of 2bw")
@@ -253,10 +287,14 @@ def main() -> None:
                     if schedule == "2bw":
                         entry = run_ranks(
                             measure_2bw, 2, shape, dtype, m, args.batches, args.rounds, args.warmups, args.others)
+                    elif schedule == INTERLEAVED:
+                        entry = run_ranks(measure_interleaved, 2, shape, dtype, m, args.rounds)
                     else:
                         entry = run_ranks(measure, 2, shape, dtype, m, schedule, args.rounds)
                     cases.append(entry)
                     print_case(entry)
+                    for name, ratio in entry.get(PREDICTED, {}).items():
+                        print(f"    {PREDICTED}: {name:<40} {ratio:.3f}")
                     for label in (SHARE, ITEMS):
                         for name, part in entry.get(label, {}).items():
                             print(f"    {label}: {name:<30} {part['median'] if label == SHARE else part:.3f}")

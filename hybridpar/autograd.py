@@ -1,4 +1,4 @@
-"""Functions whose gradients are not differentiated again."""
+"""Gradients that are not differentiated again: backward without what else torch prepares for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.autograd import function
+from torch import Tensor
+from torch.autograd import Variable, function
+from torch.autograd.graph import GradientEdge
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,3 +24,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return (careful if torch.is_grad_enabled() else backward)(ctx, *grads)
 
     return wrapper
+
+
+def backward_from(edge: GradientEdge, gradient: Tensor) -> None:
+    """torch.autograd.backward(edge, gradient), which imports sympy to compare two shapes: half a second at every start.
+
+    Raises: RuntimeError, of autograd's engine, where they differ.
+    """
+    Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        (edge,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)

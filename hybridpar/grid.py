@@ -7,6 +7,7 @@ grid: whoever communicates is handed the Axis it needs, and an axis of size 1 wo
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
@@ -127,14 +128,20 @@ class ProcessGrid:
     def rank(self) -> int:
         return self.world.ranks[self.world.rank]
 
-    def describe(self) -> str:
-        """Where this process stands, for messages: 'rank 5 (stage 2, replica 0, tensor part 1)'."""
-        return describe(self.rank, self.pp.rank, self.dp.rank, self.tp.rank)
+    def describe(self, chunks: int = 1) -> str:
+        """Where this process stands, for messages: 'rank 5 (stage 2, replica 0, tensor part 1)'.
+
+        `chunks`: of the model, that each rank holds.
+        """
+        stages = range(self.pp.rank, chunks * self.pp.size, self.pp.size)
+        return describe(self.rank, stages, self.dp.rank, self.tp.rank)
 
 
-def describe(rank: int, stage: int, replica: int, tensor_part: int) -> str:
-    """A process and its place on the grid, for messages: 'rank 5 (stage 2, replica 0, tensor part 1)'."""
-    return f"rank {rank} (stage {stage}, replica {replica}, tensor part {tensor_part})"
+def describe(rank: int, stages: Sequence[int], replica: int, tensor_part: int) -> str:
+    """A process and its place on the grid, for messages: 'rank 5 (stages 2 and 5, replica 0, tensor part 1)'."""
+    *others, last = map(str, stages)
+    where = f"stages {', '.join(others)} and {last}" if others else f"stage {last}"
+    return f"rank {rank} ({where}, replica {replica}, tensor part {tensor_part})"
 
 
 def place_of(rank: int, tp: int, dp: int) -> tuple[int, int, int]:

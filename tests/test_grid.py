@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import TIMEOUT, run_ranks
 
 from hybridpar.errors import ConfigError
-from hybridpar.grid import Axis, ProcessGrid, Traffic
+from hybridpar.grid import Axis, ProcessGrid, Traffic, describe
 
 AXES = ("tp", "dp", "pp", "pp_reverse", "ends", "world")
 
@@ -28,6 +28,7 @@ def test_one_process_needs_no_process_group() -> None:
         assert axis.next == axis.prev == 0
     assert grid.rank == 0
     assert grid.describe() == "rank 0 (stage 0, replica 0, tensor part 0)"
+    assert describe(5, range(1, 6, 2), 0, 1) == "rank 5 (stages 1, 3 and 5, replica 0, tensor part 1)"
 
 
 def test_axes_count_separately() -> None:

@@ -97,6 +97,9 @@ class Saver:
         self._task = task
         task.start()
 
+    def _who(self) -> str:
+        return self._engine.grid.describe(self._engine.config.pipeline.num_chunks)
+
     def _begin(self, step: int) -> Path:
         """The folder to write into, on all ranks."""
         grid, aside, failure = self._engine.grid, None, ""
@@ -104,7 +107,7 @@ class Saver:
             try:
                 aside = begin(self._root, step, self._num_bytes)
             except OSError as error:
-                failure = explain(error, grid.describe(), self._num_bytes)
+                failure = explain(error, self._who(), self._num_bytes)
         aside, failure = gather_objects((aside, failure), grid.world)[0]
         if aside is None:
             raise CheckpointError(failure)
@@ -134,7 +137,7 @@ class Saver:
         while True:
             if wait:
                 task.join(_TURN_S)
-            mine = task.is_alive(), task.failure(grid.describe(), self._num_bytes), task.folder
+            mine = task.is_alive(), task.failure(self._who(), self._num_bytes), task.folder
             everyone = gather_objects(mine, grid.world)
             failures = [text for _, text, _ in everyone if text]
             if not any(alive for alive, _, _ in everyone):

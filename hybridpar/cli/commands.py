@@ -116,6 +116,7 @@ class Check:
         absent = _absent(config)
         from hybridpar.memory import predict, table
         from hybridpar.models.cost import stage_split, training_flops_per_token
+        from hybridpar.pipeline.plan.sizes import Sizes
 
         memory = predict(config)
         stages = stage_split(config.model, config.parallel.pp, config.pipeline.split, config.pipeline.num_chunks)
@@ -134,10 +135,11 @@ class Check:
         chunks = config.pipeline.num_chunks
         if chunks > 1:
             blocks += f"; each rank holds {chunks}, which are {grid.pp} apart"
+        name = Sizes.of(config).rank_name
         print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}, {grid.tp * grid.pp * grid.dp} processes\n"
               f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head)\n"
               f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"
-              f"\npredicted peak memory of a process of each stage, in MiB\n{table(memory)}")
+              f"\npredicted peak memory of a process of each {name}, in MiB\n{table(memory, name)}")
         for text in absent:
             print(f"\nnot on this machine: {text}")
         return 0

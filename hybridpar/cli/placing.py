@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from hybridpar.cli.planning import ConfigFile, Overrides, resolved
+from hybridpar.cli.planning import ConfigFile, Overrides, check_files, resolved
 from hybridpar.config import Launch, ParallelConfig
 from hybridpar.errors import config_error
 
@@ -33,10 +33,10 @@ class Place:
     """A workload of Tarnawski et al., which `hybridpar graph` writes too, or an instance of Piper's planner."""
     solver: str = ""
     """dp: the best pipeline. dpl (what is taken if empty): the best split of one order of the operators. milp: the best
-    placement at all, in which a device may hold several chunks of the model, as interleaved pipelines have them;
-    `hybridpar train` does not run these yet. milp-contiguous. Baselines: pipedream, greedy, local-search,
-    one-accelerator, expert (with --split). latency-milp, latency-greedy: the time of one sample. Piper instances:
-    piper, or its baseline equi."""
+    placement at all, in which a device may hold several chunks of the model, as interleaved pipelines have them (such
+    as `hybridpar train` runs: --whole-blocks). milp-contiguous: of those without. Baselines: pipedream, greedy,
+    local-search, one-accelerator, expert (with --split). latency-milp, latency-greedy: the time of one sample. Piper
+    instances: piper, or its baseline equi."""
     accelerators: int = 0
     """0: as many as the file says."""
     cpus: int = -1
@@ -47,9 +47,10 @@ class Place:
     """All operators of a block (the nodes' layerId) share a device, as in `hybridpar train`, whose pipeline.split the
     placement then is, if it is a pipeline; or its pipeline.chunks, if it goes round the devices more than once."""
     time_limit: float = 60.0
-    """Seconds for dp, the milps, local-search and piper, which then give the best that they have, and a bound."""
+    """Seconds; then the best that was found counts, and a bound. dp may take one more, the milps half of one."""
     max_ideals: int = 0
-    """dp: with more ideals than this (0: 60,000) it gives the best split of some orders instead, and a bound."""
+    """dp and piper: with more ideals (sets of operators that may come first) than this, they give the best of some
+    orders of the operators instead, and a bound. Their memory and time grow with it; 0: 60,000."""
     slots: int = 1
     """latency-milp: how often each accelerator may be called for a sample."""
     split: str = ""
@@ -62,6 +63,7 @@ class Place:
         from hybridpar.planner.placement import read_document
         from hybridpar.planner.placement.piper import is_instance
 
+        check_files(out=self.out)
         document = read_document(self.path)
         return self._stages(document) if is_instance(document) else self._place(document)
 
@@ -71,6 +73,9 @@ class Place:
 
         if self.solver == "expert" and not self.split:
             raise config_error("split", "", "the expert's placement must be given", "--split SPLIT.json")
+        if self.split and self.solver != "expert":
+            raise config_error("split", self.split, "is a placement that only the solver expert takes",
+                               "--solver expert")
         workload = make_workload(document)
         if self.accelerators or self.cpus != -1 or self.memory_gb:
             workload = workload.with_devices(
@@ -92,19 +97,20 @@ class Place:
         return 0
 
     def _stages(self, document: Mapping[str, Any]) -> int:
-        from hybridpar.planner.placement import report
+        from hybridpar.planner.placement import Options, report
+        from hybridpar.planner.placement.ideals import MAX_IDEALS
         from hybridpar.planner.placement.piper import make_instance, plan_equal_stages, plan_stages
 
         planners: dict[str, Callable[[Instance], StagePlan]] = {
-            "piper": partial(plan_stages, time_limit=self.time_limit), "equi": plan_equal_stages}
+            "piper": partial(plan_stages, max_downsets=self.max_ideals or MAX_IDEALS, time_limit=self.time_limit),
+            "equi": plan_equal_stages}
         solver = self.solver or "piper"
         if solver not in planners:
             raise config_error("solver", solver, f"{self.path} is an instance of Piper's, planned by piper or equi",
                                "piper")
         if self.cpus > 0:
             raise config_error("cpus", self.cpus, "Piper places on accelerators only", "0")
-        if not 0 < self.time_limit < 1e9:  # false for NaN
-            raise config_error("time_limit", self.time_limit, "must be above 0 seconds, and finite", "60")
+        Options(time_limit=self.time_limit, max_ideals=self.max_ideals or MAX_IDEALS).check()
         instance = make_instance(document).with_devices(
             num_devices=self.accelerators or None, memory=1e9 * self.memory_gb or None)
         plan, *others = [planners[name](instance) for name in (solver, *(["equi"] if solver == "piper" else []))]
@@ -148,6 +154,7 @@ class Graph:
 
         if self.accelerators < 0:
             raise config_error("accelerators", self.accelerators, "must not be negative", "8")
+        check_files(out=self.out)
         resolved(replace(self.config, parallel=ParallelConfig(dp=1),
                          pipeline=replace(self.config.pipeline, split=(), recompute="none")))
         document = operator_graph(self.config, self._machine(launch), training=self.training)

@@ -48,6 +48,7 @@ class Profile:
         resolved(self.config)
         if self.ranks < 0:
             raise config_error("ranks", self.ranks, "must not be negative", "0")
+        check_files(out=self.out)
         profile = survey(self.config, launch, degrees=self.tp, sizes=self.micro_batch, quick=self.quick,
                          ranks=self.ranks)
         if launch.rank:
@@ -101,6 +102,7 @@ class Plan:
         for name, value in (("devices", self.devices), ("top", self.top - 1)):
             if value < 0:
                 raise config_error(name, value, "is too small", "1")
+        check_files(svg=self.svg)
         if self.brief and (begun := self._begun()) is not None:
             Path(self.out).parent.mkdir(parents=True, exist_ok=True)
             Path(self.out).write_text(to_toml(begun), encoding="utf-8")
@@ -155,7 +157,7 @@ class Plan:
         return kept | (parse_grid(self.grid) if self.grid else {})
 
     def _draw(self, best: Candidate) -> None:
-        from hybridpar.pipeline.plan.draw import draw_svg
+        from hybridpar.pipeline.plan.svg import draw_svg
         from hybridpar.planner.report import describe
 
         model = best.model
@@ -186,12 +188,15 @@ class Simulate:
     json: bool = False
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.pipeline.plan.draw import draw, draw_svg
+        from hybridpar.pipeline.plan.draw import draw
         from hybridpar.pipeline.plan.perfetto import trace_entries, trace_json
+        from hybridpar.pipeline.plan.sizes import Sizes
+        from hybridpar.pipeline.plan.svg import draw_svg
         from hybridpar.train.preview import costs_of_run, preview
 
         if self.batches < 1:
             raise config_error("batches", self.batches, "must be positive", "2")
+        check_files(svg=self.svg, perfetto=self.perfetto)
         config, costs = resolved(self.config), None
         run = costs_of_run(Path(self.measured), config) if self.measured else None
         if self.profile or self.cluster:
@@ -203,9 +208,7 @@ class Simulate:
         # a second has so many units of the simulation; what takes one where nothing is measured is drawn as 1 ms
         per_second = 1.0 if costs else 1e3
         drawn = shown.timeline.scaled(1e3 / per_second)
-        what, held = "stage", ""
-        if pipeline.num_chunks > 1:
-            what, held = "rank", f" on {stages} ranks"
+        what, held = Sizes.of(config).rank_name, f" on {stages} ranks" if pipeline.num_chunks > 1 else ""
         title = (f"{pipeline.schedule}, {stages * pipeline.num_chunks} stages{held}, {pipeline.num_microbatches} "
                  "micro-batches a batch")
         if self.svg:
@@ -253,6 +256,15 @@ class Simulate:
         machine = machine_for(self.config, launch, self.profile, self.cluster, devices)
         config = resolved(self.config, machine.num_devices)
         return config, Model(config, machine).costs
+
+
+def check_files(**paths: str) -> None:
+    """Before anything takes long: where files will be written that flags name. Raises: ConfigError."""
+    for flag, path in paths.items():
+        if path and Path(path).is_dir():
+            raise config_error(flag, path, "is a folder, not a file", str(Path(path, "FILE")))
+        if path and not Path(path).parent.is_dir():
+            raise config_error(flag, path, "the folder of the file is not there", Path(path).name)
 
 
 def resolved(config: Config, world_size: int = 0) -> Config:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hybridpar.autograd import backward_from
 from hybridpar.config import Config
 from hybridpar.dp.accumulate import GradientAccumulator
 from hybridpar.dp.partition import Partition, make_routes
@@ -140,7 +141,7 @@ class _TracedStage:
             self.accumulator.begin(0)
         before = self._start()
         self.accumulator.bind(self.weights.leaves_of(0), 0)
-        torch.autograd.backward(self._edge, gradient)
+        backward_from(self._edge, gradient)
         del self._edge, self._input
         return self.tracker.read().peak - before
 

@@ -14,15 +14,16 @@ from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory.meter import CpuMeter, CudaMeter
 from hybridpar.memory.predict import StageMemory, batches_to_peak, predict
+from hybridpar.pipeline.plan.sizes import Sizes
 
 _COLUMNS = ("weights", "master", "gradients", "optimizer", "checkpoint", "activations", "communication", "transient",
             "total")
 _MIB = 2**20
 
 
-def table(stages: Sequence[StageMemory]) -> str:
-    """The predicted peak of each stage, in MiB, by what it consists of."""
-    rows = [["stage", *_COLUMNS, "at the peak"]]
+def table(stages: Sequence[StageMemory], rank_name: str = "stage") -> str:
+    """The predicted peak of each rank of a pipeline, in MiB, by what it consists of."""
+    rows = [[rank_name, *_COLUMNS, "at the peak"]]
     for number, stage in enumerate(stages):
         parts = [f"{getattr(stage, name) / _MIB:,.1f}" for name in _COLUMNS]
         rows.append([str(number), *parts, f"{stage.in_flight} in flight, {stage.during.partition('v')[0]}"])
@@ -32,18 +33,22 @@ def table(stages: Sequence[StageMemory]) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The peak of each stage, on the rank of it that took the most. Units: bytes."""
+    """The peak of each stage, on the rank of it that took the most. Units: bytes.
+
+    `rank_name`: "rank" where a rank of the pipeline holds several stages.
+    """
 
     measured: tuple[int, ...]
     predicted: tuple[int, ...]
+    rank_name: str = "stage"
 
     def __str__(self) -> str:
         """One line: the stage that takes the most, and how far the others are off."""
         stage = max(range(len(self.measured)), key=self.measured.__getitem__)
         off = [m / p - 1 for m, p in zip(self.measured, self.predicted, strict=True)]
         worst = max(off, key=abs)
-        where = f" on stage {stage}" if len(self.measured) > 1 else ""
-        others = f"; stages are off by at most {100 * abs(worst):.1f} %" if len(self.measured) > 1 else ""
+        where = f" on {self.rank_name} {stage}" if len(self.measured) > 1 else ""
+        others = f"; {self.rank_name}s are off by at most {100 * abs(worst):.1f} %" if len(self.measured) > 1 else ""
         return (f"peak memory of a process{where}: {self.measured[stage] / _MIB:,.1f} MiB measured, "
                 f"{self.predicted[stage] / _MIB:,.1f} MiB predicted ({100 * off[stage]:+.1f} %){others}")
 
@@ -103,8 +108,10 @@ class MemoryWatch:
             peaks[stage] = max(peaks[stage], peak)
         planned = self._config.plan.memory_mib
         if len(planned) == grid.pp.size:
-            return Comparison(tuple(peaks), tuple(round(_MIB * mib) for mib in planned))
-        return Comparison(tuple(peaks), tuple(s.total for s in predict(self._config, device=self._device)))
+            predicted = tuple(round(_MIB * mib) for mib in planned)
+        else:
+            predicted = tuple(s.total for s in predict(self._config, device=self._device))
+        return Comparison(tuple(peaks), predicted, Sizes.of(self._config).rank_name)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hybridpar.autograd import backward_from
 from hybridpar.comm import barrier, gather_objects
 from hybridpar.config import Config
 from hybridpar.dp.accumulate import GradientAccumulator
@@ -90,7 +91,7 @@ class Unit:
     def backward(self, gradient: Tensor) -> Tensor | None:
         """The gradient of its input."""
         self.accumulator.bind(self.weights.leaves_of(self.weights.newest), 0)
-        torch.autograd.backward(self._edge, gradient)
+        backward_from(self._edge, gradient)
         given, self._input = self._input, None
         del self._edge
         return None if given is None else given.grad

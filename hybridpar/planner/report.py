@@ -40,13 +40,14 @@ class Parts:
     reduction: float
     transfers: float
     bubble: float
-    rank: int
+    rank: str
+    """The slowest, such as stage 0."""
 
     @property
     def bound_by(self) -> str:
         """What weighs most, in words."""
         parts = {
-            f"compute of stage {self.rank}": self.compute, "tensor-parallel collectives": self.tensor,
+            f"compute of {self.rank}": self.compute, "tensor-parallel collectives": self.tensor,
             "norm and optimizer": self.optimizer, "reduction of gradients": self.reduction,
             "links between stages": self.transfers, "bubble": self.bubble}
         first, second, *_ = sorted(parts, key=lambda name: -parts[name])
@@ -72,7 +73,8 @@ def parts_of(model: Model) -> Parts:
     tensor, optimizer = m * waits[slowest], rank.norm + rank.update
     compute = m * rank.compute - tensor
     rest = step - compute - tensor - optimizer - reduction - transfers
-    return Parts(compute, tensor, optimizer, reduction, transfers, max(0.0, rest), slowest)
+    return Parts(compute, tensor, optimizer, reduction, transfers, max(0.0, rest),
+                 f"{model.sizes.rank_name} {slowest}")
 
 
 def bound_by(candidate: Candidate, limit: float) -> str:

@@ -160,8 +160,8 @@ def _why(candidate: Candidate, ranked: Sequence[Candidate], limit: float) -> str
         text = f"does not fit into {limit / 1e9:.1f} GB, and recomputation is not enough"
     else:
         totals = [stage.total for stage in candidate.memory]
-        stage = totals.index(max(totals))
-        text = f"stage {stage} needs {totals[stage] / 1e9:.1f} of {limit / 1e9:.1f} GB, and recomputation is not enough"
+        text = (f"{candidate.model.sizes.rank_name} {totals.index(max(totals))} needs {max(totals) / 1e9:.1f} of "
+                f"{limit / 1e9:.1f} GB, and recomputation is not enough")
     tp, pp, _ = candidate.grid
     b = candidate.config.train.micro_batch_size
     near = []

@@ -203,18 +203,18 @@ def describe(run: RunCosts) -> list[str]:
     ranks = range(run.sizes.num_ranks)
     idle = [timeline.idle_share(rank, since, until) for rank in ranks]
     work = [sum(m * (_at(costs.forward, s) + _at(costs.backward, s)) for s in run.sizes.stages_of(r)) for r in ranks]
-    slowest = work.index(max(work))
+    slowest, name = work.index(max(work)), run.sizes.rank_name
     parts = measured.parts[slowest]
     shares = [
-        ("waiting for other stages", parts.waiting), ("communication calls", parts.calls),
+        (f"waiting for other {name}s", parts.waiting), ("communication calls", parts.calls),
         ("norm and optimizer", parts.optimizer), ("between actions", parts.between), ("without a core", parts.no_core)]
-    rest = "".join(f", {name} {_ms(part)} ({part / step:.0%})" for name, part in shares if part > 5e-4 * step)
+    rest = "".join(f", {what} {_ms(part)} ({part / step:.0%})" for what, part in shares if part > 5e-4 * step)
     return [
         f"step time: {_ms(step)} measured ({measured.num_batches} batches), {_ms(simulated)} simulated from "
         f"the measured costs ({simulated / step:.0%})",
-        f"idle by stage: {_percent(measured.idle)} measured, {_percent(idle)} simulated",
-        f"slowest stage {slowest}: computing {_ms(parts.compute)} ({parts.compute / step:.0%} of the step; the mean "
-        f"stage {_ms(fmean(p.compute for p in measured.parts))}){rest}",
+        f"idle by {name}: {_percent(measured.idle)} measured, {_percent(idle)} simulated",
+        f"slowest {name} {slowest}: computing {_ms(parts.compute)} ({parts.compute / step:.0%} of the step; the mean "
+        f"{name} {_ms(fmean(p.compute for p in measured.parts))}){rest}",
     ]
 
 

@@ -27,6 +27,7 @@ from hybridpar.data import Tokenizer
 from hybridpar.errors import CheckpointError, ConfigError, config_error
 from hybridpar.flight import Flight
 from hybridpar.grid import lines_of, place_of
+from hybridpar.pipeline.plan.sizes import Sizes
 
 CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
 COSTS, FLIGHT, FAILURES, INJECTED = "costs.json", "flight", "failures.jsonl", "injected"
@@ -100,7 +101,8 @@ def open_flight(config: Config, rank: int, thread: str = "") -> Flight:
     path = flight_path(config.run.folder, rank, thread)
     path.parent.mkdir(exist_ok=True)
     return Flight(path, {
-        "rank": rank, "stage": stage, "replica": replica, "tensor_part": tensor_part, "pid": os.getpid(),
+        "rank": rank, "stage": stage, "stages": list(Sizes.of(config).stages_of(stage)), "replica": replica,
+        "tensor_part": tensor_part, "pid": os.getpid(),
         "num_microbatches": config.pipeline.num_microbatches, "axes": axes})
 
 

@@ -115,7 +115,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
             place.job.start_group(device, config.train.timeout_s)
             grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, device_type=device.type, flight=flight)
         flight.phase("setting up", limit_s)
-        who = grid.describe()
+        who = grid.describe(config.pipeline.num_chunks)
         if config.pipeline.early_switch == "auto":
             config = settle_early_switch(config, grid, device)
             reporter.say(f"pipeline.early_switch: {config.pipeline.early_switch}, the smallest that costs no time here")

@@ -25,7 +25,7 @@ from hybridpar.data import BatchLoader, Blend, Data
 from hybridpar.flight import EVALUATING
 from hybridpar.memory import MemoryWatch
 from hybridpar.models.cost import training_flops_per_token
-from hybridpar.pipeline.plan.draw import draw_svg
+from hybridpar.pipeline.plan.svg import draw_svg
 from hybridpar.train import folder as run_folder
 from hybridpar.train import trace
 from hybridpar.train.costs import RunCosts, describe, run_costs, write_costs

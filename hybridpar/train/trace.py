@@ -19,8 +19,8 @@ from hybridpar.checkpoint.files import write_text
 from hybridpar.comm import barrier, gather_objects
 from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.plan.action import Action, Kind
-from hybridpar.pipeline.plan.draw import draw_svg
 from hybridpar.pipeline.plan.perfetto import Entry, Slice, trace_entries, trace_json, wait_name
+from hybridpar.pipeline.plan.svg import draw_svg
 from hybridpar.pipeline.plan.timeline import Timeline
 from hybridpar.pipeline.run.executor import Executor
 from hybridpar.pipeline.run.recording import Event, Recording, Usage, make_clock

@@ -25,6 +25,7 @@ from hybridpar.errors import CheckpointError, DataError, config_error
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import loss_names
 from hybridpar.models.cost import stage_split
+from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.train import folder as run_folder
 from hybridpar.train.anomalies import DIVERGENCE, KnownJudge
 from hybridpar.train.bundle import Bundle, content_hash, read_bundle
@@ -86,7 +87,7 @@ class Report:
         bundle, result = self.bundle, self.result
         rows: list[tuple[str, float | None, float]] = [
             ("loss", bundle.loss, result.loss), ("gradient norm", bundle.grad_norm, result.grad_norm)]
-        part = "stage" if bundle.config.pipeline.num_chunks == 1 else "rank"
+        part = Sizes.of(bundle.config).rank_name
         rows += [(f"  of {part} {i}", recorded, replayed) for i, (recorded, replayed) in enumerate(
             zip(bundle.stage_norms or [None] * len(self.stage_norms), self.stage_norms, strict=True))]
         why = f": {bundle.what} ({bundle.policy.replace('_', ' ')})" if bundle.what else ""

@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,6 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from hybridpar import checkpoint
-from hybridpar.comm import gather_objects
 from hybridpar.config import Config
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError, HybridparError, Problem
@@ -98,6 +97,19 @@ class GridRun:
 
 
 @dataclass(frozen=True)
+class _Part:
+    """What one rank of a grid computed."""
+
+    tp: int
+    placements: dict[str, Placement]
+    snapshots: list[Tensors]
+    """The weights before each update, and after the last."""
+    gradients: list[Tensors]
+    losses: list[float]
+    norms: list[float]
+
+
+@dataclass(frozen=True)
 class Disturbance:
     """What happens to the grid's training: the gradient of the batches `nan_batches` becomes NaN on one replica of the
     last stage, so that all ranks must skip the update; after `resume_at` batches (0: never) everything is saved, thrown
@@ -141,7 +153,7 @@ def run_grid(config: Config, num_batches: int, disturbance: Disturbance = CALM) 
         errors = sorted(Path(folder).glob("error*"), key=lambda p: ("Connection" in (t := p.read_text()), len(t)))
         if errors:
             raise HybridparError(f"verify: {errors[0].name.replace('error', 'rank ')} failed:\n{errors[0].read_text()}")
-        return GridRun(**torch.load(Path(folder, "result"), weights_only=True))
+        return _merge([torch.load(Path(folder, f"part{r}"), weights_only=False) for r in range(num_ranks)])
 
 
 def _rank_main(rank: int, num_ranks: int, folder: str, config: Config, num_batches: int,
@@ -151,9 +163,7 @@ def _rank_main(rank: int, num_ranks: int, folder: str, config: Config, num_batch
         dist.init_process_group(
             "gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks,
             timeout=timedelta(seconds=config.train.timeout_s))
-        result = _train(config, num_batches, disturbance, Path(folder))
-        if rank == 0:
-            torch.save(vars(result), Path(folder, "result"))
+        torch.save(_train(config, num_batches, disturbance, Path(folder)), Path(folder, f"part{rank}"))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
@@ -172,7 +182,7 @@ class _Disturbed(Engine):
         return math.nan if batch in self.nan_batches and index == 0 and self.grid.dp.is_last else factor
 
 
-def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: Path) -> GridRun | None:
+def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: Path) -> _Part:
     parallel = config.parallel
     grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
 
@@ -185,7 +195,7 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
     loader = SyntheticLoader(
         config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size,
         config.train.seed)
-    snapshots: list[Tensors] = []  # the weights before each update, and after the last
+    snapshots: list[Tensors] = []
     gradients: list[Tensors] = []
     steps: list[StepResult] = []
 
@@ -200,30 +210,33 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
         assert checkpoint.resume(folder / "checkpoints", engine, "", print) == disturbance.resume_at
     engine.train(loader, num_batches - engine.batches_done, steps.append, on_gradients)
     snapshots.append(_copy(engine.weights.full_weights()))
-    mine = [*snapshots, *gradients]
-    everyone = gather_objects((grid.pp.rank, grid.dp.rank, grid.tp.rank, engine.weights.placements, mine), grid.world)
-    if grid.rank != 0:
-        return None
+    return _Part(grid.tp.rank, engine.weights.placements, snapshots, gradients,
+                 [step.loss for step in steps], [step.grad_norm for step in steps])
+
+
+def _merge(parts: list[_Part]) -> GridRun:
     disagreements: list[str] = []
-    merged = [_assemble([(pp, dp, tp, placements, all_[i]) for pp, dp, tp, placements, all_ in everyone], disagreements)
-              for i in range(len(mine))]
-    n = len(snapshots)
-    return GridRun(merged[0], [s.loss for s in steps], [s.grad_norm for s in steps], merged[n:], merged[1:n],
-                   sorted(set(disagreements)))
+
+    def assembled(of_parts: Iterable[list[Tensors]]) -> list[Tensors]:
+        return [_assemble(parts, tensors, disagreements) for tensors in zip(*of_parts, strict=True)]
+
+    initial, *weights = assembled(part.snapshots for part in parts)
+    gradients = assembled(part.gradients for part in parts)
+    return GridRun(initial, parts[0].losses, parts[0].norms, gradients, weights, sorted(set(disagreements)))
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _assemble(parts: list[tuple[int, int, int, dict[str, Placement], Tensors]], disagreements: list[str]) -> Tensors:
+def _assemble(parts: list[_Part], locals_of: tuple[Tensors, ...], disagreements: list[str]) -> Tensors:
     """The global tensors from the local ones of all ranks; notes replicas that differ by a bit."""
     shards: dict[str, dict[int, Tensor]] = {}
     placements: dict[str, Placement] = {}
-    for _, _, tp, stage_placements, tensors in parts:
+    for part, tensors in zip(parts, locals_of, strict=True):
         for name, tensor in tensors.items():
-            placements[name] = stage_placements[name]
-            known = shards.setdefault(name, {}).setdefault(tp, tensor)
+            placements[name] = part.placements[name]
+            known = shards.setdefault(name, {}).setdefault(part.tp, tensor)
             if not _equal(known, tensor):
                 disagreements.append(name)
     full: Tensors = {}

@@ -37,7 +37,7 @@ def make(tp: int = 1, pp: int = 1, dp: int = 1, **sections: dict[str, Any]) -> C
                   **sections.get("model", {})},
         "parallel": {"tp": tp, "pp": pp, "dp": dp, **sections.get("parallel", {})},
         "pipeline": {"num_microbatches": 4, **sections.get("pipeline", {})},
-        "train": {"micro_batch_size": 4, "num_steps": 6, "device": "cpu", **sections.get("train", {})},
+        "train": {"micro_batch_size": 4, "num_steps": 4, "device": "cpu", **sections.get("train", {})},
         "optim": sections.get("optim", {}),
     })
 

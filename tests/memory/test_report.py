@@ -36,6 +36,9 @@ def test_a_comparison_names_the_stage_that_takes_the_most() -> None:
     text = str(Comparison(measured=(90 * mib, 300 * mib), predicted=(100 * mib, 303 * mib)))
     assert text == ("peak memory of a process on stage 1: 300.0 MiB measured, 303.0 MiB predicted (-1.0 %); "
                     "stages are off by at most 10.0 %")
+    text = str(Comparison((90 * mib, 300 * mib), (100 * mib, 303 * mib), "rank"))
+    assert "a process on rank 1: " in text
+    assert "; ranks are off by" in text
 
 
 def test_check_tells_the_peak_of_each_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

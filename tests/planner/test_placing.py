@@ -91,6 +91,9 @@ def test_pipers_instances_go_to_pipers_planner(tmp_path: Path, capsys: pytest.Ca
     code, said, _ = run(capsys, "place", graph, "--memory-gb", 16, "--json", "--solver", "equi")
     assert code == 0
     assert json.loads(said)["timePerSample"] == 1
+    code, said, _ = run(capsys, "place", graph, "--max-ideals", 2)
+    assert code == 0
+    assert "more than 2 downsets: this is the best of one order of the layers" in said
     code, said, _ = run(capsys, "place", graph, "--accelerators", 1)
     assert code == 1
     assert "piper: nothing fits 1 devices of 10 GB" in said
@@ -105,10 +108,15 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     make_workload(good)
     for args, message in (
             ((tmp_path / "none.json",), "cannot be read"), ((tmp_path / "text.json",), "is not JSON"),
-            ((files["around"],), "is a cycle"), ((files["list"],), "workload = []: must be a JSON object"),
+            ((files["around"],), "is a cycle"), ((files["list"],), "hybridpar: workload = []: must be a JSON object"),
             ((files["half"],), "maxMemoryPerDevice = None"),
             ((files["good"], "--solver", "best"), "solver = 'best': must be one of"),
             ((files["good"], "--solver", "expert"), "try --split SPLIT.json"),
+            ((files["good"], "--split", files["good"]), "only the solver expert takes; try --solver expert"),
+            ((files["good"], "--solver", "expert", "--split", files["list"]), "hybridpar: split = []"),
+            ((files["good"], "--out", tmp_path), "is a folder, not a file"),
+            ((files["good"], "--out", tmp_path / "none" / "x.json"), "folder of the file is not there; try x.json"),
+            ((files["piper"], "--max-ideals", 1), "max_ideals = 1"), ((tmp_path,), "cannot be read (Is a directory)"),
             ((files["good"], "--accelerators", -1), "maxFPGAs = -1"), ((files["good"], "--cpus", -2), "maxCPUs = -2"),
             ((files["good"], "--time_limit", 0), "time_limit = 0.0"),
             ((files["piper"], "--solver", "dp"), "planned by piper or equi"),

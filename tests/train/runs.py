@@ -1,17 +1,23 @@
-"""Shared by the tests of whole runs: a small corpus, a small configuration, and torchrun."""
+"""Shared by the tests of whole runs: a small corpus, a small configuration, torchrun, and jobs without a launcher."""
 
 from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
 import random
+import socket
 import subprocess
 import sys
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from hybridpar.cli import main
 from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.train.engine import Engine
@@ -61,11 +67,39 @@ def write_config(folder: Path, schedule: str = "2bw") -> Path:
     return path
 
 
-def torchrun(num_ranks: int, *args: str | Path, script: Path | None = None) -> subprocess.Popen[str]:
-    """Starts `hybridpar *args` (or `script *args`) on so many local ranks; what all of them print is in its stdout."""
-    program = ("-m", "hybridpar") if script is None else (script,)
+def run_job(num_ranks: int, *args: str | Path) -> str:
+    """What `hybridpar *args` prints on so many local ranks. They are forks of this process: they import nothing again,
+    and what the test has patched is patched in them.
+
+    Raises: AssertionError with that text, where a rank fails or the job does not end within a minute.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with tempfile.NamedTemporaryFile() as output:
+        fork = multiprocessing.get_context("fork").Process
+        ranks = [fork(target=_rank, args=(rank, num_ranks, port, output.name, args)) for rank in range(num_ranks)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(60.0)
+            rank.kill()
+            rank.join()
+        text = Path(output.name).read_text()
+        assert [rank.exitcode for rank in ranks] == [0] * num_ranks, text
+        return text
+
+
+def _rank(rank: int, num_ranks: int, port: int, output: str, args: tuple[str | Path, ...]) -> NoReturn:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with open(output, "a", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
+        sys.exit(main(list(map(str, args))))
+
+
+def torchrun(num_ranks: int, *args: str | Path) -> subprocess.Popen[str]:
+    """Starts `hybridpar *args` on so many local ranks; what all of them print is in its stdout."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
-               *map(str, program), *map(str, args)]
+               "-m", "hybridpar", *map(str, args)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig
 from hybridpar.errors import ConfigError, DataError
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.train.costs import RunCosts, describe, read_costs, run_costs, write_costs
 from hybridpar.train.trace import Host
@@ -110,6 +112,18 @@ def test_the_report_says_what_was_measured_what_is_simulated_and_where_the_rest_
     assert slowest.startswith("slowest stage 1: computing 240 ms (98% of the step; the mean stage 180 ms)")
     assert "norm and optimizer 6.00 ms (2%)" in slowest
     assert "without a core" not in slowest
+
+
+def test_ranks_that_hold_several_stages_are_not_called_stages() -> None:
+    run = measured()
+    costs = replace(run.measured.costs, forward=(0.01, 0.02) * 2, backward=(0.02, 0.04) * 2, variation={},
+                    transfer=0.0, latency=0.0, transfer_work=0.0)
+    chunks = replace(run, ordering=Ordering("interleaved"), sizes=Sizes(2, 4, 2),
+                     measured=replace(run.measured, costs=costs))
+    _, idle, slowest = describe(chunks)
+    assert idle.startswith("idle by rank: ")
+    assert slowest.startswith("slowest rank 1: ")
+    assert "the mean rank 180 ms" in slowest
 
 
 # -- hybridpar simulate --run ------------------------------------------------------------------------------------------

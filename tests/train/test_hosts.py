@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from train.runs import finish, metrics, steps, torchrun, write_config
+from train.runs import finish, metrics, run_job, steps, write_config
 
 pytestmark = pytest.mark.ranks
 LONG = ("--train.num_steps", "12", "--train.save_interval", "5", "--train.eval_interval", "0")
@@ -39,8 +39,7 @@ def two_hosts(ranks_each: int, *args: str | Path, restarts: int = 0) -> list[tup
 def test_two_hosts_train_as_one(tmp_path: Path) -> None:
     """To the bit. The pipeline's stages are on different hosts."""
     config, grid = write_config(tmp_path), ("--parallel.tp", "2", "--parallel.pp", "2")
-    code, out = finish(torchrun(4, "train", config, *grid, "--run.name", "one"), 120.0)
-    assert code == 0, out
+    run_job(4, "train", config, *grid, "--run.name", "one")
     for code, out in two_hosts(2, "train", config, *grid, "--run.name", "two"):
         assert code == 0, out
     one, two = (metrics(tmp_path / "runs" / name) for name in ("one", "two"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
-from train.runs import finish, torchrun, write_config
+from train.runs import run_job, write_config
 
 from hybridpar import checkpoint
 from hybridpar.checkpoint.manifest import read_manifest
@@ -135,9 +135,8 @@ def test_a_job_leaves_what_any_job_leaves(tmp_path: Path) -> None:
     """Evaluations, checkpoints, costs of each stage, pictures by rank; text comes out of it on one process."""
     path = write_config(tmp_path, "interleaved")
     config = ("--parallel.pp", "2", "--pipeline.num_microbatches", "3")
-    code, out = finish(torchrun(2, "train", path, *config, "--train.num_steps", "18", "--train.eval_interval", "9",
-                                "--train.save_interval", "9"))
-    assert code == 0, out
+    run_job(2, "train", path, *config, "--train.num_steps", "18", "--train.eval_interval", "9",
+                                "--train.save_interval", "9")
     folder = tmp_path / "runs" / "run"
     costs = read_costs(folder / "costs.json")
     assert (costs.sizes, costs.ordering.schedule) == (Sizes(2, 3, 2), "interleaved")

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from train.runs import finish, metrics, steps, torchrun, write_config
+from train.runs import finish, metrics, run_job, steps, torchrun, write_config
 
 from hybridpar.train.costs import read_costs
 
@@ -65,11 +65,8 @@ def test_a_job_of_two_ranks_goes_on_as_one(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     two = ("--parallel.dp", "2", "--parallel.zero", "1")
     for name, end in (("run", "3"), ("whole", "6")):
-        code, out = finish(torchrun(2, "train", config, *two, "--train.num_steps", end, "--run.name", name,
-                                    "--optim.decay", "constant"))
-        assert code == 0, out
-    code, out = finish(torchrun(1, "train", config, "--pipeline.num_microbatches", "4", "--optim.decay", "constant"))
-    assert code == 0, out
+        run_job(2, "train", config, *two, "--train.num_steps", end, "--run.name", name, "--optim.decay", "constant")
+    out = run_job(1, "train", config, "--pipeline.num_microbatches", "4", "--optim.decay", "constant")
     assert "since the last time: parallel.dp: 2 -> 1" in out
     assert "going on after step 3" in out
     moved, whole = (steps(metrics(tmp_path / "runs" / name)) for name in ("run", "whole"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train.runs import finish, metrics, poison_gradients, steps, tiny, torchrun, write_config
+from train.runs import metrics, poison_gradients, run_job, steps, tiny, write_config
 
 from hybridpar import checkpoint
 from hybridpar.cli import main
@@ -87,35 +87,24 @@ def test_a_run_stops_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.Mon
         loop.train(config, ALONE)
 
 
-SCRIPT = """
-import math, sys
-from hybridpar.cli import main
-from hybridpar.train.engine import Engine
-healthy = Engine._apply
-def spoiled(self, batch, result):
-    healthy(self, batch, result)
-    if batch == 4 and self.grid.rank == 1 and not hasattr(self, "spoiled"):
-        self.spoiled = True
-        self.before_change()
-        next(iter(self.weights.leaves_of(batch + 1).values())).data.view(-1)[0] += 1.0
-Engine._apply = spoiled
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.ranks
-def test_replicas_that_differ_are_rolled_back_together(tmp_path: Path) -> None:
+def test_replicas_that_differ_are_rolled_back_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(tmp_path, "1f1b")
-    script = tmp_path / "job.py"
-    script.write_text(SCRIPT)
     flags = ("--parallel.dp", "2", "--anomalies.audit_interval", "3", "--anomalies.on_divergence", "roll_back",
              "--train.eval_interval", "0")
-    process = torchrun(2, "train", config, *flags)
-    code, healthy = finish(process)
-    assert code == 0, healthy
+    run_job(2, "train", config, *flags)
     whole = steps(metrics(tmp_path / "runs" / "run"))
-    code, out = finish(torchrun(2, "train", config, *flags, "--run.name", "spoiled", script=script))
-    assert code == 0, out
+    healthy = Engine._apply
+
+    def spoiled(self: Engine, batch: int, result: StepResult | None) -> None:
+        healthy(self, batch, result)
+        if batch == 4 and self.grid.rank == 1 and not hasattr(self, "spoiled"):
+            self.spoiled = True  # type: ignore[attr-defined]
+            self.before_change()
+            next(iter(self.weights.leaves_of(batch + 1).values())).data.view(-1)[0] += 1.0
+
+    monkeypatch.setattr(Engine, "_apply", spoiled)
+    out = run_job(2, "train", config, *flags, "--run.name", "spoiled")
     assert "step 6: replicas differ: weights/" in out
     assert "of rank 1 is not what rank 0 has: roll back" in out
     assert "rolled back to the checkpoint of step 4; going on with step 5" in out

@@ -12,7 +12,6 @@ from hybridpar.verify.run import CALM, Disturbance, verify
 
 pytestmark = pytest.mark.ranks
 
-NAN = Disturbance(nan_batches=frozenset({1}))
 RESUMED = Disturbance(resume_at=2)
 ZERO: dict[str, Any] = {"zero": 1}
 
@@ -22,13 +21,12 @@ def config(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> C
     return make(model, pipeline=pipeline, **sections)
 
 
-def holds(grid: dict[str, int], on: Config, disturbance: Disturbance = CALM) -> None:
-    report = verify(on, grid, 5, disturbance)
+def holds(grid: dict[str, int], on: Config, disturbance: Disturbance = CALM, num_batches: int = 5) -> None:
+    report = verify(on, grid, num_batches, disturbance)
     assert report.ok, report.first_divergence
 
 
-@pytest.mark.parametrize("disturbance", [CALM, NAN, RESUMED, Disturbance(frozenset({1, 2}), 2)],
-                         ids=["calm", "nan", "resumed", "both"])
+@pytest.mark.parametrize("disturbance", [CALM, Disturbance(frozenset({1, 2}), 2)], ids=["calm", "nan-resumed"])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_whole_grid(zero: int, disturbance: Disturbance) -> None:
     holds({"tp": 2, "pp": 2, "dp": 2}, config(DROPOUT, parallel={"zero": zero}), disturbance)
@@ -48,7 +46,7 @@ def test_sharded_optimizer_state_under_every_schedule(schedule: str) -> None:
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_rows_that_several_tensor_ranks_hold_are_not_shared_out(optim: str) -> None:
-    holds({"tp": 4, "dp": 2}, config(LLAMA, parallel=ZERO, optim={"name": optim}))
+    holds({"tp": 4, "dp": 2}, config(LLAMA, parallel=ZERO, optim={"name": optim}, pipeline={"num_microbatches": 2}))
 
 
 @pytest.mark.parametrize(("p", "m", "early_switch"), [
@@ -69,11 +67,12 @@ def test_options_of_the_schedule(pipeline: dict[str, Any]) -> None:
     holds({"pp": 3}, config(pipeline=pipeline), RESUMED)
 
 
-@pytest.mark.parametrize("disturbance", [CALM, Disturbance(frozenset({1, 3}), 3)], ids=["calm", "nan-resumed"])
 @pytest.mark.parametrize("staleness", ["extrapolation", "prediction", "nesterov", "lr_rescale"])
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
-def test_staleness_corrections(optim: str, staleness: str, disturbance: Disturbance) -> None:
-    holds({"tp": 2, "pp": 2}, config(optim={"name": optim, "staleness": staleness}), disturbance)
+def test_staleness_corrections(optim: str, staleness: str) -> None:
+    """Over updates that follow one another, one that is skipped, and a resume."""
+    on = config(optim={"name": optim, "staleness": staleness})
+    holds({"tp": 2, "pp": 2}, on, Disturbance(frozenset({2}), 4), num_batches=6)
 
 
 @pytest.mark.parametrize("staleness", ["extrapolation", "prediction"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from train.runs import finish, tiny, torchrun, write_config
+from train.runs import run_job, tiny, write_config
 
 from hybridpar.cli import main
 from hybridpar.config import Launch, from_mapping
@@ -68,9 +68,8 @@ def test_any_step_of_a_run_can_be_replayed(tmp_path: Path, schedule: str, sectio
 def test_a_grid_is_replayed_on_one_process(tmp_path: Path) -> None:
     """Two stages with early switches; fp32, so the order of summation shows in the seventh digit."""
     config = write_config(tmp_path)
-    code, out = finish(torchrun(2, "train", config, "--parallel.pp", "2", "--pipeline.early_switch", "1",
-                                "--pipeline.num_microbatches", "4", "--train.save_interval", "4"))
-    assert code == 0, out
+    run_job(2, "train", config, "--parallel.pp", "2", "--pipeline.early_switch", "1",
+                                "--pipeline.num_microbatches", "4", "--train.save_interval", "4")
     report = replay(tmp_path / "runs" / "run", 6, print)
     assert report.result.loss == pytest.approx(report.bundle.loss, rel=1e-5)
     assert report.result.grad_norm == pytest.approx(report.bundle.grad_norm, rel=1e-4)
@@ -86,9 +85,8 @@ PLAIN = ("--model.tie_embeddings", "False", "--optim.clip_grad", "0")
 def test_pipedreams_stages_are_replayed_in_one_process(tmp_path: Path, flags: tuple[str, ...], exact: bool) -> None:
     """Each on its version of the weights: to the bit, where nothing is summed over stages."""
     config = write_config(tmp_path, "pipedream")
-    code, out = finish(torchrun(3, "train", config, "--parallel.pp", "3", "--train.num_steps", "11",
-                                "--train.eval_interval", "6", "--train.save_interval", "8", *flags))
-    assert code == 0, out
+    run_job(3, "train", config, "--parallel.pp", "3", "--train.num_steps", "11",
+                                "--train.eval_interval", "6", "--train.save_interval", "8", *flags)
     for step, start in ((8, 0), (9, 8), (11, 8)):
         report = replay(tmp_path / "runs" / "run", step, print)
         assert (report.bundle.checkpoint or 0) == start
@@ -103,10 +101,9 @@ def test_pipedreams_stages_are_replayed_in_one_process(tmp_path: Path, flags: tu
 @pytest.mark.ranks
 def test_a_bundle_of_stages_says_on_which_versions_they_ran(tmp_path: Path) -> None:
     config = write_config(tmp_path, "pipedream")
-    code, out = finish(torchrun(2, "train", config, "--parallel.pp", "2", "--train.num_steps", "8",
+    run_job(2, "train", config, "--parallel.pp", "2", "--train.num_steps", "8",
                                 "--train.eval_interval", "0", "--train.save_interval", "4", "--inject",
-                                "nan gradient rank 0 at step 7"))
-    assert code == 0, out
+                                "nan gradient rank 0 at step 7")
     path = tmp_path / "runs" / "run" / "anomalies" / "step_00000007.json"
     plain = json.loads(path.read_text())
     assert plain["versions"] == [[5, 6], [6, 6]]
@@ -119,8 +116,7 @@ def test_a_bundle_of_stages_says_on_which_versions_they_ran(tmp_path: Path) -> N
 
 @pytest.mark.ranks
 def test_a_ring_of_stages_is_replayed(tmp_path: Path) -> None:
-    code, out = finish(torchrun(2, "train", write_config(tmp_path, "interleaved"), "--parallel.pp", "2"))
-    assert code == 0, out
+    run_job(2, "train", write_config(tmp_path, "interleaved"), "--parallel.pp", "2")
     report = replay(tmp_path / "runs" / "run", 6, print)
     assert report.agrees
     assert math.hypot(*report.stage_norms) == pytest.approx(report.result.grad_norm, rel=1e-6)

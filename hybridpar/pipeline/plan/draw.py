@@ -1,4 +1,4 @@
-"""Draws a plan: as a text staircase, and as an SVG picture in the manner of the papers.
+"""Draws a plan as a text staircase; svg.py draws pictures.
 
 A Timeline is drawn as it ran; a plan is simulated first, with a backward that takes two forwards and all else free.
 """
@@ -6,8 +6,6 @@ A Timeline is drawn as it ran; a plan is simulated first, with a backward that t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from html import escape
 from math import floor
 
 from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind, Plan
@@ -15,11 +13,11 @@ from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.pipeline.plan.timeline import BESIDE, Timeline
 
 
-def _as_timeline(drawn: Plan | Timeline) -> Timeline:
+def as_timeline(drawn: Plan | Timeline) -> Timeline:
     return drawn if isinstance(drawn, Timeline) else simulate(drawn)
 
 
-def _timed(timeline: Timeline, rank: int) -> Iterator[tuple[Action, float, float]]:
+def timed(timeline: Timeline, rank: int) -> Iterator[tuple[Action, float, float]]:
     """Each action of a rank: start, and end; for an update, that of the rank's own work."""
     for action, start, done, end in timeline.actions(rank):
         yield action, start, end if action.kind in BESIDE else done
@@ -31,13 +29,10 @@ def num_chunks(timeline: Timeline) -> int:
     return max(1, len(stages) // max(1, len(timeline.plan)))
 
 
-def _label(action: Action, num_ranks: int) -> str:
+def number_of(action: Action, num_ranks: int) -> str:
     """The number of a micro-batch; on the second chunk of a rank with a b, and so on."""
     chunk = action.stage // num_ranks
     return f"{action.microbatch}{chr(ord('a') + min(chunk, 25)) if chunk else ''}"
-
-
-# Text
 
 
 def draw(drawn: Plan | Timeline, *, unit: float | None = None) -> str:
@@ -48,7 +43,7 @@ def draw(drawn: Plan | Timeline, *, unit: float | None = None) -> str:
 
     Where a rank holds several stages, a line is a rank, and F0b is micro-batch 0 on its second one.
     """
-    timeline = _as_timeline(drawn)
+    timeline = as_timeline(drawn)
     rows = {rank: list(_text_items(timeline, rank)) for rank in sorted(timeline.plan)}
     lengths = [end - start for row in rows.values() for label, start, end in row if label != "*"]
     unit = unit or min((length for length in lengths if length > 0), default=1.0)
@@ -65,9 +60,9 @@ def draw(drawn: Plan | Timeline, *, unit: float | None = None) -> str:
 
 def _text_items(timeline: Timeline, rank: int) -> Iterator[tuple[str, float, float]]:
     """Label, start and end of what a row shows. An update that takes no time is a star."""
-    for action, start, end in _timed(timeline, rank):
+    for action, start, end in timed(timeline, rank):
         if action.kind in COMPUTE:
-            yield f"{action.kind}{_label(action, len(timeline.plan))}", start, end
+            yield f"{action.kind}{number_of(action, len(timeline.plan))}", start, end
         elif action.kind is Kind.UPDATE:
             yield (f"U{action.microbatch}" if end > start else "*"), start, end
 
@@ -89,220 +84,3 @@ def _text_row(row: list[tuple[str, float, float]], unit: float, width: int) -> s
         else:
             put(position, label.ljust(column(end) - position - 1, "-"))
     return "".join(line)
-
-
-# SVG
-
-_COLOURS = (  # by weight version: forward, backward
-    ("#bdd5f3", "#2c6ab1"), ("#fcd9ae", "#c7680f"), ("#c4e6c1", "#35843a"), ("#dfcef2", "#774aae"),
-    ("#f7c8c5", "#b93a3a"), ("#b8e4e4", "#1c7d7d"), ("#f6cbe3", "#b23c83"), ("#e6d6c3", "#7d5636"),
-)
-_INK, _MUTED, _IDLE = "#1f2733", "#6a7482", "#eceff3"
-_LEFT, _RIGHT, _TOP, _HEIGHT, _PITCH = 74, 92, 58, 30, 50  # pixels; _PITCH from one row to the next
-_LINES = {Kind.SEND_F: (9, "#6fa3dc", "activation"), Kind.SEND_B: (12, "#1d4f8b", "gradient")}
-"""Transfers that a stage sends: pixels below its row, colour, what they carry."""
-_SHOWN_PIXELS = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """From time and rank to pixels."""
-
-    num_ranks: int
-    per_unit: float
-    labels: dict[Kind, str]  # CSS class of the numbers in boxes of that kind; none where they do not fit
-
-    def x(self, time: float) -> float:
-        return _LEFT + time * self.per_unit
-
-    def y(self, stage: int) -> float:
-        """The row of the rank that holds the stage."""
-        return _TOP + stage % self.num_ranks * _PITCH
-
-
-def _scale(timeline: Timeline, per_unit: float) -> _Scale:
-    """At least so wide that every box shows; numbers in all boxes of a kind, or in none."""
-    narrowest: dict[Kind, float] = {}
-    digits = 1
-    for rank in timeline.plan:
-        for action, start, end in _timed(timeline, rank):
-            if action.kind in COMPUTE and end > start:
-                narrowest[action.kind] = min(narrowest.get(action.kind, end - start), end - start)
-                digits = max(digits, len(_label(action, len(timeline.plan))))
-    per_unit = max(per_unit, 4 / min(narrowest.values(), default=1.0))
-    labels = {}
-    for kind, length in narrowest.items():
-        fitting = [css for css, digit in (("", 7.5), ("small", 5.6)) if digits * digit + 3 <= length * per_unit]
-        if fitting:
-            labels[kind] = fitting[0]
-    return _Scale(len(timeline.plan), per_unit, labels)
-
-
-def draw_svg(drawn: Plan | Timeline, *, title: str = "", width: int = 1200) -> str:
-    """A plan as a self-contained SVG picture, `width` pixels wide or as wide as its micro-batches need.
-
-    A box is a micro-batch on a stage: light forward, dark backward, its colour the weight version, with a b (and so on)
-    where the stage is the second of its rank. The bar below a row
-    runs from the end of a batch's gradients to the update, dark while a reduction is under way; the thin lines below
-    that are the transfers that the stage sends, where they take visible time. Every part has a tooltip.
-    """
-    timeline = _as_timeline(drawn)
-    ranks = sorted(timeline.plan)
-    span = timeline.makespan or 1.0
-    scale = _scale(timeline, (width - _LEFT - _RIGHT) / span)
-    what = "stage" if num_chunks(timeline) == 1 else "rank"
-    rows = [part for rank in ranks for part in _svg_row(timeline, rank, what, scale)]
-    axis = _TOP + len(ranks) * _PITCH
-    full_width = max(scale.x(span) + _RIGHT, 640)
-    legend, bottom = _svg_legend(timeline, axis + 42, full_width, transfers=_shows_transfers(timeline, scale))
-    heading = title or f"{len(ranks)} {what}s, makespan {span:.6g}"
-    body = "\n".join([
-        f'<text class="title" x="{_LEFT}" y="30">{escape(heading)}</text>',
-        f'<text class="muted" x="{scale.x(span) + 12:.1f}" y="{_TOP - 10}">idle</text>',
-        *rows, *_svg_axis(scale, span, axis), *legend,
-    ])
-    return _SVG.format(width=round(full_width), height=round(bottom), ink=_INK, muted=_MUTED, body=body)
-
-
-_SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">
-<style>
-text {{ font: 12px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: {ink}; }}
-.title {{ font-size: 17px; font-weight: 600; }}
-.muted {{ fill: {muted}; }}
-.mid {{ text-anchor: middle; pointer-events: none; }}
-.end {{ text-anchor: end; }}
-.on-dark {{ fill: #fff; }}
-.small {{ font-size: 9px; }}
-</style>
-<rect width="100%" height="100%" fill="#fbfcfd"/>
-{body}
-</svg>
-"""
-
-
-def _rect(x: float, y: float, width: float, height: float, fill: str, tip: str = "", more: str = "") -> str:
-    shape = f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0.1):.2f}" height="{height}" fill="{fill}"{more}'
-    return f"{shape}><title>{escape(tip)}</title></rect>" if tip else f"{shape}/>"
-
-
-def _colours(version: int) -> tuple[str, str]:
-    return _COLOURS[max(version, 0) % len(_COLOURS)]
-
-
-def _svg_row(timeline: Timeline, rank: int, what: str, scale: _Scale) -> Iterator[str]:
-    y = scale.y(rank)
-    yield f'<text class="end" x="{_LEFT - 12}" y="{y + 20}">{what} {rank}</text>'
-    yield _rect(scale.x(0), y, timeline.makespan * scale.per_unit, _HEIGHT, _IDLE)
-    idle = f"{100 * timeline.idle_share(rank):.1f} %"
-    yield f'<text class="muted" x="{scale.x(timeline.makespan) + 12:.1f}" y="{y + 20}">{idle}</text>'
-    reduced: dict[int, float] = {}  # batch: when its reduction began
-    normed: dict[int, float] = {}  # and when it ended
-    for action, start, end in _timed(timeline, rank):
-        if action.kind in COMPUTE:
-            yield from _svg_compute(action, start, end, scale)
-        elif action.kind in _LINES:
-            yield from _svg_transfer(action, start, end, scale)
-        elif action.kind is Kind.REDUCE:
-            reduced[action.microbatch], normed[action.microbatch] = start, end
-        elif action.kind is Kind.NORM:
-            normed[action.microbatch] = end
-        elif action.kind is Kind.UPDATE:
-            batch = action.microbatch
-            yield from _svg_update(action, reduced.get(batch, start), normed.get(batch, start), start, end, scale)
-
-
-def _svg_compute(action: Action, start: float, end: float, scale: _Scale) -> Iterator[str]:
-    x, y, width = scale.x(start), scale.y(action.stage), (end - start) * scale.per_unit
-    forward = action.kind is Kind.F
-    weights = f" with W{action.version}" if action.version >= 0 else ""
-    tip = f"{action}: micro-batch {action.microbatch} {'forward' if forward else 'backward'}{weights}, " \
-          f"{start:.6g} to {end:.6g}"
-    gap = min(1.0, width / 8)
-    yield _rect(x, y, width - gap, _HEIGHT, _colours(action.version)[not forward], tip, ' rx="2"')
-    if action.kind in scale.labels:
-        css = f"mid {scale.labels[action.kind]} {'' if forward else 'on-dark'}".strip()
-        label = _label(action, scale.num_ranks)
-        yield f'<text class="{css}" x="{x + (width - gap) / 2:.1f}" y="{y + 19.5:.1f}">{label}</text>'
-
-
-def _svg_transfer(action: Action, start: float, end: float, scale: _Scale) -> Iterator[str]:
-    below, colour, what = _LINES[action.kind]
-    if (width := (end - start) * scale.per_unit) >= _SHOWN_PIXELS:
-        tip = f"{action}: {what} of micro-batch {action.microbatch} on its way, {start:.6g} to {end:.6g}"
-        yield _rect(scale.x(start), scale.y(action.stage) + _HEIGHT + below, width, 2, colour, tip)
-
-
-def _svg_update(
-    action: Action, reduced: float, normed: float, start: float, end: float, scale: _Scale
-) -> Iterator[str]:
-    """The way of a batch's gradients into the weights: a bar below the row, then a mark in it."""
-    y, batch = scale.y(action.stage), action.microbatch
-    light, dark = _colours(action.version)
-    yield _rect(
-        scale.x(reduced), y + _HEIGHT + 3, (start - reduced) * scale.per_unit, 4, light,
-        f"batch {batch} could make W{action.version} from {normed:.6g} on; it is needed at {start:.6g}",
-    )
-    yield _rect(
-        scale.x(reduced), y + _HEIGHT + 3, (normed - reduced) * scale.per_unit, 4, dark,
-        f"gradients and norm of batch {batch} are reduced, {reduced:.6g} to {normed:.6g}",
-    )
-    if end > start:
-        yield _rect(scale.x(start), y, (end - start) * scale.per_unit, _HEIGHT, _INK,
-                    f"{action}: makes W{action.version}, {start:.6g} to {end:.6g}", ' rx="2"')
-    x = scale.x(start)
-    yield f'<path d="M{x - 5:.1f} {y - 5} h10 l-5 9 z" fill="{dark}" stroke="#fff" stroke-width="1"><title>' \
-          f"{action}: makes W{action.version} at {start:.6g}</title></path>"
-
-
-def _svg_axis(scale: _Scale, span: float, y: float) -> Iterator[str]:
-    step = 1.0
-    while step * scale.per_unit < 60:
-        step *= 10 if step * scale.per_unit * 5 < 60 else 5 if step * scale.per_unit * 2 < 60 else 2
-    for i in range(int(span / step) + 1):
-        yield f'<text class="muted mid" x="{scale.x(i * step):.1f}" y="{y + 12}">{i * step:g}</text>'
-
-
-def _shows_transfers(timeline: Timeline, scale: _Scale) -> bool:
-    return any(
-        action.kind in _LINES and (end - start) * scale.per_unit >= _SHOWN_PIXELS
-        for rank in timeline.plan for action, start, end in _timed(timeline, rank))
-
-
-def _svg_legend(
-    timeline: Timeline, y: float, full_width: float, *, transfers: bool
-) -> tuple[list[str], float]:
-    """What colours and marks mean; and where the picture ends."""
-    microbatches: dict[int, list[int]] = {}
-    for actions in timeline.plan.values():
-        for action in actions:
-            if action.kind in COMPUTE:
-                microbatches.setdefault(action.version, []).append(action.microbatch)
-    items = [
-        (_swatch(version), f"W{version}: {min(used)}-{max(used)}" if version >= 0 else "evaluation")
-        for version, used in sorted(microbatches.items())[: len(_COLOURS)]
-    ]
-    if len(microbatches) > len(_COLOURS):
-        items.append(([], "... and so on"))
-    items += [
-        (_swatch(0), "forward, backward"),
-        ([f'<path d="M8 3 h10 l-5 9 z" fill="{_INK}"/>'], "update"),
-        ([_rect(0, 5, 13, 4, _MUTED), _rect(13, 5, 13, 4, "#c9d0d8")], "gradients reduced, then ready for the update"),
-        ([_rect(0, 0, 26, 14, _IDLE)], "idle"),
-    ]
-    if transfers:
-        lines = [_rect(0, 4 + 4 * i, 26, 2, colour) for i, (_, colour, _) in enumerate(_LINES.values())]
-        items.append((lines, "activation, gradient on its way"))
-    parts, x = [f'<text class="muted" x="{_LEFT}" y="{y}">weights: micro-batches that use them</text>'], float(_LEFT)
-    y += 10
-    for shapes, text in items:
-        width = 34 + 6.3 * len(text) + 18
-        if x + width > full_width - 10:
-            x, y = float(_LEFT), y + 22
-        parts += [f'<g transform="translate({x:.1f} {y})">', *shapes, f'<text x="33" y="11.5">{text}</text></g>']
-        x += width
-    return parts, y + 32
-
-
-def _swatch(version: int) -> list[str]:
-    light, dark = _colours(version)
-    return [_rect(0, 0, 13, 14, light), _rect(13, 0, 13, 14, dark)]

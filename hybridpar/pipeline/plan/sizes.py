@@ -47,6 +47,11 @@ class Sizes:
         """Whether the last rank sends to the first."""
         return self.chunks > 1
 
+    @property
+    def rank_name(self) -> str:
+        """What messages number ranks as: stages, where each holds one."""
+        return "stage" if self.chunks == 1 else "rank"
+
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""
         return stage % self.num_ranks

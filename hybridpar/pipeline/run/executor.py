@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hybridpar.autograd import backward_from
 from hybridpar.comm import Work, irecv, isend
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import Losses, MicroBatch
@@ -161,7 +162,7 @@ class Executor:
         if gradient is None:
             gradient = torch.tensor(factor, dtype=self._loss_dtype, device=self.lane.device)
         self.weights.bind(action.version)
-        torch.autograd.backward(flight.edge, gradient)
+        backward_from(flight.edge, gradient)
         if flight.input is not None:
             assert flight.input.grad is not None
             self._outputs[Kind.SEND_B, stage, k] = flight.input.grad

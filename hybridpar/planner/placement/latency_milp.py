@@ -23,9 +23,10 @@ from hybridpar.errors import config_error
 from hybridpar.planner.placement.bound import check_possible
 from hybridpar.planner.placement.classes import ClassGraph, class_graph
 from hybridpar.planner.placement.highs import Highs
+from hybridpar.planner.placement.ideals import OutOfTime
 from hybridpar.planner.placement.latency_search import searched_placements, simple_placements
 from hybridpar.planner.placement.load import latency, problems
-from hybridpar.planner.placement.model import TOO_LARGE, Model, TooLargeError
+from hybridpar.planner.placement.model import Model, TooLargeError
 from hybridpar.planner.placement.result import GAP, Placement, make_placement
 from hybridpar.planner.placement.workload import Floats, Ints, Workload, order_of
 
@@ -38,12 +39,13 @@ SEARCH_SHARE = 0.5
 """Of the time limit: for search that integer programming begins with."""
 
 
-def minimise_latency(workload: Workload, slots: int, seconds: float) -> Placement:
-    """The placement of the least latency that is found in that time; without time, the best simple one.
+def minimise_latency(workload: Workload, slots: int, seconds: float, *, search: bool = True) -> Placement:
+    """The placement of the least latency that is found in that time; without `search`, the best simple one.
 
     Raises: ConfigError for training graphs, and if nothing fits.
     """
     start = time.monotonic()
+    deadline = start + seconds
     if workload.training:
         node = int(workload.backward.argmax())
         raise config_error(
@@ -52,10 +54,12 @@ def minimise_latency(workload: Workload, slots: int, seconds: float) -> Placemen
     colours, graph = (class_graph(workload, pipeline=x, merge_leaves=False) for x in (False, True))
     # Of classes on a common cycle no call could start before the other: on accelerators they are in one.
     check_possible(graph if slots == 1 else colours)
-    bound = _path_bound(colours)
-    name = "latency-milp" if seconds else "latency-greedy"
-    found = [(x, np.zeros_like(x)) for x in simple_placements(graph)]
-    if not seconds:
+    name = "latency-milp" if search else "latency-greedy"
+    found = [(x, np.zeros_like(x)) for x in simple_placements(graph, deadline)]
+    bound = _path_bound(colours, deadline)
+    if not search:
+        if not found and time.monotonic() > deadline:
+            raise config_error("time_limit", seconds, "was not enough to find any placement", f"{10 * seconds:g}")
         if not found:
             raise config_error("solver", name, "what is packed in order does not fit", "latency-milp")
         best = min(found, key=lambda x: latency(workload, *x))
@@ -64,7 +68,7 @@ def minimise_latency(workload: Workload, slots: int, seconds: float) -> Placemen
         better_ones = searched_placements(graph, colours, [x for x, _ in found], start + SEARCH_SHARE * seconds)
         found += [(x, np.zeros_like(x)) for x in better_ones]
         known = min((latency(workload, *x) for x in found), default=np.inf)
-        solution = _Problem(workload, colours, slots, known, bound).solve(highs, start + seconds)
+        solution = _Problem(workload, colours, slots, known, bound, deadline).solve(highs)
     found += solution.placements
     if not found:
         wrong, rule = (("maxSizePerFPGA", workload.memory), "nothing fits") if solution.proven else (
@@ -75,11 +79,12 @@ def minimise_latency(workload: Workload, slots: int, seconds: float) -> Placemen
                           exact=solution.proven, slots=best[1], note=solution.note)
 
 
-def _path_bound(colours: ClassGraph) -> float:
+def _path_bound(colours: ClassGraph, deadline: float) -> float:
     """The longest path, every node on the device that is best at it, and without transfers.
 
     Where accelerators cannot hold everything, a byte of theirs has a price, and all that they hold is given back: a
-    bound whatever the price is (the Lagrangian relaxation of their memory), so the best of `PRICES` counts.
+    bound whatever the price is (the Lagrangian relaxation of their memory), so the best of `PRICES` counts, or of
+    those that were tried until `deadline`.
     """
     w = colours.workload
     runs = np.isfinite(colours.accelerator_time)[colours.class_of]  # what must be with it fits an accelerator too
@@ -90,7 +95,12 @@ def _path_bound(colours: ClassGraph) -> float:
     if w.num_cpus and w.size.sum() > room:
         worth = (cpu - accelerator)[runs & (w.size > 0)] / w.size[runs & (w.size > 0)]
         prices = np.unique(np.quantile(np.append(np.maximum(worth, 0.0), 0.0), np.linspace(0, 1, PRICES)))
-    return max(_longest_path(np.minimum(accelerator + price * w.size, cpu), order) - price * room for price in prices)
+    bound = 0.0
+    for price in prices:
+        bound = max(bound, _longest_path(np.minimum(accelerator + price * w.size, cpu), order) - price * room)
+        if time.monotonic() > deadline:
+            break
+    return bound
 
 
 def _longest_path(times: Floats, order: list[tuple[int, list[int]]]) -> float:
@@ -130,17 +140,18 @@ class _Problem:
     slots: int
     known: float
     bound: float
+    deadline: float
 
-    def solve(self, highs: Highs, deadline: float) -> _Solution:
+    def solve(self, highs: Highs) -> _Solution:
         w, k, q = self.workload, self.workload.num_accelerators, self.slots
         if self.known <= self.bound * (1 + GAP):
             return _Solution([], self.bound, True)
         try:
             horizon = self._horizon() or 1.0
             model, x, unit = self._model(horizon)
-        except TooLargeError:
-            return _Solution([], self.bound, False, TOO_LARGE)
-        answer = highs.solve(model.program(), deadline)
+        except (TooLargeError, OutOfTime) as error:
+            return _Solution([], self.bound, False, str(error))
+        answer = highs.solve(model.program(), self.deadline)
         bound = answer.bound * horizon / SCALE
         if answer.infeasible:
             return _Solution([], self.known, True)
@@ -165,7 +176,7 @@ class _Problem:
         k, n = w.num_accelerators, w.num_nodes
         calls = k * q
         unit = self.colours.class_of if q == 1 else np.arange(n)
-        model = Model()
+        model = Model(self.deadline)
         model.expect((1 + calls) * n)
         x = model.variables((int(unit.max()) + 1, 1 + calls), 0.0, self._allowed(unit), integer=True)
         of_node = x[unit]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 
 from hybridpar.planner.placement.baselines import greedy
 from hybridpar.planner.placement.classes import ClassGraph
+from hybridpar.planner.placement.ideals import OutOfTime
 from hybridpar.planner.placement.linear import ORDERS, Segments, random_order
 from hybridpar.planner.placement.load import latency, problems
 from hybridpar.planner.placement.workload import Ints
@@ -19,10 +21,12 @@ from hybridpar.planner.placement.workload import Ints
 GAIN = 1e-9
 
 
-def simple_placements(graph: ClassGraph) -> list[Ints]:
-    """Packed greedily, split along the order, all on CPUs: those that fit, a device for each node."""
+def simple_placements(graph: ClassGraph, deadline: float) -> list[Ints]:
+    """Packed greedily, split along the order (in time), all on CPUs: those that fit, a device for each node."""
     w = graph.workload
-    found = [greedy(graph, np.inf), _split(graph)]
+    found = [greedy(graph, np.inf)]
+    with suppress(OutOfTime):
+        found.append(_split(graph, deadline))
     if w.num_cpus:
         found.append(np.full(graph.num_classes, w.num_accelerators))
     return [x for x in (graph.devices(y) for y in found if y is not None) if not problems(w, x)]
@@ -36,12 +40,11 @@ def searched_placements(graph: ClassGraph, colours: ClassGraph, known: list[Ints
     w = graph.workload
     found = list(known)
     generator = np.random.default_rng(0)
-    for _ in range(ORDERS):
-        if time.monotonic() > deadline:
-            break
-        other = graph.reordered(random_order(graph, generator))
-        if (split := _split(other)) is not None and not problems(w, other.devices(split)):
-            found.append(other.devices(split))
+    with suppress(OutOfTime):
+        for _ in range(ORDERS):
+            other = graph.reordered(random_order(graph, generator))
+            if (split := _split(other, deadline)) is not None and not problems(w, other.devices(split)):
+                found.append(other.devices(split))
     if not found:
         return []
     zeros = np.zeros(w.num_nodes, np.int64)
@@ -86,8 +89,11 @@ def _moves(graph: ClassGraph, devices: Ints) -> Iterator[tuple[int, int]]:
                 yield c, target
 
 
-def _split(graph: ClassGraph) -> Ints | None:
-    """The split of the order whose loads, one after the other, add up to least. None if nothing fits."""
+def _split(graph: ClassGraph, deadline: float) -> Ints | None:
+    """The split of the order whose loads, one after the other, add up to least. None if nothing fits.
+
+    Raises: OutOfTime once `time.monotonic()` is past `deadline`.
+    """
     w, n, k = graph.workload, graph.num_classes, graph.workload.num_accelerators
     best = np.full((n + 1, k + 1), np.inf)  # of a prefix, by how many accelerators it may use
     best[0] = 0.0
@@ -104,6 +110,8 @@ def _split(graph: ClassGraph) -> Ints | None:
         for a in range(1, k + 1):
             if best[j, a - 1] <= best[j, a]:
                 best[j, a], came[j, a] = best[j, a - 1], came[j, a - 1]
+        if time.monotonic() > deadline:
+            raise OutOfTime
     if not np.isfinite(best[n, k]):
         return None
     device = np.full(n, k, np.int64)

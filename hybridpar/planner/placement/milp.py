@@ -26,9 +26,10 @@ from numpy.typing import ArrayLike
 from hybridpar.planner.placement.bound import work_bound
 from hybridpar.planner.placement.classes import ClassGraph
 from hybridpar.planner.placement.cover import cover_bound
-from hybridpar.planner.placement.highs import Highs
+from hybridpar.planner.placement.highs import OUT_OF_TIME, Highs
+from hybridpar.planner.placement.ideals import OutOfTime
 from hybridpar.planner.placement.load import score
-from hybridpar.planner.placement.model import TOO_LARGE, Model, TooLargeError
+from hybridpar.planner.placement.model import Model, TooLargeError
 from hybridpar.planner.placement.pairs import Whole, improve_pairs
 from hybridpar.planner.placement.workload import Floats, Ints
 
@@ -55,13 +56,14 @@ class Solution(NamedTuple):
 
 def solve_max_load(graph: ClassGraph, highs: Highs, start: Ints, *, contiguous: bool, deadline: float) -> Solution:
     """Looks for a placement whose largest load is below that of `start`, a device for each class (or empty)."""
-    least, known, now = work_bound(graph), _largest(graph, start), time.monotonic()
+    least, known = work_bound(graph), _largest(graph, start)
     if least >= known * (1 - GAP):
         return Solution(start, least, True)
     try:
-        whole = _model(graph, contiguous, known)
-    except TooLargeError:
-        return Solution(start, least, False, TOO_LARGE)
+        whole = _model(graph, contiguous, known, deadline)
+    except (TooLargeError, OutOfTime) as error:
+        return Solution(start, least, False, str(error))
+    now = time.monotonic()
     if len(start):
         start = improve_pairs(graph, whole, start, highs, now + PAIRS_SHARE * (deadline - now))
         known, now = _largest(graph, start), time.monotonic()
@@ -75,7 +77,7 @@ def solve_max_load(graph: ClassGraph, highs: Highs, start: Ints, *, contiguous: 
 def _solve_whole(graph: ClassGraph, whole: Whole, highs: Highs, before: Solution, known: float,
                  deadline: float) -> Solution:
     model, x, unit, k = whole.model, whole.x, whole.unit, graph.workload.num_accelerators
-    while True:
+    while time.monotonic() < deadline:
         program = model.program()
         program.upper[x] = _told_apart(graph)
         program.lower[model.objective] = before.bound / unit
@@ -91,8 +93,12 @@ def _solve_whole(graph: ClassGraph, whole: Whole, highs: Highs, before: Solution
         if not full:
             better = answer.proven or _largest(graph, device) < known
             return Solution(device if better else before.device, bound, answer.proven, answer.note)
-        for classes in full:  # by less than HiGHS can see: forbid just that
-            model.at_most([(1.0, x[classes, :k].T)], len(classes) - 1)
+        try:
+            for classes in full:  # by less than HiGHS can see: forbid just that
+                model.at_most([(1.0, x[classes, :k].T)], len(classes) - 1)
+        except (TooLargeError, OutOfTime) as error:
+            return before._replace(bound=bound, note=str(error))
+    return before._replace(note=OUT_OF_TIME)
 
 
 def _largest(graph: ClassGraph, device: Ints) -> float:
@@ -105,8 +111,8 @@ def _overfull(graph: ClassGraph, device: Ints) -> list[Ints]:
     return [np.flatnonzero(device == d) for d in np.flatnonzero(used > graph.workload.room)]
 
 
-def _model(graph: ClassGraph, contiguous: bool, known: float) -> Whole:
-    """For loads up to `known`: what takes longer, takes twice that."""
+def _model(graph: ClassGraph, contiguous: bool, known: float, deadline: float = np.inf) -> Whole:
+    """For loads up to `known`: what takes longer, takes twice that. Raises: TooLargeError, OutOfTime."""
     unit = work_bound(graph) / SCALE or 1.0
 
     def scaled(times: Floats) -> Floats:
@@ -115,7 +121,7 @@ def _model(graph: ClassGraph, contiguous: bool, known: float) -> Whole:
     accelerator, cpu, net_cost = scaled(graph.accelerator_time), scaled(graph.cpu_time), scaled(graph.net_cost)
     w, n, k = graph.workload, graph.num_classes, graph.workload.num_accelerators
     num_devices = k + w.num_cpus
-    model = Model()
+    model = Model(deadline)
     model.expect(n * num_devices)
     x = model.variables((n, num_devices), 0.0, _allowed(graph), integer=True)
     model.equal([(1.0, x)], 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 
-from hybridpar.planner.placement.highs import Program
+from hybridpar.planner.placement.highs import OUT_OF_TIME, Program
+from hybridpar.planner.placement.ideals import OutOfTime
 from hybridpar.planner.placement.workload import Floats, Ints
 
 MAX_NUMBERS = 10_000_000
@@ -24,8 +26,13 @@ class TooLargeError(Exception):
 
 @dataclass(eq=False)
 class Model:
-    """A program that minimises the variable of number `objective`. Raises: TooLargeError while it is put together."""
+    """A program that minimises the variable of number `objective`.
 
+    Raises: while it is put together, TooLargeError, and OutOfTime once `time.monotonic()` is past `deadline`; the
+    message is a note for a placement.
+    """
+
+    deadline: float = np.inf
     objective: int = -1
     _lower: list[Floats] = field(default_factory=list)
     _upper: list[Floats] = field(default_factory=list)
@@ -37,9 +44,11 @@ class Model:
     _num_numbers: int = 0
 
     def expect(self, more: int) -> None:
-        """Raises: TooLargeError if so many more variables or coefficients are too many."""
+        """Raises: TooLargeError if so many more variables or coefficients are too many; OutOfTime."""
         if self._num_numbers + more > MAX_NUMBERS:
-            raise TooLargeError
+            raise TooLargeError(TOO_LARGE)
+        if time.monotonic() > self.deadline:
+            raise OutOfTime(OUT_OF_TIME)
 
     def _count(self, more: int) -> None:
         self.expect(more)

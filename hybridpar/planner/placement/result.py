@@ -130,6 +130,7 @@ def read_split(workload: Workload, path: str | Path) -> Ints:
     """
     check = Checker()
     top = check.mapping(read_document(path), "split")
+    check.finish()
     position = {node: i for i, node in enumerate(workload.ids)}
     k = workload.num_accelerators
     devices = np.full(workload.num_nodes, -1, np.int64)

@@ -289,5 +289,5 @@ SOLVERS: dict[str, Callable[[Workload, Options], Placement]] = {
     "one-accelerator": _one_accelerator,
     "expert": _expert,
     "latency-milp": lambda w, options: minimise_latency(w, options.slots, options.time_limit),
-    "latency-greedy": lambda w, options: minimise_latency(w, 1, 0.0),
+    "latency-greedy": lambda w, options: minimise_latency(w, 1, options.time_limit, search=False),
 }

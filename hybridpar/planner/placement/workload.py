@@ -188,6 +188,7 @@ def make_workload(document: object) -> Workload:
     """
     check = Checker()
     top = check.mapping(document, "workload")
+    check.finish()
     memory = check.number(top, "maxSizePerFPGA", "", positive=True)
     num_accelerators = check.integer(top, "maxFPGAs", "", 1, MAX_DEVICES, "1")
     num_cpus = check.integer(top, "maxCPUs", "", 0, MAX_DEVICES, "0")

@@ -35,7 +35,7 @@ class Seen:
     def who(self) -> str:
         who = self.record.who if self.record is not None else None
         return f"rank {self.rank}" if who is None else describe(
-            self.rank, who["stage"], who["replica"], who["tensor_part"])
+            self.rank, who["stages"], who["replica"], who["tensor_part"])
 
     @property
     def failed(self) -> bool:

@@ -5,10 +5,11 @@ from itertools import pairwise
 import pytest
 
 from hybridpar.pipeline.plan.action import COMPUTE
-from hybridpar.pipeline.plan.draw import draw, draw_svg
+from hybridpar.pipeline.plan.draw import draw
 from hybridpar.pipeline.plan.passes import forward_actions, make_plan
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
 from hybridpar.pipeline.plan.simulate import Costs, simulate
+from hybridpar.pipeline.plan.svg import draw_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

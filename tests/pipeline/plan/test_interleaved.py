@@ -13,11 +13,12 @@ from hybridpar.errors import ConfigError
 from hybridpar.pipeline.plan import interleaved
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.check import PlanError, check
-from hybridpar.pipeline.plan.draw import draw, draw_svg
+from hybridpar.pipeline.plan.draw import draw
 from hybridpar.pipeline.plan.passes import forward_actions, make_plan
 from hybridpar.pipeline.plan.perfetto import trace_entries
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, make_schedule
 from hybridpar.pipeline.plan.simulate import Costs, simulate
+from hybridpar.pipeline.plan.svg import draw_svg
 from hybridpar.pipeline.run.executor import max_unfinished_sends
 
 NAME = "interleaved"

@@ -74,6 +74,15 @@ def test_what_does_not_look_at_its_clock_is_ended(instead: Callable[[str], None]
         assert time.monotonic() - start < LONG
 
 
+def test_a_process_that_does_not_start_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take seconds to start one, which is no reason to miss a time limit."""
+    (script := tmp_path / "late.py").write_text(f"import time; time.sleep({LONG})")
+    monkeypatch.setattr(highs, "_SCRIPT", script)
+    with Highs() as process:
+        assert process.solve(knapsack(), time.monotonic() + 0.2).note == OUT_OF_TIME
+        assert process._process.poll() is None
+
+
 @pytest.mark.parametrize("solver", ["milp", "milp-contiguous", "latency-milp"])
 def test_a_stuck_program_leaves_what_was_found_before(solver: str, instead: Callable[[str], None]) -> None:
     instead("pass")
@@ -103,10 +112,14 @@ def test_a_process_that_dies_is_said(death: str, note: str, instead: Callable[[s
     assert not answer.infeasible
 
 
-def test_it_ends_with_its_parent() -> None:
+@pytest.mark.parametrize("started", [False, True])
+def test_it_ends_with_its_parent(started: bool, capfd: pytest.CaptureFixture[str]) -> None:
     process = Highs()
+    if started:
+        assert process._connection.poll(LONG)
     process._connection.close()
     assert process._process.wait(LONG) == 0
+    assert capfd.readouterr() == ("", "")
 
 
 def test_programs_too_large_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ def record(rank: int, **changes: object) -> Record:
     """A rank of a grid of 4 in the middle of micro-batch 7 forward, waiting for nobody."""
     stage, replica, part = place_of(rank, TP, DP)
     axes = {name: line for name, lines in lines_of(TP, PP, DP).items() for line in lines if rank in line}
-    who = {"rank": rank, "stage": stage, "replica": replica, "tensor_part": part, "num_microbatches": 2, "axes": axes}
+    who = {"rank": rank, "stage": stage, "stages": [stage], "replica": replica, "tensor_part": part,
+           "num_microbatches": 2, "axes": axes}
     return replace(Record(10, 100.0 + rank, "training", 5.0, "F", stage, 7, 3, who=who), **changes)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from train.runs import finish, metrics, steps, write_config
+from train.runs import finish, metrics, run_job, steps, write_config
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import ConfigError
@@ -40,8 +40,7 @@ def failures(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(400)
 def test_four_ranks_recover_to_the_bit(tmp_path: Path) -> None:
     config, grid = write_config(tmp_path), ("--parallel.pp", "2", "--parallel.dp", "2")
-    code, out = train(4, config, *grid, *STEPS, "--run.name", "calm")
-    assert code == 0, out
+    run_job(4, "train", config, *grid, *STEPS, "--run.name", "calm")
     code, out = train(4, config, *grid, *STEPS, "--faults.timeout_s", "3", "--inject",
                       "slow link 0-1 at step 9 for 0.2 s", "corrupt shard stage 1 at step 10",
                       "hang rank 1 at step 14 micro-batch 1")
@@ -66,8 +65,8 @@ def test_four_ranks_recover_to_the_bit(tmp_path: Path) -> None:
 def test_a_hang_is_found_in_every_phase(tmp_path: Path) -> None:
     """Long before Gloo's own time-out; the others train on while one cannot save."""
     config = write_config(tmp_path, "1f1b")
-    limits = ("--train.timeout_s", "300", "--faults.timeout_s", "300", "--faults.start_timeout_s", "5",
-              "--faults.save_timeout_s", "2")
+    limits = ("--train.timeout_s", "300", "--faults.timeout_s", "300", "--faults.start_timeout_s", "8",
+              "--faults.save_timeout_s", "5")
     code, out = train(2, config, "--parallel.pp", "2", *STEPS, *limits, "--inject", "hang rank 1 at step 0",
                       "hang rank 0 at step 1", "hang save rank 1 at step 10")
     assert code == 0, out

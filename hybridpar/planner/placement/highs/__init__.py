@@ -24,6 +24,7 @@ from hybridpar.planner.placement.workload import Floats
 OUT_OF_TIME = "the time limit was reached"
 RELATIVE_GAP = 5e-7
 _OPTIMAL, _INFEASIBLE = 0, 2  # scipy's status
+_LONGEST_START_S = 600.0
 _SCRIPT = Path(__file__).with_name("process.py")
 
 
@@ -62,6 +63,7 @@ class Highs:
 
     def __init__(self) -> None:
         self._process, self._connection = self._start()
+        self._ready = False
 
     def __enter__(self) -> Highs:
         return self
@@ -73,14 +75,20 @@ class Highs:
         """What HiGHS finds until `deadline` (`time.monotonic()`).
 
         Where it has not looked at its clock, the process is ended soon after (`process.GRACE`), and nothing is known
-        of what it has found.
+        of what it has found. Nor is it waited for any longer where it has not even started.
         """
         if time.monotonic() >= deadline:
             return Answer(np.empty(0), -np.inf, note=OUT_OF_TIME)
         if self._process.poll() is not None:  # it was ended
             self._end()
             self._process, self._connection = self._start()
+            self._ready = False
         try:
+            if not self._ready:
+                left = min(max(deadline - time.monotonic(), 0.0), _LONGEST_START_S)
+                if not self._connection.poll(left):
+                    return Answer(np.empty(0), -np.inf, note=OUT_OF_TIME)
+                self._ready = self._connection.recv()
             self._connection.send(
                 {f.name: getattr(program, f.name) for f in fields(program)} | {"deadline": deadline})
             values, bound, status = self._connection.recv()

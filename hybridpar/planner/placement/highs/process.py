@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -35,18 +36,17 @@ def answer(program: dict[str, Any]) -> tuple[Any, float, int]:
 
 
 def serve(connection: Connection) -> None:
-    """Answers until the other side closes the connection."""
+    """Says True when it can begin, then answers until the other side closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too, and ends this process
-    while True:
-        try:
+    with suppress(EOFError, ConnectionError):
+        connection.send(True)
+        while True:
             program = connection.recv()
-        except EOFError:
-            return
-        left = program["deadline"] + GRACE - time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, min(max(left, LEAST), MOST))
-        found = answer(program)
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        connection.send(found)
+            left = program["deadline"] + GRACE - time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, min(max(left, LEAST), MOST))
+            found = answer(program)
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            connection.send(found)
 
 
 if __name__ == "__main__":

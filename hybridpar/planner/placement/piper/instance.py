@@ -85,6 +85,7 @@ def make_instance(document: object) -> Instance:
     """Checks a document of Piper's format (a dict). Raises: ConfigError with what is wrong (the first 10 fields)."""
     check = Checker()
     top = check.mapping(document, "instance")
+    check.finish()
     devices = _devices(check, top)
     nodes = [check.mapping(x, f"nodes[{i}]") for i, x in enumerate(check.items(top.get("nodes"), "nodes"))]
     edges = [check.mapping(x, f"edges[{i}]") for i, x in enumerate(check.items(top.get("edges"), "edges"))]

@@ -54,7 +54,8 @@ def plan_stages(instance: Instance, allowed: Allowed | None = None, max_downsets
     table = partial(_Table, instance, allowed, np.array(order, np.int64))
     reason, what = "", ""
     try:
-        best = table(enumerate_ideals(after, max_downsets), start + LONG * time_limit)
+        last = start + LONG * time_limit
+        best = table(enumerate_ideals(after, max_downsets, last), last)
         stages = best.solve(equal.time)
     except (ConfigError, OutOfTime) as error:
         reason = "the time limit was reached" if isinstance(error, OutOfTime) else f"more than {max_downsets} downsets"
