@@ -66,6 +66,9 @@ def _value(config: Config, name: str) -> float:
 
 
 def _ranges(config: Config) -> Iterator[Problem]:
+    if endless := [*_not_finite(config)]:  # which no range says better
+        yield from endless
+        return
     for name in POSITIVE:
         if not (value := _value(config, name)) > 0:
             yield Problem(name, value, "must be positive", "1")
@@ -75,12 +78,6 @@ def _ranges(config: Config) -> Iterator[Problem]:
     for name, most in LARGEST.items():
         if not (value := _value(config, name)) <= most:
             yield Problem(name, value, f"must be at most {most}", str(most))
-    for section in fields(config):
-        for key, value in vars(getattr(config, section.name)).items():
-            if isinstance(value, float) and not isfinite(value):
-                yield Problem(f"{section.name}.{key}", value, "must be finite")
-            elif isinstance(value, int) and abs(value) >= 2**64:
-                yield Problem(f"{section.name}.{key}", value, "is too large")
     name = config.run.name
     if not name or Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
         yield Problem("run.name", name, "must be the name of a folder in run.dir", "run")
@@ -93,16 +90,28 @@ def _ranges(config: Config) -> Iterator[Problem]:
             yield Problem("optim.betas", betas, "must each be at least 0 and below 1", "[0.9, 0.999]")
 
 
+def _not_finite(config: Config) -> Iterator[Problem]:
+    for section in fields(config):
+        usual = vars(getattr(Config(), section.name))
+        for key, value in vars(getattr(config, section.name)).items():
+            if isinstance(value, float) and not isfinite(value):
+                yield Problem(f"{section.name}.{key}", value, "must be finite", str(usual[key]))
+            elif isinstance(value, int) and abs(value) >= 2**64:
+                yield Problem(f"{section.name}.{key}", value, "is too large", str(usual[key]))
+
+
 def _grid(config: Config, world_size: int) -> Iterator[Problem]:
     tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
     if dp and tp * pp * dp != world_size:
         yield Problem(
             "parallel", f"tp={tp} pp={pp} dp={dp}", f"tp * pp * dp is {tp * pp * dp} but the job has {world_size} "
-            "processes", f"torchrun --nproc-per-node {tp * pp * dp}, or dp = 0 to fill the job")
+            "processes", f"{tp * pp * dp} processes (--ranks, or torchrun's --nproc-per-node), or parallel.dp = 0 to "
+            "fill the job")
     elif not dp and world_size % (tp * pp):
         works = [f"tp={t} pp={p}" for t in range(1, tp + 1) for p in range(1, pp + 1) if world_size % (t * p) == 0]
         rule = f"tp * pp = {tp * pp} must divide the number of processes, {world_size}"
-        yield Problem("parallel", f"tp={tp} pp={pp}", rule, f"torchrun --nproc-per-node {tp * pp}, or {works[-1]}")
+        yield Problem("parallel", f"tp={tp} pp={pp}", rule,
+                      f"{tp * pp} processes (--ranks, or torchrun's --nproc-per-node), or {works[-1]}")
     if tp > config.model.num_heads:
         yield Problem("parallel.tp", tp, f"must be at most model.num_heads = {config.model.num_heads}",
                       str(config.model.num_heads))

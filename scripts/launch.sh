@@ -13,6 +13,13 @@
 launch() {
     local config=$1; shift
     local nnodes="${NNODES:-1}" grid=() kept="" number=1 axis given word json=()
+    for axis in TP PP DP NPROC NNODES BATCH; do
+        given="${!axis:-}"
+        if [[ -n "$given" && ! "$given" =~ ^[1-9][0-9]{0,8}$ ]]; then
+            echo "hybridpar: $axis = '$given': must be a positive whole number; try $axis=1, or leave it out" >&2
+            return 2
+        fi
+    done
     for axis in TP PP DP; do
         given="${!axis:-}"
         if [ -n "$given" ]; then

@@ -165,7 +165,20 @@ def test_check_says_what_fits(config: Path, capsys: pytest.CaptureFixture[str]) 
     assert plain["batch_samples"] == 2 * 2 * 2
     assert plain["stages"][-1][1] == 4
     assert main(["check", str(config)]) == 0
-    assert "fine on tp=1 pp=1 dp=1" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "fine on tp=1 pp=1 dp=1" in out
+    assert "not on this machine" not in out
+
+
+def test_check_says_what_is_not_here(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be where the job will run, so it is no error."""
+    flags = ["--data.corpus", "nowhere.txt", "stdlib", "--data.tokenizer", "none.json", "--train.start_from", "no-run"]
+    assert main(["check", str(config), *flags]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not on this machine")]
+    assert [line.partition(": ")[2].partition(":")[0] for line in said] == [
+        "data.corpus = nowhere.txt", "data.tokenizer = none.json", "train.start_from = no-run"]
+    assert main(["check", str(config), *flags, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["absent"]) == 3
 
 
 def test_simulate_draws_and_counts(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

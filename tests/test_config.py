@@ -40,13 +40,15 @@ def test_a_file_changes_only_what_it_names() -> None:
 
 @pytest.mark.parametrize(("document", "says"), [
     ({"modle": {}}, "modle = '...': is not a section of the configuration; try model"),
+    ({"hidden_size": 64}, "hidden_size = 64: is a key of [model], and stands in no section; try model.hidden_size"),
     ({"model": 3}, "is a section and needs keys"),
     ({"model": {"num_layer": 3}}, "model.num_layer = 3: is not a key of the configuration; try num_layers"),
     ({"model": {"num_layers": "3"}}, "model.num_layers = '3': must be of type int; try 4"),
     ({"model": {"num_layers": True}}, "must be of type int"),
     ({"model": {"num_layers": 3.0}}, "must be of type int"),
-    ({"model": {"kind": "gtp"}}, "model.kind = 'gtp': must be one of gpt, bert; try 'gpt'"),
-    ({"optim": {"betas": [0.9]}}, "optim.betas = [0.9]: must have 2 entries"),
+    ({"model": {"kind": "gtp"}}, "model.kind = 'gtp': must be one of gpt, bert; try \"gpt\""),
+    ({"optim": {"betas": [0.9]}}, "optim.betas = [0.9]: must have 2 entries; try [0.9, 0.999]"),
+    ({"model": {"bias": 1}}, "model.bias = 1: must be of type bool; try true"),
     ({"optim": {"lr": "fast"}}, "must be of type float"),
     ({"pipeline": {"split": "3,4"}}, "must be a list"),
     ({"pipeline": {"split": [3, "4"]}}, "must be of type int"),
@@ -61,6 +63,12 @@ def test_all_mistakes_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping({"model": {"a": 1, "kind": "x"}, "trian": {}})
     assert len(caught.value.problems) == 3
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "windows.toml"
+    path.write_bytes(b"\xef\xbb\xbf[model]\r\nnum_layers = 7\r\n")
+    assert load_toml(path).model.num_layers == 7
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
 
 @pytest.mark.parametrize(("changes", "world_size", "field", "works"), [
     ({"parallel": {"tp": 2, "pp": 2, "dp": 1}}, 8, "parallel",
-     "torchrun --nproc-per-node 4, or dp = 0 to fill the job"),
-    ({"parallel": {"tp": 3}}, 8, "parallel", "torchrun --nproc-per-node 3, or tp=2 pp=1"),
+     "4 processes (--ranks, or torchrun's --nproc-per-node), or parallel.dp = 0 to fill the job"),
+    ({"parallel": {"tp": 3}}, 8, "parallel",
+     "3 processes (--ranks, or torchrun's --nproc-per-node), or tp=2 pp=1"),
     ({"parallel": {"tp": 16}}, 16, "parallel.tp", "8"),
     ({"parallel": {"pp": 7}}, 7, "parallel.pp", "6"),
     ({"model": {"num_heads": 7}}, 1, "model.num_heads", "8"),
@@ -74,3 +75,8 @@ def test_our_configurations_run_on_the_grids_they_name(name: str, grid: tuple[in
     tp, pp, dp = grid
     config = from_mapping({"parallel": {"tp": tp, "pp": pp}}, load_toml(CONFIGS / f"{name}.toml"))
     assert resolve(config, tp * pp * dp).parallel.dp == dp
+
+
+def test_a_number_without_an_end_is_one_problem() -> None:
+    (problem,) = problems(from_mapping({"optim": {"lr": float("nan")}}), 1)
+    assert (problem.field, problem.rule, problem.suggestion) == ("optim.lr", "must be finite", "0.0003")

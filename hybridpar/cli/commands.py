@@ -18,7 +18,7 @@ from hybridpar.cli.placing import Graph, Place
 from hybridpar.cli.planning import Plan, Profile, Simulate, resolved
 from hybridpar.cli.replaying import Replay
 from hybridpar.config import Config, Launch
-from hybridpar.errors import config_error
+from hybridpar.errors import CheckpointError, config_error
 
 ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
 Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
@@ -113,6 +113,7 @@ class Check:
 
     def run(self, launch: Launch) -> int:
         config = resolved(self.config, self.world_size)
+        absent = _absent(config)
         from hybridpar.memory import predict, table
         from hybridpar.models.cost import stage_split, training_flops_per_token
         from hybridpar.pipeline.plan.sizes import Sizes
@@ -125,7 +126,7 @@ class Check:
             "stages": [[b.start, b.stop] for b in stages], "parameters": parameters,
             "batch_samples": config.global_batch_size, "batch_tokens": config.batch_tokens,
             "training_flops_per_token": training_flops_per_token(config.model),
-            "peak_memory": [stage.as_json() for stage in memory],
+            "peak_memory": [stage.as_json() for stage in memory], "absent": absent,
         }
         if self.json:
             print(json.dumps(plain))
@@ -139,7 +140,23 @@ class Check:
               f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head)\n"
               f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"
               f"\npredicted peak memory of a process of each {name}, in MiB\n{table(memory, name)}")
+        for text in absent:
+            print(f"\nnot on this machine: {text}")
         return 0
+
+
+def _absent(config: Config) -> list[str]:
+    """What the configuration names that this machine does not have; the one that is to train may."""
+    from hybridpar.checkpoint import find_start
+    from hybridpar.data import absent_sources
+
+    found = absent_sources(config.data)
+    if config.train.start_from:
+        try:
+            find_start(config.train.start_from, config.model)
+        except CheckpointError as error:
+            found.append(f"train.start_from = {error}")
+    return found
 
 
 @dataclass(frozen=True)

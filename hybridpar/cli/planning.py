@@ -132,7 +132,7 @@ class Plan:
               f"{best.model.tokens_per_s:,.0f} tokens/s predicted; {report.bound_by(best, result.limit)}", file=out)
         if not self.brief:
             ranks = machine.num_devices
-            print(f"{self.out}: torchrun --nproc-per-node {ranks} -m hybridpar train {self.out}", file=out)
+            print(f"{self.out}: hybridpar train {self.out} --ranks {ranks}", file=out)
         return 0
 
     def _begun(self) -> Config | None:

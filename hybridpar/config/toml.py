@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ def load_toml(path: str | Path) -> Config:
     """
     path = Path(path)
     try:
-        document = tomllib.loads(read_text(path, MAX_TOML))
+        document = tomllib.loads(read_text(path, MAX_TOML).removeprefix("\ufeff"))
     except OSError as error:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
         problem = Problem("config", str(path), f"cannot be read ({error.strerror})", near[0] if near else "")
@@ -50,7 +51,7 @@ def from_mapping(document: Mapping[str, Any], base: Config | None = None) -> Con
     changed: dict[str, Any] = {}
     for name, table in document.items():
         if name not in sections:
-            problems.append(Problem(name, "...", "is not a section of the configuration", _nearest(name, sections)))
+            problems.append(_no_section(name, table, base))
         elif not isinstance(table, Mapping):
             problems.append(Problem(name, table, "is a section and needs keys", f"[{name}]"))
         else:
@@ -71,6 +72,20 @@ def to_mapping(config: Config) -> dict[str, Any]:
     """The configuration as plain dicts, lists and scalars."""
     plain = dataclasses.asdict(config)
     return {s: {k: list(v) if isinstance(v, tuple) else v for k, v in t.items()} for s, t in plain.items()}
+
+
+def _no_section(name: str, value: Any, base: Config) -> Problem:
+    """A name at the top of the file that is no section: misspelled, or a key that has lost its own."""
+    holders = [s for s, table in to_mapping(base).items() if name in table and not isinstance(value, Mapping)]
+    if holders:
+        rule = f"is a key of {' or '.join(f'[{s}]' for s in holders)}, and stands in no section"
+        return Problem(name, value, rule, f"{holders[0]}.{name}")
+    return Problem(name, "...", "is not a section of the configuration", _nearest(name, list(to_mapping(base))))
+
+
+def _as_toml(value: Any) -> str:
+    """A value as it would be written in the file; JSON's form is TOML's for all that a configuration has."""
+    return json.dumps(value)
 
 
 def _nearest(name: str, known: Sequence[str] | set[str]) -> str:
@@ -95,7 +110,7 @@ def _read_section(name: str, base: Any, table: Mapping[str, Any], problems: list
         try:
             values[key] = _convert(value, hints[key])
         except ValueError as error:
-            problems.append(Problem(f"{name}.{key}", value, str(error), repr(getattr(base, key))))
+            problems.append(Problem(f"{name}.{key}", value, str(error), _as_toml(getattr(base, key))))
     return dataclasses.replace(base, **values)
 
 

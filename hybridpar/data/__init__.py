@@ -9,7 +9,7 @@
 
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
-from hybridpar.data.datasets import Data, open_data
+from hybridpar.data.datasets import Data, absent_sources, open_data
 from hybridpar.data.gpt import GPTDataset
 from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from hybridpar.data.loader import BatchLoader
@@ -20,6 +20,6 @@ from hybridpar.data.tokenizer import BertVocabulary, Tokenizer, train_tokenizer
 
 __all__ = [
     "BatchLoader", "BertDataset", "BertVocabulary", "Blend", "Data", "Dataset", "GPTDataset", "IndexedDataset",
-    "IndexedWriter", "Prepared", "SampleOrder", "Tokenizer", "check_vocab", "open_data", "open_prepared", "prepare",
-    "prepare_tokenizer", "split_tokens", "token_dtype", "train_tokenizer",
+    "IndexedWriter", "Prepared", "SampleOrder", "Tokenizer", "absent_sources", "check_vocab", "open_data",
+    "open_prepared", "prepare", "prepare_tokenizer", "split_tokens", "token_dtype", "train_tokenizer",
 ]

@@ -8,12 +8,13 @@ from pathlib import Path
 from hybridpar.config import DataConfig, ModelConfig
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
+from hybridpar.data.corpus import source_files
 from hybridpar.data.gpt import GPTDataset
 from hybridpar.data.indexed import is_indexed
 from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer
 from hybridpar.data.split import Part, split_tokens
 from hybridpar.data.tokenizer import Tokenizer
-from hybridpar.errors import ConfigError, Problem, config_error
+from hybridpar.errors import ConfigError, DataError, Problem, config_error
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,20 @@ def open_data(model: ModelConfig, data: DataConfig, folder: str | Path, *, seed:
     tokenizer = Tokenizer.load(path) if path else prepared[0].tokenizer() if texts else None
     _check(model, prepared, tokenizer, path)
     return _blend(model, data, prepared, tokenizer, seed)
+
+
+def absent_sources(data: DataConfig) -> list[str]:
+    """Corpora and the tokenizer that do not exist on this machine, each with its key and why."""
+    found = []
+    for name in data.corpus:
+        try:
+            if not is_indexed(_prefix(name)):
+                source_files(name)
+        except DataError as error:
+            found.append(f"data.corpus = {error}")
+    if data.tokenizer and not Path(data.tokenizer).is_file():
+        found.append(f"data.tokenizer = {data.tokenizer}: does not exist")
+    return found
 
 
 def _prefix(name: str) -> str:

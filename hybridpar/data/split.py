@@ -37,5 +37,7 @@ def split_tokens(indexed: IndexedDataset, fraction: float, min_tokens: int) -> t
         works = math.ceil(min_tokens / total * 2e4) / 1e4
         rule = f"parts {indexed.prefix} into {cut} and {total - cut} tokens, but a sample needs {min_tokens}"
         better = str(works) if works < 0.5 else "0 (no validation), or more text"
+        if total < min_tokens:  # not even as one part
+            better = "more text, or a smaller model.seq_length"
         raise config_error("data.split", fraction, rule, better)
     return (0, cut), (cut, total)

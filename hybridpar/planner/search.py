@@ -12,6 +12,7 @@ So what is left out is slower, as far as the bound is one. Axes that the user ha
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -184,10 +185,13 @@ def _nothing(config: Config, machine: Machine, request: Request) -> ConfigError:
     blocks = config.model.num_blocks
     if request.keep.get("pp", 1) > blocks:
         return config_error("parallel.pp", request.keep["pp"], f"the model has only {blocks} blocks", str(blocks))
+    if request.keep.get("tp", 1) > (heads := config.model.num_heads):
+        return config_error("parallel.tp", request.keep["tp"], f"must be at most model.num_heads = {heads}", str(heads))
     if grids(config, machine, request.keep):
         return config_error(
             "batch_size", batch, f"no grid of {number} devices with {kept} divides it into micro-batches of the "
             f"profiled sizes {machine.profile.micro_batches(machine.profile.tp_degrees[0])} that the schedule can run",
             str(max(batch, number) * 2))
+    fixed = math.prod(request.keep.values())
     return config_error("devices", number, f"no grid with {kept} has so many (tp degrees: "
-                        f"{machine.profile.tp_degrees})", "1")
+                        f"{machine.profile.tp_degrees})", str(max(number // fixed, 1) * fixed))

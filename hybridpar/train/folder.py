@@ -123,7 +123,8 @@ def in_use(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise config_error("run.name", folder.name, f"another job is training in {folder} right now") from None
+                rule = f"another job is training in {folder} right now"
+                raise config_error("run.name", folder.name, rule, "another name, or wait until it has ended") from None
             except OSError:  # a file system without locks
                 pass
         yield

@@ -85,14 +85,16 @@ class Report:
     def lines(self) -> list[str]:
         """For people."""
         bundle, result = self.bundle, self.result
-        rows = [("loss", bundle.loss, result.loss), ("gradient norm", bundle.grad_norm, result.grad_norm)]
+        rows: list[tuple[str, float | None, float]] = [
+            ("loss", bundle.loss, result.loss), ("gradient norm", bundle.grad_norm, result.grad_norm)]
         part = Sizes.of(bundle.config).rank_name
         rows += [(f"  of {part} {i}", recorded, replayed) for i, (recorded, replayed) in enumerate(
-            zip(bundle.stage_norms or [math.nan] * len(self.stage_norms), self.stage_norms, strict=True))]
+            zip(bundle.stage_norms or [None] * len(self.stage_norms), self.stage_norms, strict=True))]
         why = f": {bundle.what} ({bundle.policy.replace('_', ' ')})" if bundle.what else ""
         lines = [f"step {bundle.step}{why}",
                  f"{'':<16}{'recorded':>16}{'replayed':>16}"]
-        lines += [f"{name:<16}{recorded:>16.8g}{replayed:>16.8g}" for name, recorded, replayed in rows]
+        for name, recorded, replayed in rows:  # metrics have no norms of stages
+            lines.append(f"{name:<16}{'-' if recorded is None else f'{recorded:.8g}':>16}{replayed:>16.8g}")
         for what, first in (("weight", self.weights), ("activation", self.activation), ("gradient", self.gradient)):
             if first:
                 lines.append(f"first {what} that is not finite: {first}")

@@ -54,3 +54,5 @@ def test_too_small_a_part_names_a_share_that_works(make_indexed):
     assert split_tokens(indexed, better, 65)[1] == (870, 1000)
     with pytest.raises(ConfigError, match="no validation"):
         split_tokens(indexed, 0.02, 600)
+    with pytest.raises(ConfigError, match=r"try more text, or a smaller model\.seq_length"):
+        split_tokens(indexed, 0.02, 1001)

@@ -145,6 +145,10 @@ def test_what_cannot_be_planned_is_said() -> None:
     config = replace(made.config(m=7, b=1), parallel=made.ParallelConfig(dp=0))
     with pytest.raises(ConfigError, match=r"parallel.pp = 16: the model has only 8 blocks; try 8"):
         search(config, machine(config, 16), Request(keep={"pp": 16}))
+    with pytest.raises(ConfigError, match=r"parallel.tp = 16: must be at most model.num_heads = 4; try 4"):
+        search(config, machine(config, 16), Request(keep={"tp": 16}))
+    with pytest.raises(ConfigError, match=r"devices = 3: no grid with pp=2 has so many .*; try 2"):
+        search(config, machine(config, 3), Request(keep={"pp": 2}))
     with pytest.raises(ConfigError, match="batch_size = 7: no grid of 4 devices with dp=4 divides it"):
         search(config, machine(config), Request(keep={"dp": 4}))
     with pytest.raises(ConfigError, match="batch_size = -1: must be positive"):

@@ -56,6 +56,7 @@ def test_any_step_of_a_run_can_be_replayed(tmp_path: Path, schedule: str, sectio
     loop.train(config, ALONE)
     for step, start in ((3, None), (6, 4)):
         report = replay(config.run.folder, step, print)
+        assert "nan" not in "\n".join(report.lines()), "metrics have no norms of stages"
         assert report.agrees
         assert report.bundle.checkpoint == start
         assert not report.weights + report.activation + report.gradient

@@ -137,7 +137,8 @@ class Supervisor(LocalElasticAgent):
                 f"parallel.dp = {smaller.parallel.dp}, pipeline.num_microbatches = {smaller.pipeline.num_microbatches}")
         self._say("\n".join(lines))
         line = found.as_json() | {"time": began, "saved": self._saved(), "ranks": self._ranks, "restarts_left": left}
-        if self._folder.is_dir():
+        begun = found.kind != "refused" or found.record is not None  # else the folder may be another job's
+        if begun and self._folder.is_dir():
             with (self._folder / FAILURES).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 

@@ -20,7 +20,7 @@ from hybridpar.config import Config, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.flight import Flight
 from hybridpar.train.faults.supervisor import Loopback, Watch, supervise
-from hybridpar.train.folder import flight_path
+from hybridpar.train.folder import flight_path, in_use
 
 pytestmark = pytest.mark.ranks
 STEPS = ("--train.num_steps", "30", "--train.save_interval", "5", "--train.eval_interval", "10")
@@ -105,6 +105,11 @@ def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
     assert code == 1
     assert out.count("hybridpar: nowhere: does not exist") == 1
     assert out.count("before it had begun") == 1
+    with in_use(tmp_path / "runs" / "run"):
+        code, out = train(2, write_config(tmp_path), "--parallel.pp", "2")
+    assert code == 1
+    assert out.count("another job is training in") == 1
+    assert not (tmp_path / "runs" / "run" / "failures.jsonl").exists(), "nothing is written into another job's folder"
     config = from_mapping({"parallel": {"pp": 2}}, Config())
     with pytest.raises(ConfigError, match="must divide the number of processes, 3"):
         supervise(config, 3, ["train"])

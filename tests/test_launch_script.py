@@ -1,0 +1,37 @@
+"""scripts/launch.sh: what its variables may be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "launch.sh"
+pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="runs in a checkout")
+
+
+def launch(**variables: str) -> subprocess.CompletedProcess[str]:
+    """With `echo` instead of Python: shows the command that would run."""
+    return subprocess.run(
+        ["bash", "-euc", f"PYTHON=echo; source '{SCRIPT}'; launch some.toml --optim.lr 1"], text=True, timeout=60,
+        capture_output=True, env={"PATH": os.environ["PATH"], **variables})
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("TP", "x"), ("TP", "0"), ("PP", "-1"), ("DP", "1.5"), ("PP", "08"), ("NPROC", "two"), ("NNODES", "x"),
+    ("BATCH", "0"),
+])
+def test_a_variable_that_is_no_number_is_named(name: str, value: str) -> None:
+    run = launch(**{"TP": "1", "PP": "1", "DP": "1", name: value})
+    assert run.returncode == 2
+    assert not run.stdout
+    assert run.stderr == (
+        f"hybridpar: {name} = '{value}': must be a positive whole number; try {name}=1, or leave it out\n")
+
+
+def test_a_whole_grid_is_taken_as_it_is() -> None:
+    run = launch(TP="2", PP="1", DP="3")
+    assert run.stdout == (
+        "-m hybridpar train some.toml --ranks 6 --parallel.tp 2 --parallel.pp 1 --parallel.dp 3 --optim.lr 1\n")
