@@ -12,11 +12,12 @@
 #                                       how often torchrun starts all ranks again, from the last checkpoint, where one fails)
 launch() {
     local config=$1; shift
-    local nnodes="${NNODES:-1}" grid=() kept="" number=1 axis given word json=()
-    for axis in TP PP DP NPROC NNODES BATCH; do
-        given="${!axis:-}"
-        if [[ -n "$given" && ! "$given" =~ ^[1-9][0-9]{0,8}$ ]]; then
-            echo "hybridpar: $axis = '$given': must be a positive whole number; try $axis=1, or leave it out" >&2
+    local nnodes="${NNODES:-1}" grid=() kept="" number=1 axis name given least word json=()
+    for name in TP PP DP NPROC NNODES BATCH MASTER_PORT NODE_RANK RESTARTS; do
+        given="${!name:-}" least=1
+        [[ "$name" =~ ^(NODE_RANK|RESTARTS)$ ]] && least=0
+        if [[ -n "$given" && ! "$given" =~ ^(0|[1-9][0-9]{0,8})$ || "$given" == 0 && "$least" == 1 ]]; then
+            echo "hybridpar: $name = '$given': must be a whole number, at least $least; try $name=$least, or leave it out" >&2
             return 2
         fi
     done

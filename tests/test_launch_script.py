@@ -21,17 +21,25 @@ def launch(**variables: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(("name", "value"), [
     ("TP", "x"), ("TP", "0"), ("PP", "-1"), ("DP", "1.5"), ("PP", "08"), ("NPROC", "two"), ("NNODES", "x"),
-    ("BATCH", "0"),
+    ("BATCH", "0"), ("MASTER_PORT", "0"), ("NODE_RANK", "-1"), ("RESTARTS", "no"),
 ])
 def test_a_variable_that_is_no_number_is_named(name: str, value: str) -> None:
     run = launch(**{"TP": "1", "PP": "1", "DP": "1", name: value})
     assert run.returncode == 2
     assert not run.stdout
-    assert run.stderr == (
-        f"hybridpar: {name} = '{value}': must be a positive whole number; try {name}=1, or leave it out\n")
+    least = 0 if name in ("NODE_RANK", "RESTARTS") else 1
+    assert run.stderr == (f"hybridpar: {name} = '{value}': must be a whole number, at least {least}; "
+                          f"try {name}={least}, or leave it out\n")
 
 
 def test_a_whole_grid_is_taken_as_it_is() -> None:
     run = launch(TP="2", PP="1", DP="3")
     assert run.stdout == (
         "-m hybridpar train some.toml --ranks 6 --parallel.tp 2 --parallel.pp 1 --parallel.dp 3 --optim.lr 1\n")
+
+
+def test_the_first_of_several_hosts_has_number_zero() -> None:
+    run = launch(NNODES="2", NODE_RANK="0", MASTER_ADDR="host0", NPROC="1", TP="2")
+    assert run.stdout == (
+        "-m torch.distributed.run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 --max-restarts 0 "
+        "--nproc-per-node 1 -m hybridpar train some.toml --parallel.tp 2 --optim.lr 1\n")

@@ -16,6 +16,7 @@ from hybridpar.errors import config_error
 if TYPE_CHECKING:
     from hybridpar.pipeline.plan.costs import Costs
     from hybridpar.planner.candidates import Candidate
+    from hybridpar.planner.machine import Machine
 
 ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
 Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
@@ -131,9 +132,16 @@ class Plan:
         print(f"plan: {report.describe(best.config)}: {1e3 * best.model.step_time:.4g} ms a step, "
               f"{best.model.tokens_per_s:,.0f} tokens/s predicted; {report.bound_by(best, result.limit)}", file=out)
         if not self.brief:
-            ranks = machine.num_devices
-            print(f"{self.out}: hybridpar train {self.out} --ranks {ranks}", file=out)
+            print(f"{self.out}: {self._command(machine)}", file=out)
         return 0
+
+    def _command(self, machine: Machine) -> str:
+        """What trains with the plan."""
+        servers = machine.servers(range(machine.num_devices))
+        if servers == 1:
+            return f"hybridpar train {self.out} --ranks {machine.num_devices}"
+        return (f"on each of the {servers} servers, R = 0 to {servers - 1}: torchrun --nnodes {servers} --node-rank R "
+                f"--nproc-per-node {machine.devices_per_server} --master-addr SERVER0 -m hybridpar train {self.out}")
 
     def _begun(self) -> Config | None:
         """This configuration, divided as that of the run that is in its folder; None: there is none."""
