@@ -1,5 +1,5 @@
-"""Claims: a job whose ranks are killed, hang, lose a link, cannot save or save damaged files goes on by itself, says
-who failed, and ends with the bits of an undisturbed one.
+"""Claims: a job whose ranks are killed, hang (also in a save), lose a link, cannot save or save damaged files goes on by
+itself, says who failed, and ends with the bits of an undisturbed one.
 
     python -m benchmarks.recovery                      55 faults in 7 jobs of 4 ranks: 20 minutes on 2 cores
     python -m benchmarks.recovery --only 0 1           two of the jobs; their entries replace those in the result file
@@ -51,10 +51,11 @@ from hybridpar.errors import CheckpointError
 from hybridpar.train.metrics import read_metrics
 
 RANKS, STRETCH, TIMEOUT_S, SLOW_S = 4, 10, 4.0, 1.0
-KINDS = ("kill", "hang", "cut link", "slow link", "corrupt shard", "disk full", "nan gradient")
-SAVING = ("corrupt shard", "disk full")
+KINDS = ("kill", "hang", "cut link", "slow link", "corrupt shard", "disk full", "nan gradient", "hang save")
+SAVING = ("corrupt shard", "disk full", "hang save")
 LINKS = ((0, 1), (0, 2), (1, 3), (2, 0), (2, 3), (3, 1))
-ENDS = {"kill": "died", "hang": "hangs", "cut link": "link", "corrupt shard": "gave up", "disk full": "gave up"}
+ENDS = {"kill": "died", "hang": "hangs", "cut link": "link", "corrupt shard": "gave up", "disk full": "gave up",
+        "hang save": "hangs"}
 """How the supervisor calls what ends a job."""
 SKIP, ROLL_BACK, STOP = "skip", "roll_back", "stop"
 OWN = {ROLL_BACK: ("kill", "nan gradient", "kill"), STOP: ("kill", "nan gradient")}
@@ -66,7 +67,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "train": {"micro_batch_size": 2, "threads": 1, "device": "cpu", "save_interval": STRETCH, "timeout_s": 30.0},
     "optim": {"lr": 3e-3},
     "checkpoint": {"read_back": True},
-    "faults": {"timeout_s": TIMEOUT_S},
+    "faults": {"timeout_s": TIMEOUT_S, "save_timeout_s": TIMEOUT_S},
 }
 
 
@@ -187,7 +188,8 @@ def examine(job: Job, calm: Job, faults: Sequence[str], policy: str) -> dict[str
         saved, lost = max(mark["saved"]), mark["done"] - step
         wrong += [f"{mark['fault']}: {text}" for text, bad in (
             (f"called {failure['kind']}", failure["kind"] != ENDS[mark["kind"]]),
-            (f"rank {failure['rank']} is blamed", mark["kind"] in ("kill", "hang") and failure["rank"] != mark["rank"]),
+            (f"rank {failure['rank']} is blamed",
+             mark["kind"] in ("kill", "hang", "hang save") and failure["rank"] != mark["rank"]),
             (f"{failure['text']}", mark["kind"] == "cut link" and not _names_link(mark, failure)),
             (f"went on after step {step}, {saved} was saved", step < saved),
             (f"{lost} steps lost", lost > STRETCH),
@@ -197,6 +199,10 @@ def examine(job: Job, calm: Job, faults: Sequence[str], policy: str) -> dict[str
             "again_s": round(when - mark["time"], 3), "lost_steps": lost, "said": failure["text"]})
     return {"faults": found, "num_faults": len(faults), "checkpoints_looked_at": len(job.looked_at),
             "steps": len(steps), "final_loss": steps[-1][1], "wrong": wrong}
+
+
+def _kind(fault: str) -> str:
+    return max((kind for kind in KINDS if fault.startswith(kind)), key=len)
 
 
 def _names_link(mark: dict[str, Any], failure: dict[str, Any]) -> bool:
@@ -238,7 +244,7 @@ def summary(jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     faults = [fault for job in jobs for fault in job["faults"]]
     kinds: dict[str, Any] = {}
     for kind in KINDS:
-        mine = [fault for fault in faults if fault["fault"].startswith(kind)]
+        mine = [fault for fault in faults if _kind(fault["fault"]) == kind]
         entry: dict[str, Any] = {"faults": len(mine)}
         for name in ("noticed_s", "again_s", "lost_steps"):
             if values := [fault[name] for fault in mine if name in fault]:
