@@ -66,9 +66,13 @@ def _value(config: Config, name: str) -> float:
 
 
 def _ranges(config: Config) -> Iterator[Problem]:
-    if endless := [*_not_finite(config)]:  # which no range says better
-        yield from endless
-        return
+    endless = [*_not_finite(config)]
+    yield from endless
+    said = {problem.field for problem in endless}  # which no range says better
+    yield from (problem for problem in _outside(config) if problem.field not in said)
+
+
+def _outside(config: Config) -> Iterator[Problem]:
     for name in POSITIVE:
         if not (value := _value(config, name)) > 0:
             yield Problem(name, value, "must be positive", "1")

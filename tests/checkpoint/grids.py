@@ -19,6 +19,7 @@ from hybridpar.checkpoint.part import Part, is_writer
 from hybridpar.checkpoint.save import make_manifest
 from hybridpar.checkpoint.saved import Saved
 from hybridpar.config import Config
+from hybridpar.flight import NO_FLIGHT
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn.placement import Placement
 from hybridpar.train.engine import Engine
@@ -41,7 +42,7 @@ def grid_at(pp_rank: int, dp_rank: int, tp_rank: int, sizes: tuple[int, int, int
     ends = [number(s, d, tp_rank) for s in (0, pp - 1) for d in range(dp)]
     stages = [number(s, dp_rank, tp_rank) for s in range(pp)]
     grid = object.__new__(ProcessGrid)
-    grid.device_type, grid.sizes = "cpu", {"pp": pp, "dp": dp, "tp": tp}
+    grid.device_type, grid.sizes, grid.flight = "cpu", {"pp": pp, "dp": dp, "tp": tp}, NO_FLIGHT
     grid._set(
         line("tp", [number(pp_rank, dp_rank, t) for t in range(tp)]),
         line("dp", [number(pp_rank, d, tp_rank) for d in range(dp)]), line("pp", stages), line("pp_reverse", stages),
