@@ -1,7 +1,7 @@
 """Claims: a job whose ranks are killed, hang (also in a save), lose a link, cannot save or save damaged files goes on
 by itself, says who failed, and ends with the bits of an undisturbed one.
 
-    python -m benchmarks.recovery                      55 faults in 7 jobs of 4 ranks: 20 minutes on 2 cores
+    python -m benchmarks.recovery                      55 faults in 7 jobs of 4 ranks: 10 to 20 minutes on 2 cores
     python -m benchmarks.recovery --only 0 1           two of the jobs; their entries replace those in the result file
 
 Jobs are `hybridpar train --ranks 4` (pp = 2, dp = 2, 2bw, ZeRO-1) with seeded faults, one in each stretch between two
