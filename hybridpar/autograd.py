@@ -27,9 +27,10 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def backward_from(edge: GradientEdge, gradient: Tensor) -> None:
-    """torch.autograd.backward(edge, gradient), which imports sympy to compare two shapes: half a second at every start.
+    """torch.autograd.backward(edge, gradient), which imports sympy to compare two shapes: 0.4 s at every start.
 
-    Raises: RuntimeError, of autograd's engine, where they differ.
+    Torch's own functions of autograd call the engine so; it has no public name.
+    Raises: RuntimeError, of the engine, where they differ.
     """
     Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
         (edge,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -59,9 +59,9 @@ def draw_svg(drawn: Plan | Timeline, *, title: str = "", width: int = 1200) -> s
     """A plan as a self-contained SVG picture, `width` pixels wide or as wide as its micro-batches need.
 
     A box is a micro-batch on a stage: light forward, dark backward, its colour the weight version, with a b (and so on)
-    where the stage is the second of its rank. The bar below a row
-    runs from the end of a batch's gradients to the update, dark while a reduction is under way; the thin lines below
-    that are the transfers that the stage sends, where they take visible time. Every part has a tooltip.
+    where the stage is the second of its rank. The bar below a row runs from the end of a batch's gradients to the
+    update, dark while a reduction is under way; the thin lines below that are the transfers that the stage sends,
+    where they take visible time. Every part has a tooltip.
     """
     timeline = as_timeline(drawn)
     ranks = sorted(timeline.plan)
