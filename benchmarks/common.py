@@ -281,7 +281,8 @@ def machine() -> dict[str, Any]:
         "cpu": cpu_name(), "cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability(),
         "load_average": list(os.getloadavg()), "python": platform.python_version(), "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "system": f"{platform.system()} {platform.machine()}", "commit": git("rev-parse", "HEAD"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "commit": git("rev-parse", "HEAD") or os.environ.get("COMMIT", ""),
         "uncommitted_changes": bool(git("status", "--porcelain", "--", "../hybridpar", "../benchmarks/*.py")),
     }
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -233,9 +234,16 @@ def main() -> None:
         f"{name} {flops / 1e12:.2f} Tflop/s" for name, flops in roof.flops_per_s.items()))
     cases: list[dict[str, Any]] = []
 
-    def note(entry: dict[str, Any]) -> None:
+    failed: list[str] = []
+
+    def note(name: str, work: Callable[[], dict[str, Any]]) -> None:
         """As soon as it is known: whoever runs this may have to cut it off."""
-        cases.append(entry)
+        try:
+            cases.append(work())
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+            return
         write_results("gpu_ops", [roof_entry, *cases], args, meaning=MEANING, shapes=GPU_SIZES)
 
     roof_entry = {"case": "roof", "settings": {"shape": args.sizes[0]}, "copy_bytes_per_s": roof.bytes_per_s,
@@ -245,12 +253,14 @@ def main() -> None:
             where = Where(clock, roof, size, dtype, args.rounds, args.table)
             for one in passes(GPU_SIZES[size], DTYPES[dtype], args.device):
                 if args.ops is None or one.name in args.ops:
-                    note(measure_pass(where, one))
+                    note(one.name, partial(measure_pass, where, one))
             for name in operations(SIZES["tiny"], DTYPES[dtype], args.device):  # one at a time, for memory's sake
                 if args.ops is None or name in args.ops:
-                    note(measure(where, name))
+                    note(name, partial(measure, where, name))
     if args.table:
         write_table(cases, args.device)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 #   FOLDER     where gpu_check.json, the tests' and the benchmarks' reports go (default: benchmarks/results)
 #   STEP       of: build tests ops train sanitizer; default: the first four, in this order
 #   LIMIT=540  seconds for all of them; a step that is cut off leaves what it had
+#   COMMIT=..  what the results name, where the folder is a copy without its git history
 #
 # Installs nothing: torch >= 2.11 with CUDA, triton, numpy and pytest must be there; what else is missing is said and left
 # out. Without a GPU it rehearses: builds the CPU operators, collects the tests, and runs the benchmarks at a tiny size.
@@ -18,7 +19,7 @@ steps="${*:-build tests ops train}"
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
 python="${PYTHON:-python3}"
-export PYTHONPATH="$PWD"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 status=0
 
 "$python" - <<'PY' || exit 3
@@ -31,7 +32,7 @@ def lacks(names):
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 missing, optional = lacks(["torch", "triton", "numpy", "pytest", "setuptools"]), lacks(
-    ["hypothesis", "pytest_timeout", "transformers", "apex"])
+    ["hypothesis", "pytest_timeout", "xdist", "transformers", "apex"])
 path = f"{os.environ.get('PATH')}:{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"
 optional += [name for name in ("ninja", "nvcc") if shutil.which(name, path=path) is None]
 if missing:
@@ -64,30 +65,11 @@ build() {
     HYBRIDPAR_BUILD=$1 HYBRIDPAR_CUDA_ARCHS=${gpu:-90} "$python" setup.py --quiet build_ext --inplace
 }
 
-tests() {  # in parts side by side: most of their time is compilation
-    local backends=tests/ops/test_backends.py others part i=0
-    local parts=(
-        "attention and float32" "attention and bfloat16" "attention and not (float32 or bfloat16)"
-        "norm and bfloat16" "norm and not bfloat16" "softmax or rotary or cross_entropy"
-        "not (attention or norm or softmax or rotary or cross_entropy)"
-    )
-    others="$(grep -rlE 'mark\.gpu|import places' tests --include='test_*.py' | grep -v test_backends | tr '\n' ' ')"
-    rm -f "$out"/gpu_tests*.xml
-    for part in "${parts[@]}"; do
-        i=$((i + 1))
-        run_tests "$i" "$backends" -k "$part" &
-    done
-    # shellcheck disable=SC2086
-    run_tests 0 $others &
-    local code=0 job
-    for job in $(jobs -p); do wait "$job" || { local c=$?; [ $c -ne 5 ] && code=$c; }; done
-    return $code
-}
-
-run_tests() {
-    local number=$1
-    shift
-    "$python" -m pytest -m gpu -p no:cacheprovider --junitxml="$out/gpu_tests_$number.xml" "$@"
+tests() {  # side by side where pytest-xdist is there: most of their time is compilation
+    local files=() workers=()
+    mapfile -t files < <(grep -rlE 'mark\.gpu|import places' tests --include='test_*.py')
+    "$python" -c 'import xdist' 2>/dev/null && workers=(-n "$(($(nproc) < 14 ? $(nproc) : 14))" --dist worksteal)
+    "$python" -m pytest -m gpu -p no:cacheprovider --tb=short --junitxml="$out/gpu_tests.xml" "${workers[@]}" "${files[@]}"
 }
 
 sanitizer() {  # every operator once more, at a few small shapes, under the checkers of memory and races
@@ -117,7 +99,7 @@ train() {  # against eager peers; then, where time is left, against the one whos
     fi
 }
 
-export -f build tests run_tests sanitizer ops train
+export -f build tests sanitizer ops train
 export out python gpu
 for name in $steps; do
     case $name in
@@ -133,6 +115,7 @@ for name in $steps; do
 done
 "$python" - "$out" "$status" "$steps" <<'PY'
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -147,10 +130,11 @@ from hybridpar.ops import registry
 
 out, status, steps = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split()
 tests = Counter()
-for path in out.glob("gpu_tests_*.xml"):
+for path in out.glob("gpu_tests.xml"):
     suite = ElementTree.parse(path).getroot().find("testsuite")
     tests.update({key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")})
-commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
+commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+commit = commit or os.environ.get("COMMIT")
 result = {
     "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "torch": torch.__version__,
     "cuda": torch.version.cuda, "python": platform.python_version(), "commit": commit, "steps": steps,
