@@ -148,6 +148,9 @@ class TrainConfig:
     """Say at the end how the allocator's peak compares with the predicted one; slows the first batches down on CPUs."""
     keep_memory: bool = True
     """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system and taken anew."""
+    cuda_graphs: bool = True
+    """On a GPU: micro-batches are recorded and replayed, for GPTs on one stage, without tensor parallelism or dropout;
+    others run kernel by kernel."""
     timeout_s: float = 60.0
     """Longest wait for another rank before the job is given up."""
     start_from: str = ""

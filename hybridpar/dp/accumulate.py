@@ -43,6 +43,10 @@ class GradientAccumulator:
         """Every parameter's gradient in buffer `index`, in the order of the layout."""
         return self._views[index]
 
+    def missing(self, index: int) -> set[str]:
+        """The parameters of which buffer `index` holds no gradient of its batch yet; live."""
+        return self._void[index]
+
     def begin(self, index: int) -> None:
         """A new batch: what buffer `index` holds is void."""
         self._void[index].update(self.layout.names)

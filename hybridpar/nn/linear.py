@@ -124,7 +124,8 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Te
 
 def _is_ours(weight: Tensor) -> bool:
     """Whether nn.matmul's products, or its way to add up gradients, are better than torch's."""
-    return weight.dtype in (torch.float32, torch.float64) or matmul.by_float32(weight)
+    return (weight.dtype in (torch.float32, torch.float64) or matmul.by_float32(weight)
+            or matmul.sums_in_float32(weight.device.type, weight.dtype))
 
 
 class _Linear(Function):

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridpar.native import constant_when_traced
 from hybridpar.ops.dropout import KEEP_ALL, Mask, drop, make_mask
-from hybridpar.ops.registry import resolve
+from hybridpar.ops.registry import backends, resolve
 from hybridpar.random import RandomKey
 
 
@@ -58,6 +59,33 @@ def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, padding_mask
     if padding_mask is not None:
         _check_padding(padding_mask, (x.shape[0], x.shape[3]))
     return resolve("softmax", backend, x)(x, scale, causal, padding_mask)
+
+
+def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask: Tensor | None, kv_index: list[int],
+                   mask: Mask) -> Tensor:
+    """torch's fused kernel, cuDNN's on an H100, where it has one: without dropout or padding. Triton's elsewhere.
+
+    Triton's also where torch is to be deterministic: the fused kernels add up dq in any order.
+    """
+    n, d = q.shape[1], q.shape[3]
+    even = kv_index == [i // (n // max(1, k.shape[1])) for i in range(n)]
+    if (mask is not KEEP_ALL or padding_mask is not None or not even or d % 8 or d > 256 or q.numel() == 0
+            or torch.are_deterministic_algorithms_enabled()):
+        return resolve("attention", "triton", q)(q, k, v, causal, padding_mask, kv_index, mask)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=n != k.shape[1])
+
+
+def sdpa_unsupported(op: str, device_type: str | None, dtype: torch.dtype | None) -> str | None:
+    """Why the one before cannot run on such tensors (None: in general, on this machine); None when it can."""
+    if device_type not in (None, "cuda"):
+        return f"runs on a GPU, not on {device_type}"
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        return f"has no {dtype} version"
+    triton = next(row for row in backends(op) if row.name == "triton")
+    return triton.unsupported(device_type, dtype)
+
+
+constant_when_traced(sdpa_unsupported)
 
 
 def attention_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask: Tensor | None, kv_index: list[int],

@@ -65,6 +65,7 @@ TABLE = (
     *_rows("gelu", "activation:gelu_torch"),
     *_rows("swiglu", "activation:swiglu_torch"),
     *_rows("rotary", "rotary:rotary_torch"),
+    Backend("attention", "sdpa", "hybridpar.ops.attention:attention_sdpa", "hybridpar.ops.attention:sdpa_unsupported"),
     *_rows("attention", "attention:attention_torch"),
     *_rows("softmax", "attention:softmax_torch"),
     *_rows("cross_entropy", "cross_entropy:CrossEntropy"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from hybridpar.optim.schedule import learning_rate
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.passes import forward_actions, lower
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, schedule_of
+from hybridpar.pipeline.run import graphs
 from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor, Lane
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.weights import Ownership, StageParameters, WeightStore
@@ -104,6 +106,9 @@ class Engine:
         shape = (config.train.micro_batch_size, model.seq_length, model.hidden_size)
         self.executor = Executor(
             stages, self.weights, Lane(grid.pp, grid.pp_reverse, shape, dtype, device), pipeline.num_microbatches)
+        if config.train.cuda_graphs and graphs.unsupported(config, device) is None:
+            self.executor.graphs = graphs.MicroBatchGraphs(
+                stages[0], self.gradients, pipeline.num_microbatches, device, eager_last=grid.dp.size > 1)
         self._scales = {0: self.scaler.scale}
         """The loss scale that came with each version of the weights."""
         self._pending: dict[int, tuple[Tensor, Work]] = {}
@@ -127,9 +132,11 @@ class Engine:
         self._on_step, self._on_gradients = on_step, on_gradients
         hooks = BatchHooks(self._before_backward, self._reduce, self._norm, self._update)
         source = LoaderSource(loader, self.config, self.device, training=True)
-        self.executor.run(self.tamper(self._until_end(self._actions(num_batches))), source, hooks)
-        for batch in sorted(self._pending):
-            self._report(self._take_result(batch), lead=0)
+        recorded = self.executor.graphs
+        with nullcontext() if recorded is None else recorded.stream():
+            self.executor.run(self.tamper(self._until_end(self._actions(num_batches))), source, hooks)
+            for batch in sorted(self._pending):
+                self._report(self._take_result(batch), lead=0)
         self._stopping = False
 
     def _actions(self, num_batches: int) -> Iterator[Action]:

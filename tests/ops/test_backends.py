@@ -186,8 +186,9 @@ def test_nan_and_infinity_are_not_hidden(op, value, dtype, device):
         got = compute(case, tensors, backend)[0]
         if op == "attention":  # torch's fused kernel hides a NaN in q
             assert not got.isfinite().all()
-        else:
-            assert torch.equal(got.isfinite(), compute(case, tensors, "torch")[0].isfinite())
+        else:  # on the CPU: torch's rms_norm on a GPU makes NaN of a whole row with an infinity
+            expected = compute(case, [t.cpu() for t in tensors], "torch")[0]
+            assert torch.equal(got.isfinite().cpu(), expected.isfinite())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -24,6 +24,7 @@ from hybridpar.comm import Work, irecv, isend
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.pipeline.plan.action import Action, Kind
+from hybridpar.pipeline.run.graphs import MicroBatchGraphs
 from hybridpar.pipeline.run.recording import Recording
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.weights import WeightStore
@@ -91,6 +92,8 @@ class Executor:
         """Takes down what is executed from now on."""
         self.current: Action | None = None
         """The action being executed."""
+        self.graphs: MicroBatchGraphs | None = None
+        """Replays what it can."""
         self._flight: dict[tuple[int, int], InFlight] = {}  # by stage and micro-batch, as all that follow
         self._received: dict[tuple[Kind, int, int], tuple[Work, Tensor]] = {}
         self._outputs: dict[tuple[Kind, int, int], Tensor] = {}
@@ -143,6 +146,11 @@ class Executor:
             self.wait(partial(self.weights.await_version, action.version))
         self.weights.bind(action.version)
         grad = torch.is_grad_enabled()
+        if self.graphs is not None and grad:
+            losses = self.graphs.forward(k, self.weights.slot(action.version), batch)
+            if losses is not None:
+                self._add_losses(k // self.num_microbatches, losses)
+                return
         if x is not None and grad:
             x.requires_grad_()
         out = self.stages[stage](x, batch, key)
@@ -157,6 +165,8 @@ class Executor:
     def _backward(self, action: Action) -> None:
         stage, k = action.stage, action.microbatch
         factor = self._hooks.before_backward(action)
+        if self.graphs is not None and self.graphs.backward(k, factor):
+            return
         flight = self._flight.pop((stage, k))
         gradient = self._take(Kind.RECV_B, stage, k)
         if gradient is None:

@@ -1,0 +1,202 @@
+"""Micro-batches of a one-stage pipeline as CUDA graphs: to launch a thousand small kernels takes a CPU longer than to
+run them takes a GPU.
+
+    first micro-batch of a kind     runs as usual: kernels are compiled, libraries set up
+    second                          F, then B are recorded, and replayed
+    all later ones                  inputs are copied into place, F and B replayed
+
+Micro-batches are of one kind if they run on the same buffer of weights and write the same buffer of gradients, where
+they both are the first of their batches, which overwrite, or both are not. All kinds share memory: only one is between
+its F and its B at any time. Everything runs on a stream of its own, as torch's recorded kernels must.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hybridpar.autograd import backward_from
+from hybridpar.config import Config
+from hybridpar.models.blocks import Losses, MicroBatch
+from hybridpar.pipeline.run.stage import Stage
+
+_log = logging.getLogger(__name__)
+
+
+class Gradients(Protocol):
+    """What a backward pass writes: see dp.GradientAccumulator."""
+
+    on_final: Callable[[str], None] | None
+
+    def buffer_index(self, batch: int) -> int: ...
+    def missing(self, index: int) -> set[str]: ...
+
+
+Kind = tuple[int, int, bool]
+
+
+def unsupported(config: Config, device: torch.device) -> str | None:
+    """Why micro-batches of such a job cannot be recorded; None if they can."""
+    parallel, model = config.parallel, config.model
+    if device.type != "cuda":
+        return f"they are for GPUs, not for {device.type}"
+    if parallel.pp > 1 or config.pipeline.num_chunks > 1:
+        return "stages wait for each other between a micro-batch's kernels"
+    if parallel.tp > 1:
+        return "ranks of tensor parallelism wait for each other between a micro-batch's kernels"
+    if model.kind != "gpt":
+        return f"the head of {model.kind} waits for the number of labelled positions"
+    if model.dropout or model.attention_dropout:
+        return "dropout gives its kernels other numbers in each step"
+    return None
+
+
+@dataclass
+class _Recorded:
+    inputs: dict[str, Tensor]
+    forward: torch.cuda.CUDAGraph
+    losses: Losses
+    edge: GradientEdge | None
+    start: Tensor  # of the backward
+    backward: torch.cuda.CUDAGraph | None = None
+    missing: frozenset[str] = frozenset()  # parameters without a gradient before this backward
+    written: frozenset[str] = frozenset()
+    reported: list[str] = field(default_factory=list)
+
+
+class MicroBatchGraphs:
+    """Runs the forward and backward passes of `stage`, which holds the whole model, into `gradients`.
+
+    eager_last: the last micro-batch of a batch runs as usual, so that the reduction of gradients overlaps with it.
+    """
+
+    def __init__(self, stage: Stage, gradients: Gradients, num_microbatches: int, device: torch.device, *,
+                 eager_last: bool):
+        self._stage, self._gradients, self._m, self._eager_last = stage, gradients, num_microbatches, eager_last
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._seen: dict[Kind, _Recorded | None] = {}
+        self._current: _Recorded | None = None
+        self._works = True
+        self.num_replayed = 0
+        """Micro-batches so far."""
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """What runs in it runs after what came before, and before what comes after."""
+        outer = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(outer)
+        with torch.cuda.stream(self._stream):
+            yield
+        outer.wait_stream(self._stream)
+
+    def forward(self, number: int, slot: int, batch: MicroBatch) -> Losses | None:
+        """The losses of a micro-batch on the weights that are bound, those of buffer `slot`; None: it is not replayed.
+
+        `number` counts micro-batches. `backward` must follow before the next one.
+        """
+        index, kind = number % self._m, self._kind(number, slot)
+        if not self._works or self._current is not None or (self._eager_last and index == self._m - 1):
+            return None
+        if kind not in self._seen:
+            self._seen[kind] = None
+            return None
+        if (recorded := self._seen[kind]) is None:
+            try:
+                recorded = self._seen[kind] = self._record_forward(batch)
+            except RuntimeError as error:
+                self._give_up(error)
+                return None
+        elif any(x.shape != recorded.inputs[name].shape for name, x in batch.items()):
+            return None
+        for name, x in batch.items():
+            _write(recorded.inputs[name], x)
+        recorded.forward.replay()
+        self._current = recorded
+        return {name: loss.clone() for name, loss in recorded.losses.items()}
+
+    def backward(self, number: int, factor: float) -> bool:
+        """The backward pass of the last `forward`, from `factor`; False: that was not replayed."""
+        recorded, self._current = self._current, None
+        if recorded is None:
+            return False
+        buffer = self._gradients.buffer_index(number // self._m)
+        missing = frozenset(self._gradients.missing(buffer))
+        recorded.start.fill_(factor)
+        if recorded.backward is None:
+            try:
+                self._record_backward(recorded, buffer)
+            except RuntimeError as error:
+                self._give_up(error)
+                self._gradients.missing(buffer).update(missing)
+                self._run_again(recorded)
+                return True
+            recorded.missing, recorded.written = missing, missing - self._gradients.missing(buffer)
+        assert recorded.backward is not None
+        assert missing == recorded.missing, "another micro-batch of this kind began with other gradients missing"
+        recorded.backward.replay()
+        self.num_replayed += 1
+        self._gradients.missing(buffer).difference_update(recorded.written)
+        if (on_final := self._gradients.on_final) is not None:
+            for name in recorded.reported:
+                on_final(name)
+        return True
+
+    def _kind(self, number: int, slot: int) -> Kind:
+        return slot, self._gradients.buffer_index(number // self._m), number % self._m == 0
+
+    def _record_forward(self, batch: MicroBatch) -> _Recorded:
+        inputs = {name: torch.empty_like(x, device=self._stream.device) for name, x in batch.items()}
+        for name, x in batch.items():
+            _write(inputs[name], x)
+        graph = torch.cuda.CUDAGraph()
+        with self._recording(graph):
+            losses = self._stage(None, inputs, None)
+            assert isinstance(losses, dict)
+            total = sum(losses.values())
+        assert isinstance(total, Tensor)
+        losses = {name: loss.detach() for name, loss in losses.items()}
+        return _Recorded(inputs, graph, losses, get_gradient_edge(total), torch.empty_like(total))
+
+    def _record_backward(self, recorded: _Recorded, buffer: int) -> None:
+        edge, on_final, graph = recorded.edge, self._gradients.on_final, torch.cuda.CUDAGraph()
+        assert edge is not None
+        recorded.edge = None  # what it keeps is the recording's from now on
+        self._gradients.on_final = recorded.reported.append
+        try:
+            with self._recording(graph):
+                backward_from(edge, recorded.start)
+        finally:
+            self._gradients.on_final = on_final
+        recorded.backward = graph
+        _log.debug("recorded a micro-batch as CUDA graphs")
+
+    def _recording(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+        # other threads, which may be saving, go on
+        return torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+
+    def _give_up(self, error: RuntimeError) -> None:
+        self._works = False
+        torch.cuda.synchronize(self._stream.device)
+        _log.warning("micro-batches run without CUDA graphs, as one could not be recorded: %s",
+                     str(error).splitlines()[0])
+
+    def _run_again(self, recorded: _Recorded) -> None:
+        losses = self._stage(None, recorded.inputs, None)
+        assert isinstance(losses, dict)
+        total = sum(losses.values())
+        assert isinstance(total, Tensor)
+        backward_from(get_gradient_edge(total), recorded.start)
+
+
+def _write(place: Tensor, x: Tensor) -> None:
+    if x.dim() == 0 and not x.is_cuda:  # a number: no copy that the CPU would wait for
+        place.fill_(x.item())
+    else:
+        place.copy_(x, non_blocking=True)
