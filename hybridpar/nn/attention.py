@@ -153,8 +153,10 @@ class ParallelAttention(ParallelModule):
         """
         sizes, (b, s, _), d = self.group_sizes, qkv.shape, self.layout.head_dim
         if self.kv_index is None:
-            q, k, v = qkv.view(b, s, len(sizes), sizes[0] + 2, d).split((sizes[0], 1, 1), dim=3)
-            return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+            # b and s as one: gradients of up to 4 dimensions are joined by one kernel
+            q, k, v = qkv.view(b * s, len(sizes), sizes[0] + 2, d).split((sizes[0], 1, 1), dim=2)
+            q, k, v = (t.unflatten(0, (b, s)) for t in (q.flatten(1, 2), k.squeeze(2), v.squeeze(2)))
+            return q, k, v
         slots = [slots for m in sizes for slots in (m, 1, 1)]
         parts = qkv.view(b, s, sum(slots), d).split(slots, dim=2)
         q, k, v = (torch.cat(parts[i::3], dim=2) for i in range(3))
