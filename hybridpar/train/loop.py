@@ -137,8 +137,8 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         reporter.say(f"{config.run.folder}: {what} on {where}; {how}")
         if grid.world.via_host:
             local, gpus = place.job.launch.local_world_size, torch.cuda.device_count()
-            reporter.say(f"train.share_gpus: {local} processes share {gpus} GPU{'s' * (gpus > 1)} of this machine and talk "
-                         "over Gloo, through host memory, which is slow")
+            reporter.say(f"train.share_gpus: {local} processes of this machine share {gpus} GPU{'s' * (gpus > 1)} and "
+                         "talk over Gloo, through host memory, which is slow")
         with contextlib.closing(Run(engine, data, reporter, resumed, watch)) as run:
             injector.attach(engine, run.saver)
             started = True

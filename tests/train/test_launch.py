@@ -121,7 +121,7 @@ def test_gpus_are_shared_where_that_is_asked_for(share: bool, backend: str, monk
     four = [Launch(r, r, 4, 4) for r in range(4)]
     assert [choose_device(config, one) for one in four] == (gpus * 2 if share else [torch.device("cpu")] * 4)
     if not share:
-        with pytest.raises(ConfigError, match="2 GPUs for its 4 processes; try cpu, or train.share_gpus = true"):
+        with pytest.raises(ConfigError, match=r"2 GPUs for its 4 processes; try cpu, or train\.share_gpus = true"):
             choose_device(TrainConfig(device="cuda"), four[0])
 
 
