@@ -67,7 +67,8 @@ def identity(config: Config) -> dict[str, Any]:
     """What a profile of this machine and configuration would be of; another one needs another profile."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if _has_gpus(config) else []
     return {
-        "settings": settings_of(config), "train": [config.train.micro_batch_size, config.train.threads], "gpus": gpus,
+        "settings": settings_of(config), "gpus": gpus,
+        "train": [config.train.micro_batch_size, config.train.threads, config.train.share_gpus],
         "cpu": cpu_name(), "cores": _cores(), "torch": torch.__version__, "hybridpar": __version__,
         "schedule": config.pipeline.schedule, "format": FORMAT}
 
