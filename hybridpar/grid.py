@@ -42,7 +42,8 @@ class Axis:
     """One line of ranks that communicate, and this process's place on it.
 
     `ranks` are global ranks in axis order, `rank` is the index of this process among them. `group` is None where no
-    communication can happen (size 1).
+    communication can happen (size 1). `via_host`: the group takes host memory only (Gloo), and the ranks' tensors are
+    elsewhere, so messages go through copies there.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Axis:
     group: dist.ProcessGroup | None = field(default=None, compare=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     flight: Flight = field(default=NO_FLIGHT, compare=False)
+    via_host: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < len(self.ranks), f"axis {self.name}: rank {self.rank} of {len(self.ranks)}"
@@ -93,7 +95,7 @@ class ProcessGrid:
     against the activations); `ends` (all replicas of the first and the last pipeline stage, which share tied
     embeddings; size 1 in between, and where pp is 1); `world` (every rank).
 
-    `flight`: where its axes note what this rank waits for.
+    `device_type`: where the tensors are that its axes are given; `flight`: where these note what this rank waits for.
     Collectives: creating a grid of more than one process is collective over all processes of the job.
     Raises: ConfigError if tp * pp * dp is not the number of processes.
     """
@@ -119,7 +121,8 @@ class ProcessGrid:
             return
         rank = dist.get_rank()
         lines = lines_of(tp, pp, dp)
-        self._set(*(_axis(name, rank, lines[name], flight) for name in _AXES))
+        via_host = device_type != "cpu" and dist.get_backend() == "gloo"
+        self._set(*(_axis(name, rank, lines[name], flight, via_host) for name in _AXES))
 
     def _set(self, tp: Axis, dp: Axis, pp: Axis, pp_reverse: Axis, ends: Axis, world: Axis) -> None:
         self.tp, self.dp, self.pp, self.pp_reverse, self.ends, self.world = tp, dp, pp, pp_reverse, ends, world
@@ -161,13 +164,13 @@ def lines_of(tp: int, pp: int, dp: int) -> dict[str, list[list[int]]]:
     return lines | {"pp_reverse": lines["pp"]}
 
 
-def _axis(name: str, rank: int, lines: list[list[int]], flight: Flight) -> Axis:
+def _axis(name: str, rank: int, lines: list[list[int]], flight: Flight, via_host: bool) -> Axis:
     """This rank's line of those, with a group. Every rank creates every group in the same order, as torch requires."""
     mine = Axis(name, 0, (rank,), flight=flight)
     for line in lines:
         group = _new_group(name, line) if len(line) > 1 else None
         if rank in line:
-            mine = Axis(name, line.index(rank), tuple(line), group, flight=flight)
+            mine = Axis(name, line.index(rank), tuple(line), group, flight=flight, via_host=via_host)
     return mine
 
 

@@ -56,7 +56,7 @@ def problems(config: Config, world_size: int) -> list[Problem]:
     if not found:  # what follows divides by these numbers
         found = [
             *_grid(config, world_size), *_model(config), *_pipeline(config), *_staleness(config), *_data(config),
-            *_kernels(config), *_checkpoints(config), *_anomalies(config)]
+            *_devices(config), *_kernels(config), *_checkpoints(config), *_anomalies(config)]
     return found
 
 
@@ -187,6 +187,11 @@ def _anomalies(config: Config) -> Iterator[Problem]:
     if settings.rolls_back and not config.train.save_interval:
         rule = "must be positive: anomalies are to be rolled back to a checkpoint"
         yield Problem("train.save_interval", 0, rule, "100")
+
+
+def _devices(config: Config) -> Iterator[Problem]:
+    if config.train.share_gpus and config.train.device == "cpu":
+        yield Problem("train.share_gpus", "true", "needs GPUs, and train.device is cpu", "false")
 
 
 def _kernels(config: Config) -> Iterator[Problem]:

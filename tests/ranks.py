@@ -15,16 +15,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=120)  # on GPUs others wait while one compiles
 
 
-def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, start: str = "fork") -> list[Any]:
     """Calls `fn(*args)` on every rank of a fresh Gloo job (fn must be importable: a module-level function).
+
+    `start`: of the processes; CUDA needs "spawn".
 
     Raises: AssertionError with the traceback of the first rank that failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(_run, (num_ranks, folder, fn, args), num_ranks, join=False, start_method="fork")
+        context = mp.start_processes(_run, (num_ranks, folder, fn, args), num_ranks, join=False, start_method=start)
         assert context is not None
         try:
             while not context.join(timeout=1):

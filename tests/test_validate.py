@@ -35,6 +35,7 @@ CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
     ({"parallel": {"pp": 2}, "pipeline": {"recompute": "stage:2"}}, 2, "pipeline.recompute",
      "'stage' for all of them"),
     ({"optim": {"lr": -1.0}}, 1, "optim.lr", "0"),
+    ({"train": {"device": "cpu", "share_gpus": True}}, 1, "train.share_gpus", "false"),
     ({"optim": {"betas": [0.9, 1.0]}}, 1, "optim.betas", "[0.9, 0.999]"),
     ({"optim": {"name": "sgd", "momentum": 0.0, "nesterov": True}}, 1, "optim.momentum", "0.9"),
     ({"checkpoint": {"keep": 0}}, 1, "checkpoint.keep", "1"),

@@ -1,4 +1,4 @@
-"""Collectives over one axis, on any device its group supports (Gloo, NCCL).
+"""Collectives over one axis. Tensors on a device that its group does not take (Gloo: a GPU) go through host memory.
 
 On an axis of size 1 each is the identity and is not counted. Otherwise every call is counted in `axis.traffic`, with
 the bytes of the tensor this rank contributes. Every rank of the axis must make the same calls in the same order.
@@ -55,6 +55,28 @@ def num_bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
+def message(x: Tensor, axis: Axis) -> Tensor:
+    """`x` as the axis's group takes it: itself where that can be, else a contiguous copy, in host memory if need be.
+
+    A copy from a GPU waits for the current stream: what is sent must be there.
+    """
+    return room_for(x.shape, x, axis).copy_(x.detach()) if axis.via_host else x.contiguous()
+
+
+def room_for(shape: Sequence[int], x: Tensor, axis: Axis) -> Tensor:
+    """An empty tensor of the type of `x` that the axis's group takes. Host memory for a GPU is pinned."""
+    if not axis.via_host:
+        return x.new_empty(shape)
+    return torch.empty(shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+
+
+def put_back(message: Tensor, x: Tensor) -> Tensor:
+    """Overwrites `x` with what its `message` has become, in the order of the current stream; returns it."""
+    if message is not x:
+        x.detach().copy_(message, non_blocking=True)
+    return x
+
+
 def all_reduce(x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
     """Reduces `x` over the axis in place and returns it.
 
@@ -71,12 +93,9 @@ def all_reduce_async(x: Tensor, axis: Axis, op: Op = "sum") -> Work:
     axis.traffic.add("all_reduce", num_bytes(x))
     if x.numel() == 0:
         return Work()
-    if x.is_contiguous():
-        handle = dist.all_reduce(x, _OPS[op], group=axis.group, async_op=True)
-        return Work(handle, x, waiting=axis.waiting("all_reduce"))
-    buffer = x.contiguous()
-    handle = dist.all_reduce(buffer, _OPS[op], group=axis.group, async_op=True)
-    return Work(handle, x, buffer, finish=lambda: x.copy_(buffer), waiting=axis.waiting("all_reduce"))
+    sent = message(x, axis)
+    handle = dist.all_reduce(sent, _OPS[op], group=axis.group, async_op=True)
+    return Work(handle, x, sent, finish=lambda: put_back(sent, x), waiting=axis.waiting("all_reduce"))
 
 
 class Works:
@@ -126,8 +145,9 @@ def _part_by_part(name: str, collective: Callable[..., Any], x: Tensor, parts: P
     def start(owner: int, a: int, b: int) -> Work:
         part = x[a:b]
         axis.traffic.add(name, num_bytes(part))
-        handle = collective(part, axis.ranks[owner], group=axis.group, async_op=True)
-        return Work(handle, part, waiting=axis.waiting(name))
+        sent = message(part, axis)
+        handle = collective(sent, axis.ranks[owner], group=axis.group, async_op=True)
+        return Work(handle, part, sent, finish=lambda: put_back(sent, part), waiting=axis.waiting(name))
 
     return Works(start(*part) for part in parts if part[1] < part[2]) if axis.size > 1 else Works()
 
@@ -148,12 +168,13 @@ def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = No
     axis.traffic.add("all_gather", num_bytes(x))
     longest = max(sizes)
     front = x.movedim(dim, 0)
-    padded = front.new_empty(longest, *front.shape[1:])
+    padded = room_for((longest, *front.shape[1:]), x, axis)
     padded[: sizes[axis.rank]] = front
-    gathered = padded.new_empty(axis.size * longest, *front.shape[1:])
+    gathered = room_for((axis.size * longest, *front.shape[1:]), x, axis)
     if gathered.numel():
         with axis.waiting("all_gather"):
             _all_gather(gathered, padded, group=axis.group)
+    gathered = gathered.to(x.device, non_blocking=True)
     if min(sizes) < longest:
         gathered = torch.cat([part[:size] for part, size in zip(gathered.split(longest), sizes, strict=True)])
     return gathered.movedim(0, dim).contiguous()
@@ -169,10 +190,10 @@ def all_to_all(x: Tensor, axis: Axis, send_sizes: Sequence[int], receive_sizes: 
     if axis.size == 1:
         return x
     axis.traffic.add("all_to_all", num_bytes(x))
-    received = x.new_empty(sum(receive_sizes))
+    sent, received = message(x, axis), room_for((sum(receive_sizes),), x, axis)
     with axis.waiting("all_to_all"):
-        dist.all_to_all_single(received, x, list(receive_sizes), list(send_sizes), group=axis.group)
-    return received
+        dist.all_to_all_single(received, sent, list(receive_sizes), list(send_sizes), group=axis.group)
+    return received.to(x.device, non_blocking=True)
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
@@ -185,10 +206,10 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     axis.traffic.add("broadcast", num_bytes(x))
     if x.numel() == 0:
         return x
-    buffer = x.contiguous()
+    sent = message(x, axis)
     with axis.waiting("broadcast"):
-        dist.broadcast(buffer, axis.ranks[source], group=axis.group)
-    return x if buffer is x else x.copy_(buffer)
+        dist.broadcast(sent, axis.ranks[source], group=axis.group)
+    return put_back(sent, x)
 
 
 def gather_objects(obj: Any, axis: Axis) -> list[Any]:

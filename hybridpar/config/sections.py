@@ -138,6 +138,9 @@ class TrainConfig:
     threads: int = 0
     """CPU threads of each process; 0: cores / processes on this machine, at least 1."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: GPUs, where each process of a machine can have its own."""
+    share_gpus: bool = False
+    """Processes may share GPUs and talk over Gloo, through host memory: slow, for trying out grids on few GPUs."""
     eval_interval: int = 0
     """Steps between evaluations (also one at the start and the end); 0: none."""
     eval_batches: int = 4

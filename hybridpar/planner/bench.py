@@ -190,7 +190,7 @@ def measure_blocks(
 
     Degrees that do not divide the number of ranks are measured without collectives.
     """
-    world = world_axis()
+    world = world_axis(device)
     found: dict[Key, BlockCost] = {}
     shares = []
     for tp in degrees:
@@ -204,16 +204,16 @@ def measure_blocks(
     return found, fmean(shares)
 
 
-def world_axis() -> Axis:
-    """All ranks of the job, or this process alone. Collectives: on all ranks."""
-    grid = ProcessGrid(dp=torch.distributed.get_world_size()) if torch.distributed.is_initialized() else ProcessGrid()
-    return grid.world
+def world_axis(device: torch.device) -> Axis:
+    """All ranks of the job, which compute on such devices, or this process alone. Collectives: on all ranks."""
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return ProcessGrid(dp=ranks, device_type=device.type).world
 
 
 def _measure(
     config: Config, tp: int, b: int, axis: Axis, device: torch.device, effort: Effort
 ) -> tuple[dict[Key, BlockCost], float]:
-    world = world_axis()
+    world = world_axis(device)
     alone = Bench(config, b, silent_axis("tp", tp), device)
     messages = {(what, kind): sizes for what, kind, sizes in alone.messages()} if tp > 1 else {}
     own = _timed(alone, world, effort, own=True)

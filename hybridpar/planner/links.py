@@ -154,7 +154,8 @@ def _measure_level(
     reduce, reduce_work = {}, {}
     for ranks in groups:
         group = world.group if len(ranks) == world.size else dist.new_group(list(ranks))
-        axis = Axis("tp", ranks.index(world.rank), ranks, group) if world.rank in ranks else None
+        axis = (Axis("tp", ranks.index(world.rank), ranks, group, via_host=world.via_host) if world.rank in ranks
+                else None)
         reduce[len(ranks)], reduce_work[len(ranks)], _ = _sweep(
             sizes, lambda n, k, axis=axis: _reduce(n, k, axis, device), world)  # type: ignore[misc]
     return MeasuredLink(name, send, reduce, send_work, reduce_work, calls)

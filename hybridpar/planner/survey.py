@@ -26,7 +26,7 @@ from hybridpar.errors import HybridparError, config_error
 from hybridpar.planner.bench import FULL, QUICK, Effort, measure_blocks, world_axis
 from hybridpar.planner.links import QUICK_SIZES, SIZES, measure_links
 from hybridpar.planner.profile import FORMAT, Hardware, Profile, read_profile, settings_of, write_profile
-from hybridpar.train.launch import Job, choose_device, keep_freed_memory, set_threads
+from hybridpar.train.launch import Job, choose_backend, choose_device, keep_freed_memory, set_threads
 
 
 def survey(
@@ -53,10 +53,10 @@ def survey(
                            str(config.model.num_heads))
     request = (config, degrees, sizes, quick)
     if launch.world_size > 1 or ranks == 1:
-        device = choose_device(config.train.device, launch)
+        device = choose_device(config.train, launch)
         set_threads(config.train.threads, launch)
         job = Job.connect(launch)
-        job.start_group(device, max(config.train.timeout_s, 120.0))
+        job.start_group(device, choose_backend(config.train, device), max(config.train.timeout_s, 120.0))
         profile = measure_here(*request, device)
         job.end_group()
         return profile
@@ -67,7 +67,8 @@ def identity(config: Config) -> dict[str, Any]:
     """What a profile of this machine and configuration would be of; another one needs another profile."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if _has_gpus(config) else []
     return {
-        "settings": settings_of(config), "train": [config.train.micro_batch_size, config.train.threads], "gpus": gpus,
+        "settings": settings_of(config), "gpus": gpus,
+        "train": [config.train.micro_batch_size, config.train.threads, config.train.share_gpus],
         "cpu": cpu_name(), "cores": _cores(), "torch": torch.__version__, "hybridpar": __version__,
         "schedule": config.pipeline.schedule, "format": FORMAT}
 
@@ -86,7 +87,7 @@ def measure_here(
     """Collectives: on all ranks of the job."""
     if config.train.keep_memory and device.type == "cpu":
         keep_freed_memory()
-    world, effort = world_axis(), QUICK if quick else FULL
+    world, effort = world_axis(device), QUICK if quick else FULL
     links = measure_links(world, device, sizes=QUICK_SIZES if quick else SIZES)
     blocks, had_core = measure_blocks(config, degrees, sizes, device, effort)
     hardware = _hardware(device, gather_objects(platform.node(), world))
@@ -101,7 +102,9 @@ def _hardware(device: torch.device, hosts: Sequence[str]) -> Hardware:
     here = -(-len(hosts) // number)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return Hardware(properties.name, torch.cuda.device_count(), float(properties.total_memory), hosts=number)
+        gpus = torch.cuda.device_count()
+        devices = max(gpus, here)  # shared, a process has its part of one
+        return Hardware(properties.name, devices, properties.total_memory * gpus / devices, hosts=number)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Hardware(
         cpu_name(), here, memory / here, _cores(), torch.get_num_threads(), number)
@@ -147,11 +150,10 @@ def _one_process(
     try:
         launch = Launch(rank, rank, ranks, ranks)
         set_threads(config.train.threads, launch)
-        device = choose_device(config.train.device, launch)
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        device = choose_device(config.train, launch)
         dist.init_process_group(
-            backend, store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks,
-            timeout=timedelta(seconds=120))
+            choose_backend(config.train, device), store=dist.FileStore(f"{folder}/store", ranks), rank=rank,
+            world_size=ranks, timeout=timedelta(seconds=120))
         profile = measure_here(*request, device)
         if rank == 0:
             write_profile(profile, Path(folder, "profile.json"))

@@ -192,8 +192,8 @@ class Engine:
             ((g, s.placement) for g, s in zip(gradients, self.slots, strict=True) if s.part is None), self.grid.tp)
         stages = self.grid.pp.size
         totals = torch.zeros(stages + 1 + len(self.loss_names), dtype=torch.float64, device=self.device)
-        totals[self.grid.pp.rank] = sum_of_squares(
-            self._counted_gradients[self.gradients.buffer_index(batch)], self.config.kernels.optimizer)
+        if mine := self._counted_gradients[self.gradients.buffer_index(batch)]:
+            totals[self.grid.pp.rank] = sum_of_squares(mine, self.config.kernels.optimizer)
         totals[stages] = float(self.stop_requested)
         losses = self.executor.losses.pop(batch, {})
         if self.grid.tp.is_first:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hybridpar.config import Launch
+from hybridpar.config import Launch, TrainConfig
 from hybridpar.errors import HybridparError, config_error
 from hybridpar.train.errors import LostContactError
 
@@ -114,21 +114,21 @@ class Job:
         except dist.DistError as error:
             raise _lost_store(rank, error) from None
 
-    def start_group(self, device: torch.device, timeout_s: float) -> None:
-        """Creates the process group: Gloo on CPU, NCCL on GPUs. Communication gives up after `timeout_s` seconds.
+    def start_group(self, device: torch.device, backend: str, timeout_s: float) -> None:
+        """Creates the process group. Communication gives up after `timeout_s` seconds.
 
         Gloo listens on the loopback interface alone where all processes are on this machine.
         """
         if self.store is None:
             return
-        cuda, options = device.type == "cuda", None
-        if self.launch.loopback and not cuda:
+        options = None
+        if self.launch.loopback and backend == "gloo":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         dist.init_process_group(
-            "nccl" if cuda else "gloo", store=dist.PrefixStore("group", self.store), rank=self.launch.rank,
+            backend, store=dist.PrefixStore("group", self.store), rank=self.launch.rank,
             world_size=self.launch.world_size, timeout=timedelta(seconds=timeout_s),
-            device_id=device if cuda else None, pg_options=options)
+            device_id=device if backend == "nccl" else None, pg_options=options)
 
     def end_group(self) -> None:
         """Leaves the process group, where there is one, after everyone has got here."""
@@ -185,19 +185,26 @@ def _await(store: dist.Store, key: str) -> Any:
     return json.loads(store.get(key))
 
 
-def choose_device(wanted: str, launch: Launch) -> torch.device:
-    """The device of this process: a GPU for each process of this machine, or the CPU.
+def choose_device(config: TrainConfig, launch: Launch) -> torch.device:
+    """The device of this process: a GPU, of its own unless they may be shared, or the CPU.
 
-    Raises: ConfigError if GPUs are asked for and there are not as many as processes here.
+    Raises: ConfigError if GPUs are asked for and there are too few.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cuda" and gpus < launch.local_world_size:
+    needed = 1 if config.share_gpus else launch.local_world_size
+    if config.device == "cuda" and gpus < needed:
         rule = f"this machine has {gpus} GPUs for its {launch.local_world_size} processes"
-        raise config_error("train.device", wanted, rule, "cpu")
-    if wanted == "cpu" or gpus < launch.local_world_size:
+        raise config_error("train.device", "cuda", rule, "cpu, or train.share_gpus = true" if gpus else "cpu")
+    if config.device == "cpu" or gpus < needed:
         return torch.device("cpu")
-    torch.cuda.set_device(launch.local_rank)
-    return torch.device("cuda", launch.local_rank)
+    device = torch.device("cuda", launch.local_rank % gpus)
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_backend(config: TrainConfig, device: torch.device) -> str:
+    """What a job's process group is of. NCCL takes no two processes on one GPU."""
+    return "nccl" if device.type == "cuda" and not config.share_gpus else "gloo"
 
 
 def set_threads(wanted: int, launch: Launch) -> int:

@@ -29,7 +29,7 @@ from hybridpar.train.errors import AnomalyError, LostContactError
 from hybridpar.train.failure import describe_failure
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
-from hybridpar.train.launch import Job, choose_device, keep_freed_memory, set_threads
+from hybridpar.train.launch import Job, choose_backend, choose_device, keep_freed_memory, set_threads
 from hybridpar.train.progress import Reporter, make_reporter
 from hybridpar.train.run import Outcome, Run
 from hybridpar.train.settle import settle_early_switch
@@ -48,7 +48,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = ()) -> Outcome
     """
     config = resolve(config, launch.world_size)
     faults = parse_faults(inject, config)
-    device = choose_device(config.train.device, launch)
+    device = choose_device(config.train, launch)
     threads = set_threads(config.train.threads, launch)
     if config.train.keep_memory and device.type == "cpu":
         keep_freed_memory()
@@ -112,7 +112,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
     try:
         flight.phase("connecting", limit_s)
         with Waiting(flight, "rendezvous", "world"):
-            place.job.start_group(device, config.train.timeout_s)
+            place.job.start_group(device, choose_backend(config.train, device), config.train.timeout_s)
             grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, device_type=device.type, flight=flight)
         flight.phase("setting up", limit_s)
         who = grid.describe(config.pipeline.num_chunks)
@@ -135,6 +135,10 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         what = f"{config.model.kind}, {config.pipeline.schedule}, {config.train.dtype}"
         how = f"going on after step {resumed}" if resumed else "starting"
         reporter.say(f"{config.run.folder}: {what} on {where}; {how}")
+        if grid.world.via_host:
+            local, gpus = place.job.launch.local_world_size, torch.cuda.device_count()
+            reporter.say(f"train.share_gpus: {local} processes of this machine share {gpus} GPU{'s' * (gpus > 1)} and "
+                         "talk over Gloo, through host memory, which is slow")
         with contextlib.closing(Run(engine, data, reporter, resumed, watch)) as run:
             injector.attach(engine, run.saver)
             started = True

@@ -109,10 +109,10 @@ def peak_memory_mb(device: torch.device) -> float:
 def peak_flops(config: Config, device: torch.device, world: Axis) -> tuple[float, str]:
     """Matrix-product FLOP/s of all processes together, and where the number comes from.
 
-    Known GPUs in 16 bit: their data sheet; otherwise measured, on all processes at the same time.
+    Known GPUs in 16 bit, one for each process: their data sheet; otherwise measured, on all processes at the same time.
     Collectives: on all ranks of the job.
     """
-    if device.type == "cuda" and config.train.dtype in ("bf16", "fp16"):
+    if device.type == "cuda" and config.train.dtype in ("bf16", "fp16") and not config.train.share_gpus:
         name = torch.cuda.get_device_name(device)
         for known, peak in _GPU_PEAKS:
             if known in name:

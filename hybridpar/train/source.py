@@ -31,8 +31,13 @@ class LoaderSource:
 
     def microbatch(self, number: int) -> tuple[dict[str, Tensor], RandomKey | None]:
         batch, index = divmod(number, self.config.pipeline.num_microbatches)
-        tensors = {n: t.to(self.device) for n, t in self.loader.microbatch(batch, index).items()}
+        tensors = {n: self._on_device(t) for n, t in self.loader.microbatch(batch, index).items()}
         tensors["num_targets"] = torch.tensor(float(self.loader.num_targets(batch)), dtype=torch.float64)
         tensors["num_samples"] = torch.tensor(float(self.config.global_batch_size), dtype=torch.float64)
         key = RandomKey(self.config.train.seed, batch, self.loader.first_sample(index)) if self.training else None
         return tensors, key
+
+    def _on_device(self, x: Tensor) -> Tensor:
+        if self.device.type == "cpu":
+            return x
+        return x.pin_memory().to(self.device, non_blocking=True)  # from other memory the copy waits for the stream

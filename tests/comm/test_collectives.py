@@ -44,7 +44,7 @@ def asynchronous(axis: Axis) -> None:
 def gathers(axis: Axis) -> None:
     n, r = axis.size, axis.rank
     for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool):
-        whole = torch.randint(2, (4, 3 * n, 5), generator=torch.Generator().manual_seed(0)).to(dtype)
+        whole = (torch.arange(4 * 3 * n * 5) % 7 % 2).view(4, 3 * n, 5).to(dtype)
         for dim in (0, 1, -1):
             moved = whole.movedim(1, dim)
             with traffic(axis, all_gather=1):
@@ -53,7 +53,7 @@ def gathers(axis: Axis) -> None:
             assert got.is_contiguous() or n == 1
     assert axis.traffic.num_bytes["all_gather"] == (60 if n > 1 else 0)  # bool: a byte each
     sizes = [0, 3, 1, 5][:n] if n > 1 else [4]
-    whole = torch.randn(2, sum(sizes), generator=torch.Generator().manual_seed(0))
+    whole = torch.arange(2.0 * sum(sizes)).view(2, -1)
     with traffic(axis, all_gather=1):
         got = comm.all_gather(whole.split(sizes, 1)[r], axis, 1, sizes)
     assert torch.equal(got, whole)
@@ -93,22 +93,51 @@ def exchanges(axis: Axis) -> None:
     assert comm.all_to_all(torch.empty(0), axis, [0] * n, [0] * n).shape == (0,)
 
 
-def run_cases(tp: int) -> None:
-    axis = ProcessGrid(tp=tp).tp
-    for case in (reductions, asynchronous, gathers, exchanges, others):
-        case(axis)
+def parts(axis: Axis) -> None:
+    """Each part is summed on its owner, then everyone gets it; nothing arrives before the wait on a via_host axis."""
+    n, r = axis.size, axis.rank
+    cut = [(i % n, 3 * i, 3 * i + 2 + i % 2) for i in range(n + 1)]
+    x = torch.full((3 * n + 4,), float(r + 1))
+    with traffic(axis, reduce=len(cut)):
+        comm.reduce_scatter_async(x, cut, axis).wait()
+    total = n * (n + 1) // 2
+    assert all((x[a:b] == total).all() for owner, a, b in cut if owner == r)
+    own = [(a, b) for owner, a, b in cut if owner == r]
+    x.fill_(-1.0)
+    for a, b in own:
+        x[a:b] = 10.0 + r
+    with traffic(axis, broadcast=len(cut)):
+        work = comm.all_gather_async(x, cut, axis)
+        if axis.via_host:
+            assert all((x[a:b] == -1.0).all() for owner, a, b in cut if owner != r)
+        work.wait()
+    assert n == 1 or all((x[a:b] == 10.0 + owner).all() for owner, a, b in cut)
+
+
+def run_cases(tp: int, device: str, computes_on: str = "cpu") -> None:
+    """`device`: what the grid believes; on Gloo, other than the CPU means through host memory, wherever tensors are."""
+    axis = ProcessGrid(tp=tp, device_type=device).tp
+    assert axis.via_host == (tp > 1 and device != "cpu")
+    with torch.device(computes_on):
+        for case in (reductions, asynchronous, gathers, exchanges, others, parts):
+            case(axis)
 
 
 def test_size_one() -> None:
-    run_cases(1)
+    run_cases(1, "cpu")
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("tp", [2, 3, 4])
-def test_collectives(tp: int) -> None:
-    run_ranks(run_cases, tp, tp)
+def test_collectives(tp: int, device: str) -> None:
+    run_ranks(run_cases, tp, tp, device)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_collectives_of_tensors_on_a_shared_gpu() -> None:
+    run_ranks(run_cases, 2, 2, "cuda", "cuda", start="spawn")
 
 
 def inner_axes() -> tuple[list[int], list[int], int]:

@@ -12,13 +12,18 @@ from hybridpar.comm import irecv, isend
 from hybridpar.grid import Axis, ProcessGrid
 
 
-def ring() -> None:
-    axis = ProcessGrid(pp=3).pp
+def ring(device: str, computes_on: str = "cpu") -> None:
+    """`device`: what the grid believes; on Gloo, other than the CPU means through host memory, wherever tensors are."""
+    axis = ProcessGrid(pp=3, device_type=device).pp
     right, left = (axis.rank + 1) % 3, (axis.rank - 1) % 3
-    buffers = [torch.full((2, 3), torch.nan) for _ in range(3)]
-    receives = [irecv(b, left, axis) for b in buffers]
-    sends = [isend(torch.full((3, 2), 10.0 * axis.rank + i).t(), right, axis) for i in range(3)]  # temporaries, strided
+    with torch.device(computes_on):
+        buffers = [torch.full((2, 3), torch.nan) for _ in range(3)]
+        receives = [irecv(b, left, axis) for b in buffers]
+        # temporaries, strided
+        sends = [isend(torch.full((3, 2), 10.0 * axis.rank + i).t(), right, axis) for i in range(3)]
     gc.collect()
+    if axis.via_host:
+        assert all(b.isnan().all() for b in buffers), "received before the wait"
     for work in (*receives, *sends, *sends):
         work.wait()
     for i, b in enumerate(buffers):
@@ -31,9 +36,9 @@ def ring() -> None:
         irecv(buffers[0].t(), left, axis)
 
 
-def tags_and_directions() -> None:
+def tags_and_directions(device: str) -> None:
     """Messages with tags may be awaited in any order; the reverse axis is a line of its own."""
-    grid = ProcessGrid(pp=2)
+    grid = ProcessGrid(pp=2, device_type=device)
     other = 1 - grid.pp.rank
     values = {tag: torch.tensor([float(tag), grid.pp.rank]) for tag in (5, 6)}
     sends = [isend(values[tag], other, grid.pp, tag) for tag in (5, 6)]
@@ -54,13 +59,21 @@ def tags_and_directions() -> None:
 
 
 @pytest.mark.ranks
-def test_ring() -> None:
-    run_ranks(ring, 3)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ring(device: str) -> None:
+    run_ranks(ring, 3, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_ring_of_tensors_on_a_shared_gpu() -> None:
+    run_ranks(ring, 3, "cuda", "cuda", start="spawn")
 
 
 @pytest.mark.ranks
-def test_tags_and_directions() -> None:
-    run_ranks(tags_and_directions, 2)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_tags_and_directions(device: str) -> None:
+    run_ranks(tags_and_directions, 2, device)
 
 
 def test_nobody_to_talk_to() -> None:

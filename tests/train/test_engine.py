@@ -11,6 +11,7 @@ from ranks import run_ranks
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.dp.audit import bit_hash
 from hybridpar.errors import CheckpointError
 from hybridpar.grid import ProcessGrid
 from hybridpar.train.engine import Engine, StepResult
@@ -22,16 +23,16 @@ def make(tp: int = 1, pp: int = 1, dp: int = 1, **sections: dict[str, Any]) -> C
     return from_mapping({
         "model": {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "seq_length": 12, "vocab_size": 37,
                   "dropout": 0.1, **sections.get("model", {})},
-        "parallel": {"tp": tp, "pp": pp, "dp": dp},
+        "parallel": {"tp": tp, "pp": pp, "dp": dp, **sections.get("parallel", {})},
         "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
         "train": {"micro_batch_size": 2, "num_steps": 20, **sections.get("train", {})},
         "optim": {"lr": 1e-2, **sections.get("optim", {})},
     })
 
 
-def build(config: Config) -> tuple[Engine, SyntheticLoader]:
+def build(config: Config, grid_device: str = "cpu") -> tuple[Engine, SyntheticLoader]:
     parallel = config.parallel
-    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
+    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, device_type=grid_device)
     loader = SyntheticLoader(config.model, 2, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size)
     return Engine(config, grid, CPU), loader
 
@@ -51,6 +52,23 @@ def test_low_precision_follows_float64(dtype: str, schedule: str) -> None:
     exact = losses(make(train={"dtype": "fp64"}, pipeline={"schedule": schedule}), 8)
     low = losses(make(train={"dtype": dtype}, pipeline={"schedule": schedule}), 8)
     assert low == pytest.approx(exact, rel=0.01)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("grid", [{"tp": 2, "pp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_through_host_memory_it_is_the_same_training(grid: dict[str, int]) -> None:
+    """A grid of GPUs over Gloo, but for the GPUs: every message is a copy."""
+    config = make(**grid, pipeline={"schedule": "2bw"}, train={"dtype": "bf16"}, parallel={"zero": 1})
+    assert run_ranks(_states, 4, config, "cuda") == run_ranks(_states, 4, config, "cpu")
+
+
+def _states(config: Config, grid_device: str) -> list[Any]:
+    engine, loader = build(config, grid_device)
+    assert engine.grid.world.via_host == (grid_device != "cpu")
+    steps: list[StepResult] = []
+    engine.train(loader, 4, steps.append)
+    hashes = {name: int(bit_hash(x)) for name, x in engine.state_tensors().items()}
+    return [engine.evaluate(loader, 1), hashes, *((s.loss, s.grad_norm) for s in steps)]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridpar.config import Launch
+from hybridpar.config import Launch, TrainConfig
 from hybridpar.errors import ConfigError, DataError, HybridparError, config_error
-from hybridpar.train.launch import Job, _loopback_store, choose_device, meet, set_threads
+from hybridpar.train.launch import Job, _loopback_store, choose_backend, choose_device, meet, set_threads
 
 
 def on_ranks(num_ranks: int, action: Callable[[Job], Any]) -> list[Any]:
@@ -101,9 +101,28 @@ def test_threads_share_the_cores() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_without_gpus_auto_is_the_cpu_and_cuda_is_refused() -> None:
     launch = Launch(0, 0, 2, 2)
-    assert choose_device("auto", launch) == torch.device("cpu")
-    with pytest.raises(ConfigError, match="0 GPUs for its 2 processes"):
-        choose_device("cuda", launch)
+    for share in (False, True):
+        assert choose_device(TrainConfig(share_gpus=share), launch) == torch.device("cpu")
+        with pytest.raises(ConfigError, match="0 GPUs for its 2 processes"):
+            choose_device(TrainConfig(device="cuda", share_gpus=share), launch)
+
+
+@pytest.mark.parametrize(("share", "backend"), [(False, "nccl"), (True, "gloo")])
+def test_gpus_are_shared_where_that_is_asked_for(share: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    gpus = [torch.device("cuda", i) for i in range(2)]
+    config = TrainConfig(share_gpus=share)
+    assert [choose_device(config, Launch(r, r, 2, 2)) for r in range(2)] == gpus == chosen
+    assert choose_backend(config, gpus[0]) == backend
+    assert choose_backend(config, torch.device("cpu")) == "gloo"
+    four = [Launch(r, r, 4, 4) for r in range(4)]
+    assert [choose_device(config, one) for one in four] == (gpus * 2 if share else [torch.device("cpu")] * 4)
+    if not share:
+        with pytest.raises(ConfigError, match=r"2 GPUs for its 4 processes; try cpu, or train\.share_gpus = true"):
+            choose_device(TrainConfig(device="cuda"), four[0])
 
 
 KEEPS = """

@@ -170,7 +170,7 @@ class Executor:
         flight = self._flight.pop((stage, k))
         gradient = self._take(Kind.RECV_B, stage, k)
         if gradient is None:
-            gradient = torch.tensor(factor, dtype=self._loss_dtype, device=self.lane.device)
+            gradient = torch.full((), factor, dtype=self._loss_dtype, device=self.lane.device)  # torch.tensor waits
         self.weights.bind(action.version)
         backward_from(flight.edge, gradient)
         if flight.input is not None:

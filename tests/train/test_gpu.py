@@ -1,0 +1,145 @@
+"""Training on one GPU that ranks share over Gloo: on every grid as in one process there, and much as on a CPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from train.runs import metrics, write_config
+
+from hybridpar.cli import main
+from hybridpar.config import Config, from_mapping
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.dp.audit import audit_replicas
+from hybridpar.grid import ProcessGrid
+from hybridpar.train.engine import Engine, StepResult
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+STEPS = 5
+MICROBATCHES = 4
+TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
+"""Relative, of losses and gradient norms: sums in another order, over five steps."""
+OF_A_CPU = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
+"""Other kernels, and initial weights that differ in the last bit."""
+
+Sections = dict[str, Any]
+Case = tuple[dict[str, int], Sections]
+Steps = list[tuple[float, float, bool]]
+
+BERT = {"kind": "bert", "vocab_size": 67, "sentence_head": "nsp"}
+TWO_BW: Sections = {"pipeline": {"schedule": "2bw"}}
+BF16: Sections = {"train": {"dtype": "bf16"}}
+OVERFLOWS: Sections = {"train": {"dtype": "fp16"}, "optim": {"loss_scale": 2.0**21}}
+
+
+def make(grid: dict[str, int], sections: Sections) -> Config:
+    """Sizes that divide by nothing, dropout on; a batch is the same samples on every grid."""
+    dp = grid.get("dp", 1)
+    return from_mapping({
+        "model": {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "seq_length": 24, "vocab_size": 61,
+                  "dropout": 0.1, **sections.get("model", {})},
+        "parallel": {"tp": 1, "pp": 1, **grid, "dp": dp, **sections.get("parallel", {})},
+        "pipeline": {"num_microbatches": MICROBATCHES // dp, **sections.get("pipeline", {})},
+        "train": {"micro_batch_size": 2, "num_steps": 20, **sections.get("train", {})},
+        "optim": {"lr": 1e-2, **sections.get("optim", {})},
+    })
+
+
+def trained(config: Config, grid: ProcessGrid, device: str) -> Steps:
+    """Loss, gradient norm and whether it was skipped, by step. Replicas must be equal to the bit after the last."""
+    engine = Engine(config, grid, torch.device(device))
+    loader = SyntheticLoader(config.model, 2, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size)
+    steps: list[StepResult] = []
+    engine.train(loader, STEPS, steps.append)
+    assert audit_replicas(engine.weights.full_weights(), grid.dp) is None
+    return [(s.loss, s.grad_norm, s.skipped) for s in steps]
+
+
+def on_grids(cases: list[Case], device: str) -> list[tuple[Config, Steps, Steps, Steps]]:
+    """Of each case: on its grid, in one process on the same device, in one on a CPU."""
+    found = []
+    for sizes, sections in cases:
+        config, alone = make(sizes, sections), make({}, sections)
+        grid = ProcessGrid(**sizes, device_type="cuda")
+        assert grid.world.via_host
+        found.append((config, trained(config, grid, device), trained(alone, ProcessGrid(), device),
+                      trained(alone, ProcessGrid(), "cpu")))
+    return found
+
+
+def compare(steps: Steps, expected: Steps, tolerance: float) -> None:
+    assert [skipped for _, _, skipped in steps] == [skipped for _, _, skipped in expected]
+    for (loss, norm, _), (expected_loss, expected_norm, _) in zip(steps, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=tolerance)
+        assert norm == pytest.approx(expected_norm, rel=10 * tolerance, nan_ok=True)  # the loss is a mean, this is not
+
+
+@pytest.mark.parametrize("cases", [
+    pytest.param([({"tp": 2}, {}), ({"pp": 2}, {}), ({"pp": 2}, {"pipeline": {"schedule": "gpipe"}}),
+                  ({"dp": 2}, {"parallel": {"zero": 1}})], id="2-fp32"),
+    pytest.param([({"pp": 2}, TWO_BW), ({"tp": 2}, TWO_BW), ({"dp": 2}, TWO_BW | {"parallel": {"zero": 1}}),
+                  ({"pp": 2}, {"pipeline": {"schedule": "2bw", "recompute": "stage"}})], id="2-fp32-2bw"),
+    pytest.param([({"tp": 2}, BF16), ({"pp": 2}, BF16 | TWO_BW), ({"dp": 2}, BF16 | {"parallel": {"zero": 1}}),
+                  ({"pp": 2}, OVERFLOWS)], id="2-low-precision"),
+    pytest.param([({"tp": 2}, {"model": BERT}), ({"pp": 2}, TWO_BW | {"model": BERT}),
+                  ({"pp": 2}, BF16 | {"model": BERT, "pipeline": {"recompute": "all"}})], id="2-bert"),
+    pytest.param([({"tp": 2, "pp": 2}, TWO_BW | {"model": {"attention_dropout": 0.1}}),
+                  ({"pp": 2, "dp": 2}, {"parallel": {"zero": 1}, "pipeline": {"schedule": "2bw"}})], id="4-fp32"),
+])
+def test_every_grid_trains_as_one_process_does(cases: list[Case]) -> None:
+    sizes, _ = cases[0]
+    num_ranks = 4 if len(sizes) == 2 else 2
+    for ranks in zip(*run_ranks(on_grids, num_ranks, cases, "cuda:0", start="spawn"), strict=True):
+        for config, steps, alone, on_cpu in ranks:
+            compare(steps, ranks[0][1], 1e-12)
+            compare(steps, alone, TOLERANCE[config.train.dtype])
+            if config.train.dtype != "fp16":  # at which step the scale has come down is the kernels' affair
+                compare(alone, on_cpu, OF_A_CPU[config.train.dtype])
+
+
+def test_a_run_goes_on_in_one_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """From the checkpoint that two ranks have written while they trained on; evaluated, traced and measured."""
+    path = write_config(tmp_path, "1f1b")
+    given = ["train", str(path), "--train.device", "cuda", "--train.eval_interval", "5", "--train.save_interval", "5",
+             "--optim.decay", "constant", "--model.dropout", "0.1", "--train.timeout_s", "120"]
+    shared = [*given, "--ranks", "2", "--parallel.pp", "2", "--train.num_steps", "6", "--train.share_gpus", "True"]
+    job = subprocess.run([sys.executable, "-m", "hybridpar", *shared], capture_output=True, text=True, timeout=300)
+    said = job.stdout + job.stderr
+    assert job.returncode == 0, said
+    assert len(re.findall(r"2 processes of this machine share \d+ GPUs? and talk over Gloo", said)) == 1, said
+    folder = tmp_path / "runs" / "run"
+    assert (folder / "trace.json").exists()
+    shutil.rmtree(max((folder / "checkpoints").glob("step*")))
+    assert main([*given, "--train.num_steps", "10"]) == 0
+    assert "going on after step 5" in capfd.readouterr().err
+    whole = [*given, "--train.num_steps", "10", "--run.name", "whole", "--train.measure_memory", "True"]
+    assert main(whole) == 0
+    assert "MiB measured" in capfd.readouterr().err
+    got, expected = metrics(folder), metrics(tmp_path / "runs" / "whole")
+    assert [row["step"] for row in got] == [row["step"] for row in expected]
+    for row, other in zip(got, expected, strict=True):
+        for name in {"loss", "val_loss"} & row.keys():
+            assert row[name] == pytest.approx(other[name], rel=TOLERANCE["fp32"]), row["step"]
+
+
+def test_commands_that_look_at_the_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_config(tmp_path)
+    assert main(["doctor"]) == 0
+    assert torch.cuda.get_device_name(0) in capsys.readouterr().out
+    assert main(["check", str(path), "--train.device", "cuda", "--parallel.pp", "2"]) == 0
+    assert "activations" in capsys.readouterr().out
+
+
+def test_a_profile_of_ranks_that_share_a_gpu(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    assert main(["profile", str(write_config(tmp_path)), "--train.device", "cuda", "--train.share_gpus", "True",
+                 "--ranks", "2", "--tp", "1", "--quick", "--out", str(profile)]) == 0
+    assert profile.exists()
