@@ -38,6 +38,6 @@ class LoaderSource:
         return tensors, key
 
     def _on_device(self, x: Tensor) -> Tensor:
-        if self.device.type == "cpu":
+        if x.device.type == self.device.type:
             return x
         return x.pin_memory().to(self.device, non_blocking=True)  # from other memory the copy waits for the stream

@@ -70,6 +70,13 @@ class _Recorded:
     written: frozenset[str] = frozenset()
     reported: list[str] = field(default_factory=list)
 
+    def take(self, batch: MicroBatch) -> None:
+        for name, x in batch.items():
+            if x.dim() == 0 and not x.is_cuda:  # a number: no copy that the CPU would wait for
+                self.inputs[name].fill_(x.item())
+            else:
+                self.inputs[name].copy_(x, non_blocking=True)
+
 
 class MicroBatchGraphs:
     """Runs the forward and backward passes of `stage`, which holds the whole model, into `gradients`.
@@ -82,7 +89,7 @@ class MicroBatchGraphs:
         self._stage, self._gradients, self._m, self._eager_last = stage, gradients, num_microbatches, eager_last
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         self._seen: dict[Kind, _Recorded | None] = {}
-        self._current: _Recorded | None = None
+        self._current: tuple[int, _Recorded] | None = None
         self._works = True
         self.num_replayed = 0
         """Micro-batches so far."""
@@ -99,7 +106,7 @@ class MicroBatchGraphs:
     def forward(self, number: int, slot: int, batch: MicroBatch) -> Losses | None:
         """The losses of a micro-batch on the weights that are bound, those of buffer `slot`; None: it is not replayed.
 
-        `number` counts micro-batches. `backward` must follow before the next one.
+        `number` counts micro-batches. Only one is between its passes at any time: others meanwhile are not replayed.
         """
         index, kind = number % self._m, self._kind(number, slot)
         if not self._works or self._current is not None or (self._eager_last and index == self._m - 1):
@@ -115,17 +122,17 @@ class MicroBatchGraphs:
                 return None
         elif any(x.shape != recorded.inputs[name].shape for name, x in batch.items()):
             return None
-        for name, x in batch.items():
-            _write(recorded.inputs[name], x)
+        else:
+            recorded.take(batch)
         recorded.forward.replay()
-        self._current = recorded
+        self._current = number, recorded
         return {name: loss.clone() for name, loss in recorded.losses.items()}
 
     def backward(self, number: int, factor: float) -> bool:
-        """The backward pass of the last `forward`, from `factor`; False: that was not replayed."""
-        recorded, self._current = self._current, None
-        if recorded is None:
+        """The backward pass of a micro-batch, from `factor`; False: its forward pass was not replayed."""
+        if self._current is None or self._current[0] != number:
             return False
+        (_, recorded), self._current = self._current, None
         buffer = self._gradients.buffer_index(number // self._m)
         missing = frozenset(self._gradients.missing(buffer))
         recorded.start.fill_(factor)
@@ -152,9 +159,7 @@ class MicroBatchGraphs:
         return slot, self._gradients.buffer_index(number // self._m), number % self._m == 0
 
     def _record_forward(self, batch: MicroBatch) -> _Recorded:
-        inputs = {name: torch.empty_like(x, device=self._stream.device) for name, x in batch.items()}
-        for name, x in batch.items():
-            _write(inputs[name], x)
+        inputs = {name: x.to(self._stream.device, copy=True) for name, x in batch.items()}
         graph = torch.cuda.CUDAGraph()
         with self._recording(graph):
             losses = self._stage(None, inputs, None)
@@ -193,10 +198,3 @@ class MicroBatchGraphs:
         total = sum(losses.values())
         assert isinstance(total, Tensor)
         backward_from(get_gradient_edge(total), recorded.start)
-
-
-def _write(place: Tensor, x: Tensor) -> None:
-    if x.dim() == 0 and not x.is_cuda:  # a number: no copy that the CPU would wait for
-        place.fill_(x.item())
-    else:
-        place.copy_(x, non_blocking=True)

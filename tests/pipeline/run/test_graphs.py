@@ -22,7 +22,7 @@ def make(**sections: dict[str, Any]) -> Config:
     return from_mapping({
         "model": {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "seq_length": 40, "vocab_size": 97,
                   **sections.get("model", {})},
-        "parallel": {**sections.get("parallel", {})},
+        "parallel": {"dp": 1, **sections.get("parallel", {})},
         "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
         "train": {"micro_batch_size": 2, "num_steps": 20, **sections.get("train", {})},
         "optim": {"lr": 1e-2, "clip_grad": 1.0, **sections.get("optim", {})},
