@@ -70,7 +70,7 @@ def library(tmp_path_factory) -> Iterator[None]:
 def emulated(library, monkeypatch):
     """A backend of that name, the only one that tests of backends find."""
     rows = tuple(registry.Backend(op, "emulated", f"hybridpar.ops.fused:emulated.{op}") for op in OPS)
-    monkeypatch.setattr(fused, "emulated", fused.Fused("hybridpar_emulated"), raising=False)
+    monkeypatch.setattr(fused, "emulated", fused.Fused(torch.ops.hybridpar_emulated), raising=False)
     monkeypatch.setattr(registry, "TABLE", registry.TABLE + rows)
     monkeypatch.setattr(backends, "others", lambda op, device="cpu", dtype=None: ["emulated"])
 
