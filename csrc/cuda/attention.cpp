@@ -38,11 +38,12 @@ std::tuple<Tensor, Tensor> attention_hopper(const Tensor& q, const Tensor& k, co
   Tensor out = empty(q, {samples, s, heads, d}, q.scalar_type());
   Tensor lse = empty(q, {samples, heads, s}, ScalarType::Float);
   if (q.numel() == 0) return {out, lse};
+  Tensor counter = empty(q, {1}, ScalarType::Int);
   const OnDevice on(q);
   const Tensor q_read = readable(q), k_read = readable(k), v_read = readable(v);
   launch_attention_hopper(type,
                           {strided(q_read), strided(k_read), strided(v_read), kv_head.data(), out.data_ptr(),
-                           static_cast<float*>(lse.data_ptr()), samples, heads, k.size(1), columns(op, s),
+                           static_cast<float*>(lse.data_ptr()), static_cast<int*>(counter.data_ptr()), samples, heads, k.size(1), columns(op, s),
                            static_cast<int>(d), scale, causal},
                           on.stream);
   return {out, lse};

@@ -31,6 +31,7 @@ struct Arguments {
   int s, heads;
   int row_blocks, blocks;  // of queries: of a head; in all
   int near;  // heads whose keys and values share the L2 cache
+  int* counter;  // zero, or null
   float scale, scale_log2;
   uint16_t kv_head[kMostHeads];
 };
@@ -43,7 +44,7 @@ struct Shape {
   static constexpr int Q_PANEL = ROWS * 128, KEY_PANEL = KEYS * 128;  // bytes
   static constexpr int Q = D / kPanel * Q_PANEL, TILE = D / kPanel * KEY_PANEL;
   static constexpr int BARRIERS = 2 + 4 * STAGES;
-  static constexpr int SHARED = 1024 + Q + 2 * STAGES * TILE + 8 * BARRIERS;  // 1024: to align what is swizzled
+  static constexpr int SHARED = 1024 + Q + 2 * STAGES * TILE + 8 * BARRIERS + 8;  // 1024: to align what is swizzled
   static_assert(KEY_PANEL % 1024 == 0 && SHARED <= 232448);
 };
 
@@ -71,6 +72,7 @@ struct Layout {
   HYBRIDPAR_DEVICE_MEMBER uint32_t k_empty(int stage) const { return k_full(stage) + 8 * S::STAGES; }
   HYBRIDPAR_DEVICE_MEMBER uint32_t v_full(int stage) const { return k_full(stage) + 16 * S::STAGES; }
   HYBRIDPAR_DEVICE_MEMBER uint32_t v_empty(int stage) const { return k_full(stage) + 24 * S::STAGES; }
+  HYBRIDPAR_DEVICE_MEMBER uint32_t index() const { return k_full(0) + 32 * S::STAGES; }  // of the block of queries
 };
 
 // A place in a ring of stages; `parity` is that of its barrier when the stage is used for this round.
@@ -90,28 +92,40 @@ struct Block {
   int row, head, sample, tiles;
 };
 
-// The blocks of queries of this block of threads: `visit(block)` for each. All blocks of queries in order: a few heads
-// whose keys the L2 cache can hold, of these the longest rows first. Dealt out there and back, so that sums are alike.
-template <class S, bool CAUSAL, class F>
-HYBRIDPAR_DEVICE void each_block(const Arguments& a, const F& visit) {
-  const int stride = gridDim.x, first = blockIdx.x;
-  for (int round = 0;; ++round) {
-    const int index = round * stride + (round % 2 ? stride - 1 - first : first);
-    if (index >= a.blocks) return;
-    const int of_near = a.near * a.row_blocks, some = index / of_near, rest = index - some * of_near;
-    const int heads = min(a.near, a.blocks / a.row_blocks - some * a.near), from_end = rest / heads;
-    const int sample_head = some * a.near + rest - from_end * heads, sample = sample_head / a.heads;
-    const int row = (CAUSAL ? a.row_blocks - 1 - from_end : from_end) * S::ROWS;
-    const int end = CAUSAL ? min(a.s, row + S::ROWS) : a.s;
-    visit(Block{row, sample_head - sample * a.heads, sample, (end + S::KEYS - 1) / S::KEYS});
-  }
+// All blocks of queries in order: those of a few heads whose keys the L2 cache can hold, the longest rows first.
+template <class S, bool CAUSAL>
+HYBRIDPAR_DEVICE Block block_of(const Arguments& a, int index) {
+  const int of_near = a.near * a.row_blocks, some = index / of_near, rest = index - some * of_near;
+  const int heads = min(a.near, a.blocks / a.row_blocks - some * a.near), from_end = rest / heads;
+  const int sample_head = some * a.near + rest - from_end * heads, sample = sample_head / a.heads;
+  const int row = (CAUSAL ? a.row_blocks - 1 - from_end : from_end) * S::ROWS;
+  const int end = CAUSAL ? min(a.s, row + S::ROWS) : a.s;
+  return {row, sample_head - sample * a.heads, sample, (end + S::KEYS - 1) / S::KEYS};
 }
+
+// The number of the block of queries that comes next here. With a counter who is free takes the next; without one they
+// are dealt out there and back.
+struct Deal {
+  int round = 0;
+  HYBRIDPAR_DEVICE_MEMBER int next(const Arguments& a) {
+    const int grid = gridDim.x, first = blockIdx.x, done = round++;
+    if (a.counter && done > 0) return grid + atomicAdd(a.counter, 1);
+    return done * grid + (done % 2 ? grid - 1 - first : first);
+  }
+};
 
 template <class S, bool CAUSAL>
 HYBRIDPAR_DEVICE void produce(const Arguments& a, const Layout<S>& at) {
   Place<1> q;
   Place<S::STAGES> k, v;
-  each_block<S, CAUSAL>(a, [&](const Block& block) {
+  Deal deal;
+  int index = deal.next(a);
+  for (;;) {
+    barrier_wait(at.q_empty(), q.parity ^ 1);
+    store_shared(at.index(), index);
+    if (index >= a.blocks) break;
+    const Block block = block_of<S, CAUSAL>(a, index);
+    index = deal.next(a);
     const int kv = a.kv_head[block.head];
     const auto load_k = [&](int tile) {
       barrier_wait(at.k_empty(k.stage), k.parity ^ 1);
@@ -131,19 +145,20 @@ HYBRIDPAR_DEVICE void produce(const Arguments& a, const Layout<S>& at) {
                  block.sample, at.v_full(v.stage));
       v.next();
     };
-    barrier_wait(at.q_empty(), q.parity ^ 1);
     barrier_expect(at.q_full(), S::Q);
 #pragma unroll
     for (int panel = 0; panel < S::D / kPanel; ++panel)
       copy_box(at.q() + panel * S::Q_PANEL, a.q, panel * kPanel, block.row, block.head, block.sample, at.q_full());
     q.next();
     load_k(block.tiles - 1);
+#pragma unroll 1
     for (int tile = block.tiles - 2; tile >= 0; --tile) {  // in the order in which consumers wait for them
       load_k(tile);
       load_v(tile + 1);
     }
     load_v(0);
-  });
+  }
+  barrier_arrive(at.q_full());
 }
 
 // Of 4 numbers in each of 4 neighbouring threads: thread t gets those numbered t of all.
@@ -244,8 +259,11 @@ HYBRIDPAR_DEVICE void consume(const Arguments& a, const Layout<S>& at, int group
   constexpr std::true_type yes;
   constexpr std::false_type no;
   if (S::TURNS && group == S::CONSUMERS - 1) named_arrive(1, 2 * kGroup);  // the first may start
-  each_block<S, CAUSAL>(a, [&](const Block& block) {
+  for (;;) {
     barrier_wait(at.q_full(), q_place.parity);
+    const int index = load_shared(at.index());
+    if (index >= a.blocks) return;
+    const Block block = block_of<S, CAUSAL>(a, index);
     barrier_wait(at.k_full(k_place.stage), k_place.parity);
     start_scores();
     products_wait<0>();
@@ -314,7 +332,7 @@ HYBRIDPAR_DEVICE void consume(const Arguments& a, const Layout<S>& at, int group
       if (quad == 0 && row < a.s)
         a.lse[(static_cast<int64_t>(block.sample) * a.heads + block.head) * a.s + row] = top[h] * a.scale + logf(sum);
     }
-  });
+  }
 }
 
 #endif
@@ -342,10 +360,10 @@ __global__ void __launch_bounds__(S::THREADS, 1) attention_hopper_kernel(const _
   }
   __syncthreads();
   if (group == 0) {
-    give_registers<S::CONSUMERS == 2 ? 24 : 32>();
+    give_registers<S::CONSUMERS == 2 ? 40 : 32>();
     if (threadIdx.x == 0) produce<S, CAUSAL>(a, at);
   } else {
-    take_registers<S::CONSUMERS == 2 ? 240 : 160>();
+    take_registers<S::CONSUMERS == 2 ? 232 : 160>();
     consume<T, S, CAUSAL>(a, at, group - 1);
   }
 #endif
@@ -405,7 +423,10 @@ void start(Type type, const AttentionHopper& x, void* stream) {
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   check(major == 9, "needs a GPU of compute capability 9.0");
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (getenv("ATTN_ALL")) processors = a.blocks;
+  a.counter = CAUSAL && a.blocks > processors ? x.counter : nullptr;
+  if (getenv("ATTN_ALL")) processors = a.blocks, a.counter = nullptr;
+  if (getenv("ATTN_STATIC")) a.near = x.samples * x.heads, a.counter = nullptr;
+  if (a.counter) cudaMemsetAsync(a.counter, 0, sizeof(int), static_cast<cudaStream_t>(stream));
   const auto kernel = attention_hopper_kernel<T, S, CAUSAL>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::SHARED);
   kernel<<<std::min(a.blocks, processors), S::THREADS, S::SHARED, static_cast<cudaStream_t>(stream)>>>(a);

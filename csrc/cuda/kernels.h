@@ -163,6 +163,7 @@ struct AttentionHopper {
   const int64_t* kv_head;  // of each query head; on the host
   void* out;  // [samples, s, heads, d]
   float* lse;  // [samples, heads, s]
+  int* counter;  // memory for one
   int64_t samples, heads, kv_heads, s;
   int d;  // 64 or 128
   double scale;  // positive
