@@ -6,8 +6,8 @@ HYBRIDPAR_BUILD   auto   (default) the CPU operators if torch and a C++ compiler
                   cpu    the CPU operators, or fail
                   cuda   the CPU and CUDA operators, or fail; torch need not have CUDA
                   none   no compiled part
-HYBRIDPAR_CUDA_ARCHS     the GPUs that the CUDA operators are compiled for (default "80;90a": A100, H100 and H200); newer
-                         ones compile the newest again when they load it. Without 90a, attention on Hopper is Triton's
+HYBRIDPAR_CUDA_ARCHS     the GPUs that the CUDA operators are compiled for (default "80;90a": A100, H100 and H200);
+                         newer ones compile the newest again when they load it; attention is for 90a alone
 CUDA_HOME                the CUDA toolkit, where nvcc is not on the PATH or in /usr/local/cuda
 CXX                      the C++ compiler
 
@@ -75,7 +75,8 @@ def architectures():
     text = os.environ.get("HYBRIDPAR_CUDA_ARCHS", "80;90a")
     names = text.split(";")
     if not all(re.fullmatch(r"([89]\d|1\d\d)[af]?", name) for name in names):
-        raise CannotBuild(f"HYBRIDPAR_CUDA_ARCHS={text!r}: must be compute capabilities of 8.0 or more, such as 80;90a")
+        raise CannotBuild(f"HYBRIDPAR_CUDA_ARCHS={text!r}: must be compute capabilities of 8.0 or more, such as "
+                          "80;90a")
     return names
 
 
