@@ -1,8 +1,8 @@
 """The fused operators as differentiable functions: what the rows of the table named cpp, triton and cuda run.
 
 Each takes what its torch reference takes. `passes` is where its passes are: torch.ops.hybridpar (csrc),
-torch.ops.hybridpar_triton (kernels), or a module that has some of them, with equal signatures. Gradients are those of once: they cannot be differentiated
-again.
+torch.ops.hybridpar_triton (kernels), or a module that has some of them, with equal signatures. Gradients are those of
+once: they cannot be differentiated again.
 """
 
 from __future__ import annotations
