@@ -6,8 +6,8 @@ HYBRIDPAR_BUILD   auto   (default) the CPU operators if torch and a C++ compiler
                   cpu    the CPU operators, or fail
                   cuda   the CPU and CUDA operators, or fail; torch need not have CUDA
                   none   no compiled part
-HYBRIDPAR_CUDA_ARCHS     the GPUs that the CUDA operators are compiled for (default "80;90": A100, H100 and H200); newer
-                         ones compile the newest again when they load it
+HYBRIDPAR_CUDA_ARCHS     the GPUs that the CUDA operators are compiled for (default "80;90a": A100, H100 and H200);
+                         newer ones compile the newest again when they load it; attention is for 90a alone
 CUDA_HOME                the CUDA toolkit, where nvcc is not on the PATH or in /usr/local/cuda
 CXX                      the C++ compiler
 
@@ -71,12 +71,18 @@ def toolkit():
 
 
 def architectures():
-    """nvcc's arguments for the GPUs to compile for. Raises: CannotBuild if they are not written as expected."""
-    text = os.environ.get("HYBRIDPAR_CUDA_ARCHS", "80;90")
+    """The GPUs to compile for. Raises: CannotBuild if they are not written as expected."""
+    text = os.environ.get("HYBRIDPAR_CUDA_ARCHS", "80;90a")
     names = text.split(";")
     if not all(re.fullmatch(r"([89]\d|1\d\d)[af]?", name) for name in names):
-        raise CannotBuild(f"HYBRIDPAR_CUDA_ARCHS={text!r}: must be compute capabilities of 8.0 or more, such as 80;90")
-    newest = max(names, key=lambda name: int(name.rstrip("af")))
+        raise CannotBuild(f"HYBRIDPAR_CUDA_ARCHS={text!r}: must be compute capabilities of 8.0 or more, such as "
+                          "80;90a")
+    return names
+
+
+def targets(names):
+    """nvcc's arguments: machine code for each, and what newer GPUs can compile, which has no letter."""
+    newest = max(int(name.rstrip("af")) for name in names)
     return [*(f"-gencode=arch=compute_{name},code=sm_{name}" for name in names),
             f"-gencode=arch=compute_{newest},code=compute_{newest}"]
 
@@ -90,14 +96,15 @@ def cpu_extension(cpp_extension):
 
 def cuda_extension(cpp_extension):
     """Raises: CannotBuild without a CUDA toolkit, or GPUs to compile for."""
-    targets = architectures()
+    names = architectures()
+    hopper = ["-DHYBRIDPAR_HOPPER"] if "90a" in names else []
     home, libraries = toolkit()
     cpp_extension.CUDA_HOME = home  # None in a torch without CUDA, for which this compiles too
     return cpp_extension.CppExtension(
         "hybridpar._C_cuda", ["csrc/cuda/module.c", *sorted(glob("csrc/cuda/*.cpp")), *sorted(glob("csrc/cuda/*.cu"))],
         depends=sorted(glob("csrc/cuda/*.h") + glob("csrc/cuda/*.cuh")), include_dirs=[f"{home}/include"],
-        extra_compile_args={"cxx": [*COMPILE, "-fvisibility=hidden"],
-                            "nvcc": ["-O3", "-std=c++17", "-Xcompiler=-fvisibility=hidden", *targets]},
+        extra_compile_args={"cxx": [*COMPILE, *hopper, "-fvisibility=hidden"],
+                            "nvcc": ["-O3", "-std=c++17", "-Xcompiler=-fvisibility=hidden", *targets(names)]},
         extra_link_args=[f"-L{libraries}", "-l:libcudart_static.a", "-lrt", "-lpthread", "-ldl", "-s"],
         py_limited_api=True,
     )

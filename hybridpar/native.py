@@ -167,6 +167,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "rotary": _rotary_fake,
     "attention": _attention_fake,
     "attention_backward": _attention_backward_fake,
+    "attention_hopper": _attention_fake,
     "cross_entropy": _cross_entropy_fake,
     "cross_entropy_backward_": _nothing,
     "embedding": _embedding_fake,

@@ -62,7 +62,8 @@ step() {  # NAME SECONDS COMMAND ..: runs it for at most that long, and what is 
 }
 
 build() {
-    HYBRIDPAR_BUILD=$1 HYBRIDPAR_CUDA_ARCHS=${gpu:-90} "$python" setup.py --quiet build_ext --inplace
+    local arch=${gpu:-90}
+    HYBRIDPAR_BUILD=$1 HYBRIDPAR_CUDA_ARCHS=${arch/#90/90a} "$python" setup.py --quiet build_ext --inplace
 }
 
 tests() {  # side by side where pytest-xdist is there: most of their time is compilation

@@ -163,6 +163,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
       "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? real, int[] "
       "kv_head, float scale, bool causal, int key0, int key1, SymInt step, SymInt sample, int threshold, float "
       "keep_scale, SymInt start) -> (Tensor, Tensor, Tensor)");
+  library.def(  // of Hopper GPUs alone (csrc/cuda)
+      "attention_hopper(Tensor q, Tensor k, Tensor v, int[] kv_head, float scale, bool causal) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hybridpar, CPU, library) {

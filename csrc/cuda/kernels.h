@@ -149,4 +149,26 @@ struct Rotation {
 };
 void launch_rotary(Type type, const Rotation& a, void* stream);
 
+// Memory of elements of 16 bits on a Hopper GPU; d without gaps, the rest of the strides and addresses multiples of 16
+// bytes.
+struct Strided4 {
+  const void* data;  // [samples, heads, s, d]
+  int64_t sample, head, position;
+};
+
+struct AttentionHopper {
+  static constexpr int kMostHeads = 1024;  // of queries
+
+  Strided4 q, k, v;
+  const int64_t* kv_head;  // of each query head; on the host
+  void* out;  // [samples, s, heads, d]
+  float* lse;  // [samples, heads, s]
+  int* counter;  // memory for one
+  int64_t samples, heads, kv_heads, s;
+  int d;  // 64 or 128
+  double scale;  // positive
+  bool causal;
+};
+void launch_attention_hopper(Type type, const AttentionHopper& a, void* stream);
+
 }  // namespace hybridpar

@@ -1,8 +1,8 @@
-"""The fused operators as differentiable functions: what the rows of the table named cpp and triton run.
+"""The fused operators as differentiable functions: what the rows of the table named cpp, triton and cuda run.
 
-Each takes what its torch reference takes. `library` is where its passes are: torch.ops.hybridpar (csrc) or
-torch.ops.hybridpar_triton (kernels), with equal signatures. Gradients are those of once: they cannot be differentiated
-again.
+Each takes what its torch reference takes. `passes` is where its passes are: torch.ops.hybridpar (csrc),
+torch.ops.hybridpar_triton (kernels), or a module that has some of them, with equal signatures. Gradients are those of
+once: they cannot be differentiated again.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def cuda_unsupported(op: str, device_type: str | None, dtype: torch.dtype | None
 class Fused:
     """One library's operators."""
 
-    def __init__(self, library: str) -> None:
-        self._ops = getattr(torch.ops, library)
+    def __init__(self, passes: Any) -> None:
+        self._ops = passes
         self.cross_entropy = _CrossEntropy(self._ops)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -245,5 +245,5 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-compiled = Fused("hybridpar")
-triton = Fused("hybridpar_triton")
+compiled = Fused(torch.ops.hybridpar)
+triton = Fused(torch.ops.hybridpar_triton)

@@ -46,11 +46,13 @@ class Backend:
         return None
 
 
-def _rows(op: str, torch: str, *, apex: bool = False) -> tuple[Backend, ...]:
+def _rows(op: str, torch: str, *, cuda: str = "fused:compiled fused:cuda_unsupported",
+          apex: bool = False) -> tuple[Backend, ...]:
+    passes, cuda_unsupported = cuda.split()
     return (
         Backend(op, "cpp", f"hybridpar.ops.fused:compiled.{op}", "hybridpar.ops.fused:cpp_unsupported"),
         Backend(op, "triton", f"hybridpar.ops.fused:triton.{op}", "hybridpar.ops.triton:unsupported"),
-        Backend(op, "cuda", f"hybridpar.ops.fused:compiled.{op}", "hybridpar.ops.fused:cuda_unsupported"),
+        Backend(op, "cuda", f"hybridpar.ops.{passes}.{op}", f"hybridpar.ops.{cuda_unsupported}"),
         *([Backend(op, "apex", f"hybridpar.ops.apex:{op}", "hybridpar.ops.apex:unsupported")] if apex else []),
         Backend(op, "torch", f"hybridpar.ops.{torch}"),
     )
@@ -66,7 +68,7 @@ TABLE = (
     *_rows("swiglu", "activation:swiglu_torch"),
     *_rows("rotary", "rotary:rotary_torch"),
     Backend("attention", "sdpa", "hybridpar.ops.attention:attention_sdpa", "hybridpar.ops.attention:sdpa_unsupported"),
-    *_rows("attention", "attention:attention_torch"),
+    *_rows("attention", "attention:attention_torch", cuda="hopper:fused hopper:unsupported"),
     *_rows("softmax", "attention:softmax_torch"),
     *_rows("cross_entropy", "cross_entropy:CrossEntropy"),
     *_rows("dropout", "dropout:dropout_torch"),

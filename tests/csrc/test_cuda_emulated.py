@@ -40,8 +40,8 @@ OPS = [op for op in registry.ops() if any(row.op == op and row.name == "cuda" fo
 def library(tmp_path_factory) -> Iterator[None]:
     """torch.ops.hybridpar_emulated, with the arguments of torch.ops.hybridpar."""
     folder, compiler = tmp_path_factory.mktemp("emulated"), shlex.split(os.environ.get("CXX", "c++"))
-    operators = [path for path in CUDA.glob("*.cpp") if path.name != "device.cpp"]
-    jobs = [(*KERNELS, path) for path in CUDA.glob("*.cu")]
+    operators = [path for path in CUDA.glob("*.cpp") if path.name not in ("attention.cpp", "device.cpp")]
+    jobs = [(*KERNELS, path) for path in CUDA.glob("*.cu") if path.name != "attention_kernels.cu"]  # Hopper's own
     jobs += [(*OPERATORS, path) for path in [*operators, EMULATED / "device.cpp"]]
 
     def run(arguments: list[object]) -> None:
@@ -70,7 +70,7 @@ def library(tmp_path_factory) -> Iterator[None]:
 def emulated(library, monkeypatch):
     """A backend of that name, the only one that tests of backends find."""
     rows = tuple(registry.Backend(op, "emulated", f"hybridpar.ops.fused:emulated.{op}") for op in OPS)
-    monkeypatch.setattr(fused, "emulated", fused.Fused("hybridpar_emulated"), raising=False)
+    monkeypatch.setattr(fused, "emulated", fused.Fused(torch.ops.hybridpar_emulated), raising=False)
     monkeypatch.setattr(registry, "TABLE", registry.TABLE + rows)
     monkeypatch.setattr(backends, "others", lambda op, device="cpu", dtype=None: ["emulated"])
 
