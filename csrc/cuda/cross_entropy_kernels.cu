@@ -41,11 +41,11 @@ struct Exponentials {  // the sum of e^(x - top), top the largest of what was se
   HYBRIDPAR_DEVICE_MEMBER void add(const Pack<T, N>& pack) {
     W above = top;
 #pragma unroll
-    for (int k = 0; k < N; ++k) above = larger(above, wide(pack.at[k]));
+    for (int k = 0; k < N; ++k) above = larger(above, pack[k]);
     const W base = level(above);
     total *= exponential(top - base);
 #pragma unroll
-    for (int k = 0; k < N; ++k) total += exponential(wide(pack.at[k]) - base);
+    for (int k = 0; k < N; ++k) total += exponential(pack[k] - base);
     top = above;
   }
 };
@@ -65,7 +65,8 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_kernel(const Cross
     W below = 0;
     if (a.with_sum) {
       over_row(x, a.real, [&](const auto& pack, int) {
-        for (const T value : pack.at) below += wide(value) - top;
+#pragma unroll
+        for (int k = 0; k < sizeof(pack) / sizeof(T); ++k) below += pack[k] - top;
       });
       below = over.sum(below);
     }
@@ -91,7 +92,7 @@ struct Gradient {
     W dx[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      dx[k] = exponential(wide(pack.at[k]) - top) * factor - level;
+      dx[k] = exponential(pack[k] - top) * factor - level;
       if (at + k == column) dx[k] -= target;
     }
     store(row + at, dx);

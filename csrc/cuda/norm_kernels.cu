@@ -27,8 +27,8 @@ HYBRIDPAR_DEVICE Pack<T, V> added(const NormForward& a, int64_t row, int column)
   W sum[V];
 #pragma unroll
   for (int k = 0; k < V; ++k) {
-    const W value = (wide(x.at[k]) + bias[k]) * scale;
-    sum[k] = wide(residual.at[k]) + (!a.masked || stays[k] ? value : W(0));
+    const W value = (x[k] + bias[k]) * scale;
+    sum[k] = residual[k] + (!a.masked || stays[k] ? value : W(0));
   }
   const Pack<T, V> rounded = narrow<T, V>(sum);
   store(static_cast<T*>(a.sum) + at, rounded);
@@ -63,14 +63,14 @@ __global__ void __launch_bounds__(kMostThreads) norm_forward_kernel(const NormFo
     if (a.centre) {
       each([&](const Pack<T, V>& pack, int) {
 #pragma unroll
-        for (int k = 0; k < V; ++k) mean += wide(pack.at[k]);
+        for (int k = 0; k < V; ++k) mean += pack[k];
       });
       mean = over.sum(mean) / a.cols;
     }
     W squares = 0;
     each([&](const Pack<T, V>& pack, int) {
 #pragma unroll
-      for (int k = 0; k < V; ++k) squares += (wide(pack.at[k]) - mean) * (wide(pack.at[k]) - mean);
+      for (int k = 0; k < V; ++k) squares += (pack[k] - mean) * (pack[k] - mean);
     });
     const W scale = W(1) / sqrt(over.sum(squares) / a.cols + static_cast<W>(a.eps));
     if (threadIdx.x == 0 && row < a.rows) {
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kMostThreads) norm_forward_kernel(const NormFo
       load_wide(weight, static_cast<const T*>(a.weight) + c);
       if (a.bias) load_wide(bias, static_cast<const T*>(a.bias) + c);
 #pragma unroll
-      for (int k = 0; k < V; ++k) out[k] = (wide(pack.at[k]) - mean) * scale * weight[k] + bias[k];
+      for (int k = 0; k < V; ++k) out[k] = (pack[k] - mean) * scale * weight[k] + bias[k];
       store(y + c, out);
     });
   }
@@ -126,7 +126,7 @@ struct BackwardPack {
     const Pack<T, V> weight = load<V>(static_cast<const T*>(a.weight) + column);
 #pragma unroll
     for (int k = 0; k < V; ++k) {
-      const W g = wide(dy.at[k]), z = (wide(x.at[k]) - r.mean) * r.scale, h = g * wide(weight.at[k]);
+      const W g = dy[k], z = (x[k] - r.mean) * r.scale, h = g * weight[k];
       row_sums[0] += h * z;
       row_sums[1] += h;
       sums.weight[k] += g * z;
@@ -145,8 +145,8 @@ struct BackwardPack {
     if (a.dsum) load_wide(dsum, static_cast<const T*>(a.dsum) + at);
 #pragma unroll
     for (int k = 0; k < V; ++k) {
-      const W z = (wide(x.at[k]) - r.mean) * r.scale;
-      dx[k] = (wide(dy.at[k]) * wide(weight.at[k]) - r.level - z * r.along) * r.scale + dsum[k];
+      const W z = (x[k] - r.mean) * r.scale;
+      dx[k] = (dy[k] * weight[k] - r.level - z * r.along) * r.scale + dsum[k];
     }
     const Pack<T, V> rounded = narrow<T, V>(dx);
     store(static_cast<T*>(a.dx) + at, rounded);
@@ -156,7 +156,7 @@ struct BackwardPack {
       if (a.dropped) kept(a.mask, row, column, stays);
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        dx[k] = !a.dropped || stays[k] ? wide(rounded.at[k]) * factor : W(0);
+        dx[k] = !a.dropped || stays[k] ? rounded[k] * factor : W(0);
         third[k * step] += dx[k];
       }
       if (a.dropped) store(static_cast<T*>(a.dropped) + at, dx);

@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kTileThreads) add_kernel(const Addition a, con
       W y[V];
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        const W value = (wide(xs[u].at[k]) + bias[k]) * scale;
-        y[k] = wide(residuals[u].at[k]) + (!a.masked || stays[k] ? value : W(0));
+        const W value = (xs[u][k] + bias[k]) * scale;
+        y[k] = residuals[u][k] + (!a.masked || stays[k] ? value : W(0));
       }
       store(sum + row * a.cols + at.column, y);
     }
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kTileThreads) drop_kernel(const Dropout a, con
       W y[V];
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        y[k] = !dropped || stays[k] ? wide(xs[u].at[k]) * scale : W(0);
+        y[k] = !dropped || stays[k] ? xs[u][k] * scale : W(0);
         sums[k] += y[k];
       }
       if (dropped) store(dropped + row * a.cols + at.column, y);

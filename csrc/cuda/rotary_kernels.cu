@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kThreads) rotary_kernel(const Rotation a, cons
             W first[V], second[V];
 #pragma unroll
             for (int k = 0; k < V; ++k) {
-              first[k] = wide(one[u].at[k]) * cos[k] - wide(two[u].at[k]) * sin[k];
-              second[k] = wide(two[u].at[k]) * cos[k] + wide(one[u].at[k]) * sin[k];
+              first[k] = one[u][k] * cos[k] - two[u][k] * sin[k];
+              second[k] = two[u][k] * cos[k] + one[u][k] * sin[k];
             }
             store(y + (n + u) * 2 * a.half, first);
             store(y + (n + u) * 2 * a.half + a.half, second);

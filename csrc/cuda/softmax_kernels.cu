@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kMostThreads) softmax_kernel(const Softmax a) 
       if (real && c < n) mask = load<V>(real + c);
 #pragma unroll
       for (int k = 0; k < V; ++k)
-        values[k] = c + k < n && (!real || mask.at[k]) ? wide(pack.at[k]) * scale : kHidden;
+        values[k] = c + k < n && (!real || mask.at[k]) ? pack[k] * scale : kHidden;
     };
     W mine[kKept][V];
 #pragma unroll
@@ -106,14 +106,14 @@ __global__ void __launch_bounds__(kMostThreads) softmax_backward_kernel(const So
     each([&](const Both& both, int c) {
 #pragma unroll
       for (int k = 0; k < V; ++k)
-        if (c + k < n) mean += wide(both.p.at[k]) * wide(both.dy.at[k]);
+        if (c + k < n) mean += both.p[k] * both.dy[k];
     });
     mean = over.sum(mean);
     each([&](const Both& both, int c) {
       W out[V];
 #pragma unroll
       for (int k = 0; k < V; ++k)
-        out[k] = c + k < n ? wide(both.p.at[k]) * (wide(both.dy.at[k]) - mean) * scale : W(0);
+        out[k] = c + k < n ? both.p[k] * (both.dy[k] - mean) * scale : W(0);
       store(dx + c, out);
     });
   }

@@ -171,10 +171,20 @@ uint32_t narrow_two(T type, float first, float second) {
   return narrow_one(type, first) | static_cast<uint32_t>(narrow_one(type, second)) << 16;
 }
 
+template <class P>
+P load_bytes(const void* from) {
+  return *static_cast<const P*>(from);
+}
+template <class P>
+void store_bytes(void* to, const P& x) {
+  *static_cast<P*>(to) = x;
+}
+
 template <class W>
 W reciprocal(W x) {
   return W(1) / x;
 }
+inline float power_of_two(float x) { return exp2f(x); }
 
 template <class... Parameters, class... Arguments>
 void launch(const char*, void (*kernel)(Parameters...), dim3 grid, dim3 block, void*, const Arguments&... arguments) {
