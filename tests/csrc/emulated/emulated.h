@@ -133,13 +133,10 @@ T __shfl_xor_sync(unsigned lanes, T value, int lane_mask) {
 }
 
 inline int min(int a, int b) { return a < b ? a : b; }
-template <class W>
-void sincospi_of(W x, W* sin, W* cos) {
-  *sin = static_cast<W>(std::sin(3.141592653589793 * static_cast<double>(x)));
-  *cos = static_cast<W>(std::cos(3.141592653589793 * static_cast<double>(x)));
+inline void sincospi(double x, double* sin, double* cos) {
+  *sin = std::sin(3.141592653589793 * x);
+  *cos = std::cos(3.141592653589793 * x);
 }
-inline void sincospif(float x, float* sin, float* cos) { sincospi_of(x, sin, cos); }
-inline void sincospi(double x, double* sin, double* cos) { sincospi_of(x, sin, cos); }
 
 namespace hybridpar {
 
