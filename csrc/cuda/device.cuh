@@ -77,8 +77,8 @@ HYBRIDPAR_DEVICE void load_wide(Wide<T> (&to)[N], const T* from) {
 
 // --- sums over threads ---
 
-constexpr int kMostThreads = 512;
-constexpr int kMostWarps = kMostThreads / 32;
+constexpr int kMostThreads = 512;  // of a row, but for some kernels
+constexpr int kMostWarps = 32;
 
 HYBRIDPAR_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 HYBRIDPAR_DEVICE double larger(double a, double b) { return fmax(a, b); }

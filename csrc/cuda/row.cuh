@@ -5,15 +5,15 @@
 
 namespace hybridpar {
 
-// Threads for rows of `cols` in packs of `vector`: one for each pack up to `least`, then for up to `kept` packs. A
-// block has about `together` threads.
+// Threads for rows of `cols` in packs of `vector`: one for each pack up to `least`, then for up to `kept` packs; `most` of
+// them. A block has about `together` threads.
 struct RowShape {
   dim3 block;
 
-  RowShape(int cols, int vector, int kept, int least, int together) {
+  RowShape(int cols, int vector, int kept, int least, int together, int most = kMostThreads) {
     const int packs = (cols + vector - 1) / vector;
     const int threads = packs <= least ? packs : std::max(least, (packs + kept - 1) / kept);
-    block.x = std::min(kMostThreads, round_up(threads, 32));
+    block.x = std::min(most, round_up(threads, 32));
     block.y = std::max<unsigned>(1, together / block.x);
   }
 };
