@@ -47,7 +47,7 @@ HYBRIDPAR_DEVICE Pack<T, V> added(const NormForward& a, int64_t row, int column,
 }
 
 template <class T, int V, Added kAdded>
-__global__ void __launch_bounds__(kMostThreads) norm_forward_kernel(const NormForward a) {
+__global__ void __launch_bounds__(kMostThreads, V == 1) norm_forward_kernel(const NormForward a) {
   using W = Wide<T>;
   constexpr bool kAdds = kAdded != Added::Nothing, kMasked = kAdded == Added::Dropped;
   constexpr int kKept = kForwardKept<kAdded>;
