@@ -54,62 +54,59 @@ __global__ void __launch_bounds__(kMostThreads, V == 1) norm_forward_kernel(cons
   __shared__ typename OverRow<W, 1>::Slots slots;
   OverRow<W, 1> over(slots);
   const W inverse = W(1) / a.cols;
-  for (int64_t group = static_cast<int64_t>(blockIdx.x) * blockDim.y; group < a.rows;
-       group += static_cast<int64_t>(gridDim.x) * blockDim.y) {
-    const int64_t row = group + threadIdx.y;
-    const int cols = row < a.rows ? a.cols : 0;  // every thread comes to every sum
-    const T* x = static_cast<const T*>(kAdds ? a.sum : a.x) + row * a.cols;
-    const auto read = [&](int c) {
-      const int64_t at = row * a.cols + c;
-      return Inputs<T, V>{load<V>(static_cast<const T*>(a.x) + at),
-                          kAdds ? load<V>(static_cast<const T*>(a.residual) + at) : Pack<T, V>{}};
-    };
-    Inputs<T, V> in[kKept];
-    Pack<T, V> mine[kKept];
+  const int64_t row = row_of();
+  const int cols = row < a.rows ? a.cols : 0;  // every thread comes to every sum
+  const T* x = static_cast<const T*>(kAdds ? a.sum : a.x) + row * a.cols;
+  const auto read = [&](int c) {
+    const int64_t at = row * a.cols + c;
+    return Inputs<T, V>{load<V>(static_cast<const T*>(a.x) + at),
+                        kAdds ? load<V>(static_cast<const T*>(a.residual) + at) : Pack<T, V>{}};
+  };
+  Inputs<T, V> in[kKept];
+  Pack<T, V> mine[kKept];
+#pragma unroll
+  for (int k = 0; k < kKept; ++k)
+    if (const int c = first<V>() + k * stride<V>(); c < cols) in[k] = read(c);
+#pragma unroll
+  for (int k = 0; k < kKept; ++k)
+    if (const int c = first<V>() + k * stride<V>(); c < cols)
+      mine[k] = kAdds ? added<kMasked>(a, row, c, in[k]) : in[k].x;
+  if (kAdds)
+    for (int c = first<V>() + kKept * stride<V>(); c < cols; c += stride<V>()) added<kMasked>(a, row, c, read(c));
+  const auto each = [&](const auto& use) {
 #pragma unroll
     for (int k = 0; k < kKept; ++k)
-      if (const int c = first<V>() + k * stride<V>(); c < cols) in[k] = read(c);
-#pragma unroll
-    for (int k = 0; k < kKept; ++k)
-      if (const int c = first<V>() + k * stride<V>(); c < cols)
-        mine[k] = kAdds ? added<kMasked>(a, row, c, in[k]) : in[k].x;
-    if (kAdds)
-      for (int c = first<V>() + kKept * stride<V>(); c < cols; c += stride<V>()) added<kMasked>(a, row, c, read(c));
-    const auto each = [&](const auto& use) {
-#pragma unroll
-      for (int k = 0; k < kKept; ++k)
-        if (const int c = first<V>() + k * stride<V>(); c < cols) use(mine[k], c);
-      for (int c = first<V>() + kKept * stride<V>(); c < cols; c += stride<V>()) use(load<V>(x + c), c);
-    };
+      if (const int c = first<V>() + k * stride<V>(); c < cols) use(mine[k], c);
+    for (int c = first<V>() + kKept * stride<V>(); c < cols; c += stride<V>()) use(load<V>(x + c), c);
+  };
 
-    W mean = 0;
-    if (a.centre) {
-      each([&](const Pack<T, V>& pack, int) {
-#pragma unroll
-        for (int k = 0; k < V; ++k) mean += pack[k];
-      });
-      mean = over.sum(mean) * inverse;
-    }
-    W squares = 0;
+  W mean = 0;
+  if (a.centre) {
     each([&](const Pack<T, V>& pack, int) {
 #pragma unroll
-      for (int k = 0; k < V; ++k) squares += (pack[k] - mean) * (pack[k] - mean);
+      for (int k = 0; k < V; ++k) mean += pack[k];
     });
-    const W scale = W(1) / sqrt(over.sum(squares) * inverse + static_cast<W>(a.eps));
-    if (threadIdx.x == 0 && row < a.rows) {
-      static_cast<W*>(a.stats)[2 * row] = mean;
-      static_cast<W*>(a.stats)[2 * row + 1] = scale;
-    }
-    T* y = static_cast<T*>(a.y) + row * a.cols;
-    each([&](const Pack<T, V>& pack, int c) {
-      const Pack<T, V> weight = load<V>(static_cast<const T*>(a.weight) + c);
-      W bias[V] = {}, out[V];
-      if (a.bias) load_wide(bias, static_cast<const T*>(a.bias) + c);
-#pragma unroll
-      for (int k = 0; k < V; ++k) out[k] = (pack[k] - mean) * scale * weight[k] + bias[k];
-      store(y + c, out);
-    });
+    mean = over.sum(mean) * inverse;
   }
+  W squares = 0;
+  each([&](const Pack<T, V>& pack, int) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) squares += (pack[k] - mean) * (pack[k] - mean);
+  });
+  const W scale = W(1) / sqrt(over.sum(squares) * inverse + static_cast<W>(a.eps));
+  if (threadIdx.x == 0 && row < a.rows) {
+    static_cast<W*>(a.stats)[2 * row] = mean;
+    static_cast<W*>(a.stats)[2 * row + 1] = scale;
+  }
+  T* y = static_cast<T*>(a.y) + row * a.cols;
+  each([&](const Pack<T, V>& pack, int c) {
+    const Pack<T, V> weight = load<V>(static_cast<const T*>(a.weight) + c);
+    W bias[V] = {}, out[V];
+    if (a.bias) load_wide(bias, static_cast<const T*>(a.bias) + c);
+#pragma unroll
+    for (int k = 0; k < V; ++k) out[k] = (pack[k] - mean) * scale * weight[k] + bias[k];
+    store(y + c, out);
+  });
 }
 
 // Sums down the rows, of a pack of columns.

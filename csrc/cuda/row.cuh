@@ -28,9 +28,10 @@ HYBRIDPAR_DEVICE int stride() {
   return blockDim.x * V;
 }
 
-// Blocks that go through so many rows.
+// Blocks for so many rows, and which of them a thread's is: in the last block, perhaps none.
 inline dim3 row_grid(int64_t rows, const dim3& block) {
-  return dim3(static_cast<unsigned>(std::min<int64_t>((rows + block.y - 1) / block.y, 1 << 16)));
+  return dim3(static_cast<unsigned>((rows + block.y - 1) / block.y));
 }
+HYBRIDPAR_DEVICE int64_t row_of() { return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
 
 }  // namespace hybridpar
