@@ -40,52 +40,53 @@ HYBRIDPAR_DEVICE void cos_sin(double angle, double& cos, double& sin) {
   }
 }
 
+// step: from a frequency to the next, and its logarithm
 template <class T, int V>
 __global__ void __launch_bounds__(kThreads, kBlocks) rotary_kernel(const Rotation a, const double log2_step,
-                                                                 const double step) {
+                                                                   const double step) {
   using W = Wide<T>;
-  const int64_t first_head = static_cast<int64_t>(blockIdx.y) * kHeads, rest = a.heads - first_head;
+  const int groups = static_cast<int>((a.heads + kHeads - 1) / kHeads);
+  const int c = (blockIdx.y / groups * blockDim.x + threadIdx.x) * V;
+  const int64_t first_head = static_cast<int64_t>(blockIdx.y % groups) * kHeads, rest = a.heads - first_head;
   const int heads = rest < kHeads ? static_cast<int>(rest) : kHeads;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (at >= a.samples * a.s) return;
+  if (at >= a.samples * a.s || c >= a.half) return;
   const int64_t sample = divide(at, a.s), s = at - sample * a.s;
-  for (int c = threadIdx.x * V; c < a.half; c += blockDim.x * V) {
-    const T* x = static_cast<const T*>(a.x) + sample * a.sample + first_head * a.head + s * a.position + c;
-    T* y = static_cast<T*>(a.y) + (at * a.heads + first_head) * 2 * a.half + c;
-    Pack<T, V> one[kTogether], two[kTogether];
-    const auto read = [&](int n) {
+  const T* x = static_cast<const T*>(a.x) + sample * a.sample + first_head * a.head + s * a.position + c;
+  T* y = static_cast<T*>(a.y) + (at * a.heads + first_head) * 2 * a.half + c;
+  Pack<T, V> one[kTogether], two[kTogether];
+  const auto read = [&](int n) {
 #pragma unroll
-      for (int u = 0; u < kTogether; ++u)
-        if (n + u < heads) {
-          one[u] = load<V>(x + (n + u) * a.head);
-          two[u] = load<V>(x + (n + u) * a.head + a.half);
-        }
-    };
-    read(0);
-    const int64_t position = a.positions ? a.positions[a.each_sample ? at : s] : a.offset + s;
-    double angle = static_cast<double>(position) * exp2(log2_step * c);
-    W cos[V], sin[V];
+    for (int u = 0; u < kTogether; ++u)
+      if (n + u < heads) {
+        one[u] = load<V>(x + (n + u) * a.head);
+        two[u] = load<V>(x + (n + u) * a.head + a.half);
+      }
+  };
+  read(0);
+  const int64_t position = a.positions ? a.positions[a.each_sample ? at : s] : a.offset + s;
+  double angle = static_cast<double>(position) * exp2(log2_step * c);
+  W cos[V], sin[V];
 #pragma unroll
-    for (int k = 0; k < V; ++k) {
-      cos_sin(angle, cos[k], sin[k]);
-      sin[k] *= static_cast<W>(a.sign);
-      angle *= step;
-    }
-#pragma unroll 1
-    for (int n = 0; n < heads; read(n += kTogether))
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u)
-        if (n + u < heads) {
-          W first[V], second[V];
-#pragma unroll
-          for (int k = 0; k < V; ++k) {
-            first[k] = one[u][k] * cos[k] - two[u][k] * sin[k];
-            second[k] = two[u][k] * cos[k] + one[u][k] * sin[k];
-          }
-          store(y + (n + u) * 2 * a.half, first);
-          store(y + (n + u) * 2 * a.half + a.half, second);
-        }
+  for (int k = 0; k < V; ++k) {
+    cos_sin(angle, cos[k], sin[k]);
+    sin[k] *= static_cast<W>(a.sign);
+    angle *= step;
   }
+#pragma unroll 1
+  for (int n = 0; n < heads; read(n += kTogether))
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u)
+      if (n + u < heads) {
+        W first[V], second[V];
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+          first[k] = one[u][k] * cos[k] - two[u][k] * sin[k];
+          second[k] = two[u][k] * cos[k] + one[u][k] * sin[k];
+        }
+        store(y + (n + u) * 2 * a.half, first);
+        store(y + (n + u) * 2 * a.half + a.half, second);
+      }
 }
 
 }  // namespace
@@ -97,8 +98,9 @@ void launch_rotary(Type type, const Rotation& a, void* stream) {
   choose(type, a.half | a.sample | a.head | a.position, {a.x, a.y}, [&](auto element, auto vector) {
     const unsigned threads = std::min<unsigned>(kThreads, (a.half + vector - 1) / vector);
     const dim3 block(threads, kThreads / threads);
+    const int64_t groups = (a.heads + kHeads - 1) / kHeads, columns = threads * vector;
     const dim3 grid(static_cast<unsigned>((places + block.y - 1) / block.y),
-                    static_cast<unsigned>((a.heads + kHeads - 1) / kHeads));
+                    static_cast<unsigned>(groups * ((a.half + columns - 1) / columns)));
     const double log2_step = std::log2(a.base) / -a.half;
     launch("rotary", rotary_kernel<decltype(element), vector()>, grid, block, stream, a, log2_step,
            std::exp2(log2_step));
