@@ -1,9 +1,9 @@
 // LayerNorm and RMSNorm, alone or after residual + dropout(x + bias); forward and backward.
 //
 // A row is in the registers of its threads between the sums and what is made of them, so every element is read and
-// written once; what does not fit there (beyond 16384 columns of 16 bits forward, 8192 backward) is read again from the
-// cache. A thread reads all it keeps of a row before it uses any. Sums are those of deviations from the mean: no
-// cancellation.
+// written once; what does not fit there is read again from the cache: beyond 16384 columns of 16 bits forward, 8192
+// after an addition or backward, 4096 backward with dropout. A thread reads all it keeps of a row before it uses any.
+// Sums are those of deviations from the mean: no cancellation.
 
 #include "philox.cuh"
 #include "row.cuh"
@@ -46,6 +46,7 @@ HYBRIDPAR_DEVICE Pack<T, V> added(const NormForward& a, int64_t row, int column,
   return rounded;
 }
 
+// V == 1: without a number of blocks the compiler goes for more of them than registers do for.
 template <class T, int V, Added kAdded>
 __global__ void __launch_bounds__(kMostThreads, V == 1) norm_forward_kernel(const NormForward a) {
   using W = Wide<T>;
@@ -263,13 +264,13 @@ void launch_norm_backward(Type type, const NormBackward& a, void* stream) {
   const Parts parts = parts_of_rows(a.rows, a.cols);
   choose(type, a.cols, {a.dy, a.dsum, a.x, a.weight, a.dx, a.dropped}, [&](auto element, auto vector) {
     using T = decltype(element);
-    const auto run = [&](auto third, auto beyond) {
-      constexpr int kMost = kBackwardThreads<third(), beyond()>;
+    const auto run = [&](auto added, auto beyond) {
+      constexpr int kMost = kBackwardThreads<added(), beyond()>;
       if constexpr (!beyond())
         if (a.cols > kMost * vector() * kBackwardKept<T, vector()>) return false;
       const dim3 block = RowShape(a.cols, vector, kBackwardKept<T, vector()>, 32, 256, kMost).block;
       const dim3 grid(static_cast<unsigned>((parts.count + block.y - 1) / block.y));
-      launch("norm_backward", norm_backward_kernel<T, vector(), third(), beyond()>, grid, block, stream, a, parts.count,
+      launch("norm_backward", norm_backward_kernel<T, vector(), added(), beyond()>, grid, block, stream, a, parts.count,
              parts.rows_each);
       return true;
     };

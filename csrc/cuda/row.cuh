@@ -5,8 +5,8 @@
 
 namespace hybridpar {
 
-// Threads for rows of `cols` in packs of `vector`: one for each pack up to `least`, then for up to `kept` packs; `most` of
-// them. A block has about `together` threads.
+// Threads for rows of `cols` in packs of `vector`: one for each pack up to `least`, then for up to `kept` packs, and
+// no more than `most`. A block has about `together` threads.
 struct RowShape {
   dim3 block;
 
