@@ -32,9 +32,9 @@ __global__ void __launch_bounds__(kTileThreads) gelu_kernel(const Activation a, 
       W y[V];
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        const W value = wide(xs[u].at[k]) + bias[k];
+        const W value = xs[u][k] + bias[k];
         if (kBackward) {
-          y[k] = wide(dys[u].at[k]) * Gelu<W>::derivative(value);
+          y[k] = dys[u][k] * Gelu<W>::derivative(value);
           sums[k] += y[k];
         } else {
           y[k] = Gelu<W>::value(value);
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kTileThreads) swiglu_kernel(const Activation a
       W values[V];
 #pragma unroll
       for (int k = 0; k < V; ++k)
-        values[k] = Silu<W>(wide(gates[u].at[k]) + gate_bias[k]).value * (wide(ups[u].at[k]) + up_bias[k]);
+        values[k] = Silu<W>(gates[u][k] + gate_bias[k]).value * (ups[u][k] + up_bias[k]);
       store(y + row * a.cols + at.column, values);
     }
   }
@@ -110,9 +110,9 @@ __global__ void __launch_bounds__(kTileThreads) swiglu_backward_kernel(const Act
       W along[V], across[V];
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        const W d = wide(dys[u].at[k]);
-        const Silu<W> silu(wide(gates[u].at[k]) + gate_bias[k]);
-        along[k] = d * (wide(ups[u].at[k]) + up_bias[k]) * silu.derivative;
+        const W d = dys[u][k];
+        const Silu<W> silu(gates[u][k] + gate_bias[k]);
+        along[k] = d * (ups[u][k] + up_bias[k]) * silu.derivative;
         across[k] = d * silu.value;
         gate_sums[k] += along[k];
         up_sums[k] += across[k];

@@ -5,13 +5,14 @@
 namespace hybridpar {
 namespace {
 
-CrossEntropy arguments(const char* op, const Tensor& logits, const Tensor& column, const Tensor& numbers,
-                       int64_t num_real, bool with_sum) {
-  return {logits.data_ptr(),
+CrossEntropy arguments(const char* op, const void* logits, const Tensor& gradient, const Tensor& column,
+                       const Tensor& numbers, int64_t num_real, bool with_sum) {
+  return {logits,
+          gradient.data_ptr(),
           static_cast<const int64_t*>(column.data_ptr()),
           numbers.data_ptr(),
-          logits.size(0),
-          columns(op, logits.size(1)),
+          gradient.size(0),
+          columns(op, gradient.size(1)),
           static_cast<int>(num_real),
           with_sum};
 }
@@ -33,7 +34,7 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& column, int64_t num_rea
   const Type type = type_of(op, logits);
   Tensor out = empty(logits, {with_sum ? 4 : 3, logits.size(0)}, wide_type(logits));
   const OnDevice on(logits);
-  launch_cross_entropy(type, arguments(op, logits, column, out, num_real, with_sum), on.stream);
+  launch_cross_entropy(type, arguments(op, logits.data_ptr(), logits, column, out, num_real, with_sum), on.stream);
   return out;
 }
 
@@ -42,18 +43,20 @@ void cross_entropy_backward_(const Tensor& gradient, const Tensor& logits, const
                              int64_t num_real) {
   const char* op = "cross_entropy_backward_";
   check(op, gradient, column, num_real);
+  check_like(op, "logits", logits, gradient);
   check_contiguous(op, "numbers", numbers);
   STD_TORCH_CHECK(numbers.dim() == 2 && numbers.size(0) == 4 && numbers.size(1) == gradient.size(0) &&
                       numbers.scalar_type() == wide_type(gradient) && numbers.device() == gradient.device(),
                   op, ": numbers must be [4, rows], in the type of the arithmetic, on the device of the logits");
   const Type type = type_of(op, gradient);
   const OnDevice on(gradient);
-  // the kernel works in place, at any alignment
-  if (gradient.data_ptr() != logits.data_ptr()) {
+  const void* from = logits.data_ptr();
+  if ((reinterpret_cast<uintptr_t>(from) ^ reinterpret_cast<uintptr_t>(gradient.data_ptr())) % 16) {
     Tensor to = gradient;
     torch::stable::copy_(to, logits);
+    from = gradient.data_ptr();
   }
-  launch_cross_entropy_backward(type, arguments(op, gradient, column, numbers, num_real, true), on.stream);
+  launch_cross_entropy_backward(type, arguments(op, from, gradient, column, numbers, num_real, true), on.stream);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// The local passes of the vocabulary-parallel cross-entropy. Exponentials are made twice rather than kept: logits are
-// read once forward (and once more, from the cache, for their sum), and read and overwritten by their gradient
-// backward. A row may begin anywhere: a vocabulary of 50257 is not a multiple of 8.
+// The local passes of the vocabulary-parallel cross-entropy: logits are read once forward (and once more, mostly from
+// the cache, for their sum), and once backward, where their exponentials are made again. A row may begin anywhere: a
+// vocabulary of 50257 is not a multiple of 8.
 
 #include "math.cuh"
 
@@ -10,24 +10,48 @@ namespace {
 template <class T>
 constexpr int kTogether = kVector<T> > 1 ? 4 : 2;  // packs that a thread reads before it uses the first
 
-// use(pack, column) for this thread's part of the n elements at `row`: a few one by one until the memory is aligned,
-// then kVector at a time, then the rest. `use` may overwrite what it was given.
+// Some packs of a row, at columns at, at + stride, ...: those before `end`.
+template <class T, int N, int U>
+struct Batch {
+  Pack<T, N> packs[U];
+  int at, stride, end;
+
+  HYBRIDPAR_DEVICE_MEMBER int column(int u) const { return at + u * stride; }
+
+  // use(pack, column of its first element)
+  template <class F>
+  HYBRIDPAR_DEVICE_MEMBER void each(const F& use) const {
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+      if (column(u) < end) use(packs[u], column(u));
+  }
+};
+
+// use(batch) for this thread's part of the n elements at `row`: a few one by one until the memory is aligned, then
+// kVector at a time, then the rest.
 template <class T, class F>
 HYBRIDPAR_DEVICE void over_row(const T* row, int n, const F& use) {
-  constexpr int V = kVector<T>;
+  constexpr int V = kVector<T>, U = kTogether<T>;
   const int skew = static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % V);
-  const int head = min(n, (V - skew) % V), tail = (n - head) % V, end = n - tail, stride = blockDim.x * V;
-  if (threadIdx.x < head) use(load<1>(row + threadIdx.x), static_cast<int>(threadIdx.x));
-  for (int64_t at = head + threadIdx.x * V; at < end; at += kTogether<T> * static_cast<int64_t>(stride)) {
-    Pack<T, V> packs[kTogether<T>];
+  const int head = min(n, (V - skew) % V), end = n - (n - head) % V, stride = blockDim.x * V;
+  const auto one = [&](int at, int stop) {
+    if (at < stop) use(Batch<T, 1, 1>{{load<1>(row + at)}, at, 1, stop});
+  };
+  one(threadIdx.x, head);
+  for (int at = head + threadIdx.x * V; at < end; at += U * stride) {
+    Batch<T, V, U> batch{{}, at, stride, end};
 #pragma unroll
-    for (int u = 0; u < kTogether<T>; ++u)
-      if (at + u * stride < end) packs[u] = load<V>(row + at + u * stride);
-#pragma unroll
-    for (int u = 0; u < kTogether<T>; ++u)
-      if (at + u * stride < end) use(packs[u], static_cast<int>(at + u * stride));
+    for (int u = 0; u < U; ++u)
+      if (batch.column(u) < end) batch.packs[u] = load<V>(row + batch.column(u));
+    use(batch);
   }
-  if (threadIdx.x < tail) use(load<1>(row + end + threadIdx.x), static_cast<int>(end + threadIdx.x));
+  one(end + threadIdx.x, n);
+}
+
+// The column of the row's label; -1: on another rank
+HYBRIDPAR_DEVICE int label(const CrossEntropy& a, int64_t row) {
+  const int64_t column = a.column[row];
+  return column >= 0 && column < a.real ? static_cast<int>(column) : -1;
 }
 
 template <class W>
@@ -37,15 +61,21 @@ struct Exponentials {  // the sum of e^(x - top), top the largest of what was se
   // What to subtract: where nothing is above -infinity, nothing.
   HYBRIDPAR_DEVICE_MEMBER static W level(W top) { return top == W(-INFINITY) ? W(0) : top; }
 
-  template <class T, int N>
-  HYBRIDPAR_DEVICE_MEMBER void add(const Pack<T, N>& pack) {
+  template <class T, int N, int U>
+  HYBRIDPAR_DEVICE_MEMBER void add(const Batch<T, N, U>& batch) {
     W above = top;
+    batch.each([&](const Pack<T, N>& pack, int) {
 #pragma unroll
-    for (int k = 0; k < N; ++k) above = larger(above, wide(pack.at[k]));
+      for (int k = 0; k < N; ++k) above = larger(above, pack[k]);
+    });
     const W base = level(above);
     total *= exponential(top - base);
+    batch.each([&](const Pack<T, N>& pack, int) {
+      W sum = 0;
 #pragma unroll
-    for (int k = 0; k < N; ++k) total += exponential(wide(pack.at[k]) - base);
+      for (int k = 0; k < N; ++k) sum += exponential(pack[k] - base);
+      total += sum;
+    });
     top = above;
   }
 };
@@ -58,22 +88,26 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_kernel(const Cross
   W* numbers = static_cast<W*>(a.numbers);
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const T* x = static_cast<const T*>(a.logits) + row * a.cols;
+    const int column = label(a, row);
     Exponentials<W> mine;
-    over_row(x, a.real, [&](const auto& pack, int) { mine.add(pack); });
+    over_row(x, a.real, [&](const auto& batch) { mine.add(batch); });
+    const W target = column < 0 ? W(0) : wide(x[column]);
     const W top = over.largest(mine.top);
     const W total = over.sum(mine.total * exponential(mine.top - mine.level(top)));
     W below = 0;
     if (a.with_sum) {
-      over_row(x, a.real, [&](const auto& pack, int) {
-        for (const T value : pack.at) below += wide(value) - top;
+      over_row(x, a.real, [&](const auto& batch) {
+        batch.each([&](const auto& pack, int) {
+#pragma unroll
+          for (int k = 0; k < sizeof(pack) / sizeof(T); ++k) below += pack[k] - top;
+        });
       });
       below = over.sum(below);
     }
     if (threadIdx.x == 0) {
-      const int64_t column = a.column[row];
       numbers[row] = top;
       numbers[a.rows + row] = total;
-      numbers[2 * a.rows + row] = column >= 0 && column < a.real ? wide(x[column]) : W(0);
+      numbers[2 * a.rows + row] = target;
       if (a.with_sum) numbers[3 * a.rows + row] = below;
     }
   }
@@ -84,14 +118,14 @@ struct Gradient {
   using W = Wide<T>;
   T* row;
   W top, factor, target, level;
-  int64_t column;
+  int column;
 
   template <int N>
   HYBRIDPAR_DEVICE_MEMBER void operator()(const Pack<T, N>& pack, int at) const {
     W dx[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      dx[k] = exponential(wide(pack.at[k]) - top) * factor - level;
+      dx[k] = exponential(pack[k] - top) * factor - level;
       if (at + k == column) dx[k] -= target;
     }
     store(row + at, dx);
@@ -103,10 +137,16 @@ __global__ void __launch_bounds__(kMostThreads) cross_entropy_backward_kernel(co
   using W = Wide<T>;
   const W* numbers = static_cast<const W*>(a.numbers);
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
-    T* x = static_cast<T*>(a.logits) + row * a.cols;
-    over_row(x, a.real, Gradient<T>{x, numbers[row], numbers[a.rows + row], numbers[2 * a.rows + row],
-                                    numbers[3 * a.rows + row], a.column[row]});
-    for (int i = a.real + threadIdx.x; i < a.cols; i += blockDim.x) x[i] = T{};
+    const T* x = static_cast<const T*>(a.logits) + row * a.cols;
+    T* dx = static_cast<T*>(a.gradient) + row * a.cols;
+    const Gradient<T> gradient{dx,
+                               numbers[row],
+                               numbers[a.rows + row],
+                               numbers[2 * a.rows + row],
+                               numbers[3 * a.rows + row],
+                               label(a, row)};
+    over_row(x, a.real, [&](const auto& batch) { batch.each(gradient); });
+    for (int i = a.real + threadIdx.x; i < a.cols; i += blockDim.x) dx[i] = T{};
   }
 }
 

@@ -22,37 +22,45 @@ using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 HYBRIDPAR_DEVICE float wide(float x) { return x; }
 HYBRIDPAR_DEVICE double wide(double x) { return x; }
 
+// N elements as they are in memory; pack[k] is in Wide<T>. Those of 16 bits stay two to a register until they are used:
+// a pack that is taken apart where it is loaded waits there, and is stored in parts.
 template <class T, int N>
 struct alignas(sizeof(T) * N) Pack {
-  T at[N];
+  static constexpr bool kPairs = sizeof(T) == 2 && N > 1;
+  std::conditional_t<kPairs, uint32_t, T> at[kPairs ? N / 2 : N];
+
+  HYBRIDPAR_DEVICE_MEMBER auto operator[](int k) const {
+    if constexpr (kPairs)
+      return wide(T{static_cast<uint16_t>(at[k / 2] >> 16 * (k % 2))});
+    else
+      return wide(at[k]);
+  }
 };
 
 template <int N, class T>
 HYBRIDPAR_DEVICE Pack<T, N> load(const T* from) {
-  return *reinterpret_cast<const Pack<T, N>*>(from);
+  return load_bytes<Pack<T, N>>(from);
 }
 
-// Rounds and stores.
+// Rounds.
 template <class T, int N>
 HYBRIDPAR_DEVICE Pack<T, N> narrow(const Wide<T> (&x)[N]) {
   Pack<T, N> y;
-  if constexpr (sizeof(T) > 2) {
+  if constexpr (Pack<T, N>::kPairs) {
 #pragma unroll
-    for (int k = 0; k < N; ++k) y.at[k] = x[k];
+    for (int k = 0; k < N / 2; ++k) y.at[k] = narrow_two(T(), x[2 * k], x[2 * k + 1]);
+  } else if constexpr (sizeof(T) == 2) {
+    y.at[0].bits = static_cast<uint16_t>(narrow_two(T(), x[0], 0.0f));
   } else {
 #pragma unroll
-    for (int k = 0; k < N; k += 2) {
-      const uint32_t two = narrow_two(T(), x[k], k + 1 < N ? x[k + 1] : 0.0f);
-      y.at[k].bits = static_cast<uint16_t>(two);
-      if (k + 1 < N) y.at[k + 1].bits = static_cast<uint16_t>(two >> 16);
-    }
+    for (int k = 0; k < N; ++k) y.at[k] = x[k];
   }
   return y;
 }
 
 template <class T, int N>
 HYBRIDPAR_DEVICE void store(T* to, const Pack<T, N>& x) {
-  *reinterpret_cast<Pack<T, N>*>(to) = x;
+  store_bytes(to, x);
 }
 template <class T, int N>
 HYBRIDPAR_DEVICE void store(T* to, const Wide<T> (&x)[N]) {
@@ -64,13 +72,13 @@ template <class T, int N>
 HYBRIDPAR_DEVICE void load_wide(Wide<T> (&to)[N], const T* from) {
   const Pack<T, N> x = from ? load<N>(from) : Pack<T, N>{};
 #pragma unroll
-  for (int k = 0; k < N; ++k) to[k] = wide(x.at[k]);
+  for (int k = 0; k < N; ++k) to[k] = x[k];
 }
 
 // --- sums over threads ---
 
-constexpr int kMostThreads = 512;
-constexpr int kMostWarps = kMostThreads / 32;
+constexpr int kMostThreads = 512;  // of a row, but for some kernels
+constexpr int kMostWarps = 32;
 
 HYBRIDPAR_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 HYBRIDPAR_DEVICE double larger(double a, double b) { return fmax(a, b); }

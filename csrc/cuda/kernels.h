@@ -126,7 +126,8 @@ void launch_softmax(Type type, const Softmax& a, void* stream);
 void launch_softmax_backward(Type type, const Softmax& a, void* stream);
 
 struct CrossEntropy {
-  void* logits;  // [rows, cols]; backward: become their gradient
+  const void* logits;  // [rows, cols]
+  void* gradient;  // backward: of logits, which it may be; as far from a multiple of 16 bytes
   const int64_t* column;  // of the row's label; negative: on another rank
   void* numbers;  // wide [3, 4 or 4, rows]: forward to, backward from
   int64_t rows;

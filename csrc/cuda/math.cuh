@@ -5,7 +5,7 @@
 
 namespace hybridpar {
 
-HYBRIDPAR_DEVICE float exponential(float x) { return expf(x); }
+HYBRIDPAR_DEVICE float exponential(float x) { return power_of_two(x * 1.4426950408889634f); }
 HYBRIDPAR_DEVICE double exponential(double x) { return exp(x); }
 
 template <class W>
@@ -15,8 +15,7 @@ struct Sigmoid {
 
 template <class W>
 HYBRIDPAR_DEVICE Sigmoid<W> sigmoid(W x) {
-  // beyond 80, nothing changes, and e^-x stays a normal number
-  const W power = exponential(-larger(W(-80), -larger(W(-80), -x)));
+  const W power = exponential(-larger(W(-80), x));  // below, nothing changes, and the product stays a number
   const W value = reciprocal(W(1) + power);
   return {value, value * power};
 }

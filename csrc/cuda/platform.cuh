@@ -44,9 +44,49 @@ HYBRIDPAR_DEVICE uint32_t narrow_two(Half, float first, float second) {
   return y;
 }
 
-// 1 / x to the last bit or so, for x up to 2^126
-HYBRIDPAR_DEVICE float reciprocal(float x) { return __fdividef(1.0f, x); }
+// Global memory, 16 bytes at a time where P is a multiple of them: the compiler stores in parts what was made in parts.
+template <class P>
+HYBRIDPAR_DEVICE P load_bytes(const void* from) {
+  P x;
+  if constexpr (sizeof(P) % sizeof(uint4) == 0) {
+    uint4 whole[sizeof(P) / sizeof(uint4)];
+#pragma unroll
+    for (int i = 0; i < sizeof(P) / sizeof(uint4); ++i) whole[i] = static_cast<const uint4*>(from)[i];
+    memcpy(&x, whole, sizeof(P));
+  } else {
+    x = *static_cast<const P*>(from);
+  }
+  return x;
+}
+template <class P>
+HYBRIDPAR_DEVICE void store_bytes(void* to, const P& x) {
+  if constexpr (sizeof(P) % sizeof(uint4) == 0) {
+    uint4 whole[sizeof(P) / sizeof(uint4)];
+    memcpy(whole, &x, sizeof(P));
+#pragma unroll
+    for (int i = 0; i < sizeof(P) / sizeof(uint4); ++i)
+      asm("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(static_cast<uint4*>(to) + i)),
+          "r"(whole[i].x), "r"(whole[i].y), "r"(whole[i].z), "r"(whole[i].w)
+          : "memory");
+  } else {
+    *static_cast<P*>(to) = x;
+  }
+}
+
+// 1 / x to the last bit or so, for normal x up to 2^126
+HYBRIDPAR_DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 HYBRIDPAR_DEVICE double reciprocal(double x) { return 1.0 / x; }
+
+// 2^x to 2 units in the last place; what is below the normal numbers is 0.
+HYBRIDPAR_DEVICE float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, void* stream,

@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kTileThreads) add_kernel(const Addition a, con
       W y[V];
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        const W value = (wide(xs[u].at[k]) + bias[k]) * scale;
-        y[k] = wide(residuals[u].at[k]) + (!a.masked || stays[k] ? value : W(0));
+        const W value = (xs[u][k] + bias[k]) * scale;
+        y[k] = residuals[u][k] + (!a.masked || stays[k] ? value : W(0));
       }
       store(sum + row * a.cols + at.column, y);
     }
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kTileThreads) drop_kernel(const Dropout a, con
       W y[V];
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        y[k] = !dropped || stays[k] ? wide(xs[u].at[k]) * scale : W(0);
+        y[k] = !dropped || stays[k] ? xs[u][k] * scale : W(0);
         sums[k] += y[k];
       }
       if (dropped) store(dropped + row * a.cols + at.column, y);
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kTileThreads) drop_kernel(const Dropout a, con
   if (a.partial) store_sums<V>(sums, static_cast<W*>(a.partial), a.cols, at.column, at.column < a.cols);
 }
 
-constexpr int kSumColumns = 32, kSumThreads = 16;  // threads of a column
+constexpr int kSumColumns = 16, kSumThreads = 64;  // threads of a column
 
 template <class T>
 __global__ void __launch_bounds__(kSumColumns* kSumThreads) sum_columns_kernel(const ColumnSums a) {
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kSumColumns* kSumThreads) sum_columns_kernel(c
   const int64_t stride = static_cast<int64_t>(a.num) * a.cols;
   W sum = 0;
   if (column < a.cols) {
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t part = threadIdx.y; part < a.parts; part += kSumThreads) sum += partial[part * stride];
   }
   slots[threadIdx.y][threadIdx.x] = sum;

@@ -5,15 +5,15 @@
 
 namespace hybridpar {
 
-// Threads for rows of `cols` in packs of `vector`: one for each pack up to `least`, then for up to `kept` packs. A
-// block has about `together` threads.
+// Threads for rows of `cols` in packs of `vector`: one for each pack up to `least`, then for up to `kept` packs, and
+// no more than `most`. A block has about `together` threads.
 struct RowShape {
   dim3 block;
 
-  RowShape(int cols, int vector, int kept, int least, int together) {
+  RowShape(int cols, int vector, int kept, int least, int together, int most = kMostThreads) {
     const int packs = (cols + vector - 1) / vector;
     const int threads = packs <= least ? packs : std::max(least, (packs + kept - 1) / kept);
-    block.x = std::min(kMostThreads, round_up(threads, 32));
+    block.x = std::min(most, round_up(threads, 32));
     block.y = std::max<unsigned>(1, together / block.x);
   }
 };
@@ -28,9 +28,10 @@ HYBRIDPAR_DEVICE int stride() {
   return blockDim.x * V;
 }
 
-// Blocks that go through so many rows.
+// Blocks for so many rows, and which of them a thread's is: in the last block, perhaps none.
 inline dim3 row_grid(int64_t rows, const dim3& block) {
-  return dim3(static_cast<unsigned>(std::min<int64_t>((rows + block.y - 1) / block.y, 1 << 16)));
+  return dim3(static_cast<unsigned>((rows + block.y - 1) / block.y));
 }
+HYBRIDPAR_DEVICE int64_t row_of() { return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
 
 }  // namespace hybridpar

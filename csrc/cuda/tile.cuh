@@ -51,6 +51,7 @@ HYBRIDPAR_DEVICE void store_sums(const W (&sums)[V], W* partial, int64_t width, 
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       total[k] = sums[k];
+#pragma unroll 1
       for (int y = 1; y < blockDim.y; ++y) total[k] += slots[k][y * blockDim.x + threadIdx.x];
     }
     store<W, V>(partial + blockIdx.y * width + column, total);

@@ -133,13 +133,10 @@ T __shfl_xor_sync(unsigned lanes, T value, int lane_mask) {
 }
 
 inline int min(int a, int b) { return a < b ? a : b; }
-template <class W>
-void sincospi_of(W x, W* sin, W* cos) {
-  *sin = static_cast<W>(std::sin(3.141592653589793 * static_cast<double>(x)));
-  *cos = static_cast<W>(std::cos(3.141592653589793 * static_cast<double>(x)));
+inline void sincospi(double x, double* sin, double* cos) {
+  *sin = std::sin(3.141592653589793 * x);
+  *cos = std::cos(3.141592653589793 * x);
 }
-inline void sincospif(float x, float* sin, float* cos) { sincospi_of(x, sin, cos); }
-inline void sincospi(double x, double* sin, double* cos) { sincospi_of(x, sin, cos); }
 
 namespace hybridpar {
 
@@ -171,10 +168,20 @@ uint32_t narrow_two(T type, float first, float second) {
   return narrow_one(type, first) | static_cast<uint32_t>(narrow_one(type, second)) << 16;
 }
 
+template <class P>
+P load_bytes(const void* from) {
+  return *static_cast<const P*>(from);
+}
+template <class P>
+void store_bytes(void* to, const P& x) {
+  *static_cast<P*>(to) = x;
+}
+
 template <class W>
 W reciprocal(W x) {
   return W(1) / x;
 }
+inline float power_of_two(float x) { return exp2f(x); }
 
 template <class... Parameters, class... Arguments>
 void launch(const char*, void (*kernel)(Parameters...), dim3 grid, dim3 block, void*, const Arguments&... arguments) {
