@@ -3,14 +3,13 @@
 // A block of threads takes 64 rows of queries for each of its consumer groups (4 warps), and goes through tiles of keys
 // from the last that its rows see to the first. One thread of another group, the producer, has the TMA unit copy tiles
 // into a ring in shared memory. A consumer starts S = q k^T of the next tile, then out += P v of this one, and computes
-// the exponentials of the next while the latter runs; consumers take turns in starting products, so that one's
-// exponentials run beside the other's products. P goes from the registers of S into the second product.
+// the exponentials of the next while the latter runs. With TURNS consumers take turns in starting products, so that
+// one's exponentials run beside the others' products. P goes from the registers of S into the second product.
 //
 // Blocks of threads stay, one on each multiprocessor, and take one block of queries after another, long ones first.
 // FLOPs: 4 b n s^2 d, half if causal. Source: arXiv 2407.08608.
 
 #include <cmath>
-#include <cstdlib>
 #include <limits>
 #include <type_traits>
 
@@ -424,8 +423,6 @@ void start(Type type, const AttentionHopper& x, void* stream) {
   check(major == 9, "needs a GPU of compute capability 9.0");
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   a.counter = CAUSAL && a.blocks > processors ? x.counter : nullptr;
-  if (getenv("ATTN_ALL")) processors = a.blocks, a.counter = nullptr;
-  if (getenv("ATTN_STATIC")) a.near = x.samples * x.heads, a.counter = nullptr;
   if (a.counter) cudaMemsetAsync(a.counter, 0, sizeof(int), static_cast<cudaStream_t>(stream));
   const auto kernel = attention_hopper_kernel<T, S, CAUSAL>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::SHARED);
@@ -441,15 +438,10 @@ void start(Type type, const AttentionHopper& x, void* stream) {
 
 template <class T>
 void start(Type type, const AttentionHopper& x, void* stream) {
-  const char* name = getenv("ATTN_VARIANT");
-  const char variant = name ? name[0] : 'a';
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    if (variant == 'b') return x.d == 64 ? start<T, Shape<64, 128, 2, 2, false>>(type, x, stream) : start<T, Shape<128, 128, 2, 2, false>>(type, x, stream);
-    if (variant == 'c') return x.d == 64 ? start<T, Shape<64, 128, 3, 2, true>>(type, x, stream) : start<T, Shape<128, 176, 2, 2, true>>(type, x, stream);
-    if (variant == 'd') return x.d == 64 ? start<T, Shape<64, 176, 2, 2, true>>(type, x, stream) : start<T, Shape<128, 64, 2, 4, true>>(type, x, stream);
-  }
-  if (x.d == 64) return start<T, Shape<64, 128, 2, 3, true>>(type, x, stream);
-  start<T, Shape<128, 128, 2, 2, true>>(type, x, stream);
+  // Measured on an H200. d 128: taking turns gains nothing, and loses 5 % at 16k without a causal mask; 64 keys are 15 to
+  // 20 % slower, 176 are 6 % slower at 2k. d 64: a third consumer gains 16 % at 16k, and loses 3 % at 2k.
+  if (x.d == 64) return start<T, Shape<64, 128, 3, 2, true>>(type, x, stream);
+  start<T, Shape<128, 128, 2, 2, false>>(type, x, stream);
 }
 
 }  // namespace

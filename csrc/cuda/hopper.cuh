@@ -99,9 +99,9 @@ HYBRIDPAR_DEVICE uint64_t operand(uint32_t address, int panel) {
          (address & 0x3ffff) / 16;
 }
 
-// d += a b, or d = a b where not `add`. d: 64 rows, 2 columns an element; thread t of the group has of row 16 (t / 32) + t % 32
-// / 4 and of the row 8 further, in turns, the columns 8 j + 2 (t % 4) and the next. All operands must stay as they are
-// until the products are waited for.
+// d += a b, or d = a b where not `add`. d: 64 rows, 2 columns an element; thread t of the group has, of row
+// 16 (t / 32) + t % 32 / 4 and of the row 8 further, in turns, the columns 8 j + 2 (t % 4) and the next. All operands
+// must stay as they are until the products are waited for.
 //
 // First: a [64, 16] and b [columns, 16] in shared memory, both summed over their rows' elements.
 // Second: a [64, 16] in registers, b [16, columns] in shared memory.
@@ -127,25 +127,6 @@ HYBRIDPAR_DEVICE uint64_t operand(uint32_t address, int panel) {
   "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
   "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
   "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-#define HYBRIDPAR_NAMES_88 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87"
-#define HYBRIDPAR_REGS_88 \
-  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
-  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
-  "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
-  "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
-  "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-  "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), \
-  "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), \
-  "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), \
-  "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87])
 
 #define HYBRIDPAR_PRODUCT_SS(COUNT, COLUMNS, TYPE, A, B, ADD)                                                 \
   asm volatile("{\n\t.reg .pred add;\n\tsetp.ne.b32 add, " ADD ", 0;\n\t"                                     \
@@ -179,6 +160,5 @@ HYBRIDPAR_DEVICE uint64_t operand(uint32_t address, int panel) {
 
 HYBRIDPAR_PRODUCTS(32, "64", "%32", "%33", "%34", "%32, %33, %34, %35", "%36")
 HYBRIDPAR_PRODUCTS(64, "128", "%64", "%65", "%66", "%64, %65, %66, %67", "%68")
-HYBRIDPAR_PRODUCTS(88, "176", "%88", "%89", "%90", "%88, %89, %90, %91", "%92")
 
 }  // namespace hybridpar

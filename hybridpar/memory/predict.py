@@ -104,7 +104,9 @@ def predict(
 
 def default_device(config: Config) -> torch.device:
     """Where the configuration is to run, if it can here, else the CPU."""
-    return torch.device("cpu" if config.train.device == "cpu" or not torch.cuda.is_available() else "cuda")
+    if config.train.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())  # with a number: autograd has a queue for each
 
 
 def batches_to_peak(config: Config) -> int:

@@ -1,6 +1,7 @@
-"""Attention on Hopper GPUs: the forward pass is that of csrc/cuda where it can be, else Triton's; backward is Triton's.
+"""Attention on Hopper GPUs: csrc/cuda's forward pass and cuDNN's backward pass where they can be, else those of Triton.
 
-Both leave the same output and sums for the backward pass.
+All leave and take the same output and logarithms of sums. cuDNN's adds up dq in any order: where torch is to be
+deterministic, the backward pass is Triton's.
 """
 
 from __future__ import annotations
@@ -39,17 +40,36 @@ def unsupported(op: str, device_type: str | None, dtype: torch.dtype | None) -> 
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
-              key0: int, key1: int, step: int, sample: int, threshold: int, *rest: Any) -> tuple[Tensor, Tensor]:
+              *mask: Any) -> tuple[Tensor, Tensor]:
     """kernels.attention.attention"""
-    if real is None and threshold == 0 and q.shape[-1] in HEAD_DIMS and q.shape[1] <= MOST_HEADS:
+    if _plain(q, real, mask):
         return torch.ops.hybridpar.attention_hopper(q, k, v, kv_head, scale, causal)
-    return torch.ops.hybridpar_triton.attention(q, k, v, real, kv_head, scale, causal, key0, key1, step, sample,
-                                                threshold, *rest)
+    return torch.ops.hybridpar_triton.attention(q, k, v, real, kv_head, scale, causal, *mask)
 
 
-def attention_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, real: Tensor | None,
+                       kv_head: list[int], scale: float, causal: bool, *mask: Any) -> tuple[Tensor, ...]:
     """kernels.attention.attention_backward"""
-    return torch.ops.hybridpar_triton.attention_backward(*args)
+    own = kv_head == list(range(k.shape[1]))  # a key head for each query head
+    if (not (own and q.numel() and _plain(q, real, mask) and _has_cudnn())
+            or torch.are_deterministic_algorithms_enabled()):
+        return torch.ops.hybridpar_triton.attention_backward(dout, q, k, v, out, lse, real, kv_head, scale, causal,
+                                                             *mask)
+    s, seed = q.shape[2], torch.empty((), dtype=torch.int64, device=q.device)  # of a dropout that there is none of
+    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out.transpose(1, 2), lse.unsqueeze(-1), seed, seed, None, None, None, s, s, 0.0, causal,
+        scale=scale)
+    return tuple(gradient.transpose(1, 2) for gradient in gradients)
+
+
+def _plain(q: Tensor, real: Tensor | None, mask: tuple[Any, ...]) -> bool:
+    """Without padding and dropout, of a size that the kernel has."""
+    threshold = mask[4]
+    return real is None and threshold == 0 and q.shape[-1] in HEAD_DIMS and q.shape[1] <= MOST_HEADS
+
+
+def _has_cudnn() -> bool:
+    return torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 fused = Fused(sys.modules[__name__])

@@ -79,7 +79,12 @@ class Supervisor(LocalElasticAgent):
         spec = WorkerSpec(
             role="rank", local_world_size=self._ranks, rdzv_handler=Loopback(), entrypoint=sys.executable,
             args=("-m", "hybridpar", *args), max_restarts=config.faults.restarts, monitor_interval=_LOOK_EVERY_S)
-        super().__init__(spec, DefaultLogsSpecs(), shutdown_timeout=_STOP_S)
+        super().__init__(spec, DefaultLogsSpecs())
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _STOP_S) -> None:
+        """Torch's own gives ranks 30 s, in versions where that cannot be set."""
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, _STOP_S)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         seen, began = self._look(), time.time()
