@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .philox import _generate, _signed, _words
 
@@ -37,6 +38,10 @@ _LN2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; finite, so that a row without keys makes no NaN
 _PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones are exact
 _QUADS, _WORDS = tl.constexpr(1), tl.constexpr(2)  # DROPOUT: a counter for 4 keys, a counter for each; 0: none
+
+
+_DESCRIPTORS = True
+_OPTIONS: dict[str, int] = {}
 
 
 class Tile(NamedTuple):
@@ -122,11 +127,35 @@ def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
     major, minor = torch.cuda.get_device_capability(q.device) if cuda else (0, 0)
     use = 2 if common["DROPOUT"] else 1 if own.get("GROUPED") or common["real_ptr"] is not None else 0
     tile = tile_of(kernel.__name__, common["D"], q.element_size(), 10 * major + minor, use)
+    loaded, count = (("q", "dout"), tile.rows) if "kv_heads" in own else (("k", "v"), tile.keys)
+    own |= _matrices({name: common[f"{name}_ptr"] for name in loaded}, count, common["D"], major >= 9 and use == 0)
     heads, tiled = (own["kv_heads"], tile.keys) if "kv_heads" in own else (q.shape[1], tile.rows)
     grid = (triton.cdiv(q.shape[2], tiled), heads, q.shape[0])
     with torch.cuda.device(q.device) if cuda else contextlib.nullcontext():
         kernel[grid](**common, **own, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.num_warps,
-                     num_stages=tile.num_stages)
+                     num_stages=tile.num_stages, **_OPTIONS)
+
+
+def _matrices(tensors: dict[str, Tensor], count: int, D: int, wanted: bool) -> dict[str, Any]:
+    """Descriptors of tiles [count, D] for the copy engine, where each tensor [b, n, s, d] is a matrix of such tiles."""
+    def able(x: Tensor) -> bool:
+        b, n, s, _ = x.stride()
+        return (x.shape[3] == D and x.shape[2] % 128 == 0 and (b % s == 0 or x.shape[0] == 1)
+                and (n % s == 0 or n * x.shape[1] <= s or x.shape[1] == 1) and x.data_ptr() % 16 == 0
+                and all(stride * x.element_size() % 16 == 0 for stride in (b, n, s)))
+
+    if not wanted or not _DESCRIPTORS or not all(map(able, tensors.values())):
+        return {f"{name}_matrix": None for name in tensors}
+    return {f"{name}_matrix": _matrix(x, count, D) for name, x in tensors.items()}
+
+
+def _matrix(x: Tensor, count: int, D: int) -> TensorDescriptor:
+    b, n, s, d = x.shape
+    stride = x.stride(2)
+    last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    rows = last // stride + 1
+    width = min(stride, (n - 1) * x.stride(1) + d if x.stride(1) < stride else d)
+    return TensorDescriptor(x, [rows, width], [stride, 1], [count, D])
 
 
 def tile_of(kernel: str, D: int, itemsize: int, capability: int, use: int) -> Tile:
@@ -176,12 +205,14 @@ _PLAIN_BACKWARD = [*_PLAIN, "dout_b", "dout_n", "dout_s"]
 
 
 @triton.jit(do_not_specialize=_PLAIN)
-def forward_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, out_ptr, lse_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n,
+def forward_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, out_ptr, lse_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n,
                    v_s, heads, s, scale, key0, key1, step, sample, threshold, keep_scale, start, UNIT: tl.constexpr,
                    HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
                    DROPOUT: tl.constexpr):
     row, head, b = _place(ROWS, CAUSAL)
     kv = tl.load(table_ptr + head).to(tl.int64)
+    k_row, k_col = _corner(k_matrix, b * k_b + kv * k_n, k_s, UNIT)
+    v_row, v_col = _corner(v_matrix, b * v_b + kv * v_n, v_s, UNIT)
     k_ptr += (b * k_b + kv * k_n) * UNIT
     v_ptr += (b * v_b + kv * v_n) * UNIT
     if real_ptr is not None:
@@ -194,17 +225,21 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, out_ptr, lse_ptr, q
     q = _load(q_ptr + (b * q_b + head * q_n) * UNIT, row, q_s * UNIT, s, ROWS, HEAD, D)
     acc, total = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), _LOWEST, tl.float32)
-    for key in range(0, end, KEYS):
-        k = _load(k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D)
-        scores = _scores(q, k, rows, key, full, real_ptr, s, KEYS, CAUSAL)
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-        p = tl.exp2(scores * scale - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(p, 1)
-        top = new_top
+    for key in range(0, tl.minimum(full, end), KEYS):
+        k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, True)
+        scores = _scores(q, k, rows, key, real_ptr, s, KEYS, CAUSAL, False)
+        p, total, top, shrink = _exponentials(scores, total, top, scale)
         if DROPOUT:
             p = tl.where(_kept(index, key, noise, KEYS, DROPOUT), p, 0.0)
-        v = _load(v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D)
+        v = _tile(v_matrix, v_row, v_col, v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D, True)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=_PRECISION)
+    for key in range(full, end, KEYS):
+        k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, False)
+        scores = _scores(q, k, rows, key, real_ptr, s, KEYS, CAUSAL, True)
+        p, total, top, shrink = _exponentials(scores, total, top, scale)
+        if DROPOUT:
+            p = tl.where(_kept(index, key, noise, KEYS, DROPOUT), p, 0.0)
+        v = _tile(v_matrix, v_row, v_col, v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D, False)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=_PRECISION)
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
@@ -215,12 +250,14 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, out_ptr, lse_ptr, q
 
 
 @triton.jit(do_not_specialize=_PLAIN_BACKWARD)
-def dq_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr, q_b, q_n, q_s,
+def dq_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, dout_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr, q_b, q_n, q_s,
               k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, s, scale, key0, key1, step, sample,
               threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
               ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
     row, head, b = _place(ROWS, CAUSAL)
     kv = tl.load(table_ptr + head).to(tl.int64)
+    k_row, k_col = _corner(k_matrix, b * k_b + kv * k_n, k_s, UNIT)
+    v_row, v_col = _corner(v_matrix, b * v_b + kv * v_n, v_s, UNIT)
     k_ptr += (b * k_b + kv * k_n) * UNIT
     v_ptr += (b * v_b + kv * v_n) * UNIT
     if real_ptr is not None:
@@ -237,10 +274,20 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, out_ptr, lse_p
     lse = tl.load(lse_ptr + at, mask=rows < s, other=float("inf")) * _LOG2E
     q = _load(q_ptr + (b * q_b + head * q_n) * UNIT, row, q_s * UNIT, s, ROWS, HEAD, D)
     dq = tl.zeros((ROWS, D), tl.float32)
-    for key in range(0, end, KEYS):
-        k = _load(k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D)
-        v = _load(v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D)
-        scores = _scores(q, k, rows, key, full, real_ptr, s, KEYS, CAUSAL)
+    for key in range(0, tl.minimum(full, end), KEYS):
+        k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, True)
+        v = _tile(v_matrix, v_row, v_col, v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D, True)
+        scores = _scores(q, k, rows, key, real_ptr, s, KEYS, CAUSAL, False)
+        p = tl.exp2(scores * (scale * _LOG2E) - lse[:, None])
+        dp = tl.dot(dout, tl.trans(v), input_precision=_PRECISION)
+        if DROPOUT:
+            dp = tl.where(_kept(index, key, noise, KEYS, DROPOUT), dp * keep_scale, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=_PRECISION)
+    for key in range(full, end, KEYS):
+        k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, False)
+        v = _tile(v_matrix, v_row, v_col, v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D, False)
+        scores = _scores(q, k, rows, key, real_ptr, s, KEYS, CAUSAL, True)
         p = tl.exp2(scores * (scale * _LOG2E) - lse[:, None])
         dp = tl.dot(dout, tl.trans(v), input_precision=_PRECISION)
         if DROPOUT:
@@ -251,7 +298,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, out_ptr, lse_p
 
 
 @triton.jit(do_not_specialize=[*_PLAIN_BACKWARD, "kv_heads"])
-def dkdv_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, q_b, q_n, q_s,
+def dkdv_kernel(q_ptr, k_ptr, v_ptr, q_matrix, dout_matrix, real_ptr, table_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, q_b, q_n, q_s,
                 k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, kv_heads, s, scale, key0, key1, step,
                 sample, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
                 ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
@@ -264,8 +311,6 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, lse_ptr, del
     if real_ptr is not None:  # nothing to do where no key is real
         end *= tl.max((tl.load(real_ptr + b * s + keys, mask=keys < s, other=0) != 0).to(tl.int32), 0)
     noise = (key0, key1, step, sample + b.to(tl.int32), threshold)
-    q_ptr += b * q_b * UNIT
-    dout_ptr += b * dout_b * UNIT
     lse_ptr += b * heads * s
     delta_ptr += b * heads * s
     dk, dv = tl.zeros((KEYS, D), tl.float32), tl.zeros((KEYS, D), tl.float32)
@@ -274,14 +319,15 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, lse_ptr, del
         begins = order + heads + kv
         for i in range(tl.load(begins), tl.load(begins + 1)):
             head = tl.load(order + i).to(tl.int64)
-            dk, dv = _add_dkdv(dk, dv, k, v, q_ptr + head * q_n * UNIT, dout_ptr + head * dout_n * UNIT,
-                               lse_ptr + head * s, delta_ptr + head * s, q_s * UNIT, dout_s * UNIT, keys, key, end, s,
-                               scale * _LOG2E, keep_scale, noise, start + head * s * s, HEAD, D, ROWS, KEYS, CAUSAL,
-                               DROPOUT)
+            dk, dv = _add_dkdv(dk, dv, k, v, q_matrix, q_ptr, b * q_b + head * q_n, q_s, dout_matrix, dout_ptr,
+                               b * dout_b + head * dout_n, dout_s, lse_ptr + head * s, delta_ptr + head * s, keys, key,
+                               end, s, scale * _LOG2E, keep_scale, noise, start + head * s * s, UNIT, HEAD, D, ROWS,
+                               KEYS, CAUSAL, DROPOUT)
     else:
-        dk, dv = _add_dkdv(dk, dv, k, v, q_ptr + kv * q_n * UNIT, dout_ptr + kv * dout_n * UNIT, lse_ptr + kv * s,
-                           delta_ptr + kv * s, q_s * UNIT, dout_s * UNIT, keys, key, end, s, scale * _LOG2E, keep_scale,
-                           noise, start + kv * s * s, HEAD, D, ROWS, KEYS, CAUSAL, DROPOUT)
+        dk, dv = _add_dkdv(dk, dv, k, v, q_matrix, q_ptr, b * q_b + kv * q_n, q_s, dout_matrix, dout_ptr,
+                           b * dout_b + kv * dout_n, dout_s, lse_ptr + kv * s, delta_ptr + kv * s, keys, key, end, s,
+                           scale * _LOG2E, keep_scale, noise, start + kv * s * s, UNIT, HEAD, D, ROWS, KEYS, CAUSAL,
+                           DROPOUT)
     if real_ptr is not None:  # hidden keys have their own rows: what was added there is left out
         real = (tl.load(real_ptr + b * s + keys, mask=keys < s, other=0) != 0)[:, None]
         dk, dv = tl.where(real, dk, 0.0), tl.where(real, dv, 0.0)
@@ -291,32 +337,80 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, lse_ptr, del
 
 
 @triton.jit
-def _add_dkdv(dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, q_s, dout_s, keys, key, end, s, scale, keep_scale,
-              noise, start, HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-              CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
+def _add_dkdv(dk, dv, k, v, q_matrix, q_ptr, q_at, q_s, dout_matrix, dout_ptr, dout_at, dout_s, lse_ptr, delta_ptr,
+              keys, key, end, s, scale, keep_scale, noise, start, UNIT: tl.constexpr, HEAD: tl.constexpr,
+              D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
     """What the queries of one head add; transposed tiles [KEYS, ROWS], so that P and dS go on from registers."""
-    full = tl.cdiv(key + KEYS - 1, ROWS) * ROWS  # queries from here on see all of these keys
-    for row in range(key // ROWS * ROWS if CAUSAL else 0, end, ROWS):
-        rows = row + tl.arange(0, ROWS)
-        q = _load(q_ptr, row, q_s, s, ROWS, HEAD, D)
-        lse = tl.load(lse_ptr + rows, mask=rows < s, other=float("inf")) * _LOG2E
-        scores = tl.dot(k, tl.trans(q), input_precision=_PRECISION)
-        p = tl.exp2(scores * scale - lse[None, :])
-        if CAUSAL:  # noqa: SIM102  (what is known as it compiles, and what is not)
-            if row < full:
-                p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
-        dout = _load(dout_ptr, row, dout_s, s, ROWS, HEAD, D)
-        delta = tl.load(delta_ptr + rows, mask=rows < s, other=0.0)
-        dp = tl.dot(v, tl.trans(dout), input_precision=_PRECISION)
-        if DROPOUT:
-            kept = tl.trans(_kept(start + rows.to(tl.int64) * s, key, noise, KEYS, DROPOUT))
-            dv = tl.dot(tl.where(kept, p, 0.0).to(dout.dtype), dout, dv, input_precision=_PRECISION)
-            dp = tl.where(kept, dp * keep_scale, 0.0)
-        else:
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=_PRECISION)
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=_PRECISION)
+    q_row, q_col = _corner(q_matrix, q_at, q_s, UNIT)
+    dout_row, dout_col = _corner(dout_matrix, dout_at, dout_s, UNIT)
+    q_ptr += q_at * UNIT
+    dout_ptr += dout_at * UNIT
+    full = 0
+    if CAUSAL:
+        full = tl.cdiv(key + KEYS - 1, ROWS) * ROWS  # queries from here on see all of these keys
+        for row in range(key // ROWS * ROWS, tl.minimum(full, end), ROWS):
+            q = _tile(q_matrix, q_row, q_col, q_ptr, row, q_s * UNIT, s, ROWS, HEAD, D, False)
+            dout = _tile(dout_matrix, dout_row, dout_col, dout_ptr, row, dout_s * UNIT, s, ROWS, HEAD, D, False)
+            dk, dv = _add_tile(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, row, keys, key, s, scale, keep_scale, noise,
+                               start, ROWS, KEYS, True, DROPOUT)
+    for row in range(full, end, ROWS):
+        q = _tile(q_matrix, q_row, q_col, q_ptr, row, q_s * UNIT, s, ROWS, HEAD, D, False)
+        dout = _tile(dout_matrix, dout_row, dout_col, dout_ptr, row, dout_s * UNIT, s, ROWS, HEAD, D, False)
+        dk, dv = _add_tile(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, row, keys, key, s, scale, keep_scale, noise,
+                           start, ROWS, KEYS, False, DROPOUT)
     return dk, dv
+
+
+@triton.jit
+def _add_tile(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, row, keys, key, s, scale, keep_scale, noise, start,
+              ROWS: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr, DROPOUT: tl.constexpr):
+    rows = row + tl.arange(0, ROWS)
+    lse = tl.load(lse_ptr + rows, mask=rows < s, other=float("inf")) * _LOG2E
+    scores = tl.dot(k, tl.trans(q), input_precision=_PRECISION)
+    p = tl.exp2(scores * scale - lse[None, :])
+    if DIAGONAL:
+        p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
+    delta = tl.load(delta_ptr + rows, mask=rows < s, other=0.0)
+    dp = tl.dot(v, tl.trans(dout), input_precision=_PRECISION)
+    if DROPOUT:
+        kept = tl.trans(_kept(start + rows.to(tl.int64) * s, key, noise, KEYS, DROPOUT))
+        dv = tl.dot(tl.where(kept, p, 0.0).to(dout.dtype), dout, dv, input_precision=_PRECISION)
+        dp = tl.where(kept, dp * keep_scale, 0.0)
+    else:
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=_PRECISION)
+    ds = p * (dp - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=_PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _corner(matrix, at, stride, UNIT: tl.constexpr):
+    """Where a head begins in the matrix of its tensor."""
+    if matrix is not None:
+        row, col = (at // stride).to(tl.int32), (at % stride * UNIT).to(tl.int32)
+    else:
+        row, col = 0, 0
+    return row, col
+
+
+@triton.jit
+def _tile(matrix, first_row, first_col, ptr, first, stride, s, COUNT: tl.constexpr, HEAD: tl.constexpr,
+          D: tl.constexpr, WHOLE: tl.constexpr):
+    """[COUNT, D] of a head from position `first`, by the copy engine where there is a matrix. WHOLE: all inside."""
+    if matrix is not None:
+        x = matrix.load([first_row + first, first_col])
+    else:
+        x = _load(ptr, first, stride, s, COUNT, HEAD, D, WHOLE)
+    return x
+
+
+@triton.jit
+def _exponentials(scores, total, top, scale):
+    """Those of scaled scores less the largest, their sums and that; what earlier sums are to be multiplied by."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    p = tl.exp2(scores * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    return p, total * shrink + tl.sum(p, 1), new_top, shrink
 
 
 @triton.jit
@@ -348,18 +442,15 @@ def _keys_seen(real_ptr, row, s, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL:
 
 
 @triton.jit
-def _scores(q, k, rows, key, full, real_ptr, s, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
-    """q k^T [ROWS, KEYS], -infinity where the key is not to be seen."""
+def _scores(q, k, rows, key, real_ptr, s, KEYS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
+    """q k^T [ROWS, KEYS], -infinity where the key is not to be seen. EDGE: on the diagonal or at the end."""
     keys = key + tl.arange(0, KEYS)
-    # The product is added to what is hidden: a branch that took the scores would keep the compiler from seeing, on an
-    # A100, that they go on into another product, and it would spread them over warps in another way.
-    hidden = tl.zeros((rows.shape[0], KEYS), tl.float32)
-    if key >= full:
+    scores = tl.dot(q, tl.trans(k), input_precision=_PRECISION)
+    if EDGE:
         if CAUSAL:
-            hidden = tl.where(keys[None, :] <= rows[:, None], hidden, float("-inf"))
+            scores = tl.where(keys[None, :] <= rows[:, None], scores, float("-inf"))
         else:
-            hidden = tl.where((keys < s)[None, :], hidden, float("-inf"))
-    scores = tl.dot(q, tl.trans(k), hidden, input_precision=_PRECISION)
+            scores = tl.where((keys < s)[None, :], scores, float("-inf"))
     if real_ptr is not None:
         real = tl.load(real_ptr + keys, mask=keys < s, other=0) != 0
         scores = tl.where(real[None, :], scores, float("-inf"))
@@ -382,11 +473,18 @@ def _kept(index, key, noise, KEYS: tl.constexpr, DROPOUT: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, first, stride, s, COUNT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr):
+def _load(ptr, first, stride, s, COUNT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
+          WHOLE: tl.constexpr = False):
     """[COUNT, D] of a head's [s, HEAD], from position `first`; zeros outside."""
     position, col = tl.arange(0, COUNT), tl.arange(0, D)
     at = (ptr + tl.cast(first, tl.int64) * stride + position.to(tl.int64) * stride)[:, None] + col[None, :]
-    return tl.load(at, mask=(first + position < s)[:, None] & (col < HEAD)[None, :], other=0.0)
+    if WHOLE and HEAD == D:
+        x = tl.load(at)
+    elif WHOLE:
+        x = tl.load(at, mask=(col < HEAD)[None, :], other=0.0)
+    else:
+        x = tl.load(at, mask=(first + position < s)[:, None] & (col < HEAD)[None, :], other=0.0)
+    return x
 
 
 @triton.jit

@@ -29,6 +29,8 @@ def specs(kernel: str) -> Iterator[Spec]:
         itemsize = 4 if element == "fp32" else 2
         D = 1 << (d - 1).bit_length()
         constants = {"HEAD": d, "D": D, "CAUSAL": causal, "DROPOUT": dropout, "UNIT": 16 // itemsize}
+        loaded = ("q", "dout") if kernel == "dkdv_kernel" else ("k", "v")
+        constants |= {f"{name}_matrix": None for name in loaded}
         if padded:
             types["real_ptr"] = "*u8"
         else:
