@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rows import check, launch, tile
+from .rows import _exp, check, launch, tile
 
 _CHUNKS = 2  # of 16 bytes a thread, whose maximum is found before their exponentials are summed
 _WARPS = 4
@@ -81,8 +81,8 @@ def statistics_kernel(logits_ptr, column_ptr, out_ptr, rows, cols, num_real, WIT
         x_next = tl.load(logits_ptr + following, mask=following < cols, other=0.0)
         above = tl.maximum(top, tl.max(tl.max(x, 2), 0))
         level = tl.where(above == hidden, 0.0, above)  # where nothing is above -infinity yet, subtract nothing
-        parts = tl.exp(x - level[None, :, None])
-        total = total * tl.exp(top - level) + tl.sum(tl.sum(parts, 2), 0)
+        parts = _exp(x - level[None, :, None])
+        total = total * _exp(top - level) + tl.sum(tl.sum(parts, 2), 0)
         top = above
         if WITH_SUM:
             origin = tl.where(at == 0, level, origin)
@@ -93,7 +93,7 @@ def statistics_kernel(logits_ptr, column_ptr, out_ptr, rows, cols, num_real, WIT
     column = tl.load(column_ptr + row)
     here = (column >= 0) & (column < num_real)
     tl.store(out_ptr + row, highest)
-    tl.store(out_ptr + rows + row, tl.sum(total * tl.exp(top - level), 0))
+    tl.store(out_ptr + rows + row, tl.sum(total * _exp(top - level), 0))
     tl.store(out_ptr + 2 * rows + row, tl.load(logits_ptr + column, mask=here, other=0.0).to(tl.float32))
     if WITH_SUM:
         below = tl.where(count > 0, apart + count * (origin - level), 0.0)
@@ -113,7 +113,7 @@ def gradient_kernel(gradient_ptr, logits_ptr, column_ptr, numbers_ptr, rows, col
     factor = tl.load(numbers_ptr + rows + row, mask=row < rows, other=0.0)
     level = tl.load(numbers_ptr + 3 * rows + row, mask=row < rows, other=0.0)
     column = tl.load(column_ptr + row, mask=row < rows, other=-1)
-    gradient = tl.exp(x.to(tl.float32) - top) * factor - level
+    gradient = _exp(x.to(tl.float32) - top) * factor - level
     here = (column >= begin) & (column < begin + COLS)
     if tl.max(here.to(tl.int32)) > 0:  # few blocks have a label
         target = tl.load(numbers_ptr + 2 * rows + row, mask=here, other=0.0)

@@ -130,13 +130,15 @@ def norm_kernel(x_ptr, bias_of_x_ptr, residual_ptr, weight_ptr, bias_ptr, sum_pt
         x = _summed(x_ptr, bias_of_x_ptr, residual_ptr, sum_ptr, first, col, rows, cols, key0, key1, step, sample,
                     threshold, scale, sample_rows, stride, start, DROP, ROWS, COLS)
         weight, bias = _weight(weight_ptr, bias_ptr, col, cols)
-        _normalise(x, weight, bias, y_ptr, stats_ptr, first, col, rows, cols, eps, CENTRE, ROWS)
+        _normalise(x, weight, bias, y_ptr, stats_ptr, first, col, rows, cols, eps, CENTRE, bias_ptr is not None,
+                   ROWS)
     else:
         weight, bias = _weight(weight_ptr, bias_ptr, col, cols)
         for at in tl.range(first, tl.minimum(first + EACH, rows), ROWS, num_stages=STAGES):
             x = _summed(x_ptr, bias_of_x_ptr, residual_ptr, sum_ptr, at, col, rows, cols, key0, key1, step, sample,
                         threshold, scale, sample_rows, stride, start, DROP, ROWS, COLS)
-            _normalise(x, weight, bias, y_ptr, stats_ptr, at, col, rows, cols, eps, CENTRE, ROWS)
+            _normalise(x, weight, bias, y_ptr, stats_ptr, at, col, rows, cols, eps, CENTRE, bias_ptr is not None,
+                   ROWS)
 
 
 @triton.jit
@@ -159,15 +161,14 @@ def _summed(x_ptr, bias_of_x_ptr, residual_ptr, sum_ptr, at, col, rows, cols, ke
 def _weight(weight_ptr, bias_ptr, col, cols):
     weight = tl.load(weight_ptr + col, mask=col < cols, other=0.0)
     bias = weight
-    if bias_ptr is None:
-        bias = None
-    else:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + col, mask=col < cols, other=0.0)
     return weight, bias
 
 
 @triton.jit
-def _normalise(x, weight, bias, y_ptr, stats_ptr, at, col, rows, cols, eps, CENTRE: tl.constexpr, ROWS: tl.constexpr):
+def _normalise(x, weight, bias, y_ptr, stats_ptr, at, col, rows, cols, eps, CENTRE: tl.constexpr,
+               WITH_BIAS: tl.constexpr, ROWS: tl.constexpr):
     row = at + tl.arange(0, ROWS)[:, None]
     inside = (row < rows) & (col < cols)
     z = tl.where(inside, x.to(tl.float32), 0.0)
@@ -179,7 +180,7 @@ def _normalise(x, weight, bias, y_ptr, stats_ptr, at, col, rows, cols, eps, CENT
     tl.store(stats_ptr + 2 * row.to(tl.int64), mean, mask=row < rows)
     tl.store(stats_ptr + 2 * row.to(tl.int64) + 1, inverse, mask=row < rows)
     y = z * inverse * weight.to(tl.float32)
-    if bias is not None:
+    if WITH_BIAS:
         y += bias.to(tl.float32)
     tl.store(y_ptr + row.to(tl.int64) * cols + col, y.to(y_ptr.dtype.element_ty), mask=inside)
 

@@ -11,7 +11,7 @@ def tile(cols: int, of_thread: int) -> tuple[dict[str, object], int]:
 
 def forward(dtype: str, cols: int, adds: bool, drop: int = 0, centre: bool = True) -> Spec:
     constants, warps = tile(cols, 16)
-    absent = () if adds else ("bias_of_x", "residual", "sum")
+    absent = (*(() if adds else ("bias_of_x", "residual", "sum")), *(() if centre else ("bias",)))
     present = [n for n in ("x", "bias_of_x", "residual", "weight", "bias", "sum", "y") if n not in absent]
     constants |= {f"{name}_ptr": None for name in absent} | {"CENTRE": centre, "DROP": drop}
     constants |= {"EACH": constants["ROWS"], "STAGES": 1}
