@@ -40,8 +40,7 @@ _PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones are exact
 _QUADS, _WORDS = tl.constexpr(1), tl.constexpr(2)  # DROPOUT: a counter for 4 keys, a counter for each; 0: none
 
 
-_DESCRIPTORS = True
-_OPTIONS: dict[str, int] = {}
+_MOST_TILE = 128  # positions
 
 
 class Tile(NamedTuple):
@@ -49,6 +48,7 @@ class Tile(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
@@ -125,41 +125,45 @@ def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
     q = common["q_ptr"]
     cuda = q.device.type == "cuda"
     major, minor = torch.cuda.get_device_capability(q.device) if cuda else (0, 0)
-    use = 2 if common["DROPOUT"] else 1 if own.get("GROUPED") or common["real_ptr"] is not None else 0
+    loaded = ("q", "dout") if "kv_heads" in own else ("k", "v")
+    tensors = {name: common[f"{name}_ptr"] for name in loaded}
+    matrices = _has_copy_engine(major) and all(_is_matrix(x, common["D"]) for x in tensors.values())
+    plain = (matrices or major < 9) and not own.get("GROUPED") and common["real_ptr"] is None
+    use = 2 if common["DROPOUT"] else 0 if plain else 1
     tile = tile_of(kernel.__name__, common["D"], q.element_size(), 10 * major + minor, use)
-    loaded, count = (("q", "dout"), tile.rows) if "kv_heads" in own else (("k", "v"), tile.keys)
-    own |= _matrices({name: common[f"{name}_ptr"] for name in loaded}, count, common["D"], major >= 9 and use == 0)
+    count = tile.rows if "kv_heads" in own else tile.keys
+    own |= {f"{name}_matrix": _matrix(x, count) if matrices else None for name, x in tensors.items()}
     heads, tiled = (own["kv_heads"], tile.keys) if "kv_heads" in own else (q.shape[1], tile.rows)
     grid = (triton.cdiv(q.shape[2], tiled), heads, q.shape[0])
     with torch.cuda.device(q.device) if cuda else contextlib.nullcontext():
         kernel[grid](**common, **own, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.num_warps,
-                     num_stages=tile.num_stages, **_OPTIONS)
+                     num_stages=tile.num_stages, maxnreg=tile.maxnreg)
 
 
-def _matrices(tensors: dict[str, Tensor], count: int, D: int, wanted: bool) -> dict[str, Any]:
-    """Descriptors of tiles [count, D] for the copy engine, where each tensor [b, n, s, d] is a matrix of such tiles."""
-    def able(x: Tensor) -> bool:
-        b, n, s, _ = x.stride()
-        return (x.shape[3] == D and x.shape[2] % 128 == 0 and (b % s == 0 or x.shape[0] == 1)
-                and (n % s == 0 or n * x.shape[1] <= s or x.shape[1] == 1) and x.data_ptr() % 16 == 0
-                and all(stride * x.element_size() % 16 == 0 for stride in (b, n, s)))
-
-    if not wanted or not _DESCRIPTORS or not all(map(able, tensors.values())):
-        return {f"{name}_matrix": None for name in tensors}
-    return {f"{name}_matrix": _matrix(x, count, D) for name, x in tensors.items()}
+def _has_copy_engine(major: int) -> bool:
+    return major >= 9
 
 
-def _matrix(x: Tensor, count: int, D: int) -> TensorDescriptor:
-    b, n, s, d = x.shape
+def _is_matrix(x: Tensor, D: int) -> bool:
+    """Whether the tiles of [b, n, s, D] are those of a matrix that the copy engine can read, and lie in one head."""
+    b, n, s, _ = x.stride()
+    return (x.element_size() == 2 and x.shape[3] == D <= s and x.shape[2] % _MOST_TILE == 0
+            and (x.shape[0] == 1 or b % s == 0) and (x.shape[1] == 1 or n % s == 0 or n * x.shape[1] <= s) and x.data_ptr() % 16 == 0
+            and all(stride * x.element_size() % 16 == 0 for stride in (b, n, s)))
+
+
+def _matrix(x: Tensor, count: int) -> TensorDescriptor:
+    """Tiles [count, d]; a position's row is where it lies / the stride of positions, its column what is left over."""
+    _, n, s, d = x.shape
     stride = x.stride(2)
-    last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
-    rows = last // stride + 1
-    width = min(stride, (n - 1) * x.stride(1) + d if x.stride(1) < stride else d)
-    return TensorDescriptor(x, [rows, width], [stride, 1], [count, D])
+    rows = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) // stride + 1
+    width = (n - 1) * x.stride(1) + d if n > 1 and x.stride(1) < stride else d
+    return TensorDescriptor(x, [rows, width], [stride, 1], [count, d])
 
 
 def tile_of(kernel: str, D: int, itemsize: int, capability: int, use: int) -> Tile:
-    """What a kernel is launched with. `use`: 0 plain, 1 with padding or grouped heads, 2 with dropout."""
+    """What a kernel is launched with. `use`: 0 plain, by the copy engine where there is one; 1 with padding or grouped
+    heads, or by pointers; 2 with dropout."""
     if D > 256:
         return Tile(16, 16, 8, 1)
     uses = _TILES.get((capability, itemsize), _SMALL[itemsize])[kernel][0 if D <= 64 else 1 if D <= 128 else 2]

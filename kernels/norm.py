@@ -97,7 +97,7 @@ def _forward(x: Tensor, bias_of_x: Tensor | None, residual: Tensor | None, weigh
     each = size["ROWS"] * _TILES_FORWARD
     launch(norm_kernel, triton.cdiv(rows, each), x, bias_of_x, residual, weight, bias,
            None if residual is None else total, y, stats, rows, cols, eps, *words, CENTRE=centre, DROP=kind,
-           EACH=each, STAGES=_STAGES_FORWARD, **size)
+           EACH=each, STAGES=_STAGES_FORWARD, EARLY=x.element_size() == 2, **size)
     return y, total, stats
 
 
@@ -108,12 +108,13 @@ def _backward(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, stats:
     dx = torch.empty_like(x)
     dropped = torch.empty_like(x) if kind else x.new_empty(0)
     dweight, dbias, dbias_of_x = torch.empty_like(weight), torch.empty_like(weight), x.new_empty(cols * with_bias)
-    size = tile(cols, _WIDEST, _OF_THREAD if dsum is None or cols <= _WIDEST_BIAS else 2 * _OF_THREAD)
+    size = tile(cols, _WIDEST, _OF_THREAD if cols <= _WIDEST_BIAS else 2 * _OF_THREAD)
+    ahead = _AHEAD and cols <= _WIDEST_BIAS
     rows_each, programs = share(rows, _PROGRAMS, _LEAST, size["ROWS"])
     partial = x.new_empty((programs, 1 + centre + with_bias, cols), dtype=torch.float32)
     launch(norm_backward_kernel, programs, dy, dsum, x, weight, stats, dx, dropped if kind else None, partial, rows,
-           cols, rows_each, *words, CENTRE=centre, WITH_BIAS=with_bias, DROP=kind, STAGES=_STAGES, AHEAD=_AHEAD and (x.element_size() == 2 or cols <= _WIDEST_BIAS),
-           **size)
+           cols, rows_each, *words, CENTRE=centre, WITH_BIAS=with_bias, DROP=kind,
+           STAGES=_STAGES if ahead else max(2, _STAGES), AHEAD=ahead, **size)
     of_norm, of_x = (dweight, dbias), (dbias_of_x,) * with_bias
     add_up(partial, (*of_norm, *of_x) if centre else (dweight, *of_x, dbias))
     return dx, dropped, dbias_of_x, dweight, dbias
@@ -123,22 +124,18 @@ def _backward(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, stats:
 def norm_kernel(x_ptr, bias_of_x_ptr, residual_ptr, weight_ptr, bias_ptr, sum_ptr, y_ptr, stats_ptr, rows, cols, eps,
                 key0, key1, step, sample, threshold, scale, sample_rows, stride, start,
                 CENTRE: tl.constexpr, DROP: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr,
-                ROWS: tl.constexpr, COLS: tl.constexpr):
+                EARLY: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     col = tl.arange(0, COLS)[None, :]
     first = tl.program_id(0) * EACH
     if EACH == ROWS:
         x = _summed(x_ptr, bias_of_x_ptr, residual_ptr, sum_ptr, first, col, rows, cols, key0, key1, step, sample,
                     threshold, scale, sample_rows, stride, start, DROP, ROWS, COLS)
-        weight, bias = _weight(weight_ptr, bias_ptr, col, cols)
-        _normalise(x, weight, bias, y_ptr, stats_ptr, first, col, rows, cols, eps, CENTRE, bias_ptr is not None,
-                   ROWS)
+        _normalise(x, weight_ptr, bias_ptr, y_ptr, stats_ptr, first, col, rows, cols, eps, CENTRE, EARLY, ROWS)
     else:
-        weight, bias = _weight(weight_ptr, bias_ptr, col, cols)
         for at in tl.range(first, tl.minimum(first + EACH, rows), ROWS, num_stages=STAGES):
             x = _summed(x_ptr, bias_of_x_ptr, residual_ptr, sum_ptr, at, col, rows, cols, key0, key1, step, sample,
                         threshold, scale, sample_rows, stride, start, DROP, ROWS, COLS)
-            _normalise(x, weight, bias, y_ptr, stats_ptr, at, col, rows, cols, eps, CENTRE, bias_ptr is not None,
-                   ROWS)
+            _normalise(x, weight_ptr, bias_ptr, y_ptr, stats_ptr, at, col, rows, cols, eps, CENTRE, EARLY, ROWS)
 
 
 @triton.jit
@@ -158,19 +155,14 @@ def _summed(x_ptr, bias_of_x_ptr, residual_ptr, sum_ptr, at, col, rows, cols, ke
 
 
 @triton.jit
-def _weight(weight_ptr, bias_ptr, col, cols):
-    weight = tl.load(weight_ptr + col, mask=col < cols, other=0.0)
-    bias = weight
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + col, mask=col < cols, other=0.0)
-    return weight, bias
-
-
-@triton.jit
-def _normalise(x, weight, bias, y_ptr, stats_ptr, at, col, rows, cols, eps, CENTRE: tl.constexpr,
-               WITH_BIAS: tl.constexpr, ROWS: tl.constexpr):
+def _normalise(x, weight_ptr, bias_ptr, y_ptr, stats_ptr, at, col, rows, cols, eps, CENTRE: tl.constexpr,
+               EARLY: tl.constexpr, ROWS: tl.constexpr):
     row = at + tl.arange(0, ROWS)[:, None]
     inside = (row < rows) & (col < cols)
+    if EARLY:  # while x is on its way
+        weight = tl.load(weight_ptr + col, mask=col < cols, other=0.0)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + col, mask=col < cols, other=0.0)
     z = tl.where(inside, x.to(tl.float32), 0.0)
     mean = tl.zeros([ROWS, 1], tl.float32)
     if CENTRE:
@@ -179,8 +171,12 @@ def _normalise(x, weight, bias, y_ptr, stats_ptr, at, col, rows, cols, eps, CENT
     inverse = tl.rsqrt(tl.sum(z * z, 1, keep_dims=True) / cols + eps)
     tl.store(stats_ptr + 2 * row.to(tl.int64), mean, mask=row < rows)
     tl.store(stats_ptr + 2 * row.to(tl.int64) + 1, inverse, mask=row < rows)
+    if not EARLY:  # it would need registers
+        weight = tl.load(weight_ptr + col, mask=col < cols, other=0.0)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + col, mask=col < cols, other=0.0)
     y = z * inverse * weight.to(tl.float32)
-    if WITH_BIAS:
+    if bias_ptr is not None:
         y += bias.to(tl.float32)
     tl.store(y_ptr + row.to(tl.int64) * cols + col, y.to(y_ptr.dtype.element_ty), mask=inside)
 

@@ -17,7 +17,7 @@ from .rows import check, launch, tile
 
 _WIDEST = 16384
 _OF_THREAD = 16
-_BLOCK = {"ROWS": 1, "COLS": 4096, "num_warps": 8}
+_BLOCK = {"ROWS": 1, "COLS": 2048, "num_warps": 8}
 
 
 def masked_softmax(x: Tensor, real: Tensor | None, scale: float, causal: bool) -> Tensor:
