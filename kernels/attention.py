@@ -8,8 +8,10 @@ P = softmax(scale q k^T), out = (P * mask / (1 - p)) v, lse = log of the sum of 
                     and delta = rowsum(dout * out), which the next kernel reads
     dkdv_kernel     a program for KEYS keys of a kv head; the queries of its heads go by     4 products
 
+Where tiles of 16-bit tensors are those of a matrix (s a multiple of 128, d a power of two), the copy engine of an H100
+reads what the loops go through: no registers for addresses and masks.
 No atomics: every sum has one order. Blocks of keys above the diagonal or beyond the last real key are skipped; only
-those on the diagonal and at the end are compared with positions. Dropout's mask is made again from its counters.
+those on the diagonal and at the end, in a loop of their own, are compared with positions. Dropout's mask is made again from its counters.
 
 FLOPs: forward 4 b n s^2 d, backward 14 (10 are needed: the two kernels both make P and dS); half if causal.
 Bytes: forward reads q, k, v and writes out and lse; backward reads q, k, v, dout and lse twice, out once, writes and
@@ -147,14 +149,15 @@ def _has_copy_engine(major: int) -> bool:
 def _is_matrix(x: Tensor, D: int) -> bool:
     """Whether the tiles of [b, n, s, D] are those of a matrix that the copy engine can read, and lie in one head."""
     b, n, s, _ = x.stride()
-    return (x.element_size() == 2 and x.shape[3] == D <= s and x.shape[2] % _MOST_TILE == 0
-            and (x.shape[0] == 1 or b % s == 0) and (x.shape[1] == 1 or n % s == 0 or n * x.shape[1] <= s) and x.data_ptr() % 16 == 0
-            and all(stride * x.element_size() % 16 == 0 for stride in (b, n, s)))
+    samples, heads, positions, d = x.shape
+    return (x.element_size() == 2 and d == D <= s and positions % _MOST_TILE == 0 and (samples == 1 or b % s == 0)
+            and (heads == 1 or n % s == 0 or n * heads <= s) and x.data_ptr() % 16 == 0
+            and all(stride % 8 == 0 for stride in (b, n, s)))
 
 
 def _matrix(x: Tensor, count: int) -> TensorDescriptor:
     """Tiles [count, d]; a position's row is where it lies / the stride of positions, its column what is left over."""
-    _, n, s, d = x.shape
+    _, n, _, d = x.shape
     stride = x.stride(2)
     rows = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) // stride + 1
     width = (n - 1) * x.stride(1) + d if n > 1 and x.stride(1) < stride else d
@@ -177,8 +180,8 @@ def tile_of(kernel: str, D: int, itemsize: int, capability: int, use: int) -> Ti
 _TILES: dict[tuple[int, int], dict[str, tuple[tuple[tuple[int, int, int, int], ...], ...]]] = {
     (90, 2): {
         "forward_kernel": (((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3)), ((128, 64, 8, 3),), ((128, 32, 8, 2),)),
-        "dq_kernel": (((128, 64, 8, 2),), ((128, 64, 8, 2),), ((64, 32, 8, 2),)),
-        "dkdv_kernel": (((64, 128, 8, 2),), ((64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2)), ((32, 32, 8, 2),)),
+        "dq_kernel": (((128, 64, 8, 2),), ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)), ((64, 32, 8, 2),)),
+        "dkdv_kernel": (((64, 128, 8, 2),), ((32, 128, 8, 3), (32, 64, 8, 2), (16, 64, 8, 2)), ((32, 32, 8, 2),)),
     },
     (80, 2): {
         "forward_kernel": (((128, 64, 8, 3),), ((128, 64, 8, 3),), ((64, 32, 8, 2),)),
@@ -187,7 +190,7 @@ _TILES: dict[tuple[int, int], dict[str, tuple[tuple[tuple[int, int, int, int], .
     },
     (90, 4): {
         "forward_kernel": (((64, 32, 8, 2),), ((64, 32, 8, 2),), ((32, 32, 8, 2),)),
-        "dq_kernel": (((64, 32, 8, 2),), ((32, 32, 8, 2),), ((32, 16, 8, 1),)),
+        "dq_kernel": (((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)), ((32, 32, 8, 2),), ((32, 16, 8, 1),)),
         "dkdv_kernel": (((32, 32, 8, 2),), ((32, 32, 8, 2),), ((16, 16, 8, 1),)),
     },
     (80, 4): {
@@ -209,8 +212,8 @@ _PLAIN_BACKWARD = [*_PLAIN, "dout_b", "dout_n", "dout_s"]
 
 
 @triton.jit(do_not_specialize=_PLAIN)
-def forward_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, out_ptr, lse_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n,
-                   v_s, heads, s, scale, key0, key1, step, sample, threshold, keep_scale, start, UNIT: tl.constexpr,
+def forward_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, out_ptr, lse_ptr,
+                   q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n, v_s, heads, s, scale, key0, key1, step, sample, threshold, keep_scale, start, UNIT: tl.constexpr,
                    HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
                    DROPOUT: tl.constexpr):
     row, head, b = _place(ROWS, CAUSAL)
@@ -254,8 +257,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr,
 
 
 @triton.jit(do_not_specialize=_PLAIN_BACKWARD)
-def dq_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, dout_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr, q_b, q_n, q_s,
-              k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, s, scale, key0, key1, step, sample,
+def dq_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, dout_ptr, out_ptr, lse_ptr, delta_ptr,
+              dq_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, s, scale, key0, key1, step, sample,
               threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
               ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
     row, head, b = _place(ROWS, CAUSAL)
@@ -302,8 +305,8 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, dout
 
 
 @triton.jit(do_not_specialize=[*_PLAIN_BACKWARD, "kv_heads"])
-def dkdv_kernel(q_ptr, k_ptr, v_ptr, q_matrix, dout_matrix, real_ptr, table_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, q_b, q_n, q_s,
-                k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, kv_heads, s, scale, key0, key1, step,
+def dkdv_kernel(q_ptr, k_ptr, v_ptr, q_matrix, dout_matrix, real_ptr, table_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr,
+                dv_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, kv_heads, s, scale, key0, key1, step,
                 sample, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
                 ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
                 GROUPED: tl.constexpr):

@@ -97,7 +97,8 @@ def _forward(x: Tensor, bias_of_x: Tensor | None, residual: Tensor | None, weigh
     each = size["ROWS"] * _TILES_FORWARD
     launch(norm_kernel, triton.cdiv(rows, each), x, bias_of_x, residual, weight, bias,
            None if residual is None else total, y, stats, rows, cols, eps, *words, CENTRE=centre, DROP=kind,
-           EACH=each, STAGES=_STAGES_FORWARD, EARLY=x.element_size() == 2, **size)
+           EACH=each, STAGES=_STAGES_FORWARD, EARLY=x.element_size() == 2 or (residual is None and cols > _WIDEST),
+           **size)
     return y, total, stats
 
 

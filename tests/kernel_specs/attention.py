@@ -42,7 +42,7 @@ def specs(kernel: str) -> Iterator[Spec]:
         else:
             grouped = False
         tile = tile_of(kernel, D, itemsize, capability,
-                       2 if dropout else int(padded or grouped or capability == 90 and not engine))
+                       2 if dropout else int(padded or grouped or (capability == 90 and not engine)))
         count = tile.rows if kernel == "dkdv_kernel" else tile.keys
         for name in loaded:
             if engine:

@@ -14,9 +14,9 @@ def forward(dtype: str, cols: int, adds: bool, drop: int = 0, centre: bool = Tru
     absent = (*(() if adds else ("bias_of_x", "residual", "sum")), *(() if centre else ("bias",)))
     present = [n for n in ("x", "bias_of_x", "residual", "weight", "bias", "sum", "y") if n not in absent]
     constants |= {f"{name}_ptr": None for name in absent} | {"CENTRE": centre, "DROP": drop}
-    constants |= {"EACH": constants["ROWS"], "STAGES": 1, "EARLY": dtype != "fp32"}
+    constants |= {"EACH": constants["ROWS"], "STAGES": 1, "EARLY": dtype != "fp32" or (not adds and cols > 8192)}
     return Spec({**pointers(dtype, *present), "stats_ptr": "*fp32", **SIZES, "eps": "fp32", **WORDS}, constants, warps,
-                divisible=("cols",), most_registers=64)
+                divisible=("cols",), most_registers=80 if drop else 64)
 
 
 def backward(dtype: str, cols: int, adds: bool, with_bias: bool = False, drop: int = 0, centre: bool = True) -> Spec:
