@@ -11,7 +11,8 @@ P = softmax(scale q k^T), out = (P * mask / (1 - p)) v, lse = log of the sum of 
 Where tiles of 16-bit tensors are those of a matrix (s a multiple of 128, d a power of two), the copy engine of an H100
 reads what the loops go through: no registers for addresses and masks.
 No atomics: every sum has one order. Blocks of keys above the diagonal or beyond the last real key are skipped; only
-those on the diagonal and at the end, in a loop of their own, are compared with positions. Dropout's mask is made again from its counters.
+those on the diagonal and at the end, in a loop of their own, are compared with positions. Dropout's mask is made again
+from its counters.
 
 FLOPs: forward 4 b n s^2 d, backward 14 (10 are needed: the two kernels both make P and dS); half if causal.
 Bytes: forward reads q, k, v and writes out and lse; backward reads q, k, v, dout and lse twice, out once, writes and
@@ -190,7 +191,7 @@ _TILES: dict[tuple[int, int], dict[str, tuple[tuple[tuple[int, int, int, int], .
     },
     (90, 4): {
         "forward_kernel": (((64, 32, 8, 2),), ((64, 32, 8, 2),), ((32, 32, 8, 2),)),
-        "dq_kernel": (((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)), ((32, 32, 8, 2),), ((32, 16, 8, 1),)),
+        "dq_kernel": (((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)), ((32, 32, 8, 2),), ((32, 16, 8, 1),)),
         "dkdv_kernel": (((32, 32, 8, 2),), ((32, 32, 8, 2),), ((16, 16, 8, 1),)),
     },
     (80, 4): {
@@ -212,10 +213,10 @@ _PLAIN_BACKWARD = [*_PLAIN, "dout_b", "dout_n", "dout_s"]
 
 
 @triton.jit(do_not_specialize=_PLAIN)
-def forward_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, out_ptr, lse_ptr,
-                   q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n, v_s, heads, s, scale, key0, key1, step, sample, threshold, keep_scale, start, UNIT: tl.constexpr,
-                   HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-                   DROPOUT: tl.constexpr):
+def forward_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, out_ptr, lse_ptr, q_b, q_n, q_s, k_b,
+                   k_n, k_s, v_b, v_n, v_s, heads, s, scale, key0, key1, step, sample, threshold, keep_scale, start,
+                   UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+                   CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
     row, head, b = _place(ROWS, CAUSAL)
     kv = tl.load(table_ptr + head).to(tl.int64)
     k_row, k_col = _corner(k_matrix, b * k_b + kv * k_n, k_s, UNIT)
@@ -232,22 +233,19 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr,
     q = _load(q_ptr + (b * q_b + head * q_n) * UNIT, row, q_s * UNIT, s, ROWS, HEAD, D)
     acc, total = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), _LOWEST, tl.float32)
-    for key in range(0, tl.minimum(full, end), KEYS):
-        k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, True)
-        scores = _scores(q, k, rows, key, real_ptr, s, KEYS, CAUSAL, False)
-        p, total, top, shrink = _exponentials(scores, total, top, scale)
-        if DROPOUT:
-            p = tl.where(_kept(index, key, noise, KEYS, DROPOUT), p, 0.0)
-        v = _tile(v_matrix, v_row, v_col, v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D, True)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=_PRECISION)
-    for key in range(full, end, KEYS):
-        k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, False)
-        scores = _scores(q, k, rows, key, real_ptr, s, KEYS, CAUSAL, True)
-        p, total, top, shrink = _exponentials(scores, total, top, scale)
-        if DROPOUT:
-            p = tl.where(_kept(index, key, noise, KEYS, DROPOUT), p, 0.0)
-        v = _tile(v_matrix, v_row, v_col, v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D, False)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=_PRECISION)
+    for edge in tl.static_range(2):
+        for key in range(full if edge else 0, end if edge else tl.minimum(full, end), KEYS):
+            k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, edge == 0)
+            scores = _scores(q, k, rows, key, real_ptr, s, KEYS, CAUSAL, edge == 1)
+            new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+            p = tl.exp2(scores * scale - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.sum(p, 1)
+            top = new_top
+            if DROPOUT:
+                p = tl.where(_kept(index, key, noise, KEYS, DROPOUT), p, 0.0)
+            v = _tile(v_matrix, v_row, v_col, v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D, edge == 0)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=_PRECISION)
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
     acc *= tl.where(blind, 0.0, keep_scale / total)[:, None]
@@ -258,8 +256,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr,
 
 @triton.jit(do_not_specialize=_PLAIN_BACKWARD)
 def dq_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, dout_ptr, out_ptr, lse_ptr, delta_ptr,
-              dq_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, s, scale, key0, key1, step, sample,
-              threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
+              dq_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, s, scale, key0, key1,
+              step, sample, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
               ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
     row, head, b = _place(ROWS, CAUSAL)
     kv = tl.load(table_ptr + head).to(tl.int64)
@@ -281,34 +279,25 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, dout
     lse = tl.load(lse_ptr + at, mask=rows < s, other=float("inf")) * _LOG2E
     q = _load(q_ptr + (b * q_b + head * q_n) * UNIT, row, q_s * UNIT, s, ROWS, HEAD, D)
     dq = tl.zeros((ROWS, D), tl.float32)
-    for key in range(0, tl.minimum(full, end), KEYS):
-        k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, True)
-        v = _tile(v_matrix, v_row, v_col, v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D, True)
-        scores = _scores(q, k, rows, key, real_ptr, s, KEYS, CAUSAL, False)
-        p = tl.exp2(scores * (scale * _LOG2E) - lse[:, None])
-        dp = tl.dot(dout, tl.trans(v), input_precision=_PRECISION)
-        if DROPOUT:
-            dp = tl.where(_kept(index, key, noise, KEYS, DROPOUT), dp * keep_scale, 0.0)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=_PRECISION)
-    for key in range(full, end, KEYS):
-        k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, False)
-        v = _tile(v_matrix, v_row, v_col, v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D, False)
-        scores = _scores(q, k, rows, key, real_ptr, s, KEYS, CAUSAL, True)
-        p = tl.exp2(scores * (scale * _LOG2E) - lse[:, None])
-        dp = tl.dot(dout, tl.trans(v), input_precision=_PRECISION)
-        if DROPOUT:
-            dp = tl.where(_kept(index, key, noise, KEYS, DROPOUT), dp * keep_scale, 0.0)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=_PRECISION)
+    for edge in tl.static_range(2):
+        for key in range(full if edge else 0, end if edge else tl.minimum(full, end), KEYS):
+            k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, edge == 0)
+            v = _tile(v_matrix, v_row, v_col, v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D, edge == 0)
+            scores = _scores(q, k, rows, key, real_ptr, s, KEYS, CAUSAL, edge == 1)
+            p = tl.exp2(scores * (scale * _LOG2E) - lse[:, None])
+            dp = tl.dot(dout, tl.trans(v), input_precision=_PRECISION)
+            if DROPOUT:
+                dp = tl.where(_kept(index, key, noise, KEYS, DROPOUT), dp * keep_scale, 0.0)
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=_PRECISION)
     _store(dq_ptr + (b * s * heads + head) * HEAD, dq * scale, row, heads * HEAD, s, ROWS, HEAD, D)
 
 
 @triton.jit(do_not_specialize=[*_PLAIN_BACKWARD, "kv_heads"])
 def dkdv_kernel(q_ptr, k_ptr, v_ptr, q_matrix, dout_matrix, real_ptr, table_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr,
-                dv_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, kv_heads, s, scale, key0, key1, step,
-                sample, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
-                ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+                dv_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, kv_heads, s, scale,
+                key0, key1, step, sample, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr,
+                D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
                 GROUPED: tl.constexpr):
     key, kv, b = _place(KEYS, False)
     keys = key + tl.arange(0, KEYS)
@@ -352,41 +341,27 @@ def _add_dkdv(dk, dv, k, v, q_matrix, q_ptr, q_at, q_s, dout_matrix, dout_ptr, d
     dout_row, dout_col = _corner(dout_matrix, dout_at, dout_s, UNIT)
     q_ptr += q_at * UNIT
     dout_ptr += dout_at * UNIT
-    full = 0
-    if CAUSAL:
-        full = tl.cdiv(key + KEYS - 1, ROWS) * ROWS  # queries from here on see all of these keys
-        for row in range(key // ROWS * ROWS, tl.minimum(full, end), ROWS):
+    full = tl.cdiv(key + KEYS - 1, ROWS) * ROWS if CAUSAL else 0  # queries from here on see all of these keys
+    for diagonal in tl.static_range(1 if CAUSAL else 0, -1, -1):
+        for row in range(key // ROWS * ROWS if diagonal else full, tl.minimum(full, end) if diagonal else end, ROWS):
+            rows = row + tl.arange(0, ROWS)
             q = _tile(q_matrix, q_row, q_col, q_ptr, row, q_s * UNIT, s, ROWS, HEAD, D, False)
+            lse = tl.load(lse_ptr + rows, mask=rows < s, other=float("inf")) * _LOG2E
+            scores = tl.dot(k, tl.trans(q), input_precision=_PRECISION)
+            p = tl.exp2(scores * scale - lse[None, :])
+            if diagonal:
+                p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
             dout = _tile(dout_matrix, dout_row, dout_col, dout_ptr, row, dout_s * UNIT, s, ROWS, HEAD, D, False)
-            dk, dv = _add_tile(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, row, keys, key, s, scale, keep_scale, noise,
-                               start, ROWS, KEYS, True, DROPOUT)
-    for row in range(full, end, ROWS):
-        q = _tile(q_matrix, q_row, q_col, q_ptr, row, q_s * UNIT, s, ROWS, HEAD, D, False)
-        dout = _tile(dout_matrix, dout_row, dout_col, dout_ptr, row, dout_s * UNIT, s, ROWS, HEAD, D, False)
-        dk, dv = _add_tile(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, row, keys, key, s, scale, keep_scale, noise,
-                           start, ROWS, KEYS, False, DROPOUT)
-    return dk, dv
-
-
-@triton.jit
-def _add_tile(dk, dv, k, v, q, dout, lse_ptr, delta_ptr, row, keys, key, s, scale, keep_scale, noise, start,
-              ROWS: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr, DROPOUT: tl.constexpr):
-    rows = row + tl.arange(0, ROWS)
-    lse = tl.load(lse_ptr + rows, mask=rows < s, other=float("inf")) * _LOG2E
-    scores = tl.dot(k, tl.trans(q), input_precision=_PRECISION)
-    p = tl.exp2(scores * scale - lse[None, :])
-    if DIAGONAL:
-        p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
-    delta = tl.load(delta_ptr + rows, mask=rows < s, other=0.0)
-    dp = tl.dot(v, tl.trans(dout), input_precision=_PRECISION)
-    if DROPOUT:
-        kept = tl.trans(_kept(start + rows.to(tl.int64) * s, key, noise, KEYS, DROPOUT))
-        dv = tl.dot(tl.where(kept, p, 0.0).to(dout.dtype), dout, dv, input_precision=_PRECISION)
-        dp = tl.where(kept, dp * keep_scale, 0.0)
-    else:
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=_PRECISION)
-    ds = p * (dp - delta[None, :])
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=_PRECISION)
+            delta = tl.load(delta_ptr + rows, mask=rows < s, other=0.0)
+            dp = tl.dot(v, tl.trans(dout), input_precision=_PRECISION)
+            if DROPOUT:
+                kept = tl.trans(_kept(start + rows.to(tl.int64) * s, key, noise, KEYS, DROPOUT))
+                dv = tl.dot(tl.where(kept, p, 0.0).to(dout.dtype), dout, dv, input_precision=_PRECISION)
+                dp = tl.where(kept, dp * keep_scale, 0.0)
+            else:
+                dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=_PRECISION)
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=_PRECISION)
     return dk, dv
 
 
@@ -409,15 +384,6 @@ def _tile(matrix, first_row, first_col, ptr, first, stride, s, COUNT: tl.constex
     else:
         x = _load(ptr, first, stride, s, COUNT, HEAD, D, WHOLE)
     return x
-
-
-@triton.jit
-def _exponentials(scores, total, top, scale):
-    """Those of scaled scores less the largest, their sums and that; what earlier sums are to be multiplied by."""
-    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-    p = tl.exp2(scores * scale - new_top[:, None])
-    shrink = tl.exp2(top - new_top)
-    return p, total * shrink + tl.sum(p, 1), new_top, shrink
 
 
 @triton.jit
