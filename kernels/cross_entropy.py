@@ -2,8 +2,9 @@
 
 Traffic a bf16 logit: statistics reads it, 2 bytes, and writes a few numbers a row; the gradient reads and overwrites
 it, 4 bytes. Arithmetic: one exponential each, about 10 operations, below what the traffic takes on A100 and H100.
-Rows are read 16 bytes at a time where their number of columns is a multiple of 16; how many of them are real columns
-does not matter: the others are read too, and left out.
+A thread keeps the maximum and the sum of what it reads itself; threads meet once a row. Rows are read 16 bytes at a
+time where their number of columns is a multiple of 16; how many of them are real columns does not matter: the others
+are read too, and left out.
 """
 
 from __future__ import annotations

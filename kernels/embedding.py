@@ -1,12 +1,13 @@
 """A rank's rows of an embedding table: looks ids up, and adds gradients to the rows, without atomics.
 
-Gradients go by ids in order: these are sorted, a program takes _ROWS neighbours of the sorted list, sums runs of one id
-by a scan, and adds each sum to the id's row. Runs that go on into the next program's part leave their pieces in
-`partial`; one program a run then adds these in order. So the order of additions depends on the ids alone, an id that
+Gradients go by ids in order: a program takes _ROWS neighbours of the sorted list, adds up runs of one id, and adds each
+sum to the id's row. Runs that go on into the next program's part leave their pieces in `partial`; one program a run
+then adds these in order. So the order of additions depends on the ids alone, an id that
 comes a thousand times costs what a thousand ids cost, and only rows that have an id are touched.
 
 Traffic: rows reads and writes an element for each of dy; the backward reads dy, and reads and writes the rows that have
-an id (overwrite: and writes zeros everywhere before). Sorting moves 12 bytes an id four times.
+an id (overwrite: and writes zeros everywhere before). Up to _MOST_RANKED ids are sorted by counting, in one
+launch, how many come before each; of more, torch's sort moves 12 bytes an id four times.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _MOST_RANKED = 16384  # ids; more are sorted by torch, in time that grows with t
 _RANKED = 32  # ids that a program finds the places of
 _COMPARED = 128  # ids that they are compared with at a time
 _ROWS = 8  # of dy, that a program adds up
-_WIDEST_SUM = 1024  # columns of it
-_OF_THREAD = 8
+_WIDEST_SUM = 512  # columns of it
+_OF_THREAD = 4  # elements: 16 bytes of float32, so that both types are read by the same threads
 _COLS = 64  # of a program that adds pieces
 _PIECES = 16  # of a run that spans parts, added at a time
 _WIDEST = 1024
