@@ -18,6 +18,8 @@ from .rows import _sigmoid, add_up, check, launch, share, tile
 
 _WIDEST = 512
 _OF_THREAD = 8  # elements of y
+_WIDEST_FORWARD = 512
+_OF_THREAD_FORWARD = 8
 _PROGRAMS = 2048  # that sum columns, of all columns
 _LEAST = 32  # rows that one sums
 _SLOPE = tl.constexpr(2 * 0.7978845608028653559)  # 2 sqrt(2 / pi)
@@ -51,7 +53,7 @@ def bias_swiglu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Te
 def _forward(kernel, x: Tensor, bias: Tensor | None, y: Tensor) -> None:
     check(x=x, bias=bias)
     rows, cols = y.shape[:-1].numel(), y.shape[-1]
-    size = tile(cols, _WIDEST, _OF_THREAD)
+    size = tile(cols, _WIDEST_FORWARD, _OF_THREAD_FORWARD)
     blocks = triton.cdiv(cols, size["COLS"])
     launch(kernel, triton.cdiv(rows, size["ROWS"]) * blocks, x, bias, y, rows, cols, blocks, **size)
 
@@ -74,29 +76,31 @@ def _backward(kernel, dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tenso
 @triton.jit(do_not_specialize=["rows"])
 def gelu_kernel(x_ptr, bias_ptr, y_ptr, rows, cols, blocks, ROWS: tl.constexpr, COLS: tl.constexpr):
     row, col = _first_tile(blocks, ROWS, COLS)
-    inside = (row < rows) & (col < cols)
-    place = row.to(tl.int64) * cols + col
-    x = _load(x_ptr + place, inside) + _bias(bias_ptr, 0, col, cols)
-    s, _ = _sigmoid(x * (_CUBIC * x * x + _SLOPE))  # gelu(x) = x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))
-    tl.store(y_ptr + place, (x * s).to(y_ptr.dtype.element_ty), mask=inside)
+    x, inside = _tile(x_ptr, row, col, rows, cols, cols)
+    x = x.to(tl.float32) + _bias(bias_ptr, 0, col, cols)
+    y = x * _gate(x)
+    tl.store(y_ptr + row.to(tl.int64) * cols + col, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_each"])
 def gelu_backward_kernel(dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, rows, cols, blocks, rows_each,
                          ROWS: tl.constexpr, COLS: tl.constexpr):
     group = tl.program_id(0) // blocks
+    first = group * rows_each + tl.arange(0, ROWS)[:, None]
+    end = tl.minimum((group + 1) * rows_each, rows)
     col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
     bias = _bias(bias_ptr, 0, col, cols)
     sums = tl.zeros([ROWS, COLS], tl.float32)
-    for at in range(group * rows_each, tl.minimum((group + 1) * rows_each, rows), ROWS):
-        row = at + tl.arange(0, ROWS)[:, None]
-        inside = (row < rows) & (col < cols)
-        place = row.to(tl.int64) * cols + col
-        x = _load(x_ptr + place, inside) + bias
-        s, rest = _sigmoid(x * (_CUBIC * x * x + _SLOPE))
-        slope = s + x * s * rest * (3 * _CUBIC * x * x + _SLOPE)
-        dx = _load(dy_ptr + place, inside) * slope
-        tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    x_next, _ = _tile(x_ptr, first, col, end, cols, cols)
+    dy_next, inside_next = _tile(dy_ptr, first, col, end, cols, cols)
+    for at in range(0, end - group * rows_each, ROWS):
+        row = first + at
+        x, dy, inside = x_next.to(tl.float32) + bias, dy_next.to(tl.float32), inside_next
+        x_next, _ = _tile(x_ptr, row + ROWS, col, end, cols, cols)
+        dy_next, inside_next = _tile(dy_ptr, row + ROWS, col, end, cols, cols)
+        s = _gate(x)
+        dx = dy * (s + x * s * (1.0 - s) * (3 * _CUBIC * x * x + _SLOPE))
+        tl.store(dx_ptr + row.to(tl.int64) * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         sums += dx
     if partial_ptr is not None:
         tl.store(partial_ptr + group.to(tl.int64) * cols + col, tl.sum(sums, 0, keep_dims=True), mask=col < cols)
@@ -105,33 +109,39 @@ def gelu_backward_kernel(dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, rows, col
 @triton.jit(do_not_specialize=["rows"])
 def swiglu_kernel(x_ptr, bias_ptr, y_ptr, rows, cols, blocks, ROWS: tl.constexpr, COLS: tl.constexpr):
     row, col = _first_tile(blocks, ROWS, COLS)
-    inside = (row < rows) & (col < cols)
-    place = row.to(tl.int64) * 2 * cols + col
-    gate = _load(x_ptr + place, inside) + _bias(bias_ptr, 0, col, cols)
-    up = _load(x_ptr + cols + place, inside) + _bias(bias_ptr, cols, col, cols)
-    s, _ = _sigmoid(gate)
-    tl.store(y_ptr + row.to(tl.int64) * cols + col, (gate * s * up).to(y_ptr.dtype.element_ty), mask=inside)
+    gate, inside = _tile(x_ptr, row, col, rows, cols, 2 * cols)
+    up, _ = _tile(x_ptr + cols, row, col, rows, cols, 2 * cols)
+    gate = gate.to(tl.float32) + _bias(bias_ptr, 0, col, cols)
+    up = up.to(tl.float32) + _bias(bias_ptr, cols, col, cols)
+    y = gate * _sigmoid(gate) * up
+    tl.store(y_ptr + row.to(tl.int64) * cols + col, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_each"])
 def swiglu_backward_kernel(dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, rows, cols, blocks, rows_each,
                            ROWS: tl.constexpr, COLS: tl.constexpr):
     group = tl.program_id(0) // blocks
+    first = group * rows_each + tl.arange(0, ROWS)[:, None]
+    end = tl.minimum((group + 1) * rows_each, rows)
     col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
     gate_bias = _bias(bias_ptr, 0, col, cols)
     up_bias = _bias(bias_ptr, cols, col, cols)
     gate_sums = tl.zeros([ROWS, COLS], tl.float32)
     up_sums = tl.zeros([ROWS, COLS], tl.float32)
-    for at in range(group * rows_each, tl.minimum((group + 1) * rows_each, rows), ROWS):
-        row = at + tl.arange(0, ROWS)[:, None]
-        inside = (row < rows) & (col < cols)
+    gate_next, _ = _tile(x_ptr, first, col, end, cols, 2 * cols)
+    up_next, _ = _tile(x_ptr + cols, first, col, end, cols, 2 * cols)
+    dy_next, inside_next = _tile(dy_ptr, first, col, end, cols, cols)
+    for at in range(0, end - group * rows_each, ROWS):
+        row = first + at
+        gate, up = gate_next.to(tl.float32) + gate_bias, up_next.to(tl.float32) + up_bias
+        dy, inside = dy_next.to(tl.float32), inside_next
+        gate_next, _ = _tile(x_ptr, row + ROWS, col, end, cols, 2 * cols)
+        up_next, _ = _tile(x_ptr + cols, row + ROWS, col, end, cols, 2 * cols)
+        dy_next, inside_next = _tile(dy_ptr, row + ROWS, col, end, cols, cols)
+        s = _sigmoid(gate)
+        dgate = dy * up * (s + gate * s * (1.0 - s))
+        dup = dy * (gate * s)
         place = row.to(tl.int64) * 2 * cols + col
-        gate = _load(x_ptr + place, inside) + gate_bias
-        up = _load(x_ptr + cols + place, inside) + up_bias
-        dy = _load(dy_ptr + row.to(tl.int64) * cols + col, inside)
-        s, rest = _sigmoid(gate)
-        dgate = dy * up * (s + gate * s * rest)
-        dup = dy * gate * s
         tl.store(dx_ptr + place, dgate.to(dx_ptr.dtype.element_ty), mask=inside)
         tl.store(dx_ptr + cols + place, dup.to(dx_ptr.dtype.element_ty), mask=inside)
         gate_sums += dgate
@@ -150,8 +160,16 @@ def _first_tile(blocks, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, inside):
-    return tl.load(ptr, mask=inside, other=0.0).to(tl.float32)
+def _tile(ptr, row, col, end, cols, stride):
+    """What is there, and which of it is inside."""
+    inside = (row < end) & (col < cols)
+    return tl.load(ptr + row.to(tl.int64) * stride + col, mask=inside, other=0.0), inside
+
+
+@triton.jit
+def _gate(x):
+    """gelu(x) / x = sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
+    return _sigmoid(x * (_CUBIC * x * x + _SLOPE))
 
 
 @triton.jit

@@ -8,8 +8,11 @@ P = softmax(scale q k^T), out = (P * mask / (1 - p)) v, lse = log of the sum of 
                     and delta = rowsum(dout * out), which the next kernel reads
     dkdv_kernel     a program for KEYS keys of a kv head; the queries of its heads go by     4 products
 
+Where tiles of 16-bit tensors are those of a matrix (s a multiple of 128, d a power of two), the copy engine of an H100
+reads what the loops go through: no registers for addresses and masks.
 No atomics: every sum has one order. Blocks of keys above the diagonal or beyond the last real key are skipped; only
-those on the diagonal and at the end are compared with positions. Dropout's mask is made again from its counters.
+those on the diagonal and at the end, in a loop of their own, are compared with positions. Dropout's mask is made again
+from its counters.
 
 FLOPs: forward 4 b n s^2 d, backward 14 (10 are needed: the two kernels both make P and dS); half if causal.
 Bytes: forward reads q, k, v and writes out and lse; backward reads q, k, v, dout and lse twice, out once, writes and
@@ -29,6 +32,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .philox import _generate, _signed, _words
 
@@ -39,11 +43,15 @@ _PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones are exact
 _QUADS, _WORDS = tl.constexpr(1), tl.constexpr(2)  # DROPOUT: a counter for 4 keys, a counter for each; 0: none
 
 
+_MOST_TILE = 128  # positions
+
+
 class Tile(NamedTuple):
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
@@ -120,17 +128,46 @@ def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
     q = common["q_ptr"]
     cuda = q.device.type == "cuda"
     major, minor = torch.cuda.get_device_capability(q.device) if cuda else (0, 0)
-    use = 2 if common["DROPOUT"] else 1 if own.get("GROUPED") or common["real_ptr"] is not None else 0
+    loaded = ("q", "dout") if "kv_heads" in own else ("k", "v")
+    tensors = {name: common[f"{name}_ptr"] for name in loaded}
+    matrices = _has_copy_engine(major) and all(_is_matrix(x, common["D"]) for x in tensors.values())
+    plain = (matrices or major < 9) and not own.get("GROUPED") and common["real_ptr"] is None
+    use = 2 if common["DROPOUT"] else 0 if plain else 1
     tile = tile_of(kernel.__name__, common["D"], q.element_size(), 10 * major + minor, use)
+    count = tile.rows if "kv_heads" in own else tile.keys
+    own |= {f"{name}_matrix": _matrix(x, count) if matrices else None for name, x in tensors.items()}
     heads, tiled = (own["kv_heads"], tile.keys) if "kv_heads" in own else (q.shape[1], tile.rows)
     grid = (triton.cdiv(q.shape[2], tiled), heads, q.shape[0])
     with torch.cuda.device(q.device) if cuda else contextlib.nullcontext():
         kernel[grid](**common, **own, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.num_warps,
-                     num_stages=tile.num_stages)
+                     num_stages=tile.num_stages, maxnreg=tile.maxnreg)
+
+
+def _has_copy_engine(major: int) -> bool:
+    return major >= 9
+
+
+def _is_matrix(x: Tensor, D: int) -> bool:
+    """Whether the tiles of [b, n, s, D] are those of a matrix that the copy engine can read, and lie in one head."""
+    b, n, s, _ = x.stride()
+    samples, heads, positions, d = x.shape
+    return (x.element_size() == 2 and d == D <= s and positions % _MOST_TILE == 0 and (samples == 1 or b % s == 0)
+            and (heads == 1 or n % s == 0 or n * heads <= s) and x.data_ptr() % 16 == 0
+            and all(stride % 8 == 0 for stride in (b, n, s)))
+
+
+def _matrix(x: Tensor, count: int) -> TensorDescriptor:
+    """Tiles [count, d]; a position's row is where it lies / the stride of positions, its column what is left over."""
+    _, n, _, d = x.shape
+    stride = x.stride(2)
+    rows = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) // stride + 1
+    width = (n - 1) * x.stride(1) + d if n > 1 and x.stride(1) < stride else d
+    return TensorDescriptor(x, [rows, width], [stride, 1], [count, d])
 
 
 def tile_of(kernel: str, D: int, itemsize: int, capability: int, use: int) -> Tile:
-    """What a kernel is launched with. `use`: 0 plain, 1 with padding or grouped heads, 2 with dropout."""
+    """What a kernel is launched with. `use`: 0 plain, by the copy engine where there is one; 1 with padding or grouped
+    heads, or by pointers; 2 with dropout."""
     if D > 256:
         return Tile(16, 16, 8, 1)
     uses = _TILES.get((capability, itemsize), _SMALL[itemsize])[kernel][0 if D <= 64 else 1 if D <= 128 else 2]
@@ -144,8 +181,8 @@ def tile_of(kernel: str, D: int, itemsize: int, capability: int, use: int) -> Ti
 _TILES: dict[tuple[int, int], dict[str, tuple[tuple[tuple[int, int, int, int], ...], ...]]] = {
     (90, 2): {
         "forward_kernel": (((128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3)), ((128, 64, 8, 3),), ((128, 32, 8, 2),)),
-        "dq_kernel": (((128, 64, 8, 2),), ((128, 64, 8, 2),), ((64, 32, 8, 2),)),
-        "dkdv_kernel": (((64, 128, 8, 2),), ((64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2)), ((32, 32, 8, 2),)),
+        "dq_kernel": (((128, 64, 8, 2),), ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)), ((64, 32, 8, 2),)),
+        "dkdv_kernel": (((64, 128, 8, 2),), ((32, 128, 8, 3), (32, 64, 8, 2), (16, 64, 8, 2)), ((32, 32, 8, 2),)),
     },
     (80, 2): {
         "forward_kernel": (((128, 64, 8, 3),), ((128, 64, 8, 3),), ((64, 32, 8, 2),)),
@@ -154,7 +191,7 @@ _TILES: dict[tuple[int, int], dict[str, tuple[tuple[tuple[int, int, int, int], .
     },
     (90, 4): {
         "forward_kernel": (((64, 32, 8, 2),), ((64, 32, 8, 2),), ((32, 32, 8, 2),)),
-        "dq_kernel": (((64, 32, 8, 2),), ((32, 32, 8, 2),), ((32, 16, 8, 1),)),
+        "dq_kernel": (((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)), ((32, 32, 8, 2),), ((32, 16, 8, 1),)),
         "dkdv_kernel": (((32, 32, 8, 2),), ((32, 32, 8, 2),), ((16, 16, 8, 1),)),
     },
     (80, 4): {
@@ -176,12 +213,14 @@ _PLAIN_BACKWARD = [*_PLAIN, "dout_b", "dout_n", "dout_s"]
 
 
 @triton.jit(do_not_specialize=_PLAIN)
-def forward_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, out_ptr, lse_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n,
-                   v_s, heads, s, scale, key0, key1, step, sample, threshold, keep_scale, start, UNIT: tl.constexpr,
-                   HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-                   DROPOUT: tl.constexpr):
+def forward_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, out_ptr, lse_ptr, q_b, q_n, q_s, k_b,
+                   k_n, k_s, v_b, v_n, v_s, heads, s, scale, key0, key1, step, sample, threshold, keep_scale, start,
+                   UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+                   CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
     row, head, b = _place(ROWS, CAUSAL)
     kv = tl.load(table_ptr + head).to(tl.int64)
+    k_row, k_col = _corner(k_matrix, b * k_b + kv * k_n, k_s, UNIT)
+    v_row, v_col = _corner(v_matrix, b * v_b + kv * v_n, v_s, UNIT)
     k_ptr += (b * k_b + kv * k_n) * UNIT
     v_ptr += (b * v_b + kv * v_n) * UNIT
     if real_ptr is not None:
@@ -194,18 +233,19 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, out_ptr, lse_ptr, q
     q = _load(q_ptr + (b * q_b + head * q_n) * UNIT, row, q_s * UNIT, s, ROWS, HEAD, D)
     acc, total = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), _LOWEST, tl.float32)
-    for key in range(0, end, KEYS):
-        k = _load(k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D)
-        scores = _scores(q, k, rows, key, full, real_ptr, s, KEYS, CAUSAL)
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-        p = tl.exp2(scores * scale - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(p, 1)
-        top = new_top
-        if DROPOUT:
-            p = tl.where(_kept(index, key, noise, KEYS, DROPOUT), p, 0.0)
-        v = _load(v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=_PRECISION)
+    for edge in tl.static_range(2):
+        for key in range(full if edge else 0, end if edge else tl.minimum(full, end), KEYS):
+            k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, edge == 0)
+            scores = _scores(q, k, rows, key, real_ptr, s, KEYS, CAUSAL, edge == 1)
+            new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+            p = tl.exp2(scores * scale - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.sum(p, 1)
+            top = new_top
+            if DROPOUT:
+                p = tl.where(_kept(index, key, noise, KEYS, DROPOUT), p, 0.0)
+            v = _tile(v_matrix, v_row, v_col, v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D, edge == 0)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=_PRECISION)
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
     acc *= tl.where(blind, 0.0, keep_scale / total)[:, None]
@@ -215,12 +255,14 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, out_ptr, lse_ptr, q
 
 
 @triton.jit(do_not_specialize=_PLAIN_BACKWARD)
-def dq_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr, q_b, q_n, q_s,
-              k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, s, scale, key0, key1, step, sample,
-              threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
+def dq_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, dout_ptr, out_ptr, lse_ptr, delta_ptr,
+              dq_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, s, scale, key0, key1,
+              step, sample, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
               ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
     row, head, b = _place(ROWS, CAUSAL)
     kv = tl.load(table_ptr + head).to(tl.int64)
+    k_row, k_col = _corner(k_matrix, b * k_b + kv * k_n, k_s, UNIT)
+    v_row, v_col = _corner(v_matrix, b * v_b + kv * v_n, v_s, UNIT)
     k_ptr += (b * k_b + kv * k_n) * UNIT
     v_ptr += (b * v_b + kv * v_n) * UNIT
     if real_ptr is not None:
@@ -237,24 +279,25 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, out_ptr, lse_p
     lse = tl.load(lse_ptr + at, mask=rows < s, other=float("inf")) * _LOG2E
     q = _load(q_ptr + (b * q_b + head * q_n) * UNIT, row, q_s * UNIT, s, ROWS, HEAD, D)
     dq = tl.zeros((ROWS, D), tl.float32)
-    for key in range(0, end, KEYS):
-        k = _load(k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D)
-        v = _load(v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D)
-        scores = _scores(q, k, rows, key, full, real_ptr, s, KEYS, CAUSAL)
-        p = tl.exp2(scores * (scale * _LOG2E) - lse[:, None])
-        dp = tl.dot(dout, tl.trans(v), input_precision=_PRECISION)
-        if DROPOUT:
-            dp = tl.where(_kept(index, key, noise, KEYS, DROPOUT), dp * keep_scale, 0.0)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=_PRECISION)
+    for edge in tl.static_range(2):
+        for key in range(full if edge else 0, end if edge else tl.minimum(full, end), KEYS):
+            k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, edge == 0)
+            v = _tile(v_matrix, v_row, v_col, v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D, edge == 0)
+            scores = _scores(q, k, rows, key, real_ptr, s, KEYS, CAUSAL, edge == 1)
+            p = tl.exp2(scores * (scale * _LOG2E) - lse[:, None])
+            dp = tl.dot(dout, tl.trans(v), input_precision=_PRECISION)
+            if DROPOUT:
+                dp = tl.where(_kept(index, key, noise, KEYS, DROPOUT), dp * keep_scale, 0.0)
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=_PRECISION)
     _store(dq_ptr + (b * s * heads + head) * HEAD, dq * scale, row, heads * HEAD, s, ROWS, HEAD, D)
 
 
 @triton.jit(do_not_specialize=[*_PLAIN_BACKWARD, "kv_heads"])
-def dkdv_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, q_b, q_n, q_s,
-                k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, kv_heads, s, scale, key0, key1, step,
-                sample, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
-                ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+def dkdv_kernel(q_ptr, k_ptr, v_ptr, q_matrix, dout_matrix, real_ptr, table_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr,
+                dv_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, kv_heads, s, scale,
+                key0, key1, step, sample, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr,
+                D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
                 GROUPED: tl.constexpr):
     key, kv, b = _place(KEYS, False)
     keys = key + tl.arange(0, KEYS)
@@ -264,8 +307,6 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, lse_ptr, del
     if real_ptr is not None:  # nothing to do where no key is real
         end *= tl.max((tl.load(real_ptr + b * s + keys, mask=keys < s, other=0) != 0).to(tl.int32), 0)
     noise = (key0, key1, step, sample + b.to(tl.int32), threshold)
-    q_ptr += b * q_b * UNIT
-    dout_ptr += b * dout_b * UNIT
     lse_ptr += b * heads * s
     delta_ptr += b * heads * s
     dk, dv = tl.zeros((KEYS, D), tl.float32), tl.zeros((KEYS, D), tl.float32)
@@ -274,14 +315,15 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, lse_ptr, del
         begins = order + heads + kv
         for i in range(tl.load(begins), tl.load(begins + 1)):
             head = tl.load(order + i).to(tl.int64)
-            dk, dv = _add_dkdv(dk, dv, k, v, q_ptr + head * q_n * UNIT, dout_ptr + head * dout_n * UNIT,
-                               lse_ptr + head * s, delta_ptr + head * s, q_s * UNIT, dout_s * UNIT, keys, key, end, s,
-                               scale * _LOG2E, keep_scale, noise, start + head * s * s, HEAD, D, ROWS, KEYS, CAUSAL,
-                               DROPOUT)
+            dk, dv = _add_dkdv(dk, dv, k, v, q_matrix, q_ptr, b * q_b + head * q_n, q_s, dout_matrix, dout_ptr,
+                               b * dout_b + head * dout_n, dout_s, lse_ptr + head * s, delta_ptr + head * s, keys, key,
+                               end, s, scale * _LOG2E, keep_scale, noise, start + head * s * s, UNIT, HEAD, D, ROWS,
+                               KEYS, CAUSAL, DROPOUT)
     else:
-        dk, dv = _add_dkdv(dk, dv, k, v, q_ptr + kv * q_n * UNIT, dout_ptr + kv * dout_n * UNIT, lse_ptr + kv * s,
-                           delta_ptr + kv * s, q_s * UNIT, dout_s * UNIT, keys, key, end, s, scale * _LOG2E, keep_scale,
-                           noise, start + kv * s * s, HEAD, D, ROWS, KEYS, CAUSAL, DROPOUT)
+        dk, dv = _add_dkdv(dk, dv, k, v, q_matrix, q_ptr, b * q_b + kv * q_n, q_s, dout_matrix, dout_ptr,
+                           b * dout_b + kv * dout_n, dout_s, lse_ptr + kv * s, delta_ptr + kv * s, keys, key, end, s,
+                           scale * _LOG2E, keep_scale, noise, start + kv * s * s, UNIT, HEAD, D, ROWS, KEYS, CAUSAL,
+                           DROPOUT)
     if real_ptr is not None:  # hidden keys have their own rows: what was added there is left out
         real = (tl.load(real_ptr + b * s + keys, mask=keys < s, other=0) != 0)[:, None]
         dk, dv = tl.where(real, dk, 0.0), tl.where(real, dv, 0.0)
@@ -291,32 +333,57 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, real_ptr, table_ptr, dout_ptr, lse_ptr, del
 
 
 @triton.jit
-def _add_dkdv(dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, q_s, dout_s, keys, key, end, s, scale, keep_scale,
-              noise, start, HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-              CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
+def _add_dkdv(dk, dv, k, v, q_matrix, q_ptr, q_at, q_s, dout_matrix, dout_ptr, dout_at, dout_s, lse_ptr, delta_ptr,
+              keys, key, end, s, scale, keep_scale, noise, start, UNIT: tl.constexpr, HEAD: tl.constexpr,
+              D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
     """What the queries of one head add; transposed tiles [KEYS, ROWS], so that P and dS go on from registers."""
-    full = tl.cdiv(key + KEYS - 1, ROWS) * ROWS  # queries from here on see all of these keys
-    for row in range(key // ROWS * ROWS if CAUSAL else 0, end, ROWS):
-        rows = row + tl.arange(0, ROWS)
-        q = _load(q_ptr, row, q_s, s, ROWS, HEAD, D)
-        lse = tl.load(lse_ptr + rows, mask=rows < s, other=float("inf")) * _LOG2E
-        scores = tl.dot(k, tl.trans(q), input_precision=_PRECISION)
-        p = tl.exp2(scores * scale - lse[None, :])
-        if CAUSAL:  # noqa: SIM102  (what is known as it compiles, and what is not)
-            if row < full:
+    q_row, q_col = _corner(q_matrix, q_at, q_s, UNIT)
+    dout_row, dout_col = _corner(dout_matrix, dout_at, dout_s, UNIT)
+    q_ptr += q_at * UNIT
+    dout_ptr += dout_at * UNIT
+    full = tl.cdiv(key + KEYS - 1, ROWS) * ROWS if CAUSAL else 0  # queries from here on see all of these keys
+    for diagonal in tl.static_range(1 if CAUSAL else 0, -1, -1):
+        for row in range(key // ROWS * ROWS if diagonal else full, tl.minimum(full, end) if diagonal else end, ROWS):
+            rows = row + tl.arange(0, ROWS)
+            q = _tile(q_matrix, q_row, q_col, q_ptr, row, q_s * UNIT, s, ROWS, HEAD, D, False)
+            lse = tl.load(lse_ptr + rows, mask=rows < s, other=float("inf")) * _LOG2E
+            scores = tl.dot(k, tl.trans(q), input_precision=_PRECISION)
+            p = tl.exp2(scores * scale - lse[None, :])
+            if diagonal:
                 p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
-        dout = _load(dout_ptr, row, dout_s, s, ROWS, HEAD, D)
-        delta = tl.load(delta_ptr + rows, mask=rows < s, other=0.0)
-        dp = tl.dot(v, tl.trans(dout), input_precision=_PRECISION)
-        if DROPOUT:
-            kept = tl.trans(_kept(start + rows.to(tl.int64) * s, key, noise, KEYS, DROPOUT))
-            dv = tl.dot(tl.where(kept, p, 0.0).to(dout.dtype), dout, dv, input_precision=_PRECISION)
-            dp = tl.where(kept, dp * keep_scale, 0.0)
-        else:
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=_PRECISION)
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=_PRECISION)
+            dout = _tile(dout_matrix, dout_row, dout_col, dout_ptr, row, dout_s * UNIT, s, ROWS, HEAD, D, False)
+            delta = tl.load(delta_ptr + rows, mask=rows < s, other=0.0)
+            dp = tl.dot(v, tl.trans(dout), input_precision=_PRECISION)
+            if DROPOUT:
+                kept = tl.trans(_kept(start + rows.to(tl.int64) * s, key, noise, KEYS, DROPOUT))
+                dv = tl.dot(tl.where(kept, p, 0.0).to(dout.dtype), dout, dv, input_precision=_PRECISION)
+                dp = tl.where(kept, dp * keep_scale, 0.0)
+            else:
+                dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=_PRECISION)
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=_PRECISION)
     return dk, dv
+
+
+@triton.jit
+def _corner(matrix, at, stride, UNIT: tl.constexpr):
+    """Where a head begins in the matrix of its tensor."""
+    if matrix is not None:
+        row, col = (at // stride).to(tl.int32), (at % stride * UNIT).to(tl.int32)
+    else:
+        row, col = 0, 0
+    return row, col
+
+
+@triton.jit
+def _tile(matrix, first_row, first_col, ptr, first, stride, s, COUNT: tl.constexpr, HEAD: tl.constexpr,
+          D: tl.constexpr, WHOLE: tl.constexpr):
+    """[COUNT, D] of a head from position `first`, by the copy engine where there is a matrix. WHOLE: all inside."""
+    if matrix is not None:
+        x = matrix.load([first_row + first, first_col])
+    else:
+        x = _load(ptr, first, stride, s, COUNT, HEAD, D, WHOLE)
+    return x
 
 
 @triton.jit
@@ -348,18 +415,15 @@ def _keys_seen(real_ptr, row, s, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL:
 
 
 @triton.jit
-def _scores(q, k, rows, key, full, real_ptr, s, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
-    """q k^T [ROWS, KEYS], -infinity where the key is not to be seen."""
+def _scores(q, k, rows, key, real_ptr, s, KEYS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
+    """q k^T [ROWS, KEYS], -infinity where the key is not to be seen. EDGE: on the diagonal or at the end."""
     keys = key + tl.arange(0, KEYS)
-    # The product is added to what is hidden: a branch that took the scores would keep the compiler from seeing, on an
-    # A100, that they go on into another product, and it would spread them over warps in another way.
-    hidden = tl.zeros((rows.shape[0], KEYS), tl.float32)
-    if key >= full:
+    scores = tl.dot(q, tl.trans(k), input_precision=_PRECISION)
+    if EDGE:
         if CAUSAL:
-            hidden = tl.where(keys[None, :] <= rows[:, None], hidden, float("-inf"))
+            scores = tl.where(keys[None, :] <= rows[:, None], scores, float("-inf"))
         else:
-            hidden = tl.where((keys < s)[None, :], hidden, float("-inf"))
-    scores = tl.dot(q, tl.trans(k), hidden, input_precision=_PRECISION)
+            scores = tl.where((keys < s)[None, :], scores, float("-inf"))
     if real_ptr is not None:
         real = tl.load(real_ptr + keys, mask=keys < s, other=0) != 0
         scores = tl.where(real[None, :], scores, float("-inf"))
@@ -382,11 +446,18 @@ def _kept(index, key, noise, KEYS: tl.constexpr, DROPOUT: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, first, stride, s, COUNT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr):
+def _load(ptr, first, stride, s, COUNT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
+          WHOLE: tl.constexpr = False):
     """[COUNT, D] of a head's [s, HEAD], from position `first`; zeros outside."""
     position, col = tl.arange(0, COUNT), tl.arange(0, D)
     at = (ptr + tl.cast(first, tl.int64) * stride + position.to(tl.int64) * stride)[:, None] + col[None, :]
-    return tl.load(at, mask=(first + position < s)[:, None] & (col < HEAD)[None, :], other=0.0)
+    if WHOLE and HEAD == D:
+        x = tl.load(at)
+    elif WHOLE:
+        x = tl.load(at, mask=(col < HEAD)[None, :], other=0.0)
+    else:
+        x = tl.load(at, mask=(first + position < s)[:, None] & (col < HEAD)[None, :], other=0.0)
+    return x
 
 
 @triton.jit

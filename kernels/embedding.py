@@ -1,12 +1,13 @@
 """A rank's rows of an embedding table: looks ids up, and adds gradients to the rows, without atomics.
 
-Gradients go by ids in order: these are sorted, a program takes _ROWS neighbours of the sorted list, sums runs of one id
-by a scan, and adds each sum to the id's row. Runs that go on into the next program's part leave their pieces in
-`partial`; one program a run then adds these in order. So the order of additions depends on the ids alone, an id that
+Gradients go by ids in order: a program takes _ROWS neighbours of the sorted list, adds up runs of one id, and adds each
+sum to the id's row. Runs that go on into the next program's part leave their pieces in `partial`; one program a run
+then adds these in order. So the order of additions depends on the ids alone, an id that
 comes a thousand times costs what a thousand ids cost, and only rows that have an id are touched.
 
 Traffic: rows reads and writes an element for each of dy; the backward reads dy, and reads and writes the rows that have
-an id (overwrite: and writes zeros everywhere before). Sorting moves 12 bytes an id four times.
+an id (overwrite: and writes zeros everywhere before). Up to _MOST_RANKED ids are sorted by counting, in one
+launch, how many come before each; of more, torch's sort moves 12 bytes an id four times.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ from torch import Tensor
 
 from .rows import check, launch, tile
 
-_ROWS = 32  # of dy, that a program adds up
-_COLS = 64  # columns of it: 16 elements a thread
+_MOST_RANKED = 16384  # ids; more are sorted by torch, in time that grows with their number, not its square
+_RANKED = 32  # ids that a program finds the places of
+_COMPARED = 128  # ids that they are compared with at a time
+_ROWS = 8  # of dy, that a program adds up
+_WIDEST_SUM = 512  # columns of it
+_OF_THREAD = 4  # elements: 16 bytes of float32, so that both types are read by the same threads
+_COLS = 64  # of a program that adds pieces
 _PIECES = 16  # of a run that spans parts, added at a time
 _WIDEST = 1024
 
@@ -53,16 +59,26 @@ def embedding_backward_(gradient: Tensor, dy: Tensor, ids: Tensor, start: int, o
     if min(rows, cols, count) == 0:
         return
     keys, order = _sorted(ids.reshape(-1), start, rows)
-    parts, blocks = triton.cdiv(count, _ROWS), triton.cdiv(cols, _COLS)
+    size = tile(cols, _WIDEST_SUM, _OF_THREAD)
+    size.pop("ROWS")
+    parts, blocks = triton.cdiv(count, _ROWS), triton.cdiv(cols, size["COLS"])
     partial = dy.new_empty((parts, 2, cols), dtype=wide)
     launch(add_runs_kernel, parts * blocks, keys, order, dy, gradient, partial, count, rows, cols, blocks, ROWS=_ROWS,
-           COLS=_COLS, num_warps=4)
+           **size)
+    blocks = triton.cdiv(cols, _COLS)
     launch(add_pieces_kernel, (parts - 1) * blocks, keys, gradient, partial, count, rows, cols, blocks, parts,
            ROWS=_ROWS, COLS=_COLS, PIECES=_PIECES, num_warps=4)
 
 
 def _sorted(ids: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Each id's row in ascending order, `rows` for those of other ranks; and where in `ids` it is."""
+    """Each id's row in ascending order, `rows` for those of other ranks; and where in `ids` it is. Both int32 or
+    int64."""
+    count = len(ids)
+    if count <= _MOST_RANKED:
+        keys, order = ids.new_empty((2, count), dtype=torch.int32)
+        launch(rank_kernel, triton.cdiv(count, _RANKED), ids, keys, order, count, rows, start, ROWS=_RANKED,
+               COLS=_COMPARED, num_warps=4)
+        return keys, order
     row = ids - start
     elsewhere = (row < 0) | (row >= rows)
     return torch.sort(row.masked_fill_(elsewhere, rows).int(), stable=True)  # 4 bytes: half the passes of 8
@@ -87,35 +103,64 @@ def rows_kernel(ids_ptr, weight_ptr, out_ptr, count, rows, cols, blocks, start, 
     tl.store(out_ptr + at.to(tl.int64) * cols + col, values, mask=(at < count) & (col < cols))
 
 
+@triton.jit(do_not_specialize=["count", "rows", "start"])
+def rank_kernel(ids_ptr, keys_ptr, order_ptr, count, rows, start, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Puts each id where it comes in order: behind as many as are smaller, or equal and before it."""
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    key = _key(ids_ptr, at, count, rows, start)
+    mine = (key.to(tl.int64) << 32 | at)[:, None]
+    before = tl.zeros([ROWS, COLS], tl.int32)
+    for i in range(0, count, COLS):
+        other = i + tl.arange(0, COLS)
+        theirs = _key(ids_ptr, other, count, rows, start).to(tl.int64) << 32 | other
+        before += (tl.where(other < count, theirs, 1 << 62)[None, :] < mine).to(tl.int32)
+    rank = tl.sum(before, 1)
+    tl.store(keys_ptr + rank, key, mask=at < count)
+    tl.store(order_ptr + rank, at, mask=at < count)
+
+
+@triton.jit
+def _key(ids_ptr, at, count, rows, start):
+    """The row of the table, int32; `rows` for those of other ranks."""
+    row = tl.load(ids_ptr + at, mask=at < count, other=0) - start
+    return tl.where((row >= 0) & (row < rows), row, rows).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["count", "rows"])
 def add_runs_kernel(keys_ptr, order_ptr, dy_ptr, gradient_ptr, partial_ptr, count, rows, cols, blocks,
                     ROWS: tl.constexpr, COLS: tl.constexpr):
     part = tl.program_id(0) // blocks
-    at = part * ROWS + tl.arange(0, ROWS)[:, None]
-    col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
-    key = tl.load(keys_ptr + at, mask=at < count, other=-1)
-    real = (at < count) & (key < rows)  # `rows`: another rank's
-    begins = key != tl.load(keys_ptr + at - 1, mask=(at > 0) & (at < count), other=-1)
-    ends = key != tl.load(keys_ptr + at + 1, mask=at + 1 < count, other=-1)
-    place = tl.load(order_ptr + at, mask=real, other=0)
-    inside = real & (col < cols)
-    x = tl.load(dy_ptr + place * cols + col, mask=inside, other=0.0).to(partial_ptr.dtype.element_ty)
-    since = (begins & (col >= 0)).to(tl.int32)
-    total, begun = tl.associative_scan((x, since), 0, _add_within)
-    row_ptr = gradient_ptr + key.to(tl.int64) * cols + col
-    whole = inside & ends & (begun > 0)
-    sums = tl.load(row_ptr, mask=whole, other=0.0).to(total.dtype) + total
-    tl.store(row_ptr, sums.to(gradient_ptr.dtype.element_ty), mask=whole)
-    # a piece: of a run that began before (there is one at most), or that goes on (also one)
-    last = tl.arange(0, ROWS)[:, None] == ROWS - 1
-    piece_ptr = partial_ptr + (part.to(tl.int64) * 2 + begun) * cols + col
-    tl.store(piece_ptr, total, mask=inside & ((begun == 0) & ends | last & (ends == 0)))
+    col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
+    first = part * ROWS
+    end = tl.minimum(first + ROWS, count)
+    total = tl.zeros([COLS], partial_ptr.dtype.element_ty)
+    before = tl.load(keys_ptr + first - 1, mask=first > 0, other=-1)
+    key = tl.load(keys_ptr + first)
+    begun = key != before
+    x_next = _row(dy_ptr, order_ptr, first, end, col, cols)
+    for at in range(first, end):
+        x = x_next.to(total.dtype)
+        x_next = _row(dy_ptr, order_ptr, at + 1, end, col, cols)
+        following = tl.load(keys_ptr + at + 1, mask=at + 1 < count, other=-1)
+        total += x
+        ends = key != following
+        if key < rows:  # `rows`: another rank's
+            if ends & begun:
+                row_ptr = gradient_ptr + key.to(tl.int64) * cols + col
+                sums = tl.load(row_ptr, mask=col < cols, other=0.0).to(total.dtype) + total
+                tl.store(row_ptr, sums.to(gradient_ptr.dtype.element_ty), mask=col < cols)
+            elif ends | (at + 1 == end):  # a piece: of a run that began before (one at most), or goes on (also one)
+                piece_ptr = partial_ptr + (part.to(tl.int64) * 2 + begun.to(tl.int64)) * cols + col
+                tl.store(piece_ptr, total, mask=col < cols)
+        total = tl.where(ends, 0.0, total)
+        begun = begun | ends
+        key = following
 
 
 @triton.jit
-def _add_within(x, x_begun, y, y_begun):
-    """Sums of runs: what comes before the beginning of y's run does not count."""
-    return tl.where(y_begun > 0, y, x + y), x_begun | y_begun
+def _row(dy_ptr, order_ptr, at, end, col, cols):
+    place = tl.load(order_ptr + at, mask=at < end, other=0).to(tl.int64)
+    return tl.load(dy_ptr + place * cols + col, mask=col < tl.where(at < end, cols, 0), other=0.0)
 
 
 @triton.jit(do_not_specialize=["count", "rows", "parts"])

@@ -18,6 +18,7 @@ from .rows import add_up, check, launch, share, tile
 WORDS = ("key0", "key1", "step", "sample", "threshold", "scale", "sample_rows", "stride", "start")
 """The kernels' arguments of dropout: they vary from call to call, and kernels are compiled once for all values."""
 _WIDEST = 512
+_OF_THREAD = 8  # elements, in the backward
 _PROGRAMS = 2048  # that sum columns, of all columns
 _LEAST = 32  # rows that one sums
 
@@ -46,7 +47,7 @@ def bias_dropout_add_backward(dsum: Tensor, with_bias: bool, key0: int, key1: in
     words, kind = dropout_words(dsum, key0, key1, step, sample, threshold, scale, stride, start)
     if not with_bias and not threshold:
         return dropped, dbias
-    size = tile(cols, _WIDEST)
+    size = tile(cols, _WIDEST, _OF_THREAD)
     blocks = triton.cdiv(cols, size["COLS"])
     rows_each, groups = share(rows, max(1, _PROGRAMS // max(blocks, 1)), _LEAST, size["ROWS"])
     partial = dsum.new_empty((groups, 1, cols), dtype=torch.float32) if with_bias else None

@@ -16,7 +16,8 @@ from torch import Tensor
 from .rows import check, launch, tile
 
 _WIDEST = 16384
-_BLOCK = {"ROWS": 1, "COLS": 4096, "num_warps": 8}
+_OF_THREAD = 16
+_BLOCK = {"ROWS": 1, "COLS": 2048, "num_warps": 8}
 
 
 def masked_softmax(x: Tensor, real: Tensor | None, scale: float, causal: bool) -> Tensor:
@@ -44,7 +45,7 @@ def _launch(whole, wide, tensors: tuple[Tensor | None, ...], y: Tensor, scale: f
     if y.numel() == 0:
         return
     rows = y.shape[:-1].numel()
-    kernel, size = (whole, tile(keys, _WIDEST)) if keys <= _WIDEST else (wide, _BLOCK)
+    kernel, size = (whole, tile(keys, _WIDEST, _OF_THREAD)) if keys <= _WIDEST else (wide, _BLOCK)
     launch(kernel, triton.cdiv(rows, size["ROWS"]), *tensors, rows, keys, queries, heads * queries, scale,
            CAUSAL=causal, **size)
 

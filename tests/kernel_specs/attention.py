@@ -3,12 +3,15 @@ from collections.abc import Iterator
 from hybridpar.kernels.attention import tile_of
 from kernel_specs import Spec
 
-# compute capability, d, elements, causal, padding, dropout (1: a counter for 4 keys, 2: for one), grouped heads
+# compute capability, d, elements, causal, padding, dropout (1: a counter for 4 keys, 2: for one), grouped heads, by the
+# copy engine
 USES = [
-    (90, 64, "bf16", True, False, 0, False), (80, 128, "bf16", True, False, 0, False),
-    (90, 128, "bf16", True, False, 0, False), (80, 32, "fp16", False, True, 2, True),
-    (90, 80, "bf16", False, True, 1, True), (80, 256, "bf16", True, True, 0, False),
-    (90, 64, "fp32", True, False, 1, False),
+    (90, 64, "bf16", True, False, 0, False, True), (80, 128, "bf16", True, False, 0, False, False),
+    (90, 128, "bf16", True, False, 0, False, True), (80, 32, "fp16", False, True, 2, True, False),
+    (90, 80, "bf16", False, True, 1, True, False), (80, 256, "bf16", True, True, 0, False, False),
+    (90, 128, "bf16", True, True, 0, True, True), (90, 128, "bf16", True, False, 0, False, False),
+    (90, 64, "bf16", True, False, 0, False, False), (90, 128, "bf16", True, False, 1, False, True),
+    (90, 64, "fp32", True, False, 1, False, False),
 ]
 INPUTS = ("q", "k", "v")
 COUNTERS = dict.fromkeys(("key0", "key1", "step", "sample", "threshold"), "i32")
@@ -21,7 +24,7 @@ POINTERS = {
 
 def specs(kernel: str) -> Iterator[Spec]:
     inputs = INPUTS if kernel == "forward_kernel" else (*INPUTS, "dout")
-    for capability, d, element, causal, padded, dropout, grouped in USES:
+    for capability, d, element, causal, padded, dropout, grouped, engine in USES:
         elements = {f"{name}_ptr": f"*{element}" for name in (*INPUTS, *POINTERS[kernel])}
         types = {**elements, **{n: "*fp32" for n in ("lse_ptr", "delta_ptr") if n in elements}, "table_ptr": "*i32",
                  **{f"{name}_{dim}": "i32" for name in inputs for dim in "bns"},
@@ -29,6 +32,7 @@ def specs(kernel: str) -> Iterator[Spec]:
         itemsize = 4 if element == "fp32" else 2
         D = 1 << (d - 1).bit_length()
         constants = {"HEAD": d, "D": D, "CAUSAL": causal, "DROPOUT": dropout, "UNIT": 16 // itemsize}
+        loaded = ("q", "dout") if kernel == "dkdv_kernel" else ("k", "v")
         if padded:
             types["real_ptr"] = "*u8"
         else:
@@ -37,7 +41,14 @@ def specs(kernel: str) -> Iterator[Spec]:
             types["kv_heads"], constants["GROUPED"] = "i32", grouped
         else:
             grouped = False
-        tile = tile_of(kernel, D, itemsize, capability, 2 if dropout else int(padded or grouped))
+        tile = tile_of(kernel, D, itemsize, capability,
+                       2 if dropout else int(padded or grouped or (capability == 90 and not engine)))
+        count = tile.rows if kernel == "dkdv_kernel" else tile.keys
+        for name in loaded:
+            if engine:
+                types[f"{name}_matrix"] = f"tensordesc<{element}[{count}, {D}]>"
+            else:
+                constants[f"{name}_matrix"] = None
         yield Spec(types, {**constants, "ROWS": tile.rows, "KEYS": tile.keys}, tile.num_warps, tile.num_stages,
                    capabilities=(capability,))
 

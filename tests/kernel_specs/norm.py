@@ -11,18 +11,20 @@ def tile(cols: int, of_thread: int) -> tuple[dict[str, object], int]:
 
 def forward(dtype: str, cols: int, adds: bool, drop: int = 0, centre: bool = True) -> Spec:
     constants, warps = tile(cols, 16)
-    absent = () if adds else ("bias_of_x", "residual", "sum")
+    absent = (*(() if adds else ("bias_of_x", "residual", "sum")), *(() if centre else ("bias",)))
     present = [n for n in ("x", "bias_of_x", "residual", "weight", "bias", "sum", "y") if n not in absent]
     constants |= {f"{name}_ptr": None for name in absent} | {"CENTRE": centre, "DROP": drop}
+    constants |= {"EACH": constants["ROWS"], "STAGES": 1, "EARLY": dtype != "fp32" or (not adds and cols > 8192)}
     return Spec({**pointers(dtype, *present), "stats_ptr": "*fp32", **SIZES, "eps": "fp32", **WORDS}, constants, warps,
-                divisible=("cols",), most_registers=64)
+                divisible=("cols",), most_registers=80 if drop else 64)
 
 
 def backward(dtype: str, cols: int, adds: bool, with_bias: bool = False, drop: int = 0, centre: bool = True) -> Spec:
-    constants, warps = tile(cols, 16 if adds and cols > 4096 else 8)
+    constants, warps = tile(cols, 16 if cols > 4096 else 8)
     absent = (*(() if adds else ("dsum",)), *(() if drop else ("dropped",)))
     present = [n for n in ("dy", "dsum", "x", "weight", "dx", "dropped") if n not in absent]
     constants |= {f"{name}_ptr": None for name in absent} | {"CENTRE": centre, "WITH_BIAS": with_bias, "DROP": drop}
+    constants |= {"STAGES": 1 if cols <= 4096 else 2, "AHEAD": cols <= 4096}
     return Spec({**pointers(dtype, *present), "stats_ptr": "*fp32", "partial_ptr": "*fp32", **SIZES,
                  "rows_each": "i32", **WORDS}, constants, warps, divisible=("cols",),
                 most_registers=128)

@@ -4,7 +4,7 @@ from kernel_specs.residual import pointers
 SIZES = {**dict.fromkeys(("rows", "keys", "queries", "sample_rows"), "i32"), "scale": "fp32"}
 WHOLE = [({"ROWS": max(1, 2048 // keys), "COLS": keys}, min(32, max(4, keys // 512)))
          for keys in (16, 256, 1024, 4096, 16384)]
-WIDE = [({"ROWS": 1, "COLS": 4096}, 8)]
+WIDE = [({"ROWS": 1, "COLS": 2048}, 8)]
 
 
 def forward(dtype: str, tile: dict[str, int], warps: int, causal: bool, padded: bool) -> Spec:

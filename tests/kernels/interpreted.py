@@ -88,3 +88,35 @@ def test_compiled_without_breaks():
     for got, want in zip(compute(case, tensors, "triton"),
                          compute(Case("", "", case.shapes, block), tensors, "torch"), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["by position", "by head", "in one product"])
+def test_attention_by_the_copy_engine(layout, monkeypatch):
+    """The same bits as through pointers, whatever matrix the tensors are."""
+    from hybridpar.kernels import attention
+
+    b, n, s, d = 2, 3, 128, 16
+    g = torch.Generator().manual_seed(1)
+    if layout == "in one product":
+        q, k, v = torch.randn(b, s, 3, n, d, generator=g, dtype=torch.float16).permute(2, 0, 3, 1, 4)
+    else:
+        shape = (b, s, n, d) if layout == "by position" else (b, n, s, d)
+        q, k, v = (torch.randn(shape, generator=g, dtype=torch.float16) for _ in range(3))
+        q, k, v = (x.transpose(1, 2) if layout == "by position" else x for x in (q, k, v))
+    case = Case("attention", layout, (), lambda q, k, v, backend: ops.attention(q, k, v, causal=True, backend=backend))
+    wanted, used, matrix = compute(case, [q, k, v], "triton"), [], attention._matrix
+    monkeypatch.setattr(attention, "_has_copy_engine", lambda major: True)
+    monkeypatch.setattr(attention, "_matrix", lambda *args: used.append(args) or matrix(*args))
+    got = compute(case, [q, k, v], "triton")
+    assert len(used) == 6, "two tensors in each of three kernels"
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 40, 300])
+def test_few_ids_are_ordered_like_many(count, monkeypatch):
+    from hybridpar.kernels import embedding
+
+    ids = torch.randint(90, (count,), generator=torch.Generator().manual_seed(count))
+    few = embedding._sorted(ids, 20, 50)
+    monkeypatch.setattr(embedding, "_MOST_RANKED", 0)
+    assert all(torch.equal(a, b) for a, b in zip(few, embedding._sorted(ids, 20, 50), strict=True))
