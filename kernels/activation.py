@@ -16,11 +16,11 @@ from torch import Tensor
 
 from .rows import _sigmoid, add_up, check, launch, share, tile
 
-_WIDEST = 512
+_WIDEST = 1024
 _OF_THREAD = 8  # elements of y
-_WIDEST_FORWARD = 512
-_OF_THREAD_FORWARD = 8
-_PROGRAMS = 2048  # that sum columns, of all columns
+_WIDEST_FORWARD = 1024
+_OF_THREAD_FORWARD = 16
+_PROGRAMS = 1024  # that sum columns, of all columns
 _LEAST = 32  # rows that one sums
 _SLOPE = tl.constexpr(2 * 0.7978845608028653559)  # 2 sqrt(2 / pi)
 _CUBIC = tl.constexpr(2 * 0.7978845608028653559 * 0.044715)

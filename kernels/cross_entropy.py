@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .rows import _exp, check, launch, tile
 
-_CHUNKS = 2  # of 16 bytes a thread, whose maximum is found before their exponentials are summed
+_CHUNKS = 1  # of 16 bytes a thread, whose maximum is found before their exponentials are summed
 _WARPS = 4
 _WIDEST = 2048  # columns of a program of the gradient
 _OF_THREAD = 16
@@ -32,9 +32,8 @@ def cross_entropy(logits: Tensor, column: Tensor, num_real: int, with_sum: bool)
     rows, cols = logits.shape
     out = logits.new_empty((3 + with_sum, rows), dtype=torch.float32)
     vector = 16 // logits.element_size()
-    chunks = max(1, min(_CHUNKS, triton.cdiv(cols, 32 * _WARPS * vector)))
     launch(statistics_kernel, rows, logits, column, out, rows, cols, num_real, WITH_SUM=with_sum,
-           CHUNKS=triton.next_power_of_2(chunks), LANES=32 * _WARPS, VECTOR=vector, num_warps=_WARPS)
+           CHUNKS=_CHUNKS, LANES=32 * _WARPS, VECTOR=vector, num_warps=_WARPS)
     return out
 
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from .rows import check, launch, tile
 
 _MOST_RANKED = 16384  # ids; more are sorted by torch, in time that grows with their number, not its square
-_RANKED = 32  # ids that a program finds the places of
+_RANKED = 16  # ids that a program finds the places of
 _COMPARED = 128  # ids that they are compared with at a time
-_ROWS = 8  # of dy, that a program adds up
-_WIDEST_SUM = 512  # columns of it
-_OF_THREAD = 4  # elements: 16 bytes of float32, so that both types are read by the same threads
+_ROWS = 16  # of dy, that a program adds up
+_WIDEST_SUM = 1024  # columns of it
+_OF_THREAD = 8  # elements: 16 bytes of float32, so that both types are read by the same threads
 _COLS = 64  # of a program that adds pieces
 _PIECES = 16  # of a run that spans parts, added at a time
 _WIDEST = 1024

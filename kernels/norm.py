@@ -24,11 +24,8 @@ _WIDEST = 8192
 _WIDEST_BIAS = 4096
 _OF_THREAD = 8  # elements, in the backward: with 16, what is kept for each would allow half as many warps
 _OF_THREAD_FORWARD = 16
-_TILES_FORWARD = 1  # of a program, one after the other, _STAGES_FORWARD of them on their way
-_STAGES_FORWARD = 1
-_AHEAD = True  # the backward reads the next rows while it computes; rows wider than _WIDEST_BIAS: through shared memory
-_STAGES = 1
-_PROGRAMS = 512  # that sum columns: nearly whole rounds on 132 SMs (H100) and 108 (A100)
+_STAGES = 4  # tiles on their way in the backward; 2 where rows are wider than _WIDEST_BIAS
+_PROGRAMS = 256  # that sum columns: nearly whole rounds on 132 SMs (H100) and 108 (A100)
 _LEAST = 8  # rows that one sums
 _KEEP_ALL = ((0, 0, 0, 0, 0, 1.0, 1, 0, 0), 0)
 
@@ -94,10 +91,9 @@ def _forward(x: Tensor, bias_of_x: Tensor | None, residual: Tensor | None, weigh
     total = y if residual is None else torch.empty_like(x)
     words, kind = mask
     size = tile(cols, _WIDEST_FORWARD, _OF_THREAD_FORWARD)
-    each = size["ROWS"] * _TILES_FORWARD
-    launch(norm_kernel, triton.cdiv(rows, each), x, bias_of_x, residual, weight, bias,
+    launch(norm_kernel, triton.cdiv(rows, size["ROWS"]), x, bias_of_x, residual, weight, bias,
            None if residual is None else total, y, stats, rows, cols, eps, *words, CENTRE=centre, DROP=kind,
-           EACH=each, STAGES=_STAGES_FORWARD, EARLY=x.element_size() == 2 or (residual is None and cols > _WIDEST),
+           EARLY=x.element_size() == 2 or (residual is None and cols > _WIDEST),
            **size)
     return y, total, stats
 
@@ -110,12 +106,11 @@ def _backward(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, stats:
     dropped = torch.empty_like(x) if kind else x.new_empty(0)
     dweight, dbias, dbias_of_x = torch.empty_like(weight), torch.empty_like(weight), x.new_empty(cols * with_bias)
     size = tile(cols, _WIDEST, _OF_THREAD if cols <= _WIDEST_BIAS else 2 * _OF_THREAD)
-    ahead = _AHEAD and cols <= _WIDEST_BIAS
     rows_each, programs = share(rows, _PROGRAMS, _LEAST, size["ROWS"])
     partial = x.new_empty((programs, 1 + centre + with_bias, cols), dtype=torch.float32)
     launch(norm_backward_kernel, programs, dy, dsum, x, weight, stats, dx, dropped if kind else None, partial, rows,
            cols, rows_each, *words, CENTRE=centre, WITH_BIAS=with_bias, DROP=kind,
-           STAGES=_STAGES if ahead else max(2, _STAGES), AHEAD=ahead, **size)
+           STAGES=_STAGES if cols <= _WIDEST_BIAS else 2, **size)
     of_norm, of_x = (dweight, dbias), (dbias_of_x,) * with_bias
     add_up(partial, (*of_norm, *of_x) if centre else (dweight, *of_x, dbias))
     return dx, dropped, dbias_of_x, dweight, dbias
@@ -124,26 +119,10 @@ def _backward(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, stats:
 @triton.jit(do_not_specialize=["rows", "eps", *WORDS])
 def norm_kernel(x_ptr, bias_of_x_ptr, residual_ptr, weight_ptr, bias_ptr, sum_ptr, y_ptr, stats_ptr, rows, cols, eps,
                 key0, key1, step, sample, threshold, scale, sample_rows, stride, start,
-                CENTRE: tl.constexpr, DROP: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr,
-                EARLY: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+                CENTRE: tl.constexpr, DROP: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
+                COLS: tl.constexpr):
     col = tl.arange(0, COLS)[None, :]
-    first = tl.program_id(0) * EACH
-    if EACH == ROWS:
-        x = _summed(x_ptr, bias_of_x_ptr, residual_ptr, sum_ptr, first, col, rows, cols, key0, key1, step, sample,
-                    threshold, scale, sample_rows, stride, start, DROP, ROWS, COLS)
-        _normalise(x, weight_ptr, bias_ptr, y_ptr, stats_ptr, first, col, rows, cols, eps, CENTRE, EARLY, ROWS)
-    else:
-        for at in tl.range(first, tl.minimum(first + EACH, rows), ROWS, num_stages=STAGES):
-            x = _summed(x_ptr, bias_of_x_ptr, residual_ptr, sum_ptr, at, col, rows, cols, key0, key1, step, sample,
-                        threshold, scale, sample_rows, stride, start, DROP, ROWS, COLS)
-            _normalise(x, weight_ptr, bias_ptr, y_ptr, stats_ptr, at, col, rows, cols, eps, CENTRE, EARLY, ROWS)
-
-
-@triton.jit
-def _summed(x_ptr, bias_of_x_ptr, residual_ptr, sum_ptr, at, col, rows, cols, key0, key1, step, sample, threshold,
-            scale, sample_rows, stride, start, DROP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """A tile of what is normalised; the sum is stored."""
-    row = at + tl.arange(0, ROWS)[:, None]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (row < rows) & (col < cols)
     place = row.to(tl.int64) * cols + col
     if residual_ptr is None:
@@ -152,14 +131,6 @@ def _summed(x_ptr, bias_of_x_ptr, residual_ptr, sum_ptr, at, col, rows, cols, ke
         x = _added(x_ptr, bias_of_x_ptr, residual_ptr, row, col, 0, rows, cols, key0, key1, step, sample, threshold,
                    scale, sample_rows, stride, start, DROP, COLS)
         tl.store(sum_ptr + place, x, mask=inside)
-    return x
-
-
-@triton.jit
-def _normalise(x, weight_ptr, bias_ptr, y_ptr, stats_ptr, at, col, rows, cols, eps, CENTRE: tl.constexpr,
-               EARLY: tl.constexpr, ROWS: tl.constexpr):
-    row = at + tl.arange(0, ROWS)[:, None]
-    inside = (row < rows) & (col < cols)
     if EARLY:  # while x is on its way
         weight = tl.load(weight_ptr + col, mask=col < cols, other=0.0)
         if bias_ptr is not None:
@@ -186,7 +157,7 @@ def _normalise(x, weight_ptr, bias_ptr, y_ptr, stats_ptr, at, col, rows, cols, e
 def norm_backward_kernel(dy_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr, dropped_ptr, partial_ptr, rows, cols,
                          rows_each, key0, key1, step, sample, threshold, scale, sample_rows, stride, start,
                          CENTRE: tl.constexpr, WITH_BIAS: tl.constexpr, DROP: tl.constexpr, STAGES: tl.constexpr,
-                         AHEAD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+                         ROWS: tl.constexpr, COLS: tl.constexpr):
     program = tl.program_id(0)
     first = program * rows_each
     end = tl.minimum(first + rows_each, rows)
@@ -195,25 +166,18 @@ def norm_backward_kernel(dy_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr,
     dweight = tl.zeros([ROWS, COLS], tl.float32)
     dbias = tl.zeros([ROWS, COLS], tl.float32)
     dbias_of_x = tl.zeros([ROWS, COLS], tl.float32)
-    if AHEAD:
-        dy_next, x_next, mean_next, inverse_next = _rows(dy_ptr, x_ptr, stats_ptr, first, col, end, cols, CENTRE, ROWS)
     for at in tl.range(first, end, ROWS, num_stages=STAGES):
         row = at + tl.arange(0, ROWS)[:, None]
         inside = (row < rows) & (col < cols)
         place = row.to(tl.int64) * cols + col
-        if AHEAD:
-            dy, x, mean, inverse = dy_next, x_next, mean_next, inverse_next
-            dy_next, x_next, mean_next, inverse_next = _rows(dy_ptr, x_ptr, stats_ptr, at + ROWS, col, end, cols,
-                                                             CENTRE, ROWS)
-        else:
-            dy, x, mean, inverse = _rows(dy_ptr, x_ptr, stats_ptr, at, col, end, cols, CENTRE, ROWS)
-        if AHEAD and dsum_ptr is not None:
-            dsum = tl.load(dsum_ptr + place, mask=inside, other=0.0)
+        dy = tl.load(dy_ptr + place, mask=inside, other=0.0)
+        x = tl.load(x_ptr + place, mask=inside, other=0.0)
+        inverse = tl.load(stats_ptr + 2 * row.to(tl.int64) + 1, mask=row < rows, other=0.0)
         dy = dy.to(tl.float32)
         z = x.to(tl.float32)
         dx = dy * weight.to(tl.float32)
         if CENTRE:
-            z -= mean
+            z -= tl.load(stats_ptr + 2 * row.to(tl.int64), mask=row < rows, other=0.0)
             dbias += dy
         z *= inverse
         dweight += dy * z
@@ -224,9 +188,7 @@ def norm_backward_kernel(dy_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr,
             along = tl.sum(dx * z, 1, keep_dims=True)
         dx = (dx - z * (along / cols)) * inverse
         if dsum_ptr is not None:
-            if not AHEAD:
-                dsum = tl.load(dsum_ptr + place, mask=inside, other=0.0)
-            dx += dsum.to(tl.float32)
+            dx += tl.load(dsum_ptr + place, mask=inside, other=0.0).to(tl.float32)
         rounded = dx.to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + place, rounded, mask=inside)
         if WITH_BIAS or DROP:
@@ -244,16 +206,3 @@ def norm_backward_kernel(dy_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr,
     if WITH_BIAS:
         tl.store(partial_ptr + (sums - 1) * cols, tl.sum(dbias_of_x, 0, keep_dims=True), mask=col < cols)
 
-
-@triton.jit
-def _rows(dy_ptr, x_ptr, stats_ptr, at, col, end, cols, CENTRE: tl.constexpr, ROWS: tl.constexpr):
-    """A tile of dy and of x, and the statistics of its rows."""
-    row = (at + tl.arange(0, ROWS)[:, None]).to(tl.int64)
-    inside = (row < end) & (col < cols)
-    dy = tl.load(dy_ptr + row * cols + col, mask=inside, other=0.0)
-    x = tl.load(x_ptr + row * cols + col, mask=inside, other=0.0)
-    inverse = tl.load(stats_ptr + 2 * row + 1, mask=row < end, other=0.0)
-    mean = tl.zeros([ROWS, 1], tl.float32)
-    if CENTRE:
-        mean = tl.load(stats_ptr + 2 * row, mask=row < end, other=0.0)
-    return dy, x, mean, inverse

@@ -16,11 +16,11 @@ SPECS = {
         for t in ("fp32", "bf16") for cols in (16, 1024)],
     "add_runs_kernel": [
         Spec({**pointers(keys="i32", order=order, dy=dy, gradient=gradient, partial=wide), **SIZES},
-             {"ROWS": 8, "COLS": 512}, divisible=divisible, most_registers=128 if wide == "fp32" else None)
+             {"ROWS": 16, "COLS": 1024}, divisible=divisible, most_registers=128 if wide == "fp32" else None)
         for dy, gradient, wide in TYPES for order, divisible in (("i32", ("cols",)), ("i64", ()))],
     "rank_kernel": [
         Spec({**pointers(ids="i64", keys="i32", order="i32"), "count": "i32", "rows": "i32", "start": "i32"},
-             {"ROWS": 32, "COLS": 128}, most_registers=128)],
+             {"ROWS": 16, "COLS": 128}, most_registers=128)],
     "add_pieces_kernel": [
         Spec({**pointers(keys="i32", gradient=gradient, partial=wide), **SIZES, "parts": "i32"},
              {"ROWS": 8, "COLS": 64, "PIECES": 16}, divisible=("cols",), most_registers=FULL)

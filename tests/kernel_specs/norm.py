@@ -14,7 +14,7 @@ def forward(dtype: str, cols: int, adds: bool, drop: int = 0, centre: bool = Tru
     absent = (*(() if adds else ("bias_of_x", "residual", "sum")), *(() if centre else ("bias",)))
     present = [n for n in ("x", "bias_of_x", "residual", "weight", "bias", "sum", "y") if n not in absent]
     constants |= {f"{name}_ptr": None for name in absent} | {"CENTRE": centre, "DROP": drop}
-    constants |= {"EACH": constants["ROWS"], "STAGES": 1, "EARLY": dtype != "fp32" or (not adds and cols > 8192)}
+    constants |= {"EARLY": dtype != "fp32" or (not adds and cols > 8192)}
     return Spec({**pointers(dtype, *present), "stats_ptr": "*fp32", **SIZES, "eps": "fp32", **WORDS}, constants, warps,
                 divisible=("cols",), most_registers=80 if drop else 64)
 
@@ -24,7 +24,7 @@ def backward(dtype: str, cols: int, adds: bool, with_bias: bool = False, drop: i
     absent = (*(() if adds else ("dsum",)), *(() if drop else ("dropped",)))
     present = [n for n in ("dy", "dsum", "x", "weight", "dx", "dropped") if n not in absent]
     constants |= {f"{name}_ptr": None for name in absent} | {"CENTRE": centre, "WITH_BIAS": with_bias, "DROP": drop}
-    constants |= {"STAGES": 1 if cols <= 4096 else 2, "AHEAD": cols <= 4096}
+    constants |= {"STAGES": 4 if cols <= 4096 else 2}
     return Spec({**pointers(dtype, *present), "stats_ptr": "*fp32", "partial_ptr": "*fp32", **SIZES,
                  "rows_each": "i32", **WORDS}, constants, warps, divisible=("cols",),
                 most_registers=128)
