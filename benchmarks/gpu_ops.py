@@ -8,7 +8,8 @@ the kernels of cuDNN and of flash attention). Forward and backward are captured 
 Python's time does not count; sides run by turns, each for a few milliseconds. Passes outside of autograd
 (gpu_passes.py) are not captured: Python's time counts where it is more than theirs. `share of the roof`: the time that
 the traffic takes at the bandwidth of a copy of 1 GiB, or the operations at the speed of a large matrix product (both
-measured in the same run), over the time it took.
+measured in the same run), over the time it took. `copy` is a copy of as many bytes as the operation has to move: what
+is left of the roof at this size. `large` is a micro-batch of 16 samples of the 1.3B, far beyond the cache.
 
 --table writes the backends' medians where `auto` looks them up (hybridpar/ops/measured.json), the reference among them:
 
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import arguments, parse, write_results
-from benchmarks.gpu_passes import Pass, passes
+from benchmarks.gpu_passes import Pass, able, passes
 from benchmarks.ops import DTYPES, SIZES, TOLERANCE, Operation, Size, compute, gradients_for, operations
 from hybridpar.ops import measured, registry
 
@@ -37,11 +38,13 @@ ROUGH = 0.01
 """Of torch's passes over lists: its float32 sum of 57 million squares on a CPU is 0.4% too low."""
 
 GPU_SIZES = {"345M": Size(8, 1024, 1024, 16, 50304), "1.3B": Size(4, 2048, 2048, 16, 50304),
-             "6.7B": Size(2, 2048, 4096, 32, 50304), "one": SIZES["345M"], "tiny": SIZES["tiny"]}
+             "6.7B": Size(2, 2048, 4096, 32, 50304), "large": Size(16, 2048, 2048, 16, 50304),
+             "one": SIZES["345M"], "tiny": SIZES["tiny"]}
 NAMES = {"bias + add + rms_norm": "add_norm", "bias + gelu": "gelu", "bias + swiglu": "swiglu",
          "causal softmax": "softmax", "causal attention": "attention", "cross-entropy": "cross_entropy",
          "AdamW": "optimizer", "embedding backward": "embedding"}
 """What the registry calls them, where it is not their name here."""
+FORWARD = "causal attention forward"
 ROUND_S = 5e-3
 ATTENTION = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
 """PyTorch's kernels of it, by what SDPBackend calls them."""
@@ -162,7 +165,31 @@ def measure(where: Where, name: str) -> dict[str, Any]:
         values[side] = total(work())
         check(values, where.dtype)
         sides[side] = clock.prepared(work)
-    return where.case(name, sides, operation.traffic * dtype.itemsize, operation.flops)
+    num_bytes = operation.traffic * dtype.itemsize
+    if clock.device == "cuda" and not operation.flops:
+        source, target = (torch.zeros(int(num_bytes / 2), dtype=torch.uint8, device=clock.device) for _ in range(2))
+        sides["copy"] = clock.prepared(lambda: target.copy_(source))
+    return where.case(name, sides, num_bytes, operation.flops)
+
+
+def measure_attention_forward(where: Where) -> dict[str, Any]:
+    """Its forward pass alone: two of the seven products."""
+    dtype, device = DTYPES[where.dtype], where.clock.device
+    operation = operations(GPU_SIZES[where.size], dtype, device)["causal attention"]
+    own = [name for name in able("attention", device, dtype) if name not in ("torch", "sdpa")]
+    functions = {name: operation.ours(name) for name in own}
+    functions |= attention_kernels(operation) if device == "cuda" else {"eager": operation.eager}
+
+    def forward(function: Callable[..., Any]) -> Any:
+        with torch.no_grad():
+            return function(*operation.tensors)
+
+    sides, values = {}, {}
+    for side, function in functions.items():
+        values[side] = total([forward(function)])
+        check(values, where.dtype)
+        sides[side] = where.clock.prepared(partial(forward, function))
+    return where.case(FORWARD, sides, 4 / 11 * operation.traffic * dtype.itemsize, 2 / 7 * operation.flops)
 
 
 def attention_kernels(operation: Operation) -> dict[str, Callable[..., Any]]:
@@ -257,6 +284,8 @@ def main() -> None:
             for name in operations(SIZES["tiny"], DTYPES[dtype], args.device):  # one at a time, for memory's sake
                 if args.ops is None or name in args.ops:
                     note(name, partial(measure, where, name))
+            if args.ops is None or FORWARD in args.ops:
+                note(FORWARD, partial(measure_attention_forward, where))
     if args.table:
         write_table(cases, args.device)
     if failed:

@@ -72,10 +72,12 @@ class HuggingFaceStep:
         os.environ["HF_HUB_OFFLINE"] = "1"
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        self.model = GPT2LMHeadModel(GPT2Config(
-            vocab_size=shape.vocab, n_positions=shape.seq_length, n_embd=shape.hidden, n_layer=shape.num_layers,
-            n_head=shape.num_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, activation_function=activation,
-            tie_word_embeddings=False, use_cache=False, bos_token_id=0, eos_token_id=0, attn_implementation="sdpa"))
+        with torch.device(device):
+            self.model = GPT2LMHeadModel(GPT2Config(
+                vocab_size=shape.vocab, n_positions=shape.seq_length, n_embd=shape.hidden, n_layer=shape.num_layers,
+                n_head=shape.num_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+                activation_function=activation, tie_word_embeddings=False, use_cache=False, bos_token_id=0,
+                eos_token_id=0, attn_implementation="sdpa"))
         self.model.load_state_dict(hugging_face_weights(shape))
         self.model.train().to(device)
         if precision == "pure":

@@ -99,14 +99,15 @@ def _table(device: torch.device, sizes: tuple[int, ...], addresses: tuple[tuple[
 
 
 def _table_of(columns: Sequence[Sequence[Tensor]]) -> Table:
-    sizes = tuple([x.numel() for x in columns[0]])
+    """Looks at every tensor in C, not in Python: there may be thousands, and the GPU waits."""
+    sizes = tuple(map(Tensor.numel, columns[0]))
     for column in columns:
         assert len(column) == len(sizes), f"lists must be as long as each other, got {list(map(len, columns))}"
-        for x, size in zip(column, sizes, strict=True):
-            assert x.is_contiguous(), "tensors must be contiguous"
-            assert x.numel() == size, f"tensors must be as large as each other, got {x.numel()} and {size} elements"
-            assert x.dtype == column[0].dtype, f"tensors must be of one type, got {x.dtype} and {column[0].dtype}"
-    return _table(columns[0][0].device, sizes, tuple([tuple([x.data_ptr() for x in column]) for column in columns]))
+        assert all(map(Tensor.is_contiguous, column)), "tensors must be contiguous"
+        others, types = tuple(map(Tensor.numel, column)), {x.dtype for x in column}
+        assert others == sizes, f"tensors must be as large as each other, got {sizes} and {others} elements"
+        assert len(types) == 1, f"tensors must be of one type, got {types}"
+    return _table(columns[0][0].device, sizes, tuple(tuple(map(Tensor.data_ptr, column)) for column in columns))
 
 
 def _send(x: Tensor, device: torch.device) -> Tensor:

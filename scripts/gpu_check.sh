@@ -82,19 +82,22 @@ sanitizer() {  # every operator once more, at a few small shapes, under the chec
     done
 }
 
-ops() {
+ops() {  # those of the 1.3B go into the table that `auto` goes by, also in the step that follows
     if [ -n "$gpu" ]; then
-        "$python" -m benchmarks.gpu_ops --out "$out" --sizes 1.3B --dtypes bf16 --rounds 9
+        "$python" -m benchmarks.gpu_ops --out "$out" --sizes 1.3B --dtypes bf16 --rounds 9 --table &&
+            cp hybridpar/ops/measured.json "$out/" &&
+            "$python" -m benchmarks.gpu_ops --out "$out" --sizes large --dtypes bf16 --rounds 5 --name gpu_ops_large
     else
         "$python" -m benchmarks.gpu_ops --out "$(mktemp -d)" --device cpu --sizes tiny --rounds 3
     fi
 }
 
-train() {  # against eager peers; then, where time is left, against the one whose numerics are nearest, compiled
+train() {  # against the peer whose numerics are nearest
+    local peer="autocast gelu_pytorch_tanh"
     if [ -n "$gpu" ]; then
-        "$python" -m benchmarks.single --device cuda --shapes 345M --rounds 7 --no-compile --name gpu_single --out "$out" &&
-            "$python" -m benchmarks.single --device cuda --shapes 345M --rounds 7 --peers "autocast gelu_pytorch_tanh" \
-                --name gpu_single_compiled --out "$out"
+        "$python" -m benchmarks.single --device cuda --shapes 345M --rounds 9 --peers "$peer" --name gpu_single --out "$out" &&
+            "$python" -m benchmarks.single --device cuda --shapes 1.3B --rounds 7 --peers "$peer compiled" \
+                --name gpu_single_1.3B --out "$out"
     else
         "$python" -m benchmarks.single --shapes tiny --dtypes bf16 --threads 1 --rounds 2 --compile --out "$(mktemp -d)"
     fi
@@ -107,9 +110,9 @@ for name in $steps; do
         build)
             step build 150 bash -c "build $mode"
             if [ "$mode" = cuda ] && [ "$status" -ne 0 ]; then step "build of the CPU operators" 90 bash -c "build cpu"; fi ;;
-        tests) step tests 200 bash -c tests ;;
-        ops) step ops 150 bash -c ops ;;
-        train) step train 200 bash -c train ;;
+        tests) step tests 150 bash -c tests ;;
+        ops) step ops 160 bash -c ops ;;
+        train) step train 280 bash -c train ;;
         sanitizer) step sanitizer 400 bash -c sanitizer ;;
         *) echo "no step '$name': build tests ops train sanitizer" >&2; exit 2 ;;
     esac

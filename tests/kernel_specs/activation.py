@@ -7,7 +7,8 @@ WIDTHS = [(dtype, cols, True) for dtype in ("fp32", "bf16") for cols in (16, 102
 
 def forward(dtype: str, cols: int, biased: bool) -> Spec:
     types, constants = pointers(dtype, "x", "y", *(("bias",) if biased else ())), {} if biased else {"bias_ptr": None}
-    return Spec({**types, **SIZES}, {**constants, "ROWS": 2048 // cols, "COLS": cols}, divisible=("cols",), most_registers=FULL)
+    return Spec({**types, **SIZES}, {**constants, "ROWS": 2048 // cols, "COLS": cols}, divisible=("cols",),
+                most_registers=FULL)
 
 
 def backward(dtype: str, cols: int, biased: bool) -> Spec:
