@@ -21,11 +21,12 @@ Strided4 strided(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(
 std::tuple<Tensor, Tensor> attention_hopper(const Tensor& q, const Tensor& k, const Tensor& v,
                                             const std::vector<int64_t>& kv_head, double scale, bool causal) {
   const char* op = "attention_hopper";
-  for (const Tensor& x : {k, v})
-    STD_TORCH_CHECK(x.dim() == 4 && q.dim() == 4 && x.size(0) == q.size(0) && x.size(1) == k.size(1) &&
-                        x.size(2) == q.size(2) && x.size(3) == q.size(3) && x.scalar_type() == q.scalar_type() &&
-                        x.device() == q.device(),
-                    op, ": q must be [samples, heads, s, d], k and v [samples, kv heads, s, d] of its type beside it");
+  const auto fits = [&](const Tensor& x) {
+    return x.dim() == 4 && q.dim() == 4 && x.size(0) == q.size(0) && x.size(1) == k.size(1) && x.size(2) == q.size(2) &&
+           x.size(3) == q.size(3) && x.scalar_type() == q.scalar_type() && x.device() == q.device();
+  };
+  STD_TORCH_CHECK(fits(k) && fits(v), op,
+                  ": q must be [samples, heads, s, d], k and v [samples, kv heads, s, d] of its type beside it");
   const int64_t samples = q.size(0), heads = q.size(1), s = q.size(2), d = q.size(3);
   const Type type = type_of(op, q);
   STD_TORCH_CHECK((type == Type::BFloat16 || type == Type::Half) && (d == 64 || d == 128), op,
@@ -43,8 +44,8 @@ std::tuple<Tensor, Tensor> attention_hopper(const Tensor& q, const Tensor& k, co
   const Tensor q_read = readable(q), k_read = readable(k), v_read = readable(v);
   launch_attention_hopper(type,
                           {strided(q_read), strided(k_read), strided(v_read), kv_head.data(), out.data_ptr(),
-                           static_cast<float*>(lse.data_ptr()), static_cast<int*>(counter.data_ptr()), samples, heads, k.size(1), columns(op, s),
-                           static_cast<int>(d), scale, causal},
+                           static_cast<float*>(lse.data_ptr()), static_cast<int*>(counter.data_ptr()), samples, heads,
+                           k.size(1), columns(op, s), static_cast<int>(d), scale, causal},
                           on.stream);
   return {out, lse};
 }

@@ -32,10 +32,14 @@ class LoaderSource:
     def microbatch(self, number: int) -> tuple[dict[str, Tensor], RandomKey | None]:
         batch, index = divmod(number, self.config.pipeline.num_microbatches)
         tensors = {n: self._on_device(t) for n, t in self.loader.microbatch(batch, index).items()}
-        tensors["num_targets"] = torch.tensor(float(self.loader.num_targets(batch)), dtype=torch.float64)
-        tensors["num_samples"] = torch.tensor(float(self.config.global_batch_size), dtype=torch.float64)
+        # on the device: torch divides by numbers of the CPU in another way, and a CUDA graph has them on the GPU
+        tensors["num_targets"] = self._number(self.loader.num_targets(batch))
+        tensors["num_samples"] = self._number(self.config.global_batch_size)
         key = RandomKey(self.config.train.seed, batch, self.loader.first_sample(index)) if self.training else None
         return tensors, key
+
+    def _number(self, x: int) -> Tensor:
+        return torch.full((), float(x), dtype=torch.float64, device=self.device)
 
     def _on_device(self, x: Tensor) -> Tensor:
         if x.device.type == self.device.type:

@@ -72,10 +72,7 @@ class _Recorded:
 
     def take(self, batch: MicroBatch) -> None:
         for name, x in batch.items():
-            if x.dim() == 0 and not x.is_cuda:  # a number: no copy that the CPU would wait for
-                self.inputs[name].fill_(x.item())
-            else:
-                self.inputs[name].copy_(x, non_blocking=True)
+            self.inputs[name].copy_(x)
 
 
 class MicroBatchGraphs:
@@ -159,7 +156,7 @@ class MicroBatchGraphs:
         return slot, self._gradients.buffer_index(number // self._m), number % self._m == 0
 
     def _record_forward(self, batch: MicroBatch) -> _Recorded:
-        inputs = {name: x.to(self._stream.device, copy=True) for name, x in batch.items()}
+        inputs = {name: x.clone() for name, x in batch.items()}
         graph = torch.cuda.CUDAGraph()
         with self._recording(graph):
             losses = self._stage(None, inputs, None)
