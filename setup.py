@@ -34,6 +34,9 @@ COMPILE = [
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
 ]
 
+# What comes from static libraries stays inside: some compilers link libstdc++ so, which must not mix with torch's.
+LINK = ["-s", "-Wl,--exclude-libs,ALL"]
+
 
 class CannotBuild(Exception):
     """The machine lacks something that a compiled part needs."""
@@ -90,7 +93,7 @@ def targets(names):
 def cpu_extension(cpp_extension):
     return cpp_extension.CppExtension(
         "hybridpar._C", ["csrc/module.c", *sorted(glob("csrc/cpu/*.cpp"))], depends=sorted(glob("csrc/cpu/*.h")),
-        extra_compile_args={"cxx": COMPILE}, extra_link_args=["-s"], py_limited_api=True,
+        extra_compile_args={"cxx": COMPILE}, extra_link_args=LINK, py_limited_api=True,
     )
 
 
@@ -105,7 +108,7 @@ def cuda_extension(cpp_extension):
         depends=sorted(glob("csrc/cuda/*.h") + glob("csrc/cuda/*.cuh")), include_dirs=[f"{home}/include"],
         extra_compile_args={"cxx": [*COMPILE, *hopper, "-fvisibility=hidden"],
                             "nvcc": ["-O3", "-std=c++17", "-Xcompiler=-fvisibility=hidden", *targets(names)]},
-        extra_link_args=[f"-L{libraries}", "-l:libcudart_static.a", "-lrt", "-lpthread", "-ldl", "-s"],
+        extra_link_args=[f"-L{libraries}", "-l:libcudart_static.a", "-lrt", "-lpthread", "-ldl", *LINK],
         py_limited_api=True,
     )
 

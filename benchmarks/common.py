@@ -282,7 +282,7 @@ def machine() -> dict[str, Any]:
         "load_average": list(os.getloadavg()), "python": platform.python_version(), "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": f"{platform.system()} {platform.machine()}",
-        "commit": git("rev-parse", "HEAD") or os.environ.get("COMMIT", ""),
+        "commit": os.environ.get("COMMIT") or git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(git("status", "--porcelain", "--", "../hybridpar", "../benchmarks/*.py")),
     }
 

@@ -7,7 +7,7 @@
 #   FOLDER     where gpu_check.json, the tests' and the benchmarks' reports go (default: benchmarks/results)
 #   STEP       of: build tests ops train sanitizer; default: the first four, in this order
 #   LIMIT=540  seconds for all of them; a step that is cut off leaves what it had
-#   COMMIT=..  what the results name, where the folder is a copy without its git history
+#   COMMIT=..  what the results name, where the folder is a copy whose git history does not tell
 #
 # Installs nothing: torch >= 2.11 with CUDA, triton, numpy and pytest must be there; what else is missing is said and left
 # out. Without a GPU it rehearses: builds the CPU operators, collects the tests, and runs the benchmarks at a tiny size.
@@ -137,8 +137,8 @@ tests = Counter()
 for path in out.glob("gpu_tests.xml"):
     suite = ElementTree.parse(path).getroot().find("testsuite")
     tests.update({key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")})
-commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-commit = commit or os.environ.get("COMMIT")
+commit = os.environ.get("COMMIT") or subprocess.run(
+    ["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
 result = {
     "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "torch": torch.__version__,
     "cuda": torch.version.cuda, "python": platform.python_version(), "commit": commit, "steps": steps,

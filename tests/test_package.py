@@ -48,7 +48,7 @@ def test_importing_loads_no_extension(tmp_path):
 def test_extension_has_every_operator_on_the_cpu():
     import torch
 
-    for name in native.FAKES:
+    for name in native.FAKES.keys() - {"attention_hopper"}:
         keys = ("CPU", "CompositeExplicitAutograd")
         assert any(torch._C._dispatch_has_kernel_for_dispatch_key(f"hybridpar::{name}", key) for key in keys), name
 
