@@ -2,8 +2,8 @@
 
 A tile is ROWS rows of COLS columns, powers of two, in the layout that memory has: a thread of a whole tile reads
 neighbours, 16 bytes at a time where a row's size is a multiple of 16 elements. A thread has 16 elements of it, or 8
-where it keeps much for each; narrow rows share a program of 4 warps, wide ones have more warps. No size is tuned, so
-none depends on the GPU.
+where it keeps much for each; narrow rows share a program of 4 warps, wide ones have more warps. Sizes are those that
+an H200 was fastest with, on every GPU.
 
 Sums of columns: each of a number of programs, which depends on the shape alone, adds its own rows in order to one row
 of `partial`; sum_kernel adds those in order. So the bits are those of any GPU, and there are no atomics.
