@@ -2,8 +2,8 @@
 
 Gradients go by ids in order: a program takes _ROWS neighbours of the sorted list, adds up runs of one id, and adds each
 sum to the id's row. Runs that go on into the next program's part leave their pieces in `partial`; one program a run
-then adds these in order. So the order of additions depends on the ids alone, an id that
-comes a thousand times costs what a thousand ids cost, and only rows that have an id are touched.
+then adds these in order. So the order of additions depends on the ids alone, an id that comes a thousand times costs
+what a thousand ids cost, and only rows that have an id are touched.
 
 Traffic: rows reads and writes an element for each of dy; the backward reads dy, and reads and writes the rows that have
 an id (overwrite: and writes zeros everywhere before). Up to _MOST_RANKED ids are sorted by counting, in one
