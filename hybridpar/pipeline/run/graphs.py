@@ -96,9 +96,11 @@ class MicroBatchGraphs:
         """What runs in it runs after what came before, and before what comes after."""
         outer = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(outer)
-        with torch.cuda.stream(self._stream):
-            yield
-        outer.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outer.wait_stream(self._stream)
 
     def forward(self, number: int, slot: int, batch: MicroBatch) -> Losses | None:
         """The losses of a micro-batch on the weights that are bound, those of buffer `slot`; None: it is not replayed.
