@@ -34,7 +34,8 @@ COMPILE = [
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
 ]
 
-# What comes from static libraries stays inside: some compilers link libstdc++ so, which must not mix with torch's.
+# What comes from static libraries stays inside. Some compilers link libstdc++ so; where its symbols meet those of
+# another version, which torch has loaded, an error ends the process (seen: 13.3 inside, 14.2 beside it).
 LINK = ["-s", "-Wl,--exclude-libs,ALL"]
 
 
