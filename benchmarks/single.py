@@ -144,7 +144,7 @@ def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace)
     if device == "cuda":
         peak, source = peak_flops(engine_config(shape, dtype=dtype, device=device), torch.device(device), Axis("world"))
         per_token = training_flops_per_token(shape.model)
-        entry |= {"peak_memory_gib": memory, "peak_flops": [peak, source],
+        entry |= {"kernels": kernels(sides[OURS]), "peak_memory_gib": memory, "peak_flops": [peak, source],
                   "mfu": {side: round(speed * per_token / peak, 4) for side, speed in entry["tokens_per_s"].items()}}
     return entry
 
@@ -159,6 +159,18 @@ def peak_gib(construct: Callable[[], Step], device: str) -> tuple[Step, float | 
     for _ in range(2):
         side()
     return side, round((torch.cuda.max_memory_allocated() - before) / 2**30, 2)
+
+
+def kernels(step: Step, num_steps: int = 3) -> list[dict[str, Any]]:
+    """What the GPU does in one of our steps: milliseconds and launches by kernel, those that take longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        for _ in range(num_steps):
+            step()
+        torch.cuda.synchronize()
+    found = [event for event in profiled.key_averages() if event.self_device_time_total > 0]
+    found.sort(key=lambda event: -event.self_device_time_total)
+    return [{"kernel": event.key, "ms": round(event.self_device_time_total / 1e3 / num_steps, 3),
+             "launches": event.count / num_steps} for event in found]
 
 
 def main() -> None:

@@ -41,8 +41,6 @@ _LN2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; finite, so that a row without keys makes no NaN
 _PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones are exact
 _QUADS, _WORDS = tl.constexpr(1), tl.constexpr(2)  # DROPOUT: a counter for 4 keys, a counter for each; 0: none
-
-
 _MOST_TILE = 128  # positions
 
 
@@ -51,7 +49,6 @@ class Tile(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
-    maxnreg: int | None = None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
@@ -140,7 +137,7 @@ def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
     grid = (triton.cdiv(q.shape[2], tiled), heads, q.shape[0])
     with torch.cuda.device(q.device) if cuda else contextlib.nullcontext():
         kernel[grid](**common, **own, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.num_warps,
-                     num_stages=tile.num_stages, maxnreg=tile.maxnreg)
+                     num_stages=tile.num_stages)
 
 
 def _has_copy_engine(major: int) -> bool:

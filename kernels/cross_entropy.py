@@ -16,7 +16,6 @@ from torch import Tensor
 
 from .rows import _exp, check, launch, tile
 
-_CHUNKS = 1  # of 16 bytes a thread, whose maximum is found before their exponentials are summed
 _WARPS = 4
 _WIDEST = 2048  # columns of a program of the gradient
 _OF_THREAD = 16
@@ -33,7 +32,7 @@ def cross_entropy(logits: Tensor, column: Tensor, num_real: int, with_sum: bool)
     out = logits.new_empty((3 + with_sum, rows), dtype=torch.float32)
     vector = 16 // logits.element_size()
     launch(statistics_kernel, rows, logits, column, out, rows, cols, num_real, WITH_SUM=with_sum,
-           CHUNKS=_CHUNKS, LANES=32 * _WARPS, VECTOR=vector, num_warps=_WARPS)
+           LANES=32 * _WARPS, VECTOR=vector, num_warps=_WARPS)
     return out
 
 
@@ -62,32 +61,31 @@ def _check(logits: Tensor, column: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["rows", "num_real"])
 def statistics_kernel(logits_ptr, column_ptr, out_ptr, rows, cols, num_real, WITH_SUM: tl.constexpr,
-                      CHUNKS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+                      LANES: tl.constexpr, VECTOR: tl.constexpr):
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * cols
     hidden = float("-inf")
-    lane = tl.arange(0, CHUNKS)[:, None, None] * (LANES * VECTOR) + tl.arange(0, LANES)[None, :, None] * VECTOR
-    lane += tl.arange(0, VECTOR)[None, None, :]
+    lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     top = tl.full([LANES], hidden, tl.float32)  # of each lane, which adds its own: lanes meet at the end
     total = tl.zeros([LANES], tl.float32)
     origin = tl.zeros([LANES], tl.float32)  # the lane's first maximum: what `apart` is about
     apart = tl.zeros([LANES], tl.float32)
     count = tl.zeros([LANES], tl.float32)
     x_next = tl.load(logits_ptr + lane, mask=lane < cols, other=0.0)
-    for at in range(0, num_real, CHUNKS * LANES * VECTOR):
+    for at in range(0, num_real, LANES * VECTOR):
         real = at + lane < num_real
         x = tl.where(real, x_next.to(tl.float32), hidden)
-        following = at + CHUNKS * LANES * VECTOR + lane
+        following = at + LANES * VECTOR + lane
         x_next = tl.load(logits_ptr + following, mask=following < cols, other=0.0)
-        above = tl.maximum(top, tl.max(tl.max(x, 2), 0))
+        above = tl.maximum(top, tl.max(x, 1))
         level = tl.where(above == hidden, 0.0, above)  # where nothing is above -infinity yet, subtract nothing
-        parts = _exp(x - level[None, :, None])
-        total = total * _exp(top - level) + tl.sum(tl.sum(parts, 2), 0)
+        parts = _exp(x - level[:, None])
+        total = total * _exp(top - level) + tl.sum(parts, 1)
         top = above
         if WITH_SUM:
             origin = tl.where(at == 0, level, origin)
-            apart += tl.sum(tl.sum(tl.where(real, x - origin[None, :, None], 0.0), 2), 0)
-            count += tl.sum(tl.sum(real.to(tl.float32), 2), 0)
+            apart += tl.sum(tl.where(real, x - origin[:, None], 0.0), 1)
+            count += tl.sum(real.to(tl.float32), 1)
     highest = tl.max(top, 0)
     level = tl.where(highest == hidden, 0.0, highest)
     column = tl.load(column_ptr + row)

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.native import constant_when_traced
 from hybridpar.ops.dropout import KEEP_ALL, Mask, drop, make_mask
 from hybridpar.ops.registry import backends, resolve
 from hybridpar.random import RandomKey
@@ -37,7 +36,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, padding_mask: Te
     if kv_index is None:
         if n_kv == 0 or n % n_kv:
             raise ValueError(f"{n} query heads are no multiple of {n_kv} key heads; give kv_index")
-        kv_index = [i // (n // n_kv) for i in range(n)]
+        kv_index = _neighbours(n, n_kv)
     elif len(kv_index) != n or not all(0 <= i < n_kv for i in kv_index):
         raise ValueError(f"kv_index must have {n} entries from 0 to {n_kv - 1}, got {list(kv_index)}")
     s = q.shape[2]
@@ -63,20 +62,19 @@ def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, padding_mask
 
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask: Tensor | None, kv_index: list[int],
                    mask: Mask) -> Tensor:
-    """torch's fused kernel, cuDNN's on an H100, where it has one: without dropout or padding. Triton's elsewhere.
+    """torch's fused kernel (of cuDNN or FlashAttention) where it has one: without dropout or padding; else Triton's.
 
-    Triton's also where torch is to be deterministic: the fused kernels add up dq in any order.
+    Triton's also where torch is to be deterministic: the fused kernels add up dq in any order. Shapes: as `attention`.
     """
-    n, d = q.shape[1], q.shape[3]
-    even = kv_index == [i // (n // max(1, k.shape[1])) for i in range(n)]
-    if (mask is not KEEP_ALL or padding_mask is not None or not even or d % 8 or d > 256 or q.numel() == 0
-            or torch.are_deterministic_algorithms_enabled()):
+    n, n_kv, d = q.shape[1], k.shape[1], q.shape[3]
+    plain = mask is KEEP_ALL and padding_mask is None and kv_index == _neighbours(n, n_kv)
+    if not plain or d % 8 or d > 256 or q.numel() == 0 or torch.are_deterministic_algorithms_enabled():
         return resolve("attention", "triton", q)(q, k, v, causal, padding_mask, kv_index, mask)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=n != k.shape[1])
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=n != n_kv)
 
 
 def sdpa_unsupported(op: str, device_type: str | None, dtype: torch.dtype | None) -> str | None:
-    """Why the one before cannot run on such tensors (None: in general, on this machine); None when it can."""
+    """Why `attention_sdpa` cannot run on such tensors (None: in general, on this machine); None when it can."""
     if device_type not in (None, "cuda"):
         return f"runs on a GPU, not on {device_type}"
     if dtype not in (None, torch.bfloat16, torch.float16):
@@ -85,15 +83,12 @@ def sdpa_unsupported(op: str, device_type: str | None, dtype: torch.dtype | None
     return triton.unsupported(device_type, dtype)
 
 
-constant_when_traced(sdpa_unsupported)
-
-
 def attention_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask: Tensor | None, kv_index: list[int],
                     mask: Mask) -> Tensor:
     """torch's fused kernel, which has no counter-based dropout; the matrix of probabilities where that is asked for."""
     n, n_kv = q.shape[1], k.shape[1]
     if kv_index != list(range(n_kv)):
-        if n_kv and n % n_kv == 0 and kv_index == [i // (n // n_kv) for i in range(n)]:
+        if kv_index == _neighbours(n, n_kv):
             k, v = (x.unsqueeze(2).expand(-1, -1, n // n_kv, -1, -1).flatten(1, 2) for x in (k, v))
         else:
             index = torch.tensor(kv_index, device=q.device)
@@ -133,6 +128,11 @@ def _visible(queries: int, keys: int, causal: bool, padding_mask: Tensor | None,
         return visible, None
     blind = ~visible.any(-1, keepdim=True)
     return visible | blind, blind
+
+
+def _neighbours(n: int, n_kv: int) -> list[int]:
+    """The key head of each query head where each serves n / n_kv neighbours; empty where that is no whole number."""
+    return [i // (n // n_kv) for i in range(n)] if n_kv and n % n_kv == 0 else []
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None) -> None:

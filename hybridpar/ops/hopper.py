@@ -41,7 +41,7 @@ def unsupported(op: str, device_type: str | None, dtype: torch.dtype | None) -> 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
               *mask: Any) -> tuple[Tensor, Tensor]:
-    """kernels.attention.attention"""
+    """See kernels.attention.attention, for arguments and shapes."""
     if _plain(q, real, mask):
         return torch.ops.hybridpar.attention_hopper(q, k, v, kv_head, scale, causal)
     return torch.ops.hybridpar_triton.attention(q, k, v, real, kv_head, scale, causal, *mask)
@@ -49,7 +49,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: lis
 
 def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, real: Tensor | None,
                        kv_head: list[int], scale: float, causal: bool, *mask: Any) -> tuple[Tensor, ...]:
-    """kernels.attention.attention_backward"""
+    """See kernels.attention.attention_backward, for arguments and shapes."""
     own = kv_head == list(range(k.shape[1]))  # a key head for each query head
     if (not (own and q.numel() and _plain(q, real, mask) and _has_cudnn())
             or torch.are_deterministic_algorithms_enabled()):

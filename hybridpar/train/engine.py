@@ -106,9 +106,9 @@ class Engine:
         shape = (config.train.micro_batch_size, model.seq_length, model.hidden_size)
         self.executor = Executor(
             stages, self.weights, Lane(grid.pp, grid.pp_reverse, shape, dtype, device), pipeline.num_microbatches)
-        if config.train.cuda_graphs and graphs.unsupported(config, device) is None:
-            self.executor.graphs = graphs.MicroBatchGraphs(
-                stages[0], self.gradients, pipeline.num_microbatches, device, eager_last=grid.dp.size > 1)
+        if config.train.cuda_graphs and device.type == "cuda":
+            self.executor.graphs = graphs.recorder(
+                config, stages[self._held[0]], self.gradients, device, eager_last=grid.dp.size > 1)
         self._scales = {0: self.scaler.scale}
         """The loss scale that came with each version of the weights."""
         self._pending: dict[int, tuple[Tensor, Work]] = {}

@@ -8,7 +8,7 @@ TYPES = ("fp32", "bf16", "fp16")
 SPECS = {
     "statistics_kernel": [
         Spec({"logits_ptr": f"*{t}", "column_ptr": "*i64", "out_ptr": "*fp32", **SIZES},
-             {"WITH_SUM": with_sum, "CHUNKS": 1, "LANES": 128, "VECTOR": 4 if t == "fp32" else 8},
+             {"WITH_SUM": with_sum, "LANES": 128, "VECTOR": 4 if t == "fp32" else 8},
              divisible=("cols",), most_registers=128)
         for t in TYPES for with_sum in (False, True)
     ],

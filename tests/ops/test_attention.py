@@ -1,3 +1,4 @@
+import importlib
 import math
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 from hybridpar import random
 from hybridpar.errors import ConfigError
 from hybridpar.ops import attention, dropout
+from hybridpar.ops.dropout import KEEP_ALL
 from hybridpar.random import RandomKey
 
 KEY, SITE = RandomKey(5, 6, 70), random.site("test.attention")
@@ -131,3 +133,25 @@ def test_bad_input():
         attention(q, k, v, causal=True, dropout_p=1.0, key=KEY)
     with pytest.raises(ConfigError, match="less than 1"):
         attention(q, k, v, causal=True, dropout_p=-1.0, key=KEY)
+
+
+@pytest.mark.parametrize(("n", "n_kv", "d", "changes", "taken"), [
+    (4, 4, 16, {}, True), (4, 2, 16, {}, True), (4, 4, 12, {}, False), (4, 2, 16, {"kv_index": [0, 0, 0, 1]}, False),
+    (4, 4, 16, {"padding_mask": PADDING}, False), (4, 4, 16, {"mask": (1,)}, False),
+])
+def test_torchs_fused_kernel_takes_plain_cases_and_leaves_the_others(monkeypatch, n, n_kv, d, changes, taken):
+    module = importlib.import_module("hybridpar.ops.attention")
+    left = []
+    monkeypatch.setattr(module, "resolve", lambda op, backend, q: lambda *args: left.append(backend))
+    arguments = {"causal": True, "padding_mask": None, "kv_index": [i * n_kv // n for i in range(n)], "mask": KEEP_ALL}
+    tensors = heads(4, n, n_kv, 7, d)
+    out = module.attention_sdpa(*tensors, **arguments | changes)
+    assert left == [] if taken else left == ["triton"]
+    if taken:
+        torch.testing.assert_close(out, by_loops(*tensors, causal=True), rtol=1e-12, atol=1e-12)
+    torch.use_deterministic_algorithms(True)
+    try:
+        module.attention_sdpa(*tensors, **arguments | changes)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert left[-1] == "triton"

@@ -42,11 +42,18 @@ class Gradients(Protocol):
 Kind = tuple[int, int, bool]
 
 
-def unsupported(config: Config, device: torch.device) -> str | None:
+def recorder(config: Config, stage: Stage, gradients: Gradients, device: torch.device, *,
+             eager_last: bool) -> MicroBatchGraphs | None:
+    """What records and replays a job's micro-batches on a GPU; None, and a line in the log, where that cannot be."""
+    if reason := unsupported(config):
+        _log.info("micro-batches run without CUDA graphs: %s", reason)
+        return None
+    return MicroBatchGraphs(stage, gradients, config.pipeline.num_microbatches, device, eager_last=eager_last)
+
+
+def unsupported(config: Config) -> str | None:
     """Why micro-batches of such a job cannot be recorded; None if they can."""
     parallel, model = config.parallel, config.model
-    if device.type != "cuda":
-        return f"they are for GPUs, not for {device.type}"
     if parallel.pp > 1 or config.pipeline.num_chunks > 1:
         return "stages wait for each other between a micro-batch's kernels"
     if parallel.tp > 1:
