@@ -67,11 +67,22 @@ def test_smoothing_keeps_a_constant_and_follows_a_trend() -> None:
 
 
 def test_the_peak_is_measured_in_plausible_units() -> None:
-    from hybridpar.config import Config
-
     peak, source = peak_flops(Config(), torch.device("cpu"), Axis("world"))
     assert 1e8 < peak < 1e14
     assert "fp32" in source
+
+
+def test_the_peak_is_that_of_the_fastest_product_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other work on the machine slows some down; a mean would be passed by training itself."""
+    now, seconds = [0.0], iter([0.5, 0.002, 0.004, 0.001, 0.2, *[0.01] * 1000])
+
+    def product(*factors: Tensor) -> None:
+        now[0] += next(seconds)
+
+    monkeypatch.setattr(metrics, "_PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(metrics.matmul, "linear", product)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    assert peak_flops(Config(), torch.device("cpu"), Axis("world"))[0] == pytest.approx(2 * 1024**3 / 0.001)
 
 
 def events_of(stage: int, *actions: tuple[Kind, int, float, float]) -> RankEvents:
