@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from hybridpar.checkpoint.files import write_text
+from hybridpar.config import Config
 from hybridpar.errors import DataError
 from hybridpar.flight import Record
 from hybridpar.grid import Axis
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.run.recording import Event, Recording
+from hybridpar.train import metrics
 from hybridpar.train.errors import LostContactError, RankError
 from hybridpar.train.failure import describe_failure
 from hybridpar.train.metrics import BatchClock, MetricsLog, peak_flops, read_metrics
