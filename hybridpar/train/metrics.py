@@ -100,7 +100,7 @@ class BatchClock:
         self._starts.clear()
 
 
-def peak_memory_mb(device: torch.device) -> float:
+def peak_memory_mib(device: torch.device) -> float:
     """Most memory that this process has held, in MiB: on its GPU, or in RAM where it computes there."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
