@@ -5,9 +5,9 @@
     python -m benchmarks.single --shapes 345M_1 --threads 1 --compile --peers gelu_new    # 14 s a step in fp32
     python -m benchmarks.single --dropout 0.1 --name single_dropout    # after embeddings and before residual additions
 
-The peer is GPT2LMHeadModel with sdpa attention, untied head, no dropout of attention, AdamW(fused), on the same weights,
-tokens, threads: with its default activation (`gelu_new`, the tanh form spelled out in torch operations) and with torch's fused
-one (`gelu_pytorch_tanh`, the same function). What 'bf16' means:
+The peer is GPT2LMHeadModel with sdpa attention, untied head, no dropout of attention, AdamW(fused), on the same
+weights, tokens, threads: with its default activation (`gelu_new`, the tanh form spelled out in torch operations) and
+with torch's fused one (`gelu_pytorch_tanh`, the same function). What 'bf16' means:
 
     ours            bf16 weights and activations; fp32 master weights, gradient sums and optimizer state
     autocast        fp32 weights, cast for each matrix product by torch.autocast: the same numerics, nearly

@@ -214,7 +214,8 @@ class Run:
         row: dict[str, Any] = {
             "step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr,
             "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds, "consumed_tokens": result.step * tokens,
-            "mfu": tokens / seconds * self.flops_per_token / self.peak, "memory_mib": peak_memory_mib(self.engine.device),
+            "mfu": tokens / seconds * self.flops_per_token / self.peak,
+            "memory_mib": peak_memory_mib(self.engine.device),
         }
         if len(result.losses) > 1:
             row["losses"] = result.losses

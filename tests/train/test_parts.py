@@ -202,7 +202,8 @@ def test_a_lost_neighbour_is_one_line_and_a_defect_keeps_its_traceback() -> None
 
 def test_plain_lines_come_at_most_every_other_second(capsys: pytest.CaptureFixture[str]) -> None:
     reporter = PlainReporter(100)
-    row = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 1e4, "step_ms": 3.0, "mfu": 0.5, "memory_mib": 9.0}
+    row = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 1e4, "step_ms": 3.0, "mfu": 0.5,
+           "memory_mib": 9.0}
     for step in range(1, 101):
         reporter.step({"step": step, **row})
     lines = capsys.readouterr().err.splitlines()
