@@ -97,7 +97,9 @@ train() {  # against the peer whose numerics are nearest
     if [ -n "$gpu" ]; then
         "$python" -m benchmarks.single --device cuda --shapes 345M --rounds 9 --peers "$peer" --name gpu_single --out "$out" &&
             "$python" -m benchmarks.single --device cuda --shapes 1.3B --rounds 7 --peers "$peer compiled" \
-                --name gpu_single_1.3B --out "$out"
+                --name gpu_single_1.3B --out "$out" &&
+            "$python" -m benchmarks.single --device cuda --shapes 345M --rounds 5 --peers "$peer compiled" --dropout 0.1 \
+                --name gpu_single_dropout --out "$out"
     else
         "$python" -m benchmarks.single --shapes tiny --dtypes bf16 --threads 1 --rounds 2 --compile --out "$(mktemp -d)"
     fi
