@@ -92,8 +92,8 @@ inline Tensor empty(const Tensor& like, const std::vector<int64_t>& shape, Scala
 }
 inline Tensor none(const Tensor& like) { return empty(like, {0}, like.scalar_type()); }
 
-// The mask of `rows` rows of x, whose first dimension counts samples (of a vector: one). counter: int64 [2], the step and
-// the first sample; without one nothing may be dropped.
+// The mask of `rows` rows of x, whose first dimension counts samples (of a vector: one). counter: int64 [2], the step
+// and the first sample; without one nothing may be dropped.
 inline Mask make_mask(const char* op, const Tensor& x, int64_t rows, int64_t key0, int64_t key1,
                       const Optional& counter, int64_t threshold, double scale, int64_t stride, int64_t start) {
   STD_TORCH_CHECK(threshold >= 0 && threshold <= 0xffffffffLL, op, ": threshold ", threshold, " does not fit 32 bits");
