@@ -12,8 +12,9 @@ import pytest
 from train.runs import write_config, write_corpus
 
 from hybridpar.cli import main
+from hybridpar.cli.arguments import Signature
 from hybridpar.cli.commands import COMMANDS, parse_grid
-from hybridpar.cli.entry import flags_of, parse
+from hybridpar.cli.entry import parse
 from hybridpar.config import Config
 from hybridpar.data import prepare
 from hybridpar.errors import ConfigError
@@ -54,7 +55,7 @@ def test_flags_come_over_the_file_and_the_file_over_the_defaults(config: Path) -
 
 
 def test_every_key_of_the_configuration_is_a_flag_of_train(config: Path) -> None:
-    flags = flags_of(COMMANDS["train"])
+    flags = set(Signature.of(COMMANDS["train"]).kinds)
     own = {"json", "ranks", "inject"}
     assert {"model.hidden_size", "optim.betas", "run.name", *own} <= flags
     for flag in sorted(flags - own):

@@ -112,6 +112,8 @@ class Check:
     json: bool = False
 
     def run(self, launch: Launch) -> int:
+        if not 0 <= self.world_size <= 2**20:
+            raise config_error("world_size", self.world_size, f"must be at least 0 and at most {2**20}", "8")
         config = resolved(self.config, self.world_size)
         absent = _absent(config)
         from hybridpar.memory import predict, table

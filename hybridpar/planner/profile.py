@@ -162,6 +162,12 @@ def check_settings(profile: Profile, config: Config) -> None:
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Writes profile.json."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, profile_json(profile))
+
+
+def profile_json(profile: Profile) -> str:
+    """What profile.json holds."""
     document = {
         "format": FORMAT, "estimated": profile.estimated, "about": dict(profile.about),
         "hardware": asdict(profile.hardware), "settings": profile.settings,
@@ -170,8 +176,7 @@ def write_profile(profile: Profile, path: Path) -> None:
                    for (kind, tp, b), cost in profile.blocks.items()],
         "links": {name: _plain_link(link) for name, link in profile.links.items()},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(document, indent=1) + "\n")
+    return json.dumps(document, indent=1) + "\n"
 
 
 def _plain(cost: BlockCost) -> dict[str, Any]:

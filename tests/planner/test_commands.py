@@ -69,7 +69,9 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
             (("--profile", tmp_path / "none.json"), "does not exist"),
             (("--cluster", tmp_path / "none.toml"), "cannot be read"),
             (("--devices", -1), "devices = -1: is too small"),
-            (("--svg", tmp_path / "none" / "plan.svg"), "the folder of the file is not there"),
+            (("--svg", config / "plan.svg"), "cannot be written (Not a directory); try"),
+            (("--svg", profile, "--profile", profile), "is what is read, and would be lost; try"),
+            (("--svg", tmp_path / "plan.toml"), "is what out writes; try"),
             (("--grid", "tp=x"), "must be sizes of tp, pp and dp")):
         code, out, err = run(capsys, "plan", config, *args, "--out", tmp_path / "plan.toml")
         assert code == 1

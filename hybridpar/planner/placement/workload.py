@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
+from hybridpar.checkpoint.files import write_text
 from hybridpar.errors import DataError, config_error
 from hybridpar.planner.placement.fields import Checker
 from hybridpar.reading import read_limited
@@ -177,7 +178,7 @@ def read_workload(path: str | Path) -> Workload:
 
 def write_workload(workload: Workload, path: str | Path) -> None:
     """Writes what `read_workload` reads, with all that the workload was made with."""
-    Path(path).write_text(json.dumps(workload_document(workload), indent=1) + "\n")
+    write_text(Path(path), json.dumps(workload_document(workload), indent=1) + "\n")
 
 
 def make_workload(document: object) -> Workload:
