@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridpar.cli.within import Within
 from hybridpar.config import Config, from_mapping, from_words, load_toml
 from hybridpar.config.toml import nearest_option
 from hybridpar.config.words import BOOLEANS
@@ -35,22 +36,27 @@ class Signature:
     """Field by flag, for those that are not keys of the configuration."""
     kinds: dict[str, Any]
     """Type by flag: the command's own and every `section.key`."""
+    ranges: dict[str, Within]
+    """By flag, for its own."""
 
     @staticmethod
     def of(command: type[Any]) -> Signature:
         hints, kinds_of = typing.get_type_hints(command, include_extras=True), typing.get_type_hints(command)
         positional, own = {}, {}
+        ranges: dict[str, Within] = {}
         for field in dataclasses.fields(command):
             notes = getattr(hints[field.name], "__metadata__", ())
             if "Positional" in map(str, notes):
                 positional[field.name] = kinds_of[field.name]
             elif field.name != "config":
-                own[next((note.name for note in notes if getattr(note, "name", None)), field.name)] = field.name
+                flag = next((note.name for note in notes if getattr(note, "name", None)), field.name)
+                own[flag] = field.name
+                ranges.update((flag, note) for note in notes if isinstance(note, Within))
         kinds = {flag: kinds_of[field] for flag, field in own.items()}
         if "config" in kinds_of:
             for section, kind in typing.get_type_hints(Config).items():
                 kinds |= {f"{section}.{key}": hint for key, hint in typing.get_type_hints(kind).items()}
-        return Signature(command, positional, own, kinds)
+        return Signature(command, positional, own, kinds, ranges)
 
     @property
     def takes_config(self) -> bool:
@@ -123,8 +129,15 @@ def read_arguments(signature: Signature, args: Sequence[str]) -> Arguments:
 
 
 def make_command(signature: Signature, arguments: Arguments) -> Any:
-    """The command, with its configuration. Raises: ConfigError (load_toml)."""
-    fields = arguments.fields
+    """The command, with its configuration. Raises: ConfigError with every number that is out of its range, or for the
+    configuration's file."""
+    fields, problems = arguments.fields, []
+    for flag, within in signature.ranges.items():
+        if (field := signature.own[flag]) in fields and not within.holds(value := fields[field]):
+            rule = f"must be at least {within.least} and at most {within.most}"
+            problems.append(Problem(flag, value, rule, signature.usual(flag) or str(within.least)))
+    if problems:
+        raise ConfigError(*problems)
     if signature.takes_config:
         fields = fields | {"config": from_mapping(arguments.document, load_toml(fields["path"]))}
     return signature.command(**fields)

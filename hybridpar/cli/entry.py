@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import json
 import os
 import sys
@@ -26,6 +27,9 @@ _GRACE_S = 2.0
 """How long a rank that lost contact outlives the one that died, so that the launcher sees and names that one first."""
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; what is wrong is said once, in one message. Returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -39,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.filename is None and error.errno not in _FULL:
+            raise
+        return _report(RankError(f"{error.filename or 'a disk'}: {error.strerror}"), launch, as_json="--json" in args)
 
 
 def parse(args: Sequence[str], speaks: bool = True) -> Any:

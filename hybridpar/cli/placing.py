@@ -14,6 +14,7 @@ from tyro.conf import Positional, arg
 
 from hybridpar.cli.outputs import check_outputs, write_output
 from hybridpar.cli.planning import ConfigFile, Overrides, resolved
+from hybridpar.cli.within import Devices
 from hybridpar.config import Launch, ParallelConfig
 from hybridpar.errors import config_error
 
@@ -145,15 +146,13 @@ class Graph:
     """To estimate for, without profile and cluster."""
     link: str = "nvlink3"
     """Between such devices."""
-    accelerators: int = 0
+    accelerators: Devices = 0
     """How many; 0: all of the profile or cluster, else 8."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:
         from hybridpar.planner.operator_graph import operator_graph
 
-        if self.accelerators < 0:
-            raise config_error("accelerators", self.accelerators, "must not be negative", "8")
         check_outputs([self.path, self.profile, self.cluster], out=self.out)
         resolved(replace(self.config, parallel=ParallelConfig(dp=1),
                          pipeline=replace(self.config.pipeline, split=(), recompute="none")))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import FlagConversionOff, Positional, arg
 
 from hybridpar.cli.outputs import check_outputs, write_output
+from hybridpar.cli.within import Devices, MicroBatches, Ranks, Within
 from hybridpar.config import Config, Launch, load_toml, to_toml
-from hybridpar.errors import config_error
 
 if TYPE_CHECKING:
     from hybridpar.pipeline.plan.costs import Costs
@@ -32,11 +32,11 @@ class Profile:
     path: ConfigFile
     config: Overrides
     out: str = "profile.json"
-    tp: tuple[int, ...] = ()
+    tp: Annotated[tuple[int, ...], Within(1, 2**16)] = ()
     """Tensor-parallel degrees; empty: 1, 2, 4, .. as many as ranks."""
-    micro_batch: tuple[int, ...] = ()
+    micro_batch: MicroBatches = ()
     """Micro-batch sizes; empty: the configuration's and twice that."""
-    ranks: int = 0
+    ranks: Ranks = 0
     """Processes on a CPU, where torchrun has not started any; 0: one a core."""
     quick: bool = False
     """A few seconds: less of everything."""
@@ -48,8 +48,6 @@ class Profile:
         from hybridpar.planner.survey import survey
 
         resolved(self.config)
-        if self.ranks < 0:
-            raise config_error("ranks", self.ranks, "must not be negative", "0")
         check_outputs([self.path], out=self.out)
         profile = survey(self.config, launch, degrees=self.tp, sizes=self.micro_batch, quick=self.quick,
                          ranks=self.ranks)
@@ -72,17 +70,17 @@ class Plan:
     """What `hybridpar profile` has measured; empty: this machine is measured, quickly, and that is kept."""
     cluster: str = ""
     """A cluster.toml: plan for machines that are not at hand. With a profile, its blocks are used, and these links."""
-    devices: int = 0
+    devices: Devices = 0
     """How many to use; 0: all GPUs or cores here, or all of the cluster."""
-    batch_size: int = 0
+    batch_size: Annotated[int, Within(0, 2**30)] = 0
     """Samples of a step, however they are divided; 0: the configuration's micro-batches on its replicas."""
     grid: str = ""
     """Sizes to keep, such as tp=2,pp=1. Axes to which the configuration gives more than one rank are kept, too."""
     schedules: tuple[str, ...] = ()
     """Schedules to choose from; empty: the configuration's, and 1f1b where it trains alike."""
-    micro_batches: tuple[int, ...] = ()
+    micro_batches: MicroBatches = ()
     """Micro-batch sizes to choose from; empty: those profiled, and powers of two between."""
-    top: int = 5
+    top: Annotated[int, Within(1, 10_000)] = 5
     """How many to rank."""
     out: str = "plan.toml"
     svg: str = ""
@@ -101,9 +99,6 @@ class Plan:
                          pipeline=replace(self.config.pipeline, split=(), recompute="none", schedule="1f1b",
                                           early_switch="off", warmup="depth", gradient_buffers=0, sync_steps=0),
                          optim=replace(self.config.optim, staleness="none")))
-        for name, value in (("devices", self.devices), ("top", self.top - 1)):
-            if value < 0:
-                raise config_error(name, value, "is too small", "1")
         check_outputs([self.path, self.profile, self.cluster], out=self.out, svg=self.svg or None)
         if self.brief and (begun := self._begun()) is not None:
             write_output("out", self.out, to_toml(begun))
@@ -191,7 +186,7 @@ class Simulate:
     """Also write a picture to this file."""
     perfetto: str = ""
     """Also write a trace for ui.perfetto.dev to this file."""
-    batches: int = 2
+    batches: Annotated[int, Within(1, 10_000)] = 2
     """Batches to draw."""
     json: bool = False
 
@@ -202,8 +197,6 @@ class Simulate:
         from hybridpar.pipeline.plan.svg import draw_svg
         from hybridpar.train.preview import costs_of_run, preview
 
-        if self.batches < 1:
-            raise config_error("batches", self.batches, "must be positive", "2")
         check_outputs([self.path, self.profile, self.cluster], svg=self.svg or None, perfetto=self.perfetto or None)
         config, costs = resolved(self.config), None
         run = costs_of_run(Path(self.measured), config) if self.measured else None

@@ -29,7 +29,8 @@ MAX_TOML = 1 << 20
 def load_toml(path: str | Path) -> Config:
     """Reads a TOML file over the defaults.
 
-    Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type.
+    Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type;
+    also if the file says nothing at all.
     """
     path = Path(path)
     try:
@@ -40,6 +41,8 @@ def load_toml(path: str | Path) -> Config:
         raise ConfigError(problem) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(Problem("config", str(path), f"is not valid TOML: {error}")) from None
+    if not document:
+        raise ConfigError(Problem("config", str(path), "has no section", "a file with [model] in it"))
     return from_mapping(document)
 
 

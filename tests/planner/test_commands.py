@@ -68,7 +68,7 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
             (("--profile", profile), "the profile was made with"),
             (("--profile", tmp_path / "none.json"), "does not exist"),
             (("--cluster", tmp_path / "none.toml"), "cannot be read"),
-            (("--devices", -1), "devices = -1: is too small"),
+            (("--devices", -1), "devices = -1: must be at least 0 and at most"),
             (("--svg", config / "plan.svg"), "cannot be written (Not a directory); try"),
             (("--svg", profile, "--profile", profile), "is what is read, and would be lost; try"),
             (("--svg", tmp_path / "plan.toml"), "is what out writes; try"),
