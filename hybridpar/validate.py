@@ -35,7 +35,7 @@ LARGEST = {
     "model.num_layers": 10_000, "model.hidden_size": 2**20, "model.num_heads": 2**16, "model.num_kv_heads": 2**16,
     "model.ffn_hidden_size": 2**24, "model.seq_length": 2**24, "model.vocab_size": 2**28, "parallel.tp": 2**16,
     "parallel.pp": 2**16, "parallel.dp": 2**20, "pipeline.num_microbatches": 2**20, "pipeline.sync_steps": 2**40,
-    "train.num_steps": 2**40, "train.micro_batch_size": 2**20, "train.threads": 2**16, "train.timeout_s": 1e8,
+    "train.num_steps": 2**40, "train.micro_batch_size": 2**20, "train.threads": 2**10, "train.timeout_s": 1e8,
     "train.eval_batches": 2**30, "train.seed": 2**64 - 1, "anomalies.window": 10**6,
 }
 """What no machine has, or will train: no sum or product of these is too much work to look at."""
@@ -67,9 +67,9 @@ def _value(config: Config, name: str) -> float:
 
 
 def _ranges(config: Config) -> Iterator[Problem]:
-    endless = [*_not_finite(config)]
-    yield from endless
-    said = {problem.field for problem in endless}  # which no range says better
+    impossible = [*_impossible(config)]
+    yield from impossible
+    said = {problem.field for problem in impossible}  # which no range says better
     yield from (problem for problem in _outside(config) if problem.field not in said)
 
 
@@ -94,15 +94,17 @@ def _outside(config: Config) -> Iterator[Problem]:
         yield Problem("optim.betas", betas, "must each be at least 0 and below 1", "[0.9, 0.999]")
 
 
-def _not_finite(config: Config) -> Iterator[Problem]:
+def _impossible(config: Config) -> Iterator[Problem]:
     usual = to_mapping(Config())
     for section, table in to_mapping(config).items():
         for key, value in table.items():
-            numbers = value if isinstance(value, list) else [value]
-            if any(isinstance(number, float) and not isfinite(number) for number in numbers):
+            parts = value if isinstance(value, list) else [value]
+            if any(isinstance(part, float) and not isfinite(part) for part in parts):
                 yield Problem(f"{section}.{key}", value, "must be finite", str(usual[section][key]))
-            elif any(isinstance(number, int) and abs(number) >= 2**64 for number in numbers):
+            elif any(isinstance(part, int) and abs(part) >= 2**64 for part in parts):
                 yield Problem(f"{section}.{key}", value, "is too large", str(usual[section][key]))
+            elif any(isinstance(part, str) and "\0" in part for part in parts):
+                yield Problem(f"{section}.{key}", value, "must not hold a zero byte", str(usual[section][key]))
 
 
 def _grid(config: Config, world_size: int) -> Iterator[Problem]:

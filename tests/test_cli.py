@@ -54,6 +54,25 @@ def test_flags_come_over_the_file_and_the_file_over_the_defaults(config: Path) -
     assert command.json
 
 
+@pytest.mark.parametrize(("words", "value"), [
+    (["--model.bias", "true"], True), (["--model.bias", "True"], True), (["--model.bias"], True),
+    (["--model.bias=false"], False), (["--model.bias", "FALSE"], False), (["--model.bias", "False", "--json"], False),
+])
+def test_booleans_are_written_as_anyone_writes_them(config: Path, words: list[str], value: bool) -> None:
+    assert parse(["train", str(config), *words]).config.model.bias is value
+    assert parse(["train", *words, "--ranks", "2", str(config)]).config.model.bias is value
+
+
+def test_where_arguments_stand_and_how_lists_are_written(config: Path) -> None:
+    export = parse(["export", "--verify", "run", "--dtype", "bf16", "out", "--json=false"])
+    assert (export.checkpoint, export.output, export.verify, export.json) == (Path("run"), Path("out"), True, False)
+    assert parse(["preprocess", "--json", "a", "b", "--output", "c"]).sources == ("a", "b")
+    for words in (["0.9", "0.95"], ["0.9,0.95"], ["[0.9, 0.95]"]):
+        assert parse(["train", str(config), "--optim.betas", *words]).config.optim.betas == (0.9, 0.95)
+    assert parse(["train", str(config), "--optim.lr", "1", "--optim.lr", "2"]).config.optim.lr == 2.0
+    assert parse(["generate", "--checkpoint", "run", "--prompt", "-- a"]).prompt == "-- a"
+
+
 def test_every_key_of_the_configuration_is_a_flag_of_train(config: Path) -> None:
     flags = set(Signature.of(COMMANDS["train"]).kinds)
     own = {"json", "ranks", "inject"}
@@ -82,8 +101,22 @@ def test_help_needs_no_torch() -> None:
     (("generate", "--chekpoint", "x"), "did you mean --checkpoint?"),
     (("train", "--parallel.tp", "2"), "the first argument must be a configuration file"),
     (("trian", "CONFIG"), "did you mean train?"),
-    (("train", "CONFIG", "--model.num_layers", "two"), "num_layers"),
-    (("train", "CONFIG", "--model.kind", "t5"), "gpt"),
+    (("train", "CONFIG", "--model.num_layers", "two"), "model.num_layers = 'two': must be of type int; try 4"),
+    (("train", "CONFIG", "--model.num_layers"), "model.num_layers = '': needs a value; try 4"),
+    (("train", "CONFIG", "--model.kind", "t5"), "model.kind = 't5': must be one of gpt, bert; try gpt"),
+    (("train", "CONFIG", "--train.dtype", "BF16"), "must be one of fp32, bf16, fp16, fp64; try bf16"),
+    (("train", "CONFIG", "--pipeline.early_switch", "Auto"), "one of off, auto; try auto"),
+    (("train", "CONFIG", "--optim.betas", "0.9"), "optim.betas = '0.9': must have 2 entries; try 0.9 0.999"),
+    (("train", "CONFIG", "--optim.lr", "nan"), "optim.lr = 'nan': must be finite; try 0.0003"),
+    (("train", "CONFIG", "--model.bias", "maybe"), "model.bias = 'maybe': must be of type bool; try true"),
+    (("train", "CONFIG", "--json=maybe"), "json = 'maybe': must be of type bool; try false"),
+    (("train", "CONFIG", "--ranks", "x", "--model.kind", "t5"), "2 problems:\n  - ranks = 'x'"),
+    (("train", "CONFIG", "more"), "'more' is one argument too many"),
+    (("train", "\udcff.toml"), "is not UTF-8 text"),
+    (("TRAIN", "CONFIG"), "did you mean train?"),
+    (("generate", "runs/run"), "hybridpar generate: --checkpoint is missing"),
+    (("export", "runs/run"), "output is missing: the arguments are checkpoint, output"),
+    (("export", "runs/run", "out", "--max_file_gb", "inf"), "max_file_gb = 'inf': must be finite; try 5.0"),
 ])
 def test_a_wrong_command_line_is_refused(config: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...],
                                          says: str) -> None:
@@ -99,12 +132,18 @@ def test_a_wrong_command_line_is_refused(config: Path, capsys: pytest.CaptureFix
     (["--data.split", "0"], "data.split"),
     (["--data.corpus", "nowhere.txt"], "nowhere.txt: does not exist"),
     (["--model.vocab_size", "100"], "model.vocab_size = 100"),
+    (["--ranks", "4000000000"], "ranks = 4000000000: must be at least 0 and at most 4096; try 0"),
+    (["--data.cache", "tiny.toml/x"], "cannot be written (Not a directory); name another folder"),
+    (["--data.corpus", ""], "data.corpus = ['']: must name a source in each entry"),
+    (["--data.corpus", "corpus.tx"], "try corpus.txt"),
+    (["--run.name", "x" * 300], "File name too long"),
     (["--train.device", "cuda", "--train.threads", "1"], "train.device = 'cuda': this machine has 0 GPUs"),
 ])
-def test_train_refuses_what_cannot_run(config: Path, capsys: pytest.CaptureFixture[str], flags: list[str],
-                                       says: str) -> None:
+def test_train_refuses_what_cannot_run(config: Path, capsys: pytest.CaptureFixture[str], flags: list[str], says: str,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
+    monkeypatch.chdir(config.parent)
     if "cuda" in flags and torch.cuda.is_available():
         pytest.skip("has a GPU")
     assert says in fails(capsys, "train", config, *flags)
@@ -195,6 +234,31 @@ def test_simulate_draws_and_counts(config: Path, capsys: pytest.CaptureFixture[s
     assert plain["peak_activations"] == [4, 4]
     assert plain["peak_versions"] == [1, 1]
     assert all(0 < share < 1 for share in plain["bubble"])
+
+
+@pytest.mark.parametrize(("args", "says"), [
+    (("check", "CONFIG", "--world_size", "-1"), "world_size = -1: must be at least 0"),
+    (("verify", "CONFIG", "--batches", "0"), "batches = 0: must be at least 1"),
+    (("verify", "CONFIG", "--grid", "pp=\u00b2"), "must be sizes of tp, pp and dp"),
+    (("replay", "CONFIG", "--threads", "-1"), "threads = -1: must be at least 0"),
+    (("replay", "runs", "--step", "3"), "path = 'runs': does not exist"),
+    (("profile", "CONFIG", "--ranks", "1000000000"), "ranks = 1000000000: must be at least 0 and at most"),
+    (("profile", "CONFIG", "--micro_batch", "4000000000"), "micro_batch = [4000000000]: must be at least 1"),
+    (("plan", "CONFIG", "--micro_batches", "0"), "micro_batches = [0]: must be at least 1"),
+    (("graph", "CONFIG", "--accelerators", "4000000000"), "accelerators = 4000000000: must be at least 0 and at most"),
+    (("simulate", "CONFIG", "--batches", "99999999999999999999"), "must be at least 1 and at most 10000; try 2"),
+    (("preprocess", "CONFIG", "--vocab_size", "4000000000"), "vocab_size = 4000000000: must be at least 1"),
+    (("preprocess", "CONFIG", "--vocab_size", "300", "--output", "tiny.toml"), "tiny.toml: cannot be written"),
+    (("generate", "--checkpoint", "run", "--seed", "99999999999999999999"), "must be at least -9223372036854775808"),
+    (("generate", "--checkpoint", "corpus"), "is not a run folder, nor a checkpoint in one; try corpus.txt"),
+    (("export", "run", "out", "--max_file_gb", "1e300"), "max_file_gb = 1e+300: must be positive, and at most 1e9"),
+])
+def test_numbers_and_names_that_cannot_be(config: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...],
+                                          says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(config.parent)
+    message = fails(capsys, *(str(config) if a == "CONFIG" else a for a in args))
+    assert says in message
+    assert not (config.parent / "data").exists()
 
 
 def test_preprocess_makes_a_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -135,7 +135,8 @@ def make_command(signature: Signature, arguments: Arguments) -> Any:
     for flag, within in signature.ranges.items():
         if (field := signature.own[flag]) in fields and not within.holds(value := fields[field]):
             rule = f"must be at least {within.least} and at most {within.most}"
-            problems.append(Problem(flag, value, rule, signature.usual(flag) or str(within.least)))
+            shown = list(value) if isinstance(value, tuple) else value
+            problems.append(Problem(flag, shown, rule, signature.usual(flag) or str(within.least)))
     if problems:
         raise ConfigError(*problems)
     if signature.takes_config:

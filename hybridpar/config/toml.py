@@ -34,7 +34,7 @@ def load_toml(path: str | Path) -> Config:
     """
     path = Path(path)
     try:
-        document = tomllib.loads(read_text(path, MAX_TOML).removeprefix("\ufeff"))
+        document = tomllib.loads(read_text(path, MAX_TOML))
     except OSError as error:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
         problem = Problem("config", str(path), f"cannot be read ({error.strerror})", near[0] if near else "")

@@ -23,7 +23,7 @@ from scipy.sparse.csgraph import connected_components
 from hybridpar.checkpoint.files import write_text
 from hybridpar.errors import DataError, config_error
 from hybridpar.planner.placement.fields import Checker
-from hybridpar.reading import read_limited
+from hybridpar.reading import nearest_path, read_limited
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_DEVICES = 10_000
@@ -166,7 +166,8 @@ def read_document(path: str | Path) -> Any:
     try:
         return json.loads(read_limited(path, MAX_FILE_BYTES))
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        near = nearest_path(path)
+        raise DataError(f"{path}: cannot be read ({error.strerror})" + (near and f"; try {near}")) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: is not JSON ({error or type(error).__name__})") from error
 
