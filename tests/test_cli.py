@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import subprocess
 import sys
@@ -277,6 +278,23 @@ def test_verify_says_whether_a_grid_agrees(config: Path, capsys: pytest.CaptureF
     assert json.loads(out)["ok"]
     assert "tensors agree" in err
     assert "must be sizes" in fails(capsys, "verify", config, "--grid", "tp=2,qq=3")
+
+
+def test_what_the_system_refuses_is_said_in_a_line(config: Path, capsys: pytest.CaptureFixture[str],
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(error: OSError) -> None:
+        def run(self: object, launch: object) -> int:
+            raise error
+
+        monkeypatch.setattr(COMMANDS["check"], "run", run)
+
+    raises(OSError(errno.ENOSPC, "No space left on device"))
+    assert fails(capsys, "check", config) == "hybridpar: a disk: No space left on device\n"
+    raises(PermissionError(errno.EACCES, "Permission denied", "a/b"))
+    assert fails(capsys, "check", config) == "hybridpar: a/b: Permission denied\n"
+    raises(OSError(errno.ECHILD, "a defect of ours"))
+    with pytest.raises(OSError, match="a defect of ours"):
+        main(["check", str(config)])
 
 
 def test_parse_grid() -> None:

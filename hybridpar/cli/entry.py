@@ -25,9 +25,8 @@ from hybridpar.train.errors import LostContactError, RankError
 
 _GRACE_S = 2.0
 """How long a rank that lost contact outlives the one that died, so that the launcher sees and names that one first."""
-
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""What a system says of a disk when it does not say of which file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None and error.errno not in _FULL:
             raise
-        return _report(RankError(f"{error.filename or 'a disk'}: {error.strerror}"), launch, as_json="--json" in args)
+        who = f"rank {launch.rank}: " if launch.world_size > 1 else ""
+        message = f"{who}{error.filename or 'a disk'}: {error.strerror}"
+        return _report(RankError(message), launch, as_json="--json" in args)
 
 
 def parse(args: Sequence[str], speaks: bool = True) -> Any:

@@ -47,4 +47,3 @@ def _read(word: str, kind: Any) -> Any:
         except ValueError:
             return word
     return Path(word) if kind is Path else word
-
