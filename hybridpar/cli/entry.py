@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,9 +18,9 @@ import tyro
 from tyro.conf import FlagCreatePairsOff
 
 from hybridpar import __version__
-from hybridpar.cli.arguments import Signature, flag_of, make_command, read_arguments
 from hybridpar.cli.commands import COMMANDS
-from hybridpar.config import Config, Launch
+from hybridpar.cli.within import out_of_range
+from hybridpar.config import Config, Launch, load_toml
 from hybridpar.errors import ConfigError, HybridparError
 from hybridpar.train.errors import LostContactError, RankError
 
@@ -64,32 +65,81 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
     name, rest = args[0], list(args[1:])
     if name not in COMMANDS:
         _refuse(f"hybridpar: {name} is not a command", name, COMMANDS, speaks)
-    signature = Signature.of(COMMANDS[name])
-    _check_flags(name, rest, signature.kinds, speaks)
-    if {"-h", "--help"} & set(rest):
-        _help_of(name, signature, speaks)
-    try:
-        arguments = read_arguments(signature, rest)
-    except HybridparError as error:
-        _refuse(f"hybridpar {name}: {_headed(error)}", "", (), speaks)
-    return make_command(signature, arguments)
-
-
-def _check_flags(name: str, args: Iterable[str], known: Iterable[str], speaks: bool) -> None:
-    for word in filter(None, map(flag_of, args)):
-        if word not in known and word != "help":
-            same_key = [k for k in known if "." in k and k.rpartition(".")[2] == word.rpartition(".")[2]]
-            _refuse(f"hybridpar {name}: unknown flag --{word}", word, same_key or known, speaks, "--")
-
-
-def _help_of(name: str, signature: Signature, speaks: bool) -> NoReturn:
-    """Says what a command takes, and exits."""
+    command = COMMANDS[name]
+    _check_flags(name, rest, speaks)
     default: Any = tyro.MISSING_NONPROP
-    if signature.takes_config:
-        default = signature.command(path=Path("CONFIG.toml"), config=Config())
-    tyro.cli(signature.command, prog=f"hybridpar {name}", args=["--help"], default=default, use_underscores=True,
-             console_outputs=speaks, config=(FlagCreatePairsOff,))
-    raise AssertionError("tyro exits after its help")
+    if "config" in command.__dataclass_fields__:
+        if {"-h", "--help"} & set(rest):
+            default = command(path=Path("CONFIG.toml"), config=Config())
+        elif not rest or rest[0].startswith("-"):
+            if "run" not in own_flags(command) or not (run := _value("--run", rest)):
+                _refuse(f"hybridpar {name}: the first argument must be a configuration file", "", (), speaks)
+            rest.insert(0, str(Path(run) / "config.toml"))
+            default = command(path=Path(rest[0]), config=load_toml(rest[0]))
+        else:
+            default = command(path=Path(rest[0]), config=load_toml(rest[0]))
+    made = tyro.cli(
+        command, prog=f"hybridpar {name}", args=_booleans_as_python(rest), default=default, use_underscores=True,
+        console_outputs=speaks, config=(FlagCreatePairsOff,))
+    if problems := out_of_range(made):
+        raise ConfigError(*problems)
+    return made
+
+
+def _booleans_as_python(args: Sequence[str]) -> list[str]:
+    """`--section.key true` as True, the only spelling that tyro reads; in any case."""
+    kinds = {f"{section}.{key}": kind for section, table in typing.get_type_hints(Config).items()
+             for key, kind in typing.get_type_hints(table).items()}
+    flag, words = "", []
+    for arg in args:
+        head, equals, value = arg.partition("=")
+        if head.startswith("--"):
+            flag = head[2:].replace("-", "_")
+        else:
+            head, equals, value = "", "", arg
+        if kinds.get(flag) is bool and value.lower() in ("true", "false"):
+            value = value.capitalize()
+        words.append(head + equals + value)
+    return words
+
+
+def _check_flags(name: str, args: Iterable[str], speaks: bool) -> None:
+    known = flags_of(COMMANDS[name])
+    for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--") and arg != "--help"):
+        word = flag[2:].replace("-", "_")
+        if word not in known:
+            same_key = [k for k in known if "." in k and k.rpartition(".")[2] == word.rpartition(".")[2]]
+            _refuse(f"hybridpar {name}: unknown flag {flag}", word, same_key or known, speaks, "--")
+
+
+def flags_of(command: type[Any]) -> set[str]:
+    """The names of a command's flags, without dashes: its own and `section.key`."""
+    names = own_flags(command)
+    if "config" in command.__dataclass_fields__:
+        config = Config()
+        names |= {
+            f"{section.name}.{key.name}" for section in dataclasses.fields(config)
+            for key in dataclasses.fields(getattr(config, section.name))
+        }
+    return names
+
+
+def own_flags(command: type[Any]) -> set[str]:
+    """Those that are not keys of the configuration."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    given = {name: getattr(note, "name", None) for name, hint in hints.items()
+             for note in getattr(hint, "__metadata__", ())}
+    positional = {name for name, hint in hints.items() if "Positional" in map(str, getattr(hint, "__metadata__", ()))}
+    fields = {f.name for f in dataclasses.fields(command)} - positional - {"config"}
+    return {given.get(name) or name for name in fields}
+
+
+def _value(flag: str, args: Sequence[str]) -> str:
+    """What is given for a flag; empty if nothing is."""
+    for arg, following in zip(args, [*args[1:], ""], strict=True):
+        if arg == flag or arg.startswith(f"{flag}="):
+            return following if arg == flag else arg.partition("=")[2]
+    return ""
 
 
 def _help() -> str:
@@ -107,18 +157,13 @@ def _refuse(text: str, word: str, known: Iterable[str], speaks: bool, dashes: st
     raise SystemExit(2)
 
 
-def _headed(error: HybridparError) -> str:
-    """The message, and how many problems it names where there are several."""
-    count = len(error.problems) if isinstance(error, ConfigError) else 1
-    return f"{count} problems:\n{error}" if count > 1 else str(error)
-
-
 def _report(error: HybridparError, launch: Launch, *, as_json: bool) -> int:
     """Prints an error once: by rank 0 where all ranks have it, by the one rank that it is of, which then ends."""
     alone = isinstance(error, RankError)
     problems = error.problems if isinstance(error, ConfigError) else ()
     if alone or launch.rank == 0:
-        print(f"hybridpar: {_headed(error)}", file=sys.stderr, flush=True)
+        heading = f"{len(problems)} problems:\n" if len(problems) > 1 else ""
+        print(f"hybridpar: {heading}{error}", file=sys.stderr, flush=True)
     if as_json and launch.rank == 0:
         plain = {"ok": False, "error": str(error), "problems": [dataclasses.asdict(p) for p in problems]}
         print(json.dumps(plain, default=str), flush=True)

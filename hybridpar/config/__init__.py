@@ -26,11 +26,9 @@ from hybridpar.config.toml import (
     to_mapping,
     to_toml,
 )
-from hybridpar.config.words import from_words
 
 __all__ = [
     "AUTO", "MAX_TOML", "AnomaliesConfig", "CheckpointConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig",
     "Launch", "ModelConfig", "OptimConfig", "ParallelConfig", "PipelineConfig", "PlanConfig", "RunConfig",
-    "TrainConfig", "from_mapping", "from_words", "load_toml", "to_mapping", "to_toml",
-    "triton_is_interpreted",
+    "TrainConfig", "from_mapping", "load_toml", "to_mapping", "to_toml", "triton_is_interpreted",
 ]

@@ -111,21 +111,21 @@ def _read_section(name: str, base: Any, table: Mapping[str, Any], problems: list
             problems.append(Problem(f"{name}.{key}", value, "is not a key of the configuration", _nearest(key, known)))
             continue
         try:
-            values[key] = convert(value, hints[key])
+            values[key] = _convert(value, hints[key])
         except ValueError as error:
-            works = nearest_option(value, hints[key]) or getattr(base, key)
+            works = _nearest_option(value, hints[key]) or getattr(base, key)
             problems.append(Problem(f"{name}.{key}", value, str(error), _as_toml(works)))
     return dataclasses.replace(base, **values)
 
 
-def nearest_option(value: object, kind: Any) -> str | None:
+def _nearest_option(value: object, kind: Any) -> str | None:
     """Of the names that the annotated type allows, the one that was probably meant."""
     options = [name for part in (kind, *typing.get_args(kind)) for name in typing.get_args(part)
                if isinstance(name, str)]
     return next(iter(difflib.get_close_matches(str(value).lower(), options, 1)), None)
 
 
-def convert(value: Any, kind: Any) -> Any:
+def _convert(value: Any, kind: Any) -> Any:
     """`value` as the annotated type. Raises: ValueError with the rule it breaks."""
     origin = typing.get_origin(kind)
     if origin is Literal:
@@ -140,7 +140,7 @@ def convert(value: Any, kind: Any) -> Any:
             raise ValueError("must be a list")
         if inner[-1] is not Ellipsis and len(items) != len(inner):
             raise ValueError(f"must have {len(inner)} entries")
-        return tuple(convert(v, inner[0]) for v in items)
+        return tuple(_convert(v, inner[0]) for v in items)
     if origin in (typing.Union, UnionType):
         return _convert_to_any(value, typing.get_args(kind))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -156,7 +156,7 @@ def _convert_to_any(value: Any, kinds: Sequence[Any]) -> Any:
     rules = []
     for kind in kinds:
         try:
-            return convert(value, kind)
+            return _convert(value, kind)
         except ValueError as error:
             rules.append(str(error))
     raise ValueError(", or ".join(rules))
