@@ -29,10 +29,12 @@ class Traffic:
     num_bytes: Counter[str] = field(default_factory=Counter)
 
     def add(self, op: str, num_bytes: int) -> None:
+        """Counts one call."""
         self.calls[op] += 1
         self.num_bytes[op] += num_bytes
 
     def clear(self) -> None:
+        """Begins to count from zero."""
         self.calls.clear()
         self.num_bytes.clear()
 
@@ -60,6 +62,7 @@ class Axis:
 
     @property
     def size(self) -> int:
+        """How many ranks are on the axis."""
         return len(self.ranks)
 
     @property
@@ -129,6 +132,7 @@ class ProcessGrid:
 
     @property
     def rank(self) -> int:
+        """This process's global rank."""
         return self.world.ranks[self.world.rank]
 
     def describe(self, chunks: int = 1) -> str:

@@ -64,8 +64,7 @@ def _normal_fake(key0: int, key1: int, rows: int, cols: int, stride: int, start:
     return torch.empty((rows, cols), dtype=torch.float64 if double else torch.float32)
 
 
-def _dropout_fake(x: Tensor, key0: int, key1: int, step: int, sample: int, threshold: int, scale: float,
-                  stride: int, start: int) -> Tensor:
+def _dropout_fake(x: Tensor, *mask: Any) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -100,7 +99,7 @@ def _add_norm_backward_fake(dy: Tensor, dsum: Tensor | None, total: Tensor, weig
 
 
 def _dropped_fake(dsum: Tensor, with_bias: bool, *mask: Any) -> tuple[Tensor, Tensor]:
-    threshold = mask[4]
+    threshold = mask[3]
     return (_like_first(dsum) if threshold else dsum.new_empty(0),
             dsum.new_empty(dsum.shape[-1] if with_bias else 0))
 

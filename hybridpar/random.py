@@ -32,13 +32,26 @@ _CHUNK = {"cpu": 1 << 15}  # elements whose temporaries stay in a core's cache; 
 _CHUNK_DEVICE = 1 << 24
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RandomKey:
-    """What the random numbers of one micro-batch depend on; `sample` is the global index of its first sample."""
+    """What the random numbers of one micro-batch depend on: the seed, and what changes from one to the next.
+
+    counter: int64 [2], the step and the global index of the first sample, on the device that draws: kernels read it
+    there, so what was compiled or recorded for one micro-batch serves all.
+    """
 
     seed: int
-    step: int
-    sample: int
+    counter: Tensor
+
+    @classmethod
+    def of(cls, seed: int, step: int, sample: int, num_samples: int = 1,
+           device: str | torch.device = "cpu") -> RandomKey:
+        """The key of the samples `sample` to `sample + num_samples`.
+
+        Raises: ValueError where a step or sample does not fit 32 bits.
+        """
+        check_counters(step, sample, num_samples, 0, 0, 0, 0)
+        return cls(seed, torch.tensor([step, sample], device=device))
 
 
 def site(name: str) -> int:
@@ -62,8 +75,8 @@ def random_bits(seed: int, site: int, step: int, sample: int, *, num_samples: in
 
     Shapes: returns int32 [num_samples, rows, cols].
     """
+    check_counters(step, sample, num_samples, rows, cols, stride, start)
     if torch.device(device).type == "cpu" and native.missing() is None:
-        check_counters(step, sample, num_samples, rows, cols, stride, start)
         return torch.ops.hybridpar.philox_bits(*philox_key(seed, site), step, sample, num_samples, rows, cols, stride,
                                                start)
     return bits_reference(philox_key(seed, site), step, sample, num_samples=num_samples, rows=rows, cols=cols,
@@ -97,16 +110,15 @@ def check_counters(step: int, sample: int, num_samples: int, rows: int, cols: in
 # --- reference: bits -------------------------------------------------------------------------------------------------
 
 
-def bits_reference(key: tuple[int, int], step: int, sample: int, *, num_samples: int, rows: int, cols: int, stride: int,
-                   start: int, device: str | torch.device = "cpu") -> Tensor:
+def bits_reference(key: tuple[int, int], step: int | Tensor, sample: int | Tensor, *, num_samples: int, rows: int,
+                   cols: int, stride: int, start: int, device: str | torch.device = "cpu") -> Tensor:
     """What `random_bits` returns, in plain torch, for a key from `philox_key`.
 
     Shapes: returns int32 [num_samples, rows, cols].
     """
-    check_counters(step, sample, num_samples, rows, cols, stride, start)
     device = torch.device(device)
     out = torch.empty((num_samples, rows, cols), dtype=torch.int32, device=device)
-    steps = torch.full((1,), step, device=device)
+    steps = torch.zeros(1, dtype=torch.int64, device=device) + step
     pieces = _pieces(num_samples, rows, cols, _CHUNK.get(device.type, _CHUNK_DEVICE))
     # under a tracer that gives tensors no values, one piece shows what all take
     for i, r, c in pieces if type(out) is Tensor else islice(pieces, 1):

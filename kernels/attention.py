@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .philox import _generate, _signed, _words
+from .philox import _counter, _generate, _signed, _words
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -52,7 +52,7 @@ class Tile(NamedTuple):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
-              key0: int, key1: int, step: int, sample: int, threshold: int, keep_scale: float,
+              key0: int, key1: int, counter: Tensor | None, threshold: int, keep_scale: float,
               start: int) -> tuple[Tensor, Tensor]:
     """out, and lse: +infinity where a query sees no key, whose out is zero.
 
@@ -66,20 +66,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: lis
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel():
         common = _common(q, k, v, real, kv_head, scale, causal,
-                         (key0, key1, step, sample, threshold, keep_scale, start))
+                         (key0, key1, counter, threshold, keep_scale, start))
         _launch(forward_kernel, common, out_ptr=out, lse_ptr=lse, **_strides(q=q, k=k, v=v))
     return out, lse
 
 
 def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, real: Tensor | None,
-                       kv_head: list[int], scale: float, causal: bool, key0: int, key1: int, step: int, sample: int,
+                       kv_head: list[int], scale: float, causal: bool, key0: int, key1: int, counter: Tensor | None,
                        threshold: int, keep_scale: float, start: int) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. Shapes: dout like q -> like out, twice [b, s, n_kv, d]."""
     dq, delta = torch.empty_like(out), torch.empty_like(lse)
     dk, dv = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])) for x in (k, v))
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
-    common = _common(q, k, v, real, kv_head, scale, causal, (key0, key1, step, sample, threshold, keep_scale, start))
+    common = _common(q, k, v, real, kv_head, scale, causal, (key0, key1, counter, threshold, keep_scale, start))
     common |= {"dout_ptr": dout, "lse_ptr": lse, "delta_ptr": delta, **_strides(q=q, k=k, v=v, dout=dout)}
     _launch(dq_kernel, common, out_ptr=out, dq_ptr=dq)
     grouped = kv_head != list(range(k.shape[1]))
@@ -88,17 +88,17 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
 
 
 def _common(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
-            mask: tuple[int, int, int, int, int, float, int]) -> dict[str, Any]:
+            mask: tuple[int, int, Tensor | None, int, float, int]) -> dict[str, Any]:
     """What all kernels take, besides strides."""
     assert scale > 0, f"scale must be positive, got {scale}"  # the largest score must give the largest scaled one
     n, s, d = q.shape[1:]
     assert len(kv_head) == n, f"kv_head needs {n} entries, got {kv_head}"
-    *words, keep_scale, start = mask
-    dropout = 0 if mask[4] == 0 else _QUADS.value if s % 4 == start % 4 == 0 else _WORDS.value
-    key0, key1, step, sample, threshold = _signed(*words)
+    key0, key1, counter, threshold, keep_scale, start = mask
+    dropout = 0 if threshold == 0 else _QUADS.value if s % 4 == start % 4 == 0 else _WORDS.value
+    key0, key1, threshold = _signed(key0, key1, threshold)
     return {"q_ptr": q, "k_ptr": k, "v_ptr": v, "real_ptr": None if real is None else real.view(torch.uint8),
             "table_ptr": _table(tuple(kv_head), k.shape[1], q.device), "heads": n, "s": s, "scale": scale,
-            "key0": key0, "key1": key1, "step": step, "sample": sample, "threshold": threshold,
+            "counter_ptr": counter, "key0": key0, "key1": key1, "threshold": threshold,
             "keep_scale": keep_scale if dropout else 1.0, "start": start,
             "HEAD": d, "D": max(16, triton.next_power_of_2(d)), "CAUSAL": causal, "DROPOUT": dropout}
 
@@ -208,15 +208,15 @@ _SMALL = {itemsize: dict.fromkeys(("forward_kernel", "dq_kernel", "dkdv_kernel")
 
 # Compiled once for all values: these differ from call to call or say nothing.
 _QKV = [f"{name}_{dim}" for name in "qkv" for dim in "bns"]
-_PLAIN = [*_QKV, "heads", "s", "scale", "key0", "key1", "step", "sample", "threshold", "keep_scale", "start"]
+_PLAIN = [*_QKV, "heads", "s", "scale", "key0", "key1", "threshold", "keep_scale", "start"]
 _PLAIN_BACKWARD = [*_PLAIN, "dout_b", "dout_n", "dout_s"]
 
 
 @triton.jit(do_not_specialize=_PLAIN)
 def forward_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, out_ptr, lse_ptr, q_b, q_n, q_s, k_b,
-                   k_n, k_s, v_b, v_n, v_s, heads, s, scale, key0, key1, step, sample, threshold, keep_scale, start,
-                   UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-                   CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
+                   k_n, k_s, v_b, v_n, v_s, heads, s, scale, counter_ptr, key0, key1, threshold, keep_scale,
+                   start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+                   KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
     row, head, b = _place(ROWS, CAUSAL)
     kv = tl.load(table_ptr + head).to(tl.int64)
     k_row, k_col = _corner(k_matrix, b * k_b + kv * k_n, k_s, UNIT)
@@ -225,7 +225,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr,
     v_ptr += (b * v_b + kv * v_n) * UNIT
     if real_ptr is not None:
         real_ptr += b * s
-    noise = (key0, key1, step, sample + b.to(tl.int32), threshold)
+    step, sample = _counter(counter_ptr, b.to(tl.int32))
+    noise = (key0, key1, step, sample, threshold)
     rows = row + tl.arange(0, ROWS)
     index = start + (head * s + rows) * s
     scale *= _LOG2E  # powers of 2 from here on
@@ -256,8 +257,8 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr,
 
 @triton.jit(do_not_specialize=_PLAIN_BACKWARD)
 def dq_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, dout_ptr, out_ptr, lse_ptr, delta_ptr,
-              dq_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, s, scale, key0, key1,
-              step, sample, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
+              dq_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, s, scale, counter_ptr,
+              key0, key1, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
               ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
     row, head, b = _place(ROWS, CAUSAL)
     kv = tl.load(table_ptr + head).to(tl.int64)
@@ -267,7 +268,8 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, dout
     v_ptr += (b * v_b + kv * v_n) * UNIT
     if real_ptr is not None:
         real_ptr += b * s
-    noise = (key0, key1, step, sample + b.to(tl.int32), threshold)
+    step, sample = _counter(counter_ptr, b.to(tl.int32))
+    noise = (key0, key1, step, sample, threshold)
     rows = row + tl.arange(0, ROWS)
     index = start + (head * s + rows) * s
     full, end = _keys_seen(real_ptr, row, s, ROWS, KEYS, CAUSAL)
@@ -296,7 +298,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, dout
 @triton.jit(do_not_specialize=[*_PLAIN_BACKWARD, "kv_heads"])
 def dkdv_kernel(q_ptr, k_ptr, v_ptr, q_matrix, dout_matrix, real_ptr, table_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr,
                 dv_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, kv_heads, s, scale,
-                key0, key1, step, sample, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr,
+                counter_ptr, key0, key1, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr,
                 D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
                 GROUPED: tl.constexpr):
     key, kv, b = _place(KEYS, False)
@@ -306,7 +308,8 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, q_matrix, dout_matrix, real_ptr, table_ptr,
     end = s
     if real_ptr is not None:  # nothing to do where no key is real
         end *= tl.max((tl.load(real_ptr + b * s + keys, mask=keys < s, other=0) != 0).to(tl.int32), 0)
-    noise = (key0, key1, step, sample + b.to(tl.int32), threshold)
+    step, sample = _counter(counter_ptr, b.to(tl.int32))
+    noise = (key0, key1, step, sample, threshold)
     lse_ptr += b * heads * s
     delta_ptr += b * heads * s
     dk, dv = tl.zeros((KEYS, D), tl.float32), tl.zeros((KEYS, D), tl.float32)

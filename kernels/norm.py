@@ -10,12 +10,15 @@ Source: arXiv 1607.06450, arXiv 1910.07467.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import norm_wide
+from .philox import _counter
 from .residual import WORDS, _added, _keep, bias_dropout_add, bias_dropout_add_backward, dropout_words
 from .rows import _both, add_up, check, launch, share, tile
 
@@ -27,7 +30,7 @@ _OF_THREAD_FORWARD = 16
 _STAGES = 4  # tiles on their way in the backward; 2 where rows are wider than _WIDEST_BIAS
 _PROGRAMS = 256  # that sum columns: nearly whole rounds on 132 SMs (H100) and 108 (A100)
 _LEAST = 8  # rows that one sums
-_KEEP_ALL = ((0, 0, 0, 0, 0, 1.0, 1, 0, 0), 0)
+_KEEP_ALL = ((None, 0, 0, 0, 1.0, 1, 0, 0), 0)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centre: bool) -> tuple[Tensor, Tensor]:
@@ -52,11 +55,11 @@ def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, stats: Tensor, centre: 
 
 
 def add_norm(x: Tensor, bias_of_x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
-             centre: bool, key0: int, key1: int, step: int, sample: int, threshold: int, scale: float, stride: int,
+             centre: bool, key0: int, key1: int, counter: Tensor | None, threshold: int, scale: float, stride: int,
              start: int) -> tuple[Tensor, Tensor, Tensor]:
     """The normalised sum, the sum = residual + dropout(x + bias_of_x), and the statistics of `norm`."""
     check(x=x, bias_of_x=bias_of_x, residual=residual, weight=weight, bias=bias)
-    mask = (key0, key1, step, sample, threshold, scale, stride, start)
+    mask = (key0, key1, counter, threshold, scale, stride, start)
     words, kind = dropout_words(x, *mask)
     if x.shape[-1] > _WIDEST_FORWARD or kind == 2:
         total = bias_dropout_add(x, bias_of_x, residual, *mask)
@@ -66,12 +69,12 @@ def add_norm(x: Tensor, bias_of_x: Tensor | None, residual: Tensor, weight: Tens
 
 
 def add_norm_backward(dy: Tensor, dsum: Tensor | None, sum: Tensor, weight: Tensor, stats: Tensor, with_bias: bool,
-                      centre: bool, key0: int, key1: int, step: int, sample: int, threshold: int, scale: float,
+                      centre: bool, key0: int, key1: int, counter: Tensor | None, threshold: int, scale: float,
                       stride: int, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of: residual, x (empty without dropout: the residual's), bias_of_x (empty without one), weight,
     bias (zeros if not `centre`)."""
     check(dy=dy, dsum=dsum, sum=sum, weight=weight)
-    mask = (key0, key1, step, sample, threshold, scale, stride, start)
+    mask = (key0, key1, counter, threshold, scale, stride, start)
     cols = sum.shape[-1]
     words, kind = dropout_words(sum, *mask)
     if cols <= (_WIDEST_BIAS if with_bias or kind else _WIDEST) and kind < 2:
@@ -85,7 +88,7 @@ def add_norm_backward(dy: Tensor, dsum: Tensor | None, sum: Tensor, weight: Tens
 
 
 def _forward(x: Tensor, bias_of_x: Tensor | None, residual: Tensor | None, weight: Tensor, bias: Tensor | None,
-             eps: float, centre: bool, mask: tuple[tuple[int | float, ...], int]) -> tuple[Tensor, Tensor, Tensor]:
+             eps: float, centre: bool, mask: tuple[tuple[Any, ...], int]) -> tuple[Tensor, Tensor, Tensor]:
     rows, cols = x.shape[:-1].numel(), x.shape[-1]
     y, stats = torch.empty_like(x), x.new_empty((rows, 2), dtype=torch.float32)
     total = y if residual is None else torch.empty_like(x)
@@ -99,7 +102,7 @@ def _forward(x: Tensor, bias_of_x: Tensor | None, residual: Tensor | None, weigh
 
 
 def _backward(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, stats: Tensor, with_bias: bool, centre: bool,
-              mask: tuple[tuple[int | float, ...], int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+              mask: tuple[tuple[Any, ...], int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, cols = x.shape[:-1].numel(), x.shape[-1]
     words, kind = mask
     dx = torch.empty_like(x)
@@ -118,7 +121,7 @@ def _backward(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, stats:
 
 @triton.jit(do_not_specialize=["rows", "eps", *WORDS])
 def norm_kernel(x_ptr, bias_of_x_ptr, residual_ptr, weight_ptr, bias_ptr, sum_ptr, y_ptr, stats_ptr, rows, cols, eps,
-                key0, key1, step, sample, threshold, scale, sample_rows, stride, start,
+                counter_ptr, key0, key1, threshold, scale, sample_rows, stride, start,
                 CENTRE: tl.constexpr, DROP: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
                 COLS: tl.constexpr):
     col = tl.arange(0, COLS)[None, :]
@@ -128,8 +131,10 @@ def norm_kernel(x_ptr, bias_of_x_ptr, residual_ptr, weight_ptr, bias_ptr, sum_pt
     if residual_ptr is None:
         x = tl.load(x_ptr + place, mask=inside, other=0.0)
     else:
-        x = _added(x_ptr, bias_of_x_ptr, residual_ptr, row, col, 0, rows, cols, key0, key1, step, sample, threshold,
-                   scale, sample_rows, stride, start, DROP, COLS)
+        step, sample = _counter(counter_ptr, 0)
+        noise = (key0, key1, step, sample, threshold)
+        x = _added(x_ptr, bias_of_x_ptr, residual_ptr, row, col, 0, rows, cols, noise, scale, sample_rows, stride,
+                   start, DROP, COLS)
         tl.store(sum_ptr + place, x, mask=inside)
     if EARLY:  # while x is on its way
         weight = tl.load(weight_ptr + col, mask=col < cols, other=0.0)
@@ -155,13 +160,15 @@ def norm_kernel(x_ptr, bias_of_x_ptr, residual_ptr, weight_ptr, bias_ptr, sum_pt
 
 @triton.jit(do_not_specialize=["rows", "rows_each", *WORDS])
 def norm_backward_kernel(dy_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr, dropped_ptr, partial_ptr, rows, cols,
-                         rows_each, key0, key1, step, sample, threshold, scale, sample_rows, stride, start,
+                         rows_each, counter_ptr, key0, key1, threshold, scale, sample_rows, stride, start,
                          CENTRE: tl.constexpr, WITH_BIAS: tl.constexpr, DROP: tl.constexpr, STAGES: tl.constexpr,
                          ROWS: tl.constexpr, COLS: tl.constexpr):
     program = tl.program_id(0)
     first = program * rows_each
     end = tl.minimum(first + rows_each, rows)
     col = tl.arange(0, COLS)[None, :]
+    step, sample = _counter(counter_ptr, 0)
+    noise = (key0, key1, step, sample, threshold)
     weight = tl.load(weight_ptr + col, mask=col < cols, other=0.0)
     dweight = tl.zeros([ROWS, COLS], tl.float32)
     dbias = tl.zeros([ROWS, COLS], tl.float32)
@@ -194,7 +201,7 @@ def norm_backward_kernel(dy_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr,
         if WITH_BIAS or DROP:
             dropped = tl.where(inside, rounded.to(tl.float32), 0.0)
             if DROP:
-                keep = _keep(row, 0, key0, key1, step, sample, threshold, sample_rows, stride, start, DROP, COLS)
+                keep = _keep(row, 0, noise, sample_rows, stride, start, DROP, COLS)
                 dropped = tl.where(keep, dropped * scale, 0.0)
                 tl.store(dropped_ptr + place, dropped.to(dropped_ptr.dtype.element_ty), mask=inside)
             dbias_of_x += dropped

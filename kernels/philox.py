@@ -19,28 +19,33 @@ from torch import Tensor
 from .rows import launch
 
 _MAX_QUADS = 256  # counters a program: 1024 elements, 8 a thread
-_WORDS = ("key0", "key1", "step", "sample", "threshold")
+_WORDS = ("key0", "key1", "threshold")
 _PLAIN = [*_WORDS, "start", "stride", "scale"]  # vary from call to call: compile once for all values
 
 
-def philox_dropout(x: Tensor, key0: int, key1: int, step: int, sample: int, threshold: int, scale: float, stride: int,
+def philox_dropout(x: Tensor, key0: int, key1: int, counter: Tensor | None, threshold: int, scale: float, stride: int,
                    start: int) -> Tensor:
     """x * scale where the element's bits are at least `threshold`, otherwise 0.
 
+    counter: int64 [2], the step and the number of the first sample; read on the device.
     Shapes: x [num_samples, rows, cols], contiguous -> the same.
     """
     assert x.dim() == 3, f"x must be [num_samples, rows, cols], got {tuple(x.shape)}"
     assert x.is_contiguous(), "x must be contiguous"
+    assert counter is not None, "dropout needs a counter"
     out = torch.empty_like(x)
-    _launch(dropout_kernel, (x, out), x.shape, stride, start, _signed(key0, key1, step, sample, threshold), scale)
+    _launch(dropout_kernel, (x, out, counter), x.shape, stride, start, _signed(key0, key1, threshold), scale)
     return out
 
 
-def random_bits(key0: int, key1: int, step: int, sample: int, *, shape: tuple[int, int, int], stride: int, start: int,
-                device: str | torch.device = "cuda") -> Tensor:
-    """32 random bits an element. Shapes: shape is [num_samples, rows, cols]; returns int32 of that shape."""
-    out = torch.empty(shape, dtype=torch.int32, device=device)
-    _launch(bits_kernel, (out,), shape, stride, start, _signed(key0, key1, step, sample))
+def random_bits(key0: int, key1: int, counter: Tensor, *, shape: tuple[int, int, int], stride: int,
+                start: int) -> Tensor:
+    """32 random bits an element, on the counter's device.
+
+    Shapes: shape is [num_samples, rows, cols]; returns int32 of that shape.
+    """
+    out = torch.empty(shape, dtype=torch.int32, device=counter.device)
+    _launch(bits_kernel, (out, counter), shape, stride, start, _signed(key0, key1))
     return out
 
 
@@ -61,10 +66,11 @@ def _signed(*words: int) -> list[int]:
 
 
 @triton.jit(do_not_specialize=_PLAIN)
-def dropout_kernel(x_ptr, out_ptr, key0, key1, step, sample, threshold, scale, rows, cols, stride, start, blocks,
+def dropout_kernel(x_ptr, out_ptr, counter_ptr, key0, key1, threshold, scale, rows, cols, stride, start, blocks,
                    QUADS: tl.constexpr):
     row, col, quad, i = _place(rows, stride, start, blocks, QUADS)
-    bits = _generate(quad, key0, key1, step, sample + i)
+    step, sample = _counter(counter_ptr, i)
+    bits = _generate(quad, key0, key1, step, sample)
     inside = (col >= 0) & (col < cols)
     x = tl.load(x_ptr + row * cols + col, mask=inside, other=0.0)
     kept = (x.to(tl.float32) * scale).to(x.dtype)
@@ -73,9 +79,10 @@ def dropout_kernel(x_ptr, out_ptr, key0, key1, step, sample, threshold, scale, r
 
 
 @triton.jit(do_not_specialize=_PLAIN)
-def bits_kernel(out_ptr, key0, key1, step, sample, rows, cols, stride, start, blocks, QUADS: tl.constexpr):
+def bits_kernel(out_ptr, counter_ptr, key0, key1, rows, cols, stride, start, blocks, QUADS: tl.constexpr):
     row, col, quad, i = _place(rows, stride, start, blocks, QUADS)
-    bits = _generate(quad, key0, key1, step, sample + i)
+    step, sample = _counter(counter_ptr, i)
+    bits = _generate(quad, key0, key1, step, sample)
     tl.store(out_ptr + row * cols + col, bits.to(tl.int32, bitcast=True), mask=(col >= 0) & (col < cols))
 
 
@@ -88,6 +95,16 @@ def _place(rows, stride, start, blocks, QUADS: tl.constexpr):
     quad = first // 4 + program % blocks * QUADS
     col = quad * 4 - first + tl.arange(0, 4 * QUADS)
     return row, col, quad + tl.arange(0, QUADS), (row // rows).to(tl.int32)
+
+
+@triton.jit
+def _counter(counter_ptr, i):
+    """The step, and the number of sample i; zeros of a null pointer, which a mask that drops nothing has."""
+    step, sample = 0, 0
+    if counter_ptr is not None:
+        step = tl.load(counter_ptr).to(tl.int32)
+        sample = tl.load(counter_ptr + 1).to(tl.int32) + i
+    return step, sample
 
 
 @triton.jit

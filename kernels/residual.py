@@ -7,15 +7,17 @@ in philox.py: about 25 integer operations an element, which is more than the ari
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .philox import _generate, _signed, _words
+from .philox import _counter, _generate, _signed, _words
 from .rows import add_up, check, launch, share, tile
 
-WORDS = ("key0", "key1", "step", "sample", "threshold", "scale", "sample_rows", "stride", "start")
+WORDS = ("key0", "key1", "threshold", "scale", "sample_rows", "stride", "start")
 """The kernels' arguments of dropout: they vary from call to call, and kernels are compiled once for all values."""
 _WIDEST = 512
 _OF_THREAD = 8  # elements, in the backward
@@ -23,12 +25,12 @@ _PROGRAMS = 2048  # that sum columns, of all columns
 _LEAST = 32  # rows that one sums
 
 
-def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, key0: int, key1: int, step: int, sample: int,
+def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, key0: int, key1: int, counter: Tensor | None,
                      threshold: int, scale: float, stride: int, start: int) -> Tensor:
     """residual + dropout(x + bias), rounded once. Shapes: x, residual [.., h], bias [h] -> [.., h], all contiguous."""
     check(x=x, bias=bias, residual=residual)
     out = torch.empty_like(x)
-    words, kind = dropout_words(x, key0, key1, step, sample, threshold, scale, stride, start)
+    words, kind = dropout_words(x, key0, key1, counter, threshold, scale, stride, start)
     size = tile(x.shape[-1], _WIDEST)
     rows, cols = x.shape[:-1].numel(), x.shape[-1]
     blocks = triton.cdiv(cols, size["COLS"])
@@ -37,14 +39,14 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, key0: int
     return out
 
 
-def bias_dropout_add_backward(dsum: Tensor, with_bias: bool, key0: int, key1: int, step: int, sample: int,
+def bias_dropout_add_backward(dsum: Tensor, with_bias: bool, key0: int, key1: int, counter: Tensor | None,
                               threshold: int, scale: float, stride: int, start: int) -> tuple[Tensor, Tensor]:
     """The gradients of x (empty without dropout: the sum's) and of the bias (empty without one)."""
     check(dsum=dsum)
     rows, cols = dsum.shape[:-1].numel(), dsum.shape[-1]
     dropped = torch.empty_like(dsum) if threshold else dsum.new_empty(0)
     dbias = dsum.new_empty(cols if with_bias else 0)
-    words, kind = dropout_words(dsum, key0, key1, step, sample, threshold, scale, stride, start)
+    words, kind = dropout_words(dsum, key0, key1, counter, threshold, scale, stride, start)
     if not with_bias and not threshold:
         return dropped, dbias
     size = tile(cols, _WIDEST, _OF_THREAD)
@@ -58,35 +60,42 @@ def bias_dropout_add_backward(dsum: Tensor, with_bias: bool, key0: int, key1: in
     return dropped, dbias
 
 
-def dropout_words(x: Tensor, key0: int, key1: int, step: int, sample: int, threshold: int, scale: float, stride: int,
-                  start: int) -> tuple[tuple[int | float, ...], int]:
-    """What kernels take of a mask for x [samples, .., h], in the order of WORDS; and 0: it drops nothing, 1: rows begin
-    at a counter of their own, so that a counter's four words serve four neighbours, 2: any other mask."""
+def dropout_words(x: Tensor, key0: int, key1: int, counter: Tensor | None, threshold: int, scale: float, stride: int,
+                  start: int) -> tuple[tuple[Any, ...], int]:
+    """What kernels take of a mask for x [samples, .., h]: the counter, then WORDS; and its kind.
+
+    Kinds: 0 drops nothing; 1: rows begin at quads of their own, so that a quad's four words serve four neighbours; 2:
+    any other.
+    """
     rows = max(1, x.shape[:-1].numel() // max(1, x.shape[0] if x.dim() > 1 else 1))
     aligned = stride % 4 == 0 and start % 4 == 0
-    words = _signed(key0, key1, step, sample, threshold)
-    return (*words, scale, rows, stride, start), (1 if aligned else 2) if threshold else 0
+    kind = (1 if aligned else 2) if threshold else 0
+    return (counter, *_signed(key0, key1, threshold), scale, rows, stride, start), kind
 
 
 @triton.jit(do_not_specialize=["rows", *WORDS])
 def add_kernel(x_ptr, bias_ptr, residual_ptr, sum_ptr, rows, cols, blocks,
-               key0, key1, step, sample, threshold, scale, sample_rows, stride, start,
+               counter_ptr, key0, key1, threshold, scale, sample_rows, stride, start,
                DROP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     row = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)[:, None]
     begin = tl.program_id(0) % blocks * COLS
     col = begin + tl.arange(0, COLS)[None, :]
-    total = _added(x_ptr, bias_ptr, residual_ptr, row, col, begin, rows, cols, key0, key1, step, sample, threshold,
-                   scale, sample_rows, stride, start, DROP, COLS)
+    step, sample = _counter(counter_ptr, 0)
+    noise = (key0, key1, step, sample, threshold)
+    total = _added(x_ptr, bias_ptr, residual_ptr, row, col, begin, rows, cols, noise, scale, sample_rows, stride,
+                   start, DROP, COLS)
     tl.store(sum_ptr + row.to(tl.int64) * cols + col, total, mask=(row < rows) & (col < cols))
 
 
 @triton.jit(do_not_specialize=["rows", "rows_each", *WORDS])
 def drop_kernel(dsum_ptr, dropped_ptr, partial_ptr, rows, cols, blocks, rows_each,
-                key0, key1, step, sample, threshold, scale, sample_rows, stride, start,
+                counter_ptr, key0, key1, threshold, scale, sample_rows, stride, start,
                 DROP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     group = tl.program_id(0) // blocks
     begin = tl.program_id(0) % blocks * COLS
     col = begin + tl.arange(0, COLS)[None, :]
+    step, sample = _counter(counter_ptr, 0)
+    noise = (key0, key1, step, sample, threshold)
     sums = tl.zeros([ROWS, COLS], tl.float32)
     for at in range(group * rows_each, tl.minimum((group + 1) * rows_each, rows), ROWS):
         row = at + tl.arange(0, ROWS)[:, None]
@@ -94,7 +103,7 @@ def drop_kernel(dsum_ptr, dropped_ptr, partial_ptr, rows, cols, blocks, rows_eac
         place = row.to(tl.int64) * cols + col
         dx = tl.load(dsum_ptr + place, mask=inside, other=0.0).to(tl.float32)
         if DROP:
-            keep = _keep(row, begin, key0, key1, step, sample, threshold, sample_rows, stride, start, DROP, COLS)
+            keep = _keep(row, begin, noise, sample_rows, stride, start, DROP, COLS)
             dx = tl.where(keep, dx * scale, 0.0)
             tl.store(dropped_ptr + place, dx.to(dropped_ptr.dtype.element_ty), mask=inside)
         if partial_ptr is not None:
@@ -104,8 +113,8 @@ def drop_kernel(dsum_ptr, dropped_ptr, partial_ptr, rows, cols, blocks, rows_eac
 
 
 @triton.jit
-def _added(x_ptr, bias_ptr, residual_ptr, row, col, begin, rows, cols, key0, key1, step, sample, threshold, scale,
-           sample_rows, stride, start, DROP: tl.constexpr, COLS: tl.constexpr):
+def _added(x_ptr, bias_ptr, residual_ptr, row, col, begin, rows, cols, noise, scale, sample_rows, stride, start,
+           DROP: tl.constexpr, COLS: tl.constexpr):
     """A tile of the sum, in the type of x; row [ROWS, 1], col [1, COLS] = begin, begin + 1, .."""
     inside = (row < rows) & (col < cols)
     place = row.to(tl.int64) * cols + col
@@ -114,15 +123,15 @@ def _added(x_ptr, bias_ptr, residual_ptr, row, col, begin, rows, cols, key0, key
     if bias_ptr is not None:
         value += tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32)
     if DROP:
-        keep = _keep(row, begin, key0, key1, step, sample, threshold, sample_rows, stride, start, DROP, COLS)
+        keep = _keep(row, begin, noise, sample_rows, stride, start, DROP, COLS)
         value = tl.where(keep, value * scale, 0.0)
     return (tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32) + value).to(x.dtype)
 
 
 @triton.jit
-def _keep(row, begin, key0, key1, step, sample, threshold, sample_rows, stride, start, DROP: tl.constexpr,
-          COLS: tl.constexpr):
+def _keep(row, begin, noise, sample_rows, stride, start, DROP: tl.constexpr, COLS: tl.constexpr):
     """Which elements stay, of the rows [ROWS, 1] of all samples and the COLS columns from `begin`, a multiple of 4."""
+    key0, key1, step, sample, threshold = noise
     first = start.to(tl.int64) + begin + (row % sample_rows).to(tl.int64) * stride
     number = sample + row // sample_rows
     if DROP == 1:

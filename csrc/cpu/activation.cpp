@@ -54,7 +54,7 @@ HYBRIDPAR_ACTIVATION(HYBRIDPAR_FLATTEN, BFloat16)
 namespace hybridpar {
 namespace {
 
-void check(const char* op, const Tensor& x, const std::optional<Tensor>& bias) {
+void check(const char* op, const Tensor& x, const Optional& bias) {
   check_contiguous(op, "x", x);
   STD_TORCH_CHECK(x.dim() > 0, op, ": x needs a dimension");
   STD_TORCH_CHECK(!bias || (bias->is_contiguous() && bias->dim() == 1 && bias->size(0) == x.size(x.dim() - 1) &&
@@ -72,7 +72,7 @@ Tensor empty_rows(const Tensor& x, int64_t cols) {
 // Runs backward(args, begin, end, sums) over the rows; returns dx and the gradient of the bias, empty without one.
 template <class F>
 std::tuple<Tensor, Tensor> run_backward(const char* op, const Tensor& dy, const Tensor& x,
-                                        const std::optional<Tensor>& bias, int64_t cols, const F& backward) {
+                                        const Optional& bias, int64_t cols, const F& backward) {
   check(op, x, bias);
   check_contiguous(op, "dy", dy);
   STD_TORCH_CHECK(dy.scalar_type() == x.scalar_type() && dy.dim() == x.dim() && dy.size(dy.dim() - 1) == cols &&
@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor> run_backward(const char* op, const Tensor& dy, const 
   return {dx, dbias};
 }
 
-Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
+Tensor bias_gelu(const Tensor& x, const Optional& bias) {
   check("bias_gelu", x, bias);
   Tensor y = make_like(x);
   const int64_t cols = x.size(x.dim() - 1);
@@ -113,7 +113,7 @@ Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
   return y;
 }
 
-std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& dy, const Tensor& x, const std::optional<Tensor>& bias) {
+std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& dy, const Tensor& x, const Optional& bias) {
   return run_backward("bias_gelu_backward", dy, x, bias, x.size(x.dim() - 1),
                       [](const auto& a, int64_t begin, int64_t end, auto* sums) {
                         using T = typename std::decay_t<decltype(a)>::Element;
@@ -121,7 +121,7 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& dy, const Tensor& x,
                       });
 }
 
-Tensor bias_swiglu(const Tensor& x, const std::optional<Tensor>& bias) {
+Tensor bias_swiglu(const Tensor& x, const Optional& bias) {
   check("bias_swiglu", x, bias);
   const int64_t width = x.size(x.dim() - 1);
   STD_TORCH_CHECK(width % 2 == 0, "bias_swiglu: the last size of x must be even");
@@ -137,7 +137,7 @@ Tensor bias_swiglu(const Tensor& x, const std::optional<Tensor>& bias) {
   return y;
 }
 
-std::tuple<Tensor, Tensor> bias_swiglu_backward(const Tensor& dy, const Tensor& x, const std::optional<Tensor>& bias) {
+std::tuple<Tensor, Tensor> bias_swiglu_backward(const Tensor& dy, const Tensor& x, const Optional& bias) {
   return run_backward("bias_swiglu_backward", dy, x, bias, x.size(x.dim() - 1) / 2,
                       [](const auto& a, int64_t begin, int64_t end, auto* sums) {
                         using T = typename std::decay_t<decltype(a)>::Element;

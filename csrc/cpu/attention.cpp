@@ -94,8 +94,8 @@ Strided<T> by_position(const Tensor& x) {
 
 template <class T>
 Problem<T> problem(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
-                   const std::optional<Tensor>& real, const std::vector<int64_t>& kv_head, double scale, bool causal,
-                   int64_t key0, int64_t key1, int64_t step, int64_t sample, int64_t threshold, double keep_scale,
+                   const Optional& real, const std::vector<int64_t>& kv_head, double scale, bool causal,
+                   int64_t key0, int64_t key1, const Optional& counter, int64_t threshold, double keep_scale,
                    int64_t start) {
   const int64_t heads = q.size(1), s = q.size(2);
   STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), op,
@@ -104,22 +104,22 @@ Problem<T> problem(const char* op, const Tensor& q, const Tensor& k, const Tenso
   for (int64_t g : kv_head) STD_TORCH_CHECK(g >= 0 && g < k.size(1), op, ": kv_head names a head that is not there");
   STD_TORCH_CHECK(!real || (real->is_contiguous() && real->numel() == q.size(0) * s), op,
                   ": the padding mask must be [samples, positions]");
-  const Mask mask{make_stream(key0, key1, step, sample), 1, s, start, static_cast<uint32_t>(threshold),
-                  keep_scale};
+  const Mask mask{dropout_stream(op, key0, key1, counter, threshold, q.size(0)), 1, s, start,
+                  static_cast<uint32_t>(threshold), keep_scale};
   return {strided<const T>(op, q), strided<const T>(op, k), strided<const T>(op, v), data<bool>(real), kv_head.data(),
           q.size(0), heads, k.size(1), s, q.size(3), static_cast<Wide<T>>(scale), causal, mask};
 }
 
 // out [samples, positions, heads, d], lse [samples, heads, positions]
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                     const std::optional<Tensor>& real, const std::vector<int64_t>& kv_head,
-                                     double scale, bool causal, int64_t key0, int64_t key1, int64_t step,
-                                     int64_t sample, int64_t threshold, double keep_scale, int64_t start) {
+                                     const Optional& real, const std::vector<int64_t>& kv_head,
+                                     double scale, bool causal, int64_t key0, int64_t key1, const Optional& counter,
+                                     int64_t threshold, double keep_scale, int64_t start) {
   Tensor out = make({q.size(0), q.size(2), q.size(1), q.size(3)}, q.scalar_type());
   Tensor lse = make({q.size(0), q.size(1), q.size(2)}, wide_type(q));
   by_type("attention", q, [&](auto element) {
     using T = decltype(element);
-    const auto p = problem<T>("attention", q, k, v, real, kv_head, scale, causal, key0, key1, step, sample, threshold,
+    const auto p = problem<T>("attention", q, k, v, real, kv_head, scale, causal, key0, key1, counter, threshold,
                               keep_scale, start);
     const ForwardOut<T> o{by_position<T>(out), data<Wide<T>>(lse)};
     torch::stable::parallel_for(0, p.samples * p.heads, 1, [&](int64_t begin, int64_t end) {
@@ -132,14 +132,14 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
 // dq like out, dk and dv [samples, positions, kv heads, d]
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-    const std::optional<Tensor>& real, const std::vector<int64_t>& kv_head, double scale, bool causal, int64_t key0,
-    int64_t key1, int64_t step, int64_t sample, int64_t threshold, double keep_scale, int64_t start) {
+    const Optional& real, const std::vector<int64_t>& kv_head, double scale, bool causal, int64_t key0,
+    int64_t key1, const Optional& counter, int64_t threshold, double keep_scale, int64_t start) {
   Tensor dq = make_like(out);
   Tensor dk = make({k.size(0), k.size(2), k.size(1), k.size(3)}, k.scalar_type());
   Tensor dv = make_like(dk);
   by_type("attention_backward", q, [&](auto element) {
     using T = decltype(element);
-    const auto p = problem<T>("attention_backward", q, k, v, real, kv_head, scale, causal, key0, key1, step, sample,
+    const auto p = problem<T>("attention_backward", q, k, v, real, kv_head, scale, causal, key0, key1, counter,
                               threshold, keep_scale, start);
     const BackwardOut<T> o{by_position<const T>(out), strided<const T>("attention_backward", dout),
                            data<Wide<T>>(lse), by_position<T>(dq), by_position<T>(dk), by_position<T>(dv)};
@@ -158,10 +158,10 @@ using namespace hybridpar;
 STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
   library.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor? real, int[] kv_head, float scale, bool causal, int key0, int "
-      "key1, SymInt step, SymInt sample, int threshold, float keep_scale, SymInt start) -> (Tensor, Tensor)");
+      "key1, Tensor? counter, int threshold, float keep_scale, SymInt start) -> (Tensor, Tensor)");
   library.def(
       "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? real, int[] "
-      "kv_head, float scale, bool causal, int key0, int key1, SymInt step, SymInt sample, int threshold, float "
+      "kv_head, float scale, bool causal, int key0, int key1, Tensor? counter, int threshold, float "
       "keep_scale, SymInt start) -> (Tensor, Tensor, Tensor)");
   library.def(  // of Hopper GPUs alone (csrc/cuda)
       "attention_hopper(Tensor q, Tensor k, Tensor v, int[] kv_head, float scale, bool causal) -> (Tensor, Tensor)");

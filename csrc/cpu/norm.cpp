@@ -233,7 +233,7 @@ HYBRIDPAR_INLINE void backward_any(const Backward<T>& a, int64_t begin, int64_t 
   }
 HYBRIDPAR_EACH_TYPE(HYBRIDPAR_NORM)
 
-void check(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+void check(const char* op, const Tensor& x, const Tensor& weight, const Optional& bias) {
   check_contiguous(op, "x", x);
   check_contiguous(op, "weight", weight);
   STD_TORCH_CHECK(x.dim() > 0 && weight.dim() == 1 && weight.size(0) == x.size(x.dim() - 1), op,
@@ -247,7 +247,7 @@ void check(const char* op, const Tensor& x, const Tensor& weight, const std::opt
 // What is added before: residual + dropout(x + bias).
 struct Sum {
   const Tensor& residual;
-  const std::optional<Tensor>& bias;
+  const Optional& bias;
   Mask mask;
 };
 
@@ -256,7 +256,7 @@ struct Normalised {
 };
 
 Normalised run_forward(const char* op, const Tensor& x, const Sum* sum, const Tensor& weight,
-                       const std::optional<Tensor>& bias, double eps, bool centre) {
+                       const Optional& bias, double eps, bool centre) {
   check(op, x, weight, bias);
   const int64_t rows = num_rows(x), cols = weight.size(0);
   Tensor y = make_like(x), total = sum ? make_like(x) : y;
@@ -278,7 +278,7 @@ struct Gradients {
 };
 
 // mask: null without an addition; with_bias: the addition's
-Gradients run_backward(const char* op, const Tensor& dy, const std::optional<Tensor>& dsum, const Tensor& x,
+Gradients run_backward(const char* op, const Tensor& dy, const Optional& dsum, const Tensor& x,
                        const Tensor& weight, const Tensor& stats, bool centre, const Mask* mask, bool with_bias) {
   check(op, x, weight, std::nullopt);
   check_contiguous(op, "dy", dy);
@@ -304,7 +304,7 @@ Gradients run_backward(const char* op, const Tensor& dy, const std::optional<Ten
   return out;
 }
 
-std::tuple<Tensor, Tensor> norm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, double eps,
+std::tuple<Tensor, Tensor> norm(const Tensor& x, const Tensor& weight, const Optional& bias, double eps,
                                 bool centre) {
   const auto out = run_forward("norm", x, nullptr, weight, bias, eps, centre);
   return {out.y, out.stats};
@@ -316,12 +316,12 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& dy, const Tensor&
   return {out.dx, out.dweight, out.dbias};
 }
 
-std::tuple<Tensor, Tensor, Tensor> add_norm(const Tensor& x, const std::optional<Tensor>& bias_of_x,
+std::tuple<Tensor, Tensor, Tensor> add_norm(const Tensor& x, const Optional& bias_of_x,
                                             const Tensor& residual, const Tensor& weight,
-                                            const std::optional<Tensor>& bias, double eps, bool centre, int64_t key0,
-                                            int64_t key1, int64_t step, int64_t sample, int64_t threshold, double scale,
+                                            const Optional& bias, double eps, bool centre, int64_t key0,
+                                            int64_t key1, const Optional& counter, int64_t threshold, double scale,
                                             int64_t stride, int64_t start) {
-  const Mask mask = make_mask("add_norm", x, key0, key1, step, sample, threshold, scale, stride, start);
+  const Mask mask = make_mask("add_norm", x, key0, key1, counter, threshold, scale, stride, start);
   check_addition("add_norm", x, bias_of_x, residual);
   const Sum sum{residual, bias_of_x, mask};
   const auto out = run_forward("add_norm", x, &sum, weight, bias, eps, centre);
@@ -330,10 +330,10 @@ std::tuple<Tensor, Tensor, Tensor> add_norm(const Tensor& x, const std::optional
 
 // the gradients of: residual, x (empty without dropout: the residual's), bias of x (empty without one), weight, bias
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_norm_backward(
-    const Tensor& dy, const std::optional<Tensor>& dsum, const Tensor& sum, const Tensor& weight, const Tensor& stats,
-    bool with_bias, bool centre, int64_t key0, int64_t key1, int64_t step, int64_t sample, int64_t threshold,
+    const Tensor& dy, const Optional& dsum, const Tensor& sum, const Tensor& weight, const Tensor& stats,
+    bool with_bias, bool centre, int64_t key0, int64_t key1, const Optional& counter, int64_t threshold,
     double scale, int64_t stride, int64_t start) {
-  const Mask mask = make_mask("add_norm_backward", sum, key0, key1, step, sample, threshold, scale, stride, start);
+  const Mask mask = make_mask("add_norm_backward", sum, key0, key1, counter, threshold, scale, stride, start);
   const auto out = run_backward("add_norm_backward", dy, dsum, sum, weight, stats, centre, &mask, with_bias);
   return {out.dx, out.dropped, out.dbias_of_x, out.dweight, out.dbias};
 }

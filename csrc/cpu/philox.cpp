@@ -157,15 +157,14 @@ Tensor philox_normal(int64_t key0, int64_t key1, int64_t rows, int64_t cols, int
   return out;
 }
 
-Tensor philox_dropout(const Tensor& x, int64_t key0, int64_t key1, int64_t step, int64_t sample, int64_t threshold,
-                      double scale, int64_t stride, int64_t start) {
-  STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous(), "philox_dropout: x must be contiguous [samples, rows, cols]");
-  STD_TORCH_CHECK(threshold >= 0 && threshold <= 0xffffffffLL, "philox_dropout: threshold ", threshold,
-                  " does not fit 32 bits");
+Tensor philox_dropout(const Tensor& x, int64_t key0, int64_t key1, const Optional& counter,
+                      int64_t threshold, double scale, int64_t stride, int64_t start) {
+  const char* op = "philox_dropout";
+  STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous(), op, ": x must be contiguous [samples, rows, cols]");
+  const Stream stream = dropout_stream(op, key0, key1, counter, threshold, x.size(0));
   Tensor out = make_like(x);
-  const Stream stream = make_stream(key0, key1, step, sample);
   const Box box{x.size(0), x.size(1), x.size(2), stride, start};
-  by_type("philox_dropout", x, [&](auto element) {
+  by_type(op, x, [&](auto element) {
     using T = decltype(element);
     const T* from = data<T>(x);
     T* to = data<T>(out);
@@ -188,9 +187,7 @@ STABLE_TORCH_LIBRARY(hybridpar, library) {
   library.def(
       "philox_normal(int key0, int key1, SymInt rows, SymInt cols, SymInt stride, SymInt start, bool double) -> "
       "Tensor");
-  library.def(
-      "philox_dropout(Tensor x, int key0, int key1, SymInt step, SymInt sample, int threshold, float scale, "
-      "SymInt stride, SymInt start) -> Tensor");
+  library.def("philox_dropout(Tensor x, " HYBRIDPAR_MASK ") -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hybridpar, CompositeExplicitAutograd, library) {

@@ -59,6 +59,22 @@ inline Stream make_stream(int64_t key0, int64_t key1, int64_t step, int64_t samp
           static_cast<uint32_t>(sample)};
 }
 
+// What dropout draws from. counter: int64 [2], the step and the sample of the first of `samples`; without one nothing
+// may be dropped.
+inline Stream dropout_stream(const char* op, int64_t key0, int64_t key1, const Optional& counter,
+                             int64_t threshold, int64_t samples) {
+  constexpr int64_t kWords = int64_t(1) << 32;
+  STD_TORCH_CHECK(threshold >= 0 && threshold < kWords, op, ": threshold ", threshold, " does not fit 32 bits");
+  if (threshold == 0) return {};
+  STD_TORCH_CHECK(counter && counter->scalar_type() == ScalarType::Long && counter->numel() == 2 &&
+                      counter->is_contiguous() && counter->is_cpu(),
+                  op, ": dropout needs a counter, int64 [2] beside x");
+  const int64_t step = data<int64_t>(counter)[0], sample = data<int64_t>(counter)[1];
+  STD_TORCH_CHECK(step >= 0 && step < kWords && sample >= 0 && sample <= kWords - samples, op, ": step ", step,
+                  " and samples ", sample, " to ", sample + samples, " must be within 0 to 2**32 - 1");
+  return make_stream(key0, key1, step, sample);
+}
+
 // Which elements of [samples, rows, cols] dropout keeps: element (i, r, c) has the counter of sample + i and of
 // index = start + r * stride + c, and stays where its bits are at least `threshold`.
 struct Mask {
@@ -77,12 +93,15 @@ struct Mask {
   HYBRIDPAR_INLINE_MEMBER int64_t index_of(int64_t row) const { return start + row % rows * stride; }
 };
 
-inline Mask make_mask(const char* op, const Tensor& x, int64_t key0, int64_t key1, int64_t step, int64_t sample,
+inline Mask make_mask(const char* op, const Tensor& x, int64_t key0, int64_t key1, const Optional& counter,
                       int64_t threshold, double scale, int64_t stride, int64_t start) {
-  STD_TORCH_CHECK(threshold >= 0 && threshold <= 0xffffffffLL, op, ": threshold ", threshold, " does not fit 32 bits");
   const int64_t samples = x.dim() > 1 ? x.size(0) : 1;
-  return {make_stream(key0, key1, step, sample), std::max<int64_t>(1, num_rows(x) / std::max<int64_t>(1, samples)),
-          stride, start, static_cast<uint32_t>(threshold), scale};
+  return {dropout_stream(op, key0, key1, counter, threshold, samples),
+          std::max<int64_t>(1, num_rows(x) / std::max<int64_t>(1, samples)), stride, start,
+          static_cast<uint32_t>(threshold), scale};
 }
+
+#define HYBRIDPAR_MASK \
+  "int key0, int key1, Tensor? counter, int threshold, float scale, SymInt stride, SymInt start"
 
 }  // namespace hybridpar

@@ -32,11 +32,11 @@ HYBRIDPAR_INLINE void drop_any(const Subtraction<T>& a, int64_t begin, int64_t e
   }
 HYBRIDPAR_EACH_TYPE(HYBRIDPAR_RESIDUAL)
 
-Tensor bias_dropout_add(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual, int64_t key0,
-                        int64_t key1, int64_t step, int64_t sample, int64_t threshold, double scale, int64_t stride,
+Tensor bias_dropout_add(const Tensor& x, const Optional& bias, const Tensor& residual, int64_t key0,
+                        int64_t key1, const Optional& counter, int64_t threshold, double scale, int64_t stride,
                         int64_t start) {
   const char* op = "bias_dropout_add";
-  const Mask mask = make_mask(op, x, key0, key1, step, sample, threshold, scale, stride, start);
+  const Mask mask = make_mask(op, x, key0, key1, counter, threshold, scale, stride, start);
   check_addition(op, x, bias, residual);
   Tensor out = make_like(x);
   const int64_t cols = x.size(x.dim() - 1);
@@ -51,11 +51,11 @@ Tensor bias_dropout_add(const Tensor& x, const std::optional<Tensor>& bias, cons
 
 // the gradients of x (empty without dropout: the sum's) and of the bias (empty without one)
 std::tuple<Tensor, Tensor> bias_dropout_add_backward(const Tensor& dsum, bool with_bias, int64_t key0, int64_t key1,
-                                                     int64_t step, int64_t sample, int64_t threshold, double scale,
+                                                     const Optional& counter, int64_t threshold, double scale,
                                                      int64_t stride, int64_t start) {
   const char* op = "bias_dropout_add_backward";
   check_contiguous(op, "dsum", dsum);
-  const Mask mask = make_mask(op, dsum, key0, key1, step, sample, threshold, scale, stride, start);
+  const Mask mask = make_mask(op, dsum, key0, key1, counter, threshold, scale, stride, start);
   const int64_t cols = dsum.size(dsum.dim() - 1);
   const Tensor none = make({0}, dsum.scalar_type());
   Tensor dropped = threshold ? make_like(dsum) : none, dbias = none;

@@ -78,7 +78,7 @@ HYBRIDPAR_INLINE void drop_row(const Mask& mask, int64_t row, int64_t cols, cons
   });
 }
 
-inline void check_addition(const char* op, const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual) {
+inline void check_addition(const char* op, const Tensor& x, const Optional& bias, const Tensor& residual) {
   check_contiguous(op, "x", x);
   check_contiguous(op, "residual", residual);
   STD_TORCH_CHECK(residual.numel() == x.numel() && residual.scalar_type() == x.scalar_type(), op,
@@ -94,8 +94,5 @@ Tensor narrowed(const Wide<T>* values, int64_t n, ScalarType type) {
   std::transform(values, values + n, data<T>(out), [](Wide<T> value) { return narrow<T>(value); });
   return out;
 }
-
-#define HYBRIDPAR_MASK \
-  "int key0, int key1, SymInt step, SymInt sample, int threshold, float scale, SymInt stride, SymInt start"
 
 }  // namespace hybridpar

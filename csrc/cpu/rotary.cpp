@@ -81,7 +81,7 @@ HYBRIDPAR_INLINE void turn_any(const Rotation<T>& a, int64_t begin, int64_t end)
 HYBRIDPAR_EACH_TYPE(HYBRIDPAR_ROTARY)
 
 // x [samples, heads, s, d], positions [s] or [samples, s] (without: from `offset` on) -> [samples, s, heads, d]
-Tensor rotary(const Tensor& x, double base, int64_t offset, const std::optional<Tensor>& positions, bool back) {
+Tensor rotary(const Tensor& x, double base, int64_t offset, const Optional& positions, bool back) {
   STD_TORCH_CHECK(x.dim() == 4 && x.size(3) % 2 == 0 && (x.size(3) == 0 || x.stride(3) == 1),
                   "rotary: needs [samples, heads, s, d] with d even and without gaps");
   const int64_t samples = x.size(0), heads = x.size(1), s = x.size(2), d = x.size(3), half = d / 2;

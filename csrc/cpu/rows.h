@@ -31,6 +31,7 @@ namespace hybridpar {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using Optional = std::optional<Tensor>;
 
 constexpr int kLanes = 32;  // two AVX-512 registers of float: enough additions in flight
 constexpr int64_t kGrain = 16384;  // elements worth a thread
@@ -245,7 +246,7 @@ T* data(const Tensor& x) {
   return static_cast<T*>(x.data_ptr());
 }
 template <class T>
-const T* data(const std::optional<Tensor>& x) {
+const T* data(const Optional& x) {
   return x ? static_cast<const T*>(x->data_ptr()) : nullptr;
 }
 

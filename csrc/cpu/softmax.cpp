@@ -85,7 +85,7 @@ HYBRIDPAR_INLINE void backward_any(const Scores<T>& a, int64_t begin, int64_t en
   }
 HYBRIDPAR_EACH_TYPE(HYBRIDPAR_SOFTMAX)
 
-void check(const char* op, const Tensor& x, const std::optional<Tensor>& real) {
+void check(const char* op, const Tensor& x, const Optional& real) {
   check_contiguous(op, "x", x);
   STD_TORCH_CHECK(x.dim() == 4, op, ": x must be [samples, heads, queries, keys]");
   STD_TORCH_CHECK(!real || (real->is_contiguous() && real->scalar_type() == ScalarType::Bool &&
@@ -94,13 +94,13 @@ void check(const char* op, const Tensor& x, const std::optional<Tensor>& real) {
 }
 
 template <class T>
-Scores<T> scores(const Tensor& x, const Tensor* dy, const Tensor& out, const std::optional<Tensor>& real, double scale,
+Scores<T> scores(const Tensor& x, const Tensor* dy, const Tensor& out, const Optional& real, double scale,
                  bool causal) {
   return {data<T>(x), dy ? data<T>(*dy) : nullptr, data<T>(out), data<bool>(real), x.size(2), x.size(3),
           x.size(1) * x.size(2), static_cast<Wide<T>>(scale), causal};
 }
 
-Tensor masked_softmax(const Tensor& x, const std::optional<Tensor>& real, double scale, bool causal) {
+Tensor masked_softmax(const Tensor& x, const Optional& real, double scale, bool causal) {
   check("masked_softmax", x, real);
   Tensor y = make_like(x);
   by_type("masked_softmax", x, [&](auto element) {

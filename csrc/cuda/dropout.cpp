@@ -5,7 +5,7 @@
 namespace hybridpar {
 namespace {
 
-Tensor philox_dropout(const Tensor& x, int64_t key0, int64_t key1, int64_t step, int64_t sample, int64_t threshold,
+Tensor philox_dropout(const Tensor& x, int64_t key0, int64_t key1, const Optional& counter, int64_t threshold,
                       double scale, int64_t stride, int64_t start) {
   const char* op = "philox_dropout";
   STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous(), op, ": x must be contiguous [samples, rows, cols]");
@@ -16,8 +16,8 @@ Tensor philox_dropout(const Tensor& x, int64_t key0, int64_t key1, int64_t step,
     cols *= rows;
     rows = 1;
   }
-  const Mask mask =
-      make_mask(op, x.size(0) * rows, x.size(0), key0, key1, step, sample, threshold, scale, stride, start);
+  const Mask mask = make_mask(op, x, x.size(0) * rows, key0, key1, counter, threshold, scale, stride, start);
+  STD_TORCH_CHECK(mask.counter, op, ": needs a counter");
   const OnDevice on(x);
   launch_drop(type, {x.data_ptr(), out.data_ptr(), nullptr, x.size(0) * rows, cols, mask}, on.stream);
   return out;

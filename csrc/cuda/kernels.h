@@ -16,7 +16,8 @@ enum class Type { Float, Double, BFloat16, Half };
 // Which elements of [rows, cols] dropout keeps: element (r, c) has the counter of sample + r / rows and of
 // index = start + r % rows * stride + c, and stays, times `scale`, where its bits are at least `threshold`.
 struct Mask {
-  uint32_t key0, key1, step, sample;
+  uint32_t key0, key1;
+  const int64_t* counter;  // step, sample: read on the device, so that a CUDA graph can run with others each time
   int64_t rows;  // of a sample
   int64_t stride, start;
   uint32_t threshold;

@@ -87,9 +87,9 @@ Addition make_addition(const char* op, const Tensor& x, const Optional& bias, co
 
 std::tuple<Tensor, Tensor, Tensor> add_norm(const Tensor& x, const Optional& bias_of_x, const Tensor& residual,
                                             const Tensor& weight, const Optional& bias, double eps, bool centre,
-                                            int64_t key0, int64_t key1, int64_t step, int64_t sample, int64_t threshold,
+                                            int64_t key0, int64_t key1, const Optional& counter, int64_t threshold,
                                             double scale, int64_t stride, int64_t start) {
-  const Mask mask = mask_of("add_norm", x, key0, key1, step, sample, threshold, scale, stride, start);
+  const Mask mask = make_mask("add_norm", x, num_rows(x), key0, key1, counter, threshold, scale, stride, start);
   const Addition addition = make_addition("add_norm", x, bias_of_x, residual, mask);
   const auto out = run_forward("add_norm", x, &addition, weight, bias, eps, centre);
   return {out.y, out.sum, out.stats};
@@ -98,17 +98,18 @@ std::tuple<Tensor, Tensor, Tensor> add_norm(const Tensor& x, const Optional& bia
 // the gradients of: residual, x (empty without dropout: the residual's), bias of x (empty without one), weight, bias
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_norm_backward(
     const Tensor& dy, const Optional& dsum, const Tensor& sum, const Tensor& weight, const Tensor& stats,
-    bool with_bias, bool centre, int64_t key0, int64_t key1, int64_t step, int64_t sample, int64_t threshold,
+    bool with_bias, bool centre, int64_t key0, int64_t key1, const Optional& counter, int64_t threshold,
     double scale, int64_t stride, int64_t start) {
-  const Mask mask = mask_of("add_norm_backward", sum, key0, key1, step, sample, threshold, scale, stride, start);
+  const Mask mask =
+      make_mask("add_norm_backward", sum, num_rows(sum), key0, key1, counter, threshold, scale, stride, start);
   const auto out = run_backward("add_norm_backward", dy, dsum, sum, weight, stats, centre, &mask, with_bias);
   return {out.dx, out.dropped, out.dbias_of_x, out.dweight, out.dbias};
 }
 
 Tensor bias_dropout_add(const Tensor& x, const Optional& bias, const Tensor& residual, int64_t key0, int64_t key1,
-                        int64_t step, int64_t sample, int64_t threshold, double scale, int64_t stride, int64_t start) {
+                        const Optional& counter, int64_t threshold, double scale, int64_t stride, int64_t start) {
   const char* op = "bias_dropout_add";
-  const Mask mask = mask_of(op, x, key0, key1, step, sample, threshold, scale, stride, start);
+  const Mask mask = make_mask(op, x, num_rows(x), key0, key1, counter, threshold, scale, stride, start);
   Addition addition = make_addition(op, x, bias, residual, mask);
   const Type type = type_of(op, x);
   Tensor out = torch::stable::empty_like(x);
@@ -120,11 +121,11 @@ Tensor bias_dropout_add(const Tensor& x, const Optional& bias, const Tensor& res
 
 // the gradients of x (empty without dropout: the sum's) and of the bias (empty without one)
 std::tuple<Tensor, Tensor> bias_dropout_add_backward(const Tensor& dsum, bool with_bias, int64_t key0, int64_t key1,
-                                                     int64_t step, int64_t sample, int64_t threshold, double scale,
+                                                     const Optional& counter, int64_t threshold, double scale,
                                                      int64_t stride, int64_t start) {
   const char* op = "bias_dropout_add_backward";
   check_contiguous(op, "dsum", dsum);
-  const Mask mask = mask_of(op, dsum, key0, key1, step, sample, threshold, scale, stride, start);
+  const Mask mask = make_mask(op, dsum, num_rows(dsum), key0, key1, counter, threshold, scale, stride, start);
   const Type type = type_of(op, dsum);
   const int64_t rows = num_rows(dsum);
   const int cols = columns(op, num_cols(dsum));

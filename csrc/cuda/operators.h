@@ -92,25 +92,24 @@ inline Tensor empty(const Tensor& like, const std::vector<int64_t>& shape, Scala
 }
 inline Tensor none(const Tensor& like) { return empty(like, {0}, like.scalar_type()); }
 
-inline Mask make_mask(const char* op, int64_t rows, int64_t samples, int64_t key0, int64_t key1, int64_t step,
-                      int64_t sample, int64_t threshold, double scale, int64_t stride, int64_t start) {
+// The mask of `rows` rows of x, whose first dimension counts samples (of a vector: one). counter: int64 [2], the step and
+// the first sample; without one nothing may be dropped.
+inline Mask make_mask(const char* op, const Tensor& x, int64_t rows, int64_t key0, int64_t key1,
+                      const Optional& counter, int64_t threshold, double scale, int64_t stride, int64_t start) {
   STD_TORCH_CHECK(threshold >= 0 && threshold <= 0xffffffffLL, op, ": threshold ", threshold, " does not fit 32 bits");
+  STD_TORCH_CHECK(counter ? counter->scalar_type() == ScalarType::Long && counter->numel() == 2 &&
+                                counter->is_contiguous() && counter->device() == x.device()
+                          : threshold == 0,
+                  op, ": dropout needs a counter, int64 [2] beside x");
+  const int64_t samples = x.dim() > 1 ? x.size(0) : 1;
   return {static_cast<uint32_t>(key0),
           static_cast<uint32_t>(key1),
-          static_cast<uint32_t>(step),
-          static_cast<uint32_t>(sample),
+          static_cast<const int64_t*>(data(counter)),
           std::max<int64_t>(1, rows / std::max<int64_t>(1, samples)),
           stride,
           start,
           static_cast<uint32_t>(threshold),
           scale};
-}
-
-// The mask of the rows of x, whose first dimension counts samples (of a vector: one).
-inline Mask mask_of(const char* op, const Tensor& x, int64_t key0, int64_t key1, int64_t step, int64_t sample,
-                    int64_t threshold, double scale, int64_t stride, int64_t start) {
-  return make_mask(op, num_rows(x), x.dim() > 1 ? x.size(0) : 1, key0, key1, step, sample, threshold, scale, stride,
-                   start);
 }
 
 }  // namespace hybridpar

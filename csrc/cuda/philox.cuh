@@ -10,8 +10,8 @@ struct Words {
   uint32_t a, b, c, d;
 };
 
-HYBRIDPAR_DEVICE Words generate(const Mask& mask, uint32_t sample, uint64_t quad) {
-  uint32_t c0 = static_cast<uint32_t>(quad), c1 = static_cast<uint32_t>(quad >> 32), c2 = mask.step, c3 = sample;
+HYBRIDPAR_DEVICE Words generate(const Mask& mask, uint32_t step, uint32_t sample, uint64_t quad) {
+  uint32_t c0 = static_cast<uint32_t>(quad), c1 = static_cast<uint32_t>(quad >> 32), c2 = step, c3 = sample;
   uint32_t k0 = mask.key0, k1 = mask.key1;
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
@@ -42,12 +42,13 @@ HYBRIDPAR_DEVICE void kept(const Mask& mask, int64_t row, int64_t column, bool (
   static_assert(N == 1 || N % 4 == 0);
   const int64_t sample = divide(row, mask.rows);
   const uint64_t index = static_cast<uint64_t>(mask.start + (row - sample * mask.rows) * mask.stride + column);
-  const uint32_t number = mask.sample + static_cast<uint32_t>(sample), offset = index & 3;
-  Words words = generate(mask, number, index >> 2);
+  const uint32_t step = static_cast<uint32_t>(__ldg(mask.counter)), offset = index & 3,
+                 number = static_cast<uint32_t>(__ldg(mask.counter + 1)) + static_cast<uint32_t>(sample);
+  Words words = generate(mask, step, number, index >> 2);
 #pragma unroll
   for (int k = 0; k < N; k += 4) {
     Words next = {};
-    if (N > 1 && (k + 4 < N || offset)) next = generate(mask, number, (index >> 2) + k / 4 + 1);
+    if (N > 1 && (k + 4 < N || offset)) next = generate(mask, step, number, (index >> 2) + k / 4 + 1);
     const Words mine = from(words, next, offset);
     stays[k] = mine.a >= mask.threshold;
     if constexpr (N > 1) {

@@ -5,9 +5,9 @@ from hybridpar.checkpoint.folders import best_steps, saved_steps
 from hybridpar.checkpoint.load import FullWeights, find, load_full, newest, resume
 from hybridpar.checkpoint.manifest import Manifest, read_manifest
 from hybridpar.checkpoint.save import Saver, save, save_weights
-from hybridpar.checkpoint.start import find_start, start_from
+from hybridpar.checkpoint.start import check_tokens, find_start, start_from
 
 __all__ = [
-    "FullWeights", "Manifest", "Saver", "best_steps", "check_compatible", "find", "find_start", "load_full", "newest",
-    "read_manifest", "resume", "save", "save_weights", "saved_steps", "start_from",
+    "FullWeights", "Manifest", "Saver", "best_steps", "check_compatible", "check_tokens", "find", "find_start",
+    "load_full", "newest", "read_manifest", "resume", "save", "save_weights", "saved_steps", "start_from",
 ]

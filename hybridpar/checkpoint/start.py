@@ -13,7 +13,8 @@ from hybridpar.checkpoint.manifest import read_manifest
 from hybridpar.checkpoint.part import Trainee
 from hybridpar.comm import gather_objects
 from hybridpar.config import ModelConfig
-from hybridpar.errors import CheckpointError, ConfigError, Problem
+from hybridpar.data import Tokenizer
+from hybridpar.errors import CheckpointError, ConfigError, Problem, config_error
 from hybridpar.optim import ParameterSlot
 
 FREE = ("dropout", "attention_dropout", "init_std", "label_smoothing", "logits_chunk")
@@ -32,6 +33,17 @@ def find_start(path: str | Path, model: ModelConfig) -> Path:
                  for key, value in there.items() if key not in free and here[key] != value]:
         raise ConfigError(*wrong)
     return folder
+
+
+def check_tokens(folder: Path, tokenizer: Tokenizer | None, named: str) -> None:
+    """Compares the tokens that the weights of a checkpoint know with those of the data, where both are known.
+
+    `named`: data.tokenizer. Raises: ConfigError if they are others; DataError for a damaged tokenizer.
+    """
+    path = folder.parent.parent / "tokenizer.json"
+    if tokenizer is not None and path.is_file() and Tokenizer.load(path).vocabulary != tokenizer.vocabulary:
+        rule = "the weights of train.start_from belong to the tokens of another tokenizer"
+        raise config_error("data.tokenizer", named, rule, repr(str(path)))
 
 
 def start_from(folder: Path, engine: Trainee) -> None:

@@ -95,7 +95,12 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
-        return max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.vocabulary.values()) + 1
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token."""
+        return self._inner.get_vocab(with_added_tokens=True)
 
     def special(self, name: str) -> int:
         """The id of a special token, by our name for it (END or one of BERT_TOKENS)."""

@@ -122,7 +122,7 @@ class _TracedStage:
         """Executor's forward: what is kept after it, what the output takes besides, and the most that it took."""
         self._input = self._message().requires_grad_() if self.receives else None
         before = self._start()
-        out: Any = self.stage(self._input, batch, RandomKey(self.config.train.seed, 0, 0))
+        out: Any = self.stage(self._input, batch, RandomKey.of(self.config.train.seed, 0, 0))
         peak = self.tracker.read().peak - before
         if isinstance(out, dict):
             out = sum(out.values())

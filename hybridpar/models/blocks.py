@@ -42,12 +42,18 @@ IGNORE_INDEX = -100
 
 
 def make_norm(model: ModelConfig, axis: Axis, kernels: KernelsConfig, **factory: Any) -> LayerNorm | RMSNorm:
+    """The norm over hidden_size that a configuration names."""
     norms: dict[str, type[LayerNorm | RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
     return norms[model.norm](model.hidden_size, axis, eps=model.norm_epsilon, kernels=kernels, **factory)
 
 
 class Embedding(nn.Module):
-    """Token, position (learned) and segment (BERT) embeddings; BERT normalises their sum (arXiv 1810.04805, A.2)."""
+    """Token, position (learned) and segment (BERT) embeddings; BERT normalises their sum (arXiv 1810.04805, A.2).
+
+    Shapes: tokens, token_types [b, s] -> [b, s, h], replicated.
+    Collectives: forward one all-reduce over tp, backward none.
+    Raises: DataError for an id outside the vocabulary, on the CPU; ConfigError for more positions than seq_length.
+    """
 
     def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, **factory: Any):
         super().__init__()
@@ -91,6 +97,7 @@ class TransformerLayer(nn.Module):
     """Attention and MLP, each with a residual connection.
 
     Pre-norm normalises what enters them (GPT-2), post-norm the sum they leave (BERT, arXiv 1810.04805).
+    Shapes: x [b, s, h], padding_mask [b, s] bool (True = real) -> [b, s, h], both replicated.
     Collectives: two all-reduces over tp forward, two backward.
     """
 
@@ -123,7 +130,11 @@ class TransformerLayer(nn.Module):
 
 
 class LanguageModelHead(nn.Module):
-    """Projection to the vocabulary and its cross-entropy, split by vocabulary rows."""
+    """Projection to the vocabulary and its cross-entropy, split by vocabulary rows.
+
+    Collectives: forward three small all-reduces over tp (see vocab_parallel_cross_entropy), backward one of the
+    gradient of x.
+    """
 
     def __init__(self, model: ModelConfig, axis: Axis, kernels: KernelsConfig, *, bias: bool, **factory: Any):
         super().__init__()
@@ -158,7 +169,10 @@ class LanguageModelHead(nn.Module):
 
 
 class GPTHead(nn.Module):
-    """Final norm (pre-norm models), projection, loss of the next token."""
+    """Final norm (pre-norm models), projection, loss of the next token.
+
+    Shapes: x [b, s, h], labels [b, s] -> {"lm": 0-d}. Collectives: as LanguageModelHead.
+    """
 
     def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, **factory: Any):
         super().__init__()
@@ -169,6 +183,7 @@ class GPTHead(nn.Module):
         return {"lm": self.language_model(self.norm(x), batch)}
 
     def logits(self, x: Tensor) -> Tensor:
+        """Shapes: x [b, s, h] -> [b, s, v], gathered from all tp ranks."""
         return self.language_model.logits(self.norm(x))
 
 
@@ -198,6 +213,8 @@ class BertHead(nn.Module):
     """Masked-language-model transform and loss; next-sentence or sentence-order loss on [CLS].
 
     Only positions that have a label are transformed and projected: about 15 % of them.
+    Shapes: x [b, s, h], labels [b, s], sentence_labels [b] -> {"mlm": 0-d, "nsp" or "sop": 0-d}.
+    Collectives: as LanguageModelHead.
     Source: arXiv 1810.04805 (MLM, NSP), arXiv 1909.11942 (SOP).
     """
 

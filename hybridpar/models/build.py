@@ -34,6 +34,8 @@ def build_blocks(
 
     Built on the meta device unless told otherwise: nothing is allocated for blocks that live elsewhere. Where the
     embedding and the head are both here and tied, they share one parameter.
+
+    Raises: ConfigError where heads do not fit the hidden size or the axis (see nn.HeadLayout).
     """
     blocks: dict[int, nn.Module] = {}
     for number in numbers:

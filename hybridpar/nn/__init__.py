@@ -1,7 +1,8 @@
 """Layers that split over the tensor-parallel axis they are given, and the placements that type their parameters.
 
-GPT and BERT are built from these; so can your model be. Every constructor ends in (axis, *, device, dtype), every
-parameter knows its global shape, and each layer states the collectives it makes.
+GPT and BERT are built from these; so can your model be. A layer with parameters is given its sizes, the axis, then
+options by name, `device` and `dtype` last of them. Its parameters are not initialised (`nn.init.initialize` does it),
+each knows its global shape, and each layer states its shapes and the collectives it makes.
 """
 
 from hybridpar.nn.attention import HeadLayout, ParallelAttention

@@ -48,10 +48,12 @@ class HeadLayout:
 
     @property
     def head_dim(self) -> int:
+        """Features of a head."""
         return self.hidden // self.num_heads
 
     @property
     def q_per_group(self) -> int:
+        """Query heads that share a key and a value."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -66,6 +68,7 @@ class HeadLayout:
         return {g: (max(start, g * m), min(stop, (g + 1) * m)) for g in range(start // m, (stop - 1) // m + 1)}
 
     def qkv_shard(self) -> Shard:
+        """The rows of the qkv weight that each rank holds."""
         return Shard(0, tuple(self._qkv_ranges(r) for r in range(self.num_ranks)))
 
     def _qkv_ranges(self, rank: int) -> tuple[Range, ...]:
@@ -87,6 +90,7 @@ class HeadLayout:
         return tuple(tuple((g + a * d, g + b * d) for g in groups) for a, b in ((0, m), (m, m + 1), (m + 1, m + 2)))
 
     def out_shard(self) -> Shard:
+        """The columns of the output weight that each rank holds: those of its query heads."""
         d = self.head_dim
         return Shard(1, tuple(((a * d, b * d),) for a, b in self.heads))
 

@@ -56,7 +56,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, 
     Collectives: forward three all-reduces of a number or (the last, with smoothing) two a label: maximum, sum of
     exponentials, label's logit; backward none. `backend`: of the local passes (ops.cross_entropy).
     Raises: DataError for a label outside the vocabulary; on other devices than the CPU, where looking for them would
-    wait, their loss is NaN instead.
+    wait, their loss is NaN instead. ConfigError for label_smoothing outside [0, 1), or without valid_vocab at tp > 1.
     Source: Megatron-LM (arXiv 1909.08053), section 3; smoothing: arXiv 1512.00567.
     """
     valid_vocab = _checked(axis, logits.shape[-1], valid_vocab, label_smoothing)

@@ -20,7 +20,8 @@ Activation = Literal["gelu", "gelu_exact", "swiglu"]
 
 
 def activation_function(name: Activation, kernels: KernelsConfig = AUTO) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """The function of (x, bias) that a configuration names."""
+    """The function of (x, bias) that a configuration names. Shapes: x [.., f], bias [f] or None -> [.., f]; swiglu
+    takes gate and up side by side, [.., 2f] and [2f]."""
     functions: dict[Activation, Callable[[Tensor, Tensor | None], Tensor]] = {
         "gelu": partial(gelu, backend=kernels.gelu), "gelu_exact": gelu_exact,
         "swiglu": partial(swiglu, backend=kernels.swiglu)}

@@ -55,9 +55,11 @@ class Shard:
 
     @staticmethod
     def even(dim: int, size: int, parts: int) -> Shard:
+        """A contiguous range for each rank, as `split_ranges` cuts `size`."""
         return Shard(dim, tuple((r,) for r in split_ranges(size, parts)))
 
     def local_size(self, rank: int) -> int:
+        """The extent along `dim` that `rank` holds."""
         return sum(stop - start for start, stop in self.ranges[rank])
 
     def index(self, rank: int) -> Tensor:
@@ -97,6 +99,7 @@ class Placement:
     matrices: Matrices = ()
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the part that tp rank `rank` holds."""
         if self.shard is None:
             return self.shape
         d = self.shard.dim
@@ -153,7 +156,7 @@ class ParallelModule(nn.Module):
 def named_placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Placement]]:
     """Every parameter of `module` with its qualified name and placement, in registration order, tied ones once.
 
-    A parameter that no ParallelModule placed is a mistake of ours and fails.
+    Raises: AssertionError for a parameter that no ParallelModule placed (see `ParallelModule.add_parameter`).
     """
     seen: set[int] = set()
     for prefix, sub in module.named_modules():
@@ -162,7 +165,7 @@ def named_placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Pla
                 continue
             seen.add(id(parameter))
             full = f"{prefix}.{name}" if prefix else name
-            assert name in getattr(sub, "placements", ()), f"{full} has no placement"
+            assert name in getattr(sub, "placements", ()), f"{full} has no placement: add it with add_parameter"
             yield full, parameter, sub.placements[name]
 
 

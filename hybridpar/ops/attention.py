@@ -40,7 +40,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, padding_mask: Te
     elif len(kv_index) != n or not all(0 <= i < n_kv for i in kv_index):
         raise ValueError(f"kv_index must have {n} entries from 0 to {n_kv - 1}, got {list(kv_index)}")
     s = q.shape[2]
-    mask = make_mask((q.shape[0], n, s, s), dropout_p, key, site, inner_start=head_start * s * s)
+    mask = make_mask((q.shape[0], n, s, s), q.device, dropout_p, key, site, inner_start=head_start * s * s)
     return resolve("attention", backend, q)(q, k, v, causal, padding_mask, list(kv_index), mask)
 
 

@@ -1,8 +1,8 @@
 """Dropout whose mask is a function of (key, site, element), so it is the same on every grid and is never stored.
 
-Every backend computes `mask_scale(x, key words, step, sample, threshold, scale, stride, start)` on x [b, rows, cols]:
-element (i, r, c) stays, times `scale`, where its 32 random bits for sample + i and index = start + r * stride + c are
-at least `threshold`, and is 0 elsewhere. Backends agree to the bit.
+Every backend computes `mask_scale(x, key words, counter, threshold, scale, stride, start)` on x [b, rows, cols]:
+element (i, r, c) stays, times `scale`, where its 32 random bits for the counter's step, sample + i and index =
+start + r * stride + c are at least `threshold`, and is 0 elsewhere. Backends agree to the bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def dropout(x: Tensor, p: float, key: RandomKey | None, site: int, *, inner_size
     Raises: ConfigError if p is not in [0, 1), or the backend cannot run; ValueError if x has less than two dimensions.
     Source: JMLR 15 (2014) 1929, Srivastava et al.
     """
-    mask = make_mask(x.shape, p, key, site, inner_size=inner_size, inner_start=inner_start)
+    mask = make_mask(x.shape, x.device, p, key, site, inner_size=inner_size, inner_start=inner_start)
     return x if mask is KEEP_ALL else drop(x, mask, backend)
 
 
@@ -40,20 +40,19 @@ class Mask(NamedTuple):
 
     key0: int
     key1: int
-    step: int
-    sample: int
+    counter: Tensor | None
     threshold: int
     scale: float
     stride: int
     start: int
 
 
-KEEP_ALL = Mask(0, 0, 0, 0, 0, 1.0, 0, 0)
+KEEP_ALL = Mask(0, 0, None, 0, 1.0, 0, 0)
 
 
-def make_mask(shape: Sequence[int], p: float, key: RandomKey | None, site: int, *, inner_size: int | None = None,
-              inner_start: int = 0) -> Mask:
-    """The mask of dropout(x, p, key, site, ..) for x of that shape; KEEP_ALL where that is x. Raises: see dropout."""
+def make_mask(shape: Sequence[int], device: torch.device, p: float, key: RandomKey | None, site: int, *,
+              inner_size: int | None = None, inner_start: int = 0) -> Mask:
+    """The mask of dropout(x, p, key, site, ..) for such an x; KEEP_ALL where that is x. Raises: see dropout."""
     if not 0.0 <= p < 1.0:
         raise config_error("model.dropout", p, "must be at least 0 and less than 1", "0.1")
     if key is None or p == 0.0:
@@ -62,11 +61,12 @@ def make_mask(shape: Sequence[int], p: float, key: RandomKey | None, site: int, 
         raise ValueError(f"x must be [samples, ..., inner], got {tuple(shape)}")
     words = random.philox_key(key.seed, site)
     stride = shape[-1] if inner_size is None else inner_size
-    random.check_counters(key.step, key.sample, shape[0], 1, shape[-1], stride, inner_start)
+    random.check_counters(0, 0, shape[0], 1, shape[-1], stride, inner_start)
     threshold = min(round(p * 2.0**32), (1 << 32) - 1)
     if threshold == 0:
         return KEEP_ALL
-    return Mask(words[0], words[1], key.step, key.sample, threshold, 1.0 / (1.0 - p), stride, inner_start)
+    counter = key.counter.to(device)
+    return Mask(words[0], words[1], counter, threshold, 1.0 / (1.0 - p), stride, inner_start)
 
 
 def drop(x: Tensor, mask: Mask, backend: str = "auto") -> Tensor:
@@ -89,10 +89,10 @@ class _Dropout(torch.autograd.Function):
         return _Dropout.apply(grad, ctx.mask, ctx.backend), None, None
 
 
-def dropout_torch(x: Tensor, key0: int, key1: int, step: int, sample: int, threshold: int, scale: float, stride: int,
+def dropout_torch(x: Tensor, key0: int, key1: int, counter: Tensor, threshold: int, scale: float, stride: int,
                   start: int) -> Tensor:
     b, rows, cols = x.shape
-    bits = random.bits_reference((key0, key1), step, sample, num_samples=b, rows=rows, cols=cols, stride=stride,
-                                 start=start, device=x.device)
+    bits = random.bits_reference((key0, key1), counter[0], counter[1], num_samples=b, rows=rows, cols=cols,
+                                 stride=stride, start=start, device=x.device)
     keep = (bits ^ -(1 << 31)) >= threshold - (1 << 31)  # compares as unsigned
     return torch.where(keep, x * scale, 0.0)

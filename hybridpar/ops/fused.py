@@ -94,7 +94,7 @@ class Fused:
                   mask: Mask) -> Tensor:
         return _Attention.apply(self._ops, q, k, v, causal, padding_mask, kv_index, mask)
 
-    def dropout(self, x: Tensor, *mask: int | float) -> Tensor:
+    def dropout(self, x: Tensor, *mask: Any) -> Tensor:
         return self._ops.philox_dropout(x, *mask)
 
 
@@ -214,7 +214,7 @@ class _Attention(Function):
         ctx.ops = ops
         q, k, v = _rows(q), _rows(k), _rows(v)
         real = None if padding_mask is None else padding_mask.contiguous()
-        ctx.settings = (kv_index, q.shape[-1] ** -0.5, causal, *mask[:6], mask.start)
+        ctx.settings = (kv_index, q.shape[-1] ** -0.5, causal, *mask[:5], mask.start)
         out, lse = ops.attention(q, k, v, real, *ctx.settings)
         ctx.save_for_backward(q, k, v, out, lse, real)
         return out.transpose(1, 2)

@@ -64,7 +64,7 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
 
 def _plain(q: Tensor, real: Tensor | None, mask: tuple[Any, ...]) -> bool:
     """Without padding and dropout, of a size that the kernel has."""
-    threshold = mask[4]
+    threshold = mask[3]
     return real is None and threshold == 0 and q.shape[-1] in HEAD_DIMS and q.shape[1] <= MOST_HEADS
 
 

@@ -49,7 +49,7 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = 
         raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape")
     if (bias is None) == centre:
         raise ValueError("a layer norm has a bias, an RMS norm has none")
-    mask = make_mask(x.shape, p, key, site)
+    mask = make_mask(x.shape, x.device, p, key, site)
     return resolve("add_norm", backend, x)(x, bias_of_x, residual, weight, bias, eps, centre, mask)
 
 
@@ -64,7 +64,7 @@ def bias_dropout_add(x: Tensor, residual: Tensor, bias: Tensor | None = None, *,
         _check(x, bias=bias)
     if residual.shape != x.shape:
         raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape")
-    return resolve("bias_dropout_add", backend, x)(x, bias, residual, make_mask(x.shape, p, key, site))
+    return resolve("bias_dropout_add", backend, x)(x, bias, residual, make_mask(x.shape, x.device, p, key, site))
 
 
 def layer_norm_torch(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

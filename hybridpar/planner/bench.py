@@ -74,7 +74,7 @@ class Unit:
         self.optimizer.allocate(device, self.weights.master_dtype)
         self.num_parameters = sum(p.numel() for p in self.stage.parameters())
         self.accumulator.begin(0)
-        self.key = RandomKey(config.train.seed, 0, 0)
+        self.key = RandomKey.of(config.train.seed, 0, 0, config.train.micro_batch_size, device)
         self._edge: GradientEdge
         self._input: Tensor | None = None
 

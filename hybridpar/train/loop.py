@@ -67,6 +67,8 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = ()) -> Outcome
     with contextlib.ExitStack() as stack:
         job.together(lambda: stack.enter_context(run_folder.in_use(folder)), here=first)
         data = _open_data(config, job)
+        if start:
+            job.decide(lambda: checkpoint.check_tokens(Path(start), data.tokenizer, config.data.tokenizer))
         reporter = stack.enter_context(contextlib.closing(make_reporter(launch.rank, num_steps)))
         for line in changed:
             reporter.say(f"since the last time: {line}")

@@ -35,8 +35,12 @@ class LoaderSource:
         # on the device: torch divides by numbers of the CPU in another way, and a CUDA graph has them on the GPU
         tensors["num_targets"] = self._number(self.loader.num_targets(batch))
         tensors["num_samples"] = self._number(self.config.global_batch_size)
-        key = RandomKey(self.config.train.seed, batch, self.loader.first_sample(index)) if self.training else None
-        return tensors, key
+        return tensors, self._key(batch, index) if self.training else None
+
+    def _key(self, batch: int, index: int) -> RandomKey:
+        train = self.config.train
+        key = RandomKey.of(train.seed, batch, self.loader.first_sample(index), train.micro_batch_size)
+        return RandomKey(key.seed, self._on_device(key.counter))
 
     def _number(self, x: int) -> Tensor:
         return torch.full((), float(x), dtype=torch.float64, device=self.device)

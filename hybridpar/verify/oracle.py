@@ -75,7 +75,7 @@ class Oracle:
             tensors = loader.microbatch(batch, index)
             tensors["num_targets"] = torch.tensor(float(loader.num_targets(batch)), dtype=torch.float64)
             tensors["num_samples"] = torch.tensor(float(self.config.global_batch_size), dtype=torch.float64)
-            key = RandomKey(self.config.train.seed, batch, loader.first_sample(index))
+            key = RandomKey.of(self.config.train.seed, batch, loader.first_sample(index))
             x: Any = None
             for number in sorted(self.blocks):
                 x = self.blocks[number](x, tensors, key)

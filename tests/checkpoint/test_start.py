@@ -92,6 +92,19 @@ def test_a_run_starts_goes_on_and_forgets_where_it_came_from(tmp_path: Path) -> 
     assert [step for step, *_ in steps(metrics(tmp_path / "runs" / "second"))] == [1, 2, 3, 4, 5, 6]
 
 
+def test_weights_for_other_tokens_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Another text has another tokenizer, unless data.tokenizer names the one of the weights."""
+    config = write_config(tmp_path)
+    assert main(["train", str(config)]) == 0
+    (tmp_path / "other.txt").write_text("".join(f"word{i} " for i in range(2000)))
+    flags = ["--run.name", "second", "--train.start_from", str(tmp_path / "runs" / "run"), "--train.num_steps", "2",
+             "--data.corpus", str(tmp_path / "other.txt"), "--data.split", "0", "--train.eval_interval", "0"]
+    assert main(["train", str(config), *flags]) == 1
+    tokenizer = tmp_path / "runs" / "run" / "tokenizer.json"
+    assert f"belong to the tokens of another tokenizer; try '{tokenizer}'" in capfd.readouterr().err
+    assert main(["train", str(config), *flags, "--data.tokenizer", str(tokenizer)]) == 0
+
+
 @pytest.mark.parametrize(("changes", "says"), [
     ({"hidden_size": 64, "num_heads": 4}, r"model\.hidden_size = 64: train\.start_from = .* has 48; try 48"),
     ({"activation": "gelu_exact"}, r"model\.activation = 'gelu_exact'"), ({"norm_eps": 1e-3}, r"model\.norm_eps"),

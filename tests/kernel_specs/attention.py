@@ -14,7 +14,7 @@ USES = [
     (90, 64, "fp32", True, False, 1, False, False),
 ]
 INPUTS = ("q", "k", "v")
-COUNTERS = dict.fromkeys(("key0", "key1", "step", "sample", "threshold"), "i32")
+COUNTERS = dict.fromkeys(("key0", "key1", "threshold"), "i32")
 POINTERS = {
     "forward_kernel": ("out", "lse"),
     "dq_kernel": ("dout", "out", "lse", "delta", "dq"),
@@ -32,6 +32,10 @@ def specs(kernel: str) -> Iterator[Spec]:
         itemsize = 4 if element == "fp32" else 2
         D = 1 << (d - 1).bit_length()
         constants = {"HEAD": d, "D": D, "CAUSAL": causal, "DROPOUT": dropout, "UNIT": 16 // itemsize}
+        if dropout:
+            types["counter_ptr"] = "*i64"
+        else:
+            constants["counter_ptr"] = None
         loaded = ("q", "dout") if kernel == "dkdv_kernel" else ("k", "v")
         if padded:
             types["real_ptr"] = "*u8"

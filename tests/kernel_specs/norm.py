@@ -1,5 +1,5 @@
 from kernel_specs import Spec
-from kernel_specs.residual import WORDS, pointers
+from kernel_specs.residual import dropping, pointers
 
 COLS = (16, 256, 1024, 4096, 8192)
 SIZES = dict.fromkeys(("rows", "cols"), "i32")
@@ -13,21 +13,21 @@ def forward(dtype: str, cols: int, adds: bool, drop: int = 0, centre: bool = Tru
     constants, warps = tile(cols, 16)
     absent = (*(() if adds else ("bias_of_x", "residual", "sum")), *(() if centre else ("bias",)))
     present = [n for n in ("x", "bias_of_x", "residual", "weight", "bias", "sum", "y") if n not in absent]
-    constants |= {f"{name}_ptr": None for name in absent} | {"CENTRE": centre, "DROP": drop}
+    constants |= {f"{name}_ptr": None for name in absent} | {"CENTRE": centre}
     constants |= {"EARLY": dtype != "fp32" or (not adds and cols > 8192)}
-    return Spec({**pointers(dtype, *present), "stats_ptr": "*fp32", **SIZES, "eps": "fp32", **WORDS}, constants, warps,
-                divisible=("cols",), most_registers=80 if drop else 64)
+    types = {**pointers(dtype, *present), "stats_ptr": "*fp32", **SIZES, "eps": "fp32"}
+    return Spec(**dropping(drop, types, constants), num_warps=warps, divisible=("cols",),
+                most_registers=80 if drop else 64)
 
 
 def backward(dtype: str, cols: int, adds: bool, with_bias: bool = False, drop: int = 0, centre: bool = True) -> Spec:
     constants, warps = tile(cols, 16 if cols > 4096 else 8)
     absent = (*(() if adds else ("dsum",)), *(() if drop else ("dropped",)))
     present = [n for n in ("dy", "dsum", "x", "weight", "dx", "dropped") if n not in absent]
-    constants |= {f"{name}_ptr": None for name in absent} | {"CENTRE": centre, "WITH_BIAS": with_bias, "DROP": drop}
+    constants |= {f"{name}_ptr": None for name in absent} | {"CENTRE": centre, "WITH_BIAS": with_bias}
     constants |= {"STAGES": 4 if cols <= 4096 else 2}
-    return Spec({**pointers(dtype, *present), "stats_ptr": "*fp32", "partial_ptr": "*fp32", **SIZES,
-                 "rows_each": "i32", **WORDS}, constants, warps, divisible=("cols",),
-                most_registers=128)
+    types = {**pointers(dtype, *present), **pointers("fp32", "stats", "partial"), **SIZES, "rows_each": "i32"}
+    return Spec(**dropping(drop, types, constants), num_warps=warps, divisible=("cols",), most_registers=128)
 
 
 TYPES = ("fp32", "bf16")

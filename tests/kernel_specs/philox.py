@@ -1,6 +1,6 @@
 from kernel_specs import Spec
 
-COUNTERS = dict.fromkeys(("key0", "key1", "step", "sample"), "i32")
+COUNTERS = {"counter_ptr": "*i64", "key0": "i32", "key1": "i32"}
 PLACE = {"rows": "i32", "cols": "i32", "stride": "i64", "start": "i64", "blocks": "i32"}
 FULL = 64  # registers of a thread that keep half of an SM's threads busy
 

@@ -15,7 +15,7 @@ from hybridpar import ops, random
 from hybridpar.kernels import attention as module
 from hybridpar.ops.dropout import dropout_torch
 
-NO_DROPOUT = (0, 0, 0, 0, 0, 1.0, 0)
+NO_DROPOUT = (0, 0, None, 0, 1.0, 0)
 torch.manual_seed(1)
 
 
@@ -34,7 +34,7 @@ MASK = """
 for s in (52, 53, 54):  # rows of the mask begin at multiples of 4, anywhere, at multiples of 2
     b, n, d, start = 2, 2, 64, 2**36 + 12 * (s == 52)
     key = (0x9ABCDEF0, 0x12345678)
-    mask = (*key, 2**32 - 1, 2**31 - 1, round(0.3 * 2**32))
+    mask = (*key, torch.tensor([2**32 - 1, 2**31 - 1]), round(0.3 * 2**32))
     q = torch.zeros(b, n, s, d, dtype=torch.float16)
     v = torch.eye(s, d, dtype=torch.float16).expand(b, n, s, d)  # so that out is the matrix of probabilities
     settings = (None, [0, 1], 0.5, False, *mask, 1 / 0.7, start)
@@ -71,8 +71,8 @@ real = torch.arange(180).view(2, 90) < 120  # the second sample has blocks of ke
 for rows, keys in ((32, 64), (64, 16), (16, 128)):
     module.tile_of = lambda *args, rows=rows, keys=keys: module.Tile(rows, keys, 4, 1)
     for causal in (False, True):
-        agree(2, 1, 1, 90, 16, causal=causal, padding_mask=real, dropout_p=0.3, key=random.RandomKey(1, 2, 3), site=4,
-              head_start=1)
+        agree(2, 1, 1, 90, 16, causal=causal, padding_mask=real, dropout_p=0.3, key=random.RandomKey.of(1, 2, 3),
+              site=4, head_start=1)
 print("done")
 """
 
@@ -81,7 +81,7 @@ from hybridpar.random import RandomKey
 
 
 def f(q, k, v, step):
-    return ops.attention(q, k, v, causal=True, dropout_p=0.3, key=RandomKey(1, step, 3), site=4, backend="triton")
+    return ops.attention(q, k, v, causal=True, dropout_p=0.3, key=RandomKey.of(1, step, 3), site=4, backend="triton")
 
 
 compiled = torch.compile(f, fullgraph=True, backend="aot_eager")

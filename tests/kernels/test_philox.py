@@ -22,9 +22,10 @@ CASES = [  # shape, stride, start
 ]
 for shape, stride, start in CASES:
     key = random.philox_key(2**63 + 9, 0xDEADBEEF)
-    counters = (*key, 2**32 - 1, 2**31 - 1)
-    bits = philox.random_bits(*counters, shape=shape, stride=stride, start=start, device="cpu")
-    reference = random.bits_reference(key, *counters[2:], num_samples=shape[0], rows=shape[1], cols=shape[2],
+    numbers = 2**32 - 1, 2**31 - 1
+    counters = (*key, torch.tensor(numbers))
+    bits = philox.random_bits(*counters, shape=shape, stride=stride, start=start)
+    reference = random.bits_reference(key, *numbers, num_samples=shape[0], rows=shape[1], cols=shape[2],
                                       stride=stride, start=start)
     assert torch.equal(bits, reference), (shape, stride, start)
     for dtype in (torch.float32, torch.float16):  # the interpreter computes bfloat16 wrongly
@@ -51,6 +52,6 @@ def test_same_mask_as_the_reference_on_the_gpu(dtype):
     from hybridpar.random import RandomKey
 
     x = torch.randn(3, 5, 1027, device="cuda").to(dtype)
-    outs = [dropout(x, 0.3, RandomKey(1, 2, 3), 4, inner_size=2000, inner_start=13, backend=name)
+    outs = [dropout(x, 0.3, RandomKey.of(1, 2, 3), 4, inner_size=2000, inner_start=13, backend=name)
             for name in ("triton", "torch")]
     assert torch.equal(*outs)

@@ -72,7 +72,7 @@ def test_integers_of_its_own_making_may_be_ghosts() -> None:
         assert (data != 0).nonzero().flatten().tolist() == [0, 2], "what comes from outside is real"
         assert isinstance(data + torch.arange(3), Ghost)
         x = torch.zeros(64, 1024, 1024)
-        y = dropout(x, 0.1, RandomKey(0, 0, 0), 1, backend="torch")
+        y = dropout(x, 0.1, RandomKey.of(0, 0, 0), 1, backend="torch")
         assert y.shape == x.shape
         assert tracker.read().current == x.nbytes + y.nbytes
         assert tracker.read().peak > 2 * x.nbytes + y.nbytes, "random bits, and the mask"
@@ -177,7 +177,7 @@ def stage_memory(model: ModelConfig, dtype: torch.dtype, blocks: range, recomput
     for _ in range(2):
         x = None if 0 in blocks else torch.zeros(4, 128, 256, dtype=dtype).requires_grad_()
         before = now()
-        out = stage(x, batch, RandomKey(1, 2, 0))
+        out = stage(x, batch, RandomKey.of(1, 2, 0))
         forward = top() - before
         out = sum(out.values()) if isinstance(out, dict) else out
         edge = torch.autograd.graph.get_gradient_edge(out)

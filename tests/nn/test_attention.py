@@ -19,7 +19,7 @@ from hybridpar.nn import HeadLayout, ParallelAttention, named_placements, reduce
 from hybridpar.random import RandomKey
 
 HEAD_DIM = 4
-KEY = RandomKey(seed=3, step=1, sample=5)
+KEY = RandomKey.of(seed=3, step=1, sample=5)
 
 
 @dataclass(frozen=True)

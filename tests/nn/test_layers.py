@@ -242,13 +242,13 @@ def test_unchecked_ids_still_read_the_table() -> None:
 
 def test_dropout() -> None:
     x = torch.ones(4, 8, 16)
-    key = RandomKey(seed=1, step=2, sample=10)
+    key = RandomKey.of(seed=1, step=2, sample=10)
     layer = Dropout(0.25, "blocks.0.dropout")
     y = layer(x, key)
     assert layer(x, None) is x
     torch.testing.assert_close(y.unique(), torch.tensor([0.0, 4 / 3]))
     assert 0.15 < (y == 0).double().mean() < 0.35
-    halves = [layer(x[:2], key), layer(x[2:], RandomKey(1, 2, 12))]  # any micro-batch size
+    halves = [layer(x[:2], key), layer(x[2:], RandomKey.of(1, 2, 12))]  # any micro-batch size
     assert torch.equal(torch.cat(halves), y)
     assert not torch.equal(Dropout(0.25, "blocks.1.dropout")(x, key), y)
     with pytest.raises(ConfigError, match="below 1"):

@@ -10,7 +10,7 @@ from hybridpar.ops import attention, dropout
 from hybridpar.ops.dropout import KEEP_ALL
 from hybridpar.random import RandomKey
 
-KEY, SITE = RandomKey(5, 6, 70), random.site("test.attention")
+KEY, SITE = RandomKey.of(5, 6, 70), random.site("test.attention")
 
 
 def heads(b, n, n_kv, s, d, dtype=torch.float64):
@@ -90,7 +90,7 @@ def test_ranks_and_micro_batches_compute_parts_of_the_whole(p):
     for a, b in ((0, 1), (1, 4)):
         for start, stop in ((0, 2), (2, 5)):
             part = attention(*(t[a:b, start:stop] for t in (q, k, v)), causal=True, dropout_p=p,
-                             key=RandomKey(5, 6, 70 + a), site=SITE, head_start=start)
+                             key=RandomKey.of(5, 6, 70 + a), site=SITE, head_start=start)
             torch.testing.assert_close(part, whole[a:b, start:stop], rtol=1e-13, atol=1e-13)
 
 

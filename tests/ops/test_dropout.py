@@ -8,7 +8,8 @@ from hybridpar.errors import ConfigError
 from hybridpar.ops import dropout
 from hybridpar.random import RandomKey
 
-KEY, SITE = RandomKey(2**35 + 11, 7, 100), random.site("test.dropout")
+SEED, STEP, SAMPLE = 2**35 + 11, 7, 100
+KEY, SITE = RandomKey.of(SEED, STEP, SAMPLE), random.site("test.dropout")
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 BACKENDS = ["torch", pytest.param("cpp", marks=needs_native)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -19,7 +20,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 def test_keeps_what_the_bits_say(backend, dtype):
     p = 0.3
     x = torch.randn(3, 2, 5, 41).to(dtype)
-    bits = random.random_bits(KEY.seed, SITE, KEY.step, KEY.sample, num_samples=3, rows=10, cols=41, stride=41, start=0)
+    bits = random.random_bits(SEED, SITE, STEP, SAMPLE, num_samples=3, rows=10, cols=41, stride=41, start=0)
     keep = (bits.long() & 0xFFFFFFFF).view(x.shape) >= round(p * 2**32)
     expected = torch.where(keep, x * (1 / (1 - p)), 0.0)
     assert torch.equal(dropout(x, p, KEY, SITE, backend=backend), expected)
@@ -52,7 +53,7 @@ def test_a_shard_and_a_micro_batch_see_their_part_of_the_mask(backend):
     whole = dropout(x, 0.4, KEY, SITE, backend=backend)
     for first, last in ((0, 2), (2, 3), (3, 6)):
         for start, stop in ((0, 7), (7, 8), (8, 20), (20, 20)):
-            part = dropout(x[first:last, :, start:stop], 0.4, RandomKey(KEY.seed, KEY.step, KEY.sample + first), SITE,
+            part = dropout(x[first:last, :, start:stop], 0.4, RandomKey.of(SEED, STEP, SAMPLE + first), SITE,
                            inner_size=20, inner_start=start, backend=backend)
             assert torch.equal(part, whole[first:last, :, start:stop])
 
@@ -93,8 +94,8 @@ def test_any_memory_layout(backend):
 
 def test_rate_and_independence():
     x = torch.ones(8, 100, 1000)
-    keys = [(KEY, SITE), (RandomKey(KEY.seed, 8, 100), SITE), (RandomKey(KEY.seed + 1, 7, 100), SITE), (KEY, SITE + 1),
-            (RandomKey(KEY.seed, 7, 108), SITE)]
+    keys = [(KEY, SITE), (RandomKey.of(SEED, 8, 100), SITE), (RandomKey.of(SEED + 1, 7, 100), SITE), (KEY, SITE + 1),
+            (RandomKey.of(SEED, 7, 108), SITE)]
     masks = [(dropout(x, 0.1, key, site) == 0).double().flatten() for key, site in keys]
     for mask in masks:
         assert abs(mask.mean() - 0.1) < 5 * (0.09 / x.numel()) ** 0.5
@@ -118,7 +119,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="samples"):
         dropout(torch.ones(3), 0.5, KEY, SITE)
     with pytest.raises(ValueError, match="must be within"):
-        dropout(torch.ones(3, 3), 0.5, RandomKey(0, 0, 2**32 - 2), SITE)
+        RandomKey.of(0, 0, 2**32 - 2, num_samples=3)
     with pytest.raises(ValueError, match="negative"):
         dropout(torch.ones(3, 3), 0.5, KEY, SITE, inner_start=-1)
 
@@ -127,7 +128,7 @@ def test_bad_input():
 def test_operators_are_complete():
     for dtype in DTYPES:
         x = torch.randn(2, 3, 5).to(dtype)
-        torch.library.opcheck(torch.ops.hybridpar.philox_dropout.default, (x, 1, 2, 3, 4, 2**31, 2.0, 5, 6))
+        torch.library.opcheck(torch.ops.hybridpar.philox_dropout.default, (x, 1, 2, KEY.counter, 2**31, 2.0, 5, 6))
     torch.library.opcheck(torch.ops.hybridpar.philox_bits.default, (1, 2, 3, 4, 2, 3, 5, 6, 7))
     torch.library.opcheck(torch.ops.hybridpar.philox_normal.default, (1, 2, 3, 5, 6, 7, True))
 
@@ -135,7 +136,7 @@ def test_operators_are_complete():
 @needs_native
 def test_operator_refuses_bad_input():
     op = torch.ops.hybridpar.philox_dropout
-    mask = (1, 2, 3, 4, 2**31, 2.0, 5, 6)
+    mask = (1, 2, KEY.counter, 2**31, 2.0, 5, 6)
     with pytest.raises(RuntimeError, match="contiguous"):
         op(torch.ones(2, 3), *mask)
     with pytest.raises(RuntimeError, match="contiguous"):
@@ -143,7 +144,13 @@ def test_operator_refuses_bad_input():
     with pytest.raises(RuntimeError, match="float32, float64, bfloat16 or float16"):
         op(torch.ones(2, 3, 4, dtype=torch.int32), *mask)
     with pytest.raises(RuntimeError, match="32 bits"):
-        op(torch.ones(2, 3, 4), 1, 2, 3, 4, 2**32, 2.0, 5, 6)
+        op(torch.ones(2, 3, 4), 1, 2, KEY.counter, 2**32, 2.0, 5, 6)
+    for counter in (None, KEY.counter.int(), torch.tensor([1, 2, 3]), torch.tensor([[1, 9], [2, 9]])[:, 0]):
+        with pytest.raises(RuntimeError, match="needs a counter"):
+            op(torch.ones(2, 3, 4), 1, 2, counter, 2**31, 2.0, 5, 6)
+    for step, sample in ((2**32, 0), (-1, 0), (0, -1), (0, 2**32 - 1)):
+        with pytest.raises(RuntimeError, match="must be within"):
+            op(torch.ones(2, 3, 4), 1, 2, torch.tensor([step, sample]), 2**31, 2.0, 5, 6)
 
 
 def test_compiles_once_for_all_steps():
@@ -159,7 +166,7 @@ def test_compiles_once_for_all_steps():
 
     x = torch.randn(2, 3, 4, requires_grad=True)
     for step in range(5):
-        key = RandomKey(1, step, 8 * step)
+        key = RandomKey.of(1, step, 8 * step)
         out, expected = compiled(x, key), dropout(x, 0.5, key, SITE).sin()
         assert torch.equal(out, expected)
         assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, expected)))

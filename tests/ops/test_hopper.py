@@ -135,7 +135,7 @@ def test_takes_plain_cases_and_leaves_the_others(monkeypatch, d, padded, thresho
     monkeypatch.setattr(torch.ops, "hybridpar_triton", Called("triton"))
     q = torch.zeros(1, 2, 3, d, dtype=torch.bfloat16)
     real = torch.ones(1, 3, dtype=torch.bool) if padded else None
-    mask = (1, 2, 3, 4, threshold, 1.5, 5)
+    mask = (1, 2, None, threshold, 1.5, 5)
     library, _, arguments = hopper.attention(q, q, q, real, [0, 1], 0.5, True, *mask)
     assert library == taken
     assert arguments[3:] == (([0, 1], 0.5, True) if taken == "hopper" else (real, [0, 1], 0.5, True, *mask))

@@ -147,7 +147,7 @@ class Executor:
         self.weights.bind(action.version)
         grad = torch.is_grad_enabled()
         if self.graphs is not None and grad:
-            losses = self.graphs.forward(k, self.weights.slot(action.version), batch)
+            losses = self.graphs.forward(k, self.weights.slot(action.version), batch, key)
             if losses is not None:
                 self._add_losses(k // self.num_microbatches, losses)
                 return

@@ -3,7 +3,7 @@ run them takes a GPU.
 
     first micro-batch of a kind     runs as usual: kernels are compiled, libraries set up
     second                          F, then B are recorded, and replayed
-    all later ones                  inputs are copied into place, F and B replayed
+    all later ones                  inputs, and what dropout counts by, are copied into place, F and B replayed
 
 Micro-batches are of one kind if they run on the same buffer of weights and write the same buffer of gradients, where
 they both are the first of their batches, which overwrite, or both are not. All kinds share memory: only one is between
@@ -26,6 +26,7 @@ from hybridpar.autograd import backward_from
 from hybridpar.config import Config
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.pipeline.run.stage import Stage
+from hybridpar.random import RandomKey
 
 _log = logging.getLogger(__name__)
 
@@ -53,21 +54,20 @@ def recorder(config: Config, stage: Stage, gradients: Gradients, device: torch.d
 
 def unsupported(config: Config) -> str | None:
     """Why micro-batches of such a job cannot be recorded; None if they can."""
-    parallel, model = config.parallel, config.model
+    parallel, kind = config.parallel, config.model.kind
     if parallel.pp > 1 or config.pipeline.num_chunks > 1:
         return "stages wait for each other between a micro-batch's kernels"
     if parallel.tp > 1:
         return "ranks of tensor parallelism wait for each other between a micro-batch's kernels"
-    if model.kind != "gpt":
-        return f"the head of {model.kind} waits for the number of labelled positions"
-    if model.dropout or model.attention_dropout:
-        return "dropout gives its kernels other numbers in each step"
+    if kind != "gpt":
+        return f"the head of {kind} waits for the number of labelled positions"
     return None
 
 
 @dataclass
 class _Recorded:
     inputs: dict[str, Tensor]
+    key: RandomKey | None
     forward: torch.cuda.CUDAGraph
     losses: Losses
     edge: GradientEdge | None
@@ -77,9 +77,12 @@ class _Recorded:
     written: frozenset[str] = frozenset()
     reported: list[str] = field(default_factory=list)
 
-    def take(self, batch: MicroBatch) -> None:
+    def take(self, batch: MicroBatch, key: RandomKey | None) -> None:
         for name, x in batch.items():
             self.inputs[name].copy_(x)
+        if self.key is not None:
+            assert key is not None
+            self.key.counter.copy_(key.counter)
 
 
 class MicroBatchGraphs:
@@ -109,7 +112,7 @@ class MicroBatchGraphs:
         finally:
             outer.wait_stream(self._stream)
 
-    def forward(self, number: int, slot: int, batch: MicroBatch) -> Losses | None:
+    def forward(self, number: int, slot: int, batch: MicroBatch, key: RandomKey | None) -> Losses | None:
         """The losses of a micro-batch on the weights that are bound, those of buffer `slot`; None: it is not replayed.
 
         `number` counts micro-batches. Only one is between its passes at any time: others meanwhile are not replayed.
@@ -122,14 +125,14 @@ class MicroBatchGraphs:
             return None
         if (recorded := self._seen[kind]) is None:
             try:
-                recorded = self._seen[kind] = self._record_forward(batch)
+                recorded = self._seen[kind] = self._record_forward(batch, key)
             except RuntimeError as error:
                 self._give_up(error)
                 return None
         elif any(x.shape != recorded.inputs[name].shape for name, x in batch.items()):
             return None
         else:
-            recorded.take(batch)
+            recorded.take(batch, key)
         recorded.forward.replay()
         self._current = number, recorded
         return {name: loss.clone() for name, loss in recorded.losses.items()}
@@ -164,16 +167,17 @@ class MicroBatchGraphs:
     def _kind(self, number: int, slot: int) -> Kind:
         return slot, self._gradients.buffer_index(number // self._m), number % self._m == 0
 
-    def _record_forward(self, batch: MicroBatch) -> _Recorded:
+    def _record_forward(self, batch: MicroBatch, key: RandomKey | None) -> _Recorded:
         inputs = {name: x.clone() for name, x in batch.items()}
+        key = None if key is None else RandomKey(key.seed, key.counter.clone())
         graph = torch.cuda.CUDAGraph()
         with self._recording(graph):
-            losses = self._stage(None, inputs, None)
+            losses = self._stage(None, inputs, key)
             assert isinstance(losses, dict)
             total = sum(losses.values())
         assert isinstance(total, Tensor)
         losses = {name: loss.detach() for name, loss in losses.items()}
-        return _Recorded(inputs, graph, losses, get_gradient_edge(total), torch.empty_like(total))
+        return _Recorded(inputs, key, graph, losses, get_gradient_edge(total), torch.empty_like(total))
 
     def _record_backward(self, recorded: _Recorded, buffer: int) -> None:
         edge, on_final, graph = recorded.edge, self._gradients.on_final, torch.cuda.CUDAGraph()
@@ -199,7 +203,7 @@ class MicroBatchGraphs:
                      str(error).splitlines()[0])
 
     def _run_again(self, recorded: _Recorded) -> None:
-        losses = self._stage(None, recorded.inputs, None)
+        losses = self._stage(None, recorded.inputs, recorded.key)
         assert isinstance(losses, dict)
         total = sum(losses.values())
         assert isinstance(total, Tensor)

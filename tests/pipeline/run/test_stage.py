@@ -22,7 +22,7 @@ from hybridpar.train.engine import Engine
 
 MODEL = ModelConfig(num_layers=3, hidden_size=32, num_heads=4, seq_length=12, vocab_size=37, dropout=0.1,
                     attention_dropout=0.2)
-KEY = RandomKey(3, 5, 0)
+KEY = RandomKey.of(3, 5, 0)
 
 
 def make_stage(blocks: range, recompute: Recomputation, model: ModelConfig = MODEL) -> Stage:
