@@ -3,9 +3,10 @@
     python -m benchmarks.single
     python -m benchmarks.single --device cuda --name gpu_single    # 345M and 1.3B in bf16, on one GPU
     python -m benchmarks.single --shapes 345M_1 --threads 1 --compile --peers gelu_new    # 14 s a step in fp32
+    python -m benchmarks.single --dropout 0.1 --name single_dropout    # after embeddings and before residual additions
 
-The peer is GPT2LMHeadModel with sdpa attention, untied head, no dropout, AdamW(fused), on the same weights, tokens,
-threads: with its default activation (`gelu_new`, the tanh form spelled out in torch operations) and with torch's fused
+The peer is GPT2LMHeadModel with sdpa attention, untied head, no dropout of attention, AdamW(fused), on the same weights,
+tokens, threads: with its default activation (`gelu_new`, the tanh form spelled out in torch operations) and with torch's fused
 one (`gelu_pytorch_tanh`, the same function). What 'bf16' means:
 
     ours            bf16 weights and activations; fp32 master weights, gradient sums and optimizer state
@@ -23,6 +24,7 @@ import argparse
 import importlib.util
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +53,8 @@ from hybridpar.train.metrics import peak_flops
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 """Largest relative difference of the losses: sums in another order; bf16 has 8 bits, its rounding differs by side."""
+TOLERANCE_DROPOUT = 2e-2
+"""The same where each side draws masks of its own."""
 
 REPEAT = {"small": 4, "345M": 4, "gpt_tiny": 8}
 """Steps of a round, where one is short."""
@@ -68,14 +72,15 @@ PEERS = {
 class HuggingFaceStep:
     """One optimizer step of GPT2LMHeadModel a call."""
 
-    def __init__(self, shape: Shape, activation: str, precision: str, device: str, *, compiled: bool):
+    def __init__(self, shape: Shape, activation: str, precision: str, device: str, *, compiled: bool,
+                 dropout: float):
         os.environ["HF_HUB_OFFLINE"] = "1"
         from transformers import GPT2Config, GPT2LMHeadModel
 
         with torch.device(device):
             self.model = GPT2LMHeadModel(GPT2Config(
                 vocab_size=shape.vocab, n_positions=shape.seq_length, n_embd=shape.hidden, n_layer=shape.num_layers,
-                n_head=shape.num_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+                n_head=shape.num_heads, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0,
                 activation_function=activation, tie_word_embeddings=False, use_cache=False, bos_token_id=0,
                 eos_token_id=0, attn_implementation="sdpa"))
         self.model.load_state_dict(hugging_face_weights(shape))
@@ -129,20 +134,23 @@ def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace)
     if device == "cuda" and importlib.util.find_spec("transformers") is None:
         print("transformers is not installed: hybridpar runs alone")
         peers = {}
-    make: dict[str, Callable[[], Step]] = {
-        OURS: lambda: OurStep(engine_config(shape, dtype=dtype, device=device), shape, ProcessGrid())}
+    config = engine_config(shape, dtype=dtype, device=device)
+    config = replace(config, model=replace(config.model, dropout=args.dropout))
+    make: dict[str, Callable[[], Step]] = {OURS: lambda: OurStep(config, shape, ProcessGrid())}
     for compiled in (False, True) if args.compile else (False,):
         for name, (activation, precision) in peers.items():
             if any(text in (side := f"{name}{' compiled' * compiled}") for text in args.peers):
-                make[side] = partial(HuggingFaceStep, shape, activation, precision, device, compiled=compiled)
+                make[side] = partial(HuggingFaceStep, shape, activation, precision, device, compiled=compiled,
+                                     dropout=args.dropout)
     sides, memory = {}, {}
     for name, construct in make.items():
         sides[name], memory[name] = peak_gib(construct, device)
-    result = race(sides, args.rounds, tolerance=TOLERANCE[dtype], repeat=REPEAT.get(shape_name, 1))
+    result = race(sides, args.rounds, tolerance=TOLERANCE_DROPOUT if args.dropout else TOLERANCE[dtype],
+                  repeat=REPEAT.get(shape_name, 1))
     entry = case(f"{shape_name} {dtype} {threads} thread{'s' * (threads > 1)}", result, shape.microbatch_tokens,
-                 shape=shape_name, dtype=dtype, threads=threads, device=device)
+                 shape=shape_name, dtype=dtype, threads=threads, device=device, dropout=args.dropout)
     if device == "cuda":
-        peak, source = peak_flops(engine_config(shape, dtype=dtype, device=device), torch.device(device), Axis("world"))
+        peak, source = peak_flops(config, torch.device(device), Axis("world"))
         per_token = training_flops_per_token(shape.model)
         entry |= {"kernels": kernels(sides[OURS]), "peak_memory_gib": memory, "peak_flops": [peak, source],
                   "mfu": {side: round(speed * per_token / peak, 4) for side, speed in entry["tokens_per_s"].items()}}
@@ -178,6 +186,7 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--peers", nargs="+", default=[""])
+    parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction)
     args = parse(parser)
     gpu = args.device == "cuda"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,9 @@ def constant_when_traced(function: Callable[..., Any]) -> None:
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+ARGUMENTS = "f28f3c9c"
+"""What `arguments` says of this checkout's extension; to be changed with it."""
+
 constant_when_traced(missing)
 constant_when_traced(missing_cuda)
 
@@ -36,12 +40,19 @@ def _load() -> str | None:
         importlib.import_module("hybridpar._C")
     except ImportError as error:
         return f"the extension hybridpar._C is not built or does not load ({error})"
-    absent = [name for name in FAKES if not hasattr(torch.ops.hybridpar, name)]
-    if absent:
-        return f"the extension hybridpar._C is older than this checkout (no {', '.join(absent)}); build it again"
+    if arguments() != ARGUMENTS:
+        return "the extension hybridpar._C is of another version than this checkout; build it again"
     for name, fake in FAKES.items():
         torch.library.register_fake(f"hybridpar::{name}", fake)
     return None
+
+
+def arguments() -> str:
+    """Stands for the operators that the extension has, and the names of their arguments."""
+    operators = torch.ops.hybridpar
+    found = {name: [a.name for a in getattr(operators, name).default._schema.arguments]
+             for name in FAKES if hasattr(operators, name)}
+    return hashlib.blake2s(repr(found).encode(), digest_size=4).hexdigest()
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """What an installation must offer, and how setup.py behaves where something is missing."""
 
+import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -42,6 +44,12 @@ def test_importing_loads_no_extension(tmp_path):
     code = "import hybridpar.ops, hybridpar.random, sys; print([m for m in sys.modules if m == 'hybridpar._C'])"
     run = python(code, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert run.stdout.strip() == "[]", run.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("hybridpar._C") is None, reason="the extension is not built")
+def test_the_checkout_knows_the_arguments_of_its_extension():
+    importlib.import_module("hybridpar._C")
+    assert native.arguments() == native.ARGUMENTS, "build it again; if it is new, put the left one into native.py"
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))

@@ -185,18 +185,19 @@ struct BackwardPack {
   }
 };
 
-// Threads of a row at most, and packs of it that each keeps: more would not fit their registers.
+// Threads of a row at most, and packs of it that each keeps.
 template <Added kAdded, bool kBeyond>
 constexpr int kBackwardThreads = kAdded == Added::Dropped || kBeyond ? 512 : 1024;
-template <class T, int V, Added kAdded>
-constexpr int kBackwardKept = V > 1 ? 1 : (kAdded == Added::Dropped ? 12 : 16) / sizeof(Wide<T>);
+template <class T, int V>
+constexpr int kBackwardKept = V > 1 ? 1 : 16 / sizeof(Wide<T>);
 
-// kBeyond: rows may be wider than what threads keep. The sums of what is beyond are in `partial` meanwhile.
+// kBeyond: rows may be wider than what threads keep. The sums of what is beyond are in `partial` meanwhile. A number of
+// blocks for V == 1: see norm_forward_kernel.
 template <class T, int V, Added kAdded, bool kBeyond>
-__global__ void __launch_bounds__(kBackwardThreads<kAdded, kBeyond>)
+__global__ void __launch_bounds__(kBackwardThreads<kAdded, kBeyond>, V == 1 && kAdded == Added::Dropped)
     norm_backward_kernel(const NormBackward a, const int64_t parts, const int64_t rows_each) {
   using W = Wide<T>;
-  constexpr int kKept = kBackwardKept<T, V, kAdded>;
+  constexpr int kKept = kBackwardKept<T, V>;
   __shared__ typename OverRow<W, 2>::Slots slots;
   OverRow<W, 2> over(slots);
   const W* stats = static_cast<const W*>(a.stats);
@@ -267,8 +268,8 @@ void launch_norm_backward(Type type, const NormBackward& a, void* stream) {
     const auto run = [&](auto added, auto beyond) {
       constexpr int kMost = kBackwardThreads<added(), beyond()>;
       if constexpr (!beyond())
-        if (a.cols > kMost * vector() * kBackwardKept<T, vector(), added()>) return false;
-      const dim3 block = RowShape(a.cols, vector, kBackwardKept<T, vector(), added()>, 32, 256, kMost).block;
+        if (a.cols > kMost * vector() * kBackwardKept<T, vector()>) return false;
+      const dim3 block = RowShape(a.cols, vector, kBackwardKept<T, vector()>, 32, 256, kMost).block;
       const dim3 grid(static_cast<unsigned>((parts.count + block.y - 1) / block.y));
       launch("norm_backward", norm_backward_kernel<T, vector(), added(), beyond()>, grid, block, stream, a, parts.count,
              parts.rows_each);

@@ -6,6 +6,9 @@
 
 namespace hybridpar {
 
+// Of a number that nothing changes while the kernel runs.
+HYBRIDPAR_DEVICE uint32_t low_word(const int64_t* x) { return __ldg(reinterpret_cast<const uint32_t*>(x)); }
+
 struct Words {
   uint32_t a, b, c, d;
 };
@@ -42,8 +45,8 @@ HYBRIDPAR_DEVICE void kept(const Mask& mask, int64_t row, int64_t column, bool (
   static_assert(N == 1 || N % 4 == 0);
   const int64_t sample = divide(row, mask.rows);
   const uint64_t index = static_cast<uint64_t>(mask.start + (row - sample * mask.rows) * mask.stride + column);
-  const uint32_t step = static_cast<uint32_t>(__ldg(mask.counter)), offset = index & 3,
-                 number = static_cast<uint32_t>(__ldg(mask.counter + 1)) + static_cast<uint32_t>(sample);
+  const uint32_t offset = index & 3;
+  const uint32_t step = low_word(mask.counter), number = low_word(mask.counter + 1) + static_cast<uint32_t>(sample);
   Words words = generate(mask, step, number, index >> 2);
 #pragma unroll
   for (int k = 0; k < N; k += 4) {

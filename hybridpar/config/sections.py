@@ -152,8 +152,8 @@ class TrainConfig:
     keep_memory: bool = True
     """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system and taken anew."""
     cuda_graphs: bool = True
-    """On a GPU: micro-batches are recorded and replayed, for GPTs on one stage, without tensor parallelism or dropout;
-    others run kernel by kernel."""
+    """On a GPU: micro-batches are recorded and replayed, for GPTs on one stage, without tensor parallelism; others run
+    kernel by kernel."""
     timeout_s: float = 60.0
     """Longest wait for another rank before the job is given up."""
     start_from: str = ""

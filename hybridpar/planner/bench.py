@@ -276,6 +276,6 @@ def _timed(bench: Bench, world: Axis, effort: Effort, *, own: bool) -> dict[tupl
 
 def _typical(times: Sequence[float]) -> float:
     """Their mean without the slowest tenth, which something else has held up; of a few, their median."""
-    if len(times) < 5:
+    if len(times) < 20:
         return median(times)
     return fmean(sorted(times)[: len(times) - len(times) // 10])

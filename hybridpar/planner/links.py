@@ -179,13 +179,21 @@ def _sweep(
         barrier(world)
         everyone = [t for t in gather_objects(once(num_bytes, repeats), world) if t[0]]
         slowest = max(t[0] for t in everyone)
-        floor = seconds[-1][1] if seconds else 0.0
-        seconds.append((float(num_bytes), max(slowest, floor)))
+        seconds.append((float(num_bytes), slowest))
         work.append((float(num_bytes), median(t[1] for t in everyone)))
         calls.append(median(t[2] for t in everyone))
         if first > _TOO_LONG_S:
             break
-    return Curve(tuple(seconds)), Curve(tuple(work)), min(calls)
+    return Curve(rising(seconds)), Curve(tuple(work)), min(calls)
+
+
+def rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Without what took as long as something larger did, as something else held it up."""
+    kept: list[tuple[float, float]] = []
+    for size, seconds in reversed(points):
+        if not kept or seconds < kept[-1][1]:
+            kept.append((size, seconds))
+    return tuple(reversed(kept))
 
 
 def _ping(num_bytes: int, repeats: int, pair: tuple[int, int], world: Axis, device: torch.device) -> Times:

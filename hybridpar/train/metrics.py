@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -17,6 +18,7 @@ from hybridpar.checkpoint.files import to_json, write_text
 from hybridpar.comm import all_reduce, barrier
 from hybridpar.config import Config
 from hybridpar.grid import Axis
+from hybridpar.nn import matmul
 from hybridpar.reading import open_regular
 from hybridpar.train.engine import DTYPES
 from hybridpar.train.source import Loader
@@ -24,11 +26,11 @@ from hybridpar.train.source import Loader
 # Dense peak FLOP/s of 16-bit matrix products, from NVIDIA's data sheets; the first name in the device's name counts.
 _GPU_PEAKS = (
     ("H200", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12), ("GH200", 989e12),
-    ("B200", 2250e12), ("A100", 312e12), ("A10G", 70e12), ("A10", 125e12), ("A30", 165e12), ("A40", 150e12), 
+    ("B200", 2250e12), ("A100", 312e12), ("A10G", 70e12), ("A10", 125e12), ("A30", 165e12), ("A40", 150e12),
     ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12), ("V100", 125e12), ("T4", 65e12),
 )
 _LONGEST_LINE = 1 << 20
-_PROBE_SIZE, _PROBE_SECONDS = 512, 0.15
+_PROBE_SIZE, _PROBE_SECONDS = 1024, 0.15
 
 
 class MetricsLog:
@@ -98,7 +100,7 @@ class BatchClock:
         self._starts.clear()
 
 
-def peak_memory_mb(device: torch.device) -> float:
+def peak_memory_mib(device: torch.device) -> float:
     """Most memory that this process has held, in MiB: on its GPU, or in RAM where it computes there."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
@@ -125,13 +127,13 @@ def peak_flops(config: Config, device: torch.device, world: Axis) -> tuple[float
 
 
 def _probe(dtype: torch.dtype, device: torch.device) -> float:
-    size = _PROBE_SIZE * (8 if device.type == "cuda" else 1)
+    """FLOP/s of a layer's product: of the fastest of several, as others may be using the machine."""
+    size = _PROBE_SIZE * (4 if device.type == "cuda" else 1)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = a @ b
-    start, done = time.perf_counter(), 0
-    while (seconds := time.perf_counter() - start) < _PROBE_SECONDS:
-        torch.mm(a, b, out=out)
+    end, fastest = time.perf_counter() + _PROBE_SECONDS, math.inf
+    while (start := time.perf_counter()) < end or fastest == math.inf:
+        matmul.linear(a, b)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        done += 1
-    return done * 2 * size**3 / seconds
+        fastest = min(fastest, time.perf_counter() - start)
+    return 2 * size**3 / fastest

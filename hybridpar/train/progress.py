@@ -48,7 +48,7 @@ class Status:
             parts.append(f"val {self.val_loss:.4f}")
         parts += [
             f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{row['tokens_per_s']:,.0f} tokens/s",
-            f"{row['step_ms']:,.0f} ms", f"MFU {100 * row['mfu']:.1f} %", f"{row['memory_mb']:,.0f} MiB",
+            f"{row['step_ms']:,.0f} ms", f"MFU {100 * row['mfu']:.1f} %", f"{row['memory_mib']:,.0f} MiB",
         ]
         if row.get("skipped"):
             parts.append("SKIPPED (gradients not finite)")

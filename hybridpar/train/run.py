@@ -30,7 +30,7 @@ from hybridpar.train import folder as run_folder
 from hybridpar.train import trace
 from hybridpar.train.costs import RunCosts, describe, run_costs, write_costs
 from hybridpar.train.engine import Engine, StepResult
-from hybridpar.train.metrics import BatchClock, MetricsLog, peak_flops, peak_memory_mb, read_metrics
+from hybridpar.train.metrics import BatchClock, MetricsLog, peak_flops, peak_memory_mib, read_metrics
 from hybridpar.train.plot import TensorBoard, plot_loss
 from hybridpar.train.preview import preview
 from hybridpar.train.progress import Reporter
@@ -214,7 +214,7 @@ class Run:
         row: dict[str, Any] = {
             "step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr,
             "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds, "consumed_tokens": result.step * tokens,
-            "mfu": tokens / seconds * self.flops_per_token / self.peak, "memory_mb": peak_memory_mb(self.engine.device),
+            "mfu": tokens / seconds * self.flops_per_token / self.peak, "memory_mib": peak_memory_mib(self.engine.device),
         }
         if len(result.losses) > 1:
             row["losses"] = result.losses

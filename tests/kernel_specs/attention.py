@@ -1,6 +1,6 @@
 from collections.abc import Iterator
 
-from hybridpar.kernels.attention import tile_of
+from hybridpar.kernels.tiles import tile_of
 from kernel_specs import Spec
 
 # compute capability, d, elements, causal, padding, dropout (1: a counter for 4 keys, 2: for one), grouped heads, by the

@@ -104,9 +104,9 @@ def test_attention_by_the_copy_engine(layout, monkeypatch):
         q, k, v = (torch.randn(shape, generator=g, dtype=torch.float16) for _ in range(3))
         q, k, v = (x.transpose(1, 2) if layout == "by position" else x for x in (q, k, v))
     case = Case("attention", layout, (), lambda q, k, v, backend: ops.attention(q, k, v, causal=True, backend=backend))
-    wanted, used, matrix = compute(case, [q, k, v], "triton"), [], attention._matrix
-    monkeypatch.setattr(attention, "_has_copy_engine", lambda major: True)
-    monkeypatch.setattr(attention, "_matrix", lambda *args: used.append(args) or matrix(*args))
+    wanted, used, matrix = compute(case, [q, k, v], "triton"), [], attention.matrix
+    monkeypatch.setattr(attention, "has_copy_engine", lambda major: True)
+    monkeypatch.setattr(attention, "matrix", lambda *args: used.append(args) or matrix(*args))
     got = compute(case, [q, k, v], "triton")
     assert len(used) == 6, "two tensors in each of three kernels"
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))

@@ -13,6 +13,7 @@ START = """
 import torch
 from hybridpar import ops, random
 from hybridpar.kernels import attention as module
+from hybridpar.kernels import tiles
 from hybridpar.ops.dropout import dropout_torch
 
 NO_DROPOUT = (0, 0, None, 0, 1.0, 0)
@@ -69,7 +70,7 @@ print("done")
 TILES = """
 real = torch.arange(180).view(2, 90) < 120  # the second sample has blocks of keys without a real one
 for rows, keys in ((32, 64), (64, 16), (16, 128)):
-    module.tile_of = lambda *args, rows=rows, keys=keys: module.Tile(rows, keys, 4, 1)
+    module.tile_of = lambda *args, rows=rows, keys=keys: tiles.Tile(rows, keys, 4, 1)
     for causal in (False, True):
         agree(2, 1, 1, 90, 16, causal=causal, padding_mask=real, dropout_p=0.3, key=random.RandomKey.of(1, 2, 3),
               site=4, head_start=1)

@@ -12,7 +12,7 @@ import pytest
 from planner import made
 
 from hybridpar.errors import ConfigError, DataError
-from hybridpar.planner.links import Curve, MeasuredLink
+from hybridpar.planner.links import Curve, MeasuredLink, rising
 from hybridpar.planner.profile import check_settings, read_profile, write_profile
 
 
@@ -94,6 +94,12 @@ def test_a_curve_goes_on_as_it_ends() -> None:
     curve = Curve(((10.0, 1.0), (20.0, 2.0), (40.0, 3.0)))
     assert [curve(x) for x in (1, 10, 15, 30, 80)] == pytest.approx([1.0, 1.0, 1.5, 2.5, 5.0])
     assert (curve.latency, curve.bandwidth) == (1.0, 20.0)
+
+
+def test_a_size_that_something_held_up_does_not_make_a_link_fast() -> None:
+    assert rising([(1.0, 1.0), (10.0, 4.0), (20.0, 3.0), (40.0, 3.0)]) == ((1.0, 1.0), (40.0, 3.0))
+    assert rising([(1.0, 9.0), (10.0, 4.0)]) == ((10.0, 4.0),)
+    assert rising([(1.0, 1.0), (10.0, 2.0)]) == ((1.0, 1.0), (10.0, 2.0))
 
 
 def test_a_measured_link_shares_and_scales_like_a_ring() -> None:

@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from hybridpar.checkpoint.files import write_text
+from hybridpar.config import Config
 from hybridpar.errors import DataError
 from hybridpar.flight import Record
 from hybridpar.grid import Axis
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.run.recording import Event, Recording
+from hybridpar.train import metrics
 from hybridpar.train.errors import LostContactError, RankError
 from hybridpar.train.failure import describe_failure
 from hybridpar.train.metrics import BatchClock, MetricsLog, peak_flops, read_metrics
@@ -67,11 +70,22 @@ def test_smoothing_keeps_a_constant_and_follows_a_trend() -> None:
 
 
 def test_the_peak_is_measured_in_plausible_units() -> None:
-    from hybridpar.config import Config
-
     peak, source = peak_flops(Config(), torch.device("cpu"), Axis("world"))
     assert 1e8 < peak < 1e14
     assert "fp32" in source
+
+
+def test_the_peak_is_that_of_the_fastest_product_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other work on the machine slows some down; a mean would be passed by training itself."""
+    now, seconds = [0.0], iter([0.5, 0.002, 0.004, 0.001, 0.2, *[0.01] * 1000])
+
+    def product(*factors: Tensor) -> None:
+        now[0] += next(seconds)
+
+    monkeypatch.setattr(metrics, "_PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(metrics.matmul, "linear", product)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    assert peak_flops(Config(), torch.device("cpu"), Axis("world"))[0] == pytest.approx(2 * 1024**3 / 0.001)
 
 
 def events_of(stage: int, *actions: tuple[Kind, int, float, float]) -> RankEvents:
@@ -188,7 +202,7 @@ def test_a_lost_neighbour_is_one_line_and_a_defect_keeps_its_traceback() -> None
 
 def test_plain_lines_come_at_most_every_other_second(capsys: pytest.CaptureFixture[str]) -> None:
     reporter = PlainReporter(100)
-    row = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 1e4, "step_ms": 3.0, "mfu": 0.5, "memory_mb": 9.0}
+    row = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 1e4, "step_ms": 3.0, "mfu": 0.5, "memory_mib": 9.0}
     for step in range(1, 101):
         reporter.step({"step": step, **row})
     lines = capsys.readouterr().err.splitlines()

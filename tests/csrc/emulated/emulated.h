@@ -133,7 +133,7 @@ T __shfl_xor_sync(unsigned lanes, T value, int lane_mask) {
 }
 
 inline int min(int a, int b) { return a < b ? a : b; }
-inline int64_t __ldg(const int64_t* x) { return *x; }
+inline uint32_t __ldg(const uint32_t* x) { return *x; }
 inline void sincospi(double x, double* sin, double* cos) {
   *sin = std::sin(3.141592653589793 * x);
   *cos = std::cos(3.141592653589793 * x);
