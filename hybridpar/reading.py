@@ -5,6 +5,7 @@ A pipe or a device in a file's place would hang a reader, or never end. Imports 
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import stat
@@ -41,6 +42,20 @@ def read_limited(path: Path, most: int, *, follow: bool = True) -> bytes:
         return file.read(size)
 
 
+def nearest_path(path: Path) -> str:
+    """What is in the same folder and was probably meant by a path that does not exist; empty: nothing is like it."""
+    try:
+        known = [] if path.exists() else os.listdir(path.parent)
+    except OSError:
+        return ""
+    return next((str(path.with_name(name)) for name in difflib.get_close_matches(path.name, known, 1)), "")
+
+
+def reason(error: Exception) -> str:
+    """What an error of reading says, without the path."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def read_text(path: Path, most: int) -> str:
-    """The same as text. Raises: OSError; ValueError if there is more, or it is not UTF-8."""
-    return read_limited(path, most).decode()
+    """The same as text, without a byte order mark. Raises: OSError; ValueError if there is more, or it is not UTF-8."""
+    return read_limited(path, most).decode("utf-8-sig")

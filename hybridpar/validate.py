@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
 
-from hybridpar.config import Config
+from hybridpar.config import Config, to_mapping
 from hybridpar.errors import ConfigError, Problem
 from hybridpar.grid import Axis
 from hybridpar.models.build import parse_recompute
@@ -20,6 +20,7 @@ POSITIVE = (
     "model.num_layers", "model.hidden_size", "model.num_heads", "model.seq_length", "model.vocab_size",
     "parallel.tp", "parallel.pp", "pipeline.num_microbatches", "train.num_steps", "train.micro_batch_size",
     "train.timeout_s", "train.log_interval", "checkpoint.keep", "train.eval_batches", "optim.loss_scale", "optim.eps",
+    "model.rotary_base",
     "faults.timeout_s", "faults.start_timeout_s", "faults.save_timeout_s", "anomalies.window",
 )
 NOT_NEGATIVE = (
@@ -34,7 +35,7 @@ LARGEST = {
     "model.num_layers": 10_000, "model.hidden_size": 2**20, "model.num_heads": 2**16, "model.num_kv_heads": 2**16,
     "model.ffn_hidden_size": 2**24, "model.seq_length": 2**24, "model.vocab_size": 2**28, "parallel.tp": 2**16,
     "parallel.pp": 2**16, "parallel.dp": 2**20, "pipeline.num_microbatches": 2**20, "pipeline.sync_steps": 2**40,
-    "train.num_steps": 2**40, "train.micro_batch_size": 2**20, "train.threads": 2**16, "train.timeout_s": 1e8,
+    "train.num_steps": 2**40, "train.micro_batch_size": 2**20, "train.threads": 2**10, "train.timeout_s": 1e8,
     "train.eval_batches": 2**30, "train.seed": 2**64 - 1, "anomalies.window": 10**6,
 }
 """What no machine has, or will train: no sum or product of these is too much work to look at."""
@@ -66,9 +67,9 @@ def _value(config: Config, name: str) -> float:
 
 
 def _ranges(config: Config) -> Iterator[Problem]:
-    endless = [*_not_finite(config)]
-    yield from endless
-    said = {problem.field for problem in endless}  # which no range says better
+    impossible = [*_impossible(config)]
+    yield from impossible
+    said = {problem.field for problem in impossible}  # which no range says better
     yield from (problem for problem in _outside(config) if problem.field not in said)
 
 
@@ -88,20 +89,22 @@ def _outside(config: Config) -> Iterator[Problem]:
     for name in BELOW_ONE:
         if not 0 <= (value := _value(config, name)) < 1:
             yield Problem(name, value, "must be at least 0 and below 1", "0.1")
-    for beta in config.optim.betas:
-        if not 0 <= beta < 1:
-            betas = list(config.optim.betas)
-            yield Problem("optim.betas", betas, "must each be at least 0 and below 1", "[0.9, 0.999]")
+    betas = list(config.optim.betas)
+    if not all(0 <= beta < 1 for beta in betas):
+        yield Problem("optim.betas", betas, "must each be at least 0 and below 1", "[0.9, 0.999]")
 
 
-def _not_finite(config: Config) -> Iterator[Problem]:
-    for section in fields(config):
-        usual = vars(getattr(Config(), section.name))
-        for key, value in vars(getattr(config, section.name)).items():
-            if isinstance(value, float) and not isfinite(value):
-                yield Problem(f"{section.name}.{key}", value, "must be finite", str(usual[key]))
-            elif isinstance(value, int) and abs(value) >= 2**64:
-                yield Problem(f"{section.name}.{key}", value, "is too large", str(usual[key]))
+def _impossible(config: Config) -> Iterator[Problem]:
+    usual = to_mapping(Config())
+    for section, table in to_mapping(config).items():
+        for key, value in table.items():
+            parts = value if isinstance(value, list) else [value]
+            if any(isinstance(part, float) and not isfinite(part) for part in parts):
+                yield Problem(f"{section}.{key}", value, "must be finite", str(usual[section][key]))
+            elif any(isinstance(part, int) and abs(part) >= 2**64 for part in parts):
+                yield Problem(f"{section}.{key}", value, "is too large", str(usual[section][key]))
+            elif any(isinstance(part, str) and "\0" in part for part in parts):
+                yield Problem(f"{section}.{key}", value, "must not hold a zero byte", str(usual[section][key]))
 
 
 def _grid(config: Config, world_size: int) -> Iterator[Problem]:
@@ -206,6 +209,8 @@ def _kernels(config: Config) -> Iterator[Problem]:
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
     equal = str([1.0] * len(data.corpus))
+    if not all(data.corpus):
+        yield Problem("data.corpus", list(data.corpus), "must name a source in each entry", '["stdlib"]')
     if not data.corpus:
         yield Problem("data.corpus", [], "must name at least one source", '["stdlib"]')
     if data.weights and len(data.weights) != len(data.corpus):

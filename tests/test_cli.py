@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import subprocess
 import sys
@@ -53,6 +54,14 @@ def test_flags_come_over_the_file_and_the_file_over_the_defaults(config: Path) -
     assert command.json
 
 
+@pytest.mark.parametrize(("words", "value"), [
+    (["--model.bias", "true"], True), (["--model.bias", "True"], True),
+    (["--model.bias=false"], False), (["--model.bias", "FALSE"], False), (["--model.bias", "False", "--json"], False),
+])
+def test_booleans_are_written_as_anyone_writes_them(config: Path, words: list[str], value: bool) -> None:
+    assert parse(["train", str(config), *words]).config.model.bias is value
+
+
 def test_every_key_of_the_configuration_is_a_flag_of_train(config: Path) -> None:
     flags = flags_of(COMMANDS["train"])
     own = {"json", "ranks", "inject"}
@@ -83,6 +92,9 @@ def test_help_needs_no_torch() -> None:
     (("trian", "CONFIG"), "did you mean train?"),
     (("train", "CONFIG", "--model.num_layers", "two"), "num_layers"),
     (("train", "CONFIG", "--model.kind", "t5"), "gpt"),
+    (("train", "CONFIG", "--model.bias", "maybe"), "model.bias"),
+    (("TRAIN", "CONFIG"), "did you mean train?"),
+    (("export", "runs/run"), "OUTPUT"),
 ])
 def test_a_wrong_command_line_is_refused(config: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...],
                                          says: str) -> None:
@@ -98,12 +110,18 @@ def test_a_wrong_command_line_is_refused(config: Path, capsys: pytest.CaptureFix
     (["--data.split", "0"], "data.split"),
     (["--data.corpus", "nowhere.txt"], "nowhere.txt: does not exist"),
     (["--model.vocab_size", "100"], "model.vocab_size = 100"),
+    (["--ranks", "4000000000"], "ranks = 4000000000: must be at least 0 and at most 4096; try 0"),
+    (["--data.cache", "tiny.toml/x"], "cannot be written (Not a directory); name another folder"),
+    (["--data.corpus", ""], "data.corpus = ['']: must name a source in each entry"),
+    (["--data.corpus", "corpus.tx"], "try corpus.txt"),
+    (["--run.name", "x" * 300], "File name too long"),
     (["--train.device", "cuda", "--train.threads", "1"], "train.device = 'cuda': this machine has 0 GPUs"),
 ])
-def test_train_refuses_what_cannot_run(config: Path, capsys: pytest.CaptureFixture[str], flags: list[str],
-                                       says: str) -> None:
+def test_train_refuses_what_cannot_run(config: Path, capsys: pytest.CaptureFixture[str], flags: list[str], says: str,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
+    monkeypatch.chdir(config.parent)
     if "cuda" in flags and torch.cuda.is_available():
         pytest.skip("has a GPU")
     assert says in fails(capsys, "train", config, *flags)
@@ -196,6 +214,31 @@ def test_simulate_draws_and_counts(config: Path, capsys: pytest.CaptureFixture[s
     assert all(0 < share < 1 for share in plain["bubble"])
 
 
+@pytest.mark.parametrize(("args", "says"), [
+    (("check", "CONFIG", "--world_size", "-1"), "world_size = -1: must be at least 0"),
+    (("verify", "CONFIG", "--batches", "0"), "batches = 0: must be at least 1"),
+    (("verify", "CONFIG", "--grid", "pp=\u00b2"), "must be sizes of tp, pp and dp"),
+    (("replay", "CONFIG", "--threads", "-1"), "threads = -1: must be at least 0"),
+    (("replay", "runs", "--step", "3"), "path = 'runs': does not exist"),
+    (("profile", "CONFIG", "--ranks", "1000000000"), "ranks = 1000000000: must be at least 0 and at most"),
+    (("profile", "CONFIG", "--micro_batch", "4000000000"), "micro_batch = [4000000000]: must be at least 1"),
+    (("plan", "CONFIG", "--micro_batches", "0"), "micro_batches = [0]: must be at least 1"),
+    (("graph", "CONFIG", "--accelerators", "4000000000"), "accelerators = 4000000000: must be at least 0 and at most"),
+    (("simulate", "CONFIG", "--batches", "99999999999999999999"), "must be at least 1 and at most 10000; try 2"),
+    (("preprocess", "CONFIG", "--vocab_size", "4000000000"), "vocab_size = 4000000000: must be at least 1"),
+    (("preprocess", "CONFIG", "--vocab_size", "300", "--output", "tiny.toml"), "tiny.toml: cannot be written"),
+    (("generate", "--checkpoint", "run", "--seed", "99999999999999999999"), "must be at least -9223372036854775808"),
+    (("generate", "--checkpoint", "corpus"), "is not a run folder, nor a checkpoint in one; try corpus.txt"),
+    (("export", "run", "out", "--max_file_gb", "1e300"), "max_file_gb = 1e+300: must be positive, and at most 1e9"),
+])
+def test_numbers_and_names_that_cannot_be(config: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...],
+                                          says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(config.parent)
+    message = fails(capsys, *(str(config) if a == "CONFIG" else a for a in args))
+    assert says in message
+    assert not (config.parent / "data").exists()
+
+
 def test_preprocess_makes_a_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = write_corpus(tmp_path / "text.txt")
     assert main(["preprocess", str(text), "--output", str(tmp_path / "out"), "--vocab_size", "300", "--json"]) == 0
@@ -212,6 +255,23 @@ def test_verify_says_whether_a_grid_agrees(config: Path, capsys: pytest.CaptureF
     assert json.loads(out)["ok"]
     assert "tensors agree" in err
     assert "must be sizes" in fails(capsys, "verify", config, "--grid", "tp=2,qq=3")
+
+
+def test_what_the_system_refuses_is_said_in_a_line(config: Path, capsys: pytest.CaptureFixture[str],
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(error: OSError) -> None:
+        def run(self: object, launch: object) -> int:
+            raise error
+
+        monkeypatch.setattr(COMMANDS["check"], "run", run)
+
+    raises(OSError(errno.ENOSPC, "No space left on device"))
+    assert fails(capsys, "check", config) == "hybridpar: a disk: No space left on device\n"
+    raises(PermissionError(errno.EACCES, "Permission denied", "a/b"))
+    assert fails(capsys, "check", config) == "hybridpar: a/b: Permission denied\n"
+    raises(OSError(errno.ECHILD, "a defect of ours"))
+    with pytest.raises(OSError, match="a defect of ours"):
+        main(["check", str(config)])
 
 
 def test_parse_grid() -> None:

@@ -48,6 +48,7 @@ def test_a_file_changes_only_what_it_names() -> None:
     ({"model": {"num_layers": 3.0}}, "must be of type int"),
     ({"model": {"kind": "gtp"}}, "model.kind = 'gtp': must be one of gpt, bert; try \"gpt\""),
     ({"optim": {"betas": [0.9]}}, "optim.betas = [0.9]: must have 2 entries; try [0.9, 0.999]"),
+    ({"model": {"kind": "Brt"}}, "model.kind = 'Brt': must be one of gpt, bert; try \"bert\""),
     ({"model": {"bias": 1}}, "model.bias = 1: must be of type bool; try true"),
     ({"optim": {"lr": "fast"}}, "must be of type float"),
     ({"pipeline": {"split": "3,4"}}, "must be a list"),
@@ -80,6 +81,13 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="is not valid TOML"):
         load_toml(tmp_path / "bytes.toml")
+
+
+def test_a_file_that_says_nothing_is_a_mistake(tmp_path: Path) -> None:
+    for text in ("", "# only this\n"):
+        (tmp_path / "empty.toml").write_text(text)
+        with pytest.raises(ConfigError, match="has no section; try"):
+            load_toml(tmp_path / "empty.toml")
 
 
 def test_one_value_of_a_list_may_stand_alone() -> None:

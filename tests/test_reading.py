@@ -12,10 +12,19 @@ from hybridpar.config import from_mapping, load_toml
 from hybridpar.data import IndexedDataset, Tokenizer
 from hybridpar.errors import CheckpointError, ConfigError, DataError, HybridparError, Problem
 from hybridpar.planner.placement import read_document
-from hybridpar.reading import open_regular, read_limited
+from hybridpar.reading import nearest_path, open_regular, read_limited, read_text
 from hybridpar.train.bundle import read_bundle
 from hybridpar.train.metrics import read_metrics
 from hybridpar.validate import problems
+
+
+def test_a_path_that_is_not_there_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text("")
+    assert nearest_path(tmp_path / "profil.json") == str(tmp_path / "profile.json")
+    for path in ("profile.json", "x", "none/profile.json", "p" * 300, "a\0b"):
+        assert nearest_path(tmp_path / path) == ""
+    (tmp_path / "profile.json").write_bytes(b"\xef\xbb\xbf\xc3\xa9")
+    assert read_text(tmp_path / "profile.json", 10) == "\u00e9"
 
 
 def test_only_regular_files_of_a_known_size_are_read(tmp_path: Path) -> None:
@@ -65,10 +74,11 @@ def test_a_run_stays_in_its_folder(name: str) -> None:
 
 
 def test_numbers_that_no_machine_has_are_refused_at_once() -> None:
-    wild = {"model": {"hidden_size": 2**62, "num_layers": 10**12}, "optim": {"lr": float("inf")},
-            "train": {"timeout_s": 1e300}}
+    wild = {"model": {"hidden_size": 2**62, "num_layers": 10**12, "rotary_base": 0}, "optim": {"lr": float("inf")},
+            "train": {"timeout_s": 1e300, "threads": 2000}, "data": {"weights": [float("nan")], "cache": "a\0b"}}
     assert {p.field for p in problems(from_mapping(wild), 1)} == {
-        "model.hidden_size", "model.num_layers", "optim.lr", "train.timeout_s"}
+        "model.hidden_size", "model.num_layers", "model.rotary_base", "optim.lr", "train.timeout_s", "train.threads",
+        "data.weights", "data.cache"}
 
 
 def test_messages_are_short_and_printable() -> None:

@@ -10,13 +10,23 @@ from typing import Any
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file beside its place and renames it there, so that a reader or a crash never meets half of it."""
+    """Writes a file beside its place and renames it there, so that a reader or a crash never meets half of it.
+
+    A device or a pipe is written into: it stays what it is. Raises: OSError, and nothing has changed then.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     aside = path.with_name(f".{path.name}.part")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def to_json(value: Any) -> str:

@@ -23,6 +23,7 @@ from hybridpar.models.build import build_blocks
 from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.optim import ParameterSlot
 from hybridpar.pipeline.run.stage import Stage
+from hybridpar.reading import nearest_path
 
 
 def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None], *, up_to: int | None = None,
@@ -117,7 +118,10 @@ def find(path: str | Path, say: Callable[[str], None]) -> Path:
     """
     path = Path(path)
     if not path.is_dir():
-        raise CheckpointError(f"{path}: is not a run folder, nor a checkpoint in one")
+        near = nearest_path(path)
+        raise CheckpointError(f"{path}: is not a run folder, nor a checkpoint in one" + (near and f"; try {near}"))
+    if path.name == "checkpoints":
+        path = path.parent
     return path if (path / MANIFEST).is_file() else newest(path / "checkpoints", say)
 
 

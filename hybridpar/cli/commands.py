@@ -17,6 +17,7 @@ from hybridpar.cli.exchange import Export, Import
 from hybridpar.cli.placing import Graph, Place
 from hybridpar.cli.planning import Plan, Profile, Simulate, resolved
 from hybridpar.cli.replaying import Replay
+from hybridpar.cli.within import Ranks, Threads, Within
 from hybridpar.config import Config, Launch
 from hybridpar.errors import CheckpointError, config_error
 
@@ -31,7 +32,7 @@ class Train:
 
     path: ConfigFile
     config: Overrides
-    ranks: int = 0
+    ranks: Ranks = 0
     """Start so many ranks on this machine, and start them again where one fails ([faults]); 0: torchrun starts them, or
     there is one."""
     inject: tuple[str, ...] = ()
@@ -40,8 +41,6 @@ class Train:
     """One JSON object on stdout at the end."""
 
     def run(self, launch: Launch) -> int:
-        if self.ranks < 0:
-            raise config_error("ranks", self.ranks, "must not be negative", "1")
         if self.ranks and not launch.launched:
             from hybridpar.train.faults.supervisor import supervise
 
@@ -62,7 +61,7 @@ class Verify:
     config: Overrides
     grid: str = ""
     """Such as tp=2,pp=2,dp=2; axes left out are 1. Empty: the grid of the configuration."""
-    batches: int = 4
+    batches: Annotated[int, Within(1, 10_000)] = 4
     nan_batches: tuple[int, ...] = ()
     """Batches (from 0) whose gradient is made NaN on one rank: all ranks must skip their updates."""
     resume_at: int = 0
@@ -78,8 +77,6 @@ class Verify:
         own = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)}
         sizes = {"tp": 1, "pp": 1, "dp": 1} | parse_grid(self.grid) if self.grid else own
         resolved(replace(self.config, parallel=replace(parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])))
-        if self.batches < 1:
-            raise config_error("batches", self.batches, "must be positive", "4")
         for name, number in (("resume_at", self.resume_at), *(("nan_batches", n) for n in self.nan_batches)):
             if not 0 <= number < self.batches:
                 rule = f"must be at least 0 and below the number of batches, {self.batches}"
@@ -107,7 +104,7 @@ class Check:
 
     path: ConfigFile
     config: Overrides
-    world_size: int = 0
+    world_size: Annotated[int, Within(0, 2**20)] = 0
     """Processes of the pretended job; 0: as many as the grid has."""
     json: bool = False
 
@@ -167,11 +164,11 @@ class Preprocess:
     """Text files, folders, .jsonl files, or stdlib (the Python standard library's source)."""
     output: str = "data"
     """Folder for the result."""
-    vocab_size: int = 8192
+    vocab_size: Annotated[int, Within(1, 2**24)] = 8192
     kind: Literal["gpt", "bert"] = "gpt"
     tokenizer: str = ""
     """A tokenizer.json; empty: one is trained on the text."""
-    max_bytes: int = 0
+    max_bytes: Annotated[int, Within(0, 2**60)] = 0
     """Use only so much of the text; 0: all."""
     json: bool = False
 
@@ -202,8 +199,8 @@ class Generate:
     """0: always the likeliest token."""
     top_k: int = 40
     """Candidates for each token; 0: all."""
-    seed: int = 0
-    threads: int = 0
+    seed: Annotated[int, Within(-(2**63), 2**63 - 1)] = 0
+    threads: Threads = 0
     """CPU threads; 0: all cores."""
     json: bool = False
 
@@ -254,7 +251,7 @@ def parse_grid(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.strip().partition("=")
-        if axis not in ("tp", "pp", "dp") or not size.isdigit() or int(size) < 1 or axis in sizes:
+        if axis not in ("tp", "pp", "dp") or not size.isdecimal() or not 0 < int(size) <= 2**16 or axis in sizes:
             raise config_error("grid", text, "must be sizes of tp, pp and dp", "tp=2,pp=2,dp=2")
         sizes[axis] = int(size)
     return sizes

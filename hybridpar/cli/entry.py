@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import json
 import os
 import sys
@@ -18,12 +19,15 @@ from tyro.conf import FlagCreatePairsOff
 
 from hybridpar import __version__
 from hybridpar.cli.commands import COMMANDS
+from hybridpar.cli.within import out_of_range
 from hybridpar.config import Config, Launch, load_toml
 from hybridpar.errors import ConfigError, HybridparError
 from hybridpar.train.errors import LostContactError, RankError
 
 _GRACE_S = 2.0
 """How long a rank that lost contact outlives the one that died, so that the launcher sees and names that one first."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""What a system says of a disk when it does not say of which file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.filename is None and error.errno not in _FULL:
+            raise
+        who = f"rank {launch.rank}: " if launch.world_size > 1 else ""
+        message = f"{who}{error.filename or 'a disk'}: {error.strerror}"
+        return _report(RankError(message), launch, as_json="--json" in args)
 
 
 def parse(args: Sequence[str], speaks: bool = True) -> Any:
@@ -46,10 +56,10 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
 
     Exits with 0 after --help and --version, with 2 if the command line is wrong. Raises: ConfigError (load_toml).
     """
-    if not args or args[0] in ("-h", "--help"):
+    if not args or args[0] in ("-h", "--help", "help"):
         print(_help(), file=sys.stdout if args else sys.stderr)
         raise SystemExit(0 if args else 2)
-    if args[0] == "--version":
+    if args[0] in ("--version", "version"):
         print(__version__)
         raise SystemExit(0)
     name, rest = args[0], list(args[1:])
@@ -68,9 +78,29 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
             default = command(path=Path(rest[0]), config=load_toml(rest[0]))
         else:
             default = command(path=Path(rest[0]), config=load_toml(rest[0]))
-    return tyro.cli(
-        command, prog=f"hybridpar {name}", args=rest, default=default, use_underscores=True, console_outputs=speaks,
-        config=(FlagCreatePairsOff,))
+    made = tyro.cli(
+        command, prog=f"hybridpar {name}", args=_booleans_as_python(rest), default=default, use_underscores=True,
+        console_outputs=speaks, config=(FlagCreatePairsOff,))
+    if problems := out_of_range(made):
+        raise ConfigError(*problems)
+    return made
+
+
+def _booleans_as_python(args: Sequence[str]) -> list[str]:
+    """`--section.key true` as True, the only spelling that tyro reads; in any case."""
+    kinds = {f"{section}.{key}": kind for section, table in typing.get_type_hints(Config).items()
+             for key, kind in typing.get_type_hints(table).items()}
+    flag, words = "", []
+    for arg in args:
+        head, equals, value = arg.partition("=")
+        if head.startswith("--"):
+            flag = head[2:].replace("-", "_")
+        else:
+            head, equals, value = "", "", arg
+        if kinds.get(flag) is bool and value.lower() in ("true", "false"):
+            value = value.capitalize()
+        words.append(head + equals + value)
+    return words
 
 
 def _check_flags(name: str, args: Iterable[str], speaks: bool) -> None:
@@ -121,7 +151,7 @@ def _help() -> str:
 
 def _refuse(text: str, word: str, known: Iterable[str], speaks: bool, dashes: str = "") -> NoReturn:
     """Says what is wrong with the command line, and the nearest thing that exists; exits with 2."""
-    near = difflib.get_close_matches(word, list(known), 1, cutoff=0.4)
+    near = difflib.get_close_matches(word.lower(), list(known), 1, cutoff=0.4)
     if speaks:
         print(f"{text}; did you mean {dashes}{near[0]}?" if near else text, file=sys.stderr)
     raise SystemExit(2)

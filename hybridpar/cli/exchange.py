@@ -32,8 +32,8 @@ class Export:
     def run(self, launch: Launch) -> int:
         from hybridpar.checkpoint.huggingface import export_folder
 
-        if not self.max_file_gb > 0:
-            raise config_error("max_file_gb", self.max_file_gb, "must be positive", "5")
+        if not 0 < self.max_file_gb <= 1e9:
+            raise config_error("max_file_gb", self.max_file_gb, "must be positive, and at most 1e9", "5")
         made = export_folder(self.checkpoint, self.output, dtype=self.dtype, max_file_bytes=int(self.max_file_gb * 1e9),
                              say=lambda text: print(text, file=sys.stderr))
         what = f"{made.num_parameters:,} parameters of {made.checkpoint} as {made.architecture}, {made.dtype}"

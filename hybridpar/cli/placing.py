@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from hybridpar.cli.planning import ConfigFile, Overrides, check_files, resolved
+from hybridpar.cli.outputs import check_outputs, write_output
+from hybridpar.cli.planning import ConfigFile, Overrides, resolved
+from hybridpar.cli.within import Devices
 from hybridpar.config import Launch, ParallelConfig
 from hybridpar.errors import config_error
 
@@ -63,7 +65,7 @@ class Place:
         from hybridpar.planner.placement import read_document
         from hybridpar.planner.placement.piper import is_instance
 
-        check_files(out=self.out)
+        check_outputs([self.path, self.split], out=self.out or None)
         document = read_document(self.path)
         return self._stages(document) if is_instance(document) else self._place(document)
 
@@ -124,7 +126,7 @@ class Place:
 
     def _write(self, document: Mapping[str, Any]) -> None:
         if self.out:
-            Path(self.out).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            write_output("out", self.out, json.dumps(document, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -144,21 +146,18 @@ class Graph:
     """To estimate for, without profile and cluster."""
     link: str = "nvlink3"
     """Between such devices."""
-    accelerators: int = 0
+    accelerators: Devices = 0
     """How many; 0: all of the profile or cluster, else 8."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.checkpoint.files import write_text
         from hybridpar.planner.operator_graph import operator_graph
 
-        if self.accelerators < 0:
-            raise config_error("accelerators", self.accelerators, "must not be negative", "8")
-        check_files(out=self.out)
+        check_outputs([self.path, self.profile, self.cluster], out=self.out)
         resolved(replace(self.config, parallel=ParallelConfig(dp=1),
                          pipeline=replace(self.config.pipeline, split=(), recompute="none")))
         document = operator_graph(self.config, self._machine(launch), training=self.training)
-        write_text(Path(self.out), json.dumps(document, indent=1) + "\n")
+        write_output("out", self.out, json.dumps(document, indent=1) + "\n")
         nodes, edges = document["nodes"], document["edges"]
         total = {way: sum(n["fpgaLatency"] for n in nodes if n["isBackwardNode"] == way) for way in (False, True)}
         size = sum(n["size"] for n in nodes)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagConversionOff, Positional, arg
 
+from hybridpar.cli.outputs import check_outputs, write_output
+from hybridpar.cli.within import Devices, MicroBatches, Ranks, Within
 from hybridpar.config import Config, Launch, load_toml, to_toml
-from hybridpar.errors import config_error
 
 if TYPE_CHECKING:
     from hybridpar.pipeline.plan.costs import Costs
@@ -31,30 +32,28 @@ class Profile:
     path: ConfigFile
     config: Overrides
     out: str = "profile.json"
-    tp: tuple[int, ...] = ()
+    tp: Annotated[tuple[int, ...], Within(1, 2**16)] = ()
     """Tensor-parallel degrees; empty: 1, 2, 4, .. as many as ranks."""
-    micro_batch: tuple[int, ...] = ()
+    micro_batch: MicroBatches = ()
     """Micro-batch sizes; empty: the configuration's and twice that."""
-    ranks: int = 0
+    ranks: Ranks = 0
     """Processes on a CPU, where torchrun has not started any; 0: one a core."""
     quick: bool = False
     """A few seconds: less of everything."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.planner.profile import write_profile
+        from hybridpar.planner.profile import profile_json
         from hybridpar.planner.report import profile_lines
         from hybridpar.planner.survey import survey
 
         resolved(self.config)
-        if self.ranks < 0:
-            raise config_error("ranks", self.ranks, "must not be negative", "0")
-        check_files(out=self.out)
+        check_outputs([self.path], out=self.out)
         profile = survey(self.config, launch, degrees=self.tp, sizes=self.micro_batch, quick=self.quick,
                          ranks=self.ranks)
         if launch.rank:
             return 0
-        write_profile(profile, Path(self.out))
+        write_output("out", self.out, profile_json(profile))
         print(json.dumps({"ok": True, "profile": self.out}) if self.json else "\n".join(profile_lines(profile)))
         if not self.json:
             print(self.out)
@@ -71,17 +70,17 @@ class Plan:
     """What `hybridpar profile` has measured; empty: this machine is measured, quickly, and that is kept."""
     cluster: str = ""
     """A cluster.toml: plan for machines that are not at hand. With a profile, its blocks are used, and these links."""
-    devices: int = 0
+    devices: Devices = 0
     """How many to use; 0: all GPUs or cores here, or all of the cluster."""
-    batch_size: int = 0
+    batch_size: Annotated[int, Within(0, 2**30)] = 0
     """Samples of a step, however they are divided; 0: the configuration's micro-batches on its replicas."""
     grid: str = ""
     """Sizes to keep, such as tp=2,pp=1. Axes to which the configuration gives more than one rank are kept, too."""
     schedules: tuple[str, ...] = ()
     """Schedules to choose from; empty: the configuration's, and 1f1b where it trains alike."""
-    micro_batches: tuple[int, ...] = ()
+    micro_batches: MicroBatches = ()
     """Micro-batch sizes to choose from; empty: those profiled, and powers of two between."""
-    top: int = 5
+    top: Annotated[int, Within(1, 10_000)] = 5
     """How many to rank."""
     out: str = "plan.toml"
     svg: str = ""
@@ -100,13 +99,9 @@ class Plan:
                          pipeline=replace(self.config.pipeline, split=(), recompute="none", schedule="1f1b",
                                           early_switch="off", warmup="depth", gradient_buffers=0, sync_steps=0),
                          optim=replace(self.config.optim, staleness="none")))
-        for name, value in (("devices", self.devices), ("top", self.top - 1)):
-            if value < 0:
-                raise config_error(name, value, "is too small", "1")
-        check_files(svg=self.svg)
+        check_outputs([self.path, self.profile, self.cluster], out=self.out, svg=self.svg or None)
         if self.brief and (begun := self._begun()) is not None:
-            Path(self.out).parent.mkdir(parents=True, exist_ok=True)
-            Path(self.out).write_text(to_toml(begun), encoding="utf-8")
+            write_output("out", self.out, to_toml(begun))
             print(f"plan: {report.describe(begun)}, as {self.config.run.folder} began", file=sys.stderr)
             return 0
         request = Request(self._keep(), self.batch_size, self.schedules, self.micro_batches, self.top, quick=self.brief)
@@ -125,7 +120,7 @@ class Plan:
             print("hybridpar plan: nothing fits: " + "; ".join(report.failures(result)), file=sys.stderr)
             return 1
         best = result.ranked[0]
-        report.write_plan(best, Path(self.out))
+        write_output("out", self.out, report.plan_toml(best))
         if self.svg:
             self._draw(best)
         out = sys.stdout if not self.json and not self.brief else sys.stderr
@@ -170,8 +165,8 @@ class Plan:
 
         model = best.model
         timeline = model.ordering.timeline(model.sizes, model.costs, 2)
-        Path(self.svg).write_text(
-            draw_svg(timeline.scaled(1e3), title=f"{describe(best.config)} (milliseconds)"), encoding="utf-8")
+        write_output("svg", self.svg,
+                     draw_svg(timeline.scaled(1e3), title=f"{describe(best.config)} (milliseconds)"))
 
 
 @dataclass(frozen=True)
@@ -191,7 +186,7 @@ class Simulate:
     """Also write a picture to this file."""
     perfetto: str = ""
     """Also write a trace for ui.perfetto.dev to this file."""
-    batches: int = 2
+    batches: Annotated[int, Within(1, 10_000)] = 2
     """Batches to draw."""
     json: bool = False
 
@@ -202,9 +197,7 @@ class Simulate:
         from hybridpar.pipeline.plan.svg import draw_svg
         from hybridpar.train.preview import costs_of_run, preview
 
-        if self.batches < 1:
-            raise config_error("batches", self.batches, "must be positive", "2")
-        check_files(svg=self.svg, perfetto=self.perfetto)
+        check_outputs([self.path, self.profile, self.cluster], svg=self.svg or None, perfetto=self.perfetto or None)
         config, costs = resolved(self.config), None
         run = costs_of_run(Path(self.measured), config) if self.measured else None
         if self.profile or self.cluster:
@@ -221,13 +214,13 @@ class Simulate:
                  "micro-batches a batch")
         if self.svg:
             heading = f"{title} (simulated, in milliseconds)" if costs else title
-            Path(self.svg).write_text(draw_svg(drawn, title=heading), encoding="utf-8")
+            write_output("svg", self.svg, draw_svg(drawn, title=heading))
         each = config.parallel.tp * max(config.parallel.dp, 1)
         if self.perfetto:
             names = {stage: (stage, f"{what} {stage}" + (f", ranks {stage * each}-{stage * each + each - 1}"
                                                         if each > 1 else "")) for stage in range(stages)}
             entries = trace_entries(shown.timeline, names, per_second=per_second)
-            Path(self.perfetto).write_text(trace_json(entries), encoding="utf-8")
+            write_output("perfetto", self.perfetto, trace_json(entries))
         out = sys.stderr if self.json else sys.stdout
         picture = draw(drawn)
         fits = max(map(len, picture.splitlines())) <= _WIDEST or not costs
@@ -264,15 +257,6 @@ class Simulate:
         machine = machine_for(self.config, launch, self.profile, self.cluster, devices)
         config = resolved(self.config, machine.num_devices)
         return config, Model(config, machine).costs
-
-
-def check_files(**paths: str) -> None:
-    """Before anything takes long: where files will be written that flags name. Raises: ConfigError."""
-    for flag, path in paths.items():
-        if path and Path(path).is_dir():
-            raise config_error(flag, path, "is a folder, not a file", str(Path(path, "FILE")))
-        if path and not Path(path).parent.is_dir():
-            raise config_error(flag, path, "the folder of the file is not there", Path(path).name)
 
 
 def resolved(config: Config, world_size: int = 0) -> Config:

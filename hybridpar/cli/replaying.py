@@ -9,6 +9,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from hybridpar.cli.within import Threads, Within
 from hybridpar.config import Launch
 from hybridpar.errors import config_error
 
@@ -19,9 +20,9 @@ class Replay:
 
     path: Positional[Annotated[Path, arg(metavar="BUNDLE.json | RUN")]]
     """What an anomaly left in a run's folder anomalies/; or a run folder, and a --step."""
-    step: int = 0
+    step: Annotated[int, Within(0, 2**40)] = 0
     """Of a run folder: which one, as in its metrics."""
-    threads: int = 0
+    threads: Threads = 0
     """CPU threads; 0: all cores."""
     json: bool = False
     """The report as one JSON object on stdout."""
@@ -31,6 +32,8 @@ class Replay:
         from hybridpar.train.launch import set_threads
         from hybridpar.verify.replay import replay
 
+        if self.step and not self.path.exists():
+            raise config_error("path", str(self.path), "does not exist", "a run folder, such as runs/NAME")
         if self.path.is_dir() != (self.step > 0):
             raise config_error("step", self.step, "says which step of a run folder; a bundle has its own",
                                "hybridpar replay runs/NAME --step 100")

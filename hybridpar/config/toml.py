@@ -29,17 +29,20 @@ MAX_TOML = 1 << 20
 def load_toml(path: str | Path) -> Config:
     """Reads a TOML file over the defaults.
 
-    Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type.
+    Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type;
+    also if the file says nothing at all.
     """
     path = Path(path)
     try:
-        document = tomllib.loads(read_text(path, MAX_TOML).removeprefix("\ufeff"))
+        document = tomllib.loads(read_text(path, MAX_TOML))
     except OSError as error:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
         problem = Problem("config", str(path), f"cannot be read ({error.strerror})", near[0] if near else "")
         raise ConfigError(problem) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(Problem("config", str(path), f"is not valid TOML: {error}")) from None
+    if not document:
+        raise ConfigError(Problem("config", str(path), "has no section", "a file with [model] in it"))
     return from_mapping(document)
 
 
@@ -110,8 +113,16 @@ def _read_section(name: str, base: Any, table: Mapping[str, Any], problems: list
         try:
             values[key] = _convert(value, hints[key])
         except ValueError as error:
-            problems.append(Problem(f"{name}.{key}", value, str(error), _as_toml(getattr(base, key))))
+            works = _nearest_option(value, hints[key]) or getattr(base, key)
+            problems.append(Problem(f"{name}.{key}", value, str(error), _as_toml(works)))
     return dataclasses.replace(base, **values)
+
+
+def _nearest_option(value: object, kind: Any) -> str | None:
+    """Of the names that the annotated type allows, the one that was probably meant."""
+    options = [name for part in (kind, *typing.get_args(kind)) for name in typing.get_args(part)
+               if isinstance(name, str)]
+    return next(iter(difflib.get_close_matches(str(value).lower(), options, 1)), None)
 
 
 def _convert(value: Any, kind: Any) -> Any:

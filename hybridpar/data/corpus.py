@@ -19,7 +19,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from hybridpar.errors import DataError
-from hybridpar.reading import open_regular
+from hybridpar.reading import nearest_path, open_regular
 
 STDLIB = "stdlib"
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".jsonl")
@@ -59,7 +59,8 @@ def source_files(source: str | Path) -> list[SourceFile]:
         found = [SourceFile(Path(p), Path(p).as_posix()) for p in glob.glob(text, recursive=True) if Path(p).is_file()]
         rule = "matches no file" if glob.has_magic(text) else "does not exist (nor do .bin/.idx files of this prefix)"
     if not found:
-        raise DataError(f"{text}: {rule}")
+        near = nearest_path(path)
+        raise DataError(f"{text}: {rule}" + (near and f"; try {near}"))
     return sorted(found, key=_shuffled)
 
 

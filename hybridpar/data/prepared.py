@@ -73,7 +73,8 @@ def prepare(sources: str | Path | Sequence[str | Path], folder: str | Path, voca
     GPT: a document is one sequence that ends with an end-of-text token. BERT: its sequences are its sentences. Progress
     goes to stderr unless `quiet`. `max_bytes`: use only so much text.
 
-    Raises: DataError for unreadable sources, or damaged files in `folder`; ConfigError if the vocabulary is too small.
+    Raises: DataError for unreadable sources, damaged files in `folder`, or where it cannot be written; ConfigError if
+    the vocabulary is too small.
     """
     files = corpus_files([sources] if isinstance(sources, (str, Path)) else sources)
     loaded = Tokenizer.load(tokenizer) if tokenizer else None
@@ -241,10 +242,16 @@ def _tracked(texts: Iterable[str], progress: Progress, what: str, total: int) ->
 
 @contextlib.contextmanager
 def _lock(folder: Path, name: str) -> Iterator[None]:
-    """Lets processes wait for the first of them; where files cannot be locked, each does the work."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f".{name}.lock").open("w") as file:
-        if fcntl is not None:
-            with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    """Lets processes wait for the first of them; where files cannot be locked, each does the work.
+
+    Raises: DataError if the folder cannot be written, now or later.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f".{name}.lock").open("w") as file:
+            if fcntl is not None:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written ({error.strerror or error}); name another folder") from None

@@ -55,5 +55,8 @@ def cached_profile(config: Config, launch: Launch) -> Profile:
         print(f"other programs took {1 - share:.0%} of the cores meanwhile: times are uncertain, and not kept",
               file=sys.stderr)
     else:
-        write_profile(profile, path)
+        try:
+            write_profile(profile, path)
+        except OSError as error:
+            print(f"{path}: cannot be written ({error.strerror}), so these times are not kept", file=sys.stderr)
     return profile

@@ -35,7 +35,7 @@ from hybridpar.planner.hardware import (
 )
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import KINDS, BlockCost, Hardware, Key, Profile, settings_of
-from hybridpar.reading import read_text
+from hybridpar.reading import nearest_path, read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -60,7 +60,7 @@ def read_cluster(path: Path) -> Cluster:
     try:
         document = tomllib.loads(read_text(path, MAX_TOML))
     except OSError as error:
-        raise config_error("cluster", str(path), f"cannot be read ({error.strerror})") from None
+        raise config_error("cluster", str(path), f"cannot be read ({error.strerror})", nearest_path(path)) from None
     except (ValueError, RecursionError) as error:
         raise config_error("cluster", str(path), f"is not valid TOML: {error}") from None
     problems = [*_problems("", document, _KEYS, ("servers", "devices_per_server", "device", "inner"))]

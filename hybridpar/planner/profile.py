@@ -19,7 +19,7 @@ from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, to_mapping
 from hybridpar.errors import ConfigError, DataError, Problem, config_error, shown
 from hybridpar.planner.links import Curve, MeasuredLink
-from hybridpar.reading import read_limited
+from hybridpar.reading import nearest_path, read_limited, reason
 
 FORMAT = "hybridpar profile 1"
 KINDS = ("embedding", "layer", "head")
@@ -162,6 +162,12 @@ def check_settings(profile: Profile, config: Config) -> None:
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Writes profile.json."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, profile_json(profile))
+
+
+def profile_json(profile: Profile) -> str:
+    """What profile.json holds."""
     document = {
         "format": FORMAT, "estimated": profile.estimated, "about": dict(profile.about),
         "hardware": asdict(profile.hardware), "settings": profile.settings,
@@ -170,8 +176,7 @@ def write_profile(profile: Profile, path: Path) -> None:
                    for (kind, tp, b), cost in profile.blocks.items()],
         "links": {name: _plain_link(link) for name, link in profile.links.items()},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(document, indent=1) + "\n")
+    return json.dumps(document, indent=1) + "\n"
 
 
 def _plain(cost: BlockCost) -> dict[str, Any]:
@@ -196,9 +201,10 @@ def read_profile(path: Path) -> Profile:
     try:
         document = json.loads(read_limited(path, _MAX_BYTES))
     except FileNotFoundError:
-        raise config_error("profile", str(path), "does not exist", f"hybridpar profile CONFIG --out {path}") from None
+        works = nearest_path(path) or f"hybridpar profile CONFIG --out {path}"
+        raise config_error("profile", str(path), "does not exist", works) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from None
+        raise DataError(f"{path}: cannot be read ({reason(error)})") from None
     try:
         return _profile(document)
     except _Wrong as error:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, PlanConfig, to_toml
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.planner.candidates import Candidate
@@ -171,10 +169,9 @@ def planned(candidate: Candidate) -> Config:
     return replace(candidate.config, plan=plan)
 
 
-def write_plan(candidate: Candidate, path: Path) -> None:
-    """Writes plan.toml: an ordinary configuration."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, f"# {describe(candidate.config)}\n\n{to_toml(planned(candidate))}")
+def plan_toml(candidate: Candidate) -> str:
+    """What plan.toml holds: an ordinary configuration."""
+    return f"# {describe(candidate.config)}\n\n{to_toml(planned(candidate))}"
 
 
 def profile_lines(profile: Profile) -> list[str]:

@@ -21,7 +21,7 @@ from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
-from hybridpar.reading import read_limited
+from hybridpar.reading import nearest_path, read_limited, reason
 from hybridpar.train.measure import CALLS, VARYING, Measured, Parts, measure
 from hybridpar.train.trace import RankEvents
 
@@ -96,9 +96,12 @@ def read_costs(path: Path) -> RunCosts:
     try:
         document = json.loads(read_limited(path, _MAX_BYTES))
     except FileNotFoundError:
-        raise config_error("run", str(path.parent), f"has no {path.name}: that is measured as a run trains") from None
+        if path.parent.is_dir():
+            rule = f"has no {path.name}: that is measured as a run trains"
+            raise config_error("run", str(path.parent), rule) from None
+        raise config_error("run", str(path.parent), "does not exist", nearest_path(path.parent)) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from None
+        raise DataError(f"{path}: cannot be read ({reason(error)})") from None
     try:
         return _run_costs(_Reader(document))
     except (ConfigError, ValueError) as error:

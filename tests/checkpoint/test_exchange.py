@@ -19,7 +19,7 @@ from hybridpar.checkpoint.huggingface.families import FAMILIES
 from hybridpar.checkpoint.huggingface.names import plan_of
 from hybridpar.cli import main
 from hybridpar.config import ModelConfig, load_toml
-from hybridpar.errors import ConfigError
+from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.validate import problems
 
 
@@ -109,6 +109,15 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"is there already, and nothing is overwritten; try .*theirs-2"):
             command(tmp_path / "theirs")
     assert sorted(made.folder.iterdir()) == before
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(ConfigError, match=f"is there already, and nothing is overwritten; try .*{name}-2"):
+            export_folder(folder, tmp_path / name)
+    for path, why in ((tmp_path / "file" / "x", "Not a directory"), (tmp_path / ("x" * 300), "File name too long")):
+        with pytest.raises(CheckpointError, match=rf"cannot be written \({why}\); name another folder"):
+            export_folder(folder, path)
+    assert (tmp_path / "file").read_text() == "mine"
     assert not list(tmp_path.glob(".*"))
 
 

@@ -1,5 +1,7 @@
+import errno
 import json
 import multiprocessing
+import os
 import time
 
 import numpy as np
@@ -108,6 +110,20 @@ def test_a_failure_leaves_nothing(corpus, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         prepare(corpus, tmp_path / "cache", 400, quiet=True)
     assert all(p.name.endswith(".lock") for p in (tmp_path / "cache").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_named(corpus, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(DataError, match=r"file.x: cannot be written \(Not a directory\); name another folder"):
+        prepare(corpus, tmp_path / "file" / "x", 300, quiet=True)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(IndexedWriter, "add_document", full)
+    with pytest.raises(DataError, match=r"out: cannot be written \(No space left on device\)"):
+        prepare(corpus, tmp_path / "out", 300, quiet=True)
+    assert all(path.suffix == ".lock" for path in (tmp_path / "out").iterdir())
 
 
 def test_progress_goes_to_stderr(corpus, tmp_path, capsys):

@@ -10,7 +10,8 @@ from planner import made
 from train.runs import write_config
 
 from hybridpar.cli import main
-from hybridpar.config import load_toml
+from hybridpar.config import Launch, from_mapping, load_toml
+from hybridpar.planner import at_hand
 from hybridpar.planner.profile import read_profile, settings_of, write_profile
 
 CLUSTER = 'servers = 2\ndevices_per_server = 4\ndevice = "a100-80gb"\ninner = "nvlink3"\nouter = "infiniband-hdr"\n'
@@ -61,6 +62,15 @@ def test_a_plan_for_a_cluster_and_its_pictures(tmp_path: Path, capsys: pytest.Ca
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
+def test_measured_times_that_cannot_be_kept_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, config = made.profile(made.config()), write_config(tmp_path)
+    monkeypatch.setattr(at_hand, "survey", lambda *args, **options: measured)
+    found = at_hand.cached_profile(from_mapping({"data": {"cache": str(config / "x")}}), Launch(0, 0, 1, 1))
+    assert found is measured
+    assert "cannot be written (Not a directory), so these times are not kept" in capsys.readouterr().err
+
+
 def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, profile = write_config(tmp_path), tmp_path / "profile.json"
     write_profile(made.profile(made.config()), profile)
@@ -68,8 +78,10 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
             (("--profile", profile), "the profile was made with"),
             (("--profile", tmp_path / "none.json"), "does not exist"),
             (("--cluster", tmp_path / "none.toml"), "cannot be read"),
-            (("--devices", -1), "devices = -1: is too small"),
-            (("--svg", tmp_path / "none" / "plan.svg"), "the folder of the file is not there"),
+            (("--devices", -1), "devices = -1: must be at least 0 and at most"),
+            (("--svg", config / "plan.svg"), "cannot be written (Not a directory); try"),
+            (("--svg", profile, "--profile", profile), "is what is read, and would be lost; try"),
+            (("--svg", tmp_path / "plan.toml"), "is what out writes; try"),
             (("--grid", "tp=x"), "must be sizes of tp, pp and dp")):
         code, out, err = run(capsys, "plan", config, *args, "--out", tmp_path / "plan.toml")
         assert code == 1

@@ -115,7 +115,7 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
             ((files["good"], "--split", files["good"]), "only the solver expert takes; try --solver expert"),
             ((files["good"], "--solver", "expert", "--split", files["list"]), "hybridpar: split = []"),
             ((files["good"], "--out", tmp_path), "is a folder, not a file"),
-            ((files["good"], "--out", tmp_path / "none" / "x.json"), "folder of the file is not there; try x.json"),
+            ((files["good"], "--out", files["good"]), "is what is read, and would be lost; try"),
             ((files["piper"], "--max-ideals", 1), "max_ideals = 1"), ((tmp_path,), "cannot be read (Is a directory)"),
             ((files["good"], "--accelerators", -1), "maxFPGAs = -1"), ((files["good"], "--cpus", -2), "maxCPUs = -2"),
             ((files["good"], "--time_limit", 0), "time_limit = 0.0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +17,11 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Raises: ConfigError if `path` holds something already; CheckpointError if it cannot be written.
     """
-    if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise config_error("output", str(path), "is there already, and nothing is overwritten", f"{path}-2")
-    path = path.absolute()
+    given, path = path, path.absolute()
     aside = path.with_name(f".{path.name}.part")
     try:
+        if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+            raise config_error("output", str(given), "is there already, and nothing is overwritten", f"{path}-2")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
@@ -28,6 +29,6 @@ def new_folder(path: Path) -> Iterator[Path]:
             path.rmdir()
         aside.rename(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error})") from None
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror or error}); name another folder") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hybridpar.checkpoint.files import write_text
 from hybridpar.errors import config_error
 from hybridpar.planner.placement.fields import Checker
 from hybridpar.planner.placement.load import Score, is_contiguous, is_ordered, latency, problems, score
@@ -119,7 +120,7 @@ def make_placement(workload: Workload, solver: str, devices: Ints, bound: float,
 
 def write_placement(placement: Placement, path: str | Path) -> None:
     """Writes `placement.document()` as JSON."""
-    Path(path).write_text(json.dumps(placement.document(), indent=1) + "\n")
+    write_text(Path(path), json.dumps(placement.document(), indent=1) + "\n")
 
 
 def read_split(workload: Workload, path: str | Path) -> Ints:

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
+from hybridpar.checkpoint.files import write_text
 from hybridpar.errors import DataError, config_error
 from hybridpar.planner.placement.fields import Checker
-from hybridpar.reading import read_limited
+from hybridpar.reading import nearest_path, read_limited
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_DEVICES = 10_000
@@ -165,7 +166,8 @@ def read_document(path: str | Path) -> Any:
     try:
         return json.loads(read_limited(path, MAX_FILE_BYTES))
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        near = nearest_path(path)
+        raise DataError(f"{path}: cannot be read ({error.strerror})" + (near and f"; try {near}")) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: is not JSON ({error or type(error).__name__})") from error
 
@@ -177,7 +179,7 @@ def read_workload(path: str | Path) -> Workload:
 
 def write_workload(workload: Workload, path: str | Path) -> None:
     """Writes what `read_workload` reads, with all that the workload was made with."""
-    Path(path).write_text(json.dumps(workload_document(workload), indent=1) + "\n")
+    write_text(Path(path), json.dumps(workload_document(workload), indent=1) + "\n")
 
 
 def make_workload(document: object) -> Workload:

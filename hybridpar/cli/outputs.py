@@ -1,0 +1,77 @@
+"""The files that flags of a command name for it to write: looked at before anything takes long, then written whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybridpar.errors import config_error
+
+
+def check_outputs(read: Iterable[str | Path], **paths: str | None) -> None:
+    """Whether the files that these flags name can be written (None: that flag is not used). Leaves nothing behind.
+
+    `read`: what the command reads, which no output may take the place of.
+    Raises: ConfigError.
+    """
+    taken = {os.path.realpath(path): "is what is read, and would be lost" for path in read if str(path)}
+    for flag, path in paths.items():
+        if path is None:
+            continue
+        with _naming(flag, path):
+            place = _place(path)
+            _try(place)
+        if rule := taken.get(str(place)):
+            raise config_error(flag, path, rule, str(Path(path).with_name(f"new-{Path(path).name}")))
+        if not _is_special(place):
+            taken[str(place)] = f"is what {flag} writes"
+
+
+def write_output(flag: str, path: str, text: str) -> None:
+    """Writes the file that a flag names; where a link leads, if it is one. Folders on the way to it are made.
+
+    Raises: ConfigError.
+    """
+    from hybridpar.checkpoint.files import write_text
+
+    with _naming(flag, path):
+        place = _place(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_text(place, text)
+
+
+@contextmanager
+def _naming(flag: str, path: str) -> Iterator[None]:
+    """What the system says of a path, as an error that names the flag."""
+    try:
+        yield
+    except IsADirectoryError:
+        raise config_error(flag, path, "is a folder, not a file", str(Path(path, "FILE"))) from None
+    except OSError as error:
+        works = str(Path(tempfile.gettempdir(), Path(path).name[:32]))
+        raise config_error(flag, path, f"cannot be written ({error.strerror})", works) from None
+
+
+def _place(path: str) -> Path:
+    return Path(path if _is_special(Path(path)) else os.path.realpath(path))
+
+
+def _is_special(path: Path) -> bool:
+    """Whether it is there, and neither a file nor a folder: a device or a pipe."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _try(place: Path) -> None:
+    """Raises: OSError if no file can be written there."""
+    if place.is_dir():
+        raise IsADirectoryError
+    if place.exists() and not os.access(place, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    if not _is_special(place):
+        folder = next(parent for parent in place.parents if parent.exists())
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{place.name}."):
+            pass
