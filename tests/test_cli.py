@@ -13,8 +13,9 @@ import pytest
 from train.runs import write_config, write_corpus
 
 from hybridpar.cli import main
-from hybridpar.cli.commands import COMMANDS, parse_grid
+from hybridpar.cli.commands import COMMANDS
 from hybridpar.cli.entry import flags_of, parse
+from hybridpar.cli.values import parse_grid
 from hybridpar.config import Config
 from hybridpar.data import prepare
 from hybridpar.errors import ConfigError

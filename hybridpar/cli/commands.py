@@ -17,7 +17,7 @@ from hybridpar.cli.exchange import Export, Import
 from hybridpar.cli.placing import Graph, Place
 from hybridpar.cli.planning import Plan, Profile, Simulate, resolved
 from hybridpar.cli.replaying import Replay
-from hybridpar.cli.within import Ranks, Threads, Within
+from hybridpar.cli.values import Ranks, Threads, Within, parse_grid
 from hybridpar.config import Config, Launch
 from hybridpar.errors import CheckpointError, config_error
 
@@ -244,17 +244,6 @@ COMMANDS: dict[str, type[Any]] = {
         Train, Verify, Replay, Check, Profile, Plan, Simulate, Graph, Place, Preprocess, Generate, Export, Import,
         Doctor)
 }
-
-
-def parse_grid(text: str) -> dict[str, int]:
-    """'tp=2,pp=2,dp=2' as numbers by axis. Raises: ConfigError."""
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, size = part.strip().partition("=")
-        if axis not in ("tp", "pp", "dp") or not size.isdecimal() or not 0 < int(size) <= 2**16 or axis in sizes:
-            raise config_error("grid", text, "must be sizes of tp, pp and dp", "tp=2,pp=2,dp=2")
-        sizes[axis] = int(size)
-    return sizes
 
 
 def count_parameters(config: Config) -> int:

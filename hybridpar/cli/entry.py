@@ -19,7 +19,7 @@ from tyro.conf import FlagCreatePairsOff
 
 from hybridpar import __version__
 from hybridpar.cli.commands import COMMANDS
-from hybridpar.cli.within import out_of_range
+from hybridpar.cli.values import out_of_range
 from hybridpar.config import Config, Launch, load_toml
 from hybridpar.errors import ConfigError, HybridparError
 from hybridpar.train.errors import LostContactError, RankError

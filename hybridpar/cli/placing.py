@@ -14,7 +14,7 @@ from tyro.conf import Positional, arg
 
 from hybridpar.cli.outputs import check_outputs, write_output
 from hybridpar.cli.planning import ConfigFile, Overrides, resolved
-from hybridpar.cli.within import Devices
+from hybridpar.cli.values import Devices
 from hybridpar.config import Launch, ParallelConfig
 from hybridpar.errors import config_error
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import FlagConversionOff, Positional, arg
 
 from hybridpar.cli.outputs import check_outputs, write_output
-from hybridpar.cli.within import Devices, MicroBatches, Ranks, Within
+from hybridpar.cli.values import Devices, MicroBatches, Ranks, Within, parse_grid
 from hybridpar.config import Config, Launch, load_toml, to_toml
 
 if TYPE_CHECKING:
@@ -152,8 +152,6 @@ class Plan:
                            self.config.train, micro_batch_size=before.train.micro_batch_size))
 
     def _keep(self) -> dict[str, int]:
-        from hybridpar.cli.commands import parse_grid
-
         parallel = self.config.parallel
         kept = {axis: size for axis, size in (("tp", parallel.tp), ("pp", parallel.pp)) if size > 1}
         kept |= {"dp": parallel.dp} if parallel.dp > 0 else {}

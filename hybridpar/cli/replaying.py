@@ -9,7 +9,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from hybridpar.cli.within import Threads, Within
+from hybridpar.cli.values import Threads, Within
 from hybridpar.config import Launch
 from hybridpar.errors import config_error
 

@@ -1,4 +1,4 @@
-"""What the numbers of a command's own flags may be; those of the configuration are checked by hybridpar.validate."""
+"""What the values of a command's own flags may be; those of the configuration are checked by hybridpar.validate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import typing
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from hybridpar.errors import Problem
+from hybridpar.errors import Problem, config_error
 
 
 @dataclass(frozen=True)
@@ -39,3 +39,14 @@ def out_of_range(command: Any) -> list[Problem]:
                 rule = f"must be at least {within.least} and at most {within.most}"
                 problems.append(Problem(name, shown, rule, str(getattr(type(command), name, within.least))))
     return problems
+
+
+def parse_grid(text: str) -> dict[str, int]:
+    """'tp=2,pp=2,dp=2' as numbers by axis. Raises: ConfigError."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in ("tp", "pp", "dp") or not size.isdecimal() or not 0 < int(size) <= 2**16 or axis in sizes:
+            raise config_error("grid", text, "must be sizes of tp, pp and dp", "tp=2,pp=2,dp=2")
+        sizes[axis] = int(size)
+    return sizes
