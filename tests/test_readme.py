@@ -39,7 +39,8 @@ def test_the_layer_example_does_not_depend_on_the_number_of_ranks(tmp_path: Path
     sums = []  # on 3 ranks some keys and values are on two
     for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]):
         out = subprocess.run([sys.executable, *launcher, "snippet.py"], cwd=tmp_path, env=ENVIRONMENT,
-                             capture_output=True, text=True, timeout=120, check=True)
+                             capture_output=True, text=True, timeout=120, check=False)
+        assert out.returncode == 0, out.stderr[-5000:]
         sums.append(float(re.findall(r"sum (-?[\d.]+)", out.stdout)[0]))
     assert sums[0] == pytest.approx(sums[1], abs=1e-3)  # float32 sums of 3072 elements, in another order
 

@@ -122,7 +122,8 @@ class _TracedStage:
         """Executor's forward: what is kept after it, what the output takes besides, and the most that it took."""
         self._input = self._message().requires_grad_() if self.receives else None
         before = self._start()
-        out: Any = self.stage(self._input, batch, RandomKey.of(self.config.train.seed, 0, 0))
+        key = RandomKey.of(self.config.train.seed, 0, 0, device=self.tracker.device)
+        out: Any = self.stage(self._input, batch, key)
         peak = self.tracker.read().peak - before
         if isinstance(out, dict):
             out = sum(out.values())
