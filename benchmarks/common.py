@@ -275,8 +275,9 @@ def write_results(claim: str, cases: Sequence[Mapping[str, Any]], args: argparse
 
 def machine() -> dict[str, Any]:
     """Hardware, versions, and what else was running."""
-    git = lambda *args: subprocess.run(  # noqa: E731
-        ["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    def git(*args: str) -> str:
+        return subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+
     return {
         "cpu": cpu_name(), "cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability(),
         "load_average": list(os.getloadavg()), "python": platform.python_version(), "torch": torch.__version__,

@@ -27,8 +27,8 @@ def constant_when_traced(function: Callable[..., Any]) -> None:
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-ARGUMENTS = "f28f3c9c"
-"""What `arguments` says of this checkout's extension; to be changed with it."""
+_EXPECTED = "f28f3c9c"
+"""`arguments_digest` of this checkout's extension; changes with it."""
 
 constant_when_traced(missing)
 constant_when_traced(missing_cuda)
@@ -40,14 +40,14 @@ def _load() -> str | None:
         importlib.import_module("hybridpar._C")
     except ImportError as error:
         return f"the extension hybridpar._C is not built or does not load ({error})"
-    if arguments() != ARGUMENTS:
+    if arguments_digest() != _EXPECTED:
         return "the extension hybridpar._C is of another version than this checkout; build it again"
     for name, fake in FAKES.items():
         torch.library.register_fake(f"hybridpar::{name}", fake)
     return None
 
 
-def arguments() -> str:
+def arguments_digest() -> str:
     """Stands for the operators that the extension has, and the names of their arguments."""
     operators = torch.ops.hybridpar
     found = {name: [a.name for a in getattr(operators, name).default._schema.arguments]

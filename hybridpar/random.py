@@ -48,7 +48,8 @@ class RandomKey:
            device: str | torch.device = "cpu") -> RandomKey:
         """The key of the samples `sample` to `sample + num_samples`.
 
-        Raises: ValueError where a step or sample does not fit 32 bits.
+        Shapes: counter [2], int64, on `device`.
+        Raises: ValueError where the step or one of the samples does not fit 32 bits.
         """
         check_counters(step, sample, num_samples, 0, 0, 0, 0)
         return cls(seed, torch.tensor([step, sample], device=device))

@@ -56,10 +56,10 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
 
     Exits with 0 after --help and --version, with 2 if the command line is wrong. Raises: ConfigError (load_toml).
     """
-    if not args or args[0] in ("-h", "--help", "help"):
+    if not args or args[0] in ("-h", "--help"):
         print(_help(), file=sys.stdout if args else sys.stderr)
         raise SystemExit(0 if args else 2)
-    if args[0] in ("--version", "version"):
+    if args[0] == "--version":
         print(__version__)
         raise SystemExit(0)
     name, rest = args[0], list(args[1:])

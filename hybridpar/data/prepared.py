@@ -254,4 +254,6 @@ def _lock(folder: Path, name: str) -> Iterator[None]:
                     fcntl.flock(file, fcntl.LOCK_EX)
             yield
     except OSError as error:
+        if error.filename and not Path(error.filename).resolve().is_relative_to(folder.resolve()):
+            raise  # of something else
         raise DataError(f"{folder}: cannot be written ({error.strerror or error}); name another folder") from None

@@ -52,7 +52,10 @@ KEEP_ALL = Mask(0, 0, None, 0, 1.0, 0, 0)
 
 def make_mask(shape: Sequence[int], device: torch.device, p: float, key: RandomKey | None, site: int, *,
               inner_size: int | None = None, inner_start: int = 0) -> Mask:
-    """The mask of dropout(x, p, key, site, ..) for such an x; KEEP_ALL where that is x. Raises: see dropout."""
+    """The mask of dropout(x, p, key, site, ..) for such an x; KEEP_ALL where that is x. Raises: see dropout.
+
+    A counter that lies elsewhere is copied to `device`: a GPU is waited for then.
+    """
     if not 0.0 <= p < 1.0:
         raise config_error("model.dropout", p, "must be at least 0 and less than 1", "0.1")
     if key is None or p == 0.0:

@@ -99,7 +99,8 @@ def read_costs(path: Path) -> RunCosts:
         if path.parent.is_dir():
             rule = f"has no {path.name}: that is measured as a run trains"
             raise config_error("run", str(path.parent), rule) from None
-        raise config_error("run", str(path.parent), "does not exist", nearest_path(path.parent)) from None
+        raise config_error("run", str(path.parent), "does not exist",
+                           nearest_path(path.parent) or "runs/NAME") from None
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({reason(error)})") from None
     try:

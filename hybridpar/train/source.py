@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -40,7 +40,7 @@ class LoaderSource:
     def _key(self, batch: int, index: int) -> RandomKey:
         train = self.config.train
         key = RandomKey.of(train.seed, batch, self.loader.first_sample(index), train.micro_batch_size)
-        return RandomKey(key.seed, self._on_device(key.counter))
+        return replace(key, counter=self._on_device(key.counter))  # made there, it would wait for the stream
 
     def _number(self, x: int) -> Tensor:
         return torch.full((), float(x), dtype=torch.float64, device=self.device)

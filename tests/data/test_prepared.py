@@ -170,3 +170,8 @@ def test_one_tokenizer_for_several_corpora(corpus, tmp_path):
     assert path == prepare_tokenizer([corpus, other], tmp_path / "cache", 400, quiet=True)
     assert {len(prepare(c, tmp_path / "cache", 400, tokenizer=path, quiet=True).tokenizer().encode(" entirely"))
             for c in (corpus, other)} == {1}
+
+
+def test_an_error_of_another_file_is_not_the_folders(tmp_path):
+    with pytest.raises(FileNotFoundError, match="absent"), module._lock(tmp_path / "out", "tokens"):
+        (tmp_path / "absent").open()
