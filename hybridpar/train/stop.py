@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -22,10 +23,22 @@ class StopWish:
 
 @contextlib.contextmanager
 def noting_signals(on_first: Callable[[int], None]) -> Iterator[StopWish]:
-    """While entered, a first signal is noted and `on_first` called with its number; a second ends the process."""
-    wish = StopWish()
+    """While entered, a first signal is noted and `on_first` called with its number; a second ends the process.
+
+    A launcher that has seen one rank die ends the others, which are then about to say what they waited for and may be
+    closing a checkpoint. So where an error leaves this block, one more signal is let pass before all is as it was.
+    """
+    wish, failed = StopWish(), False
+    before: list[tuple[signal.Signals, Any]] = []
+
+    def restore() -> None:
+        for number, handler in before:
+            signal.signal(number, handler)
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if failed:
+            restore()
+            return
         if wish.number:
             os._exit(128 + number)
         wish.number = number
@@ -37,6 +50,9 @@ def noting_signals(on_first: Callable[[int], None]) -> Iterator[StopWish]:
     before = [(number, signal.signal(number, handle)) for number in SIGNALS]
     try:
         yield wish
+    except Exception:
+        failed = True
+        raise
     finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+        if not failed or wish.number:
+            restore()

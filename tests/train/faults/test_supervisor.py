@@ -132,13 +132,14 @@ def test_what_an_anomaly_is_to_stop_does_not_start_again(tmp_path: Path) -> None
 
 @pytest.mark.timeout(300)
 def test_torchrun_starts_the_same_ranks_again(tmp_path: Path) -> None:
+    """It ends rank 0 as soon as rank 1 is dead, while rank 0 still gives the save of step 10 time to end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts",
                "1", "-m", "hybridpar", "train", str(write_config(tmp_path)), "--parallel.pp", "2", *STEPS, "--inject",
-               "kill rank 1 at step 8"]
+               "kill rank 1 at step 11"]
     code, out = finish(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), 120.0)
     assert code == 0, out
-    assert "rank 0 (stage 0, replica 0, tensor part 0) lost contact with rank 1 during" in out
-    assert "going on after step 5" in out
+    assert "rank 0 (stage 0, replica 0, tensor part 0) lost contact with rank 1 during" in out, out
+    assert re.search("going on after step (5|10)$", out, re.MULTILINE), out
     assert len(steps(metrics(tmp_path / "runs" / "run"))) == 30
 
 

@@ -1,0 +1,55 @@
+"""Signals as wishes to stop, in a process of their own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, signal
+from hybridpar.train.stop import noting_signals
+noted, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+def send(number): os.kill(os.getpid(), number)
+def as_before(): return before == {number: signal.getsignal(number) for number in before}
+"""
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", PROGRAM + program], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_is_noted_and_the_second_ends(number: int) -> None:
+    done = run(f"""
+with noting_signals(noted.append) as wish:
+    send({number}); print(wish.number, noted, flush=True); send({number}); print("not reached")
+""")
+    assert (done.returncode, done.stdout) == (128 + number, f"{number} [{number}]\n")
+
+
+def test_all_is_as_it_was_after_the_block() -> None:
+    done = run("""
+with noting_signals(noted.append): send(15)
+print(noted, as_before())
+""")
+    assert done.stdout == "[15] True\n", done.stderr
+
+
+@pytest.mark.parametrize(("earlier", "expected"), [("pass", "[] False [] True"), ("send(15)", "[15] True")])
+def test_an_error_lets_one_signal_pass(earlier: str, expected: str) -> None:
+    """So that its reason is said; a launcher's wish that came before the error was that signal."""
+    done = run(f"""
+try:
+    with noting_signals(noted.append):
+        {earlier}
+        raise RuntimeError
+except RuntimeError:
+    print(noted, as_before(), flush=True)
+if not noted:
+    send(15); print(noted, as_before(), flush=True)
+send(15); print("not reached")
+""")
+    assert (done.returncode, done.stdout.split()) == (-signal.SIGTERM, expected.split())
