@@ -24,6 +24,7 @@ drain, which a run pays once, are left out (the time of a batch with them: `incl
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,6 +69,8 @@ WITH_DRAIN, SHARE, ITEMS = "including fill and drain, wall_ms", "share of the id
 INTERLEAVED, PREDICTED = "interleaved", "predicted"
 RECORDED = 8
 """Batches that are recorded, at least."""
+PREDICTIONS = 5
+"""Recordings of each side, in turn; their median counts."""
 
 
 class TorchPipelineStep:
@@ -122,9 +125,12 @@ def measure_interleaved(shape_name: str, dtype: str, m: int, rounds: int) -> dic
         for name, schedule in ((OURS, INTERLEAVED), (f"{OURS} 1f1b", "1f1b"))}
     result = race(steps, rounds, tolerance=TOLERANCE[dtype])
     sizes = {name: step.engine.sizes for name, step in steps.items()}
-    simulated = {
-        name: Ordering.of(step.engine.config).timeline(sizes[name], record(step, RECORDED).costs).step_time(m)
-        for name, step in steps.items()}
+    predictions: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(PREDICTIONS):
+        for name, step in steps.items():
+            timeline = Ordering.of(step.engine.config).timeline(sizes[name], record(step, RECORDED).costs)
+            predictions[name].append(timeline.step_time(m))
+    simulated = {name: statistics.median(seconds) for name, seconds in predictions.items()}
     entry = case(f"{shape_name} {dtype} pp={size} {INTERLEAVED} m={m}", result, m * shape.microbatch_tokens,
                  shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule=INTERLEAVED, threads=1,
                  chunks=sizes[OURS].chunks, blocks_of_each_stage=[
