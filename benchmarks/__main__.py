@@ -14,7 +14,7 @@ RUNS = (
     ("tensor_parallel",),
     ("data_parallel", "--microbatches", "2"),
     ("pipeline", "--shapes", "small", "--name", "pipeline_small"),
-    ("pipeline", "--shapes", "balanced", "--schedules", "2bw", "--others", "--batches", "1", "--name",
+    ("pipeline", "--shapes", "balanced", "--schedules", "2bw", "--others", "--name",
      "pipeline_balanced"),
     ("pipeline", "--shapes", "balanced_small", "--dtypes", "fp32", "--schedules", "interleaved", "--microbatches",
      "4", "8", "--name", "interleaved"),
