@@ -261,7 +261,7 @@ class Run:
     def _stop(self, number: int) -> None:
         self.engine.stop_requested = True
         self.reporter.say(f"{signal.Signals(number).name}: finishing the batches under way, then saving; "
-                          "again to quit at once")
+                          "again after a second to quit at once")
 
     def _agree(self, number: int) -> int:
         """The signal that any rank has got (0: none): all leave together, for the same reason."""

@@ -1,4 +1,4 @@
-"""SIGINT (Ctrl-C) and SIGTERM as a wish to stop: the first is noted, a second ends the process at once."""
+"""SIGINT (Ctrl-C) and SIGTERM as a wish to stop: the first is noted, a later one ends the process at once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME_WISH_S = 1.0
+"""A batch system ends the launcher and the ranks, and the launcher the ranks again: signals so close are one wish."""
 
 
 @dataclass
@@ -23,12 +26,13 @@ class StopWish:
 
 @contextlib.contextmanager
 def noting_signals(on_first: Callable[[int], None]) -> Iterator[StopWish]:
-    """While entered, a first signal is noted and `on_first` called with its number; a second ends the process.
+    """While entered, a first signal is noted and `on_first` called with its number; one that comes SAME_WISH_S later
+    ends the process.
 
     A launcher that has seen one rank die ends the others, which are then about to say what they waited for and may be
     closing a checkpoint. So where an error leaves this block, one more signal is let pass before all is as it was.
     """
-    wish, failed = StopWish(), False
+    wish, failed, noted_at = StopWish(), False, 0.0
     before: list[tuple[signal.Signals, Any]] = []
 
     def restore() -> None:
@@ -36,13 +40,14 @@ def noting_signals(on_first: Callable[[int], None]) -> Iterator[StopWish]:
             signal.signal(number, handler)
 
     def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal noted_at
         if failed:
             restore()
-            return
-        if wish.number:
+        elif not wish.number:
+            wish.number, noted_at = number, time.monotonic()
+            on_first(number)
+        elif time.monotonic() - noted_at > SAME_WISH_S:
             os._exit(128 + number)
-        wish.number = number
-        on_first(number)
 
     if threading.current_thread() is not threading.main_thread():  # Python handles signals nowhere else
         yield wish

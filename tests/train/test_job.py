@@ -76,10 +76,14 @@ def test_a_job_of_two_ranks_goes_on_as_one(tmp_path: Path) -> None:
 
 
 def interrupt(config: Path, run: Path) -> int:
-    """Starts the job, presses Ctrl-C, and returns the step it stopped after."""
+    """Starts the job, interrupts its launcher and its ranks, and returns the step it stopped after.
+
+    So do batch systems, and the launcher then interrupts the ranks once more.
+    """
     process = torchrun(2, "train", config, "--parallel.pp", "2", *LONG)
     wait_for(run / "checkpoints" / "step_00000020" / "manifest.json", process)
-    process.send_signal(signal.SIGINT)
+    for pid in (*children(process.pid), process.pid):
+        os.kill(pid, signal.SIGINT)
     _, out = finish(process)
     stopped = int(re.findall(r"stopped after step (\d+)", out)[0])
     assert (run / "checkpoints" / f"step_{stopped:08d}" / "manifest.json").exists()
