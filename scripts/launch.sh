@@ -1,5 +1,6 @@
 # Sourced by the pretraining scripts: starts one `hybridpar train` process for each rank, and again where one fails; on several
-# hosts through torchrun.
+# hosts through torchrun. Their launcher takes the place of the shell, so that a signal to the script reaches it: a container's
+# or a batch system's SIGTERM saves before it ends.
 #
 #   launch CONFIG [--section.key value ...]
 #
@@ -54,9 +55,9 @@ launch() {
                 n = (n ? n : 1) * ($2 + 0) } END { print n ? n : 1 }' "$config")
     fi
     if [ "$nnodes" -gt 1 ]; then
-        "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" \
+        exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" \
             -m hybridpar train "$config" ${grid[@]+"${grid[@]}"} "$@"
     else
-        "$PYTHON" -m hybridpar train "$config" --ranks "$NPROC" ${grid[@]+"${grid[@]}"} "$@"
+        exec "$PYTHON" -m hybridpar train "$config" --ranks "$NPROC" ${grid[@]+"${grid[@]}"} "$@"
     fi
 }

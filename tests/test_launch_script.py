@@ -43,3 +43,17 @@ def test_the_first_of_several_hosts_has_number_zero() -> None:
     assert run.stdout == (
         "-m torch.distributed.run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 --max-restarts 0 "
         "--nproc-per-node 1 -m hybridpar train some.toml --parallel.tp 2 --optim.lr 1\n")
+
+
+@pytest.mark.parametrize("hosts", ["1", "2"])
+def test_the_launcher_takes_the_place_of_the_shell(tmp_path: Path, hosts: str) -> None:
+    """So that a signal to the script is one to the launcher."""
+    shows_its_number = tmp_path / "python"
+    shows_its_number.write_text("#!/bin/sh\necho $$\n")
+    shows_its_number.chmod(0o755)
+    variables = {"TP": "1", "PP": "2", "DP": "1", "NPROC": "2", "NNODES": hosts, "NODE_RANK": "0", "MASTER_ADDR": "a"}
+    script = f"PYTHON='{shows_its_number}'; source '{SCRIPT}'; launch some.toml; echo not reached"
+    with subprocess.Popen(["bash", "-euc", script], stdout=subprocess.PIPE, text=True,
+                          env={"PATH": os.environ["PATH"], **variables}) as process:
+        out, _ = process.communicate(timeout=60)
+    assert out == f"{process.pid}\n"
