@@ -15,6 +15,8 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_WISH_S = 1.0
 """A batch system ends the launcher and the ranks, and the launcher the ranks again: signals so close are one wish."""
+LAST_WORDS_S = 15.0
+"""How long an error may take to be said: a save under way has ten seconds to end, and the launcher two to see."""
 
 
 @dataclass
@@ -26,13 +28,14 @@ class StopWish:
 
 @contextlib.contextmanager
 def noting_signals(on_first: Callable[[int], None]) -> Iterator[StopWish]:
-    """While entered, a first signal is noted and `on_first` called with its number; one that comes SAME_WISH_S later
-    ends the process.
+    """While entered, a first signal is noted and `on_first` called with its number; one that comes more than
+    SAME_WISH_S later ends the process.
 
     A launcher that has seen one rank die ends the others, which are then about to say what they waited for and may be
-    closing a checkpoint. So where an error leaves this block, one more signal is let pass before all is as it was.
+    closing a checkpoint. So where an error leaves this block, one signal in the next LAST_WORDS_S is let pass; whatever
+    comes later, or after it, acts as before.
     """
-    wish, failed, noted_at = StopWish(), False, 0.0
+    wish, failed_at, noted_at = StopWish(), 0.0, 0.0
     before: list[tuple[signal.Signals, Any]] = []
 
     def restore() -> None:
@@ -41,8 +44,10 @@ def noting_signals(on_first: Callable[[int], None]) -> Iterator[StopWish]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal noted_at
-        if failed:
+        if failed_at:
             restore()
+            if time.monotonic() - failed_at > LAST_WORDS_S:
+                os.kill(os.getpid(), number)
         elif not wish.number:
             wish.number, noted_at = number, time.monotonic()
             on_first(number)
@@ -56,8 +61,8 @@ def noting_signals(on_first: Callable[[int], None]) -> Iterator[StopWish]:
     try:
         yield wish
     except Exception:
-        failed = True
+        failed_at = time.monotonic()
         raise
     finally:
-        if not failed or wish.number:
+        if not failed_at or wish.number:
             restore()

@@ -52,7 +52,8 @@ def test_two_hosts_train_as_one(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_on_the_other_host_is_named_on_both(tmp_path: Path) -> None:
     """Both end; with --max-restarts both start again. Here tensor parallelism spans the hosts."""
     config = write_config(tmp_path)
-    grid, kill = ("--parallel.tp", "2"), ("--inject", "kill rank 1 at step 7 micro-batch 0")
+    grid = ("--parallel.tp", "2", "--checkpoint.asynchronous", "false")  # so that step 5 is saved when step 6 begins
+    kill = ("--inject", "kill rank 1 at step 7 micro-batch 0")
     (first, here), (second, there) = two_hosts(1, "train", config, *grid, *LONG, *kill)
     assert first != 0
     assert second != 0

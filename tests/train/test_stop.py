@@ -9,8 +9,10 @@ import sys
 import pytest
 
 PROGRAM = """
-import os, signal
-from hybridpar.train.stop import noting_signals
+import os, signal, time
+from hybridpar.train.stop import LAST_WORDS_S, SAME_WISH_S, noting_signals
+now = 100.0
+time.monotonic = lambda: now
 noted, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 def send(number): os.kill(os.getpid(), number)
 def as_before(): return before == {number: signal.getsignal(number) for number in before}
@@ -25,11 +27,9 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 def test_the_first_is_noted_and_a_later_one_ends(number: int) -> None:
     """Not one that comes soon after it, which is of the same wish."""
     done = run(f"""
-import time
-from hybridpar.train.stop import SAME_WISH_S
 with noting_signals(noted.append) as wish:
     send({number}); send(2); send(15); print(wish.number, noted, flush=True)
-    time.sleep(SAME_WISH_S + 0.1); send({number}); print("not reached")
+    now += SAME_WISH_S + 0.1; send({number}); print("not reached")
 """)
     assert (done.returncode, done.stdout) == (128 + number, f"{number} [{number}]\n")
 
@@ -57,3 +57,17 @@ if not noted:
 send(15); print("not reached")
 """)
     assert (done.returncode, done.stdout.split()) == (-signal.SIGTERM, expected.split())
+
+
+def test_a_signal_long_after_an_error_acts_as_before() -> None:
+    done = run("""
+try:
+    with noting_signals(noted.append): raise RuntimeError
+except RuntimeError:
+    now += LAST_WORDS_S + 0.1; print(as_before(), flush=True)
+try:
+    send(2); print("not reached")
+except KeyboardInterrupt:
+    print(as_before())
+""")
+    assert done.stdout.split() == ["False", "True"], done.stderr
