@@ -20,11 +20,11 @@ POSITIVE = (
     "model.num_layers", "model.hidden_size", "model.num_heads", "model.seq_length", "model.vocab_size",
     "parallel.tp", "parallel.pp", "pipeline.num_microbatches", "train.num_steps", "train.micro_batch_size",
     "train.timeout_s", "train.log_interval", "checkpoint.keep", "train.eval_batches", "optim.loss_scale", "optim.eps",
-    "model.rotary_base",
+    "model.rotary_base", "model.rotary_fraction",
     "faults.timeout_s", "faults.start_timeout_s", "faults.save_timeout_s", "anomalies.window",
 )
 NOT_NEGATIVE = (
-    "model.num_kv_heads", "model.ffn_hidden_size", "model.norm_eps", "model.init_std", "model.logits_chunk",
+    "model.num_kv_heads", "model.ffn_hidden_size", "model.max_positions", "model.norm_eps", "model.init_std", "model.logits_chunk",
     "parallel.dp", "pipeline.chunks", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps",
     "optim.weight_decay", "optim.clip_grad", "optim.momentum", "optim.staleness_steps", "train.seed", "train.threads",
     "train.eval_interval", "train.save_interval", "checkpoint.keep_best", "plan.step_ms",
@@ -33,7 +33,8 @@ NOT_NEGATIVE = (
 )
 LARGEST = {
     "model.num_layers": 10_000, "model.hidden_size": 2**20, "model.num_heads": 2**16, "model.num_kv_heads": 2**16,
-    "model.ffn_hidden_size": 2**24, "model.seq_length": 2**24, "model.vocab_size": 2**28, "parallel.tp": 2**16,
+    "model.ffn_hidden_size": 2**24, "model.seq_length": 2**24, "model.max_positions": 2**24,
+    "model.rotary_fraction": 1, "model.vocab_size": 2**28, "parallel.tp": 2**16,
     "parallel.pp": 2**16, "parallel.dp": 2**20, "pipeline.num_microbatches": 2**20, "pipeline.sync_steps": 2**40,
     "train.num_steps": 2**40, "train.micro_batch_size": 2**20, "train.threads": 2**10, "train.timeout_s": 1e8,
     "train.eval_batches": 2**30, "train.seed": 2**64 - 1, "anomalies.window": 10**6,
@@ -130,9 +131,19 @@ def _model(config: Config) -> Iterator[Problem]:
         divisors = [n for n in range(1, model.hidden_size + 1) if model.hidden_size % n == 0]
         yield Problem("model.num_heads", model.num_heads, f"must divide model.hidden_size = {model.hidden_size}",
                       str(min(divisors, key=lambda n: abs(n - model.num_heads))))
-    elif model.position == "rotary" and model.hidden_size // model.num_heads % 2:
+    elif model.position == "rotary" and model.rotary_fraction == 1 and model.rotary_dim % 2:
         yield Problem("model.position", "rotary", "needs an even head size, and model.hidden_size / model.num_heads is "
                       f"{model.hidden_size // model.num_heads}", '"learned"')
+    elif model.position == "rotary" and (model.rotary_dim % 2 or not model.rotary_dim):
+        head_dim, even = model.hidden_size // model.num_heads, model.rotary_dim // 2 * 2 or 2
+        yield Problem("model.rotary_fraction", model.rotary_fraction, f"must turn pairs of a head's {head_dim} "
+                      f"features, and turns {model.rotary_dim}", f"{min(1, (even + 0.5) / head_dim):.3g}")
+    if model.position == "learned" and 0 < model.max_positions < model.seq_length:
+        yield Problem("model.seq_length", model.seq_length, "must be at most model.max_positions = "
+                      f"{model.max_positions}, the rows of the position table", str(model.max_positions))
+    if model.parallel_residual and model.post_norm:
+        yield Problem("model.parallel_residual", True, "needs the norms before attention and MLP, and "
+                      f"model.norm_position is {model.norm_position} ({model.kind})", 'model.norm_position = "pre"')
     if model.num_heads % model.kv_heads:
         divisors = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
         yield Problem("model.num_kv_heads", model.num_kv_heads, f"must divide model.num_heads = {model.num_heads}",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hybridpar.config import Config, to_mapping
 from hybridpar.errors import CheckpointError
@@ -20,7 +22,7 @@ def check_compatible(saved: Config, wanted: Config, where: Path) -> None:
 
     The global batch must have the size it had: then the number of steps says which data come next, whatever the grid.
     """
-    old, new = to_mapping(saved), to_mapping(wanted)
+    old, new = _settings(saved), _settings(wanted)
     changed = [
         f"{section}.{key} is {old[section].get(key)!r} there and {new[section].get(key)!r} here"
         for section, keys in FIXED.items() for key in keys or new[section]
@@ -31,6 +33,13 @@ def check_compatible(saved: Config, wanted: Config, where: Path) -> None:
     if saved.global_batch_size != wanted.global_batch_size:
         raise CheckpointError(f"{where} was trained on batches of {_batch(saved)}, here they are {_batch(wanted)}; "
                               f"{_remedy(saved, wanted)}, or another run.name")
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """By section and key; max_positions where it is the size of a table, with what its zero stands for."""
+    model = config.model
+    rows = model.num_positions if model.position == "learned" else 0
+    return to_mapping(replace(config, model=replace(model, max_positions=rows)))
 
 
 def _batch(config: Config) -> str:

@@ -17,8 +17,8 @@ from hybridpar.data import Tokenizer
 from hybridpar.errors import CheckpointError, ConfigError, Problem, config_error
 from hybridpar.optim import ParameterSlot
 
-FREE = ("dropout", "attention_dropout", "init_std", "label_smoothing", "logits_chunk")
-"""Keys of [model] that say how it is trained, not what it computes."""
+FREE = ("dropout", "attention_dropout", "init_std", "label_smoothing", "logits_chunk", "seq_length", "max_positions")
+"""Keys of [model] that say how it is trained, not what it computes; the number of learned positions is looked at apart."""
 
 
 def find_start(path: str | Path, model: ModelConfig) -> Path:
@@ -27,10 +27,14 @@ def find_start(path: str | Path, model: ModelConfig) -> Path:
     Raises: CheckpointError if it is none; ConfigError naming every key in which its model is another one.
     """
     folder = find(path, lambda text: None)
-    there, here = asdict(read_manifest(folder).config.model), asdict(model)
-    free = (*FREE, "seq_length") if model.position == "rotary" else FREE
-    if wrong := [Problem(f"model.{key}", here[key], f"train.start_from = {str(path)!r} has {value!r}", repr(value))
-                 for key, value in there.items() if key not in free and here[key] != value]:
+    saved = read_manifest(folder).config.model
+    there, here = asdict(saved), asdict(model)
+    wrong = [Problem(f"model.{key}", here[key], f"train.start_from = {str(path)!r} has {value!r}", repr(value))
+             for key, value in there.items() if key not in FREE and here[key] != value]
+    if saved.position == model.position == "learned" and saved.num_positions != model.num_positions:
+        rule = f"train.start_from = {str(path)!r} has a table of {saved.num_positions} positions"
+        wrong.append(Problem("model.max_positions", model.max_positions, rule, str(saved.num_positions)))
+    if wrong:
         raise ConfigError(*wrong)
     return folder
 

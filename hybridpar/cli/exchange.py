@@ -15,7 +15,8 @@ from hybridpar.errors import config_error
 
 @dataclass(frozen=True)
 class Export:
-    """Write a checkpoint of any grid as a folder that Hugging Face transformers reads: GPT-2, LLaMA or BERT."""
+    """Write a checkpoint of any grid as a folder that Hugging Face transformers reads: GPT-2, LLaMA,
+    GPT-NeoX or BERT."""
 
     checkpoint: Positional[Annotated[Path, arg(metavar="RUN_OR_CHECKPOINT")]]
     """A run folder (its newest checkpoint), or one checkpoint in it."""
@@ -43,8 +44,8 @@ class Export:
 
 @dataclass(frozen=True)
 class Import:
-    """Make a checkpoint of a local Hugging Face folder (GPT-2, LLaMA, Mistral or BERT) or of a GPT of Megatron-LM, to
-    train on any grid."""
+    """Make a checkpoint of a local Hugging Face folder (GPT-2, LLaMA, Mistral, GPT-NeoX or BERT) or of a GPT of
+    Megatron-LM, to train on any grid."""
 
     source: Positional[Annotated[Path, arg(metavar="FOLDER")]]
     """A folder with config.json, model.safetensors or pytorch_model.bin (or an index and parts) and tokenizer.json;
@@ -90,9 +91,9 @@ def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, 
     if verify:
         bare = bool(made.get("started_anew"))
         found = compare(checkpoint, folder, bare=bare)
-        plain |= {"ok": found.ok, "tolerance": TOLERANCE, "largest_difference": found.difference}
-        print(f"  verify: largest difference of a {'feature' if bare else 'logit'} {found.difference:.1e} over "
-              f"{found.num_tokens} tokens (they are up to {found.largest:.1e}, tolerance {TOLERANCE:g})", file=out)
+        plain |= {"ok": found.ok, "tolerance": TOLERANCE, "largest_difference": found.difference,
+                  "relative_difference": found.relative}
+        print(f"  verify: {'features' if bare else 'logits'} of {found}", file=out)
     if as_json:
         print(to_json(plain))
     return 0 if plain["ok"] else 1

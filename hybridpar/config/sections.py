@@ -20,15 +20,22 @@ class ModelConfig:
     ffn_hidden_size: int = 0
     """0: 4 * hidden_size."""
     seq_length: int = 128
+    max_positions: int = 0
+    """Rows of the learned position table, of which the first seq_length are used; of a rotary model only what export
+    writes down. 0: seq_length."""
     vocab_size: int = 8192
     tie_embeddings: bool = True
     position: Literal["learned", "rotary"] = "learned"
     rotary_base: float = 10000.0
+    rotary_fraction: float = 1.0
+    """Share of a head's features, the first, that rotary positions turn."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
     norm_eps: float = 0.0
     """Added to the variance before its root; 0: 1e-5 for layer_norm, 1e-6 for rms_norm."""
     norm_position: Literal["auto", "pre", "post"] = "auto"
     """What is normalised: a sublayer's input, or the sum it leaves; auto: as in the papers, gpt pre, bert post."""
+    parallel_residual: bool = False
+    """Attention and MLP of a layer both read its input, as in GPT-NeoX; otherwise the MLP reads what attention left."""
     activation: Literal["gelu", "gelu_exact", "swiglu"] = "gelu"
     """gelu: the tanh form; gelu_exact: by the error function, as published BERT weights have it."""
     bias: bool = True
@@ -44,6 +51,15 @@ class ModelConfig:
     @property
     def kv_heads(self) -> int:
         return self.num_kv_heads or self.num_heads
+
+    @property
+    def num_positions(self) -> int:
+        return max(self.max_positions, self.seq_length)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that rotary positions turn."""
+        return int(self.hidden_size // self.num_heads * self.rotary_fraction)
 
     @property
     def post_norm(self) -> bool:

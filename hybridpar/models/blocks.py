@@ -52,7 +52,7 @@ class Embedding(nn.Module):
 
     Shapes: tokens, token_types [b, s] -> [b, s, h], replicated.
     Collectives: forward one all-reduce over tp, backward none.
-    Raises: DataError for an id outside the vocabulary, on the CPU; ConfigError for more positions than seq_length.
+    Raises: DataError for an id outside the vocabulary, on the CPU; ConfigError for more positions than the table has.
     """
 
     def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, **factory: Any):
@@ -62,7 +62,7 @@ class Embedding(nn.Module):
             model.vocab_size, h, axis, init_std=std, tied=TIED if model.tie_embeddings else "",
             kernels=kernels, **factory)
         self.positions = (
-            LearnedPositionEmbedding(model.seq_length, h, axis, init_std=std, **factory)
+            LearnedPositionEmbedding(model.num_positions, h, axis, init_std=std, **factory)
             if model.position == "learned" else None)
         bert = model.kind == "bert"
         self.segments = SegmentEmbedding(h, axis, std, **factory) if bert else None
@@ -96,19 +96,21 @@ class SegmentEmbedding(ParallelModule):
 class TransformerLayer(nn.Module):
     """Attention and MLP, each with a residual connection.
 
-    Pre-norm normalises what enters them (GPT-2), post-norm the sum they leave (BERT, arXiv 1810.04805).
+    Pre-norm normalises what enters them (GPT-2), post-norm the sum they leave (BERT, arXiv 1810.04805). With
+    `parallel_residual` both read the layer's input, each through its own norm (pre-norm; GPT-NeoX, arXiv 2204.06745).
     Shapes: x [b, s, h], padding_mask [b, s] bool (True = real) -> [b, s, h], both replicated.
     Collectives: two all-reduces over tp forward, two backward.
     """
 
     def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, **factory: Any):
         super().__init__()
-        self.post_norm = model.post_norm
+        self.post_norm, self.parallel_residual = model.post_norm, model.parallel_residual
         # GPT-2: projections onto the residual stream start smaller, by the number of residual additions
         out_std = model.init_std if self.post_norm else model.init_std / (2 * model.num_layers) ** 0.5
         self.attention = ParallelAttention(
             model.hidden_size, model.num_heads, axis, num_kv_heads=model.kv_heads, causal=model.kind == "gpt",
             rotary_base=model.rotary_base if model.position == "rotary" else None,
+            rotary_dim=model.rotary_dim,
             attention_dropout=model.attention_dropout, kernels=kernels, bias=model.bias,
             init_std=model.init_std, out_init_std=out_std, name=f"{name}.attention", **factory)
         self.mlp = ParallelMLP(
@@ -125,6 +127,9 @@ class TransformerLayer(nn.Module):
             x, _ = self.attention_norm.add(*self.attention.without_bias(x, mask, key), x, self.attention_dropout, key)
             return self.mlp_norm.add(*self.mlp.without_bias(x), x, self.mlp_dropout, key)[0]
         attended = self.attention.without_bias(self.attention_norm(x), mask, key)
+        if self.parallel_residual:
+            fed = self.mlp.without_bias(self.mlp_norm(x))
+            return self.mlp_dropout.add(*fed, self.attention_dropout.add(*attended, x, key), key)
         y, x = self.mlp_norm.add(*attended, x, self.attention_dropout, key)
         return self.mlp_dropout.add(*self.mlp.without_bias(y), x, key)
 

@@ -100,26 +100,29 @@ class ParallelAttention(ParallelModule):
 
     Heads may split unevenly and tp may exceed `num_kv_heads`; then some rows of qkv are on several ranks and their
     gradients are partial: see `placement.reduce_shared_gradients`.
-    `rotary_base`: the base of the rotary position embedding, commonly 10000; None: no such embedding. `name` tells the
-    dropout of one layer from another's. `out_init_std`: the standard deviation of `out` at the start (None: init_std).
+    `rotary_base`: the base of the rotary position embedding, commonly 10000; None: no such embedding. `rotary_dim`: how
+    many features of a head it turns, the first; None: all. `name` tells the dropout of one layer from another's.
+    `out_init_std`: the standard deviation of `out` at the start (None: init_std).
 
     Shapes: x [b, s, h] replicated, padding_mask [b, s] bool (True = real) -> [b, s, h] replicated.
     Collectives: forward one all-reduce, backward one.
-    Raises: ConfigError where the counts do not fit (see HeadLayout), or for rotary positions with an odd head dim.
+    Raises: ConfigError where the counts do not fit (see HeadLayout), or for an odd number of rotary features.
     Source: arXiv 1909.08053 section 3 (split), 2305.13245 (grouped queries), 2104.09864 (rotary).
     """
 
     def __init__(self, hidden: int, num_heads: int, axis: Axis, *, num_kv_heads: int | None = None,
-                 causal: bool = True, rotary_base: float | None = None, attention_dropout: float = 0.0,
-                 kernels: KernelsConfig = AUTO, bias: bool = True, init_std: float = 0.02,
-                 out_init_std: float | None = None, name: str = "attention",
+                 causal: bool = True, rotary_base: float | None = None, rotary_dim: int | None = None,
+                 attention_dropout: float = 0.0, kernels: KernelsConfig = AUTO, bias: bool = True,
+                 init_std: float = 0.02, out_init_std: float | None = None, name: str = "attention",
                  device: Device = None, dtype: torch.dtype | None = None):
         super().__init__(axis)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.layout = layout = HeadLayout(hidden, num_heads, num_kv_heads, axis.size)
-        if rotary_base is not None and layout.head_dim % 2:
-            raise config_error("hidden_size", hidden, f"rotary positions turn pairs of a head's features, and hidden / "
-                               f"num_heads is {layout.head_dim}", f"{num_heads * (layout.head_dim + 1)}")
+        self.rotary_dim = layout.head_dim if rotary_dim is None else rotary_dim
+        if rotary_base is not None and self.rotary_dim not in range(2, layout.head_dim + 1, 2):
+            raise config_error("rotary_dim", self.rotary_dim, "rotary positions turn pairs of a head's features, and "
+                               f"hidden_size / num_heads = {hidden} / {num_heads} is {layout.head_dim}",
+                               str(layout.head_dim // 2 * 2 or "a larger hidden_size"))
         self.causal, self.dropout, self.kernels = causal, attention_dropout, kernels
         self.rotary_base = rotary_base
         self.site = site(f"{name}.dropout")
@@ -143,11 +146,18 @@ class ParallelAttention(ParallelModule):
         """The output without the bias of `out`, and that bias, for who adds it with something else."""
         q, k, v = (t.transpose(1, 2) for t in self.split_heads(self.qkv(x)))
         if self.rotary_base is not None:
-            q, k = (ops.rotary(t, self.rotary_base, backend=self.kernels.rotary) for t in (q, k))
+            q, k = (self._turned(t, self.rotary_base) for t in (q, k))
         y = ops.attention(q, k, v, causal=self.causal, padding_mask=padding_mask, kv_index=self.kv_index,
                           dropout_p=self.dropout, key=key, site=self.site, head_start=self.head_start,
                           backend=self.kernels.attention)
         return self.out.without_bias(y.transpose(1, 2).flatten(2)), self.out.bias
+
+    def _turned(self, x: Tensor, base: float) -> Tensor:
+        """`x` at its positions. Shapes: [b, n, s, d] -> same."""
+        if self.rotary_dim == x.shape[-1]:
+            return ops.rotary(x, base, backend=self.kernels.rotary)
+        turned, rest = x.split((self.rotary_dim, x.shape[-1] - self.rotary_dim), dim=-1)
+        return torch.cat((ops.rotary(turned, base, backend=self.kernels.rotary), rest), dim=-1)
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the local heads; views where the local groups are of one size (the queries of

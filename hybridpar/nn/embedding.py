@@ -54,20 +54,20 @@ class LearnedPositionEmbedding(ParallelModule):
     """A vector for each position, replicated.
 
     Shapes: forward(s, start=0) -> [s, hidden], the positions start to start + s.
-    Raises: ConfigError beyond `seq_length`.
+    Raises: ConfigError beyond `num_positions`.
     """
 
     weight: Tensor
 
-    def __init__(self, seq_length: int, hidden: int, axis: Axis, *, init_std: float = 0.02, device: Device = None,
+    def __init__(self, num_positions: int, hidden: int, axis: Axis, *, init_std: float = 0.02, device: Device = None,
                  dtype: torch.dtype | None = None):
         super().__init__(axis)
-        self.add_parameter("weight", Placement((seq_length, hidden), Init("normal", init_std)), device=device,
+        self.add_parameter("weight", Placement((num_positions, hidden), Init("normal", init_std)), device=device,
                            dtype=dtype)
 
     def forward(self, length: int, start: int = 0) -> Tensor:
         if start + length > (longest := self.weight.shape[0]):
-            raise config_error("model.seq_length", longest, f"the input reaches position {start + length}",
+            raise config_error("model.max_positions", longest, f"the input reaches position {start + length}",
                                str(start + length))
         return self.weight if length == longest else self.weight[start : start + length]
 

@@ -143,7 +143,7 @@ class Model:
         embedding = self.kinds["embedding"]
         tied = embedding.parameters if model.tie_embeddings else 0
         if model.position == "learned":
-            tied = max(0, tied - model.seq_length * model.hidden_size)
+            tied = max(0, tied - model.num_positions * model.hidden_size)
         both, ends = 0 in blocks and last in blocks, 0 in blocks or last in blocks
         twice = embedding if both and model.tie_embeddings else None  # held once
         share = self.dp if self.config.parallel.zero else 1

@@ -146,10 +146,10 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 def check_settings(profile: Profile, config: Config) -> None:
     """Raises: ConfigError with everything in which `config` is not what was profiled."""
-    problems = []
+    problems, usual = [], settings_of(Config())  # of keys that are younger than the profile
     for section, table in settings_of(config).items():
         for key, value in table.items():
-            before = profile.settings.get(section, {}).get(key)
+            before = profile.settings.get(section, {}).get(key, usual[section][key])
             if before != value:
                 rule = f"the profile was made with {before!r}"
                 problems.append(Problem(f"{section}.{key}", value, rule, str(before)))

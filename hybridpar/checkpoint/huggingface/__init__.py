@@ -1,10 +1,12 @@
-"""Exchange with Hugging Face transformers: GPT-2, LLaMA, Mistral and BERT, from and to any grid.
+"""Exchange with Hugging Face transformers: GPT-2, LLaMA, Mistral, GPT-NeoX and BERT, from and to any grid.
 
 transformers itself is needed by `compare` alone.
 """
 
 from hybridpar.checkpoint.huggingface.export import Exported, export_folder
 from hybridpar.checkpoint.huggingface.load import Imported, import_folder
-from hybridpar.checkpoint.huggingface.verify import TOLERANCE, compare
+from hybridpar.checkpoint.huggingface.verify import TOLERANCE, Comparison, compare, compare_logits
 
-__all__ = ["TOLERANCE", "Exported", "Imported", "compare", "export_folder", "import_folder"]
+__all__ = [
+    "TOLERANCE", "Comparison", "Exported", "Imported", "compare", "compare_logits", "export_folder", "import_folder",
+]

@@ -59,11 +59,13 @@ def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
                                      f"both are model.{key.ours} here"))
         values[key.ours], given[key.ours] = value, key.theirs
     if family.rotary:
-        problems += _read_rotary(plain, values)
+        problems += _read_rotary(plain, values, family)
+    if "max_positions" in values:
+        values["seq_length"] = values["max_positions"]
     if problems:
         raise ConfigError(*problems)
     known = {k.theirs for k in family.keys} | set(family.only) | set(EVERYWHERE) | SAYS_NOTHING | family.ignored
-    known |= {*_ROPE_KEYS, "head_dim"} if family.rotary else set()
+    known |= {*_ROPE_KEYS, family.rotary.base, family.rotary.fraction, "head_dim"} if family.rotary else set()
     return replace(ModelConfig(), **values), sorted(set(plain) - known)
 
 
@@ -113,9 +115,11 @@ def _read(plain: Plain, key: Key) -> Any:
     return kind(value)
 
 
-def _read_rotary(plain: Plain, values: dict[str, Any]) -> Iterator[Problem]:
-    """Sets rotary_base, and yields what of the rotary positions we cannot compute."""
-    base, part = plain.get("rope_theta", 10000.0), plain.get("partial_rotary_factor", 1.0)
+def _read_rotary(plain: Plain, values: dict[str, Any], family: Family) -> Iterator[Problem]:
+    """Sets rotary_base and rotary_fraction, and yields what of the rotary positions we cannot compute."""
+    assert family.rotary is not None
+    base = plain.get(family.rotary.base, 10000.0)
+    part = plain.get(family.rotary.fraction, family.rotary.default_fraction)
     for name in ("rope_scaling", "rope_parameters"):  # older and newer files
         rope = plain.get(name) or {}
         if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default" or (
@@ -123,10 +127,16 @@ def _read_rotary(plain: Plain, values: dict[str, Any]) -> Iterator[Problem]:
             yield _problem(name, rope, "hybridpar has rotary positions without scaling, the same in all layers", "null")
             continue
         base, part = rope.get("rope_theta", base), rope.get("partial_rotary_factor", part)
-    if part not in (1, None):
-        yield _problem("partial_rotary_factor", part, "hybridpar turns all features of a head", "1.0")
+    part = 1.0 if part is None else part
+    if not _is_number(part) or not 0 < part <= 1 or part != family.model.get("rotary_fraction", part):
+        rule = "must be above 0 and at most 1"
+        if "rotary_fraction" in family.model:
+            rule = f"{family.model_type} turns all features of a head"
+        yield _problem(family.rotary.fraction, part, rule, "1.0")
+    else:
+        values["rotary_fraction"] = float(part)
     if not _is_number(base) or base <= 0:
-        yield _problem("rope_theta", base, "must be a finite number above 0", "10000.0")
+        yield _problem(family.rotary.base, base, "must be a finite number above 0", "10000.0")
         return
     values["rotary_base"] = float(base)
     hidden, heads, dim = values.get("hidden_size"), values.get("num_heads"), plain.get("head_dim")
@@ -165,7 +175,8 @@ def _mismatches(model: ModelConfig, family: Family) -> list[Problem]:
 def canonical(model: ModelConfig) -> dict[str, Any]:
     """The keys of [model] with what their zeros and 'auto' stand for."""
     return {**vars(model), "num_kv_heads": model.kv_heads, "ffn_hidden_size": model.ffn_size,
-            "norm_position": "post" if model.post_norm else "pre", "norm_eps": model.norm_epsilon}
+            "norm_position": "post" if model.post_norm else "pre", "norm_eps": model.norm_epsilon,
+            "max_positions": model.num_positions}
 
 
 def plain_of(model: ModelConfig, family: Family) -> dict[str, Any]:
@@ -179,7 +190,9 @@ def plain_of(model: ModelConfig, family: Family) -> dict[str, Any]:
         plain[key.theirs] = backward.get(ours[key.ours], ours[key.ours]) if key.words else ours[key.ours]
     plain |= {key: works[0] for key, works in family.only.items()}
     if family.rotary:
-        plain |= {"rope_theta": model.rotary_base, "head_dim": model.hidden_size // model.num_heads}
+        plain |= {family.rotary.base: model.rotary_base, "head_dim": model.hidden_size // model.num_heads}
+        if "rotary_fraction" not in family.model:
+            plain[family.rotary.fraction] = model.rotary_fraction
     if bert:
         plain["sentence_head"] = model.sentence_head  # nsp and sop are one class there
     return plain

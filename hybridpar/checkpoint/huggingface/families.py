@@ -39,6 +39,15 @@ class Key:
 
 
 @dataclass(frozen=True)
+class Rotary:
+    """Keys of config.json, where rope_parameters does not say it: the base, and the share of a head's features."""
+
+    base: str = "rope_theta"
+    fraction: str = "partial_rotary_factor"
+    default_fraction: float = 1.0
+
+
+@dataclass(frozen=True)
 class Family:
     """One `model_type`.
 
@@ -49,7 +58,7 @@ class Family:
     heads: modules of ours that files of a bare model lack, all of a group at once; they start anew then.
     only: keys of config.json whose other values we cannot compute, with what works; the first is the default.
     computed: patterns of what their files may hold that is no parameter.
-    renamed: endings in older files, and what they are now.
+    renamed: endings in older or newer files, and what they are in `tensors`.
     settings: where its keys are, for messages.
     """
 
@@ -65,7 +74,7 @@ class Family:
     computed: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
-    rotary: bool = False
+    rotary: Rotary | None = None
     settings: str = "config.json"
 
 
@@ -87,11 +96,13 @@ SAYS_NOTHING = frozenset({
 })
 """Keys that say nothing of what a language model computes (sentence_head: of ours, which import reads apart)."""
 
-GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
+GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact",
+         "gelu_fast": "gelu"}
 
 GPT2 = Family(
     "gpt2", {"": "GPT2LMHeadModel"}, "transformer.",
-    model={"kind": "gpt", "position": "learned", "norm": "layer_norm", "norm_position": "pre", "bias": True},
+    model={"kind": "gpt", "position": "learned", "norm": "layer_norm", "norm_position": "pre", "bias": True,
+           "parallel_residual": False},
     tensors={
         "embedding.tokens": _one("transformer.wte"),
         "embedding.positions": _one("transformer.wpe"),
@@ -106,7 +117,7 @@ GPT2 = Family(
     },
     keys=(
         Key("n_layer", "num_layers"), Key("n_embd", "hidden_size"), Key("n_head", "num_heads"),
-        Key("n_inner", "ffn_hidden_size", None), Key("n_positions", "seq_length"), Key("vocab_size", "vocab_size"),
+        Key("n_inner", "ffn_hidden_size", None), Key("n_positions", "max_positions"), Key("vocab_size", "vocab_size"),
         Key("tie_word_embeddings", "tie_embeddings", True), Key("layer_norm_epsilon", "norm_eps", 1e-5),
         Key("activation_function", "activation", "gelu_new", GELUS), Key("resid_pdrop", "dropout", 0.1),
         Key("embd_pdrop", "dropout", 0.1), Key("attn_pdrop", "attention_dropout", 0.1),
@@ -121,7 +132,8 @@ GPT2 = Family(
 
 LLAMA = Family(
     "llama", {"": "LlamaForCausalLM"}, "model.",
-    model={"kind": "gpt", "position": "rotary", "norm": "rms_norm", "norm_position": "pre", "activation": "swiglu"},
+    model={"kind": "gpt", "position": "rotary", "norm": "rms_norm", "norm_position": "pre", "activation": "swiglu",
+           "rotary_fraction": 1.0, "parallel_residual": False},
     tensors={
         "embedding.tokens": _one("model.embed_tokens"),
         "layer.attention_norm": _one("model.layers.{layer}.input_layernorm"),
@@ -138,7 +150,7 @@ LLAMA = Family(
     keys=(
         Key("num_hidden_layers", "num_layers"), Key("hidden_size", "hidden_size"),
         Key("num_attention_heads", "num_heads"), Key("num_key_value_heads", "num_kv_heads", None),
-        Key("intermediate_size", "ffn_hidden_size"), Key("max_position_embeddings", "seq_length", 2048),
+        Key("intermediate_size", "ffn_hidden_size"), Key("max_position_embeddings", "max_positions", 2048),
         Key("vocab_size", "vocab_size"), Key("tie_word_embeddings", "tie_embeddings", False),
         Key("rms_norm_eps", "norm_eps", 1e-6), Key("hidden_act", "activation", "silu", {"silu": "swiglu"}),
         Key("attention_bias", "bias", False), Key("mlp_bias", "bias", False),
@@ -146,7 +158,7 @@ LLAMA = Family(
     ),
     computed=(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
     ignored=frozenset({"pretraining_tp"}),
-    rotary=True,
+    rotary=Rotary(),
 )
 
 MISTRAL = replace(
@@ -154,9 +166,42 @@ MISTRAL = replace(
     keys=tuple(key for key in LLAMA.keys if key.ours != "bias"), only={"sliding_window": (None,)},
 )
 
+_NEOX_LAYER = "gpt_neox.layers.{layer}"
+
+GPT_NEOX = Family(
+    "gpt_neox", {"": "GPTNeoXForCausalLM"}, "gpt_neox.",
+    model={"kind": "gpt", "position": "rotary", "norm": "layer_norm", "norm_position": "pre", "bias": True},
+    tensors={
+        "embedding.tokens": _one("gpt_neox.embed_in"),
+        "layer.attention_norm": _one(f"{_NEOX_LAYER}.input_layernorm"),
+        "layer.attention.qkv": _one(f"{_NEOX_LAYER}.attention.query_key_value"),
+        "layer.attention.out": _one(f"{_NEOX_LAYER}.attention.dense"),
+        "layer.mlp_norm": _one(f"{_NEOX_LAYER}.post_attention_layernorm"),
+        "layer.mlp.up": _one(f"{_NEOX_LAYER}.mlp.dense_h_to_4h"),
+        "layer.mlp.down": _one(f"{_NEOX_LAYER}.mlp.dense_4h_to_h"),
+        "head.norm": _one("gpt_neox.final_layer_norm"),
+        "head.language_model.projection": _one("embed_out"),
+    },
+    keys=(
+        Key("num_hidden_layers", "num_layers"), Key("hidden_size", "hidden_size"),
+        Key("num_attention_heads", "num_heads"), Key("intermediate_size", "ffn_hidden_size"),
+        Key("max_position_embeddings", "max_positions", 2048), Key("vocab_size", "vocab_size"),
+        Key("tie_word_embeddings", "tie_embeddings", False), Key("layer_norm_eps", "norm_eps", 1e-5),
+        Key("hidden_act", "activation", "gelu", GELUS), Key("use_parallel_residual", "parallel_residual", True),
+        Key("hidden_dropout", "dropout", 0.0), Key("attention_dropout", "attention_dropout", 0.0),
+        Key("initializer_range", "init_std", 0.02),
+    ),
+    only={"attention_bias": (True,)},
+    computed=(r"gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.inv_freq",
+              r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"),
+    renamed={"lm_head.weight": "embed_out.weight"},
+    rotary=Rotary("rotary_emb_base", "rotary_pct", 0.25),
+)
+
 BERT = Family(
     "bert", {"nsp": "BertForPreTraining", "sop": "BertForPreTraining", "none": "BertForMaskedLM"}, "bert.",
-    model={"kind": "bert", "position": "learned", "norm": "layer_norm", "norm_position": "post", "bias": True},
+    model={"kind": "bert", "position": "learned", "norm": "layer_norm", "norm_position": "post", "bias": True,
+           "parallel_residual": False},
     tensors={
         "embedding.tokens": _one("bert.embeddings.word_embeddings"),
         "embedding.positions": _one("bert.embeddings.position_embeddings"),
@@ -179,7 +224,7 @@ BERT = Family(
     keys=(
         Key("num_hidden_layers", "num_layers"), Key("hidden_size", "hidden_size"),
         Key("num_attention_heads", "num_heads"), Key("intermediate_size", "ffn_hidden_size"),
-        Key("max_position_embeddings", "seq_length"), Key("vocab_size", "vocab_size"),
+        Key("max_position_embeddings", "max_positions"), Key("vocab_size", "vocab_size"),
         Key("tie_word_embeddings", "tie_embeddings", True), Key("layer_norm_eps", "norm_eps", 1e-12),
         Key("hidden_act", "activation", "gelu", GELUS), Key("hidden_dropout_prob", "dropout", 0.1),
         Key("attention_probs_dropout_prob", "attention_dropout", 0.1), Key("initializer_range", "init_std", 0.02),
@@ -191,5 +236,5 @@ BERT = Family(
     renamed={".gamma": ".weight", ".beta": ".bias"},
 )
 
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, BERT)}
+FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, GPT_NEOX, BERT)}
 """By model_type. Export takes the first that a model is one of."""

@@ -105,8 +105,8 @@ def check_sizes(model: ModelConfig, files: Weights, settings: str) -> None:
         if (value := getattr(model, name)) > largest:
             raise config_error(f"{settings}: what is model.{name} here", value,
                                f"the longest dimension of a tensor in the files is {largest}")
-    if model.position == "learned" and model.seq_length > largest:
-        raise config_error(f"{settings}: the number of positions", model.seq_length,
+    if model.position == "learned" and model.num_positions > largest:
+        raise config_error(f"{settings}: the number of positions", model.num_positions,
                            f"the longest dimension of a tensor in the files is {largest}")
 
 

@@ -38,7 +38,7 @@ def tokenizer_files(path: Path, model: ModelConfig) -> tuple[dict[str, str], dic
     if model.kind == "bert" and not json.loads(text).get("post_processor"):
         text = _with_pairs(text, words, ids)
     settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.seq_length,
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.num_positions,
         "model_input_names": _INPUTS[model.kind], "clean_up_tokenization_spaces": False, **words}
     files = {TOKENIZER: text, "tokenizer_config.json": json.dumps(settings, indent=1),
              "special_tokens_map.json": json.dumps(words, indent=1)}

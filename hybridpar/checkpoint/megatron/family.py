@@ -37,7 +37,7 @@ GPT = Family(
     keys=(
         Key("num_layers", "num_layers"), Key("hidden_size", "hidden_size"), Key("num_attention_heads", "num_heads"),
         Key("num_query_groups", "num_kv_heads", None), Key("ffn_hidden_size", "ffn_hidden_size", None),
-        Key("max_position_embeddings", "seq_length"), Key("vocab_size", "vocab_size"),
+        Key("max_position_embeddings", "max_positions"), Key("vocab_size", "vocab_size"),
         Key("tie_word_embeddings", "tie_embeddings"), Key("add_bias_linear", "bias", True),
         Key("normalization", "norm", "LayerNorm", {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}),
         Key("norm_epsilon", "norm_eps", 1e-5),
