@@ -81,7 +81,7 @@ def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, 
                as_json: bool) -> int:
     """Says what an export or import has made, and compares both sides where that is asked for; the exit code."""
     from hybridpar.checkpoint.files import to_json
-    from hybridpar.checkpoint.huggingface import TOLERANCE, compare
+    from hybridpar.checkpoint.huggingface import compare
 
     out = sys.stderr if as_json else sys.stdout
     plain: dict[str, Any] = {"ok": True, **{k: str(v) if isinstance(v, Path) else v for k, v in made.items()}}
@@ -91,7 +91,7 @@ def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, 
     if verify:
         bare = bool(made.get("started_anew"))
         found = compare(checkpoint, folder, bare=bare)
-        plain |= {"ok": found.ok, "tolerance": TOLERANCE, "largest_difference": found.difference,
+        plain |= {"ok": found.ok, "tolerance": found.tolerance, "largest_difference": found.difference,
                   "relative_difference": found.relative}
         print(f"  verify: {'features' if bare else 'logits'} of {found}", file=out)
     if as_json:

@@ -28,6 +28,9 @@ OURS = {
     "llama": ModelConfig(
         num_layers=2, hidden_size=48, num_heads=4, num_kv_heads=2, ffn_hidden_size=70, seq_length=20, vocab_size=101,
         position="rotary", norm="rms_norm", activation="swiglu", bias=False, tie_embeddings=False),
+    "gpt_neox": ModelConfig(
+        num_layers=2, hidden_size=48, num_heads=3, ffn_hidden_size=70, seq_length=20, vocab_size=101, position="rotary",
+        rotary_fraction=0.25, parallel_residual=True, activation="gelu_exact", tie_embeddings=False),
     "bert": ModelConfig(
         kind="bert", num_layers=2, hidden_size=48, num_heads=3, ffn_hidden_size=70, seq_length=20, vocab_size=101,
         activation="gelu_exact", norm_eps=1e-12),
@@ -51,7 +54,7 @@ def save_ours(root: Path, model: ModelConfig, dtype: torch.dtype = torch.float32
 def make_theirs(folder: Path, kind: str, **settings: Any) -> Path:
     """A folder as transformers saves it, of a model with random weights."""
     transformers = pytest.importorskip("transformers")
-    name = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "bert": "Bert"}[kind]
+    name = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "gpt_neox": "GPTNeoX", "bert": "Bert"}[kind]
     head = {"gpt2": "LMHeadModel", "bert": "ForPreTraining"}.get(kind, "ForCausalLM")
     model = getattr(transformers, name + settings.pop("head", head))(getattr(transformers, f"{name}Config")(**settings))
     dtype = settings.get("dtype", torch.float32)

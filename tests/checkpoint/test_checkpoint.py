@@ -157,6 +157,18 @@ def test_what_may_change_between_two_runs() -> None:
             checkpoint.check_compatible(config, other, Path("run"))
 
 
+def test_a_position_table_may_be_named_or_not() -> None:
+    """Runs from before model.max_positions have a table of seq_length rows."""
+    config = one_rank()
+    length = config.model.seq_length
+    named = from_mapping({"model": {"max_positions": length}}, config)
+    checkpoint.check_compatible(config, named, Path("run"))
+    with pytest.raises(CheckpointError, match=rf"model\.max_positions is {length} there and {length + 1} here"):
+        checkpoint.check_compatible(config, from_mapping({"model": {"max_positions": length + 1}}, config), Path("run"))
+    rotary = from_mapping({"model": {"position": "rotary"}}, config)
+    checkpoint.check_compatible(rotary, from_mapping({"model": {"max_positions": length + 1}}, rotary), Path("run"))
+
+
 def test_the_manifest_tells_what_a_later_reshard_needs(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     plain = json.loads((tmp_path / "step_00000001" / "manifest.json").read_text())

@@ -34,7 +34,7 @@ def test_there_and_back_changes_no_bit(tmp_path: Path, kind: str, dtype: torch.d
     assert (again.dtype, again.num_tensors, again.num_parameters) == (name, made.num_tensors, made.num_parameters)
     same_bits(checkpoint.load_full(again.checkpoint)[1], checkpoint.load_full(folder)[1])
     config = load_toml(tmp_path / "ours" / "config.toml")
-    canonical = replace(OURS[kind], num_kv_heads=0, norm_eps=0.0)
+    canonical = replace(OURS[kind], num_kv_heads=0, norm_eps=0.0, max_positions=20)
     found = replace(config.model, num_kv_heads=0, norm_eps=0.0)
     assert found == canonical
     assert (config.model.kv_heads, config.model.norm_epsilon) == (OURS[kind].kv_heads, OURS[kind].norm_epsilon)
@@ -85,10 +85,14 @@ def test_the_token_that_starts_a_text(tmp_path: Path, words: tuple[str, ...], be
 
 
 @pytest.mark.parametrize(("kind", "changes", "says"), [
-    ("gpt2", {"position": "rotary"}, r"model\.position = 'rotary': .* nearest there is gpt2; try learned"),
+    ("gpt2", {"position": "rotary", "num_kv_heads": 1}, r"model\.num_kv_heads = 1: .* nearest there is gpt_neox; try 3"),
+    ("gpt2", {"parallel_residual": True}, r"model\.parallel_residual = True: .* gpt2; try False"),
+    ("gpt_neox", {"bias": False}, r"model\.bias = False: .* gpt_neox; try True"),
+    ("llama", {"rotary_fraction": 0.5}, r"model\.rotary_fraction = 0\.5: .* llama; try 1\.0"),
     ("gpt2", {"num_kv_heads": 1}, r"model\.num_kv_heads = 1"), ("gpt2", {"bias": False}, r"model\.bias = False"),
     ("gpt2", {"norm_position": "post"}, r"model\.norm_position = 'post'"),
     ("llama", {"activation": "gelu"}, r"model\.activation = 'gelu': .* nearest there is llama; try swiglu"),
+    ("bert", {"position": "rotary"}, r"model\.position = 'rotary': .* bert; try learned"),
     ("bert", {"norm_position": "pre"}, r"model\.norm_position = 'pre': .* bert; try post"),
     ("bert", {"activation": "swiglu"}, r"try gelu or gelu_exact"),
 ])
@@ -98,6 +102,19 @@ def test_models_that_transformers_has_not(tmp_path: Path, kind: str, changes: di
     with pytest.raises(ConfigError, match=says):
         export_folder(folder, tmp_path / "theirs")
     assert not (tmp_path / "theirs").exists()
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_positions_beyond_the_sequences_are_kept(tmp_path: Path, kind: str) -> None:
+    """As imported, then trained at a shorter length: the whole table goes back, and config.json names it."""
+    folder = save_ours(tmp_path / "made", replace(OURS[kind], seq_length=8, max_positions=20))
+    made = export_folder(folder, tmp_path / "theirs")
+    plain = json.loads((made.folder / "config.json").read_text())
+    assert plain["n_positions" if kind == "gpt2" else "max_position_embeddings"] == 20
+    again = import_folder(made.folder, tmp_path / "ours")
+    same_bits(checkpoint.load_full(again.checkpoint)[1], checkpoint.load_full(folder)[1])
+    model = load_toml(tmp_path / "ours" / "config.toml").model
+    assert (model.seq_length, model.max_positions) == (20, 20)
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -141,28 +141,34 @@ def test_a_tokenizer_from_before_tokenizer_json(tmp_path: Path) -> None:
 # -- any sizes --------------------------------------------------------------------------------------------------------
 
 ODD = st.integers(1, 7)
+GELUS = ["gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"]
 
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     """A kind and the keys of its configuration: nothing in them is a round number."""
-    kind = draw(st.sampled_from(["gpt2", "llama", "mistral", "bert"]))
+    kind = draw(st.sampled_from(["gpt2", "llama", "mistral", "gpt_neox", "bert"]))
     kv = draw(st.integers(1, 3))
     heads = kv * draw(st.integers(1, 3)) if kind in ("llama", "mistral") else draw(ODD)
-    hidden = heads * 2 * draw(ODD)
+    fraction = draw(st.sampled_from([0.25, 0.5, 1.0])) if kind == "gpt_neox" else 1.0
+    hidden = heads * round(2 / fraction) * draw(ODD)
     layers, vocab, length = draw(st.integers(1, 3)), draw(st.integers(5, 60)), draw(st.integers(2, 40))
     eps, tied = draw(st.sampled_from([1e-12, 1e-5, 1e-2])), draw(st.booleans())
     if kind == "gpt2":
         return kind, {
             "vocab_size": vocab, "n_positions": length, "n_embd": hidden, "n_layer": layers, "n_head": heads,
             "n_inner": draw(st.none() | st.integers(1, 50)), "layer_norm_epsilon": eps, "tie_word_embeddings": tied,
-            "activation_function": draw(st.sampled_from(["gelu", "gelu_new", "gelu_pytorch_tanh"]))}
+            "activation_function": draw(st.sampled_from(GELUS))}
     sizes = {
         "vocab_size": vocab, "max_position_embeddings": length, "hidden_size": hidden, "num_hidden_layers": layers,
         "num_attention_heads": heads, "intermediate_size": draw(st.integers(1, 50)), "tie_word_embeddings": tied}
     if kind == "bert":
-        return kind, sizes | {"layer_norm_eps": eps, "hidden_act": draw(st.sampled_from(["gelu", "gelu_new"])),
+        return kind, sizes | {"layer_norm_eps": eps, "hidden_act": draw(st.sampled_from(GELUS)),
                               "head": draw(st.sampled_from(["ForPreTraining", "ForMaskedLM"]))}
+    if kind == "gpt_neox":
+        return kind, sizes | {
+            "layer_norm_eps": eps, "use_parallel_residual": draw(st.booleans()), "rotary_pct": fraction,
+            "rotary_emb_base": draw(st.sampled_from([100, 10000])), "hidden_act": draw(st.sampled_from(GELUS))}
     bias = draw(st.booleans())
     more = {"attention_bias": bias, "mlp_bias": bias} if kind == "llama" else {"sliding_window": None}
     theta = draw(st.sampled_from([100.0, 10000.0, 5e5]))

@@ -108,7 +108,8 @@ def test_weights_for_other_tokens_are_refused(tmp_path: Path, capfd: pytest.Capt
 @pytest.mark.parametrize(("changes", "says"), [
     ({"hidden_size": 64, "num_heads": 4}, r"model\.hidden_size = 64: train\.start_from = .* has 48; try 48"),
     ({"activation": "gelu_exact"}, r"model\.activation = 'gelu_exact'"), ({"norm_eps": 1e-3}, r"model\.norm_eps"),
-    ({"seq_length": 10}, r"model\.seq_length = 10"), ({"position": "rotary"}, r"model\.position"),
+    ({"seq_length": 10}, r"model\.max_positions = 0: train\.start_from = .* has a table of 20 positions; try 20"),
+    ({"seq_length": 10, "max_positions": 21}, r"model\.max_positions = 21"), ({"position": "rotary"}, r"model\.position"),
 ])
 def test_another_model_is_refused(tmp_path: Path, changes: dict[str, object], says: str) -> None:
     folder = save_ours(tmp_path, OURS["gpt2"])
@@ -121,5 +122,8 @@ def test_what_may_differ(tmp_path: Path) -> None:
     folder = save_ours(tmp_path, OURS["llama"])
     model: ModelConfig = replace(OURS["llama"], dropout=0.1, logits_chunk=7, seq_length=8)
     assert checkpoint.find_start(folder, model) == folder
+    assert checkpoint.find_start(folder, replace(model, max_positions=99)) == folder
+    learned = save_ours(tmp_path / "learned", OURS["gpt2"])
+    assert checkpoint.find_start(learned, replace(OURS["gpt2"], seq_length=8, max_positions=20)) == learned
     with pytest.raises(CheckpointError, match="is not a run folder"):
         checkpoint.find_start(tmp_path / "nowhere", model)

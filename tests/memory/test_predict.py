@@ -241,6 +241,14 @@ def test_with_shared_updates(dtype: str, optim: str) -> None:
                optim={"name": optim}))
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("model", [
+    {"position": "rotary", "rotary_fraction": 0.25, "parallel_residual": True}, {"max_positions": 512},
+], ids=["neox", "longer table"])
+def test_with_other_models(model: dict[str, Any]) -> None:
+    agree(make(pp=2, model=model | DROPOUT, pipeline={"schedule": "2bw"}))
+
+
 def watched(config: Config) -> Any:
     parallel = config.parallel
     grid = ProcessGrid(pp=parallel.pp, dp=parallel.dp)

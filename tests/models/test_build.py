@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
 from hybridpar.models.build import Recomputation, build_blocks, parse_recompute, recomputed_blocks
 from hybridpar.nn import LayerNorm, RMSNorm
+from hybridpar.random import RandomKey
 
 
 @pytest.mark.parametrize(("text", "blocks", "stages"), [
@@ -55,6 +57,37 @@ def test_norm_eps_is_that_of_every_norm(keys: dict[str, Any], eps: float) -> Non
     norms = [m for block in blocks.values() for m in block.modules() if isinstance(m, LayerNorm | RMSNorm)]
     assert len(norms) == (6 if model.kind == "bert" else 5)
     assert {norm.eps for norm in norms} == {eps}
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_what_the_mlp_of_a_layer_reads(parallel: bool) -> None:
+    """Either the layer's input, or what attention left; each sum with dropout of its own place."""
+    model = ModelConfig(num_layers=1, hidden_size=16, num_heads=2, parallel_residual=parallel, dropout=0.5)
+    layer: Any = build_blocks(model, Axis("tp"), [1], device="cpu", dtype=torch.float64)[1]
+    for i, parameter in enumerate(layer.parameters()):
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(i))
+    x = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
+    for key in (None, RandomKey.of(seed=3, step=1, sample=5)):
+        attended = x + layer.attention_dropout(layer.attention(layer.attention_norm(x), None, key), key)
+        fed = layer.mlp_dropout(layer.mlp(layer.mlp_norm(x if parallel else attended)), key)
+        torch.testing.assert_close(layer(x, {}, key), attended + fed)
+
+
+def test_partial_rotary_positions_of_a_layer() -> None:
+    model = ModelConfig(hidden_size=48, num_heads=2, position="rotary", rotary_fraction=0.3)
+    assert model.rotary_dim == 7  # of 24
+    with pytest.raises(ConfigError, match=r"rotary_dim = 7: rotary positions turn pairs of a head's features"):
+        build_blocks(model, Axis("tp"), [1])
+    layer: Any = build_blocks(replace(model, rotary_fraction=0.25), Axis("tp"), [1])[1]
+    assert layer.attention.rotary_dim == 6
+
+
+def test_a_position_table_of_its_own_length() -> None:
+    for model in (ModelConfig(seq_length=5, max_positions=9), ModelConfig(seq_length=9)):
+        embedding: Any = build_blocks(model, Axis("tp"), [0])[0]
+        assert embedding.positions.weight.shape == (9, 256)
+    with pytest.raises(ConfigError, match=r"model\.max_positions = 9: the input reaches position 10"):
+        embedding.positions(10)
 
 
 @pytest.mark.parametrize(("activation", "exact"), [("gelu", False), ("gelu_exact", True), ("swiglu", False)])

@@ -31,19 +31,21 @@ class Case:
     padding: bool = False
     bias: bool = True
     batch: int = 2
+    rotary_dim: int | None = None
 
 
 CASES = [
     Case(4, 4), Case(5, 5, rotary_base=100.0), Case(5, 5, causal=False, padding=True, bias=False),
     Case(4, 2, rotary_base=100.0), Case(4, 1), Case(6, 3, causal=False, padding=True), Case(6, 2, padding=True),
-    Case(9, 3), Case(5, 1), Case(4, 2, batch=0),
+    Case(9, 3), Case(5, 1), Case(4, 2, batch=0), Case(5, 5, rotary_base=100.0, rotary_dim=2),
+    Case(4, 2, rotary_base=100.0, rotary_dim=2, batch=0),
 ]
 
 
 def make(case: Case, axis: Axis, dropout: float = 0.0) -> ParallelAttention:
     return ParallelAttention(
         case.heads * HEAD_DIM, case.heads, axis, num_kv_heads=case.kv_heads, causal=case.causal, bias=case.bias,
-        rotary_base=case.rotary_base, attention_dropout=dropout, name="blocks.0.attention", dtype=torch.float64)
+        rotary_base=case.rotary_base, rotary_dim=case.rotary_dim, attention_dropout=dropout, name="blocks.0.attention", dtype=torch.float64)
 
 
 def reference(x: Tensor, mask: Tensor | None, whole: dict[str, Tensor], case: Case) -> Tensor:
@@ -54,7 +56,8 @@ def reference(x: Tensor, mask: Tensor | None, whole: dict[str, Tensor], case: Ca
     q, k, v = rearrange(qkv[:, :, :m], "b g m s d -> b (g m) s d"), qkv[:, :, m], qkv[:, :, m + 1]
     k, v = (repeat(t, "b g s d -> b (g m) s d", m=m) for t in (k, v))
     if case.rotary_base is not None:
-        q, k = rotate(q, case.rotary_base), rotate(k, case.rotary_base)
+        r = case.rotary_dim or HEAD_DIM
+        q, k = (torch.cat((rotate(t[..., :r], case.rotary_base), t[..., r:]), dim=-1) for t in (q, k))
     s = x.shape[1]
     visible = torch.ones(s, s, dtype=torch.bool).tril() if case.causal else torch.ones(s, s, dtype=torch.bool)
     if mask is not None:
@@ -169,7 +172,9 @@ def test_whole_uniform_groups_are_views() -> None:
     ({"num_heads": 3}, "num_heads = 3: must divide the hidden size 16; try 1, 2, 4, 8, 16"),
     ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads = 3: must divide num_heads 4; try 1, 2, 4"),
     ({"num_heads": 4, "num_kv_heads": 0}, "num_kv_heads = 0"),
-    ({"num_heads": 16, "rotary_base": 1e4}, "hidden_size = 16"),
+    ({"num_heads": 16, "rotary_base": 1e4}, "rotary_dim = 1: rotary positions turn pairs of a head's features, and "
+     "hidden_size / num_heads = 16 / 16 is 1; try a larger hidden_size"),
+    *[({"num_heads": 4, "rotary_base": 1e4, "rotary_dim": dim}, f"rotary_dim = {dim}: ") for dim in (-2, 0, 1, 6)],
 ])
 def test_counts_that_do_not_fit(kwargs: dict, message: str) -> None:
     with pytest.raises(ConfigError) as caught:

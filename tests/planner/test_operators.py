@@ -17,6 +17,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "rotary": {"position": "rotary"},
     "llama": {"position": "rotary", "norm": "rms_norm", "activation": "swiglu", "bias": False, "num_kv_heads": 2},
+    "neox": {"position": "rotary", "rotary_fraction": 0.5, "parallel_residual": True},
+    "longer table": {"max_positions": 50},
     "smoothed": {"label_smoothing": 0.1, "logits_chunk": 8},
     "bert": {"kind": "bert", "sentence_head": "none"},
     "bert, pre-norm": {"kind": "bert", "sentence_head": "none", "norm_position": "pre"},

@@ -39,6 +39,11 @@ def test_a_degree_that_was_not_measured() -> None:
 def test_another_model_needs_another_profile() -> None:
     profile = made.profile(made.config())
     check_settings(profile, replace(made.config(pp=2, m=4)))
+    older = {name: dict(table) for name, table in profile.settings.items()}
+    del older["model"]["parallel_residual"]
+    check_settings(replace(profile, settings=older), made.config(pp=2, m=4))
+    with pytest.raises(ConfigError, match=r"model.parallel_residual = True: the profile was made with False"):
+        check_settings(replace(profile, settings=older), made.config(parallel_residual=True))
     with pytest.raises(ConfigError, match=r"model.hidden_size = 128: the profile was made with 64; try 64"):
         check_settings(profile, made.config(hidden_size=128))
 

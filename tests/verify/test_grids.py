@@ -17,6 +17,7 @@ BERT = {"kind": "bert", "vocab_size": 67, "sentence_head": "nsp"}
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.2}
 LLAMA = {"num_kv_heads": 3, "position": "rotary", "norm": "rms_norm", "activation": "swiglu", "ffn_hidden_size": 50,
          "bias": False, "tie_embeddings": False}
+NEOX = {"position": "rotary", "rotary_fraction": 0.5, "parallel_residual": True, "activation": "gelu_exact"}
 SCHEDULES = ("naive", "gpipe", "1f1b", "2bw", "pipedream")
 
 
@@ -68,6 +69,24 @@ def test_uneven_heads_groups_features_and_vocabulary(tp: int) -> None:
 
 def test_uneven_groups_with_everything_else() -> None:
     holds({"tp": 4, "pp": 2}, make(LLAMA, pipeline={"schedule": "2bw", "recompute": "all"}))
+
+
+@pytest.mark.parametrize("grid", [{"tp": 3}, {"tp": 4, "pp": 2}, {"pp": 3, "dp": 2}],
+                         ids=lambda g: "-".join(f"{a}{n}" for a, n in g.items()))
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_parallel_residuals_and_partial_rotary_positions(grid: dict[str, int], recompute: str) -> None:
+    holds(grid, make({**NEOX, **DROPOUT}, pipeline={"schedule": "2bw", "recompute": recompute}))
+
+
+@pytest.mark.parametrize("model", [{}, BERT], ids=["gpt", "bert"])
+def test_a_position_table_that_is_longer_than_sequences(model: dict[str, Any]) -> None:
+    config = make({**model, "max_positions": 23})
+    holds({"tp": 2, "pp": 2}, config)
+    on_grid = from_mapping({"parallel": {"tp": 2, "pp": 2, "dp": 1}, "train": {"dtype": "fp64"}}, config)
+    gradient = run_grid(on_grid, 1).gradients[0]["blocks.0.positions.weight"]
+    assert gradient.shape == (23, 48)
+    assert gradient[:14].any(1).all()
+    assert not gradient[14:].any()
 
 
 @pytest.mark.parametrize("split", [(1, 5), (5, 1), (1, 1, 1, 1, 1, 1)], ids=str)

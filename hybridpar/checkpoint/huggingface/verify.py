@@ -1,7 +1,7 @@
 """The same tokens through a checkpoint of ours and through transformers' model of a folder, in float64.
 
-Some of transformers' models compute angles, norms and softmax in float32 all the same. What that leaves is a share of the
-logits, so differences are compared with the largest of them.
+Some of transformers' models compute angles, norms and softmax in float32 all the same. Logits then differ by a share of
+the largest that depends on the weights: ours in float32 show how large it can be.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from hybridpar.errors import CheckpointError, config_error
 from hybridpar.pipeline.run.stage import Stage
 
 TOLERANCE = 1e-5
-"""Of the largest logit: float32 within theirs leaves some 1e-7, another constant in a norm or an activation 1e-4."""
+LARGEST_TOLERANCE = 1e-3
+"""Shares of the largest logit: float32 within theirs usually leaves 1e-7, another form of gelu 5e-5."""
 _SAMPLES, _LENGTH = 2, 64
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest difference of a logit and the largest logit, of those of a kind that differ most by that measure."""
+    """The largest difference of a logit, the largest logit, and the largest share of it that counts as rounding."""
 
     difference: float
     largest: float
     num_tokens: int
+    tolerance: float = TOLERANCE
 
     @property
     def relative(self) -> float:
@@ -43,11 +45,11 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        return self.relative <= TOLERANCE
+        return self.relative <= self.tolerance
 
     def __str__(self) -> str:
         return (f"{self.num_tokens} tokens in float64: largest difference {self.difference:.1e}, {self.relative:.1e} of "
-                f"the largest value {self.largest:.1e} (tolerance {TOLERANCE:g} of it)")
+                f"the largest value {self.largest:.1e} (tolerance {self.tolerance:.1e} of it)")
 
 
 def compare(checkpoint: Path, folder: Path, *, bare: bool = False) -> Comparison:
@@ -60,12 +62,16 @@ def compare(checkpoint: Path, folder: Path, *, bare: bool = False) -> Comparison
     model = config.model
     batch = random_batch(model)
     theirs = their_features(folder, model, batch) if bare else their_logits(folder, model, batch)
-    ours = (our_features if bare else our_logits)(model, whole_model(model, weights, torch.float64), batch)
-    return compare_logits(ours, theirs, batch["padding_mask"], folder)
+    run, real = our_features if bare else our_logits, batch["padding_mask"]
+    stage = whole_model(model, weights, torch.float64)
+    ours = run(model, stage, batch)
+    rounding = compare_logits(run(model, stage.float(), batch), ours, real, checkpoint).relative
+    return compare_logits(ours, theirs, real, folder, min(max(TOLERANCE, 4 * rounding), LARGEST_TOLERANCE))
 
 
-def compare_logits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], real: Tensor, source: Path) -> Comparison:
-    """Compares what two models make of the same tokens, kind by kind: words, and sentence of a BERT.
+def compare_logits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], real: Tensor, source: Path,
+                   tolerance: float = TOLERANCE) -> Comparison:
+    """Compares what two models make of the same tokens: words, and sentence of a BERT; tells of what differs most.
 
     Shapes: words [b, s, v], compared where `real` [b, s] is True; sentence [b, ..].
     Raises: CheckpointError naming `source`, where theirs came from, if shapes differ.
@@ -77,7 +83,7 @@ def compare_logits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], rea
                                   f"{list(mine.shape)}")
         a, b = (x[real].double() if kind == "words" else x.double() for x in (mine, other))
         difference = float((a - b).abs().max().nan_to_num(torch.inf))
-        found.append(Comparison(difference, float(b.abs().max()), int(real.sum())))
+        found.append(Comparison(difference, float(b.abs().max()), int(real.sum()), tolerance))
     return max(found, key=lambda one: one.relative)
 
 
