@@ -92,7 +92,8 @@ def test_a_masked_language_model_with_a_pooler(tmp_path: Path) -> None:
     assert compare(made.checkpoint, theirs, bare=True).ok
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("bert", BERT), ("gpt2", GPT2), ("llama", LLAMA)])
+@pytest.mark.parametrize(("kind", "sizes"), [
+    ("bert", BERT), ("gpt2", GPT2), ("llama", LLAMA), ("gpt_neox", BERT | {"rotary_pct": 0.25})])
 def test_a_folder_that_names_no_model_type(tmp_path: Path, kind: str, sizes: dict[str, Any]) -> None:
     """As prajjwal1/bert-tiny, whose files are of torch.save, too."""
     theirs = make_theirs(tmp_path / "theirs", kind, **sizes)
@@ -110,6 +111,30 @@ def test_positions_of_older_llamas(tmp_path: Path) -> None:
     edit_tensors(theirs, lambda t: t.update(
         {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(2)}))
     assert "2 tensors that take no part in llama" in import_folder(theirs, tmp_path / "ours").notes[0]
+
+
+def test_a_pythia_as_it_was_published(tmp_path: Path) -> None:
+    """Its keys of rotary positions, and what its files hold besides parameters."""
+    theirs = make_theirs(tmp_path / "theirs", "gpt_neox", **BERT, rotary_pct=0.5, rotary_emb_base=500)
+    expected = tensors_of(theirs)
+    edit_config(theirs, rope_parameters="REMOVE", attention_bias="REMOVE", rotary_pct=0.5, rotary_emb_base=500)
+    prefix = "gpt_neox.layers.{}.attention."
+    edit_tensors(theirs, lambda t: t.update({prefix.format(i) + name: torch.ones(4) for i in range(2) for name in (
+        "bias", "masked_bias", "rotary_emb.inv_freq")}))
+    made = import_folder(theirs, tmp_path / "ours")
+    assert made.notes[0] == (
+        "6 tensors that take no part in gpt_neox passed over: gpt_neox.layers.0.attention.bias, ..")
+    model = checkpoint.read_manifest(made.checkpoint).config.model
+    assert (model.rotary_base, model.rotary_fraction, model.parallel_residual) == (500.0, 0.5, True)
+    assert compare(made.checkpoint, theirs).ok
+    same_bits(tensors_of(export_folder(made.checkpoint, tmp_path / "back").folder), expected)
+    edit_config(theirs, rotary_pct="REMOVE", rotary_emb_base="REMOVE")
+    found = import_folder(theirs, tmp_path / "usual")
+    model = checkpoint.read_manifest(found.checkpoint).config.model
+    assert (model.rotary_base, model.rotary_fraction) == (10000.0, 0.25)
+    assert compare(found.checkpoint, theirs).ok
+    edit_tensors(theirs, lambda t: t.update({"lm_head.weight": t.pop("embed_out.weight")}))  # the class's own name
+    same_bits(*(checkpoint.load_full(m.checkpoint)[1] for m in (found, import_folder(theirs, tmp_path / "newer"))))
 
 
 def test_a_tokenizer_from_before_tokenizer_json(tmp_path: Path) -> None:
