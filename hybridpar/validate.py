@@ -12,6 +12,7 @@ from hybridpar.errors import ConfigError, Problem
 from hybridpar.grid import Axis
 from hybridpar.models.build import parse_recompute
 from hybridpar.models.cost import stage_split
+from hybridpar.nn.attention import rotary_features
 from hybridpar.ops.registry import select
 from hybridpar.optim import build_optimizer
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
@@ -24,7 +25,8 @@ POSITIVE = (
     "faults.timeout_s", "faults.start_timeout_s", "faults.save_timeout_s", "anomalies.window",
 )
 NOT_NEGATIVE = (
-    "model.num_kv_heads", "model.ffn_hidden_size", "model.max_positions", "model.norm_eps", "model.init_std", "model.logits_chunk",
+    "model.num_kv_heads", "model.ffn_hidden_size", "model.norm_eps", "model.init_std", "model.logits_chunk",
+    "model.max_positions",
     "parallel.dp", "pipeline.chunks", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps",
     "optim.weight_decay", "optim.clip_grad", "optim.momentum", "optim.staleness_steps", "train.seed", "train.threads",
     "train.eval_interval", "train.save_interval", "checkpoint.keep_best", "plan.step_ms",
@@ -131,13 +133,14 @@ def _model(config: Config) -> Iterator[Problem]:
         divisors = [n for n in range(1, model.hidden_size + 1) if model.hidden_size % n == 0]
         yield Problem("model.num_heads", model.num_heads, f"must divide model.hidden_size = {model.hidden_size}",
                       str(min(divisors, key=lambda n: abs(n - model.num_heads))))
-    elif model.position == "rotary" and model.rotary_fraction == 1 and model.rotary_dim % 2:
+    elif model.position == "rotary" and model.rotary_fraction == 1 and model.hidden_size // model.num_heads % 2:
         yield Problem("model.position", "rotary", "needs an even head size, and model.hidden_size / model.num_heads is "
                       f"{model.hidden_size // model.num_heads}", '"learned"')
-    elif model.position == "rotary" and (model.rotary_dim % 2 or not model.rotary_dim):
-        head_dim, even = model.hidden_size // model.num_heads, model.rotary_dim // 2 * 2 or 2
-        yield Problem("model.rotary_fraction", model.rotary_fraction, f"must turn pairs of a head's {head_dim} "
-                      f"features, and turns {model.rotary_dim}", f"{min(1, (even + 0.5) / head_dim):.3g}")
+    elif model.position == "rotary":
+        try:
+            rotary_features(model.hidden_size // model.num_heads, model.rotary_fraction)
+        except ConfigError as error:
+            yield from error.problems
     if model.position == "learned" and 0 < model.max_positions < model.seq_length:
         yield Problem("model.seq_length", model.seq_length, "must be at most model.max_positions = "
                       f"{model.max_positions}, the rows of the position table", str(model.max_positions))

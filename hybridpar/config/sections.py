@@ -54,12 +54,8 @@ class ModelConfig:
 
     @property
     def num_positions(self) -> int:
+        """Rows of the learned position table."""
         return max(self.max_positions, self.seq_length)
-
-    @property
-    def rotary_dim(self) -> int:
-        """Features of a head that rotary positions turn."""
-        return int(self.hidden_size // self.num_heads * self.rotary_fraction)
 
     @property
     def post_norm(self) -> bool:

@@ -110,9 +110,8 @@ class TransformerLayer(nn.Module):
         self.attention = ParallelAttention(
             model.hidden_size, model.num_heads, axis, num_kv_heads=model.kv_heads, causal=model.kind == "gpt",
             rotary_base=model.rotary_base if model.position == "rotary" else None,
-            rotary_dim=model.rotary_dim,
-            attention_dropout=model.attention_dropout, kernels=kernels, bias=model.bias,
-            init_std=model.init_std, out_init_std=out_std, name=f"{name}.attention", **factory)
+            rotary_fraction=model.rotary_fraction, attention_dropout=model.attention_dropout, kernels=kernels,
+            bias=model.bias, init_std=model.init_std, out_init_std=out_std, name=f"{name}.attention", **factory)
         self.mlp = ParallelMLP(
             model.hidden_size, model.ffn_size, axis, activation=model.activation, bias=model.bias,
             init_std=model.init_std, out_init_std=out_std, kernels=kernels, **factory)

@@ -95,13 +95,25 @@ class HeadLayout:
         return Shard(1, tuple(((a * d, b * d),) for a, b in self.heads))
 
 
+def rotary_features(head_dim: int, fraction: float) -> int:
+    """How many features of a head rotary positions turn. Raises: ConfigError unless they are pairs."""
+    features = int(head_dim * fraction) if 0 < fraction <= 1 else 0
+    if features % 2 or not features:
+        even = features // 2 * 2 or 2
+        rule = (f"rotary positions turn pairs, and of a head's {head_dim} features (hidden_size / num_heads) these are "
+                f"{features}")
+        works = f"{min(1, (even + 0.5) / head_dim):.3g}" if head_dim > 1 else "a larger hidden_size"
+        raise config_error("model.rotary_fraction", fraction, rule, works)
+    return features
+
+
 class ParallelAttention(ParallelModule):
     """Self-attention; `num_kv_heads` < `num_heads` shares each key and value among a group of query heads.
 
     Heads may split unevenly and tp may exceed `num_kv_heads`; then some rows of qkv are on several ranks and their
     gradients are partial: see `placement.reduce_shared_gradients`.
-    `rotary_base`: the base of the rotary position embedding, commonly 10000; None: no such embedding. `rotary_dim`: how
-    many features of a head it turns, the first; None: all. `name` tells the dropout of one layer from another's.
+    `rotary_base`: the base of the rotary position embedding, commonly 10000; None: no such embedding. It turns
+    the first `rotary_fraction` of a head's features. `name` tells the dropout of one layer from another's.
     `out_init_std`: the standard deviation of `out` at the start (None: init_std).
 
     Shapes: x [b, s, h] replicated, padding_mask [b, s] bool (True = real) -> [b, s, h] replicated.
@@ -111,18 +123,14 @@ class ParallelAttention(ParallelModule):
     """
 
     def __init__(self, hidden: int, num_heads: int, axis: Axis, *, num_kv_heads: int | None = None,
-                 causal: bool = True, rotary_base: float | None = None, rotary_dim: int | None = None,
+                 causal: bool = True, rotary_base: float | None = None, rotary_fraction: float = 1.0,
                  attention_dropout: float = 0.0, kernels: KernelsConfig = AUTO, bias: bool = True,
                  init_std: float = 0.02, out_init_std: float | None = None, name: str = "attention",
                  device: Device = None, dtype: torch.dtype | None = None):
         super().__init__(axis)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.layout = layout = HeadLayout(hidden, num_heads, num_kv_heads, axis.size)
-        self.rotary_dim = layout.head_dim if rotary_dim is None else rotary_dim
-        if rotary_base is not None and self.rotary_dim not in range(2, layout.head_dim + 1, 2):
-            raise config_error("rotary_dim", self.rotary_dim, "rotary positions turn pairs of a head's features, and "
-                               f"hidden_size / num_heads = {hidden} / {num_heads} is {layout.head_dim}",
-                               str(layout.head_dim // 2 * 2 or "a larger hidden_size"))
+        self.rotary_dim = 0 if rotary_base is None else rotary_features(layout.head_dim, rotary_fraction)
         self.causal, self.dropout, self.kernels = causal, attention_dropout, kernels
         self.rotary_base = rotary_base
         self.site = site(f"{name}.dropout")

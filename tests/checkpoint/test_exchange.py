@@ -85,7 +85,7 @@ def test_the_token_that_starts_a_text(tmp_path: Path, words: tuple[str, ...], be
 
 
 @pytest.mark.parametrize(("kind", "changes", "says"), [
-    ("gpt2", {"position": "rotary", "num_kv_heads": 1}, r"model\.num_kv_heads = 1: .* nearest there is gpt_neox; try 3"),
+    ("gpt2", {"position": "rotary", "num_kv_heads": 1}, r"num_kv_heads = 1: .* nearest there is gpt_neox; try 3"),
     ("gpt2", {"parallel_residual": True}, r"model\.parallel_residual = True: .* gpt2; try False"),
     ("gpt_neox", {"bias": False}, r"model\.bias = False: .* gpt_neox; try True"),
     ("llama", {"rotary_fraction": 0.5}, r"model\.rotary_fraction = 0\.5: .* llama; try 1\.0"),

@@ -64,7 +64,7 @@ def refused(tmp_path: Path, folder: Path, error: type[HybridparError], match: st
     ("gpt_neox", {"hidden_act": "relu"}, r"hidden_act = 'relu'"), ("gpt_neox", {"use_parallel_residual": 1}, "true or"),
     ("gpt_neox", {"rotary_pct": 0}, r"rotary_pct = 0: must be above 0 and at most 1"),
     ("gpt_neox", {"rotary_pct": "0.25"}, "rotary_pct = '0.25'"), ("gpt_neox", {"rotary_pct": 1.5}, "rotary_pct = 1.5"),
-    ("gpt_neox", {"rotary_pct": 0.2}, r"rotary_dim = 3: rotary positions turn pairs of a head's features"),
+    ("gpt_neox", {"rotary_pct": 0.2}, r"rotary_fraction = 0\.2: .* a head's 16 features .* are 3"),
     ("gpt_neox", {"rotary_emb_base": 0}, "rotary_emb_base = 0"),
     ("gpt_neox", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
     ("gpt_neox", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters"),

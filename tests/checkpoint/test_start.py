@@ -109,7 +109,8 @@ def test_weights_for_other_tokens_are_refused(tmp_path: Path, capfd: pytest.Capt
     ({"hidden_size": 64, "num_heads": 4}, r"model\.hidden_size = 64: train\.start_from = .* has 48; try 48"),
     ({"activation": "gelu_exact"}, r"model\.activation = 'gelu_exact'"), ({"norm_eps": 1e-3}, r"model\.norm_eps"),
     ({"seq_length": 10}, r"model\.max_positions = 0: train\.start_from = .* has a table of 20 positions; try 20"),
-    ({"seq_length": 10, "max_positions": 21}, r"model\.max_positions = 21"), ({"position": "rotary"}, r"model\.position"),
+    ({"seq_length": 10, "max_positions": 21}, r"model\.max_positions = 21"),
+    ({"position": "rotary"}, r"model\.position"),
 ])
 def test_another_model_is_refused(tmp_path: Path, changes: dict[str, object], says: str) -> None:
     folder = save_ours(tmp_path, OURS["gpt2"])

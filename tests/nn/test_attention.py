@@ -31,21 +31,22 @@ class Case:
     padding: bool = False
     bias: bool = True
     batch: int = 2
-    rotary_dim: int | None = None
+    rotary_fraction: float = 1.0
 
 
 CASES = [
     Case(4, 4), Case(5, 5, rotary_base=100.0), Case(5, 5, causal=False, padding=True, bias=False),
     Case(4, 2, rotary_base=100.0), Case(4, 1), Case(6, 3, causal=False, padding=True), Case(6, 2, padding=True),
-    Case(9, 3), Case(5, 1), Case(4, 2, batch=0), Case(5, 5, rotary_base=100.0, rotary_dim=2),
-    Case(4, 2, rotary_base=100.0, rotary_dim=2, batch=0),
+    Case(9, 3), Case(5, 1), Case(4, 2, batch=0), Case(5, 5, rotary_base=100.0, rotary_fraction=0.5),
+    Case(4, 2, rotary_base=100.0, rotary_fraction=0.5, batch=0),
 ]
 
 
 def make(case: Case, axis: Axis, dropout: float = 0.0) -> ParallelAttention:
     return ParallelAttention(
         case.heads * HEAD_DIM, case.heads, axis, num_kv_heads=case.kv_heads, causal=case.causal, bias=case.bias,
-        rotary_base=case.rotary_base, rotary_dim=case.rotary_dim, attention_dropout=dropout, name="blocks.0.attention", dtype=torch.float64)
+        rotary_base=case.rotary_base, rotary_fraction=case.rotary_fraction, attention_dropout=dropout,
+        name="blocks.0.attention", dtype=torch.float64)
 
 
 def reference(x: Tensor, mask: Tensor | None, whole: dict[str, Tensor], case: Case) -> Tensor:
@@ -56,7 +57,7 @@ def reference(x: Tensor, mask: Tensor | None, whole: dict[str, Tensor], case: Ca
     q, k, v = rearrange(qkv[:, :, :m], "b g m s d -> b (g m) s d"), qkv[:, :, m], qkv[:, :, m + 1]
     k, v = (repeat(t, "b g s d -> b (g m) s d", m=m) for t in (k, v))
     if case.rotary_base is not None:
-        r = case.rotary_dim or HEAD_DIM
+        r = int(HEAD_DIM * case.rotary_fraction)
         q, k = (torch.cat((rotate(t[..., :r], case.rotary_base), t[..., r:]), dim=-1) for t in (q, k))
     s = x.shape[1]
     visible = torch.ones(s, s, dtype=torch.bool).tril() if case.causal else torch.ones(s, s, dtype=torch.bool)
@@ -172,9 +173,10 @@ def test_whole_uniform_groups_are_views() -> None:
     ({"num_heads": 3}, "num_heads = 3: must divide the hidden size 16; try 1, 2, 4, 8, 16"),
     ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads = 3: must divide num_heads 4; try 1, 2, 4"),
     ({"num_heads": 4, "num_kv_heads": 0}, "num_kv_heads = 0"),
-    ({"num_heads": 16, "rotary_base": 1e4}, "rotary_dim = 1: rotary positions turn pairs of a head's features, and "
-     "hidden_size / num_heads = 16 / 16 is 1; try a larger hidden_size"),
-    *[({"num_heads": 4, "rotary_base": 1e4, "rotary_dim": dim}, f"rotary_dim = {dim}: ") for dim in (-2, 0, 1, 6)],
+    ({"num_heads": 16, "rotary_base": 1e4}, "rotary_fraction = 1.0: rotary positions turn pairs, and of a head's 1 "
+     "features (hidden_size / num_heads) these are 1; try a larger hidden_size"),
+    *[({"num_heads": 4, "rotary_base": 1e4, "rotary_fraction": fraction}, f"rotary_fraction = {fraction}: ")
+      for fraction in (-0.5, 0.0, 0.3, 1.5, float("nan"), float("inf"))],
 ])
 def test_counts_that_do_not_fit(kwargs: dict, message: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -96,8 +96,7 @@ SAYS_NOTHING = frozenset({
 })
 """Keys that say nothing of what a language model computes (sentence_head: of ours, which import reads apart)."""
 
-GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact",
-         "gelu_fast": "gelu"}
+GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "gelu_fast": "gelu"}
 
 GPT2 = Family(
     "gpt2", {"": "GPT2LMHeadModel"}, "transformer.",

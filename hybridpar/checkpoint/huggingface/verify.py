@@ -48,8 +48,8 @@ class Comparison:
         return self.relative <= self.tolerance
 
     def __str__(self) -> str:
-        return (f"{self.num_tokens} tokens in float64: largest difference {self.difference:.1e}, {self.relative:.1e} of "
-                f"the largest value {self.largest:.1e} (tolerance {self.tolerance:.1e} of it)")
+        return (f"{self.num_tokens} tokens in float64: largest difference {self.difference:.1e}, {self.relative:.1e} "
+                f"of the largest value {self.largest:.1e} (tolerance {self.tolerance:.1e} of it)")
 
 
 def compare(checkpoint: Path, folder: Path, *, bare: bool = False) -> Comparison:
