@@ -18,7 +18,7 @@ from hybridpar.errors import CheckpointError, ConfigError, Problem, config_error
 from hybridpar.optim import ParameterSlot
 
 FREE = ("dropout", "attention_dropout", "init_std", "label_smoothing", "logits_chunk", "seq_length", "max_positions")
-"""Keys of [model] that say how it is trained, not what it computes; how many positions are learned is compared apart."""
+"""Keys of [model] that say how it is trained, not what it computes; the size of a position table is compared apart."""
 
 
 def find_start(path: str | Path, model: ModelConfig) -> Path:
