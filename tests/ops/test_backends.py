@@ -70,6 +70,7 @@ def cases() -> Iterator[Case]:
         each = torch.arange(b * s).view(b, s).flip(-1)
         yield Case("rotary", f"{s}x{d}-positions", (shape,),
                    lambda x, k, each=each: ops.rotary(x, positions=each.to(x.device), backend=k))
+    yield Case("rotary", "first-features", ((2, 3, 5, 16),), lambda x, k: ops.rotary(x[..., :4], offset=500, backend=k))
     for b, n, s, kv in ((2, 3, 5, 7), (1, 2, 40, 40), (1, 1, 3, 1100), (0, 1, 3, 4)):
         real = torch.arange(b * kv).view(b, kv) % 3 != 1
         for causal in (False, True):
