@@ -54,7 +54,7 @@ class ModelConfig:
 
     @property
     def num_positions(self) -> int:
-        """Rows of the learned position table."""
+        """Rows of the learned position table; of a rotary model what export writes down."""
         return max(self.max_positions, self.seq_length)
 
     @property

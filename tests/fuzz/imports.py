@@ -30,7 +30,8 @@ from .target import Target
 def make_theirs(folder: Path) -> list[Path]:
     made = []
     llama = {"position": "rotary", "norm": "rms_norm", "activation": "swiglu", "bias": False, "tie_embeddings": False}
-    for name, changes, bytes_a_file in (("gpt2", {}, 10**9), ("llama", llama, 4000)):
+    neox = {"position": "rotary", "rotary_fraction": 0.5, "parallel_residual": True}
+    for name, changes, bytes_a_file in (("gpt2", {}, 10**9), ("llama", llama, 4000), ("gpt_neox", neox, 10**9)):
         model = replace(TINY.model, **changes)  # type: ignore[arg-type]
         engine = Engine(replace(TINY, model=model), ProcessGrid(), torch.device("cpu"))
         saved = checkpoint.save(folder / "ours" / name, engine, "")

@@ -41,7 +41,8 @@ def _guess(tensors: set[str]) -> str | None:
 
 
 def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
-    """The model that config.json describes, and its keys that transformers does not know of either.
+    """The model that config.json describes, for sequences of all its positions, and its keys that transformers does not
+    know of either.
 
     Raises: ConfigError naming every key that is missing, wrong, or asks for what we cannot compute.
     """

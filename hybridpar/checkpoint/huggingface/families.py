@@ -59,6 +59,7 @@ class Family:
     only: keys of config.json whose other values we cannot compute, with what works; the first is the default.
     computed: patterns of what their files may hold that is no parameter.
     renamed: endings in older or newer files, and what they are in `tensors`.
+    rotary: how its rotary positions are written down, where it has them.
     settings: where its keys are, for messages.
     """
 

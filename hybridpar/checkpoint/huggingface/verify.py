@@ -23,8 +23,9 @@ from hybridpar.errors import CheckpointError, config_error
 from hybridpar.pipeline.run.stage import Stage
 
 TOLERANCE = 1e-5
+"""Share of the largest logit: float32 within theirs usually leaves 1e-7, another form of gelu 5e-5."""
 LARGEST_TOLERANCE = 1e-3
-"""Shares of the largest logit: float32 within theirs usually leaves 1e-7, another form of gelu 5e-5."""
+"""The most that weights which magnify rounding make of it."""
 _SAMPLES, _LENGTH = 2, 64
 
 
