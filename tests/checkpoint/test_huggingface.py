@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,28 +22,17 @@ from checkpoint.exchange import (
 )
 from ranks import run_ranks
 from torch import Tensor
-from train.runs import metrics, steps, write_config, write_corpus
+from train.runs import metrics, steps, write_config
 
 from hybridpar import checkpoint
 from hybridpar.checkpoint.huggingface import compare, export_folder, import_folder
-from hybridpar.checkpoint.huggingface.verify import compare_logits, load_theirs, our_logits, random_batch, their_logits
+from hybridpar.checkpoint.huggingface.verify import load_theirs, our_logits, random_batch, their_logits
 from hybridpar.checkpoint.whole import whole_model
 from hybridpar.cli import main
 from hybridpar.comm import gather_objects
-from hybridpar.config import (
-    Config,
-    Launch,
-    OptimConfig,
-    ParallelConfig,
-    PipelineConfig,
-    TrainConfig,
-    load_toml,
-)
-from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.config import Launch, load_toml
 from hybridpar.errors import CheckpointError
-from hybridpar.grid import ProcessGrid
 from hybridpar.train.engine import Engine
-from hybridpar.train.generate import Generator, Sampling
 from hybridpar.train.loop import train
 
 transformers = pytest.importorskip("transformers")
@@ -136,59 +123,6 @@ def test_variants(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     same_bits(after, before)
 
 
-def test_verify_sees_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = save_ours(tmp_path / "checkpoints", OURS["llama"])
-    made = export_folder(folder, tmp_path / "theirs")
-    assert compare(folder, made.folder).difference < 1e-5
-    edit_tensors(made.folder, lambda tensors: tensors["model.layers.1.self_attn.k_proj.weight"].mul_(1.01))
-    assert not compare(folder, made.folder).ok
-    assert main(["import", str(made.folder), str(tmp_path / "ours"), "--verify"]) == 0  # equal to what was changed
-    edit_config(made.folder, rope_theta=20.0)
-    assert compare(folder, made.folder).difference > 1e-2
-    capsys.readouterr()
-    edit_tensors(made.folder, lambda tensors: tensors.pop("model.norm.weight"))
-    with pytest.raises(CheckpointError, match=r"missing keys of .*model\.norm\.weight"):
-        compare(folder, made.folder)
-
-
-def test_verify_measures_by_the_largest_logit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A right model with large logits is right, a wrong one with small ones is wrong."""
-    for factor in (1e6, 1e-6):
-        theirs = make_theirs(tmp_path / f"{factor}", "gpt2", **GPT2 | {"tie_word_embeddings": False})
-        edit_tensors(theirs, lambda t, factor=factor: t["lm_head.weight"].mul_(factor))  # type: ignore[misc]
-        capsys.readouterr()
-        assert main(["import", str(theirs), str(tmp_path / f"{factor}-ours"), "--verify", "--json"]) == 0
-        out, err = capsys.readouterr()
-        assert re.search(r"verify: logits of 40 tokens in float64: largest difference .* of the largest value .*e", err)
-        assert json.loads(out)["relative_difference"] < json.loads(out)["tolerance"]
-        edit_tensors(theirs, lambda t: t["transformer.h.1.attn.c_attn.weight"].mul_(1.01))
-        found = compare(tmp_path / f"{factor}-ours" / "checkpoints" / "step_00000000", theirs)
-        assert found.relative > 1e-4
-        assert not found.ok
-
-
-def test_another_form_of_gelu_is_a_difference(tmp_path: Path) -> None:
-    theirs = make_theirs(tmp_path / "theirs", "gpt_neox", **NEOX)
-    made = import_folder(theirs, tmp_path / "ours")
-    edit_config(theirs, hidden_act="gelu_new")
-    assert not compare(made.checkpoint, theirs).ok
-
-
-@pytest.mark.parametrize(("change", "largest"), [
-    (lambda x: x, 5.0), (lambda x: x + 4e-5, 5.0), (lambda x: x + 6e-5, 5.0), (lambda x: x * torch.nan, 5.0),
-    (lambda x: x / 0, 5.0), (torch.zeros_like, 5.0), (lambda x: x + 1e-12, 0.0)])
-def test_what_counts_as_equal_logits(change: Callable[[Tensor], Tensor], largest: float) -> None:
-    theirs = torch.linspace(-largest, largest, 24).view(1, 4, 6)
-    real = torch.tensor([[True, True, True, False]])
-    ours = change(theirs.double())
-    ours[0, 3] = 99.0  # padding
-    found = compare_logits({"words": ours}, {"words": theirs}, real, Path("there"))
-    assert found.num_tokens == 3
-    assert found.ok is (0 <= float((ours - theirs)[0, :3].abs().max()) <= 1e-5 * largest)
-    with pytest.raises(CheckpointError, match=r"there: its logits of words have shape \[1, 4, 6\], ours \[1, 3, 6\]"):
-        compare_logits({"words": ours[:, :3]}, {"words": theirs}, real, Path("there"))
-
-
 def their_loss(folder: Path, tokens: Tensor) -> float:
     loaded = load_theirs(folder, "AutoModelForCausalLM")
     with torch.no_grad():
@@ -220,67 +154,6 @@ def test_a_trained_gpt_is_the_same_model_there(tmp_path: Path) -> None:
     import_folder(made.folder, tmp_path / "again")
     again = checkpoint.load_full(tmp_path / "again" / "checkpoints" / "step_00000000")[1]
     same_bits(again, weights)
-
-
-def test_a_rotary_gpt_is_a_gpt_neox_there(tmp_path: Path) -> None:
-    """As gpt_tiny.toml: with its own tokenizer, it writes the same text there."""
-    path = write_config(tmp_path)
-    path.write_text(path.read_text().replace("[model]", '[model]\nposition = "rotary"'))
-    run = train(load_toml(path), Launch(0, 0, 1, 1)).folder
-    assert main(["export", str(run), str(tmp_path / "theirs"), "--verify"]) == 0
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs", local_files_only=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", local_files_only=True)
-    assert (type(model).__name__, model.config.max_position_embeddings) == ("GPTNeoXForCausalLM", 16)
-    ours = Generator.load(run, print)
-    tokens = tokenizer("Stone rivers")
-    assert tokens["input_ids"] == ours.tokenizer.encode("Stone rivers").tolist()
-    made = model.generate(**tokenizer("Stone rivers", return_tensors="pt"), max_new_tokens=4, do_sample=False)
-    text = "".join(ours.generate("Stone rivers", Sampling(max_tokens=4, temperature=0)))
-    assert tokenizer.decode(made[0]) == "Stone rivers" + text
-
-
-def steps_of(start: Path, tp: int, pp: int) -> list[tuple[float, float]]:
-    """Loss and gradient norm of three batches in float64, from a checkpoint."""
-    model = replace(checkpoint.read_manifest(start).config.model, dropout=0.1)
-    config = Config(model, ParallelConfig(tp, pp, 1), PipelineConfig("2bw", 4),
-                    OptimConfig(lr=1e-2), TrainConfig(3, 2, "fp64"))
-    engine = Engine(config, grid := ProcessGrid(tp=tp, pp=pp), torch.device("cpu"))
-    checkpoint.start_from(start, engine)
-    found: list[tuple[float, float]] = []
-    loader = SyntheticLoader(model, 2, 4, grid.dp.rank, grid.dp.size)
-    engine.train(loader, 3, lambda step: found.append((step.loss, step.grad_norm)))
-    return found
-
-
-@pytest.mark.ranks
-def test_a_pythia_trains_alike_on_every_grid(tmp_path: Path) -> None:
-    made = import_folder(make_theirs(tmp_path / "theirs", "gpt_neox", **NEOX), tmp_path / "ours")
-    alone, *others = (run_ranks(steps_of, tp * pp, made.checkpoint, tp, pp)[-1]
-                      for tp, pp in ((1, 1), (2, 1), (4, 1), (2, 2)))
-    assert len(alone) == 3
-    for other in others:
-        for step, expected in zip(other, alone, strict=True):
-            assert step == pytest.approx(expected, rel=1e-9)  # float64: sums in another order
-
-
-@pytest.mark.parametrize(("kind", "sizes"), [("gpt2", GPT2), ("bert", BERT | {"head": "ForMaskedLM"})])
-def test_shorter_sequences_than_positions(tmp_path: Path, kind: str, sizes: dict[str, Any]) -> None:
-    """The imported table stays whole, and goes back; without weight decay unused rows keep their bits."""
-    theirs = make_theirs(tmp_path / "theirs", kind, **sizes | {"vocab_size": 300})
-    assert main(["import", str(theirs), str(tmp_path / "ours")]) == 0
-    write_corpus(tmp_path / "corpus.txt")
-    flags = ["--data.corpus", str(tmp_path / "corpus.txt"), "--run.dir", str(tmp_path / "runs"), "--data.split", "0.2",
-             "--train.device", "cpu", "--train.threads", "1", "--optim.weight_decay", "0", "--model.seq_length", "12"]
-    config = str(tmp_path / "ours" / "config.toml")
-    assert main(["train", config, *flags, "--train.num_steps", "2"]) == 0
-    assert main(["train", config, *flags, "--train.num_steps", "3"]) == 0  # resumed
-    assert main(["export", str(tmp_path / "runs" / "ours-trained"), str(tmp_path / "back"), "--verify"]) == 0
-    name = {"gpt2": "transformer.wpe.weight", "bert": "bert.embeddings.position_embeddings.weight"}[kind]
-    before, after = (tensors_of(folder)[name] for folder in (theirs, tmp_path / "back"))
-    assert after.shape == (20, 48)
-    assert (after[:12] != before[:12]).any(1).all()
-    assert torch.equal(after[12:], before[12:])
-    assert main(["train", config, *flags[:-1], "21"]) == 1
 
 
 def test_an_imported_model_trains_on_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
