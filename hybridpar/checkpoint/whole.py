@@ -14,9 +14,9 @@ from hybridpar.models.build import build_blocks
 from hybridpar.pipeline.run.stage import Stage
 
 
-def whole_model(model: ModelConfig, weights: Mapping[str, Tensor]) -> Stage:
-    """All blocks in one stage, in fp32 on the CPU, with these weights. Raises: CheckpointError if one is missing."""
-    stage = Stage(build_blocks(model, Axis("tp"), range(model.num_blocks), device="cpu", dtype=torch.float32))
+def whole_model(model: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Stage:
+    """All blocks in one stage, on the CPU, with these weights. Raises: CheckpointError if one is missing."""
+    stage = Stage(build_blocks(model, Axis("tp"), range(model.num_blocks), device="cpu", dtype=dtype))
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             if name not in weights:

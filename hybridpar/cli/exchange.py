@@ -54,7 +54,7 @@ class Import:
     vocab_size: int | None = None
     """Megatron-LM: tokens of the vocabulary; further rows of the embedding are its padding."""
     verify: bool = False
-    """Load both sides afterwards and compare their logits; needs transformers."""
+    """Load both sides afterwards and compare their logits; needs transformers, for Megatron-LM's megatron-core."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:
@@ -62,9 +62,6 @@ class Import:
         from hybridpar.checkpoint.megatron import import_megatron, is_megatron
 
         if is_megatron(self.source):
-            if self.verify:
-                raise config_error("verify", True, "transformers cannot read Megatron-LM's files", "hybridpar export "
-                                   f"{self.output} FOLDER --verify afterwards")
             made = import_megatron(self.source, self.output, self.vocab_size)
         elif self.vocab_size is not None:
             raise config_error("vocab_size", self.vocab_size, f"is for Megatron-LM's files; {self.source} has none of "
@@ -81,6 +78,7 @@ def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, 
     """Says what an export or import has made, and compares both sides where that is asked for; the exit code."""
     from hybridpar.checkpoint.files import to_json
     from hybridpar.checkpoint.huggingface import TOLERANCE, compare
+    from hybridpar.checkpoint.megatron import compare_megatron, is_megatron
 
     out = sys.stderr if as_json else sys.stdout
     plain: dict[str, Any] = {"ok": True, **{k: str(v) if isinstance(v, Path) else v for k, v in made.items()}}
@@ -89,7 +87,8 @@ def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, 
         print(f"  note: {note}", file=out)
     if verify:
         bare = bool(made.get("started_anew"))
-        found = compare(checkpoint, folder, bare=bare)
+        found = (compare_megatron(checkpoint, folder) if is_megatron(folder) else
+                 compare(checkpoint, folder, bare=bare))
         plain |= {"ok": found.ok, "tolerance": TOLERANCE, "largest_difference": found.difference}
         print(f"  verify: largest difference of a {'feature' if bare else 'logit'} {found.difference:.1e} over "
               f"{found.num_tokens} tokens (they are up to {found.largest:.1e}, tolerance {TOLERANCE:g})", file=out)

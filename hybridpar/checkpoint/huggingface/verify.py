@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,21 @@ def compare(checkpoint: Path, folder: Path, *, bare: bool = False) -> Comparison
     batch = random_batch(model)
     theirs = their_features(folder, model, batch) if bare else their_logits(folder, model, batch)
     ours = (our_features if bare else our_logits)(model, whole_model(model, weights), batch)
-    real = batch["padding_mask"]
+    return compare_logits(ours, theirs, batch["padding_mask"], folder)
+
+
+def compare_logits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], real: Tensor, source: Path) -> Comparison:
+    """Compares what two models make of the same tokens, kind by kind: words, and sentence of a BERT.
+
+    Shapes: words [b, s, v], compared where `real` [b, s] is True; sentence [b, ..].
+    Raises: CheckpointError naming `source`, where theirs came from, if shapes differ.
+    """
     pairs = [(ours["words"][real], theirs["words"][real])]
     if "sentence" in ours:
         pairs.append((ours["sentence"], theirs["sentence"]))
     for a, b in pairs:
         if a.shape != b.shape:
-            raise CheckpointError(f"{folder}: its logits have shape {list(b.shape)}, those of {checkpoint} "
-                                  f"{list(a.shape)}")
+            raise CheckpointError(f"{source}: its logits have shape {list(b.shape)}, ours {list(a.shape)}")
     differences = [float((a - b).abs().max().nan_to_num(torch.inf)) for a, b in pairs]
     return Comparison(max(differences), max(float(b.abs().max()) for _, b in pairs), int(real.sum()))
 
