@@ -87,10 +87,10 @@ def test_the_folder_of_one_iteration(tmp_path: Path) -> None:
 
 def test_what_else_such_files_hold_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Enumerations among the arguments, states of generators, states of layers: none is loaded, none is in the way."""
-    module = types.ModuleType("megatron.core.transformer.enums")
+    module = types.ModuleType("megatron.elsewhere.enums")
     backend = enum.Enum("AttnBackend", ["flash", "auto"], module=module.__name__)
     module.AttnBackend = backend  # type: ignore[attr-defined]
-    for name in ("megatron", "megatron.core", "megatron.core.transformer"):
+    for name in ("megatron", "megatron.elsewhere"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     theirs, model = made(tmp_path)
@@ -104,10 +104,10 @@ def test_what_else_such_files_hold_is_passed_over(tmp_path: Path, monkeypatch: p
     whole["model"]["decoder.layers.0.mlp.linear_fc2._extra_state"] = torch.ones(3, dtype=torch.uint8)
     torch.save(whole, path)
     monkeypatch.undo()
-    assert "megatron.core.transformer.enums" not in sys.modules
+    assert "megatron.elsewhere.enums" not in sys.modules
     found = import_megatron(root, tmp_path / "ours", 101)
     assert compare(found.checkpoint, theirs).ok
-    assert "megatron.core.transformer.enums" not in sys.modules
+    assert "megatron.elsewhere.enums" not in sys.modules
     assert "1 tensors that take no part" in found.notes[0]
 
 
@@ -146,6 +146,15 @@ def test_which_gelu_it_was(tmp_path: Path, style: str, more: dict[str, Any], exa
     found = import_megatron(write(tmp_path / "megatron", model, Layout(style, more=more)), tmp_path / "ours")
     activation = checkpoint.read_manifest(found.checkpoint).config.model.activation
     assert activation == ("gelu_exact" if exact else "gelu")
+
+
+def test_verify_needs_megatron_core(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("megatron", "megatron.core", "megatron.core.parallel_state"):
+        monkeypatch.setitem(sys.modules, name, None)
+    root = write(tmp_path / "megatron", made(tmp_path)[1], Layout())
+    assert main(["import", str(root), str(tmp_path / "ours"), "--vocab_size", "101", "--verify"]) == 1
+    assert "verify = True: needs megatron-core, which cannot be imported" in capsys.readouterr().err
 
 
 def test_what_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,9 +49,6 @@ def model_of_arguments(args: Mapping[str, Any], vocab_size: int, *, is_core: boo
         model, _ = model_of(plain, GPT)
     except ConfigError as error:
         raise ConfigError(*error.problems, *problems) from None
-    if (dim := args.get("kv_channels")) is not None and dim * model.num_heads != model.hidden_size:
-        problems.append(_problem("kv_channels", dim, "must be hidden_size / num_attention_heads = "
-                                 f"{model.hidden_size} / {model.num_heads} here"))
     if problems:
         raise ConfigError(*problems)
     return model
@@ -82,6 +79,10 @@ def _does_not_fit(args: Mapping[str, Any], plain: Mapping[str, Any], *, is_core:
     for name in _TE_ACTIVATIONS:
         if args.get(name) and plain["activation"] != "swiglu":
             yield _problem(name, args[name], "hybridpar does not know Transformer Engine's gelu", "False")
+    hidden, heads, dim = (args.get(name) for name in ("hidden_size", "num_attention_heads", "kv_channels"))
+    fits = all(isinstance(size, int) for size in (hidden, heads, dim)) and dim * heads == hidden
+    if dim is not None and not fits:
+        yield _problem("kv_channels", dim, f"must be hidden_size / num_attention_heads = {hidden} / {heads} here")
     is_rotary = plain.get("position_embedding_type") == "rope"
     if is_rotary and not is_core and args.get("rotary_base") not in (None, _LEGACY_ROTARY_BASE):
         yield _problem("rotary_base", args["rotary_base"], "models of before Megatron Core turn by 10000 whatever it "

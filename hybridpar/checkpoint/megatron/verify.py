@@ -124,23 +124,23 @@ def _one_process() -> Iterator[None]:
 
     Raises: ConfigError if it cannot be imported.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    current = torch.cuda.current_device
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
             state = importlib.import_module("megatron.core.parallel_state")
             generators = importlib.import_module("megatron.core.tensor_parallel.random")
-    except ImportError as error:
-        raise config_error("verify", True, f"needs megatron-core, which cannot be imported ({error})",
-                           "pip install megatron-core") from None
-    current = torch.cuda.current_device
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-        state.initialize_model_parallel()
-        generators.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # one that asks no GPU
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        torch.cuda.current_device = current
-        state.destroy_model_parallel()
-        distributed.destroy_process_group()
+        except ImportError as error:
+            raise config_error("verify", True, f"needs megatron-core, which cannot be imported ({error})",
+                               "pip install megatron-core") from None
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        try:
+            torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+            state.initialize_model_parallel()
+            generators.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # one that asks no GPU
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            torch.cuda.current_device = current
+            state.destroy_model_parallel()
+            distributed.destroy_process_group()
