@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.megatron_core import core_logits, core_model, one_process, random_arguments, save_core
+from checkpoint.megatron_core import HARMLESS, core_logits, core_model, one_process, random_arguments, save_core
 
 from hybridpar.checkpoint import load_full
 from hybridpar.checkpoint.huggingface.verify import our_logits
@@ -48,7 +48,7 @@ def test_random_arguments(tmp_path: Path, seed: int) -> None:
 
 
 def test_verify_compares_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = random_arguments(1)[0]
+    args = random_arguments(1)[0] | {name: values[0] for name, values in HARMLESS.items()}
     with one_process():
         root = save_core(tmp_path / "megatron", core_model(args), args)
     assert main(["import", str(root), str(tmp_path / "ours"), "--verify"]) == 0

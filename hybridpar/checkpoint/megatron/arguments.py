@@ -80,8 +80,7 @@ def _does_not_fit(args: Mapping[str, Any], plain: Mapping[str, Any], *, is_core:
         if args.get(name) and plain["activation"] != "swiglu":
             yield _problem(name, args[name], "hybridpar does not know Transformer Engine's gelu", "False")
     hidden, heads, dim = (args.get(name) for name in ("hidden_size", "num_attention_heads", "kv_channels"))
-    fits = all(isinstance(size, int) for size in (hidden, heads, dim)) and dim * heads == hidden
-    if dim is not None and not fits:
+    if dim is not None and not (isinstance(dim, int) and isinstance(heads, int) and dim * heads == hidden):
         yield _problem("kv_channels", dim, f"must be hidden_size / num_attention_heads = {hidden} / {heads} here")
     is_rotary = plain.get("position_embedding_type") == "rope"
     if is_rotary and not is_core and args.get("rotary_base") not in (None, _LEGACY_ROTARY_BASE):

@@ -12,6 +12,7 @@ import importlib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ _HERE: Mapping[str, Any] = {
     "transformer_impl": "local", "hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False,
     "masked_softmax_fusion": False, "apply_rope_fusion": False, "persist_layer_norm": False,
     "memory_efficient_layer_norm": False, "fused_single_qkv_rope": False, "cuda_graph_impl": "none",
+    "fp32_residual_connection": False,
 }
 """Fields that say where and in what precision it is computed."""
 
@@ -103,10 +105,11 @@ def _config(files: MegatronFiles) -> Any:
     fields = {field.name for field in dataclasses.fields(configs.TransformerConfig)}
     parallel = {field.name for field in dataclasses.fields(core.ModelParallelConfig)}
     args = files.args
-    values = {name: args[name] for name in fields - parallel - _ELSEWHERE if name in args}
+    bias = args.get("add_bias_linear", not args.get("disable_bias_linear", False))
+    values = {name: args[name] for name in fields - parallel - _ELSEWHERE if args.get(name) is not None}
     values |= {name: value for name, value in _HERE.items() if name in fields}
     values |= {
-        "bias_activation_fusion": bool(args.get("bias_gelu_fusion")) and args.get("add_bias_linear", True),
+        "add_bias_linear": bias, "bias_activation_fusion": bool(args.get("bias_gelu_fusion")) and bias,
         "num_moe_experts": args.get("num_experts"),
         "num_query_groups": args.get("num_query_groups") if args.get("group_query_attention") else None}
     older = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
@@ -114,7 +117,7 @@ def _config(files: MegatronFiles) -> Any:
     if args.get("swiglu"):
         values |= {"activation_func": functional.silu, "gated_linear_unit": True, "bias_activation_fusion": False}
     elif args.get("openai_gelu") and not files.is_core:
-        values |= {"bias_activation_fusion": bool(args.get("add_bias_linear", True))}
+        values |= {"activation_func": partial(functional.gelu, approximate="tanh"), "bias_activation_fusion": False}
     return configs.TransformerConfig(**values)
 
 
