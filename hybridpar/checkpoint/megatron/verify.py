@@ -106,11 +106,11 @@ def _config(files: MegatronFiles) -> Any:
     parallel = {field.name for field in dataclasses.fields(core.ModelParallelConfig)}
     args = files.args
     bias = args.get("add_bias_linear", not args.get("disable_bias_linear", False))
-    values = {name: args[name] for name in fields - parallel - _ELSEWHERE if args.get(name) is not None}
+    experts = {name for name in fields if name.startswith("moe_")}  # of which there are none
+    values = {name: args[name] for name in fields - parallel - experts - _ELSEWHERE if args.get(name) is not None}
     values |= {name: value for name, value in _HERE.items() if name in fields}
     values |= {
         "add_bias_linear": bias, "bias_activation_fusion": bool(args.get("bias_gelu_fusion")) and bias,
-        "num_moe_experts": args.get("num_experts"),
         "num_query_groups": args.get("num_query_groups") if args.get("group_query_attention") else None}
     older = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
     values |= {name: args[old] for old, name in older.items() if args.get(old) is not None}
