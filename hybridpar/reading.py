@@ -8,9 +8,25 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import re
 import stat
+import sys
 from io import FileIO
 from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_MOST_PARTS = 16
+_PART = r"""(?:[A-Za-z0-9_-]+|"(?:\\[^\n]|[^"\\\n])*"|'[^'\n]*')"""
+_TOML = re.compile(
+    rf"""#[^\n]*|"{{3}}(?:\\.|[^\\])*?"{{3}}|'{{3}}.*?'{{3}}|(?P<open>"{{3}}|'{{3}})"""
+    rf"""|(?P<key>{_PART}(?:[ \t]*\.[ \t]*{_PART})*)|(?P<quote>["'])""", re.DOTALL)
+"""What can hold a dot, in turn: a comment, text of several lines, such text without an end, a key with its parts (or a
+value that looks like one), a quote without an end."""
 
 
 def open_regular(path: Path, *, follow: bool = True) -> FileIO:
@@ -59,3 +75,20 @@ def reason(error: Exception) -> str:
 def read_text(path: Path, most: int) -> str:
     """The same as text, without a byte order mark. Raises: OSError; ValueError if there is more, or it is not UTF-8."""
     return read_limited(path, most).decode("utf-8-sig")
+
+
+def read_toml(path: Path, most: int) -> dict[str, Any]:
+    """A TOML file. Raises: OSError; ValueError, also if it is too large or a key too deep; RecursionError."""
+    text = read_text(path, most)
+    _check_keys(text)
+    return tomllib.loads(text)
+
+
+def _check_keys(text: str) -> None:
+    """Raises: ValueError for a key of very many parts, whose square is the time that a parser takes for it."""
+    for found in _TOML.finditer(text):
+        if found["open"] or found["quote"]:
+            return  # the parser stops there
+        if (key := found["key"]) and key.count(".") >= _MOST_PARTS and len(re.findall(_PART, key)) > _MOST_PARTS:
+            line = text.count("\n", 0, found.start()) + 1
+            raise ValueError(f"the key at line {line} has more than {_MOST_PARTS} parts")

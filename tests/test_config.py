@@ -78,6 +78,9 @@ def test_unreadable_files(tmp_path: Path) -> None:
         load_toml(tmp_path / "gpt_tiny.toml")
     with pytest.raises(ConfigError, match=r"cannot be read .*; try gpt_tiny\.toml"):
         load_toml(tmp_path / "gpt_tny.toml")
+    (tmp_path / "deep.toml").write_text("[model]\n" + "a." * 50_000 + "b = 1\n")
+    with pytest.raises(ConfigError, match="the key at line 2 has more than 16 parts"):
+        load_toml(tmp_path / "deep.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="is not valid TOML"):
         load_toml(tmp_path / "bytes.toml")

@@ -12,7 +12,7 @@ from hybridpar.config import from_mapping, load_toml
 from hybridpar.data import IndexedDataset, Tokenizer
 from hybridpar.errors import CheckpointError, ConfigError, DataError, HybridparError, Problem
 from hybridpar.planner.placement import read_document
-from hybridpar.reading import nearest_path, open_regular, read_limited, read_text
+from hybridpar.reading import nearest_path, open_regular, read_limited, read_text, read_toml
 from hybridpar.train.bundle import read_bundle
 from hybridpar.train.metrics import read_metrics
 from hybridpar.validate import problems
@@ -89,3 +89,34 @@ def test_messages_are_short_and_printable() -> None:
         deep = [deep]
     assert len(str(Problem("a", deep, "is wrong"))) < 200
     assert str(Problem("a", 1 << 20_000, "is wrong")) == "a = <int>: is wrong"
+
+
+DEEP = [
+    "a." * 16 + "a = 1", f"[{'a.' * 50_000}b]", "'x' . \"y.\\\"z\"\t." * 9 + "a = 1", "x = { " + "a." * 16 + "b = 1 }"]
+
+
+@pytest.mark.parametrize("key", DEEP, ids=range(len(DEEP)))
+@pytest.mark.parametrize("before", ["", "# it's\na = 'b\"'\n", 'a = """\n\\"""\'\n"""\n', "b = \'\'\'\"\n\'\'\'\n"])
+def test_a_key_of_many_parts_is_refused_before_it_is_read(tmp_path: Path, before: str, key: str) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(f"{before}{key}\n")
+    with pytest.raises(ValueError, match=rf"^the key at line {before.count(chr(10)) + 1} has more than 16 parts"):
+        read_toml(path, 1 << 20)
+
+
+@pytest.mark.parametrize("value", [
+    f"'{'a.' * 50_000}'", f'"{"a." * 50_000}"', f'"""\n{"a." * 50_000}"""', f"1 # {'a.' * 50_000}b",
+    str([f"{i}.txt" for i in range(999)]), "1979-05-27T07:32:00.999", str([i / 7 for i in range(999)])])
+def test_dots_elsewhere_are_no_keys(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(f"{'a.' * 15}a = {value}\n")
+    assert read_toml(path, 1 << 20)
+
+
+@pytest.mark.parametrize("text", [
+    '\\"' * 250_000, '"""' + '\\"""' * 125_000, "'" * 500_001, "a" * 500_000, "a." * 250_000])
+def test_what_is_no_toml_is_left_to_the_parser(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"\(at |has more than"):
+        read_toml(path, 1 << 20)

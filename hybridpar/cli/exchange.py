@@ -55,7 +55,7 @@ class Import:
     vocab_size: int | None = None
     """Megatron-LM: tokens of the vocabulary; further rows of the embedding are its padding."""
     verify: bool = False
-    """Load both sides afterwards and compare their logits; needs transformers."""
+    """Load both sides afterwards and compare their logits; needs transformers, for Megatron-LM's megatron-core."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:
@@ -63,9 +63,6 @@ class Import:
         from hybridpar.checkpoint.megatron import import_megatron, is_megatron
 
         if is_megatron(self.source):
-            if self.verify:
-                raise config_error("verify", True, "transformers cannot read Megatron-LM's files", "hybridpar export "
-                                   f"{self.output} FOLDER --verify afterwards")
             made = import_megatron(self.source, self.output, self.vocab_size)
         elif self.vocab_size is not None:
             raise config_error("vocab_size", self.vocab_size, f"is for Megatron-LM's files; {self.source} has none of "
@@ -82,6 +79,7 @@ def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, 
     """Says what an export or import has made, and compares both sides where that is asked for; the exit code."""
     from hybridpar.checkpoint.files import to_json
     from hybridpar.checkpoint.huggingface import compare
+    from hybridpar.checkpoint.megatron import compare_megatron, is_megatron
 
     out = sys.stderr if as_json else sys.stdout
     plain: dict[str, Any] = {"ok": True, **{k: str(v) if isinstance(v, Path) else v for k, v in made.items()}}
@@ -90,7 +88,8 @@ def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, 
         print(f"  note: {note}", file=out)
     if verify:
         bare = bool(made.get("started_anew"))
-        found = compare(checkpoint, folder, bare=bare)
+        found = (compare_megatron(checkpoint, folder) if is_megatron(folder) else
+                 compare(checkpoint, folder, bare=bare))
         plain |= {"ok": found.ok, "tolerance": found.tolerance, "largest_difference": found.difference,
                   "relative_difference": found.relative}
         print(f"  verify: {'features' if bare else 'logits'} of {found}", file=out)

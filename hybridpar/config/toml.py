@@ -15,12 +15,7 @@ from typing import Any, Literal
 
 from hybridpar.config.sections import Config
 from hybridpar.errors import ConfigError, Problem
-from hybridpar.reading import read_text
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from hybridpar.reading import read_toml
 
 MAX_TOML = 1 << 20
 """Bytes of a TOML file."""
@@ -34,7 +29,7 @@ def load_toml(path: str | Path) -> Config:
     """
     path = Path(path)
     try:
-        document = tomllib.loads(read_text(path, MAX_TOML))
+        document = read_toml(path, MAX_TOML)
     except OSError as error:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
         problem = Problem("config", str(path), f"cannot be read ({error.strerror})", near[0] if near else "")

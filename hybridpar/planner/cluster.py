@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,12 +34,7 @@ from hybridpar.planner.hardware import (
 )
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import KINDS, BlockCost, Hardware, Key, Profile, settings_of
-from hybridpar.reading import nearest_path, read_text
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from hybridpar.reading import nearest_path, read_toml
 
 NORM_TRAFFIC, UPDATE_TRAFFIC = 4, 28 + 2 + 2
 """Bytes for each parameter: the norm reads the gradient; Adam reads and writes fp32 weight and two moments and reads
@@ -58,7 +52,7 @@ _KEYS = {"servers": int, "devices_per_server": int, "device": (str, dict), "inne
 def read_cluster(path: Path) -> Cluster:
     """Reads a cluster.toml. Raises: ConfigError with everything that is wrong with it."""
     try:
-        document = tomllib.loads(read_text(path, MAX_TOML))
+        document = read_toml(path, MAX_TOML)
     except OSError as error:
         raise config_error("cluster", str(path), f"cannot be read ({error.strerror})",
                            nearest_path(path) or "cluster.toml") from None

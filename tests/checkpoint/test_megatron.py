@@ -87,10 +87,10 @@ def test_the_folder_of_one_iteration(tmp_path: Path) -> None:
 
 def test_what_else_such_files_hold_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Enumerations among the arguments, states of generators, states of layers: none is loaded, none is in the way."""
-    module = types.ModuleType("megatron.core.transformer.enums")
+    module = types.ModuleType("megatron.elsewhere.enums")
     backend = enum.Enum("AttnBackend", ["flash", "auto"], module=module.__name__)
     module.AttnBackend = backend  # type: ignore[attr-defined]
-    for name in ("megatron", "megatron.core", "megatron.core.transformer"):
+    for name in ("megatron", "megatron.elsewhere"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     theirs, model = made(tmp_path)
@@ -104,10 +104,10 @@ def test_what_else_such_files_hold_is_passed_over(tmp_path: Path, monkeypatch: p
     whole["model"]["decoder.layers.0.mlp.linear_fc2._extra_state"] = torch.ones(3, dtype=torch.uint8)
     torch.save(whole, path)
     monkeypatch.undo()
-    assert "megatron.core.transformer.enums" not in sys.modules
+    assert "megatron.elsewhere.enums" not in sys.modules
     found = import_megatron(root, tmp_path / "ours", 101)
     assert compare(found.checkpoint, theirs).ok
-    assert "megatron.core.transformer.enums" not in sys.modules
+    assert "megatron.elsewhere.enums" not in sys.modules
     assert "1 tensors that take no part" in found.notes[0]
 
 
@@ -136,20 +136,30 @@ def test_a_tokenizer_beside_the_ranks_says_it(tmp_path: Path) -> None:
     assert (tmp_path / "ours" / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize(("more", "exact"), [
-    ({}, False), ({"bias_gelu_fusion": False}, True), ({"bias_gelu_fusion": False, "openai_gelu": True}, False)])
-def test_which_gelu_it_was(tmp_path: Path, more: dict[str, Any], exact: bool) -> None:
+@pytest.mark.parametrize(("style", "more", "exact"), [
+    ("core", {}, False), ("core", {"bias_gelu_fusion": False}, True),
+    ("core", {"bias_gelu_fusion": False, "openai_gelu": True}, True),  # Megatron Core does not look at it
+    ("legacy", {"bias_gelu_fusion": False, "openai_gelu": True}, False),
+    ("legacy", {"bias_gelu_fusion": None, "openai_gelu": True}, False)])
+def test_which_gelu_it_was(tmp_path: Path, style: str, more: dict[str, Any], exact: bool) -> None:
     _, model = made(tmp_path)
-    found = import_megatron(write(tmp_path / "megatron", model, Layout(more=more)), tmp_path / "ours")
+    found = import_megatron(write(tmp_path / "megatron", model, Layout(style, more=more)), tmp_path / "ours")
     activation = checkpoint.read_manifest(found.checkpoint).config.model.activation
     assert activation == ("gelu_exact" if exact else "gelu")
+
+
+def test_verify_needs_megatron_core(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("megatron", "megatron.core", "megatron.core.parallel_state"):
+        monkeypatch.setitem(sys.modules, name, None)
+    root = write(tmp_path / "megatron", made(tmp_path)[1], Layout())
+    assert main(["import", str(root), str(tmp_path / "ours"), "--vocab_size", "101", "--verify"]) == 1
+    assert "verify = True: needs megatron-core, which cannot be imported" in capsys.readouterr().err
 
 
 def test_what_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs, model = made(tmp_path)
     root = write(tmp_path / "megatron", model, Layout("fused", 2, 2))
-    assert main(["import", str(root), str(tmp_path / "ours"), "--verify"]) == 1
-    assert "transformers cannot read Megatron-LM's files" in capsys.readouterr().err
     assert main(["import", str(root), str(tmp_path / "ours"), "--vocab_size", "200"]) == 1
     assert "vocab_size = 200: the embedding has 104 rows" in capsys.readouterr().err
     assert main(["import", str(theirs), str(tmp_path / "ours"), "--vocab_size", "101"]) == 1

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridpar.checkpoint.huggingface import compare
 from hybridpar.checkpoint.megatron import import_megatron
-from hybridpar.errors import CheckpointError, HybridparError
+from hybridpar.errors import CheckpointError, ConfigError, HybridparError
 
 
 def refused(tmp_path: Path, root: Path, error: type[HybridparError], match: str, vocab_size: int | None = 101) -> None:
@@ -142,6 +142,15 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
         path.rename(inner / "common.pt")
     (inner / "mp_rank_00").rmdir()
     refused(tmp_path, root, CheckpointError, r"distributed checkpoint \(torch_dist\).*--ckpt-convert-format torch")
+
+
+def test_arguments_beside_the_ranks_go_before_those_in_the_files(tmp_path: Path) -> None:
+    theirs, model = made(tmp_path)
+    root = write(tmp_path / "megatron", model, Layout("oldest", version=0, more={"a_fork_s_own": 3}))
+    refused(tmp_path, root, ConfigError, r"a_fork_s_own = 3: hybridpar does not know .*args\.json.*try None")
+    args = {key: value for key, value in arguments(model, Layout()).items() if key != "params_dtype"}
+    (root / "args.json").write_text(json.dumps(args))
+    assert compare(import_megatron(root, tmp_path / "ours", 101).checkpoint, theirs).ok
 
 
 def test_safetensors_need_arguments(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
             continue
         if key.ours in given and values[key.ours] != value:
             problems.append(_problem(key.theirs, plain.get(key.theirs, key.default), f"must be as {given[key.ours]}: "
-                                     f"both are model.{key.ours} here"))
+                                     f"both are model.{key.ours} here", where=family.settings))
         values[key.ours], given[key.ours] = value, key.theirs
     if family.rotary:
         problems += _read_rotary(plain, values, family)

@@ -2,5 +2,6 @@
 
 from hybridpar.checkpoint.megatron.files import is_megatron
 from hybridpar.checkpoint.megatron.load import import_megatron
+from hybridpar.checkpoint.megatron.verify import compare_megatron
 
-__all__ = ["import_megatron", "is_megatron"]
+__all__ = ["compare_megatron", "import_megatron", "is_megatron"]

@@ -40,7 +40,7 @@ GPT = Family(
         Key("max_position_embeddings", "max_positions"), Key("vocab_size", "vocab_size"),
         Key("tie_word_embeddings", "tie_embeddings"), Key("add_bias_linear", "bias", True),
         Key("normalization", "norm", "LayerNorm", {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}),
-        Key("norm_epsilon", "norm_eps", 1e-5),
+        Key("norm_epsilon", "norm_eps", 1e-5), Key("layernorm_epsilon", "norm_eps", 1e-5),
         Key("position_embedding_type", "position", "learned_absolute",
             {"learned_absolute": "learned", "rope": "rotary"}),
         Key("rotary_base", "rotary_base", 10000.0),
@@ -50,14 +50,23 @@ GPT = Family(
     ),
     only={
         **dict.fromkeys((
-            "apply_layernorm_1p", "qk_layernorm", "rotary_interleaved", "use_rope_scaling", "multi_latent_attention",
-            "apply_residual_connection_post_layernorm", "squared_relu", "quick_geglu", "attention_output_gate",
-            "use_mup", "add_qkv_bias_alone"), (False, None)),
+            "apply_layernorm_1p", "layernorm_zero_centered_gamma", "qk_layernorm", "qk_l2_norm", "rotary_interleaved",
+            "use_rope_scaling", "multi_latent_attention", "apply_residual_connection_post_layernorm", "squared_relu",
+            "quick_geglu", "attention_output_gate", "use_mup", "enable_mhc_connections", "is_hybrid_model",
+            "heterogeneous_block_specs", "retro_add_retriever", "use_grouped_gemm_for_dense_mlp", "enable_gpt_oss",
+            "modelopt_enabled", "export_offline_model", "export_qk_l2_norm", "flextron", "add_qkv_bias_alone"),
+            (False, None)),
         **dict.fromkeys((
-            "num_experts", "mtp_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern", "window_size",
-            "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
-            "experimental_attention_variant", "no_rope_freq", "activation_func_clamp_value"), (None,)),
-        "rotary_percent": (1.0,), "rotary_seq_len_interpolation_factor": (None, 1), "softmax_type": ("vanilla",),
+            "num_experts", "num_moe_experts", "mtp_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern",
+            "window_size", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
+            "experimental_attention_variant", "linear_attention_freq", "no_rope_freq", "activation_func_clamp_value",
+            "softmax_scale", "spec", "yaml_cfg", "decoder_num_layers"), (None,)),
+        **dict.fromkeys((
+            "glu_linear_offset", "hybrid_attention_ratio", "hybrid_mlp_ratio", "export_num_medusa_heads",
+            "export_num_eagle_layers", "export_num_mtp"), (0, None)),
+        **dict.fromkeys(("export_quant_cfg", "export_real_quant_cfg", "ammo_quant_cfg"), (None, "None")),
+        "rotary_percent": (1.0,), "rotary_seq_len_interpolation_factor": (None, 1), "rope_type": (None, "rope"),
+        "softmax_type": ("vanilla",), "transformer_impl": ("transformer_engine", "local", "inference_optimized"),
     },
     computed=(r".*\._extra_state", r"rotary_pos_emb\.inv_freq"),
     settings="args",
@@ -81,6 +90,9 @@ RENAMED = tuple((re.compile(old), new) for old, new in (
     (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
 ))
 """Older names and those of layers with a norm inside, in this order, and what they are in the table above."""
+
+OLD = re.compile(r"\.(query_key_value|dense_h_to_4h)\.")
+"""In names of models from before Megatron Core alone."""
 
 SPLIT = (
     (re.compile(r"(embedding\.word_embeddings|output_layer)\.weight"), 0),

@@ -5,7 +5,8 @@
     FOLDER/iter_0000100/mp_rank_TT_PPP/model_optim_rng.pt       that of pipeline rank PPP
 
 Each file is {"model": tensors, "args": Namespace, "checkpoint_version": number, ..}, with "model0", "model1", .. where
-a rank has several stages. In their place, model.safetensors with the same names and an args.json are read, too.
+a rank has several stages. In their place, model.safetensors with the same names is read, too, and an args.json, which
+goes before the arguments in the files.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybridpar.checkpoint.huggingface.source import dtype_name, read_json
-from hybridpar.checkpoint.megatron.family import INERT, RENAMED, SPLIT
+from hybridpar.checkpoint.megatron.family import INERT, OLD, RENAMED, SPLIT
 from hybridpar.checkpoint.pickled import Inert, load_pickled, tensors_in
 from hybridpar.errors import CheckpointError, shown
 from hybridpar.reading import open_regular
@@ -52,7 +53,7 @@ class MegatronFiles:
     """The tensors of a whole model, by the names of family.py; a Weights.
 
     Attributes: `folder` the iteration's; `args` Megatron's arguments; `rows` of the embedding, padding included;
-    `num_ranks` (tensor, pipeline).
+    `num_ranks` (tensor, pipeline); `is_core` whether Megatron Core's model, and not an older one, has such tensors.
     Raises: CheckpointError if files are missing, damaged, of another format, or do not fit each other.
     """
 
@@ -66,9 +67,10 @@ class MegatronFiles:
                                       f"{tp} x {pp} ranks in all")
         self.num_ranks = tp, pp
         shards = {place: _read_shard(path) for place, path in places.items()}
-        self.args, self.version = self._arguments(shards[0, 0])
+        self.args, self.version = self._arguments(shards[0, 0].plain)
+        self.is_core = not any(shard.has_old_names for shard in shards.values())
         self._check_ranks()
-        self._parts = _together(self.folder, {place: shard[0] for place, shard in shards.items()}, tp, pp)
+        self._parts = _together(self.folder, {place: shard.chunks for place, shard in shards.items()}, tp, pp)
         if _WORDS not in self._parts:
             raise CheckpointError(f"{self.folder}: has no {_WORDS}; only GPTs are imported")
         self._vocab_size = sys.maxsize
@@ -81,21 +83,19 @@ class MegatronFiles:
         self._vocab_size = size
         self.shapes = {name: self._shape(name) for name in self._parts}
 
-    def _arguments(self, shard: tuple[Any, Mapping[str, Any]]) -> tuple[Mapping[str, Any], int]:
-        """Values that are no plain ones are named by their type: nothing that we know is one of them."""
-        plain, version = shard[1], shard[1].get("checkpoint_version", 0)
-        args = vars(plain["args"]) if isinstance(plain.get("args"), Inert) else None
-        for path in (self.folder / ARGUMENTS, self.folder.parent / ARGUMENTS):
-            if args is None and path.is_file():
-                args = read_json(path)
-                version = args.get("checkpoint_version", 3)
+    def _arguments(self, plain: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+        """Values that are neither plain nor empty are named by their type: nothing that we know is one of them."""
+        beside = (self.folder / ARGUMENTS, self.folder.parent / ARGUMENTS)
+        args = next((read_json(path) for path in beside if path.is_file()), None)
+        if args is None and isinstance(plain.get("args"), Inert):
+            args = vars(plain["args"])
         if args is None:
             raise CheckpointError(f"{self.folder}: holds no arguments, which say what its tensors mean; write "
                                   f"Megatron's names and values of them into {self.folder / ARGUMENTS}")
+        version = plain.get("checkpoint_version", args.get("checkpoint_version", 0 if "args" in plain else 3))
         if isinstance(version, bool) or not isinstance(version, (int, float)) or version not in (0, 1, 2, 3):
             raise CheckpointError(f"{self.folder}: has checkpoint_version {version!r}; known ones are 0 to 3")
-        known = {key: v if isinstance(v, _PLAIN) else type(v).__name__ for key, v in args.items()}
-        return known, int(version)
+        return {key: v if _is_plain(v) else type(v).__name__ for key, v in args.items()}, int(version)
 
     def _check_ranks(self) -> None:
         tp = self.args.get("tensor_model_parallel_size", self.args.get("model_parallel_size"))
@@ -159,6 +159,10 @@ class MegatronFiles:
         return moved.reshape(part.shape)
 
 
+def _is_plain(value: object) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, (list, tuple, dict)) and not value)
+
+
 def _iteration(folder: Path) -> Path:
     """The folder with the ranks' files: itself, or the one that the tracker names."""
     if any(_RANK.fullmatch(path.name) for path in folder.iterdir()):
@@ -201,11 +205,18 @@ def _places(folder: Path) -> dict[Place, Path]:
     return found
 
 
-def _read_shard(path: Path) -> tuple[list[dict[str, Tensor]], Mapping[str, Any]]:
-    """The tensors of each of a rank's stages, by the names of family.py, and what else the file holds."""
+class _Shard(NamedTuple):
+    """A rank's file: the tensors of each of its stages, by the names of family.py, and all that it holds."""
+
+    chunks: list[dict[str, Tensor]]
+    plain: Mapping[str, Any]
+    has_old_names: bool
+
+
+def _read_shard(path: Path) -> _Shard:
     if path.suffix == ".safetensors":
         try:
-            return [_named(load_file(path), path)], {}
+            return _shard_of([load_file(path)], {}, path)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: is damaged, truncated or no safetensors file ({error})") from None
     plain = load_pickled(path, INERT)
@@ -215,7 +226,12 @@ def _read_shard(path: Path) -> tuple[list[dict[str, Tensor]], Mapping[str, Any]]
                     if isinstance(key, str) and (found := _CHUNK.fullmatch(key)))
     if not chunks:
         raise CheckpointError(f"{path}: has no 'model'")
-    return [_named(tensors_in(plain[key], path), path) for _, key in chunks], plain
+    return _shard_of([tensors_in(plain[key], path) for _, key in chunks], plain, path)
+
+
+def _shard_of(chunks: list[dict[str, Tensor]], plain: Mapping[str, Any], path: Path) -> _Shard:
+    has_old_names = any(OLD.search(name) for chunk in chunks for name in chunk)
+    return _Shard([_named(chunk, path) for chunk in chunks], plain, has_old_names)
 
 
 def _named(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:

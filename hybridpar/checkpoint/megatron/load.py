@@ -25,6 +25,6 @@ def import_megatron(source: str | Path, output: str | Path, vocab_size: int | No
         vocab_size = Tokenizer.load(path).vocab_size
     size, note = true_vocabulary(files.args, files.rows, vocab_size)
     files.cut_vocabulary(size)
-    model = model_of_arguments(files.args, size)
+    model = model_of_arguments(files.args, size, is_core=files.is_core)
     check_sizes(model, files, GPT.settings)
     return make_checkpoint(files, model, GPT, Path(output), [note] if note else [])
