@@ -8,6 +8,9 @@ from typing import Literal
 
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
 
+STOP_SIGNALS = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU")
+"""What train.stop_signals may name: other signals cannot be caught, or mean something else."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -156,6 +159,9 @@ class TrainConfig:
     kernel by kernel."""
     timeout_s: float = 60.0
     """Longest wait for another rank before the job is given up."""
+    stop_signals: tuple[str, ...] = ("INT", "TERM", "HUP")
+    """Signals at which the run saves and leaves; INT is Ctrl-C, HUP a terminal that is closed (nohup: ignored). Batch
+    systems may send others: USR1."""
     start_from: str = ""
     """A run folder or a checkpoint, of any grid: its weights are what a new run starts from; empty: random ones."""
 
@@ -264,6 +270,11 @@ class Config:
     def saves_beside_training(self) -> bool:
         """Whether a copy of the training state will be written while training goes on."""
         return self.checkpoint.asynchronous and 0 < self.train.save_interval < self.train.num_steps
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where prepared corpora are kept."""
+        return Path(self.data.cache or Path(self.run.dir) / "data")
 
     @property
     def batch_tokens(self) -> int:

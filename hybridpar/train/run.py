@@ -128,7 +128,7 @@ class Run:
         """Trains to the end, or to a signal; saves and draws; says how it went."""
         engine, settings, end = self.engine, self.config.anomalies, self.config.train.num_steps
         stopped_by = 0
-        with noting_signals(self._stop) as wish:
+        with noting_signals(self.config.train.stop_signals, self._stop) as wish:
             if engine.batches_done == 0:
                 self._evaluate()
                 if settings.rolls_back:

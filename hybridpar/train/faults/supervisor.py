@@ -34,12 +34,13 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from hybridpar import flight
 from hybridpar.checkpoint import saved_steps
-from hybridpar.config import Config
+from hybridpar.config import Config, pass_on_signals
 from hybridpar.train.faults.diagnose import Diagnosis, Seen, diagnose, find_stall
 from hybridpar.train.faults.inject import Fault, parse_faults
 from hybridpar.train.faults.shrink import shrink
 from hybridpar.train.folder import CHECKPOINTS, FAILURES, SAVING, flight_path
 from hybridpar.train.launch import LOOPBACK
+from hybridpar.train.stop import numbers_of
 from hybridpar.validate import resolve
 
 _LOOK_EVERY_S = 0.1
@@ -60,6 +61,8 @@ def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Seque
     agent = Supervisor(config, args, parse_faults(inject, config))
     for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
+    handled = {"INT", "TERM", "QUIT", "HUP", *config.train.stop_signals}  # ranks are never left behind
+    pass_on_signals(number.name for number in numbers_of(sorted(handled)))
     try:
         result = agent.run()
     except SignalException as stopped:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from train.runs import finish, metrics, run_job, steps, write_config
 
+from hybridpar.checkpoint import saved_steps
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.flight import Flight
@@ -189,3 +191,43 @@ def test_the_rendezvous_listens_on_loopback_alone() -> None:
     assert found.store.get("a") == b"b"
     assert handler.next_rendezvous().bootstrap_store_info.master_port != port
 
+
+
+@pytest.mark.timeout(300)
+def test_a_closed_terminal_is_survived_under_nohup_and_another_signal_saves(tmp_path: Path) -> None:
+    """Both reach the supervisor alone, which hands them on."""
+    config = write_config(tmp_path)
+    flags = ("--parallel.pp", "2", "--train.num_steps", "100000", "--optim.decay", "constant",
+             "--train.eval_interval", "5", "--train.save_interval", "0", "--train.stop_signals", "TERM", "HUP", "USR1")
+    command = [sys.executable, "-m", "hybridpar", "train", str(config), "--ranks", "2", *flags]
+
+    def until(job: subprocess.Popen[str], step: int) -> None:
+        assert job.stderr is not None
+        for line in job.stderr:
+            if (match := re.match(r"step (\d+)/", line)) and int(match[1]) >= step:
+                return
+        raise AssertionError(job.wait())
+
+    def begin(*options: str, ignored: bool = False) -> subprocess.Popen[str]:
+        nohup = ["nohup"] if ignored else []
+        return subprocess.Popen([*nohup, *command, *options], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                stderr=subprocess.PIPE, text=True)
+
+    job = begin(ignored=True)
+    until(job, 5)
+    job.send_signal(signal.SIGHUP)
+    until(job, 10)
+    job.send_signal(signal.SIGUSR1)
+    assert finish(job)[0] == 128 + signal.SIGUSR1
+    root = tmp_path / "runs" / "run"
+    (saved,) = saved_steps(root / "checkpoints")
+    assert saved >= 10
+    job = begin()
+    until(job, saved + 5)
+    job.send_signal(signal.SIGHUP)
+    assert finish(job)[0] == 128 + signal.SIGHUP
+    assert saved_steps(root / "checkpoints")[0] > saved
+    assert not (root / "failures.jsonl").exists()
+    run_job(2, "train", config, *flags, "--train.num_steps", str(saved + 5), "--run.name", "calm")
+    calm = steps(metrics(tmp_path / "runs" / "calm"))
+    assert steps(metrics(root))[: len(calm)] == calm
