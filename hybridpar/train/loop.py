@@ -166,8 +166,8 @@ def _sample(config: Config, reporter: Reporter) -> None:
     try:
         generator = Generator.load(folder, reporter.say)
         text = prompt + "".join(generator.generate(prompt, replace(Sampling(), seed=config.train.seed)))
-    except HybridparError as error:
+        (folder / "sample.txt").write_text(text, encoding="utf-8")
+    except (HybridparError, OSError) as error:
         reporter.say(f"no sample.txt: {error}")
         return
-    (folder / "sample.txt").write_text(text, encoding="utf-8")
     reporter.say(f"{folder / 'sample.txt'}:\n{text}")

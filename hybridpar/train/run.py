@@ -30,8 +30,9 @@ from hybridpar.train import folder as run_folder
 from hybridpar.train import trace
 from hybridpar.train.costs import RunCosts, describe, run_costs, write_costs
 from hybridpar.train.engine import Engine, StepResult
-from hybridpar.train.metrics import BatchClock, MetricsLog, peak_flops, peak_memory_mib, read_metrics
-from hybridpar.train.plot import TensorBoard, plot_loss
+from hybridpar.train.log import RunLog
+from hybridpar.train.metrics import BatchClock, peak_flops, peak_memory_mib, read_curves
+from hybridpar.train.plot import can_plot, plot_loss
 from hybridpar.train.preview import preview
 from hybridpar.train.progress import Reporter
 from hybridpar.train.stop import noting_signals
@@ -88,13 +89,12 @@ class Run:
         self.clock = BatchClock(self._loader(data.train) if watch is None else watch.loader(self._loader(data.train)))
         self.valid_loader = None if data.valid is None else self._loader(data.valid)
         self.writes = self.grid.rank == 0
-        self.metrics = MetricsLog(self.folder / run_folder.METRICS, resumed) if self.writes else None
-        self.board = TensorBoard(self.folder / "tensorboard", resumed, enabled=self.writes)
+        self.log = RunLog(self.folder, resumed, reporter, writes=self.writes)
         self.loss: float | None = None
         self.val_loss: float | None = None
         self.evaluated = -1
         """The step of val_loss."""
-        self.trouble = Trouble(engine, data.train, reporter)
+        self.trouble = Trouble(engine, data.train, reporter, self.log)
         saving = run_folder.open_flight(config, self.grid.rank, run_folder.SAVING)
         self.saver = checkpoint.Saver(self.folder / run_folder.CHECKPOINTS, engine, self.corpus, reporter.say, saving)
         self.reserved = not config.saves_beside_training
@@ -118,11 +118,9 @@ class Run:
             dp_size=self.grid.dp.size, num_microbatches=self.config.pipeline.num_microbatches)
 
     def close(self) -> None:
-        """Closes the logs. Where training has failed, a checkpoint that is nearly there may still come."""
+        """Closes the files. Where training has failed, a checkpoint that is nearly there may still come."""
         self.saver.close()
-        self.board.close()
-        if self.metrics is not None:
-            self.metrics.close()
+        self.log.close()
 
     def go(self) -> Outcome:
         """Trains to the end, or to a signal; saves and draws; says how it went."""
@@ -201,12 +199,11 @@ class Run:
         seconds = self.clock.seconds(result.step - 1)
         self.step_seconds.append(seconds)
         self.loss, settings = result.loss, self.config.train
-        if self.metrics is None or (
+        if not self.writes or (
                 not notes and result.step % settings.log_interval and result.step != settings.num_steps):
             return
         row = self._row(result, seconds) | notes
-        self.metrics.write(row)
-        self.board.write(row)
+        self.log.write(row)
         self.reporter.step(row)
 
     def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
@@ -234,10 +231,9 @@ class Run:
         losses = self.engine.evaluate(self.valid_loader, settings.eval_batches)
         self.flight.phase("settling", self.faults.start_timeout_s)
         self.val_loss, self.evaluated = sum(losses.values()), step
-        if self.metrics is not None:
+        if self.writes:
             row: dict[str, Any] = {"step": step, "val_loss": self.val_loss}
-            self.metrics.write(row | ({"val_losses": losses} if len(losses) > 1 else {}))
-            self.board.write(row)
+            self.log.write(row, {"val_losses": losses} if len(losses) > 1 else {})
             self.reporter.evaluation(step, self.val_loss)
 
     def _recover(self) -> None:
@@ -246,9 +242,8 @@ class Run:
         self.saver.settle()
         notes = self.trouble.settle()
         self.evaluated = -1
-        if self.metrics is not None:
-            self.metrics.cut_back(self.engine.batches_done)
-            self.metrics.write({"step": self.engine.batches_done} | notes)
+        self.log.cut_back(self.engine.batches_done)
+        self.log.write({"step": self.engine.batches_done}, notes)
 
     def _save(self, *, beside: bool) -> None:
         """`beside`: training goes on, and the checkpoint may take its time."""
@@ -272,19 +267,19 @@ class Run:
         schedule, m = self.config.pipeline.schedule, self.config.pipeline.num_microbatches
         shown = preview(self.config, ceil(_DRAWN_MICROBATCHES / m))
         title = f"{schedule}, {len(self.engine.split)} stages, {m} micro-batches a batch (simulated)"
-        (self.folder / "plan.svg").write_text(draw_svg(shown.timeline, title=title), encoding="utf-8")
+        self.log.draw("plan.svg", lambda: draw_svg(shown.timeline, title=title))
 
     def _write_trace(self, recorder: trace.Recorder) -> None:
         ranks = trace.gather(recorder, self.grid)
         if not self.writes or not any(rank.events for rank in ranks):
             return
         shown, gathers = trace.last_batches(ranks, trace.SHOWN), self.engine.partition.is_sharded
-        trace.write_trace(shown, self.folder / "trace.json", gathers=gathers)
+        self.log.put("trace.json", lambda path: trace.write_trace(shown, path, gathers=gathers))
         title = f"{self.config.pipeline.schedule} as it ran (milliseconds)"
-        (self.folder / "executed.svg").write_text(trace.draw_executed(shown, title), encoding="utf-8")
-        self.costs = run_costs(self.config, ranks)
-        if self.costs is not None:
-            write_costs(self.costs, self.folder / run_folder.COSTS)
+        self.log.draw("executed.svg", lambda: trace.draw_executed(shown, title))
+        self.costs = costs = run_costs(self.config, ranks)
+        if costs is not None:
+            self.log.put(run_folder.COSTS, lambda path: write_costs(costs, path))
 
     def _finish(self, stopped_by: int) -> None:
         if not self.writes:
@@ -296,8 +291,11 @@ class Run:
                               f"{planned:.4g} ms predicted ({100 * (planned / took - 1):+.1f} %)")
         for line in describe(self.costs) if self.costs is not None else [few] * self.traced:
             self.reporter.say(line)
-        rows = read_metrics(self.folder / run_folder.METRICS)
-        if not plot_loss(rows, self.folder / "loss.png", self.config.run.name):
+        self.log.finish()
+        rows, name = read_curves(self.folder / run_folder.METRICS), self.config.run.name
+        if can_plot():
+            self.log.put("loss.png", lambda path: plot_loss(rows, path, name))
+        else:
             self.reporter.say("no loss.png: matplotlib is not installed (pip install 'hybridpar[plot]')")
         if stopped_by:
             self.reporter.say(f"stopped after step {self.engine.batches_done}; the same command goes on from there")
