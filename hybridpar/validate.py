@@ -20,7 +20,7 @@ from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 POSITIVE = (
     "model.num_layers", "model.hidden_size", "model.num_heads", "model.seq_length", "model.vocab_size",
     "parallel.tp", "parallel.pp", "pipeline.num_microbatches", "train.num_steps", "train.micro_batch_size",
-    "train.timeout_s", "train.log_interval", "checkpoint.keep", "train.eval_batches",
+    "train.timeout_s", "train.log_interval", "checkpoint.keep", "checkpoint.max_failed_saves", "train.eval_batches",
     "optim.loss_scale", "optim.eps", "model.rotary_base",
     "faults.timeout_s", "faults.start_timeout_s", "faults.save_timeout_s", "anomalies.window",
 )

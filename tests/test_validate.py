@@ -51,6 +51,7 @@ CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
     ({"train": {"num_steps": 0}}, 1, "train.num_steps", "1"),
     ({"train": {"stop_signals": ["TERM", "SIGUSR1"]}}, 1, "train.stop_signals", '["INT", "TERM", "HUP", "USR1"]'),
     ({"train": {"stop_signals": ["KILL"]}}, 1, "train.stop_signals", '["INT", "TERM", "HUP", "USR1"]'),
+    ({"checkpoint": {"max_failed_saves": 0}}, 1, "checkpoint.max_failed_saves", "1"),
     ({"run": {"name": "."}}, 1, "run.name", "run"),
     ({"run": {"name": "./."}}, 1, "run.name", "run"),
     ({"run": {"name": "./data"}}, 1, "run.name", "run"),

@@ -177,6 +177,8 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Training goes on while a copy of its state is written: host memory for that copy is kept. The last save of a run
     has no copy."""
+    max_failed_saves: int = 3
+    """So many saves in a row that fail end the run; after fewer it trains on, and the next one tries again."""
     read_back: bool = False
     """Every file is read again, from the disk where the system can be told so, and compared with its checksums before
     the checkpoint is published."""

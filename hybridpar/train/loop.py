@@ -25,7 +25,7 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch
 from hybridpar.train import folder as run_folder
 from hybridpar.train.engine import Engine
-from hybridpar.train.errors import AnomalyError, LostContactError
+from hybridpar.train.errors import AnomalyError, LostContactError, SaveError
 from hybridpar.train.failure import describe_failure
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
@@ -149,7 +149,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         flight.phase("finished")
         return outcome
     except (AnomalyError, CheckpointError) as error:  # raised on all ranks together
-        again = started and isinstance(error, CheckpointError)  # what was asked to stop does not start again
+        again = started and not isinstance(error, (AnomalyError, SaveError))  # which would end so again
         flight.end(FAILED if again else REFUSED, str(error))
         place.job.end_group()
         raise

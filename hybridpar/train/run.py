@@ -35,6 +35,7 @@ from hybridpar.train.metrics import BatchClock, peak_flops, peak_memory_mib, rea
 from hybridpar.train.plot import can_plot, plot_loss
 from hybridpar.train.preview import preview
 from hybridpar.train.progress import Reporter
+from hybridpar.train.saves import Saves
 from hybridpar.train.stop import noting_signals
 from hybridpar.train.trouble import Trouble
 
@@ -97,6 +98,7 @@ class Run:
         self.trouble = Trouble(engine, data.train, reporter, self.log)
         saving = run_folder.open_flight(config, self.grid.rank, run_folder.SAVING)
         self.saver = checkpoint.Saver(self.folder / run_folder.CHECKPOINTS, engine, self.corpus, reporter.say, saving)
+        self.saves = Saves(self.saver, config.checkpoint.max_failed_saves, self.log.note)
         self.reserved = not config.saves_beside_training
         self.recorder: trace.Recorder | None = None
         self.traced = False
@@ -130,25 +132,27 @@ class Run:
             if engine.batches_done == 0:
                 self._evaluate()
                 if settings.rolls_back:
-                    self._save(beside=False)
+                    self._save(last=True)
             while engine.batches_done < end and not stopped_by:
                 self._train_until(self._next_mark(engine.batches_done))
-                self.saver.settle(wait=False)
-                finished = engine.batches_done == end
-                stopped_by = 0 if finished else self._agree(wish.number)
-                saves = bool(stopped_by) or finished or self._is_multiple(self.config.train.save_interval)
+                last = engine.batches_done == end
+                stopped_by = 0 if last else self._agree(wish.number)
+                last = last or bool(stopped_by)
+                if not last:
+                    self.saves.settle(wait=False)
+                saves = last or self._is_multiple(self.config.train.save_interval)
                 if settings.audit_interval and not self.trouble.is_open and (
                         saves or self._is_multiple(settings.audit_interval)):
                     self.trouble.audit()
                 if self.trouble.is_open:
                     self._recover()
-                    stopped_by, finished = 0, engine.batches_done == end
-                    if not finished:
+                    stopped_by, last = 0, engine.batches_done == end
+                    if not last:
                         continue
                 if not stopped_by:
                     self._evaluate()
-                if saves or finished:
-                    self._save(beside=not (stopped_by or finished))
+                if saves or last:
+                    self._save(last=last)
         self.flight.phase("ending", self.faults.start_timeout_s)
         if self.watch is not None:
             self.reporter.say(str(self.watch.compare(self.grid)))
@@ -239,19 +243,20 @@ class Run:
     def _recover(self) -> None:
         """Deals with an anomaly. Raises: AnomalyError, CheckpointError."""
         self.flight.phase("recovering", self.faults.start_timeout_s)
-        self.saver.settle()
+        self.saves.settle()
         notes = self.trouble.settle()
         self.evaluated = -1
         self.log.cut_back(self.engine.batches_done)
         self.log.write({"step": self.engine.batches_done}, notes)
 
-    def _save(self, *, beside: bool) -> None:
-        """`beside`: training goes on, and the checkpoint may take its time."""
-        beside = beside and self.config.checkpoint.asynchronous
+    def _save(self, *, last: bool) -> None:
+        """`last`: what follows needs the checkpoint. Else training goes on, and it may take its time, or fail."""
         self.flight.phase("saving", self.faults.save_timeout_s)
-        self.saver.start(self.val_loss if self.evaluated == self.engine.batches_done else None, beside=beside)
-        if not beside:
-            self.saver.settle()
+        val_loss = self.val_loss if self.evaluated == self.engine.batches_done else None
+        if last:
+            self.saves.insist(val_loss)
+        else:
+            self.saves.start(val_loss, beside=self.config.checkpoint.asynchronous)
 
     def _stop(self, number: int) -> None:
         self.engine.stop_requested = True
