@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import reprlib
 from dataclasses import dataclass
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""What a system says of a disk when it does not say of which file."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 16
@@ -27,6 +30,13 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def about_file(error: OSError) -> str:
+    """What an error says of a file or a disk, in a line; empty where it is of something else."""
+    if error.filename is None and error.errno not in FULL_DISK:
+        return ""
+    return f"{error.filename or 'a disk'}: {error.strerror}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
 
-from hybridpar.config import Config, to_mapping
+from hybridpar.config import STOP_SIGNALS, Config, to_mapping
 from hybridpar.errors import ConfigError, Problem
 from hybridpar.grid import Axis
 from hybridpar.models.build import parse_recompute
@@ -20,8 +21,8 @@ from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 POSITIVE = (
     "model.num_layers", "model.hidden_size", "model.num_heads", "model.seq_length", "model.vocab_size",
     "parallel.tp", "parallel.pp", "pipeline.num_microbatches", "train.num_steps", "train.micro_batch_size",
-    "train.timeout_s", "train.log_interval", "checkpoint.keep", "train.eval_batches", "optim.loss_scale", "optim.eps",
-    "model.rotary_base", "model.rotary_fraction",
+    "train.timeout_s", "train.log_interval", "checkpoint.keep", "checkpoint.max_failed_saves", "train.eval_batches",
+    "optim.loss_scale", "optim.eps", "model.rotary_base", "model.rotary_fraction",
     "faults.timeout_s", "faults.start_timeout_s", "faults.save_timeout_s", "anomalies.window",
 )
 NOT_NEGATIVE = (
@@ -86,15 +87,26 @@ def _outside(config: Config) -> Iterator[Problem]:
     for name, most in LARGEST.items():
         if not (value := _value(config, name)) <= most:
             yield Problem(name, value, f"must be at most {most}", str(most))
-    name = config.run.name
-    if not name or Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
-        yield Problem("run.name", name, "must be the name of a folder in run.dir", "run")
+    yield from _run_folder(config)
+    signals = list(config.train.stop_signals)
+    if not set(signals) <= set(STOP_SIGNALS):
+        yield Problem("train.stop_signals", signals, f"must each be one of {', '.join(STOP_SIGNALS)}",
+                      '["INT", "TERM", "HUP", "USR1"]')
     for name in BELOW_ONE:
         if not 0 <= (value := _value(config, name)) < 1:
             yield Problem(name, value, "must be at least 0 and below 1", "0.1")
     betas = list(config.optim.betas)
     if not all(0 <= beta < 1 for beta in betas):
         yield Problem("optim.betas", betas, "must each be at least 0 and below 1", "[0.9, 0.999]")
+
+
+def _run_folder(config: Config) -> Iterator[Problem]:
+    name = config.run.name
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts or not name.isprintable():
+        yield Problem("run.name", name, "must be the name of a folder in run.dir", "run")
+    elif os.path.abspath(config.run.folder) == os.path.abspath(config.cache_folder):
+        yield Problem("run.name", name, "must not name the folder of prepared corpora (data.cache)", "run")
 
 
 def _impossible(config: Config) -> Iterator[Problem]:

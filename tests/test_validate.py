@@ -56,6 +56,13 @@ CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
     ({"kernels": {"dropout": "abacus"}}, 1, "kernels.dropout", "torch"),
     ({"kernels": {"dropout": "triton"}, "train": {"device": "cpu"}}, 1, "kernels.dropout", "auto or "),
     ({"train": {"num_steps": 0}}, 1, "train.num_steps", "1"),
+    ({"train": {"stop_signals": ["TERM", "SIGUSR1"]}}, 1, "train.stop_signals", '["INT", "TERM", "HUP", "USR1"]'),
+    ({"train": {"stop_signals": ["KILL"]}}, 1, "train.stop_signals", '["INT", "TERM", "HUP", "USR1"]'),
+    ({"checkpoint": {"max_failed_saves": 0}}, 1, "checkpoint.max_failed_saves", "1"),
+    ({"run": {"name": "."}}, 1, "run.name", "run"),
+    ({"run": {"name": "./."}}, 1, "run.name", "run"),
+    ({"run": {"name": "./data"}}, 1, "run.name", "run"),
+    ({"run": {"name": "a", "dir": "b"}, "data": {"cache": "./b/a"}}, 1, "run.name", "run"),
 ])
 def test_each_rule(changes: dict, world_size: int, field: str, works: str) -> None:
     found = problems(from_mapping(changes), world_size)
@@ -63,6 +70,11 @@ def test_each_rule(changes: dict, world_size: int, field: str, works: str) -> No
     assert found[0].suggestion.startswith(works)
     with pytest.raises(ConfigError, match=field):
         resolve(from_mapping(changes), world_size)
+
+
+def test_a_run_may_be_called_data_where_corpora_are_kept_elsewhere() -> None:
+    assert not problems(from_mapping({"run": {"name": "data"}, "data": {"cache": "elsewhere"}}), 1)
+    assert not problems(from_mapping({"run": {"name": "a/data"}, "train": {"stop_signals": []}}), 1)
 
 
 def test_all_problems_at_once() -> None:

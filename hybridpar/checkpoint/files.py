@@ -24,8 +24,9 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except OSError:
+    except OSError as error:
         aside.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)
         raise
 
 

@@ -5,7 +5,7 @@ generate | export | import | doctor.
     python -m hybridpar train ...                                          the same
 
 A TOML file comes over the defaults and flags over the file. Exit codes: 0 fine; 1 it failed, or verify found a
-difference; 2 the command line is wrong; 130 and 143 stopped by Ctrl-C or SIGTERM, after saving.
+difference; 2 the command line is wrong; 128 + n stopped by signal n, after saving (130: Ctrl-C, 143: SIGTERM).
 `--json` prints one JSON object on stdout; everything else that a command says goes to stderr then.
 """
 

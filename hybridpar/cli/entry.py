@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
-import errno
 import json
 import os
 import sys
@@ -21,18 +21,23 @@ from hybridpar import __version__
 from hybridpar.cli.commands import COMMANDS
 from hybridpar.cli.values import out_of_range
 from hybridpar.config import Config, Launch, load_toml
-from hybridpar.errors import ConfigError, HybridparError
+from hybridpar.errors import ConfigError, HybridparError, about_file
+from hybridpar.train.console import hold_descriptors, lasting_console
 from hybridpar.train.errors import LostContactError, RankError
 
 _GRACE_S = 2.0
 """How long a rank that lost contact outlives the one that died, so that the launcher sees and names that one first."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""What a system says of a disk when it does not say of which file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; what is wrong is said once, in one message. Returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    hold_descriptors()
+    with lasting_console() if args[:1] == ["train"] else contextlib.nullcontext():
+        return _run(args)
+
+
+def _run(args: list[str]) -> int:
     launch = Launch.from_environment(args)
     try:
         return parse(args, launch.rank == 0).run(launch)
@@ -44,11 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if error.filename is None and error.errno not in _FULL:
+        if not (message := about_file(error)):
             raise
         who = f"rank {launch.rank}: " if launch.world_size > 1 else ""
-        message = f"{who}{error.filename or 'a disk'}: {error.strerror}"
-        return _report(RankError(message), launch, as_json="--json" in args)
+        return _report(RankError(f"{who}{message}"), launch, as_json="--json" in args)
 
 
 def parse(args: Sequence[str], speaks: bool = True) -> Any:

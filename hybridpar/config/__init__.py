@@ -3,10 +3,11 @@
 Resolution order: defaults, then the TOML file, then flags (`--section.key value`). Errors are reported all at once.
 """
 
-from hybridpar.config.environment import Launch, triton_is_interpreted
+from hybridpar.config.environment import Launch, pass_on_signals, triton_is_interpreted
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
 from hybridpar.config.sections import (
     AUTO,
+    STOP_SIGNALS,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -28,7 +29,8 @@ from hybridpar.config.toml import (
 )
 
 __all__ = [
-    "AUTO", "MAX_TOML", "AnomaliesConfig", "CheckpointConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig",
-    "Launch", "ModelConfig", "OptimConfig", "ParallelConfig", "PipelineConfig", "PlanConfig", "RunConfig",
-    "TrainConfig", "from_mapping", "load_toml", "to_mapping", "to_toml", "triton_is_interpreted",
+    "AUTO", "MAX_TOML", "STOP_SIGNALS", "AnomaliesConfig", "CheckpointConfig", "Config", "DataConfig", "FaultsConfig",
+    "KernelsConfig", "Launch", "ModelConfig", "OptimConfig", "ParallelConfig", "PipelineConfig", "PlanConfig",
+    "RunConfig", "TrainConfig", "from_mapping", "load_toml", "pass_on_signals", "to_mapping", "to_toml",
+    "triton_is_interpreted",
 ]

@@ -1,15 +1,20 @@
-"""What the environment's variables say; the only reader of them."""
+"""What the environment's variables say; the only reader of them, and writer."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
 def triton_is_interpreted() -> bool:
     """Whether Triton's kernels run in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pass_on_signals(names: Iterable[str]) -> None:
+    """Has torch's elastic agents of this process hand these signals (SIGTERM, ..) to their ranks, and leave others."""
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(names)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ from typing import Literal
 
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
 
+STOP_SIGNALS = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU")
+"""What train.stop_signals may name: other signals cannot be caught, or mean something else."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -168,6 +171,9 @@ class TrainConfig:
     kernel by kernel."""
     timeout_s: float = 60.0
     """Longest wait for another rank before the job is given up."""
+    stop_signals: tuple[str, ...] = ("INT", "TERM", "HUP")
+    """Signals at which the run saves and leaves; INT is Ctrl-C, HUP a terminal that is closed (nohup: ignored). Batch
+    systems may send others: USR1."""
     start_from: str = ""
     """A run folder or a checkpoint, of any grid: its weights are what a new run starts from; empty: random ones."""
 
@@ -183,6 +189,8 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Training goes on while a copy of its state is written: host memory for that copy is kept. The last save of a run
     has no copy."""
+    max_failed_saves: int = 3
+    """So many saves in a row that fail end the run; after fewer it trains on, and the next one tries again."""
     read_back: bool = False
     """Every file is read again, from the disk where the system can be told so, and compared with its checksums before
     the checkpoint is published."""
@@ -276,6 +284,11 @@ class Config:
     def saves_beside_training(self) -> bool:
         """Whether a copy of the training state will be written while training goes on."""
         return self.checkpoint.asynchronous and 0 < self.train.save_interval < self.train.num_steps
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where prepared corpora are kept."""
+        return Path(self.data.cache or Path(self.run.dir) / "data")
 
     @property
     def batch_tokens(self) -> int:

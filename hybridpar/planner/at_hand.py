@@ -46,7 +46,7 @@ def machine_for(
 def cached_profile(config: Config, launch: Launch) -> Profile:
     """A quick profile of this machine, from the cache of profiles where it has been made before."""
     key = hashlib.sha256(json.dumps(identity(config), sort_keys=True, default=str).encode()).hexdigest()[:16]
-    path = Path(config.data.cache or Path(config.run.dir) / "data") / "profiles" / f"{key}.json"
+    path = config.cache_folder / "profiles" / f"{key}.json"
     if path.exists():
         return read_profile(path)
     print("measuring this machine", file=sys.stderr)

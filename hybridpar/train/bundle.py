@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hybridpar.checkpoint import plain
-from hybridpar.checkpoint.files import to_json, write_text
+from hybridpar.checkpoint.files import to_json
 from hybridpar.config import Config, from_mapping, to_mapping
 from hybridpar.data import Blend
 from hybridpar.errors import ConfigError, DataError
@@ -65,18 +65,16 @@ class Bundle:
         size = self.config.global_batch_size
         return range((self.step - 1) * size, self.step * size)
 
+    @property
+    def name(self) -> str:
+        """Its place in the folder of its run."""
+        return f"anomalies/step_{self.step:08d}.json"
+
     def to_json(self) -> str:
         """Numbers that are not finite are null."""
         fields = {name: value for name, value in asdict(self).items() if name != "config"}
         shown = {"seed": self.config.train.seed, "samples": [self.samples.start, self.samples.stop]}
         return to_json({"format": FORMAT, **fields, **shown, "config": to_mapping(self.config)})
-
-    def write(self, folder: Path) -> Path:
-        """Writes it into the folder of its run; where it is then."""
-        path = folder / "anomalies" / f"step_{self.step:08d}.json"
-        path.parent.mkdir(exist_ok=True)
-        write_text(path, self.to_json())
-        return path
 
 
 def read_bundle(path: Path) -> Bundle:

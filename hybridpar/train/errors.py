@@ -1,6 +1,6 @@
 """Errors of one rank in the middle of a job. Imports no torch, so that the command line stays quick."""
 
-from hybridpar.errors import HybridparError
+from hybridpar.errors import CheckpointError, HybridparError
 
 
 class RankError(HybridparError):
@@ -13,3 +13,7 @@ class LostContactError(RankError):
 
 class AnomalyError(HybridparError):
     """Training has gone wrong in a way that the configuration says to stop at; raised on all ranks together."""
+
+
+class SaveError(CheckpointError):
+    """Saves have failed for so long that the run ends; raised on all ranks together."""

@@ -6,7 +6,7 @@ import traceback
 
 import torch.distributed as dist
 
-from hybridpar.errors import HybridparError
+from hybridpar.errors import HybridparError, about_file
 from hybridpar.flight import Record
 from hybridpar.train.errors import LostContactError, RankError
 
@@ -26,6 +26,8 @@ def describe_failure(error: Exception, who: str, doing: Record | None = None) ->
         return LostContactError(f"{who} lost contact with {other}{situation}")
     if isinstance(error, HybridparError):
         return RankError(f"{who}: {error}")
+    if isinstance(error, OSError) and (text := about_file(error)):
+        return RankError(f"{who}: {text}")
     trace = "".join(traceback.format_exception(error)).rstrip()
     return RankError(f"{who} failed{situation}:\n{trace}")
 

@@ -8,7 +8,7 @@
         costs.json        what its steps cost, measured    tensorboard/     where tensorboard is installed
         anomalies/        steps to be run again by replay  checkpoints/     the newest ones, and the best
         flight/           what each rank is doing, or did  injected/        faults that were injected
-        failures.jsonl    supervised jobs: a line each
+        failures.jsonl    supervised jobs: a line each     notes.jsonl      a console or disk that was lost for a while
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from hybridpar.checkpoint import check_compatible, saved_steps
 from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, load_toml, to_mapping, to_toml
 from hybridpar.data import Tokenizer
-from hybridpar.errors import CheckpointError, ConfigError, config_error
+from hybridpar.errors import FULL_DISK, CheckpointError, ConfigError, config_error
 from hybridpar.flight import Flight
 from hybridpar.grid import lines_of, place_of
 from hybridpar.pipeline.plan.sizes import Sizes
 
 CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
 COSTS, FLIGHT, FAILURES, INJECTED = "costs.json", "flight", "failures.jsonl", "injected"
+NOTES = "notes.jsonl"
 SAVING = "saving"
 """The thread of a rank that writes checkpoints."""
 
@@ -83,9 +84,15 @@ def begin(config: Config, tokenizer: Tokenizer | None) -> None:
     """Writes what is in the folder from the start."""
     folder = config.run.folder
     (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    write_text(folder / CONFIG, to_toml(config))
+    _write_changed(folder / CONFIG, to_toml(config))
     if tokenizer is not None:
-        write_text(folder / TOKENIZER, tokenizer.to_json())
+        _write_changed(folder / TOKENIZER, tokenizer.to_json())
+
+
+def _write_changed(path: Path, text: str) -> None:
+    """So that a job can start again on a disk that is full. Raises: OSError."""
+    if not path.is_file() or path.read_bytes() != text.encode():
+        write_text(path, text)
 
 
 def flight_path(folder: Path, rank: int, thread: str = "") -> Path:
@@ -94,16 +101,23 @@ def flight_path(folder: Path, rank: int, thread: str = "") -> Path:
 
 
 def open_flight(config: Config, rank: int, thread: str = "") -> Flight:
-    """The flight recorder of a rank of the resolved grid, or of a thread of it."""
+    """The flight recorder of a rank of the resolved grid, or of a thread of it; without a file where the disk is full.
+    """
     tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
     stage, replica, tensor_part = place_of(rank, tp, dp)
     axes = {name: line for name, lines in lines_of(tp, pp, dp).items() for line in lines if rank in line}
     path = flight_path(config.run.folder, rank, thread)
     path.parent.mkdir(exist_ok=True)
-    return Flight(path, {
+    who = {
         "rank": rank, "stage": stage, "stages": list(Sizes.of(config).stages_of(stage)), "replica": replica,
         "tensor_part": tensor_part, "pid": os.getpid(),
-        "num_microbatches": config.pipeline.num_microbatches, "axes": axes})
+        "num_microbatches": config.pipeline.num_microbatches, "axes": axes}
+    try:
+        return Flight(path, who)
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        return Flight()
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch
 from hybridpar.train import folder as run_folder
 from hybridpar.train.engine import Engine
-from hybridpar.train.errors import AnomalyError, LostContactError
+from hybridpar.train.errors import AnomalyError, LostContactError, SaveError
 from hybridpar.train.failure import describe_failure
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
@@ -80,10 +80,9 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = ()) -> Outcome
 
 def _open_data(config: Config, job: Job) -> Data:
     """Lets the first process of each machine prepare the corpus, then opens it on the others."""
-    cache = Path(config.data.cache) if config.data.cache else Path(config.run.dir) / "data"
-
     def opened() -> Data:
-        return open_data(config.model, config.data, cache, seed=config.train.seed, quiet=job.launch.rank != 0)
+        return open_data(config.model, config.data, config.cache_folder, seed=config.train.seed,
+                         quiet=job.launch.rank != 0)
 
     first = job.launch.local_rank == 0
     data = job.together(opened, here=first)
@@ -150,7 +149,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         flight.phase("finished")
         return outcome
     except (AnomalyError, CheckpointError) as error:  # raised on all ranks together
-        again = started and isinstance(error, CheckpointError)  # what was asked to stop does not start again
+        again = started and not isinstance(error, (AnomalyError, SaveError))  # which would end so again
         flight.end(FAILED if again else REFUSED, str(error))
         place.job.end_group()
         raise
@@ -167,8 +166,8 @@ def _sample(config: Config, reporter: Reporter) -> None:
     try:
         generator = Generator.load(folder, reporter.say)
         text = prompt + "".join(generator.generate(prompt, replace(Sampling(), seed=config.train.seed)))
-    except HybridparError as error:
+        (folder / "sample.txt").write_text(text, encoding="utf-8")
+    except (HybridparError, OSError) as error:
         reporter.say(f"no sample.txt: {error}")
         return
-    (folder / "sample.txt").write_text(text, encoding="utf-8")
     reporter.say(f"{folder / 'sample.txt'}:\n{text}")

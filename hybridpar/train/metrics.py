@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,14 @@ import torch
 from torch import Tensor
 
 from hybridpar.checkpoint import plain
-from hybridpar.checkpoint.files import to_json, write_text
+from hybridpar.checkpoint.files import to_json
 from hybridpar.comm import all_reduce, barrier
 from hybridpar.config import Config
 from hybridpar.grid import Axis
 from hybridpar.nn import matmul
 from hybridpar.reading import open_regular
 from hybridpar.train.engine import DTYPES
+from hybridpar.train.records import Records
 from hybridpar.train.source import Loader
 
 # Dense peak FLOP/s of 16-bit matrix products, from NVIDIA's data sheets; the first name in the device's name counts.
@@ -39,41 +42,84 @@ class MetricsLog:
     A number that is not finite is written as null, which JSON has.
     """
 
-    def __init__(self, path: Path, resumed_step: int):
-        self._path = path
-        self._cut(resumed_step)
-
-    def _cut(self, step: int) -> None:
-        kept = [line for line in read_metrics(self._path) if line["step"] <= step] if step else []
-        write_text(self._path, "".join(f"{to_json(line)}\n" for line in kept))
-        self._file = self._path.open("a", encoding="utf-8")
+    def __init__(self, records: Records, path: Path, resumed_step: int):
+        self._records, self._path = records, path
+        records.begin(path, _end_of(path, resumed_step))
 
     def cut_back(self, step: int) -> None:
         """Forgets what came after a step that training goes on after."""
-        self._file.close()
-        self._cut(step)
+        kept = [line for line in self._records.waiting(self._path) if json.loads(line)["step"] <= step]
+        self._records.begin(self._path, _end_of(self._path, step))
+        for line in kept:
+            self._records.append(self._path, line)
 
     def write(self, values: dict[str, Any]) -> None:
-        self._file.write(f"{to_json(values)}\n")
-        self._file.flush()
+        self._records.append(self._path, f"{to_json(values)}\n".encode())
 
-    def close(self) -> None:
-        self._file.close()
+
+def _end_of(path: Path, step: int) -> int:
+    """Where the lines of a metrics.jsonl up to a step end; those of step 0 are made again."""
+    found = 0
+    for row, end in _rows(path) if step else ():
+        if row["step"] > step:
+            break
+        found = end
+    return found
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The objects of a metrics.jsonl, each with a step; nothing from the first line on that is something else, as the
     last one that a killed process left unfinished."""
-    found: list[dict[str, Any]] = []
+    return [row for row, _ in _rows(path)]
+
+
+def read_curves(path: Path, most: int = 1 << 13) -> list[dict[str, Any]]:
+    """Losses and validation losses of a metrics.jsonl, as rows of a step and one of them.
+
+    Of more than `most` of a kind every second one is left out, or three of four, ..; the last one is always there.
+    """
+    curves = {name: _Thinned(most) for name in ("loss", "val_loss")}
+    for row, _ in _rows(path):
+        for name, curve in curves.items():
+            if isinstance(row.get(name), int | float):
+                curve.add({"step": row["step"], name: row[name]})
+    return [row for curve in curves.values() for row in curve.points]
+
+
+class _Thinned:
+    """At most `most` values of a long row of them, evenly, and the last one."""
+
+    def __init__(self, most: int):
+        self._most, self._every, self._count = most, 1, 0
+        self._kept: list[dict[str, Any]] = []
+        self._last: list[dict[str, Any]] = []
+
+    def add(self, value: dict[str, Any]) -> None:
+        self._last = [value]
+        if self._count % self._every == 0:
+            self._kept.append(value)
+            self._last = []
+            if len(self._kept) > self._most:
+                self._kept, self._every = self._kept[::2], 2 * self._every
+        self._count += 1
+
+    @property
+    def points(self) -> list[dict[str, Any]]:
+        return self._kept + self._last
+
+
+def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """The objects that read_metrics gives, one at a time, each with the place in the file where its line ends."""
     try:
         with BufferedReader(open_regular(path)) as file:
+            end = 0
             while line := file.readline(_LONGEST_LINE):
                 row = plain.mapping(plain.parse(line), "a line")
                 plain.integer(row.get("step"), "step")
-                found.append(row)
+                end += len(line) if line.endswith(b"\n") else 0  # else nothing may follow it
+                yield row, end
     except (OSError, ValueError):
         pass
-    return found
 
 
 class BatchClock:

@@ -1,4 +1,4 @@
-"""The loss curve as a picture, and TensorBoard, where matplotlib and tensorboard are installed."""
+"""The loss curve as a picture, where matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import numpy as np
 _SMOOTHING = 0.05  # weight of the newest step, at most
 
 
-def plot_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> bool:
-    """Draws training and validation loss over the steps into a PNG; False where matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def plot_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Draws training and validation loss over the steps into a PNG."""
     from matplotlib.figure import Figure
 
     train = [(r["step"], r["loss"]) for r in rows if r.get("loss") is not None]
@@ -35,7 +38,6 @@ def plot_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> bool:
     if train or valid:
         axes.legend(frameon=False)
     figure.savefig(path)
-    return True
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -46,25 +48,3 @@ def smooth(values: np.ndarray) -> np.ndarray:
         total, norm = (1 - weight) * total + weight * value, (1 - weight) * norm + weight
         out[i] = total / norm
     return out
-
-
-class TensorBoard:
-    """Scalars for TensorBoard in `folder`; does nothing where it is not installed."""
-
-    def __init__(self, folder: Path, resumed_step: int, *, enabled: bool):
-        self._writer = None
-        if enabled and importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else None)
-
-    def write(self, row: dict[str, Any]) -> None:
-        if self._writer is None:
-            return
-        for name, value in row.items():
-            if isinstance(value, float) and name != "step":
-                self._writer.add_scalar(name, value, row["step"])
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()

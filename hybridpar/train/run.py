@@ -30,10 +30,12 @@ from hybridpar.train import folder as run_folder
 from hybridpar.train import trace
 from hybridpar.train.costs import RunCosts, describe, run_costs, write_costs
 from hybridpar.train.engine import Engine, StepResult
-from hybridpar.train.metrics import BatchClock, MetricsLog, peak_flops, peak_memory_mib, read_metrics
-from hybridpar.train.plot import TensorBoard, plot_loss
+from hybridpar.train.log import RunLog
+from hybridpar.train.metrics import BatchClock, peak_flops, peak_memory_mib, read_curves
+from hybridpar.train.plot import can_plot, plot_loss
 from hybridpar.train.preview import preview
 from hybridpar.train.progress import Reporter
+from hybridpar.train.saves import Saves
 from hybridpar.train.stop import noting_signals
 from hybridpar.train.trouble import Trouble
 
@@ -88,15 +90,15 @@ class Run:
         self.clock = BatchClock(self._loader(data.train) if watch is None else watch.loader(self._loader(data.train)))
         self.valid_loader = None if data.valid is None else self._loader(data.valid)
         self.writes = self.grid.rank == 0
-        self.metrics = MetricsLog(self.folder / run_folder.METRICS, resumed) if self.writes else None
-        self.board = TensorBoard(self.folder / "tensorboard", resumed, enabled=self.writes)
+        self.log = RunLog(self.folder, resumed, reporter, writes=self.writes)
         self.loss: float | None = None
         self.val_loss: float | None = None
         self.evaluated = -1
         """The step of val_loss."""
-        self.trouble = Trouble(engine, data.train, reporter)
+        self.trouble = Trouble(engine, data.train, reporter, self.log)
         saving = run_folder.open_flight(config, self.grid.rank, run_folder.SAVING)
         self.saver = checkpoint.Saver(self.folder / run_folder.CHECKPOINTS, engine, self.corpus, reporter.say, saving)
+        self.saves = Saves(self.saver, config.checkpoint.max_failed_saves, self.log.note)
         self.reserved = not config.saves_beside_training
         self.recorder: trace.Recorder | None = None
         self.traced = False
@@ -118,39 +120,39 @@ class Run:
             dp_size=self.grid.dp.size, num_microbatches=self.config.pipeline.num_microbatches)
 
     def close(self) -> None:
-        """Closes the logs. Where training has failed, a checkpoint that is nearly there may still come."""
+        """Closes the files. Where training has failed, a checkpoint that is nearly there may still come."""
         self.saver.close()
-        self.board.close()
-        if self.metrics is not None:
-            self.metrics.close()
+        self.log.close()
 
     def go(self) -> Outcome:
         """Trains to the end, or to a signal; saves and draws; says how it went."""
         engine, settings, end = self.engine, self.config.anomalies, self.config.train.num_steps
         stopped_by = 0
-        with noting_signals(self._stop) as wish:
+        with noting_signals(self.config.train.stop_signals, self._stop) as wish:
             if engine.batches_done == 0:
                 self._evaluate()
                 if settings.rolls_back:
-                    self._save(beside=False)
+                    self._save(last=True)
             while engine.batches_done < end and not stopped_by:
                 self._train_until(self._next_mark(engine.batches_done))
-                self.saver.settle(wait=False)
-                finished = engine.batches_done == end
-                stopped_by = 0 if finished else self._agree(wish.number)
-                saves = bool(stopped_by) or finished or self._is_multiple(self.config.train.save_interval)
+                last = engine.batches_done == end
+                stopped_by = 0 if last else self._agree(wish.number)
+                last = last or bool(stopped_by)
+                if not last:
+                    self.saves.settle(wait=False)
+                saves = last or self._is_multiple(self.config.train.save_interval)
                 if settings.audit_interval and not self.trouble.is_open and (
                         saves or self._is_multiple(settings.audit_interval)):
                     self.trouble.audit()
                 if self.trouble.is_open:
                     self._recover()
-                    stopped_by, finished = 0, engine.batches_done == end
-                    if not finished:
+                    stopped_by, last = 0, engine.batches_done == end
+                    if not last:
                         continue
                 if not stopped_by:
                     self._evaluate()
-                if saves or finished:
-                    self._save(beside=not (stopped_by or finished))
+                if saves or last:
+                    self._save(last=last)
         self.flight.phase("ending", self.faults.start_timeout_s)
         if self.watch is not None:
             self.reporter.say(str(self.watch.compare(self.grid)))
@@ -201,12 +203,11 @@ class Run:
         seconds = self.clock.seconds(result.step - 1)
         self.step_seconds.append(seconds)
         self.loss, settings = result.loss, self.config.train
-        if self.metrics is None or (
+        if not self.writes or (
                 not notes and result.step % settings.log_interval and result.step != settings.num_steps):
             return
         row = self._row(result, seconds) | notes
-        self.metrics.write(row)
-        self.board.write(row)
+        self.log.write(row)
         self.reporter.step(row)
 
     def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
@@ -234,29 +235,28 @@ class Run:
         losses = self.engine.evaluate(self.valid_loader, settings.eval_batches)
         self.flight.phase("settling", self.faults.start_timeout_s)
         self.val_loss, self.evaluated = sum(losses.values()), step
-        if self.metrics is not None:
+        if self.writes:
             row: dict[str, Any] = {"step": step, "val_loss": self.val_loss}
-            self.metrics.write(row | ({"val_losses": losses} if len(losses) > 1 else {}))
-            self.board.write(row)
+            self.log.write(row, {"val_losses": losses} if len(losses) > 1 else {})
             self.reporter.evaluation(step, self.val_loss)
 
     def _recover(self) -> None:
         """Deals with an anomaly. Raises: AnomalyError, CheckpointError."""
         self.flight.phase("recovering", self.faults.start_timeout_s)
-        self.saver.settle()
+        self.saves.settle()
         notes = self.trouble.settle()
         self.evaluated = -1
-        if self.metrics is not None:
-            self.metrics.cut_back(self.engine.batches_done)
-            self.metrics.write({"step": self.engine.batches_done} | notes)
+        self.log.cut_back(self.engine.batches_done)
+        self.log.write({"step": self.engine.batches_done}, notes)
 
-    def _save(self, *, beside: bool) -> None:
-        """`beside`: training goes on, and the checkpoint may take its time."""
-        beside = beside and self.config.checkpoint.asynchronous
+    def _save(self, *, last: bool) -> None:
+        """`last`: what follows needs the checkpoint. Else training goes on, and it may take its time, or fail."""
         self.flight.phase("saving", self.faults.save_timeout_s)
-        self.saver.start(self.val_loss if self.evaluated == self.engine.batches_done else None, beside=beside)
-        if not beside:
-            self.saver.settle()
+        val_loss = self.val_loss if self.evaluated == self.engine.batches_done else None
+        if last:
+            self.saves.insist(val_loss)
+        else:
+            self.saves.start(val_loss, beside=self.config.checkpoint.asynchronous)
 
     def _stop(self, number: int) -> None:
         self.engine.stop_requested = True
@@ -272,19 +272,19 @@ class Run:
         schedule, m = self.config.pipeline.schedule, self.config.pipeline.num_microbatches
         shown = preview(self.config, ceil(_DRAWN_MICROBATCHES / m))
         title = f"{schedule}, {len(self.engine.split)} stages, {m} micro-batches a batch (simulated)"
-        (self.folder / "plan.svg").write_text(draw_svg(shown.timeline, title=title), encoding="utf-8")
+        self.log.draw("plan.svg", lambda: draw_svg(shown.timeline, title=title))
 
     def _write_trace(self, recorder: trace.Recorder) -> None:
         ranks = trace.gather(recorder, self.grid)
         if not self.writes or not any(rank.events for rank in ranks):
             return
         shown, gathers = trace.last_batches(ranks, trace.SHOWN), self.engine.partition.is_sharded
-        trace.write_trace(shown, self.folder / "trace.json", gathers=gathers)
+        self.log.put("trace.json", lambda path: trace.write_trace(shown, path, gathers=gathers))
         title = f"{self.config.pipeline.schedule} as it ran (milliseconds)"
-        (self.folder / "executed.svg").write_text(trace.draw_executed(shown, title), encoding="utf-8")
-        self.costs = run_costs(self.config, ranks)
-        if self.costs is not None:
-            write_costs(self.costs, self.folder / run_folder.COSTS)
+        self.log.draw("executed.svg", lambda: trace.draw_executed(shown, title))
+        self.costs = costs = run_costs(self.config, ranks)
+        if costs is not None:
+            self.log.put(run_folder.COSTS, lambda path: write_costs(costs, path))
 
     def _finish(self, stopped_by: int) -> None:
         if not self.writes:
@@ -296,8 +296,11 @@ class Run:
                               f"{planned:.4g} ms predicted ({100 * (planned / took - 1):+.1f} %)")
         for line in describe(self.costs) if self.costs is not None else [few] * self.traced:
             self.reporter.say(line)
-        rows = read_metrics(self.folder / run_folder.METRICS)
-        if not plot_loss(rows, self.folder / "loss.png", self.config.run.name):
+        self.log.finish()
+        rows, name = read_curves(self.folder / run_folder.METRICS), self.config.run.name
+        if can_plot():
+            self.log.put("loss.png", lambda path: plot_loss(rows, path, name))
+        else:
             self.reporter.say("no loss.png: matplotlib is not installed (pip install 'hybridpar[plot]')")
         if stopped_by:
             self.reporter.say(f"stopped after step {self.engine.batches_done}; the same command goes on from there")

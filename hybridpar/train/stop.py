@@ -1,4 +1,4 @@
-"""SIGINT (Ctrl-C) and SIGTERM as a wish to stop: the first is noted, a later one ends the process at once."""
+"""Signals as a wish to stop (train.stop_signals): the first is noted, a later one ends the process at once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_WISH_S = 1.0
 """A batch system ends the launcher and the ranks, and the launcher the ranks again: signals so close are one wish."""
 LAST_WORDS_S = 15.0
@@ -26,10 +25,17 @@ class StopWish:
     number: int = 0
 
 
+def numbers_of(names: Sequence[str]) -> list[signal.Signals]:
+    """The signals of train.stop_signals, without HUP where it is ignored: nohup has started this job to outlive it."""
+    numbers = [signal.Signals[f"SIG{name}"] for name in names]
+    return [number for number in numbers
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
 @contextlib.contextmanager
-def noting_signals(on_first: Callable[[int], None]) -> Iterator[StopWish]:
-    """While entered, a first signal is noted and `on_first` called with its number; one that comes more than
-    SAME_WISH_S later ends the process.
+def noting_signals(names: Sequence[str], on_first: Callable[[int], None]) -> Iterator[StopWish]:
+    """While entered, a first signal of these names is noted and `on_first` called with its number; one that comes more
+    than SAME_WISH_S later ends the process.
 
     A launcher that has seen one rank die ends the others, which are then about to say what they waited for and may be
     closing a checkpoint. So where an error leaves this block, one signal in the next LAST_WORDS_S is let pass; whatever
@@ -57,7 +63,7 @@ def noting_signals(on_first: Callable[[int], None]) -> Iterator[StopWish]:
     if threading.current_thread() is not threading.main_thread():  # Python handles signals nowhere else
         yield wish
         return
-    before = [(number, signal.signal(number, handle)) for number in SIGNALS]
+    before = [(number, signal.signal(number, handle)) for number in numbers_of(names)]
     try:
         yield wish
     except Exception:

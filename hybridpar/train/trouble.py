@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridpar import checkpoint
+from hybridpar.checkpoint.files import write_text
 from hybridpar.data import Blend
 from hybridpar.errors import CheckpointError
 from hybridpar.train import folder as run_folder
@@ -19,6 +20,7 @@ from hybridpar.train.audit import find_divergence
 from hybridpar.train.bundle import Bundle, content_hash
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.errors import AnomalyError
+from hybridpar.train.log import RunLog
 from hybridpar.train.progress import Reporter
 
 
@@ -28,8 +30,8 @@ class Trouble:
     `is_open`: one waits to be dealt with. Collectives: audit and settle, on all ranks of the grid.
     """
 
-    def __init__(self, engine: Engine, samples: Blend, reporter: Reporter):
-        self._engine, self._samples, self._reporter = engine, samples, reporter
+    def __init__(self, engine: Engine, samples: Blend, reporter: Reporter, log: RunLog):
+        self._engine, self._samples, self._reporter, self._log = engine, samples, reporter, log
         self._folder = engine.config.run.folder
         self._found: tuple[int, Anomaly] | None = None
         self._skipped: list[int] = []
@@ -67,7 +69,9 @@ class Trouble:
             tuple(step for step in self._skipped if start < step < result.step), anomaly.kind, anomaly.what,
             anomaly.policy, result.lr, result.loss_scale, versions=engine.versions_of(batch),
             stage_norms=result.stage_norms)
-        return str(replace(bundle, tokens=content_hash(self._samples, bundle.samples)).write(self._folder))
+        bundle = replace(bundle, tokens=content_hash(self._samples, bundle.samples))
+        self._log.put(bundle.name, lambda path: write_text(path, bundle.to_json()))
+        return str(self._folder / bundle.name)
 
     def audit(self) -> None:
         """Compares replicas."""

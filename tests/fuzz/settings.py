@@ -55,7 +55,7 @@ def make_runs(folder: Path) -> list[Path]:
 def make_bundles(folder: Path) -> list[Path]:
     bundle = Bundle(_grid(), 7, {"lm": 2.5}, float("nan"), "corpus", 4, 5, (6,), "non_finite", "the loss is nan",
                     "skip", 1e-3, 1.0, "0123", ((5, 5), (5, 5)), (1.5, float("inf")))
-    return [bundle.write(folder).parent]
+    return [folder_with(folder / "anomalies", step_00000007__json=bundle.to_json())]
 
 
 def _grid() -> Config:

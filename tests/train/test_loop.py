@@ -67,22 +67,23 @@ def test_a_finished_run_says_so_and_is_left_alone(config: Config, capsys: pytest
     assert {p: p.stat().st_mtime_ns for p in config.run.folder.rglob("*")} == before
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
-def test_a_signal_saves_and_the_same_command_goes_on(config: Config, schedule: str,
+@pytest.mark.parametrize(("schedule", "number"), [
+    ("2bw", signal.SIGTERM), ("1f1b", signal.SIGHUP), ("1f1b", signal.SIGUSR1)])
+def test_a_signal_saves_and_the_same_command_goes_on(config: Config, schedule: str, number: int,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(config, pipeline=replace(config.pipeline, schedule=schedule))  # type: ignore[arg-type]
-    config = with_train(config, eval_interval=0, save_interval=0, num_steps=12)
+    config = with_train(config, eval_interval=0, save_interval=0, num_steps=12, stop_signals=("TERM", "HUP", "USR1"))
     loop.train(named(config, "whole"), ALONE)
     on_step = Run._on_step
 
     def interrupt(run: Run, result: Any) -> None:
         on_step(run, result)
         if result.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     monkeypatch.setattr(Run, "_on_step", interrupt)
     outcome = loop.train(config, ALONE)
-    assert outcome.exit_code == 143
+    assert outcome.exit_code == 128 + number
     assert 3 < outcome.step < 8
     monkeypatch.setattr(Run, "_on_step", on_step)
     again = loop.train(config, ALONE)

@@ -28,22 +28,23 @@ from hybridpar.train.metrics import BatchClock, MetricsLog, peak_flops, read_met
 from hybridpar.train.plot import smooth
 from hybridpar.train.preview import stage_costs
 from hybridpar.train.progress import PlainReporter
+from hybridpar.train.records import Records
 from hybridpar.train.trace import RankEvents, Recorder, draw_executed, executed, last_batches, write_trace
 
 
 def test_metrics_say_null_for_what_is_not_finite_and_forget_what_comes_after_a_resumed_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, 0)
+    records = Records(print)
+    log = MetricsLog(records, path, 0)
     for step in range(1, 5):
         log.write({"step": step, "loss": float("nan") if step == 2 else 1.5, "losses": {"a": float("inf")}})
-    log.close()
+    records.close()
     assert read_metrics(path)[1] == {"step": 2, "loss": None, "losses": {"a": None}}
     path.write_text(path.read_text() + '{"step": 5, "loss"')
-    log = MetricsLog(path, 3)
+    log = MetricsLog(records, path, 3)
     log.write({"step": 4, "loss": 9.0})
-    log.close()
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 1.5), (2, None), (3, 1.5), (4, 9.0)]
-    MetricsLog(path, 0).close()
+    MetricsLog(records, path, 0)
     assert read_metrics(path) == []
 
 

@@ -10,10 +10,13 @@ import pytest
 
 PROGRAM = """
 import os, signal, time
-from hybridpar.train.stop import LAST_WORDS_S, SAME_WISH_S, noting_signals
+from functools import partial
+from hybridpar.train import stop
+from hybridpar.train.stop import LAST_WORDS_S, SAME_WISH_S
+noting_signals = partial(stop.noting_signals, ("INT", "TERM", "HUP"))
 now = 100.0
 time.monotonic = lambda: now
-noted, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+noted, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 def send(number): os.kill(os.getpid(), number)
 def as_before(): return before == {number: signal.getsignal(number) for number in before}
 """
@@ -23,7 +26,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", PROGRAM + program], capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_is_noted_and_a_later_one_ends(number: int) -> None:
     """Not one that comes soon after it, which is of the same wish."""
     done = run(f"""
@@ -71,3 +74,12 @@ except KeyboardInterrupt:
     print(as_before())
 """)
     assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+def test_only_those_that_are_named_are_noted_and_not_one_that_nohup_ignores() -> None:
+    done = run("""
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with stop.noting_signals(("HUP", "USR1"), noted.append):
+    send(signal.SIGHUP); send(signal.SIGUSR1); print(noted == [signal.SIGUSR1], flush=True); send(signal.SIGTERM)
+""")
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n"), done.stderr

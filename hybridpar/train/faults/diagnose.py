@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridpar.config import STOP_SIGNALS
 from hybridpar.flight import EVALUATING, LOST, REFUSED, Record
 from hybridpar.grid import describe
 
-_ASKED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_ASKED = {128 + signal.Signals[f"SIG{name}"] for name in STOP_SIGNALS}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@
     slow link 0-1 at step 5 for 3 s     what rank 0 sends to rank 1 comes so much later, once
     cut link 0-1 at step 5              ... and never
     corrupt shard at step 10            a bit of the file that rank 0 writes into the next checkpoint flips
-    disk full at step 10                that file cannot be written
+    disk full at step 10                that file cannot be written: training goes on without that checkpoint
     nan gradient rank 2 at step 4       the gradient of one of its micro-batches is not finite
 
 `stage 1` for a rank is the first one that holds that stage; files have a rank, too, if given: `disk full rank 2 at

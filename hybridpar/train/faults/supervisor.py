@@ -34,12 +34,14 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from hybridpar import flight
 from hybridpar.checkpoint import saved_steps
-from hybridpar.config import Config
+from hybridpar.config import Config, pass_on_signals
 from hybridpar.train.faults.diagnose import Diagnosis, Seen, diagnose, find_stall
 from hybridpar.train.faults.inject import Fault, parse_faults
 from hybridpar.train.faults.shrink import shrink
 from hybridpar.train.folder import CHECKPOINTS, FAILURES, SAVING, flight_path
 from hybridpar.train.launch import LOOPBACK
+from hybridpar.train.records import Records
+from hybridpar.train.stop import numbers_of
 from hybridpar.validate import resolve
 
 _LOOK_EVERY_S = 0.1
@@ -60,10 +62,14 @@ def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Seque
     agent = Supervisor(config, args, parse_faults(inject, config))
     for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
+    handled = {"INT", "TERM", "QUIT", "HUP", *config.train.stop_signals}  # ranks are never left behind
+    pass_on_signals(number.name for number in numbers_of(sorted(handled)))
     try:
         result = agent.run()
     except SignalException as stopped:
         return 128 + stopped.sigval.value
+    finally:
+        agent.close()
     return agent.exit_code if result.is_failed() else 0
 
 
@@ -74,6 +80,8 @@ class Supervisor(LocalElasticAgent):
         self._config, self._args, self._faults = config, tuple(args), faults
         self._folder, self._ranks = config.run.folder, _size(config)
         self._watch = Watch(self._folder)
+        self._records = Records(self._say)
+        self._records.begin(self._folder / FAILURES)
         self._newest, self._blamed = self._saved(), -1
         self.exit_code = 1
         spec = WorkerSpec(
@@ -81,12 +89,18 @@ class Supervisor(LocalElasticAgent):
             args=("-m", "hybridpar", *args), max_restarts=config.faults.restarts, monitor_interval=_LOOK_EVERY_S)
         super().__init__(spec, DefaultLogsSpecs())
 
+    def close(self) -> None:
+        """Waits some seconds where failures.jsonl cannot be written."""
+        self._records.finish()
+        self._records.close()
+
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _STOP_S) -> None:
         """Torch's own gives ranks 30 s, in versions where that cannot be set."""
         if self._pcontext is not None:
             self._pcontext.close(death_sig, _STOP_S)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._records.retry()
         seen, began = self._look(), time.time()
         if all(one.exit_code == 0 for one in seen):
             return super()._monitor_workers(worker_group)
@@ -140,12 +154,12 @@ class Supervisor(LocalElasticAgent):
             lines.append(
                 f"  without rank {found.rank}, which has failed twice and saved nothing: on {_size(smaller)} ranks, "
                 f"parallel.dp = {smaller.parallel.dp}, pipeline.num_microbatches = {smaller.pipeline.num_microbatches}")
-        self._say("\n".join(lines))
+        if found.kind != "refused" or found.rank > 0:  # the first rank has said it, as that of all
+            self._say("\n".join(lines))
         line = found.as_json() | {"time": began, "saved": self._saved(), "ranks": self._ranks, "restarts_left": left}
         begun = found.kind != "refused" or found.record is not None  # else the folder may be another job's
         if begun and self._folder.is_dir():
-            with (self._folder / FAILURES).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            self._records.append(self._folder / FAILURES, f"{json.dumps(line)}\n".encode())
 
     def _await_save(self) -> None:
         """A checkpoint that ranks which live are writing may still be published."""
