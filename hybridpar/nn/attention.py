@@ -14,6 +14,7 @@ from hybridpar import ops
 from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
+from hybridpar.nn.cache import KeyValueCache
 from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
 from hybridpar.nn.placement import Matrices, ParallelModule, Range, Shard, split_ranges
 from hybridpar.random import RandomKey, site
@@ -103,6 +104,9 @@ class ParallelAttention(ParallelModule):
     `rotary_base`: the base of the rotary position embedding, commonly 10000; None: no such embedding. `name` tells the
     dropout of one layer from another's. `out_init_std`: the standard deviation of `out` at the start (None: init_std).
 
+    With a cache, x is of new positions, which see those that are kept there as well: `positions` says where they stand
+    (see KeyValueCache.extend), and the padding mask is of all positions up to the last of them.
+
     Shapes: x [b, s, h] replicated, padding_mask [b, s] bool (True = real) -> [b, s, h] replicated.
     Collectives: forward one all-reduce, backward one.
     Raises: ConfigError where the counts do not fit (see HeadLayout), or for rotary positions with an odd head dim.
@@ -138,12 +142,16 @@ class ParallelAttention(ParallelModule):
         y, bias = self.without_bias(x, padding_mask, key)
         return y if bias is None else y + bias
 
-    def without_bias(self, x: Tensor, padding_mask: Tensor | None,
-                     key: RandomKey | None) -> tuple[Tensor, Tensor | None]:
+    def without_bias(self, x: Tensor, padding_mask: Tensor | None, key: RandomKey | None,
+                     cache: KeyValueCache | None = None,
+                     positions: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The output without the bias of `out`, and that bias, for who adds it with something else."""
         q, k, v = (t.transpose(1, 2) for t in self.split_heads(self.qkv(x)))
         if self.rotary_base is not None:
-            q, k = (ops.rotary(t, self.rotary_base, backend=self.kernels.rotary) for t in (q, k))
+            q, k = (ops.rotary(t, self.rotary_base, positions=positions, backend=self.kernels.rotary) for t in (q, k))
+        if cache is not None:
+            assert positions is not None
+            k, v = cache.extend(k, v, positions)
         y = ops.attention(q, k, v, causal=self.causal, padding_mask=padding_mask, kv_index=self.kv_index,
                           dropout_p=self.dropout, key=key, site=self.site, head_start=self.head_start,
                           backend=self.kernels.attention)

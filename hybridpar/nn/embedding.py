@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
@@ -53,8 +54,8 @@ class VocabParallelEmbedding(ParallelModule):
 class LearnedPositionEmbedding(ParallelModule):
     """A vector for each position, replicated.
 
-    Shapes: forward(s, start=0) -> [s, hidden], the positions start to start + s.
-    Raises: ConfigError beyond `seq_length`.
+    Shapes: forward(s, start=0) -> [s, hidden], the positions start to start + s; `at` int64 [..] -> [.., hidden].
+    Raises: ConfigError beyond `seq_length`, in `forward`.
     """
 
     weight: Tensor
@@ -70,6 +71,9 @@ class LearnedPositionEmbedding(ParallelModule):
             raise config_error("model.seq_length", longest, f"the input reaches position {start + length}",
                                str(start + length))
         return self.weight if length == longest else self.weight[start : start + length]
+
+    def at(self, positions: Tensor) -> Tensor:
+        return F.embedding(positions, self.weight)
 
 
 def within(ids: Tensor, stop: int) -> bool:
