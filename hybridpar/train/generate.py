@@ -16,11 +16,12 @@ from hybridpar.checkpoint.whole import load_stage
 from hybridpar.comm import broadcast
 from hybridpar.config import Config, Launch, ParallelConfig, TrainConfig
 from hybridpar.data.tokenizer import END, Tokenizer, check_vocab_fits
-from hybridpar.errors import CheckpointError, config_error
+from hybridpar.errors import CheckpointError, HybridparError, config_error
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.cost import stage_split
 from hybridpar.random import random_bits, site
 from hybridpar.train.decoder import Decoder
+from hybridpar.train.failure import describe_failure
 from hybridpar.train.launch import Job, set_threads
 from hybridpar.validate import resolve
 
@@ -52,7 +53,7 @@ class Generator:
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer):
         self.decoder, self.tokenizer = decoder, tokenizer
-        self.end = tokenizer.special(END)
+        self.end, self._num_ids = tokenizer.special(END), tokenizer.vocab_size
 
     @staticmethod
     def load(path: str | Path, say: Callable[[str], None], grid: ProcessGrid | None = None) -> Generator:
@@ -121,7 +122,7 @@ class Generator:
         world, chosen = self.decoder.grid.world, torch.empty(len(texts), dtype=torch.int64)
         if logits is not None:
             uniform = torch.tensor([_uniform(text.key, position) for text in texts], dtype=torch.float64)
-            chosen = choose(logits[:, : self.tokenizer.vocab_size], sampling, uniform)
+            chosen = choose(logits[:, : self._num_ids], sampling, uniform)
         tokens: list[int] = broadcast(chosen, world, world.size - self.decoder.grid.tp.size).tolist()
         if min(tokens) < 0:
             raise CheckpointError("the model's logits are not finite: nothing can be sampled from them")
@@ -143,7 +144,8 @@ def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterat
     """A Generator on the grid that the processes of this one's job make, tp * pp of them.
 
     `path`, `threads`: as for Generator.load and set_threads.
-    Collectives: to be called by all processes. Raises: as Generator.load, on all processes alike.
+    Collectives: to be called by all processes. Raises: as Generator.load, on all processes alike; RankError where this
+    one fails.
     """
     def say(text: str) -> None:
         print(text, file=sys.stderr)
@@ -155,8 +157,13 @@ def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterat
     grid = ProcessGrid(tp=tp, pp=pp)
     generator = job.together(lambda: Generator.load(folder, say, grid))
     assert generator is not None
-    yield generator
-    job.end_group()
+    try:
+        yield generator
+        job.end_group()
+    except (HybridparError, BrokenPipeError):  # raised on all ranks together; nobody reads on
+        raise
+    except Exception as error:
+        raise describe_failure(error, grid.describe()) from error
 
 
 class Pieces:
