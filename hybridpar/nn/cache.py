@@ -27,15 +27,15 @@ class KeyValueCache:
         if self._kept is None:
             b, g, _, d = k.shape
             self._kept = k.new_zeros(2, b, g, self._capacity, d)  # not empty: what is masked still must be finite
-        last = int(positions.max())
-        for kept, new in zip(self._kept, (k, v), strict=True):
-            if positions.dim() == 1:
-                kept[:, :, last + 1 - len(positions) : last + 1] = new
-            else:
-                texts = torch.arange(len(kept), device=kept.device)[:, None]
-                kept[texts, :, positions] = new.transpose(1, 2)
-        keys, values = self._kept[:, :, :, : last + 1]
-        return keys, values
+        keys, values = self._kept
+        stop, s = int(positions.max()) + 1, k.shape[2]
+        if positions.dim() == 1:
+            keys.narrow(2, stop - s, s).copy_(k)
+            values.narrow(2, stop - s, s).copy_(v)
+        else:
+            texts = torch.arange(len(keys), device=keys.device)[:, None]
+            keys[texts, :, positions], values[texts, :, positions] = k.transpose(1, 2), v.transpose(1, 2)
+        return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
     def replace(self, texts: Sequence[int], other: KeyValueCache) -> None:
         """Puts the texts of another cache in the place of some of these."""
