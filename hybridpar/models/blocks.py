@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from hybridpar.comm import gather_from
@@ -237,9 +238,10 @@ class BertHead(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:
         x = self.final_norm(x)
-        labelled = (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
-        rows = self.transformed(x.flatten(0, 1).index_select(0, labelled))
-        targets = {"labels": batch["labels"].flatten()[labelled], "num_targets": batch["num_targets"]}
+        labels = rearrange(batch["labels"], "b s -> (b s)")
+        labelled = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+        rows = self.transformed(rearrange(x, "b s h -> (b s) h").index_select(0, labelled))
+        targets = {"labels": labels[labelled], "num_targets": batch["num_targets"]}
         losses = {"mlm": self.language_model(rows, targets)}
         if self.sentence != "none":
             scores = self._scores(x[:, 0])

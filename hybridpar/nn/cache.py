@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 
@@ -34,7 +35,8 @@ class KeyValueCache:
             values.narrow(2, stop - s, s).copy_(v)
         else:
             texts = torch.arange(len(keys), device=keys.device)[:, None]
-            keys[texts, :, positions], values[texts, :, positions] = k.transpose(1, 2), v.transpose(1, 2)
+            keys[texts, :, positions] = rearrange(k, "b g s d -> b s g d")
+            values[texts, :, positions] = rearrange(v, "b g s d -> b s g d")
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
     def replace(self, texts: Sequence[int], other: KeyValueCache) -> None:

@@ -116,7 +116,7 @@ def test_add_norm_is_the_sum_and_then_the_norm(norms, centre, with_bias):
 
 @pytest.fixture
 def fused_adam(monkeypatch):
-    """amp_C.multi_tensor_adam as apex's kernel computes it (csrc/multi_tensor_adam.cu); the sizes it was called with."""
+    """amp_C.multi_tensor_adam as apex computes it (its csrc/multi_tensor_adam.cu); the sizes it was called with."""
     calls = []
 
     def multi_tensor_adam(chunk, noop, lists, lr, beta1, beta2, eps, count, mode, bias_correction, decay):
