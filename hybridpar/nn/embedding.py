@@ -54,8 +54,8 @@ class VocabParallelEmbedding(ParallelModule):
 class LearnedPositionEmbedding(ParallelModule):
     """A vector for each position, replicated.
 
-    Shapes: forward(s, start=0) -> [s, hidden], the positions start to start + s; `at` int64 [..] -> [.., hidden].
-    Raises: ConfigError beyond `seq_length`, in `forward`.
+    Shapes: forward(s, start=0) -> [s, hidden], the positions start to start + s.
+    Raises: ConfigError beyond `seq_length`.
     """
 
     weight: Tensor
@@ -73,6 +73,7 @@ class LearnedPositionEmbedding(ParallelModule):
         return self.weight if length == longest else self.weight[start : start + length]
 
     def at(self, positions: Tensor) -> Tensor:
+        """Those of any positions below `seq_length`. Shapes: int64 [..] -> [.., hidden]."""
         return F.embedding(positions, self.weight)
 
 

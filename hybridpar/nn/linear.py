@@ -106,7 +106,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) ->
     Shapes: x [.., i], weight [o_local, i], bias [o_local] -> [.., o_local].
     Collectives: forward none, backward one all-reduce if x requires a gradient.
     """
-    if not torch.is_grad_enabled():  # half of a small product's time is autograd's call
+    if not torch.is_grad_enabled():  # autograd's call takes 9 us, a product of one row some 20
         return matmul.linear(x, weight, bias)
     if _is_ours(weight) or (axis.size > 1 and x.requires_grad):
         return _Linear.apply(x, weight, bias, axis, None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridpar.checkpoint import FullWeights, find, read_manifest
 from hybridpar.checkpoint.whole import load_stage
 from hybridpar.comm import broadcast
-from hybridpar.config import Config, Launch, ParallelConfig, TrainConfig
+from hybridpar.config import Launch, TrainConfig
 from hybridpar.data.tokenizer import END, Tokenizer, check_vocab_fits
 from hybridpar.errors import CheckpointError, HybridparError, config_error
 from hybridpar.grid import ProcessGrid
@@ -23,7 +23,6 @@ from hybridpar.random import random_bits, site
 from hybridpar.train.decoder import Decoder
 from hybridpar.train.failure import describe_failure
 from hybridpar.train.launch import Job, set_threads
-from hybridpar.validate import resolve
 
 TOGETHER = 16
 """Prompts that are computed at once; the others wait."""
@@ -60,14 +59,13 @@ class Generator:
         """From a run folder (its newest checkpoint that is whole) or from one checkpoint in it.
 
         A rank reads its own part of the weights; `grid`: of tp and pp, None: this process alone.
-        Raises: CheckpointError if there is none; ConfigError if it is not a GPT, or the tokenizer has more ids than it;
-        DataError for a damaged tokenizer.
+        Raises: CheckpointError if there is none; ConfigError if it is not a GPT, has too few heads or blocks for the
+        grid, or the tokenizer has more ids than it; DataError for a damaged tokenizer.
         """
         grid, folder = grid or ProcessGrid(), find(path, say)
         model = read_manifest(folder).config.model
         if model.kind != "gpt":
             raise config_error("checkpoint", str(path), f"holds a {model.kind}; only a gpt generates text")
-        resolve(Config(model=model, parallel=ParallelConfig(grid.tp.size, grid.pp.size, 1)), grid.world.size)
         tokenizer = folder.parent.parent / "tokenizer.json"
         if not tokenizer.is_file():
             raise CheckpointError(f"{tokenizer}: is missing; the corpus came without one, so put it there")
@@ -92,8 +90,8 @@ class Generator:
         texts = []
         for i, prompt in enumerate(prompts):
             tokens = [int(i) for i in self.tokenizer.encode(prompt)]
-            texts.append(_Text(i, tokens or [self.end], Pieces(self.tokenizer, tokens),
-                               (sampling.seed % 2**64, site(f"generate.{prompt}"), 0, prompts[:i].count(prompt))))
+            key = sampling.seed % 2**64, site(f"generate.{tokens}"), 0, prompts[:i].count(prompt)
+            texts.append(_Text(i, tokens or [self.end], Pieces(self.tokenizer, tokens), key))
         for first in range(0, len(texts), TOGETHER):
             yield from self._generate(texts[first : first + TOGETHER], sampling)
 

@@ -242,7 +242,8 @@ def test_what_is_wrong_on_a_grid_is_said_once(run: Path) -> None:
         "hybridpar: parallel = 'tp=2 pp=1': tp * pp is 2, and there are 1 processes; try --ranks 2\n")
     assert said(str(run / "none"), "--ranks", "2", "--parallel.tp", "2").count("is not a run folder") == 1
     assert said(str(run), "--ranks", "3", "--parallel.tp", "3") == (
-        "hybridpar: parallel.tp = 3: must be at most model.num_heads = 2; try 2\n")
+        "hybridpar: parallel.tp = 3: every rank needs a head, and num_heads is 2; try 2\n")
+    assert "parallel.pp = 5: the model has only 4 blocks; try 4" in said(str(run), "--ranks", "5", "--parallel.pp", "5")
 
 
 def test_what_cannot_generate(run: Path, tmp_path: Path) -> None:
