@@ -11,6 +11,7 @@ import time
 RUNS = (
     ("ops",),
     ("single",),
+    ("generate",),
     ("tensor_parallel",),
     ("data_parallel", "--microbatches", "2"),
     ("pipeline", "--shapes", "small", "--name", "pipeline_small"),

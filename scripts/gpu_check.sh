@@ -9,8 +9,8 @@
 #   LIMIT=540  seconds for all of them; a step that is cut off leaves what it had
 #   COMMIT=..  what the results name, where the folder is a copy whose git history does not tell
 #
-# Installs nothing: torch >= 2.11 with CUDA, triton, numpy and pytest must be there; what else is missing is said and left
-# out. Without a GPU it rehearses: builds the CPU operators, collects the tests, and runs the benchmarks at a tiny size.
+# Installs nothing: torch >= 2.11 with CUDA, triton, numpy, einops and pytest must be there; what else is missing is said and
+# left out. Without a GPU it rehearses: builds the CPU operators, collects the tests, and runs the benchmarks at a tiny size.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="${1:-benchmarks/results}"
@@ -31,7 +31,7 @@ import sys
 def lacks(names):
     return [name for name in names if importlib.util.find_spec(name) is None]
 
-missing, optional = lacks(["torch", "triton", "numpy", "pytest", "setuptools"]), lacks(
+missing, optional = lacks(["torch", "triton", "numpy", "einops", "pytest", "setuptools"]), lacks(
     ["hypothesis", "pytest_timeout", "xdist", "transformers", "apex"])
 path = f"{os.environ.get('PATH')}:{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"
 optional += [name for name in ("ninja", "nvcc") if shutil.which(name, path=path) is None]

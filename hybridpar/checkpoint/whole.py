@@ -1,4 +1,4 @@
-"""A model whose weights are all in this process."""
+"""A model, or a stage of one, with the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from hybridpar.checkpoint.load import FullWeights
 from hybridpar.config import ModelConfig
 from hybridpar.errors import CheckpointError
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
+from hybridpar.nn.placement import named_placements
+from hybridpar.optim import ParameterSlot
 from hybridpar.pipeline.run.stage import Stage
 
 
@@ -22,4 +25,16 @@ def whole_model(model: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.
             if name not in weights:
                 raise CheckpointError(f"the checkpoint has no {name}")
             parameter.copy_(weights[name])
+    return stage
+
+
+def load_stage(full: FullWeights, tp: Axis, numbers: range) -> Stage:
+    """Some blocks of a checkpoint's model, with what this tp rank has of them, in fp32 on the CPU.
+
+    Reads that alone, one parameter at a time. Raises: CheckpointError if a file is missing or damaged.
+    """
+    stage = Stage(build_blocks(full.manifest.config.model, tp, numbers, device="cpu", dtype=torch.float32))
+    with torch.no_grad():
+        for name, parameter, place in named_placements(stage):
+            parameter.copy_(full.read_part(ParameterSlot(name, place, tp.rank)))
     return stage

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import FlagConversionOff, Positional, arg
+from tyro.conf import FlagConversionOff, Positional, UseAppendAction, arg
 
 from hybridpar.cli.exchange import Export, Import
 from hybridpar.cli.placing import Graph, Place
@@ -189,36 +189,54 @@ class Preprocess:
 
 @dataclass(frozen=True)
 class Generate:
-    """Sample text from a trained GPT."""
+    """Sample text from a trained GPT, on one process or on a grid that holds a part of it on each."""
 
     checkpoint: str
     """A run folder (its newest checkpoint), or one checkpoint in it."""
-    prompt: str = ""
+    prompt: UseAppendAction[tuple[str, ...]] = ()
+    """What the text goes on from; given several times, for several texts, which are computed together."""
     max_tokens: int = 200
     temperature: float = 0.8
     """0: always the likeliest token."""
     top_k: int = 40
     """Candidates for each token; 0: all."""
+    top_p: float = 1.0
+    """Of these the likeliest that together have this probability."""
     seed: Annotated[int, Within(-(2**63), 2**63 - 1)] = 0
     threads: Threads = 0
-    """CPU threads; 0: all cores."""
+    """CPU threads of a process; 0: all cores."""
+    ranks: Ranks = 0
+    """Start so many processes on this machine; 0: torchrun starts them, or there is one."""
+    tp: Annotated[int, Within(1, 2**12), arg(name="parallel.tp")] = 1
+    pp: Annotated[int, Within(1, 2**12), arg(name="parallel.pp")] = 1
     json: bool = False
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.train.generate import Generator, Sampling
-        from hybridpar.train.launch import set_threads
+        from hybridpar.train.generate import Sampling, on_grid
 
-        set_threads(self.threads, launch)
-        sampling = Sampling(self.max_tokens, self.temperature, self.top_k, self.seed)
-        generator = Generator.load(self.checkpoint, lambda text: print(text, file=sys.stderr))
-        pieces = generator.generate(self.prompt, sampling)
-        if self.json:
-            print(json.dumps({"ok": True, "prompt": self.prompt, "text": "".join(pieces)}))
-            return 0
-        print(self.prompt, end="", flush=True)
-        for piece in pieces:
-            print(piece, end="", flush=True)
-        print()
+        sampling = Sampling(self.max_tokens, self.temperature, self.top_k, self.top_p, self.seed)
+        starts = self.ranks if not launch.launched else 0
+        if self.tp * self.pp != (processes := starts or launch.world_size):
+            rule = f"tp * pp is {self.tp * self.pp}, and there are {processes} processes"
+            raise config_error("parallel", f"tp={self.tp} pp={self.pp}", rule, f"--ranks {self.tp * self.pp}")
+        if starts:
+            from hybridpar.train.faults.supervisor import run_ranks
+
+            return run_ranks(starts, launch.args)
+        prompts, speaks = self.prompt or ("",), launch.rank == 0
+        texts, live = [""] * len(prompts), speaks and len(prompts) == 1 and not self.json
+        with on_grid(self.checkpoint, self.tp, self.pp, self.threads, launch) as generator:
+            if live:
+                print(prompts[0], end="", flush=True)
+            for i, piece in generator.generate_all(prompts, sampling):
+                texts[i] += piece
+                if live:
+                    print(piece, end="", flush=True)
+        if speaks and self.json:
+            made = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+            print(json.dumps({"ok": True} | (made[0] if len(made) == 1 else {"texts": made})))
+        elif speaks:
+            print("" if live else "\n\n".join(prompt + text for prompt, text in zip(prompts, texts, strict=True)))
         return 0
 
 

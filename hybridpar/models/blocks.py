@@ -2,7 +2,8 @@
 
 Every block is called as `block(x, batch, key)`: x [b, s, h] (None for the embedding), batch the tensors of a
 micro-batch, key the RandomKey of its dropout (None: no dropout). A model of any depth is a list of blocks, so
-splitting it into stages is slicing the list.
+splitting it into stages is slicing the list. For text that grows, a layer also takes a KeyValueCache; x is of new
+tokens then, and batch["positions"] ([s] or [b, s] int64) says where in their texts they stand.
 
 Legend: b samples, s sequence, h hidden, v vocabulary.
 """
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from hybridpar.comm import gather_from
@@ -21,6 +23,7 @@ from hybridpar.grid import Axis
 from hybridpar.nn import (
     ColumnParallelLinear,
     Dropout,
+    KeyValueCache,
     LayerNorm,
     LearnedPositionEmbedding,
     ParallelAttention,
@@ -72,7 +75,8 @@ class Embedding(nn.Module):
     def forward(self, x: None, batch: MicroBatch, key: RandomKey | None) -> Tensor:
         out = self.tokens(batch["tokens"])
         if self.positions is not None:
-            out = out + self.positions(batch["tokens"].shape[1])
+            at = batch.get("positions")
+            out = out + (self.positions(batch["tokens"].shape[1]) if at is None else self.positions.at(at))
         if self.segments is not None:
             out = out + self.segments(batch["token_types"])
         if self.norm is not None:
@@ -120,12 +124,13 @@ class TransformerLayer(nn.Module):
         self.attention_dropout = Dropout(model.dropout, f"{name}.attention_dropout", kernels)
         self.mlp_dropout = Dropout(model.dropout, f"{name}.mlp_dropout", kernels)
 
-    def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Tensor:
-        mask = batch.get("padding_mask")
+    def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None,
+                cache: KeyValueCache | None = None) -> Tensor:
+        how = batch.get("padding_mask"), key, cache, batch.get("positions")
         if self.post_norm:
-            x, _ = self.attention_norm.add(*self.attention.without_bias(x, mask, key), x, self.attention_dropout, key)
+            x, _ = self.attention_norm.add(*self.attention.without_bias(x, *how), x, self.attention_dropout, key)
             return self.mlp_norm.add(*self.mlp.without_bias(x), x, self.mlp_dropout, key)[0]
-        attended = self.attention.without_bias(self.attention_norm(x), mask, key)
+        attended = self.attention.without_bias(self.attention_norm(x), *how)
         if self.parallel_residual:
             fed = self.mlp.without_bias(self.mlp_norm(x))
             return self.mlp_dropout.add(*fed, self.attention_dropout.add(*attended, x, key), key)
@@ -237,9 +242,10 @@ class BertHead(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:
         x = self.final_norm(x)
-        labelled = (batch["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
-        rows = self.transformed(x.flatten(0, 1).index_select(0, labelled))
-        targets = {"labels": batch["labels"].flatten()[labelled], "num_targets": batch["num_targets"]}
+        labels = rearrange(batch["labels"], "b s -> (b s)")
+        labelled = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+        rows = self.transformed(rearrange(x, "b s h -> (b s) h").index_select(0, labelled))
+        targets = {"labels": labels[labelled], "num_targets": batch["num_targets"]}
         losses = {"mlm": self.language_model(rows, targets)}
         if self.sentence != "none":
             scores = self._scores(x[:, 0])

@@ -6,6 +6,7 @@ each knows its global shape, and each layer states its shapes and the collective
 """
 
 from hybridpar.nn.attention import HeadLayout, ParallelAttention
+from hybridpar.nn.cache import KeyValueCache
 from hybridpar.nn.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from hybridpar.nn.dropout import Dropout
 from hybridpar.nn.embedding import LearnedPositionEmbedding, VocabParallelEmbedding
@@ -24,7 +25,7 @@ from hybridpar.nn.placement import (
 )
 
 __all__ = [
-    "ColumnParallelLinear", "Dropout", "HeadLayout", "Init", "LayerNorm", "LearnedPositionEmbedding",
+    "ColumnParallelLinear", "Dropout", "HeadLayout", "Init", "KeyValueCache", "LayerNorm", "LearnedPositionEmbedding",
     "ParallelAttention", "ParallelMLP", "ParallelModule", "Placement", "RMSNorm", "RowParallelLinear", "Shard",
     "VocabParallelEmbedding", "column_linear", "named_placements", "reduce_shared_gradients", "split_ranges",
     "split_sizes", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy",

@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from hybridpar import ops
 from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
+from hybridpar.nn.cache import KeyValueCache
 from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
 from hybridpar.nn.placement import Matrices, ParallelModule, Range, Shard, split_ranges
 from hybridpar.random import RandomKey, site
@@ -116,6 +118,9 @@ class ParallelAttention(ParallelModule):
     the first `rotary_fraction` of a head's features. `name` tells the dropout of one layer from another's.
     `out_init_std`: the standard deviation of `out` at the start (None: init_std).
 
+    With a cache, x is of new positions, which see those that are kept there as well: `positions` says where they stand
+    (see KeyValueCache.extend), and the padding mask is of all positions up to the last of them.
+
     Shapes: x [b, s, h] replicated, padding_mask [b, s] bool (True = real) -> [b, s, h] replicated.
     Collectives: forward one all-reduce, backward one.
     Raises: ConfigError where the counts do not fit (see HeadLayout), or for an odd number of rotary features.
@@ -149,23 +154,28 @@ class ParallelAttention(ParallelModule):
         y, bias = self.without_bias(x, padding_mask, key)
         return y if bias is None else y + bias
 
-    def without_bias(self, x: Tensor, padding_mask: Tensor | None,
-                     key: RandomKey | None) -> tuple[Tensor, Tensor | None]:
+    def without_bias(self, x: Tensor, padding_mask: Tensor | None, key: RandomKey | None,
+                     cache: KeyValueCache | None = None,
+                     positions: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The output without the bias of `out`, and that bias, for who adds it with something else."""
-        q, k, v = (t.transpose(1, 2) for t in self.split_heads(self.qkv(x)))
+        q, k, v = (rearrange(t, "b s n d -> b n s d") for t in self.split_heads(self.qkv(x)))
         if self.rotary_base is not None:
-            q, k = (self._turned(t, self.rotary_base) for t in (q, k))
+            q, k = (self._turned(t, self.rotary_base, positions) for t in (q, k))
+        if cache is not None:
+            assert positions is not None
+            k, v = cache.extend(k, v, positions)
         y = ops.attention(q, k, v, causal=self.causal, padding_mask=padding_mask, kv_index=self.kv_index,
                           dropout_p=self.dropout, key=key, site=self.site, head_start=self.head_start,
                           backend=self.kernels.attention)
-        return self.out.without_bias(y.transpose(1, 2).flatten(2)), self.out.bias
+        return self.out.without_bias(rearrange(y, "b n s d -> b s (n d)")), self.out.bias
 
-    def _turned(self, x: Tensor, base: float) -> Tensor:
+    def _turned(self, x: Tensor, base: float, positions: Tensor | None) -> Tensor:
         """`x` at its positions. Shapes: [b, n, s, d] -> same."""
         if self.rotary_dim == x.shape[-1]:
-            return ops.rotary(x, base, backend=self.kernels.rotary)
+            return ops.rotary(x, base, positions=positions, backend=self.kernels.rotary)
         turned, rest = x.split((self.rotary_dim, x.shape[-1] - self.rotary_dim), dim=-1)
-        return torch.cat((ops.rotary(turned, base, backend=self.kernels.rotary), rest), dim=-1)
+        turned = ops.rotary(turned, base, positions=positions, backend=self.kernels.rotary)
+        return torch.cat((turned, rest), dim=-1)
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the local heads; views where the local groups are of one size (the queries of
@@ -175,12 +185,12 @@ class ParallelAttention(ParallelModule):
         """
         sizes, (b, s, _), d = self.group_sizes, qkv.shape, self.layout.head_dim
         if self.kv_index is None:
-            # b and s as one: gradients of up to 4 dimensions are joined by one kernel
+            # b and s as one: gradients of up to 4 dimensions are joined by one kernel; einops would add 15 us
             q, k, v = qkv.view(b * s, len(sizes), sizes[0] + 2, d).split((sizes[0], 1, 1), dim=2)
             q, k, v = (t.unflatten(0, (b, s)) for t in (q.flatten(1, 2), k.squeeze(2), v.squeeze(2)))
             return q, k, v
         slots = [slots for m in sizes for slots in (m, 1, 1)]
-        parts = qkv.view(b, s, sum(slots), d).split(slots, dim=2)
+        parts = rearrange(qkv, "b s (slots d) -> b s slots d", d=d).split(slots, dim=2)
         q, k, v = (torch.cat(parts[i::3], dim=2) for i in range(3))
         return q, k, v
 

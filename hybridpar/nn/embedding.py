@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
@@ -70,6 +71,10 @@ class LearnedPositionEmbedding(ParallelModule):
             raise config_error("model.max_positions", longest, f"the input reaches position {start + length}",
                                str(start + length))
         return self.weight if length == longest else self.weight[start : start + length]
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Those of any positions below `seq_length`. Shapes: int64 [..] -> [.., hidden]."""
+        return F.embedding(positions, self.weight)
 
 
 def within(ids: Tensor, stop: int) -> bool:

@@ -106,6 +106,8 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) ->
     Shapes: x [.., i], weight [o_local, i], bias [o_local] -> [.., o_local].
     Collectives: forward none, backward one all-reduce if x requires a gradient.
     """
+    if not torch.is_grad_enabled():  # autograd's call takes 9 us, a product of one row some 20
+        return matmul.linear(x, weight, bias)
     if _is_ours(weight) or (axis.size > 1 and x.requires_grad):
         return _Linear.apply(x, weight, bias, axis, None)
     return F.linear(x, weight, bias)
@@ -117,9 +119,19 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Te
     Shapes: x [.., i_local], weight [o, i_local], bias [o] -> [.., o].
     Collectives: forward one all-reduce, backward none.
     """
+    if not torch.is_grad_enabled():
+        return _row_linear(x, weight, bias, axis)
     if _is_ours(weight) or axis.size > 1:
         return _Linear.apply(x, weight, bias, None, axis)
     return F.linear(x, weight, bias)
+
+
+def _row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+    """Outside of autograd."""
+    if axis.size == 1:
+        return matmul.linear(x, weight, bias)
+    y = all_reduce(matmul.linear(x, weight), axis)
+    return y if bias is None else y.add_(bias)
 
 
 def _is_ours(weight: Tensor) -> bool:
@@ -140,10 +152,7 @@ class _Linear(Function):
         ctx.save_for_backward(x, weight)
         # the leaf itself: recomputation would bring back a copy, without its .grad
         ctx.axis, ctx.leaf = dx_axis, weight
-        if y_axis is None or y_axis.size == 1:
-            return matmul.linear(x, weight, bias)
-        y = all_reduce(matmul.linear(x, weight), y_axis)
-        return y if bias is None else y.add_(bias)
+        return matmul.linear(x, weight, bias) if y_axis is None else _row_linear(x, weight, bias, y_axis)
 
     @staticmethod
     @once_differentiable

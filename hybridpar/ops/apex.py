@@ -1,4 +1,4 @@
-"""NVIDIA apex's fused normalisation, where it is installed with its CUDA extensions.
+"""NVIDIA apex's fused normalisation and AdamW, where it is installed with its CUDA extensions.
 
 apex comes from source (github.com/NVIDIA/apex); the package of that name on PyPI is an unrelated one.
 """
@@ -7,40 +7,85 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridpar.native import constant_when_traced
+from hybridpar.ops.dropout import Mask
+from hybridpar.ops.registry import resolve
+from hybridpar.ops.update import AdamStep, Passes, Tensors, Weights, blocks, by_decay
+
+_NORMS = "fused_layer_norm_cuda", "apex.normalization.fused_layer_norm"
+_UPDATES = "amp_C", "apex.multi_tensor_apply"
+_TYPES = {"optimizer": (torch.float32,)}  # its kernel takes weights, gradients and moments of one type
+_ALL_TYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 def unsupported(op: str, device_type: str | None, dtype: torch.dtype | None) -> str | None:
     """Why apex cannot run on such tensors (None: in general, on this machine); None when it can."""
     if device_type not in (None, "cuda"):
         return f"runs on a GPU, not on {device_type}"
-    if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+    if dtype not in (None, *_TYPES.get(op, _ALL_TYPES)):
         return f"has no {dtype} version"
+    extension, module = needed = _UPDATES if op == "optimizer" else _NORMS
     try:
-        _functions()
+        _modules(*needed)
     except Exception as error:  # whatever a half-built apex throws while it is imported
-        return f"apex's fused_layer_norm cannot be imported ({error})"
+        return f"{module} or {extension} cannot be imported ({error})"
     return None if torch.cuda.is_available() else "no GPU here"
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return _functions().fused_layer_norm_affine(x, weight, bias, weight.shape, eps)
+    return _modules(*_NORMS)[1].fused_layer_norm_affine(x, weight, bias, weight.shape, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _functions().fused_rms_norm_affine(x, weight, weight.shape, eps)
+    return _modules(*_NORMS)[1].fused_rms_norm_affine(x, weight, weight.shape, eps)
+
+
+def add_norm(x: Tensor, bias_of_x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
+             centre: bool, mask: Mask) -> tuple[Tensor, Tensor]:
+    """apex's norm of a sum that is computed before, as apex has no such operator."""
+    total = resolve("bias_dropout_add", "auto", x)(x, bias_of_x, residual, mask)
+    return rms_norm(total, weight, eps) if bias is None else layer_norm(total, weight, bias, eps), total
+
+
+class FusedAdam(Passes):
+    """AdamW by the kernel of apex.optimizers.FusedAdam, in place, on what the old weights were copied to.
+
+    It knows neither Nesterov's momentum nor directions alone: those, and all that is not Adam, are the reference's.
+    """
+
+    @staticmethod
+    def adam(weights: Weights, gradients: Tensors, moments: tuple[Tensors, Tensors], decays: Sequence[float],
+             lr: float, step: AdamStep) -> None:
+        if step.nesterov is not None:
+            return Passes.adam(weights, gradients, moments, decays, lr, step)
+        amp, multi_tensor = _modules(*_UPDATES)
+        with weights.updating() as values:
+            for decay, columns in by_decay(decays, gradients, values, *moments):
+                for lists in blocks([[x for x in column if x.numel()] for column in columns]):
+                    if isinstance(step.scale, Tensor) or step.scale != 1.0:
+                        torch._foreach_mul_(lists[0], step.scale)
+                    nothing_skipped = torch.zeros(1, dtype=torch.int32, device=lists[0][0].device)
+                    multi_tensor.multi_tensor_applier(
+                        amp.multi_tensor_adam, nothing_skipped, lists, lr, step.beta1, step.beta2, step.eps,
+                        step.count, _DECOUPLED, _BIAS_CORRECTION, decay)
+                    for written in lists[1:]:
+                        torch.autograd.graph.increment_version(written)
+        return None
+
+
+_DECOUPLED = _BIAS_CORRECTION = 1
 
 
 @functools.cache
-def _functions() -> Any:
-    """apex's module. Its Python part imports without the extension, which is the one that computes."""
-    importlib.import_module("fused_layer_norm_cuda")
-    return importlib.import_module("apex.normalization.fused_layer_norm")
+def _modules(extension: str, module: str) -> tuple[Any, Any]:
+    """apex's extension, which computes, and its Python part, which imports without that."""
+    return importlib.import_module(extension), importlib.import_module(module)
 
 
 constant_when_traced(unsupported)

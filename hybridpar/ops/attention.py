@@ -21,12 +21,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, padding_mask: Te
               site: int = 0, head_start: int = 0, backend: str = "auto") -> Tensor:
     """softmax(q k^T / sqrt(d)) v, with dropout on the softmax.
 
+    Fewer queries than keys are those of the last positions; torch's kernel computes them, whatever the backend.
     A position that sees no key (all padding) yields zeros, and no gradient. `kv_index[i]` is the key and value head of
     query head i; without it, each serves n / n_kv neighbours. `head_start` is the global number of the first query
     head: the dropout mask of (head, q, k) has index (head * s + q) * s + k within its sample.
 
-    Shapes: q [b, n, s, d]; k, v [b, n_kv, s, d]; padding_mask bool [b, s], True = real -> [b, n, s, d].
-    Raises: ValueError for other shapes; ConfigError if dropout_p is not in [0, 1), or the backend cannot run.
+    Shapes: q [b, n, s, d]; k, v [b, n_kv, keys, d]; padding_mask bool [b, keys], True = real -> [b, n, s, d].
+    Raises: ValueError for other shapes, or dropout with fewer queries than keys; ConfigError if dropout_p is not in
+    [0, 1), or the backend cannot run.
     Source: arXiv 1706.03762; grouped heads arXiv 2305.13245.
     """
     _check(q, k, v, padding_mask)
@@ -41,6 +43,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, padding_mask: Te
         raise ValueError(f"kv_index must have {n} entries from 0 to {n_kv - 1}, got {list(kv_index)}")
     s = q.shape[2]
     mask = make_mask((q.shape[0], n, s, s), q.device, dropout_p, key, site, inner_start=head_start * s * s)
+    if s < k.shape[2]:
+        if mask is not KEEP_ALL:
+            raise ValueError(f"dropout needs as many queries as keys, got {_shapes(q, k, v)}")
+        return attention_torch(q, k, v, causal, padding_mask, list(kv_index), mask)
     return resolve("attention", backend, q)(q, k, v, causal, padding_mask, list(kv_index), mask)
 
 
@@ -86,8 +92,11 @@ def sdpa_unsupported(op: str, device_type: str | None, dtype: torch.dtype | None
 def attention_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask: Tensor | None, kv_index: list[int],
                     mask: Mask) -> Tensor:
     """torch's fused kernel, which has no counter-based dropout; the matrix of probabilities where that is asked for."""
-    n, n_kv = q.shape[1], k.shape[1]
+    (b, n, queries, d), n_kv, keys = q.shape, *k.shape[1:3]
     if kv_index != list(range(n_kv)):
+        if kv_index == _neighbours(n, n_kv) and queries == 1 < keys:  # heads that share a key are queries of one head
+            folded = q.reshape(b, n_kv, n // n_kv, d)
+            return attention_torch(folded, k, v, False, padding_mask, list(range(n_kv)), mask).reshape(b, n, 1, d)
         if kv_index == _neighbours(n, n_kv):
             k, v = (x.unsqueeze(2).expand(-1, -1, n // n_kv, -1, -1).flatten(1, 2) for x in (k, v))
         else:
@@ -97,12 +106,11 @@ def attention_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask:
         scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
         probabilities = softmax_torch(scores, q.shape[-1] ** -0.5, causal, padding_mask)
         return drop(probabilities, mask).to(q.dtype) @ v
-    if padding_mask is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    visible, blind = _visible(q.shape[2], q.shape[2], causal, padding_mask)
-    assert visible is not None
-    assert blind is not None
-    return F.scaled_dot_product_attention(q, k, v, visible).masked_fill(blind, 0.0)
+    if padding_mask is None and (queries in (1, keys) or not causal):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal and queries == keys)
+    visible, blind = _visible(queries, keys, causal and queries > 1, padding_mask, q.device)
+    y = F.scaled_dot_product_attention(q, k, v, visible)
+    return y if blind is None else y.masked_fill(blind, 0.0)
 
 
 def softmax_torch(x: Tensor, scale: float, causal: bool, padding_mask: Tensor | None) -> Tensor:
@@ -137,11 +145,12 @@ def _neighbours(n: int, n_kv: int) -> list[int]:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None) -> None:
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-        raise ValueError(f"expected q [b, n, s, d] and k, v [b, n_kv, s, d], got {_shapes(q, k, v)}")
-    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
-        raise ValueError(f"q and k must agree in samples, positions and head dimension, got {_shapes(q, k, v)}")
+        raise ValueError(f"expected q [b, n, s, d] and k, v [b, n_kv, keys, d], got {_shapes(q, k, v)}")
+    if q.shape[0] != k.shape[0] or q.shape[2] > k.shape[2] or q.shape[3] != k.shape[3]:
+        raise ValueError("q and k must agree in samples and head dimension, and q have no more positions, got "
+                         f"{_shapes(q, k, v)}")
     if padding_mask is not None:
-        _check_padding(padding_mask, (q.shape[0], q.shape[2]))
+        _check_padding(padding_mask, (k.shape[0], k.shape[2]))
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:

@@ -62,7 +62,7 @@ def _rows(op: str, torch: str, *, cuda: str = "fused:compiled fused:cuda_unsuppo
 TABLE = (
     *_rows("layer_norm", "norm:layer_norm_torch", apex=True),
     *_rows("rms_norm", "norm:rms_norm_torch", apex=True),
-    *_rows("add_norm", "norm:add_norm_torch"),
+    *_rows("add_norm", "norm:add_norm_torch", apex=True),
     *_rows("bias_dropout_add", "norm:bias_dropout_add_torch"),
     *_rows("gelu", "activation:gelu_torch"),
     *_rows("swiglu", "activation:swiglu_torch"),
@@ -77,6 +77,7 @@ TABLE = (
     Backend("embedding", "torch", "hybridpar.ops.embedding:Passes"),
     Backend("optimizer", "cpp", "hybridpar.ops.update:compiled", "hybridpar.ops.fused:cpp_unsupported"),
     Backend("optimizer", "triton", "hybridpar.ops.update:triton", "hybridpar.ops.triton:unsupported"),
+    Backend("optimizer", "apex", "hybridpar.ops.apex:FusedAdam", "hybridpar.ops.apex:unsupported"),
     Backend("optimizer", "torch", "hybridpar.ops.update:Passes"),
 )
 

@@ -1,106 +1,221 @@
-"""Samples text from a checkpoint of a GPT, on one process.
-
-The whole window is computed again for every token; a text longer than seq_length slides through it.
-"""
+"""Text from a checkpoint of a GPT, on one process or on a grid of tp and pp (decoder.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hybridpar.checkpoint import find, load_full
-from hybridpar.checkpoint.whole import whole_model
-from hybridpar.config import ModelConfig
+from hybridpar.checkpoint import FullWeights, find, read_manifest
+from hybridpar.checkpoint.whole import load_stage
+from hybridpar.comm import broadcast
+from hybridpar.config import Launch, TrainConfig
 from hybridpar.data.tokenizer import END, Tokenizer, check_vocab_fits
-from hybridpar.errors import CheckpointError, config_error
+from hybridpar.errors import CheckpointError, HybridparError, config_error
+from hybridpar.grid import ProcessGrid
+from hybridpar.models.cost import stage_split
+from hybridpar.random import random_bits, site
+from hybridpar.train.decoder import Decoder
+from hybridpar.train.failure import describe_failure
+from hybridpar.train.launch import Job, set_threads
+
+TOGETHER = 16
+"""Prompts that are computed at once; the others wait."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. `temperature` 0: the likeliest one. `top_k` 0: all are candidates."""
+    """How the next token is chosen. `temperature` 0: the likeliest one. `top_k` 0: all are candidates; `top_p`: of
+    these the likeliest that together have this probability."""
 
     max_tokens: int = 200
     temperature: float = 0.8
     top_k: int = 40
+    top_p: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name, value in (("max_tokens", self.max_tokens), ("temperature", self.temperature), ("top_k", self.top_k)):
-            if value < 0:
+            if not value >= 0:
                 raise config_error(name, value, "must not be negative", str(getattr(type(self), name)))
+        if not 0 < self.top_p <= 1:
+            raise config_error("top_p", self.top_p, "must be above 0 and at most 1", "0.9")
 
 
 class Generator:
-    """A GPT whose weights are all in this process, and its tokenizer."""
+    """This rank's part of a GPT, and its tokenizer."""
 
-    def __init__(self, model: ModelConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer):
-        self.model, self.tokenizer = model, tokenizer
-        self.stage = whole_model(model, weights)
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer):
+        self.decoder, self.tokenizer = decoder, tokenizer
+        self.end, self._num_ids = tokenizer.special(END), tokenizer.vocab_size
 
     @staticmethod
-    def load(path: str | Path, say: Callable[[str], None]) -> Generator:
+    def load(path: str | Path, say: Callable[[str], None], grid: ProcessGrid | None = None) -> Generator:
         """From a run folder (its newest checkpoint that is whole) or from one checkpoint in it.
 
-        Raises: CheckpointError if there is none; ConfigError if it is not a GPT, or the tokenizer has more ids than it;
-        DataError for a damaged tokenizer.
+        A rank reads its own part of the weights; `grid`: of tp and pp, None: this process alone.
+        Raises: CheckpointError if there is none; ConfigError if it is not a GPT, has too few heads or blocks for the
+        grid, or the tokenizer has more ids than it; DataError for a damaged tokenizer.
         """
-        folder = find(path, say)
-        config, weights = load_full(folder)
-        if config.model.kind != "gpt":
-            raise config_error("checkpoint", str(path), f"holds a {config.model.kind}; only a gpt generates text")
+        grid, folder = grid or ProcessGrid(), find(path, say)
+        model = read_manifest(folder).config.model
+        if model.kind != "gpt":
+            raise config_error("checkpoint", str(path), f"holds a {model.kind}; only a gpt generates text")
         tokenizer = folder.parent.parent / "tokenizer.json"
         if not tokenizer.is_file():
             raise CheckpointError(f"{tokenizer}: is missing; the corpus came without one, so put it there")
         loaded = Tokenizer.load(tokenizer)
-        check_vocab_fits(loaded.vocab_size, config.model.vocab_size, f"the tokenizer {tokenizer}")
-        return Generator(config.model, weights, loaded)
-
-    @torch.no_grad()
-    def next_logits(self, tokens: list[int]) -> Tensor:
-        """Shapes: returns [v], for what follows the last seq_length of `tokens`."""
-        window = torch.tensor([tokens[-self.model.seq_length:]])
-        *blocks, head = self.stage.blocks.values()
-        x = None
-        for block in blocks:
-            x = block(x, {"tokens": window}, None)
-        assert x is not None
-        return head.logits(x[:, -1])[0, : self.tokenizer.vocab_size]  # type: ignore[operator]
+        check_vocab_fits(loaded.vocab_size, model.vocab_size, f"the tokenizer {tokenizer}")
+        stage = load_stage(FullWeights(folder), grid.tp, stage_split(model, grid.pp.size)[grid.pp.rank])
+        return Generator(Decoder(stage, model, grid), loaded)
 
     def generate(self, prompt: str, sampling: Sampling) -> Iterator[str]:
         """Yields the continuation of `prompt` (a new document where it is empty), piece by piece, until its end.
 
-        Raises: as `choose`.
+        Collectives: on all ranks of the grid. Raises: CheckpointError where logits are not finite.
         """
-        end = self.tokenizer.special(END)
-        tokens = [int(i) for i in self.tokenizer.encode(prompt)] or [end]
-        random = torch.Generator().manual_seed(sampling.seed)
-        made: list[int] = []
-        shown = 0
-        for _ in range(sampling.max_tokens):
-            token = choose(self.next_logits(tokens), sampling, random)
-            if token == end:
-                break
-            tokens.append(token)
-            made.append(token)
-            text = self.tokenizer.decode(made)
-            if not text.endswith("\ufffd"):  # otherwise in the middle of a character
-                yield text[shown:]
-                shown = len(text)
-        if made and (rest := self.tokenizer.decode(made)[shown:]):
-            yield rest
+        return (piece for _, piece in self.generate_all([prompt], sampling))
+
+    def generate_all(self, prompts: Sequence[str], sampling: Sampling) -> Iterator[tuple[int, str]]:
+        """Yields pieces of the continuations of several prompts, each with its prompt's index.
+
+        A text depends on its prompt, the seed, and how many equal prompts come before it.
+        Collectives, raises: as `generate`.
+        """
+        texts = []
+        for i, prompt in enumerate(prompts):
+            tokens = [int(i) for i in self.tokenizer.encode(prompt)]
+            key = sampling.seed % 2**64, site(f"generate.{tokens}"), 0, prompts[:i].count(prompt)
+            texts.append(_Text(i, tokens or [self.end], Pieces(self.tokenizer, tokens), key))
+        for first in range(0, len(texts), TOGETHER):
+            yield from self._generate(texts[first : first + TOGETHER], sampling)
+
+    def _generate(self, texts: list[_Text], sampling: Sampling) -> Iterator[tuple[int, str]]:
+        logits = self.decoder.start([text.prompt for text in texts], sampling.max_tokens)
+        for position in range(sampling.max_tokens):
+            tokens = self._choose(logits, sampling, texts, position)
+            last = position + 1 == sampling.max_tokens
+            for text, token in zip(texts, tokens, strict=True):
+                piece = "" if token == self.end else text.pieces.add(token)
+                if piece := piece + (text.pieces.rest() if token == self.end or last else ""):
+                    yield text.index, piece
+            if ended := [i for i, token in enumerate(tokens) if token == self.end]:
+                texts = [text for i, text in enumerate(texts) if i not in ended]
+                tokens = [token for token in tokens if token != self.end]
+                self.decoder.forget(ended)
+            if last or not texts:
+                return
+            logits = self.decoder.go_on(tokens)
+
+    def _choose(self, logits: Tensor | None, sampling: Sampling, texts: Sequence[_Text], position: int) -> list[int]:
+        """A token for each text, from the last stage's logits, on all ranks.
+
+        Collectives: one broadcast over all ranks of the grid. Raises: as `generate`, on all of them.
+        """
+        world, chosen = self.decoder.grid.world, torch.empty(len(texts), dtype=torch.int64)
+        if logits is not None:
+            uniform = torch.tensor([_uniform(text.key, position) for text in texts], dtype=torch.float64)
+            chosen = choose(logits[:, : self._num_ids], sampling, uniform)
+        tokens: list[int] = broadcast(chosen, world, world.size - self.decoder.grid.tp.size).tolist()
+        if min(tokens) < 0:
+            raise CheckpointError("the model's logits are not finite: nothing can be sampled from them")
+        return tokens
 
 
-def choose(logits: Tensor, sampling: Sampling, random: torch.Generator) -> int:
-    """One token. Shapes: logits [v]. Raises: CheckpointError where they are not finite."""
+@dataclass(frozen=True)
+class _Text:
+    """A prompt, how the text behind it comes out, and the key of its random numbers (seed, site, step, sample)."""
+
+    index: int
+    prompt: list[int]
+    pieces: Pieces
+    key: tuple[int, int, int, int]
+
+
+@contextmanager
+def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterator[Generator]:
+    """A Generator on the grid that the processes of this one's job make, tp * pp of them.
+
+    `path`, `threads`: as for Generator.load and set_threads.
+    Collectives: to be called by all processes. Raises: as Generator.load, on all processes alike; RankError where this
+    one fails.
+    """
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    set_threads(threads, launch)
+    job = Job.connect(launch)
+    folder = job.decide(lambda: str(find(path, say)))
+    job.start_group(torch.device("cpu"), "gloo", TrainConfig().timeout_s)
+    grid = ProcessGrid(tp=tp, pp=pp)
+    generator = job.together(lambda: Generator.load(folder, say, grid))
+    assert generator is not None
+    try:
+        yield generator
+        job.end_group()
+    except (HybridparError, BrokenPipeError):  # raised on all ranks together; nobody reads on
+        raise
+    except Exception as error:
+        raise describe_failure(error, grid.describe()) from error
+
+
+class Pieces:
+    """Text from tokens as they come, in pieces of whole characters; `behind`: the tokens that they follow.
+
+    Only the last few tokens are decoded, so a piece costs the same however long the text is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, behind: Sequence[int]):
+        self._tokenizer, self._tokens, self._read = tokenizer, list(behind), 0
+        self._go_on()
+
+    def add(self, token: int) -> str:
+        """What is known of the text with another token; empty in the middle of a character."""
+        self._tokens.append(token)
+        piece = self.rest()
+        if piece.endswith("\ufffd"):
+            return ""
+        self._go_on()
+        return piece
+
+    def rest(self) -> str:
+        """What has not been told, if the text ends here."""
+        return self._tokenizer.decode(self._tokens)[self._shown :]
+
+    def _go_on(self) -> None:
+        """Keeps the tokens of the last piece, as those that follow may be written in another way without them."""
+        self._tokens = self._tokens[self._read :]
+        self._read, self._shown = len(self._tokens), len(self._tokenizer.decode(self._tokens))
+
+
+def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
+    """A token for each row; -1 for all where a logit is not finite.
+
+    Candidates are taken by likelihood, and the token from them in the order of their ids: so logits that are rounded in
+    another way, as on another grid, hardly ever change it.
+    Shapes: logits [b, v], uniform [b] float64, between 0 and 1 -> [b] int64.
+    Source of top_p: arXiv 1904.09751.
+    """
     if not logits.isfinite().all():
-        raise CheckpointError("the model's logits are not finite: nothing can be sampled from them")
+        return torch.full((len(logits),), -1)
     if sampling.temperature == 0:
-        return int(logits.argmax())
-    if 0 < sampling.top_k < len(logits):
-        least = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    return int(torch.multinomial(torch.softmax(logits.double() / sampling.temperature, 0), 1, generator=random))
+        return logits.argmax(-1)
+    scores, tokens = logits.topk(min(sampling.top_k or logits.shape[-1], logits.shape[-1]))
+    p = torch.softmax((scores - scores[:, :1]).double() / sampling.temperature, -1)
+    if sampling.top_p < 1:
+        p = p.masked_fill(p.cumsum(-1) - p >= sampling.top_p, 0.0)
+    tokens, order = tokens.sort(-1)
+    total = p.gather(-1, order).cumsum(-1)
+    at = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True)
+    return tokens.gather(-1, at).squeeze(-1)
+
+
+def _uniform(key: tuple[int, int, int, int], position: int) -> float:
+    """A number between 0 and 1, for a position of a text."""
+    bits = random_bits(*key, num_samples=1, rows=1, cols=1, stride=1, start=position)
+    return (int(bits) % 2**32 + 0.5) / 2**32

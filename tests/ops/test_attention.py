@@ -76,6 +76,32 @@ def test_rows_without_keys_are_zero_and_have_no_gradient(dtype, causal, p):
     assert (v.grad.transpose(1, 2)[~PADDING] == 0).all()
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize(("n", "n_kv", "kv_index"), [(3, 3, None), (4, 2, None), (5, 1, None), (5, 2, [0, 0, 0, 1, 1])])
+def test_fewer_queries_than_keys_are_the_last_ones(n, n_kv, kv_index, queries, padded, backend):
+    q, k, v = heads(4, n, n_kv, 7, 6)
+    options = {"padding_mask": PADDING if padded else None, "kv_index": kv_index, "backend": backend}
+    for causal in (True, False):
+        out = attention(q[:, :, -queries:], k, v, causal=causal, **options)
+        expected = attention(q, k, v, causal=causal, **options)[:, :, -queries:]
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="dropout needs as many queries as keys"):
+        attention(q[:, :, :queries], k, v, causal=True, kv_index=kv_index, dropout_p=0.5, key=KEY)
+
+
+def test_one_query_takes_grouped_keys_as_they_are(monkeypatch):
+    """None is copied for each query head."""
+    q, k, v = heads(2, 6, 2, 7, 8)
+    seen = []
+    kernel = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda q, k, v, *a, **o: (seen.append((k.data_ptr(), k.shape)), kernel(q, k, v, *a, **o))[1])
+    attention(q[:, :, -1:], k, v, causal=True)
+    assert seen == [(k.data_ptr(), k.shape)]
+
+
 def test_padding_does_not_leak():
     q, k, v = (t.detach() for t in heads(4, 2, 2, 7, 8))
     out = attention(q, k, v, causal=False, padding_mask=PADDING)
@@ -119,6 +145,8 @@ def test_bad_input():
         attention(q[0], k[0], v[0], causal=True)
     with pytest.raises(ValueError, match=r"expected q \[b, n, s, d\]"):
         attention(q, k, v[:, :1], causal=True)
+    with pytest.raises(ValueError, match="agree"):
+        attention(q, k[:, :, :2], v[:, :, :2], causal=True)
     with pytest.raises(ValueError, match="agree"):
         attention(q, k[..., :3], v[..., :3], causal=True)
     with pytest.raises(ValueError, match="give kv_index"):

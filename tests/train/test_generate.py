@@ -1,18 +1,35 @@
-"""Sampling: the choice of a token, the sliding window, text in whole characters."""
+"""Text: as transformers has it, the same in a batch and on every grid, in whole characters, beyond the window."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from train.runs import write_config
+from checkpoint.exchange import make_theirs
+from ranks import run_ranks
+from train.runs import finish, run_job, torchrun, write_config
 
+from hybridpar.checkpoint.huggingface import import_folder
 from hybridpar.config import Launch, load_toml
 from hybridpar.data import Tokenizer, train_tokenizer
 from hybridpar.errors import CheckpointError, ConfigError
-from hybridpar.train.generate import Generator, Sampling, choose
+from hybridpar.grid import ProcessGrid
+from hybridpar.train.generate import TOGETHER, Generator, Pieces, Sampling, choose
 from hybridpar.train.loop import train
+
+GREEDY = Sampling(64, temperature=0.0)
+PROMPTS = ("Stone", "River lamp clouding rivers. ", "", "cloud\n" * 7, "x")
+MODELS = {
+    "gpt2": {"n_positions": 128, "n_embd": 48, "n_layer": 3, "n_head": 4},
+    "llama": {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
+              "intermediate_size": 70, "max_position_embeddings": 128},
+}
 
 
 @pytest.fixture(scope="module")
@@ -21,52 +38,212 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(config, Launch(0, 0, 1, 1)).folder
 
 
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random model of transformers, and what it is here."""
+    folder = make_theirs(tmp_path_factory.mktemp(request.param), request.param, vocab_size=320, bos_token_id=0,
+                         eos_token_id=0, **MODELS[request.param])
+    train_tokenizer(["Stone rivers clouding lamp."], 300).save(folder / "tokenizer.json")
+    import_folder(folder, folder / "ours")
+    return folder, folder / "ours"
+
+
+def texts(generator: Generator, prompts: Sequence[str], sampling: Sampling) -> list[str]:
+    made = [""] * len(prompts)
+    for i, piece in generator.generate_all(prompts, sampling):
+        made[i] += piece
+    return made
+
+
+def test_greedy_text_is_that_of_transformers(imported: tuple[Path, Path]) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(imported[0]).eval()
+    generator = Generator.load(imported[1], print)
+    tokenizer, chosen = generator.tokenizer, []
+    generator._choose = note(generator._choose, chosen)
+    for prompt in PROMPTS:
+        chosen.clear()
+        text = "".join(generator.generate(prompt, GREEDY))
+        ids = [int(i) for i in tokenizer.encode(prompt)] or [generator.end]
+        suppressed = list(range(tokenizer.vocab_size, 320))  # ids that no token has
+        made = theirs.generate(torch.tensor([ids]), max_new_tokens=64, do_sample=False, pad_token_id=0,
+                               suppress_tokens=suppressed)[0, len(ids):].tolist()
+        assert [token for (token,) in chosen] == made
+        assert len(made) == 64 or made[-1] == generator.end
+        assert text == tokenizer.decode([token for token in made if token != generator.end])
+
+
+def note(choose: Any, chosen: list[list[int]]) -> Any:
+    def noted(*args: Any) -> list[int]:
+        chosen.append(choose(*args))
+        return chosen[-1]
+
+    return noted
+
+
+def test_several_prompts_are_each_as_alone(imported: tuple[Path, Path]) -> None:
+    generator = Generator.load(imported[1], print)
+    for sampling in (GREEDY, Sampling(64, temperature=1.0, top_k=0, top_p=0.95, seed=3)):
+        alone = ["".join(generator.generate(prompt, sampling)) for prompt in PROMPTS]
+        assert texts(generator, PROMPTS, sampling) == alone
+        assert texts(generator, PROMPTS[::-1], sampling) == alone[::-1]
+    many = [f"Stone {i}" for i in range(TOGETHER + 3)]
+    assert texts(generator, many, Sampling(5))[-1] == "".join(generator.generate(many[-1], Sampling(5)))
+    first, second = texts(generator, ["Stone", "Stone"], Sampling(30))
+    assert first != second
+
+
+def texts_on_grid(folder: Path, tp: int, pp: int, sampling: Sampling) -> tuple[list[str], int, dict[str, int]]:
+    """What each rank has: the texts, the numbers of its weights, and its messages."""
+    grid = ProcessGrid(tp=tp, pp=pp)
+    generator = Generator.load(folder, print, grid)
+    numbers = sum(p.numel() for p in generator.decoder.stage.parameters())
+    return texts(generator, PROMPTS, sampling), numbers, dict(grid.pp.traffic.calls)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 3), (2, 2)])
+def test_a_grid_says_the_same_and_each_rank_reads_its_part(imported: tuple[Path, Path], tp: int, pp: int) -> None:
+    generator = Generator.load(imported[1], print)
+    whole = sum(p.numel() for p in generator.decoder.stage.parameters())
+    for sampling in (GREEDY, Sampling(64, temperature=1.0, top_k=20, top_p=0.9, seed=5)):
+        expected = texts(generator, PROMPTS, sampling)
+        for made, numbers, calls in run_ranks(texts_on_grid, tp * pp, imported[1], tp, pp, sampling):
+            assert made == expected
+            assert numbers < whole * 0.75
+            assert bool(calls) == (pp > 1)
+
+
 def test_choices() -> None:
-    logits = torch.tensor([0.0, 5.0, 4.0, -9.0])
-    random = torch.Generator().manual_seed(0)
-    assert choose(logits, Sampling(temperature=0.0), random) == 1
-    assert {choose(logits, Sampling(top_k=2, temperature=10.0), random) for _ in range(60)} == {1, 2}
-    assert {choose(logits, Sampling(top_k=0, temperature=100.0), random) for _ in range(99)} == {0, 1, 2, 3}
-    with pytest.raises(ConfigError, match="temperature"):
-        Sampling(temperature=-1.0)
+    def chosen(sampling: Sampling, n: int = 99) -> set[int]:
+        logits = torch.tensor([[0.0, 5.0, 4.0, -9.0]])
+        return {int(choose(logits, sampling, torch.tensor([(i + 0.5) / n]))) for i in range(n)}
+
+    assert chosen(Sampling(temperature=0.0)) == {1}
+    assert chosen(Sampling(temperature=1e-320)) == {1}
+    assert chosen(Sampling(top_k=2, temperature=10.0)) == {1, 2}
+    assert chosen(Sampling(top_k=0, temperature=100.0)) == {0, 1, 2, 3}
+    # of probabilities 0.73, 0.27, 0.005, 0.000001
+    assert chosen(Sampling(top_k=0, temperature=1.0, top_p=0.7)) == {1}
+    assert chosen(Sampling(top_k=0, temperature=1.0, top_p=0.8)) == {1, 2}
+    assert chosen(Sampling(top_k=0, temperature=1.0, top_p=0.998), 9999) == {0, 1, 2}
+    for name, value in (("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.5)):
+        with pytest.raises(ConfigError, match=name):
+            Sampling(**{name: value})
+    assert choose(torch.tensor([[0.0, float("nan")]]), Sampling(), torch.tensor([0.5])).tolist() == [-1]
+
+
+def test_tokens_come_as_often_as_they_are_likely() -> None:
+    n = 4000
+    uniform = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    p = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    made = choose(p.log().expand(n, -1), Sampling(temperature=1.0, top_k=0), uniform)
+    torch.testing.assert_close(made.bincount(minlength=4) / n, p, atol=1e-3, rtol=0)
+    made = choose(p.log().expand(n, -1), Sampling(temperature=1.0, top_k=3, top_p=0.7), uniform)
+    torch.testing.assert_close(made.bincount(minlength=4) / n, torch.tensor([0, 0, 3 / 7, 4 / 7]), atol=1e-3, rtol=0)
 
 
 def test_text_depends_on_the_seed_alone(run: Path) -> None:
     generator = Generator.load(run, print)
-    texts = ["".join(generator.generate("Stone", Sampling(30, seed=seed))) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
+    texts = ["".join(generator.generate("Stone", Sampling(30, seed=seed))) for seed in (1, 1, 2, -1)]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3
     named = Generator.load(run / "checkpoints" / "step_00000006", print)
     assert "".join(named.generate("Stone", Sampling(30, seed=1))) == texts[0]
 
 
-def test_a_long_text_slides_through_the_window(run: Path) -> None:
-    generator = Generator.load(run, print)
+@pytest.mark.parametrize("room", [0, 5, 40])
+def test_a_token_costs_the_same_however_long_the_text(run: Path, room: int) -> None:
+    """Each step computes one position; where the window is full, its last half goes on as the beginning of another."""
+    decoder = Generator.load(run, print).decoder
+    window, sizes = decoder.model.seq_length, []
+    forward = decoder._forward
+    decoder._forward = lambda batch, caches: (sizes.append(tuple(batch["tokens"].shape)), forward(batch, caches))[1]
+    tokens = list(range(1, 12))
+    logits = decoder.start([tokens, [7] * 4], room)
+    for token in range(20, 20 + room):
+        tokens.append(token)
+        logits = decoder.go_on([token, 5])
+        seen = len(tokens) if len(tokens) <= window else window // 2 + 1 + (len(tokens) - window - 1) % (window // 2)
+        fresh = Generator.load(run, print).decoder.start([tokens[-seen:]], 0) if token % 5 == 0 else logits[:1]
+        torch.testing.assert_close(logits[:1], fresh, atol=1e-5, rtol=1e-5)
+    assert sizes[0] == (2, 11)
+    anew = [size for size in sizes[1:] if size != (2, 1)]
+    assert len(sizes) == 1 + room + len(anew)
+    assert set(anew) <= {(1, window // 2)}
+    assert bool(anew) == (room > window)
+
+
+def test_of_a_long_prompt_the_last_window_counts(run: Path) -> None:
+    decoder = Generator.load(run, print).decoder
     tokens = list(range(1, 60))
-    window = generator.model.seq_length
-    assert torch.equal(generator.next_logits(tokens), generator.next_logits(tokens[-window:]))
-    assert len(generator.next_logits(tokens)) == generator.tokenizer.vocab_size
-    assert len(list(generator.generate("Stone " * 40, Sampling(5, temperature=0.0)))) <= 6
+    window = decoder.model.seq_length
+    assert torch.equal(decoder.start([tokens], 5), decoder.start([tokens[-window:]], 5))
 
 
-class Scripted(Generator):
-    """Says given tokens instead of what a model would."""
-
-    def __init__(self, tokenizer: Tokenizer, script: list[int]):
-        self.tokenizer, self.script = tokenizer, script
-
-    def next_logits(self, tokens: list[int]) -> torch.Tensor:
-        return torch.nn.functional.one_hot(torch.tensor(self.script.pop(0)), self.tokenizer.vocab_size).float()
-
-
-def test_pieces_are_whole_characters_and_the_end_token_ends() -> None:
+def test_pieces_are_whole_characters_and_the_end_token_ends(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = train_tokenizer(["plain text"], 300)
     ids = [int(i) for i in tokenizer.encode("é→x")]
     assert len(ids) == 6
-    end = tokenizer.special("<|endoftext|>")
-    greedy = Sampling(20, temperature=0.0)
-    assert list(Scripted(tokenizer, [*ids, end, *ids]).generate("", greedy)) == ["é", "→", "x"]
-    cut = list(Scripted(tokenizer, ids[:3]).generate("", Sampling(3, temperature=0.0)))
-    assert cut == ["é", "\ufffd"]
+    generator = Generator(Generator.load(run, print).decoder, tokenizer)
+    script = iter([*ids, generator.end, *ids[:3]])
+    monkeypatch.setattr(generator, "_choose", lambda *args: [next(script)])
+    assert list(generator.generate("", GREEDY)) == ["é", "→", "x"]
+    assert list(generator.generate("", Sampling(3, temperature=0.0))) == ["é", "\ufffd"]
+    assert list(generator.generate("", Sampling(0))) == []
+
+
+def test_pieces_are_the_text_and_little_is_decoded_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = train_tokenizer(["plain text"], 300)
+    text, longest = " → text, é plain" * 20, 0
+    decode = Tokenizer.decode
+
+    def counted(self: Tokenizer, some: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(some))
+        return decode(self, some)
+
+    monkeypatch.setattr(Tokenizer, "decode", counted)
+    pieces = Pieces(tokenizer, tokenizer.encode("plain").tolist())
+    assert "".join(map(pieces.add, tokenizer.encode(text).tolist())) + pieces.rest() == text
+    assert longest < 10
+
+
+@pytest.mark.ranks
+def test_the_command_says_the_same_on_a_grid(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "--checkpoint", str(run), "--max_tokens", "20", "--seed", "4", "--threads", "1", "--prompt",
+               "Stone", "--prompt", "River lamp", "--json"]
+
+    def ran(*args: str) -> dict[str, Any]:
+        out = subprocess.run([sys.executable, "-m", "hybridpar", *command, *args], capture_output=True, text=True)
+        assert out.returncode == 0, out.stderr
+        return json.loads(out.stdout)
+
+    alone = ran()
+    assert [made["prompt"] for made in alone["texts"]] == ["Stone", "River lamp"]
+    grid = ["--parallel.tp", "2", "--parallel.pp", "2"]
+    assert ran("--ranks", "4", *grid) == alone
+    code, out = finish(torchrun(4, *command, *grid))
+    assert code == 0, out
+    assert json.loads(out.splitlines()[-1]) == alone
+    assert run_job(2, *command[:-1], "--parallel.pp", "2") == (
+        "\n\n".join(made["prompt"] + made["text"] for made in alone["texts"]) + "\n")
+
+
+@pytest.mark.ranks
+def test_what_is_wrong_on_a_grid_is_said_once(run: Path) -> None:
+    def said(*args: str) -> str:
+        out = subprocess.run([sys.executable, "-m", "hybridpar", "generate", "--checkpoint", *args],
+                             capture_output=True, text=True)
+        assert out.returncode == 1
+        return out.stderr
+
+    assert said(str(run), "--parallel.tp", "2") == (
+        "hybridpar: parallel = 'tp=2 pp=1': tp * pp is 2, and there are 1 processes; try --ranks 2\n")
+    assert said(str(run / "none"), "--ranks", "2", "--parallel.tp", "2").count("is not a run folder") == 1
+    assert said(str(run), "--ranks", "3", "--parallel.tp", "3") == (
+        "hybridpar: parallel.tp = 3: every rank needs a head, and num_heads is 2; try 2\n")
+    assert "parallel.pp = 5: the model has only 4 blocks; try 4" in said(str(run), "--ranks", "5", "--parallel.pp", "5")
 
 
 def test_what_cannot_generate(run: Path, tmp_path: Path) -> None:
@@ -79,3 +256,8 @@ def test_what_cannot_generate(run: Path, tmp_path: Path) -> None:
     folder = train(load_toml(bert), Launch(0, 0, 1, 1)).folder
     with pytest.raises(ConfigError, match="only a gpt generates"):
         Generator.load(folder, print)
+    generator = Generator.load(run, print)
+    with torch.no_grad():
+        generator.decoder.stage.blocks["1"].mlp.up.weight.fill_(float("nan"))
+    with pytest.raises(CheckpointError, match="not finite"):
+        list(generator.generate("Stone", GREEDY))

@@ -73,6 +73,19 @@ def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Seque
     return agent.exit_code if result.is_failed() else 0
 
 
+def run_ranks(num_ranks: int, args: Sequence[str]) -> int:
+    """Runs `python -m hybridpar *args` on so many ranks of this machine, once; the exit code."""
+    spec = WorkerSpec(
+        role="rank", local_world_size=num_ranks, rdzv_handler=Loopback(), entrypoint=sys.executable,
+        args=("-m", "hybridpar", *args), max_restarts=0, monitor_interval=_LOOK_EVERY_S)
+    for name in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    try:
+        return 1 if LocalElasticAgent(spec, DefaultLogsSpecs()).run().is_failed() else 0
+    except SignalException as stopped:
+        return 128 + stopped.sigval.value
+
+
 class Supervisor(LocalElasticAgent):
     """The agent of one job, which is on this machine."""
 

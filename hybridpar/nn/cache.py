@@ -1,0 +1,51 @@
+"""Keys and values of the tokens that an attention layer has seen, so that the next ones are all it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+
+class KeyValueCache:
+    """Keys and values of one attention layer, for up to `capacity` positions of several texts.
+
+    Letters: b texts, g local groups (key and value heads), s new positions, d head dim.
+    """
+
+    def __init__(self, capacity: int):
+        self._capacity = capacity
+        self._kept: Tensor | None = None  # [2, b, g, capacity, d]
+
+    def extend(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps the keys and values of new positions; returns those of all positions up to the last of them.
+
+        A text that has fewer positions than another has zeros, or what was computed for padding, behind its own.
+        Shapes: k, v [b, g, s, d]; positions [s] (consecutive, of every text) or [b, s] -> both [b, g, last + 1, d].
+        """
+        if self._kept is None:
+            b, g, _, d = k.shape
+            self._kept = k.new_zeros(2, b, g, self._capacity, d)  # not empty: what is masked still must be finite
+        keys, values = self._kept
+        stop, s = int(positions.max()) + 1, k.shape[2]
+        if positions.dim() == 1:
+            keys.narrow(2, stop - s, s).copy_(k)
+            values.narrow(2, stop - s, s).copy_(v)
+        else:
+            texts = torch.arange(len(keys), device=keys.device)[:, None]
+            keys[texts, :, positions] = rearrange(k, "b g s d -> b s g d")
+            values[texts, :, positions] = rearrange(v, "b g s d -> b s g d")
+        return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
+
+    def replace(self, texts: Sequence[int], other: KeyValueCache) -> None:
+        """Puts the texts of another cache in the place of some of these."""
+        assert self._kept is not None
+        assert other._kept is not None
+        self._kept[:, list(texts)] = other._kept
+
+    def keep(self, texts: Sequence[int]) -> None:
+        """Forgets all texts but these."""
+        assert self._kept is not None
+        self._kept = self._kept[:, list(texts)]
