@@ -29,6 +29,8 @@ MODELS = {
     "gpt2": {"n_positions": 128, "n_embd": 48, "n_layer": 3, "n_head": 4},
     "llama": {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
               "intermediate_size": 70, "max_position_embeddings": 128},
+    "gpt_neox": {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 70,
+                 "rotary_pct": 0.5, "max_position_embeddings": 128},
 }
 
 
@@ -38,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(config, Launch(0, 0, 1, 1)).folder
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=list(MODELS))
 def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A random model of transformers, and what it is here."""
     folder = make_theirs(tmp_path_factory.mktemp(request.param), request.param, vocab_size=320, bos_token_id=0,
