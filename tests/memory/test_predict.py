@@ -193,6 +193,23 @@ def test_the_copy_for_checkpoints_is_not_in_a_gpus_memory() -> None:
 
 
 @pytest.mark.usefixtures("fast_products")
+@pytest.mark.parametrize("paper", ["", "_paper"])
+@pytest.mark.parametrize(("name", "grid"), [
+    ("gpt_345m", (1, 4, 2)), ("gpt_1b3", (1, 4, 2)), ("gpt_2b2", (1, 8, 1)), ("gpt_3b8", (1, 16, 4)),
+    ("gpt_3b8", (4, 8, 2)), ("bert_large", (1, 4, 2))], ids=str)
+def test_our_configurations_fit_where_they_say(name: str, grid: tuple[int, int, int], paper: str) -> None:
+    """GPUs of 16 GB, of which a context, communicators and fragments take up to 2."""
+    path = CONFIGS / f"{name}{paper}.toml"
+    tp, pp, dp = grid
+    where = [f"PP={pp} DP={dp}", f"PP={pp}."][dp == 1]
+    assert (f"TP={tp} " if tp > 1 else "") + where in path.read_text()
+    assert "GPUs of 16 GB" in path.read_text()
+    config = from_mapping(
+        {"parallel": {"tp": tp, "pp": pp, "dp": dp}, "train": {"device": "cuda"}}, load_toml(path))
+    assert max(stage.total for stage in predict(config)) < 14e9
+
+
+@pytest.mark.usefixtures("fast_products")
 def test_a_gpu_takes_what_was_measured_on_one() -> None:
     """GPT 1.3B on an H200, its allocator's peak (benchmarks/results/gpu_single_1.3B.json)."""
     config = make(model={"num_layers": 24, "hidden_size": 2048, "num_heads": 16, "seq_length": 2048,
