@@ -78,8 +78,11 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
                     parallel=replace(config.parallel, tp=tp, pp=pp, dp=dp),
                     train=replace(config.train, micro_batch_size=b))
                 same = len(config.pipeline.split) == pp * pipeline.num_chunks
-                keeps_split = config.pipeline.split and same and request.keep.get("pp")
-                yield Candidate(made, Model(made, machine)) if keeps_split else balanced(made, machine)
+                if config.pipeline.split and same and request.keep.get("pp"):
+                    made = replace(made, pipeline=replace(made.pipeline, split=config.pipeline.split))
+                    yield Candidate(made, Model(made, machine))
+                else:
+                    yield balanced(made, machine)
 
 
 def batch_size(config: Config, request: Request) -> int:

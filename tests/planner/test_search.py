@@ -101,6 +101,15 @@ def test_what_is_given_stays() -> None:
         (2, 1, 2), (2, 2, 1)}
 
 
+def test_a_split_that_is_given_stays_with_its_pipeline() -> None:
+    config = made.config(pp=2, dp=2, m=16, b=1, split=(6, 2))
+    kept = {one.config.pipeline.split for one in candidates(config, machine(config), Request(
+        keep={"pp": 2}, schedules=("1f1b", "gpipe")))}
+    assert kept == {(6, 2)}
+    free = candidates(config, machine(config), Request(schedules=("1f1b",)))
+    assert (6, 2) not in {one.config.pipeline.split for one in free}
+
+
 def test_stale_schedules_are_taken_only_where_they_are_asked_for() -> None:
     config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=0))
     schedules = {one.config.pipeline.schedule for one in candidates(config, machine(config), Request())}
