@@ -137,7 +137,10 @@ def _schedules(
         for warmup in WARMUPS if name == "2bw" and pp > 1 else (base.warmup,):
             switch, factor = base.early_switch, WARMUPS[warmup]
             if isinstance(switch, int):
-                switch = max(switch, (factor - 1) * (pp - 1))
+                least = (factor - 1) * (pp - 1)
+                if switch < least and warmup != base.warmup:
+                    continue  # for more micro-batches on older weights than are asked for
+                switch = max(switch, least)
             pipeline = replace(
                 base, warmup=warmup,  # type: ignore[arg-type]
                 early_switch=switch, num_microbatches=m, split=(),

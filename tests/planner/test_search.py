@@ -259,7 +259,7 @@ def test_chunks_that_were_chosen_stay() -> None:
 # -- what is preferred though it is not the fastest --------------------------------------------------------------------
 
 
-def stale(update: float, **keep: int) -> tuple[Config, Machine]:
+def stale(update: float) -> tuple[Config, Machine]:
     """2bw with all that it needs, on a machine where it saves the pipeline's bubble, or the replicas' reduction."""
     config = replace(made.config(schedule="2bw", m=16, b=1), parallel=made.ParallelConfig(dp=0),
                      optim=OptimConfig(name="muon", staleness="extrapolation"))
@@ -298,6 +298,15 @@ def test_new_gradients_are_always_tried_and_old_ones_not_where_nobody_waits() ->
     assert asked == {"2bw"}
     alone = made.machine(config, 1, made=made.profile(config), memory=1e11)
     assert {one.config.pipeline.schedule for one in search(config, alone, Request()).ranked} == {"1f1b"}
+
+
+def test_no_longer_warm_up_makes_more_of_a_batch_stale_than_is_asked_for() -> None:
+    config, on = stale(0.0)
+    for given, tried in (("off", {("depth", "off"), ("latency", "off"), ("bandwidth", "off")}),
+                         (1, {("depth", 1), ("latency", 1)}), (2, {("depth", 2), ("latency", 2), ("bandwidth", 2)})):
+        config = replace(config, pipeline=replace(config.pipeline, early_switch=given))
+        found = candidates(config, on, Request(keep={"pp": 2}, micro_batches=(1,), schedules=("2bw",)))
+        assert {(one.config.pipeline.warmup, one.config.pipeline.early_switch) for one in found} == tried
 
 
 @pytest.mark.parametrize("quick", [False, True])
