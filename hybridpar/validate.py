@@ -30,7 +30,7 @@ NOT_NEGATIVE = (
     "model.max_positions",
     "parallel.dp", "pipeline.chunks", "optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.decay_steps",
     "optim.weight_decay", "optim.clip_grad", "optim.momentum", "optim.staleness_steps", "train.seed", "train.threads",
-    "train.eval_interval", "train.save_interval", "checkpoint.keep_best", "plan.step_ms",
+    "train.eval_interval", "train.save_interval", "checkpoint.keep_best", "plan.step_ms", "plan.cores_taken",
     "faults.restarts", "faults.min_ranks", "anomalies.loss_spike", "anomalies.norm_spike", "anomalies.audit_interval",
     "anomalies.limit",
 )

@@ -87,14 +87,27 @@ def test_dp_fills_the_job() -> None:
     assert resolve(from_mapping({"parallel": {"tp": 2, "pp": 3}}), 24).parallel.dp == 4
 
 
+LARGE = [("gpt_345m", (1, 4, 2)), ("gpt_1b3", (1, 4, 2)), ("gpt_2b2", (1, 8, 1)), ("gpt_3b8", (1, 16, 4)),
+         ("gpt_3b8", (4, 8, 2)), ("bert_large", (1, 4, 2))]
+
+
 @pytest.mark.parametrize(("name", "grid"), [
-    ("gpt_tiny", (1, 2, 2)), ("bert_tiny", (1, 2, 2)), ("gpt_345m", (1, 4, 2)), ("gpt_1b3", (1, 4, 2)),
-    ("gpt_2b2", (1, 8, 1)), ("gpt_3b8", (1, 16, 4)), ("gpt_3b8", (4, 8, 2)), ("bert_large", (1, 4, 2)),
-])
+    ("gpt_tiny", (1, 2, 2)), ("bert_tiny", (1, 2, 2)), *LARGE, *((f"{name}_paper", grid) for name, grid in LARGE)])
 def test_our_configurations_run_on_the_grids_they_name(name: str, grid: tuple[int, int, int]) -> None:
     tp, pp, dp = grid
     config = from_mapping({"parallel": {"tp": tp, "pp": pp}}, load_toml(CONFIGS / f"{name}.toml"))
     assert resolve(config, tp * pp * dp).parallel.dp == dp
+
+
+@pytest.mark.parametrize(("name", "grid"), LARGE)
+def test_old_gradients_have_their_remedy_but_as_in_the_paper(name: str, grid: tuple[int, int, int]) -> None:
+    """At most half of a batch on the older weights, as in the convergence study."""
+    ours, paper = (resolve(load_toml(CONFIGS / f"{name}{which}.toml"), 1) for which in ("", "_paper"))
+    assert (ours.optim.name, ours.optim.staleness, ours.pipeline.early_switch) == ("muon", "extrapolation", 1)
+    assert 2 * grid[1] <= ours.pipeline.num_microbatches
+    assert (paper.optim.name, paper.optim.staleness, paper.pipeline.early_switch) == ("adamw", "none", "off")
+    assert ours.optim.lr == pytest.approx(4 * paper.optim.lr)
+    assert (ours.model, ours.global_batch_size) == (paper.model, paper.global_batch_size)
 
 
 def test_a_number_without_an_end_is_one_problem() -> None:

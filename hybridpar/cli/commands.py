@@ -112,10 +112,12 @@ class Check:
         config = resolved(self.config, self.world_size)
         absent = _absent(config)
         from hybridpar.memory import predict, table
+        from hybridpar.memory.predict import default_device
         from hybridpar.models.cost import stage_split, training_flops_per_token
         from hybridpar.pipeline.plan.sizes import Sizes
 
-        memory = predict(config)
+        device = default_device(config)
+        memory = predict(config, device=device)
         stages = stage_split(config.model, config.parallel.pp, config.pipeline.split, config.pipeline.num_chunks)
         grid, parameters = config.parallel, count_parameters(config)
         plain = {
@@ -123,7 +125,7 @@ class Check:
             "stages": [[b.start, b.stop] for b in stages], "parameters": parameters,
             "batch_samples": config.global_batch_size, "batch_tokens": config.batch_tokens,
             "training_flops_per_token": training_flops_per_token(config.model),
-            "peak_memory": [stage.as_json() for stage in memory], "absent": absent,
+            "device": device.type, "peak_memory": [stage.as_json() for stage in memory], "absent": absent,
         }
         if self.json:
             print(json.dumps(plain))
@@ -136,7 +138,8 @@ class Check:
         print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}, {grid.tp * grid.pp * grid.dp} processes\n"
               f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head)\n"
               f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"
-              f"\npredicted peak memory of a process of each {name}, in MiB\n{table(memory, name)}")
+              f"\npredicted peak memory of a process of each {name} with train.device = {device.type}, in MiB\n"
+              f"{table(memory, name)}")
         for text in absent:
             print(f"\nnot on this machine: {text}")
         return 0

@@ -249,6 +249,8 @@ class PlanConfig:
     """Time of a step; 0: nothing is predicted."""
     memory_mib: tuple[float, ...] = ()
     """Peak memory of a process of each stage."""
+    cores_taken: float = 0.0
+    """Share of the cores that other programs took while the times it rests on were measured."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from hybridpar.memory.ghost import Tracker
 from hybridpar.models.build import DTYPES, Recomputation, build_blocks
 from hybridpar.models.cost import LABELLED
 from hybridpar.nn.placement import reduce_shared_gradients
-from hybridpar.optim import ParameterSlot, build_optimizer, squared_norm
+from hybridpar.optim import ParameterSlot, optimizer_of, squared_norm
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.weights import Ownership, StageParameters, WeightStore
 from hybridpar.random import RandomKey
@@ -67,12 +67,13 @@ def trace_stage(
 ) -> Footprint:
     """Builds the stage of `blocks`, runs two micro-batches and one update; takes and computes nothing.
 
-    Of the tp ranks and the replicas it is the first, whose share is the largest where a split is uneven.
+    Of the tp ranks and the replicas it is the first, whose share is the largest where a split is uneven. `device`: may
+    be a kind of device that this machine does not have.
     """
     batch = sample_microbatch(config)
     with Tracker(device) as tracker:
         traced = _TracedStage(config, blocks, recompute, buffers, tracker)
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        batch = {name: tensor.to(tracker.device) for name, tensor in batch.items()}
         tracker.ghost_integers = True  # a forward looks into the micro-batch only
         kept, output, forward = traced.forward(batch)
         first_backward = traced.backward(first=True)
@@ -101,7 +102,7 @@ class _TracedStage:
             parameters, Ownership(owned), buffers.versions, device, predict=config.optim.staleness == "prediction")
         self.accumulator = GradientAccumulator(parameters.layout, device, num_buffers=buffers.gradients)
         self.slots = [ParameterSlot(o.name, placements[o.name], 0, o.part) for o in owned]
-        self.optimizer = build_optimizer(config.optim, self.slots, self.tp, config.kernels.optimizer)
+        self.optimizer = optimizer_of(config, self.slots, self.tp)
         self.optimizer.allocate(device, self.weights.master_dtype)
         shape = (config.train.micro_batch_size, model.seq_length, model.hidden_size)
         self.receives, self.sends = 0 not in blocks, model.num_blocks - 1 not in blocks

@@ -9,6 +9,9 @@ A ghost says of itself that it is on the tracker's device, so that code takes th
 attention, compiled dropout), while the operation itself runs on the meta device. Autograd is the real one: what it
 saves for the backward stays alive as it would. Scratch space inside a kernel is not seen.
 
+Where a GPU is asked for and this machine has none, ghosts are on the CPU, whose fused operators keep what those of GPUs
+do, and are counted as a GPU's allocator would.
+
 Tensors of integers and booleans are real, as code looks into them (which positions have a label); they are counted too.
 With `ghost_integers`, only those are real that come from outside, and what is computed from these alone.
 """
@@ -78,7 +81,7 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self, device: torch.device):
         super().__init__()
-        self.device = device
+        self.device, self.is_cuda = _present(device), device.type == "cuda"
         self.ghost_integers = False
         self.current = self.peak = 0
         self._real: list[tuple[StorageWeakRef, _Block]] = []
@@ -149,11 +152,11 @@ class Tracker(TorchDispatchMode):
         return Ghost(out, _Block(self, storage._cdata, self._rounded(storage.nbytes())))
 
     def _rounded(self, num_bytes: int) -> int:
-        return -(-num_bytes // _CUDA_ROUNDING) * _CUDA_ROUNDING if self.device.type == "cuda" else num_bytes
+        return -(-num_bytes // _CUDA_ROUNDING) * _CUDA_ROUNDING if self.is_cuda else num_bytes
 
     def _cast_bytes(self, func: Any, ghosts: list[Ghost]) -> int:
         """On CPUs, arithmetic on two floating-point types works on copies of those of the narrower one."""
-        if self.device.type != "cpu" or _operation(func) not in _ARITHMETIC:
+        if self.is_cuda or _operation(func) not in _ARITHMETIC:
             return 0
         common = max((ghost.dtype.itemsize for ghost in ghosts), default=0)
         return sum(g.numel() * common for g in ghosts if g.dim() and g.dtype.itemsize < common)
@@ -170,6 +173,15 @@ class Tracker(TorchDispatchMode):
     def _forget_dead(self) -> None:
         if any(storage.expired() for storage, _ in self._real):
             self._real = [entry for entry in self._real if not entry[0].expired()]
+
+
+def _present(device: torch.device) -> torch.device:
+    """The device itself, with a number, as autograd has a queue for each; the CPU where it is not there."""
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def _zeros(shape: tuple[int, ...]) -> Any:

@@ -1,7 +1,7 @@
 """The peak memory of every stage, before anything runs: the stage's footprint, walked along its list of actions.
 
-    static          weights (all versions), fp32 master, gradient buffers, optimizer state; where computing is done on
-                    CPUs, the copy of the state that a checkpoint is written from while training goes on
+    static          weights (all versions), fp32 master, gradient buffers, optimizer state; on CPUs also the copy of the
+                    state that a checkpoint is written from while training goes on, which of a GPU is in host memory
     activations     inputs and kept tensors of the micro-batches in flight
     communication   posted receives, outputs that wait, sends that have not been waited for
     transient       what the action at the peak takes on top: a forward, a backward, the norm, the update
@@ -33,7 +33,7 @@ class StageMemory:
     """Bytes on one rank of the pipeline when they are the most. Units: bytes.
 
     in_flight: micro-batches between forward and backward then, counted on each stage of the rank. during: the action at
-    the peak.
+    the peak. host: of host memory, beside a GPU's: the copy of the state that a checkpoint is written from.
     """
 
     weights: int
@@ -46,6 +46,7 @@ class StageMemory:
     transient: int
     in_flight: int
     during: str
+    host: int = 0
 
     @property
     def static(self) -> int:
@@ -71,9 +72,9 @@ def predict(
 ) -> list[StageMemory]:
     """The peak memory of a process of each pipeline rank, as the allocator of `device` will count it.
 
-    `config`: resolved. `schedule`, `device`: None: those that the configuration names, or the CPU where this machine
-    has no other. On a CPU, what kernels need inside is not in it: up to some megabytes a thread. `trace`: one that
-    remembers (layers.Footprints) where many configurations are asked for.
+    `config`: resolved. `schedule`, `device`: None: those that the configuration names (`default_device`). The device
+    need not be on this machine. On a CPU, what kernels need inside is not in it: up to some megabytes a thread.
+    `trace`: one that remembers (layers.Footprints) where many configurations are asked for.
     """
     schedule = schedule or schedule_of(config.pipeline)
     device = device or default_device(config)
@@ -81,7 +82,6 @@ def predict(
     split = stage_split(config.model, sizes.num_ranks, config.pipeline.split, sizes.chunks)
     recompute = recomputed_blocks(config.pipeline.recompute, config.model, split)
     walked, gather = _enough(schedule, sizes), config.parallel.zero > 0
-    copied = config.saves_beside_training and device.type == "cpu"  # else it is no memory of the device
     traced: dict[object, Footprint] = {}
 
     def footprint(stage: int, buffers: Buffers) -> Footprint:
@@ -98,15 +98,19 @@ def predict(
         buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers)
         held = {stage: footprint(stage, buffers) for stage in sizes.stages_of(rank)}
         actions = lower(schedule, walked, rank, schedule.sync_steps, batches_to_peak(config), gather=gather)
-        found.append(walk(actions, held, walked, copied=copied))
+        memory = walk(actions, held, walked)
+        if config.saves_beside_training:
+            copy = memory.weights + memory.master + memory.optimizer
+            memory = replace(memory, host=copy) if device.type == "cuda" else replace(memory, checkpoint=copy)
+        found.append(memory)
     return found
 
 
 def default_device(config: Config) -> torch.device:
-    """Where the configuration is to run, if it can here, else the CPU."""
-    if config.train.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())  # with a number: autograd has a queue for each
+    """The kind of device that the configuration names; train.device = "auto": what this machine has."""
+    if config.train.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.train.device)
 
 
 def batches_to_peak(config: Config) -> int:
@@ -123,12 +127,11 @@ def _enough(schedule: Schedule, sizes: Sizes) -> Sizes:
 
 
 def walk(
-    actions: Iterable[Action], footprints: Mapping[int, Footprint], sizes: Sizes, *, copied: bool = False
+    actions: Iterable[Action], footprints: Mapping[int, Footprint], sizes: Sizes
 ) -> StageMemory:
     """Follows what a rank holds along its actions, as pipeline.run.executor does, to where it is the most.
 
-    `footprints`: of the rank's stages, by number. `copied`: whether a copy of the state, for a checkpoint, is there as
-    well.
+    `footprints`: of the rank's stages, by number.
     """
     held = list(footprints.values())
     weights, master, gradients, optimizer, norm, update = (
@@ -138,8 +141,7 @@ def walk(
     in_flight = kept = inputs = received = 0  # micro-batches, and what they keep; inputs, and messages posted or held
     waiting: dict[Kind, int] = {}  # outputs to be sent
     sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
-    best = StageMemory(
-        weights, master, gradients, optimizer, weights + master + optimizer if copied else 0, 0, 0, 0, 0, "")
+    best = StageMemory(weights, master, gradients, optimizer, 0, 0, 0, 0, 0, "")
     for action in actions:
         kind, fp = action.kind, footprints[action.stage]
         has_input, has_output = action.stage > 0, action.stage < last

@@ -22,10 +22,11 @@ _MIB = 2**20
 
 
 def table(stages: Sequence[StageMemory], rank_name: str = "stage") -> str:
-    """The predicted peak of each rank of a pipeline, in MiB, by what it consists of."""
-    rows = [[rank_name, *_COLUMNS, "at the peak"]]
+    """The predicted peak of each rank of a pipeline, in MiB, by what it consists of; and its host memory, of a GPU."""
+    host = any(stage.host for stage in stages)
+    rows = [[rank_name, *_COLUMNS, *["in host memory"] * host, "at the peak"]]
     for number, stage in enumerate(stages):
-        parts = [f"{getattr(stage, name) / _MIB:,.1f}" for name in _COLUMNS]
+        parts = [f"{getattr(stage, name) / _MIB:,.1f}" for name in (*_COLUMNS, *["host"] * host)]
         rows.append([str(number), *parts, f"{stage.in_flight} in flight, {stage.during.partition('v')[0]}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -6,7 +6,8 @@ Legend: h hidden, f ffn, s sequence, v vocabulary.
 from __future__ import annotations
 
 from bisect import bisect_right
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 
 from hybridpar.config import ModelConfig
@@ -47,34 +48,78 @@ def training_flops_per_token(model: ModelConfig) -> int:
     return 3 * sum(forward_flops_per_token(model))
 
 
-def balanced_split(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
+KEPT_BYTES = 34
+"""What a layer keeps of a token for its backward in half precision, over the hidden size. Source: arXiv 2205.05198,
+equation 2, without the scores."""
+_STATE_BYTES = 18
+"""Of a parameter in half precision: weight 2, fp32 weight, gradient and Adam's moments 16."""
+
+
+def _held(model: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """Bytes of each block, to compare splits by: its state, and what a micro-batch of one sequence leaves in it."""
+    token = model.seq_length * model.hidden_size
+    layer = (_STATE_BYTES * layer_matmul_parameters(model), KEPT_BYTES * token)
+    words = model.vocab_size * model.hidden_size
+    embedding = words + (token if model.position == "learned" else 0)
+    return ((_STATE_BYTES * embedding, 0), *[layer] * model.num_layers, (_STATE_BYTES * words, 0))
+
+
+@lru_cache(maxsize=256)
+def balanced_split(
+    costs: tuple[int, ...], num_stages: int, held: tuple[tuple[int, int], ...] = ()
+) -> tuple[int, ...]:
     """Blocks of each stage such that the costliest stage is as cheap as possible; every stage gets at least one.
 
-    Ties: the later stages get fewer blocks, because the head's loss is costlier than its matrix product.
+    Of equal ones, that whose fullest stage holds the least; of these, that whose later stages get fewer blocks, because
+    the head's loss is costlier than its matrix product. held: of each block, bytes of its state, and what it keeps of a
+    micro-batch in flight, of which an earlier stage has more.
     """
     assert num_stages <= len(costs), f"{num_stages} stages of {len(costs)} blocks"
-    prefix = (0, *accumulate(costs))
+    work, count = (0, *accumulate(costs)), len(costs)
+    state, kept = ((0, *accumulate(of)) for of in zip(*(held or [(0, 0)] * count), strict=True))
 
-    def reach(stages: int, most: int, stop: int) -> int:
-        """How many of the first `stop` blocks so many stages can hold, none costlier than `most`."""
+    def total(in_flight: int, stop: int) -> int:
+        return state[stop] + in_flight * kept[stop]
+
+    def reach(stages: int, most: int, room: int, stop: int) -> int:
+        """How many of the first `stop` blocks so many stages hold, none costlier than `most`, fuller than `room` or
+        empty; -1: there is no way."""
         at = 0
-        for _ in range(stages):
+        for stage in range(stages):
             if at == stop:
                 break
-            at = min(bisect_right(prefix, prefix[at] + most) - 1, stop)
+            in_stage = partial(total, num_stages - stage)
+            limit = in_stage(at) + room
+            at = min(bisect_right(work, work[at] + most) - 1, stop)
+            at = bisect_right(range(at + 1), limit, key=in_stage) - 1
+            if at <= stage:
+                return -1
         return at
 
+    def costliest(stages: int, high: int, room: int, stop: int) -> int:
+        return _smallest(max(costs[:stop]), high, lambda most: reach(stages, most, room, stop) == stop)
+
+    everything = total(num_stages, count)
+    most = costliest(num_stages, work[-1], everything, count)
+    room = _smallest(0, everything, lambda each: reach(num_stages, most, each, count) == count)
     sizes: list[int] = []
-    stop, highest = len(costs), prefix[-1]
+    stop = count
     for stages in range(num_stages, 0, -1):
-        lowest = max(costs[:stop])
-        while lowest < highest:
-            middle = (lowest + highest) // 2
-            lowest, highest = (lowest, middle) if reach(stages, middle, stop) == stop else (middle + 1, highest)
-        start = min(reach(stages - 1, highest, stop), stop - 1)
+        most = costliest(stages, most, room, stop)
+        start = min(reach(stages - 1, most, room, stop), stop - 1)
         sizes.insert(0, stop - start)
         stop = start
     return tuple(sizes)
+
+
+def _smallest(low: int, high: int, enough: Callable[[int], bool]) -> int:
+    """The smallest of low .. high that is enough, as `high` is."""
+    if low < high and not enough(high - 1):
+        return high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle + 1, high)
+    return high
 
 
 @lru_cache(maxsize=256)
@@ -115,7 +160,7 @@ def even_out(costs: tuple[float, ...], sizes: tuple[int, ...], num_ranks: int) -
 def stage_split(
     model: ModelConfig, num_ranks: int, split: tuple[int, ...] = (), chunks: int = 1
 ) -> tuple[range, ...]:
-    """The blocks of each stage: `split` as the user gave it, or balanced by forward operations.
+    """The blocks of each stage: `split` as the user gave it, or balanced by forward operations, then by memory.
 
     Stage c * num_ranks + r is chunk c of rank r.
     Raises: ConfigError if there are more stages than blocks, or `split` does not give every stage a block and every
@@ -132,7 +177,7 @@ def stage_split(
     if split:
         if len(split) != num_stages or sum(split) != model.num_blocks or min(split) < 1:
             costs = forward_flops_per_token(model)
-            works = even_out(costs, balanced_split(costs, num_stages), num_ranks)
+            works = even_out(costs, balanced_split(costs, num_stages, _held(model)), num_ranks)
             of = "parallel.pp" if chunks == 1 else "parallel.pp * chunks"
             raise config_error(
                 "pipeline.split", list(split), f"must be {num_stages} positive numbers ({of}) that add up to "
@@ -140,6 +185,6 @@ def stage_split(
         sizes = split
     else:
         costs = forward_flops_per_token(model)
-        sizes = even_out(costs, balanced_split(costs, num_stages), num_ranks)
+        sizes = even_out(costs, balanced_split(costs, num_stages, _held(model)), num_ranks)
     ends = tuple(accumulate(sizes))
     return tuple(range(stop - size, stop) for size, stop in zip(sizes, ends, strict=True))

@@ -15,9 +15,6 @@ from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import Profile, check_settings, read_profile, write_profile
 from hybridpar.planner.survey import identity, survey
 
-_QUIET = 0.8
-"""Share of the cores that ranks must have got for a quick profile to be kept."""
-
 
 def machine_for(
     config: Config, launch: Launch, profile: str, cluster: str, devices: int, keep: Mapping[str, int] | None = None
@@ -44,19 +41,17 @@ def machine_for(
 
 
 def cached_profile(config: Config, launch: Launch) -> Profile:
-    """A quick profile of this machine, from the cache of profiles where it has been made before."""
+    """A quick profile of this machine, from the cache of profiles where it has been made before, on a quiet machine."""
     key = hashlib.sha256(json.dumps(identity(config), sort_keys=True, default=str).encode()).hexdigest()[:16]
     path = config.cache_folder / "profiles" / f"{key}.json"
-    if path.exists():
-        return read_profile(path)
+    if path.exists() and (kept := read_profile(path)).hardware.was_quiet:
+        return kept
     print("measuring this machine", file=sys.stderr)
     profile = survey(config, launch, quick=True)
-    if (share := profile.hardware.efficiency) < _QUIET:
-        print(f"other programs took {1 - share:.0%} of the cores meanwhile: times are uncertain, and not kept",
-              file=sys.stderr)
-    else:
-        try:
-            write_profile(profile, path)
-        except OSError as error:
-            print(f"{path}: cannot be written ({error.strerror}), so these times are not kept", file=sys.stderr)
+    if not profile.hardware.was_quiet:
+        return profile  # whoever plans by it says so
+    try:
+        write_profile(profile, path)
+    except OSError as error:
+        print(f"{path}: cannot be written ({error.strerror}), so these times are not kept", file=sys.stderr)
     return profile

@@ -28,7 +28,7 @@ from hybridpar.memory.footprint import Buffers, sample_microbatch, silent_axis, 
 from hybridpar.models.build import DTYPES, Recomputation, build_blocks
 from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import reduce_shared_gradients
-from hybridpar.optim import ParameterSlot, build_optimizer, squared_norm
+from hybridpar.optim import ParameterSlot, optimizer_of, squared_norm
 from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.pipeline.run.recording import Clock, make_clock
 from hybridpar.pipeline.run.stage import Stage
@@ -59,7 +59,7 @@ class Unit:
 
     def __init__(self, config: Config, number: int, tp: Axis, device: torch.device):
         dtype = DTYPES[config.train.dtype]
-        self.device, self.tp, self.receives = device, tp, number > 0
+        self.device, self.tp, self.backend = device, tp, config.kernels.optimizer
         self.stage = Stage(build_blocks(config.model, tp, [number], kernels=config.kernels, dtype=dtype))
         parameters = StageParameters(self.stage, dtype)
         versions = 1 if schedule_of(config.pipeline).flush else 2
@@ -70,7 +70,7 @@ class Unit:
             [(name, tensors[name], place) for name, place in placements.items()], 0, tp.rank))
         self.accumulator = GradientAccumulator(parameters.layout, device)
         self.slots = [ParameterSlot(o.name, placements[o.name], tp.rank, o.part) for o in self.weights.owned]
-        self.optimizer = build_optimizer(config.optim, self.slots, tp)
+        self.optimizer = optimizer_of(config, self.slots, tp)
         self.optimizer.allocate(device, self.weights.master_dtype)
         self.num_parameters = sum(p.numel() for p in self.stage.parameters())
         self.accumulator.begin(0)
@@ -102,7 +102,7 @@ class Unit:
         gradients = self.weights.owned_views(self.accumulator.buffers[0])
         reduce_shared_gradients(
             ((g, s.placement) for g, s in zip(gradients, self.slots, strict=True) if s.part is None), self.tp)
-        squared_norm(gradients, self.slots)
+        squared_norm(gradients, self.slots, backend=self.backend)
 
     def update(self) -> None:
         """As an engine's, at a learning rate of 0."""

@@ -8,23 +8,26 @@ from dataclasses import dataclass, field, replace
 from hybridpar.config import Config, OptimConfig, PipelineConfig
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.memory import StageMemory
-from hybridpar.models.cost import even_out
+from hybridpar.models.cost import KEPT_BYTES, even_out
 from hybridpar.pipeline.plan.schedules import WARMUPS, Sizes, find_schedule, schedule_of
 from hybridpar.planner.cost import Model
 from hybridpar.planner.machine import Machine
-from hybridpar.planner.split import best_split
+from hybridpar.planner.split import Matrix, best_split, sums
 
 INTERLEAVED, CHUNKS = "interleaved", (2, 3, 4)
 STALE = frozenset({"2bw", "pipedream"})
-"""Schedules that train on older weights: one is not taken for another unless that is asked for."""
+"""Schedules that train on older weights: one is considered where it is asked for, beside those on new ones."""
+STALE_GAIN = 0.05
+"""By so much a schedule on older weights must be faster than all others. Old gradients cost loss at equal tokens, and
+of step times that differ by little the planner cannot say which is the shorter (search.ERROR)."""
 
 
 @dataclass(frozen=True)
 class Request:
     """What is asked for. keep: sizes of axes that stay. batch_size: samples of a step (0: the configuration's).
 
-    schedules: names (none: the configuration's, and what trains alike). micro_batches: sizes (none: all profiled ones
-    and powers of two between them). top: how many are to be ranked.
+    schedules: names (none: the configuration's, and those on new weights). micro_batches: sizes (none: all profiled
+    ones and powers of two between them). top: how many are to be ranked.
     """
 
     keep: Mapping[str, int] = field(default_factory=dict)
@@ -52,6 +55,11 @@ class Candidate:
         return max(stage.total for stage in self.memory or [])
 
     @property
+    def is_stale(self) -> bool:
+        """Whether it trains on older weights."""
+        return self.config.pipeline.schedule in STALE
+
+    @property
     def grid(self) -> tuple[int, int, int]:
         parallel = self.config.parallel
         return parallel.tp, parallel.pp, parallel.dp
@@ -64,14 +72,17 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
             continue
         for b in micro_batches(machine, tp, batch // dp, request):
             m = batch // (dp * b)
-            for pipeline, optim in _schedules(config, pp, m, request):
+            for pipeline, optim in _schedules(config, pp, dp, m, request):
                 made = replace(
                     config, pipeline=replace(pipeline, num_microbatches=m, recompute="none"), optim=optim,
                     parallel=replace(config.parallel, tp=tp, pp=pp, dp=dp),
                     train=replace(config.train, micro_batch_size=b))
                 same = len(config.pipeline.split) == pp * pipeline.num_chunks
-                keeps_split = config.pipeline.split and same and request.keep.get("pp")
-                yield Candidate(made, Model(made, machine)) if keeps_split else balanced(made, machine)
+                if config.pipeline.split and same and request.keep.get("pp"):
+                    made = replace(made, pipeline=replace(made.pipeline, split=config.pipeline.split))
+                    yield Candidate(made, Model(made, machine))
+                else:
+                    yield balanced(made, machine)
 
 
 def batch_size(config: Config, request: Request) -> int:
@@ -106,13 +117,15 @@ def micro_batches(machine: Machine, tp: int, samples: int, request: Request) -> 
 
 
 def _schedules(
-    config: Config, pp: int, m: int, request: Request
+    config: Config, pp: int, dp: int, m: int, request: Request
 ) -> Iterator[tuple[PipelineConfig, OptimConfig]]:
-    """The configuration's own schedule and those that train alike, or those asked for; with what they need changed."""
+    """The configuration's own schedule and those on new weights, or those asked for; with what they need changed."""
     own = config.pipeline
-    names = request.schedules or ((own.schedule,) if own.schedule in STALE else (own.schedule, "1f1b", INTERLEAVED))
+    names = request.schedules or (own.schedule, "1f1b", INTERLEAVED)
     for name in dict.fromkeys(find_schedule(name).name for name in names):
         stale = name in STALE
+        if stale and pp == dp == 1 and not request.schedules:
+            continue  # nobody waits for another
         optim = config.optim if stale or config.optim.staleness == "none" else replace(config.optim, staleness="none")
         base = own if name == own.schedule else replace(
             own, schedule=name,  # type: ignore[arg-type]
@@ -124,7 +137,10 @@ def _schedules(
         for warmup in WARMUPS if name == "2bw" and pp > 1 else (base.warmup,):
             switch, factor = base.early_switch, WARMUPS[warmup]
             if isinstance(switch, int):
-                switch = max(switch, (factor - 1) * (pp - 1))
+                least = (factor - 1) * (pp - 1)
+                if switch < least and warmup != base.warmup:
+                    continue  # for more micro-batches on older weights than are asked for
+                switch = max(switch, least)
             pipeline = replace(
                 base, warmup=warmup,  # type: ignore[arg-type]
                 early_switch=switch, num_microbatches=m, split=(),
@@ -144,16 +160,27 @@ def _interleaved(base: PipelineConfig, pp: int, m: int, num_blocks: int) -> Iter
 
 
 def balanced(config: Config, machine: Machine) -> Candidate:
-    """With the split that makes the slowest stage the fastest, whatever it takes of memory."""
+    """With the split that makes the slowest stage the fastest, whatever it takes of memory; of equal ones, which many
+    are, that which takes the least."""
     model = Model(config, machine)
     if model.pp > 1:
         costs = block_costs(model)
-        found = best_split(*costs, model.sizes.num_stages)
+        found = best_split(*costs, model.sizes.num_stages, lambda stage, again: held(model, stage))
         assert found is not None, "there are as many blocks as stages"
         split = even_out(tuple(sum(of_block) for of_block in zip(*costs, strict=True)), found.sizes, model.pp)
         config = replace(config, pipeline=replace(config.pipeline, split=split))
         model = Model(config, machine)
     return Candidate(config, model)
+
+
+def held(model: Model, stage: int) -> Matrix:
+    """[i, j]: about what blocks i .. j-1 take on that stage: state, and what is kept of micro-batches in flight."""
+    config, sizes, rank = model.config, model.sizes, model.sizes.rank_of(stage)
+    schedule = schedule_of(config.pipeline)
+    in_flight = schedule.max_live_activations(sizes, rank) / sizes.chunks
+    kept = {"embedding": 0.0, "layer": KEPT_BYTES / 2 * model.message_bytes / model.tp, "head": 0.0}
+    return sums([model.state_bytes(rank) * model.block(n).parameters
+                 + in_flight * (model.block(n).kept or kept[model.kind(n)]) for n in range(config.model.num_blocks)])
 
 
 def block_costs(model: Model) -> tuple[list[float], list[float], list[float]]:

@@ -24,7 +24,7 @@ from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
-from hybridpar.pipeline.plan.schedules import Schedule, Sizes
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import KINDS, BlockCost
 
@@ -155,6 +155,15 @@ class Model:
             sum(c.parameters for c in costs) - (tied if twice else 0),
             tied if ends and not both else 0)
 
+    def state_bytes(self, rank: int) -> float:
+        """What weights, gradients and Adam's state take of a parameter on a rank of the pipeline, at least."""
+        config, schedule = self.config, schedule_of(self.config.pipeline)
+        mixed = config.train.dtype in ("bf16", "fp16")
+        moments = {"adamw": 2, "lamb": 2}.get(config.optim.name, 0)
+        return (schedule.max_live_versions(self.sizes, rank) * self.item
+                + GRADIENT_BYTES[config.train.dtype] * schedule.num_gradient_buffers
+                + 4 * (mixed + moments) / (self.dp if config.parallel.zero else 1))
+
     # -- what goes between ranks ---------------------------------------------------------------------------------------
 
     def ranks_of(self, stage: int, tp_rank: int = 0) -> range:
@@ -211,7 +220,7 @@ class Model:
         work = machine.link(ranks).ring_work(own, self.dp) if self.dp > 1 else 0.0
         if stage.tied:
             ends = [*self.ranks_of(0), *self.ranks_of(self.pp - 1)]
-            seconds += self._in_buckets(size * stage.tied, ends, self.dp * self.tp)
+            seconds += self._in_buckets(size * stage.tied, ends, self.tp)
             work += machine.link(ends).ring_work(size * stage.tied, len(ends))
         return seconds, work
 

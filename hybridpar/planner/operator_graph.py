@@ -24,10 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from hybridpar.config import Config, ParallelConfig
 from hybridpar.errors import config_error
 from hybridpar.memory.footprint import Buffers, trace_stage
-from hybridpar.memory.predict import default_device
 from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.planner.hardware import DEVICES, Device
@@ -153,7 +154,8 @@ def _of_block(config: Config, machine: Machine, kind: str, number: int, training
         schedule, sizes = schedule_of(config.pipeline), Sizes(machine.num_devices, config.pipeline.num_microbatches)
         buffers = Buffers(schedule.max_live_versions(sizes, 0), schedule.num_gradient_buffers)
         blocks = range(number, number + 1)
-        found = trace_stage(config, blocks, Recomputation(), buffers, default_device(config))
+        found = trace_stage(
+            config, blocks, Recomputation(), buffers, torch.device(machine.profile.hardware.device_type))
         state, kept = found.weights + found.master + found.gradients + found.optimizer, float(found.kept)
     else:
         state = DTYPES[config.train.dtype].itemsize * sum(op.parameters for op in operators)

@@ -27,6 +27,8 @@ _BEARS: dict[str, tuple[str, ...]] = {
     "model": (), "kernels": (), "train": ("dtype",), "optim": ("name", "staleness"),
 }
 """What of a configuration blocks take their time by; (): the whole section."""
+_QUIET = 0.9
+"""Share of the cores that ranks get where nothing else runs, at least."""
 _MOST, _LARGEST, _MAX_BYTES = 10**6, 1e30, 64 << 20
 """Of a count, and of a number, in a file that can be read; bytes of such a file."""
 
@@ -63,6 +65,7 @@ class Hardware:
     """Where it was measured. cores: of each host, which its ranks share; 0: each rank has a device of its own.
 
     devices_per_host: how many processes a host is to have. memory: bytes of each device, or of a host's share for each.
+    host_memory: bytes of a host's memory for each device that has its own; 0: not known.
     """
 
     name: str
@@ -71,8 +74,19 @@ class Hardware:
     cores: int = 0
     threads: int = 1
     hosts: int = 1
+    host_memory: float = 0.0
     efficiency: float = 1.0
     """Share of the cores that ranks get when all of them compute."""
+
+    @property
+    def taken(self) -> float:
+        """Share of the cores that other programs took while this was measured."""
+        return max(0.0, 1 - self.efficiency)
+
+    @property
+    def was_quiet(self) -> bool:
+        """Whether what was measured may be trusted, and kept."""
+        return self.efficiency >= _QUIET
 
     @property
     def device_type(self) -> str:
@@ -246,6 +260,7 @@ def _hardware(row: Mapping[str, Any]) -> Hardware:
         raise _Wrong(f"hardware.name is {hardware.name!r}, which is no name")
     for name, least in (("devices_per_host", 1), ("hosts", 1), ("threads", 1), ("cores", 0)):
         _count(f"hardware.{name}", getattr(hardware, name), least)
+    _positive("hardware.host_memory", hardware.host_memory)
     for name in ("memory", "efficiency"):
         if not _positive(f"hardware.{name}", getattr(hardware, name)):
             raise _Wrong(f"hardware.{name} is 0, it must be positive")

@@ -11,16 +11,21 @@ from rich.table import Table
 
 from hybridpar.config import Config, PlanConfig, to_toml
 from hybridpar.pipeline.plan.action import Kind
-from hybridpar.planner.candidates import Candidate
+from hybridpar.planner.candidates import STALE_GAIN, Candidate
 from hybridpar.planner.cost import Model
 from hybridpar.planner.profile import Profile
-from hybridpar.planner.search import Result
+from hybridpar.planner.room import TIGHT
+from hybridpar.planner.search import ERROR, Result
 
 _MIB = 2**20
 _SHOWN_FAILURES = 3
-_TIGHT = 0.9
 _REDUCTIONS = frozenset({Kind.REDUCE})
 _TIMES = ("forward", "backward", "waits", "optimizer")
+_COST_OF_STALENESS = (
+    "What they cost, in a study of a small GPT and a small BERT at equal tokens: 2bw as in the paper ends above the "
+    "validation loss of 1f1b, by 18.5 % (GPT, AdamW), 4.1 % (GPT, Muon) and 22 % (BERT, Muon); with Muon, "
+    "early_switch = 1 and staleness = extrapolation by 0.4 and 1.2 % (benchmarks/convergence). Nothing larger was "
+    "trained.")
 _TRANSFERS = (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B)
 
 
@@ -78,7 +83,7 @@ def parts_of(model: Model) -> Parts:
 def bound_by(candidate: Candidate, limit: float) -> str:
     """What keeps the candidate from being faster."""
     text = parts_of(candidate.model).bound_by
-    if candidate.memory is not None and candidate.peak > _TIGHT * limit:
+    if candidate.memory is not None and candidate.peak > TIGHT * limit:
         text += f"; memory {candidate.peak / limit:.0%} full"
     return text
 
@@ -101,7 +106,8 @@ def describe(config: Config) -> str:
 
 def table(result: Result) -> Table:
     """The ranked candidates, for a terminal."""
-    shown = Table(title=f"{result.considered} configurations considered, the fastest first", title_justify="left")
+    shown = Table(title=f"{result.considered} configurations considered, the best first", title_justify="left",
+                  caption=_caption(result), caption_justify="left")
     for heading, justify in (
             ("", "right"), ("tp", "right"), ("pp", "right"), ("dp", "right"), ("micro-batches", "right"),
             ("schedule", "left"), ("split", "left"), ("step ms", "right"), ("tokens/s", "right"), ("GB", "right"),
@@ -115,11 +121,21 @@ def table(result: Result) -> Table:
         how += "" if pipeline.recompute == "none" else f", recompute {_short(pipeline.recompute)}"
         how += ", ZeRO-1" if config.parallel.zero else ""
         memory = f"{candidate.peak / 1e9:.2f}" if candidate.memory is not None else "-"
+        if host := max((stage.host for stage in candidate.memory or ()), default=0):
+            memory += f", host {host / 1e9:.2f}"
         shown.add_row(
             str(place), str(tp), str(pp), str(dp), f"{pipeline.num_microbatches} x {config.train.micro_batch_size}",
             how, _short("+".join(map(str, pipeline.split))), f"{1e3 * model.step_time:.4g}",
             f"{model.tokens_per_s:,.0f}", memory, bound_by(candidate, result.limit))
     return shown
+
+
+def _caption(result: Result) -> str:
+    """By what the order differs from that of step times."""
+    text = f"Memory over {TIGHT:.0%} full must make a configuration {ERROR:.1%} faster: so far predictions may be off."
+    if any(one.is_stale for one in result.ranked):
+        text += f" Old gradients must make it {STALE_GAIN:.0%} faster. {_COST_OF_STALENESS}"
+    return text
 
 
 def _short(text: str) -> str:
@@ -157,6 +173,7 @@ def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:
     return {
         **_choice(candidate.config), "step_ms": 1e3 * model.step_time, "tokens_per_s": model.tokens_per_s,
         "memory": None if candidate.memory is None else [stage.total for stage in candidate.memory],
+        "host_memory": None if candidate.memory is None else [stage.host for stage in candidate.memory],
         "bound_by": bound_by(candidate, limit),
         "parts_ms": {name: 1e3 * getattr(parts, name)
                      for name in ("compute", "tensor", "optimizer", "reduction", "transfers", "bubble")}}
@@ -165,7 +182,9 @@ def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:
 def planned(candidate: Candidate) -> Config:
     """The candidate's configuration, with what is predicted of it."""
     memory: Sequence[float] = [round(stage.total / _MIB, 1) for stage in candidate.memory or ()]
-    plan = PlanConfig(step_ms=round(1e3 * candidate.model.step_time, 6), memory_mib=tuple(memory))
+    hardware = candidate.model.machine.profile.hardware
+    plan = PlanConfig(step_ms=round(1e3 * candidate.model.step_time, 6), memory_mib=tuple(memory),
+                      cores_taken=round(hardware.taken, 2))
     return replace(candidate.config, plan=plan)
 
 

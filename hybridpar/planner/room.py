@@ -6,21 +6,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
-from hybridpar.config import Config
 from hybridpar.memory import Footprints, predict
 from hybridpar.memory.footprint import Buffers, Footprint
-from hybridpar.memory.predict import default_device
 from hybridpar.models.build import Recomputation
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.planner.candidates import Candidate, block_costs
-from hybridpar.planner.cost import GRADIENT_BYTES, Model
+from hybridpar.planner.cost import Model
 from hybridpar.planner.machine import Machine
-from hybridpar.planner.split import best_split
+from hybridpar.planner.split import Matrix, best_split
 
 RESERVED = 1.5 * 2**30
 """Bytes of an accelerator that its context and communicators take; of a host's memory a tenth is left to others."""
+TIGHT = 0.9
+"""Share of the limit beyond which memory is short: fragments, or longer documents, may need the rest."""
+_HOST_SHARE = 0.9
+"""Of a host's memory, beside GPUs, that checkpoints' copies may take."""
 _FRAGMENTS = 0.04
 """Share of an accelerator's memory that an allocator cannot hand out. An estimate."""
 
@@ -30,6 +32,25 @@ def memory_limit(machine: Machine) -> float:
     if machine.profile.hardware.cores:
         return 0.9 * machine.memory
     return (machine.memory - RESERVED) * (1 - _FRAGMENTS)
+
+
+def device_of(model: Model) -> torch.device:
+    """The kind of device that is planned for, which need not be on this machine."""
+    return torch.device(model.machine.profile.hardware.device_type)
+
+
+def host_shortage(candidate: Candidate) -> str:
+    """What its checkpoints' copies lack of a server's memory; empty where nothing, or where that is not known."""
+    model, stages = candidate.model, [stage.host for stage in candidate.memory or ()]
+    machine, each = model.machine, model.tp * model.dp
+    number, per = each * len(stages), machine.devices_per_server
+    known = machine.profile.hardware.host_memory * per if machine.measured else 0.0
+    needed = max((sum(stages[rank // each] for rank in range(first, min(first + per, number)))
+                  for first in range(0, number, per)), default=0)
+    if not known or needed <= _HOST_SHARE * known:
+        return ""
+    return (f"the copies that checkpoints are written from need {needed / 1e9:.1f} of {_HOST_SHARE * known / 1e9:.1f} "
+            "GB of a host's memory; checkpoint.asynchronous = false saves them")
 
 
 def surely_fits(model: Model, limit: float) -> bool:
@@ -58,14 +79,15 @@ def with_recomputation(
     for _ in range(4):
         splits = []
         for whole in (False, True):
-            room = Room(config, footprints, tightened / model.sizes.chunks, whole)
-            found = best_split(*block_costs(model), model.sizes.num_stages, room.fits)
+            room = Room(model, footprints, whole)
+            found = best_split(
+                *block_costs(model), model.sizes.num_stages, room.peaks, tightened / model.sizes.chunks)
             if found is None:
                 continue
             splits.append(found)
             text = _recompute_text(found.sizes, found.recomputed, config.model.num_layers, whole)
             made = replace(config, pipeline=replace(config.pipeline, split=found.sizes, recompute=text))
-            memory = predict(made, trace=footprints) if exact else None
+            memory = predict(made, device=device_of(model), trace=footprints) if exact else None
             if memory is None or max(stage.total for stage in memory) <= limit:
                 return Candidate(made, Model(made, model.machine), memory, tried_recomputation=True)
         if not splits:
@@ -78,21 +100,15 @@ def least(model: Model, *, recomputed: bool = False) -> float:
     """Bytes that the fullest stage takes at least: weights, gradients and Adam's state, and what is in flight."""
     config = model.config
     schedule, sizes = schedule_of(config.pipeline), model.sizes
-    mixed = config.train.dtype in ("bf16", "fp16")
-    share = model.dp if config.parallel.zero else 1
-    moments = {"adamw": 2, "lamb": 2}.get(config.optim.name, 0)
     most = 0.0
     # any split has a rank of the mean weight
     mean = sum(rank.parameters for rank in model.ranks) / model.pp
     for rank in range(model.pp):
         parameters = mean if recomputed else model.ranks[rank].parameters
-        state: float = schedule.max_live_versions(sizes, rank) * model.item
-        state += GRADIENT_BYTES[config.train.dtype] * schedule.num_gradient_buffers
-        state += (4 * mixed + 4 * moments) / share
         flight = schedule.max_live_activations(sizes, rank) - 1
         fewest = min(len(model.stages[stage].blocks) for stage in sizes.stages_of(rank))
         kept = model.message_bytes * (1 if recomputed else fewest - 1)
-        most = max(most, parameters * state + flight * kept)
+        most = max(most, parameters * model.state_bytes(rank) + flight * kept)
     return most
 
 
@@ -122,37 +138,36 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 class Room:
-    """Which blocks fit where, as far as a formula tells; whole: stages are recomputed as a whole. limit: of a stage."""
+    """About what blocks take where, from their footprints; whole: stages are recomputed as a whole."""
 
-    def __init__(self, config: Config, footprints: Footprints, limit: float, whole: bool):
-        self.config, self.footprints, self.limit, self.whole = config, footprints, limit, whole
-        self.schedule = schedule_of(config.pipeline)
-        self.sizes = Sizes.of(config)
-        self.device = default_device(config)
+    def __init__(self, model: Model, footprints: Footprints, whole: bool):
+        self.config, self.footprints, self.whole = model.config, footprints, whole
+        self.schedule, self.sizes, self.device = schedule_of(model.config.pipeline), model.sizes, device_of(model)
 
-    def fits(self, stage: int, again: bool) -> NDArray[np.bool_]:
-        """[i, j]: whether blocks i .. j-1 fit on that stage. The ends are on the first and the last stage alone."""
+    def peaks(self, stage: int, again: bool) -> Matrix:
+        """[i, j]: about what blocks i .. j-1 take on that stage; infinite where they cannot be on it: the ends are on
+        the first and the last stage alone."""
         count, p = self.config.model.num_blocks, self.sizes.num_stages
         first, last = stage == 0, stage == p - 1
         most = count - (p - 1)  # every other stage has a block
-        ok = np.zeros((count + 1, count + 1), dtype=bool)
+        found = np.full((count + 1, count + 1), np.inf)
         starts = [0] if first else range(1, count)
-        room = [self._fit(stage, size, first, last, again) for size in range(1, most + 1)]
+        of_size = [self._peak(stage, size, first, last, again) for size in range(1, most + 1)]
         for i in starts:
             stops = range(i + 1, min(i + most, count) + 1) if not last else [count] if count - i <= most else []
             for j in stops:
                 if last or j < count:
-                    ok[i, j] = room[j - i - 1]
-        return ok
+                    found[i, j] = of_size[j - i - 1]
+        return found
 
-    def _fit(self, stage: int, size: int, first: bool, last: bool, again: bool) -> bool:
+    def _peak(self, stage: int, size: int, first: bool, last: bool, again: bool) -> float:
         count = self.config.model.num_blocks
         blocks = range(0, size) if first else range(count - size, count) if last else range(1, 1 + size)
         if blocks.stop == count and not last:
-            return False
+            return np.inf
         inner = frozenset(n for n in blocks if 0 < n < count - 1)
         recompute = Recomputation(frozenset(blocks) if self.whole else inner, self.whole) if again else Recomputation()
-        return self.peak(stage, blocks, recompute) <= self.limit
+        return self.peak(stage, blocks, recompute)
 
     def peak(self, stage: int, blocks: range, recompute: Recomputation) -> float:
         """About what that stage takes."""

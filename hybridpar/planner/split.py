@@ -3,13 +3,15 @@
     worst[s][j] = min over i < j of max(worst[s-1][i], cost[s][i, j])        blocks 0 .. j-1 in stages 0 .. s
 
 cost[s][i, j] is what stage s takes of a period if it holds blocks i .. j-1: without recomputation where that fits in
-memory, else with it, else infinite. What fits depends on the stage: an earlier one has more micro-batches in flight.
+memory, else with it, else infinite. What fits depends on the stage: an earlier one has more micro-batches in flight. So
+many splits are equally fast (equal layers), and the least memory is found by the same recurrence among them.
 
 Source: the recurrence of PipeDream (arXiv 1806.03377, section 3.1), for one device a stage.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,6 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Matrix = NDArray[np.float64]
+
+_EQUAL = 1 + 1e-9
+"""Equal up to rounding."""
 
 
 @dataclass(frozen=True)
@@ -31,45 +36,58 @@ class Split:
 
 def best_split(
     forward: Sequence[float], backward: Sequence[float], per_batch: Sequence[float], num_stages: int,
-    fits: Callable[[int, bool], NDArray[np.bool_]] | None = None,
+    peaks: Callable[[int, bool], Matrix] | None = None, limit: float = math.inf,
 ) -> Split | None:
-    """The split whose slowest stage is the fastest; of equal ones, that whose later stages have fewer blocks. None:
-    nothing fits.
+    """The split whose slowest stage is the fastest; of equal ones, that whose fullest stage takes the least memory; of
+    these, that whose later stages have fewer blocks. None: nothing fits.
 
-    forward, backward, per_batch: of each block; the last is what a block adds to a period for its update. fits(stage,
-    recomputed)[i, j]: whether blocks i .. j-1 fit there; left out: everything does.
+    forward, backward, per_batch: of each block; the last is what a block adds to a period for its update. peaks(stage,
+    recomputed)[i, j]: bytes that blocks i .. j-1 take there, `limit` at most; left out: nothing.
     """
-    count = len(forward)
-    if not 1 <= num_stages <= count:
+    if not 1 <= num_stages <= len(forward):
         return None
-    plain = _sums([f + b + u for f, b, u in zip(forward, backward, per_batch, strict=True)])
-    again = plain + _sums(forward)
-    worst: list[Matrix] = [np.full(count + 1, np.inf)]
-    worst[0][0] = 0.0
-    cuts, costs = [], []
-    for stage in range(num_stages):
-        cost, uses = plain, np.zeros_like(plain, dtype=bool)
-        if fits is not None:
-            uses = ~fits(stage, False)
-            cost = np.where(uses, np.where(fits(stage, True), again, np.inf), plain)
-        reached = np.maximum(worst[-1][:, None], np.where(np.isinf(plain), np.inf, cost))
-        # the last of the best places to cut: later stages get fewer blocks
-        cut = count - np.argmin(reached[::-1], axis=0)
-        worst.append(reached[cut, np.arange(count + 1)])
-        cuts.append(cut)
-        costs.append(uses)
-    if not np.isfinite(worst[-1][count]):
+    plain = sums([f + b + u for f, b, u in zip(forward, backward, per_batch, strict=True)])
+    again = plain + sums(forward)
+    costs, uses, memory = [plain] * num_stages, [np.zeros_like(plain, dtype=bool)] * num_stages, []
+    if peaks is not None:
+        for stage in range(num_stages):
+            held, least = peaks(stage, False), peaks(stage, True)
+            uses[stage] = ~(held <= limit)
+            memory.append(np.where(uses[stage], least, held))
+            cost = np.where(uses[stage], np.where(least <= limit, again, np.inf), plain)
+            costs[stage] = np.where(np.isinf(plain), np.inf, cost)
+    period, cuts = _smallest_largest(costs)
+    if not np.isfinite(period):
         return None
-    sizes, recomputed, stop = [], [], count
+    if memory:
+        as_fast = [np.where(cost <= period * _EQUAL, held, np.inf) for cost, held in zip(costs, memory, strict=True)]
+        peak, _ = _smallest_largest(as_fast)
+        period, cuts = _smallest_largest(
+            [np.where(held <= peak * _EQUAL, cost, np.inf) for cost, held in zip(costs, memory, strict=True)])
+    sizes, recomputed, stop = [], [], len(forward)
     for stage in reversed(range(num_stages)):
         start = int(cuts[stage][stop])
         sizes.append(stop - start)
-        recomputed.append(bool(costs[stage][start, stop]))
+        recomputed.append(bool(uses[stage][start, stop]))
         stop = start
-    return Split(tuple(sizes[::-1]), tuple(recomputed[::-1]), float(worst[-1][count]))
+    return Split(tuple(sizes[::-1]), tuple(recomputed[::-1]), period)
 
 
-def _sums(values: Sequence[float]) -> Matrix:
+def _smallest_largest(values: Sequence[Matrix]) -> tuple[float, list[NDArray[np.intp]]]:
+    """The split that makes the largest of its stages' values[stage][i, j] as small as possible: that value, and where
+    each stage is best cut from those before, by the block behind it. Infinite: there is no split."""
+    count = len(values[0]) - 1
+    worst: Matrix = np.full(count + 1, np.inf)
+    worst[0], cuts = 0.0, []
+    for value in values:
+        reached = np.maximum(worst[:, None], value)
+        # the last of the best places to cut: later stages get fewer blocks
+        cuts.append(count - np.argmin(reached[::-1], axis=0))
+        worst = reached[cuts[-1], np.arange(count + 1)]
+    return float(worst[count]), cuts
+
+
+def sums(values: Sequence[float]) -> Matrix:
     """[i, j]: of values i .. j-1; infinite unless i < j."""
     prefix = np.array([0.0, *accumulate(values)])
     sums = prefix[None, :] - prefix[:, None]

@@ -91,21 +91,20 @@ def measure_here(
     links = measure_links(world, device, sizes=QUICK_SIZES if quick else SIZES)
     blocks, had_core = measure_blocks(config, degrees, sizes, device, effort)
     hardware = _hardware(device, gather_objects(platform.node(), world))
-    # with cores to spare every rank has one
-    busy = hardware.devices_per_host * hardware.threads >= hardware.cores > 0
-    hardware = replace(hardware, efficiency=round(had_core, 4) if busy else 1.0)
+    hardware = replace(hardware, efficiency=round(had_core, 4) if hardware.cores else 1.0)
     return Profile(hardware, blocks, links, settings_of(config), about=_about(effort, world.size))
 
 
 def _hardware(device: torch.device, hosts: Sequence[str]) -> Hardware:
     number = len(set(hosts))
     here = -(-len(hosts) // number)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gpus = torch.cuda.device_count()
         devices = max(gpus, here)  # shared, a process has its part of one
-        return Hardware(properties.name, devices, properties.total_memory * gpus / devices, hosts=number)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Hardware(properties.name, devices, properties.total_memory * gpus / devices, hosts=number,
+                        host_memory=memory / devices)
     return Hardware(
         cpu_name(), here, memory / here, _cores(), torch.get_num_threads(), number)
 

@@ -27,7 +27,7 @@ from hybridpar.models.build import DTYPES, build_blocks, loss_names, recomputed_
 from hybridpar.models.cost import stage_split
 from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import reduce_shared_gradients
-from hybridpar.optim import ParameterSlot, build_optimizer
+from hybridpar.optim import ParameterSlot, optimizer_of
 from hybridpar.optim.loss_scale import MIN_SCALE, LossScaler
 from hybridpar.optim.norm import clip_scale, counted, sum_of_squares
 from hybridpar.optim.schedule import learning_rate
@@ -98,7 +98,7 @@ class Engine:
             [(name, tensors[name], place) for name, place in placements.items()], config.train.seed, grid.tp.rank))
         self.reducer = GradientReducer(self.partition)
         self.gradients = GradientAccumulator(layout, device, num_buffers=self.schedule.num_gradient_buffers)
-        self.optimizer = build_optimizer(config.optim, self.slots, grid.tp, config.kernels.optimizer)
+        self.optimizer = optimizer_of(config, self.slots, grid.tp)
         self._owned_gradients = [self.weights.owned_views(buffer) for buffer in self.gradients.buffers]
         self._counted_gradients = [layout.joined(self._counted(views)) for views in self._owned_gradients]
         self.scaler = LossScaler.for_dtype(dtype, config.optim.loss_scale)

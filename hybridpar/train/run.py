@@ -292,8 +292,10 @@ class Run:
         few = f"no {run_folder.COSTS}: that takes {_TRACED_STEPS} steps in a row without an evaluation or a checkpoint"
         if self.config.plan.step_ms and len(self.step_seconds) >= _TRACED_STEPS:
             planned, took = self.config.plan.step_ms, 1e3 * median(self.step_seconds)
+            taken = round(100 * self.config.plan.cores_taken)
+            busy = f"; other programs took {taken} % of the cores while it was measured" if taken else ""
             self.reporter.say(f"plan: a step takes {took:.4g} ms (median of {len(self.step_seconds)}), "
-                              f"{planned:.4g} ms predicted ({100 * (planned / took - 1):+.1f} %)")
+                              f"{planned:.4g} ms predicted ({100 * (planned / took - 1):+.1f} %){busy}")
         for line in describe(self.costs) if self.costs is not None else [few] * self.traced:
             self.reporter.say(line)
         self.log.finish()

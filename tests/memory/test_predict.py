@@ -6,18 +6,19 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 
-from hybridpar.config import Config, from_mapping
+from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch, StageMemory, measure, predict, table
 from hybridpar.memory.footprint import Footprint
-from hybridpar.memory.predict import walk
+from hybridpar.memory.predict import default_device, walk
 from hybridpar.models.build import DTYPES
 from hybridpar.nn import matmul
 from hybridpar.pipeline.plan.passes import lower
@@ -26,6 +27,7 @@ from hybridpar.pipeline.run.executor import max_unfinished_sends
 from hybridpar.train.engine import Engine
 
 CPU = torch.device("cpu")
+CONFIGS = Path(__file__).parent.parent.parent / "scripts" / "configs"
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 SCHEDULE_NAMES = ("gpipe", "1f1b", "2bw")
 
@@ -164,6 +166,65 @@ def test_the_table_has_a_row_for_each_stage() -> None:
     lines = table(predict(make(pp=3))).splitlines()
     assert [line.split()[0] for line in lines] == ["stage", "0", "1", "2"]
     assert len({len(line) for line in lines}) == 1
+
+
+# -- for GPUs, from a machine that need not have one ------------------------------------------------------------------
+
+GIB = 2**30
+
+
+@pytest.fixture
+def fast_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "_has_fast_instructions", lambda dtype: True)  # else a CPU's need copies in float32
+
+
+@pytest.mark.usefixtures("fast_products")
+def test_the_copy_for_checkpoints_is_not_in_a_gpus_memory() -> None:
+    """GPT 2.2B on 8 V100 of 16 GB; the paper's figure 7 shows 11.3 GB for its own code."""
+    config = load_toml(CONFIGS / "gpt_2b2_paper.toml")
+    config = replace(config, parallel=replace(config.parallel, pp=8, dp=1), pipeline=replace(
+        config.pipeline, split=(6, 5, 5, 5, 5, 5, 2, 1)))
+    first = predict(replace(config, train=replace(config.train, device="cuda")))[0]
+    assert first.total / 2**20 == pytest.approx(11_418, rel=0.02)
+    assert (first.checkpoint, first.host) == (0, first.weights + first.master + first.optimizer)
+    on_cpu = predict(replace(config, train=replace(config.train, device="cpu")))[0]
+    assert on_cpu.total / 2**20 == pytest.approx(18_067, rel=0.02)
+    assert (on_cpu.checkpoint, on_cpu.host) == (first.host, 0)
+
+
+@pytest.mark.usefixtures("fast_products")
+@pytest.mark.parametrize("paper", ["", "_paper"])
+@pytest.mark.parametrize(("name", "grid"), [
+    ("gpt_345m", (1, 4, 2)), ("gpt_1b3", (1, 4, 2)), ("gpt_2b2", (1, 8, 1)), ("gpt_3b8", (1, 16, 4)),
+    ("gpt_3b8", (4, 8, 2)), ("bert_large", (1, 4, 2))], ids=str)
+def test_our_configurations_fit_where_they_say(name: str, grid: tuple[int, int, int], paper: str) -> None:
+    """GPUs of 16 GB, of which a context, communicators and fragments take up to 2."""
+    path = CONFIGS / f"{name}{paper}.toml"
+    tp, pp, dp = grid
+    where = [f"PP={pp} DP={dp}", f"PP={pp}."][dp == 1]
+    assert (f"TP={tp} " if tp > 1 else "") + where in path.read_text()
+    assert "GPUs of 16 GB" in path.read_text()
+    config = from_mapping(
+        {"parallel": {"tp": tp, "pp": pp, "dp": dp}, "train": {"device": "cuda"}}, load_toml(path))
+    assert max(stage.total for stage in predict(config)) < 14e9
+
+
+@pytest.mark.usefixtures("fast_products")
+def test_a_gpu_takes_what_was_measured_on_one() -> None:
+    """GPT 1.3B on an H200, its allocator's peak (benchmarks/results/gpu_single_1.3B.json)."""
+    config = make(model={"num_layers": 24, "hidden_size": 2048, "num_heads": 16, "seq_length": 2048,
+                         "vocab_size": 50304, "tie_embeddings": False},
+                  pipeline={"num_microbatches": 1}, train={"dtype": "bf16", "device": "cuda", "save_interval": 2})
+    (stage,) = predict(config)
+    assert stage.total / GIB == pytest.approx(36.73, rel=0.02)
+    assert stage.host / GIB == pytest.approx(18.5, rel=0.02)
+
+
+def test_what_is_predicted_for_is_not_what_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        found = {device: default_device(make(train={"device": device})).type for device in ("auto", "cpu", "cuda")}
+        assert found == {"auto": "cuda" if there else "cpu", "cpu": "cpu", "cuda": "cuda"}
 
 
 # -- against the allocator -------------------------------------------------------------------------------------------

@@ -57,4 +57,23 @@ def test_check_tells_the_peak_of_each_stage(tmp_path: Path, capsys: pytest.Captu
     for waits in ({"checkpoint": {"asynchronous": False}}, {"train": {"save_interval": 0}}):
         assert not any(stage.checkpoint for stage in predict(resolve(from_mapping(waits, config), 2)))
     assert main(["check", str(path)]) == 0
-    assert table(expected) in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "with train.device = cpu" in out
+    assert table(expected) in out
+
+
+def test_check_for_gpus_counts_the_copy_for_checkpoints_as_host_memory(tmp_path: Path,
+                                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_config(tmp_path)
+    assert main(["check", str(path), "--train.device", "cuda"]) == 0
+    out = capsys.readouterr().out
+    assert "with train.device = cuda" in out
+    assert "in host memory" in out
+    assert main(["check", str(path), "--train.device", "cuda", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (stage,) = found["peak_memory"]
+    assert found["device"] == "cuda"
+    assert stage["checkpoint"] == 0
+    assert stage["host"] == stage["weights"] + stage["master"] + stage["optimizer"]
+    assert stage["total"] == sum(stage[name] for name in (
+        "weights", "master", "gradients", "optimizer", "activations", "communication", "transient"))

@@ -39,6 +39,21 @@ def test_no_contiguous_split_is_better(costs: list[int], data: st.DataObject) ->
     assert bottleneck(ours) == min(bottleneck(cuts) for cuts in combinations(range(1, len(costs)), p - 1))
 
 
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.data())
+def test_of_equal_splits_takes_that_whose_fullest_stage_holds_the_least(costs: list[int], data: st.DataObject) -> None:
+    p = data.draw(st.integers(1, len(costs)))
+    held = data.draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), min_size=len(costs),
+                              max_size=len(costs)))
+    ours = tuple(accumulate(balanced_split(tuple(costs), p, tuple(held))))[:-1]
+
+    def worst(cuts: tuple[int, ...]) -> tuple[int, int]:
+        edges = [*pairwise((0, *cuts, len(costs)))]
+        return (max(sum(costs[a:b]) for a, b in edges),
+                max(sum(state + (p - stage) * kept for state, kept in held[a:b]) for stage, (a, b) in enumerate(edges)))
+
+    assert worst(ours) == min(map(worst, combinations(range(1, len(costs)), p - 1)))
+
+
 def test_the_head_weighs_a_layer_where_it_costs_one() -> None:
     model = ModelConfig(num_layers=7, hidden_size=512, num_heads=8, seq_length=256, vocab_size=6656)
     assert [len(blocks) for blocks in stage_split(model, 2)] == [5, 4]  # embedding + 4 layers, 3 layers + head

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,25 @@ def test_measured_times_that_cannot_be_kept_are_used(tmp_path: Path, capsys: pyt
     found = at_hand.cached_profile(from_mapping({"data": {"cache": str(config / "x")}}), Launch(0, 0, 1, 1))
     assert found is measured
     assert "cannot be written (Not a directory), so these times are not kept" in capsys.readouterr().err
+
+
+def test_a_plan_of_a_busy_machine_is_not_trusted_to_the_end(tmp_path: Path,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    config, profile, plan = write_config(tmp_path), tmp_path / "profile.json", tmp_path / "plan.toml"
+    quiet = made.profile(load_toml(config), cores=2)
+    for efficiency, said in ((0.6, True), (0.97, False)):
+        write_profile(replace(quiet, hardware=replace(quiet.hardware, efficiency=efficiency)), profile)
+        for brief in ((), ("--brief",)):
+            code, out, err = run(capsys, "plan", config, "--profile", profile, "--devices", 1, "--out", plan, *brief)
+            assert code == 0, err
+            assert ("other programs took 40 % of the cores while this machine was measured" in err) == said
+            assert f"measured with {100 * efficiency:.0f}% of the cores" in (err if brief else out)
+        assert load_toml(plan).plan.cores_taken == pytest.approx(1 - efficiency)
+        code, _, err = run(capsys, "train", plan, "--run.name", said, "--train.num_steps", 6)
+        assert code == 0, err
+        share = 40 if said else 3
+        (line,) = [line for line in err.splitlines() if "plan: a step takes" in line]
+        assert line.endswith(f"%); other programs took {share} % of the cores while it was measured")
 
 
 def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

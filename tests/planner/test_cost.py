@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from planner import made
 
+from hybridpar.config import ParallelConfig, load_toml
+from hybridpar.dp.partition import BUCKET_BYTES
+from hybridpar.grid import lines_of
+from hybridpar.planner.cluster import estimate, machine_of
 from hybridpar.planner.cost import Model
+from hybridpar.planner.hardware import DEVICES, Cluster, Link, find_device, find_link
 
 
 def test_one_rank_takes_the_sum_of_its_blocks() -> None:
@@ -108,3 +115,37 @@ def test_many_micro_batches_take_what_their_simulation_takes(schedule: str) -> N
     model = Model(config, made.machine(config, 3))
     exact = model.ordering.timeline(model.sizes, model.costs).step_time(200)
     assert model.step_time == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize(("tp", "dp", "links"), [(1, 4, 1), (2, 2, 1), (2, 2, 2), (4, 1, 1)])
+def test_tied_weights_are_one_ring_a_tensor_part_over_the_ends_of_all_replicas(tp: int, dp: int, links: int) -> None:
+    """By hand: 2 (n - 1) steps of 1 / n of the bytes, n = 2 dp, on a card that the rings of tp share."""
+    config = made.config(tp=tp, pp=2, dp=dp, m=4, b=1, split=(4, 4))
+    outer = Link("outer", 1e6, 1e-3, share=1.0)
+    cluster = Cluster(DEVICES["v100-16gb"], 4, 2, Link("inner", 1e12, 0.0), outer, links)
+    profile = made.profile(config, degrees=(tp,))
+    model = Model(config, machine_of(cluster, profile))
+    first, last = model.stages
+    assert first.tied == last.tied > 0
+    ends = lines_of(tp, 2, dp)["ends"]
+    assert len(ends) == tp
+    assert [*model.ranks_of(0), *model.ranks_of(1)] == ends[0]
+    assert all({rank // 4 for rank in ring} == {0, 1} for ring in ends), "each ring takes both servers' cards"
+    n, share = 2 * dp, max(tp / links, 1)
+    by_hand = 2 * (n - 1) * (1e-3 + 4 * first.tied / n * share / 1e6)
+    assert 4 * first.tied < BUCKET_BYTES
+    of_replicas = model._in_buckets(4 * (first.parameters - first.tied), model.ranks_of(0), tp)
+    assert model.reduction(first, 0)[0] - of_replicas == pytest.approx(by_hand)
+
+
+def test_tied_embeddings_of_eight_replicas_cost_their_bytes_over_the_card() -> None:
+    """GPT 2.2B, pp=8 dp=8 on 8 servers of 8 V100, 25 Gbit/s: 464 MB in a ring of 16, and not eight times that."""
+    config = load_toml("scripts/configs/gpt_2b2_paper.toml")
+    pipeline = replace(config.pipeline, num_microbatches=8, split=(6, 5, 5, 5, 5, 5, 2, 1))
+    config = replace(config, parallel=ParallelConfig(1, 8, 8), pipeline=pipeline)
+    cluster = Cluster(find_device("v100-16gb"), 8, 8, find_link("nvlink2"), find_link("ethernet-25"))
+    model = Model(config, machine_of(cluster, estimate(config, cluster, (8,))))
+    tied = 4 * 50304 * 2304
+    card = 0.6 * 25e9 / 8
+    assert model.reduction(model.stages[0], 0)[0] == pytest.approx(2 * 15 / 16 * tied / card, rel=0.1)
+    assert 1e3 * model.step_time == pytest.approx(2459, rel=0.02)

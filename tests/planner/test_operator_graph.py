@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from planner import made
 
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError
 from hybridpar.memory.footprint import Buffers, trace_stage
-from hybridpar.memory.predict import default_device
 from hybridpar.models.build import Recomputation
 from hybridpar.planner import operator_graph as module
 from hybridpar.planner.cluster import count_parameters, estimate, machine_of
@@ -150,7 +150,7 @@ def test_sizes_are_what_memory_predicts(dtype: str) -> None:
             weights = count_parameters(config.model, 1)[kind_of(config, number)] * {"fp32": 4, "bf16": 2}[dtype]
             if training:
                 found = trace_stage(config, range(number, number + 1), Recomputation(), Buffers(2, 2),
-                                    default_device(config))
+                                    torch.device(machine.profile.hardware.device_type))
                 expected = found.weights + found.master + found.gradients + found.optimizer + found.kept
                 assert found.weights == 2 * weights
                 assert size == pytest.approx(expected, abs=len(rows))  # each node's is rounded to a byte

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from planner import made
+from rich.console import Console
 
 from hybridpar.config import Config, OptimConfig, load_toml
 from hybridpar.errors import ConfigError
 from hybridpar.memory import predict
+from hybridpar.models.cost import stage_split
 from hybridpar.planner import report
-from hybridpar.planner.candidates import Request, balanced, candidates, grids
+from hybridpar.planner.candidates import STALE_GAIN, Request, balanced, candidates, grids
+from hybridpar.planner.cluster import estimate, machine_of
 from hybridpar.planner.cost import Model
+from hybridpar.planner.hardware import Cluster, find_device, find_link
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.room import memory_limit, surely_fits
 from hybridpar.planner.search import search
 from hybridpar.validate import problems
+
+CONFIGS = Path(__file__).parent.parent.parent / "scripts" / "configs"
 
 
 def machine(config: Config, devices: int = 4, *, memory: float = 1e9, wait: float = 0.1) -> Machine:
@@ -51,7 +59,7 @@ def test_round_trips_bound_and_change_nothing_else(latency: float, monkeypatch: 
     on = made.machine(config, 4, made=profile, inner=made.link(latency=latency, bandwidth=1e6), memory=1e11)
     every = list(candidates(config, on, Request()))
     assert all(one.model.bound <= one.model.step_time * (1 + 1e-9) for one in every)
-    slow = [one.model for one in every if one.model.pp == 4 and one.config.pipeline.warmup == "depth"]
+    slow = [one.model for one in every if one.model.pp == 4 and one.is_stale and one.config.pipeline.warmup == "depth"]
     found = [(one.config, one.model.step_time) for one in search(config, on, Request(top=4)).ranked]
     tight = [model.bound > 0.9 * model.step_time for model in slow]
     monkeypatch.setattr(Model, "_round_trips", lambda *_: 0.0)
@@ -91,6 +99,15 @@ def test_what_is_given_stays() -> None:
     assert grids(config, machine(config), {"pp": 2}) == [(1, 2, 2), (2, 2, 1)]
     assert {one.grid for one in search(config, machine(config), Request(keep={"tp": 2})).ranked} <= {
         (2, 1, 2), (2, 2, 1)}
+
+
+def test_a_split_that_is_given_stays_with_its_pipeline() -> None:
+    config = made.config(pp=2, dp=2, m=16, b=1, split=(6, 2))
+    kept = {one.config.pipeline.split for one in candidates(config, machine(config), Request(
+        keep={"pp": 2}, schedules=("1f1b", "gpipe")))}
+    assert kept == {(6, 2)}
+    free = candidates(config, machine(config), Request(schedules=("1f1b",)))
+    assert (6, 2) not in {one.config.pipeline.split for one in free}
 
 
 def test_stale_schedules_are_taken_only_where_they_are_asked_for() -> None:
@@ -237,3 +254,111 @@ def test_chunks_that_were_chosen_stay() -> None:
     for one in found:
         assert one.model.bound <= one.model.step_time * (1 + 1e-9)
         assert len(one.config.pipeline.split) in (0, one.config.parallel.pp * one.config.pipeline.num_chunks)
+
+
+# -- what is preferred though it is not the fastest --------------------------------------------------------------------
+
+
+def stale(update: float) -> tuple[Config, Machine]:
+    """2bw with all that it needs, on a machine where it saves the pipeline's bubble, or the replicas' reduction."""
+    config = replace(made.config(schedule="2bw", m=16, b=1), parallel=made.ParallelConfig(dp=0),
+                     optim=OptimConfig(name="muon", staleness="extrapolation"))
+    return config, made.machine(config, 2, made=made.profile(config, update=update), memory=1e11)
+
+
+@pytest.mark.parametrize(("m", "chosen"), [(8, "2bw"), (64, "1f1b")])
+def test_old_gradients_are_taken_for_a_gain_only(m: int, chosen: str) -> None:
+    """The bubble of two stages is 1 / m of the work: 12 % of 8 micro-batches, 1.6 % of 64."""
+    config, on = stale(0.0)
+    config = replace(config, pipeline=replace(config.pipeline, num_microbatches=m, early_switch=1))
+    request = Request(keep={"tp": 1, "pp": 2}, micro_batches=(1,), top=9, schedules=("2bw", "1f1b"))
+    result = search(config, on, request)
+    times = {name: min(one.model.step_time for one in result.ranked if one.config.pipeline.schedule == name)
+             for name in ("2bw", "1f1b")}
+    assert times["2bw"] < times["1f1b"]
+    assert (times["2bw"] * (1 + STALE_GAIN) < times["1f1b"]) == (chosen == "2bw")
+    best = result.ranked[0].config
+    assert best.pipeline.schedule == chosen
+    assert (best.optim.name, best.optim.staleness) == ("muon", "extrapolation" if chosen == "2bw" else "none")
+    assert (best.pipeline.early_switch == 1) == (chosen == "2bw")
+    assert problems(best, 2) == []
+    console = Console(width=400, record=True, file=io.StringIO())
+    console.print(report.table(result))
+    said = " ".join(console.export_text().split())
+    assert ("above the validation loss of 1f1b, by 18.5 %" in said) == any(one.is_stale for one in result.ranked)
+
+
+def test_new_gradients_are_always_tried_and_old_ones_not_where_nobody_waits() -> None:
+    config, on = stale(1.0)
+    tried = {(one.grid, one.config.pipeline.schedule) for one in candidates(config, on, Request())}
+    assert {name for (_, pp, _), name in tried if pp == 2} == {"2bw", "1f1b", "interleaved"}
+    assert {name for (_, pp, dp), name in tried if (pp, dp) == (1, 2)} == {"2bw", "1f1b"}
+    assert {name for (tp, _, _), name in tried if tp == 2} == {"1f1b"}
+    asked = {one.config.pipeline.schedule for one in candidates(config, on, Request(schedules=("2bw",)))}
+    assert asked == {"2bw"}
+    alone = made.machine(config, 1, made=made.profile(config), memory=1e11)
+    assert {one.config.pipeline.schedule for one in search(config, alone, Request()).ranked} == {"1f1b"}
+
+
+def test_no_longer_warm_up_makes_more_of_a_batch_stale_than_is_asked_for() -> None:
+    config, on = stale(0.0)
+    for given, tried in (("off", {("depth", "off"), ("latency", "off"), ("bandwidth", "off")}),
+                         (1, {("depth", 1), ("latency", 1)}), (2, {("depth", 2), ("latency", 2), ("bandwidth", 2)})):
+        config = replace(config, pipeline=replace(config.pipeline, early_switch=given))
+        found = candidates(config, on, Request(keep={"pp": 2}, micro_batches=(1,), schedules=("2bw",)))
+        assert {(one.config.pipeline.warmup, one.config.pipeline.early_switch) for one in found} == tried
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("top", [1, 5])
+def test_a_plan_that_nearly_fills_the_memory_must_be_faster_than_predictions_err(quick: bool, top: int) -> None:
+    """Two samples at once gain 1 %, or a tenth, and take more."""
+    for gain, chosen in ((0.01, 1), (0.1, 2)):
+        config = made.config(dp=1, m=16, b=1, num_layers=10, hidden_size=96, seq_length=256)
+        profile = made.profile(config, sizes=(1, 2))
+        faster = {key: replace(cost, forward=cost.forward * (1 - gain), backward=cost.backward * (1 - gain))
+                  if key[2] == 2 else cost for key, cost in profile.blocks.items()}
+        profile = replace(profile, blocks=faster)
+        request = Request(keep={"tp": 1, "pp": 1}, schedules=("1f1b",), quick=quick, top=top)
+        (plenty, *_) = search(config, made.machine(config, 1, made=profile, memory=1e11), request).ranked
+        assert plenty.config.train.micro_batch_size == 2
+        memory = plenty.peak / 0.95 / 0.96 + 1.5 * 2**30
+        (best, *_) = search(config, made.machine(config, 1, made=profile, memory=memory), request).ranked
+        assert best.config.train.micro_batch_size == chosen
+        assert best.memory is not None
+
+
+def test_equal_stages_leave_room_where_most_micro_batches_are_in_flight() -> None:
+    """GPT 2.2B on 8 V100: at least 14 % less than the first split of as fast ones, and no slower."""
+    config = load_toml(CONFIGS / "gpt_2b2_paper.toml")
+    cluster = Cluster(find_device("v100-16gb"), 8, 1, find_link("nvlink2"), find_link("nvlink2"))
+    on = machine_of(cluster, estimate(config, cluster, (8,)))
+    config = replace(config, parallel=made.ParallelConfig(1, 8, 1))
+    chosen, first = balanced(config, on).config, replace(config, pipeline=replace(
+        config.pipeline, split=(6, 5, 5, 5, 5, 5, 2, 1)))
+    by_default = replace(config, pipeline=replace(
+        config.pipeline, split=tuple(map(len, stage_split(config.model, 8)))))
+    peaks, times = [], []
+    for one in (first, chosen, by_default):
+        peaks.append(max(stage.total for stage in predict(one, device=torch.device("cuda"))))
+        times.append(Model(one, on).step_time)
+    assert max(peaks[1:]) < 0.86 * peaks[0]
+    assert max(times[1:]) <= times[0] * (1 + 1e-9)
+
+
+def test_plans_for_gpus_that_are_not_here() -> None:
+    """2.2B on 8 V100: what checkpoints are written from is in host memory, and would not fit beside the rest."""
+    config = load_toml(CONFIGS / "gpt_2b2_paper.toml")
+    cluster = Cluster(find_device("v100-16gb"), 8, 1, find_link("nvlink2"), find_link("nvlink2"))
+    on = machine_of(cluster, estimate(config, cluster, (8,)))
+    request = Request(keep={"pp": 8}, micro_batches=(8,), schedules=("2bw",), top=1)
+    (best,) = search(config, on, request).ranked
+    assert best.peak <= memory_limit(on) < max(stage.total + stage.host for stage in best.memory or ())
+    assert not any(stage.checkpoint for stage in best.memory or ())
+    hardware = replace(on.profile.hardware, host_memory=4e9)
+    short = replace(on, profile=replace(on.profile, hardware=hardware), measured=True)
+    result = search(config, short, request)
+    assert not result.ranked
+    assert "checkpoint.asynchronous = false saves them" in result.failed[0].reason
+    waits = replace(config, checkpoint=replace(config.checkpoint, asynchronous=False))
+    assert search(waits, short, request).ranked

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridpar.planner.split import best_split
+from hybridpar.planner.split import best_split, sums
 
 TIMES = st.lists(st.integers(0, 9).map(float), min_size=1, max_size=8)
 
@@ -39,11 +39,10 @@ def test_recomputes_only_where_memory_asks_for_it(times: list[float], stages: in
     """Stage s holds room[s] blocks, or twice as many if they are recomputed."""
     count = len(times)
 
-    def fits(stage: int, again: bool) -> np.ndarray:
-        size = np.arange(count + 1)[None, :] - np.arange(count + 1)[:, None]
-        return size <= room[stage] * (2 if again else 1)
+    def peaks(stage: int, again: bool) -> np.ndarray:
+        return sums([1.0] * count) / (room[stage] * (2 if again else 1))
 
-    found = best_split(times, times, [0.0] * count, stages, fits)
+    found = best_split(times, times, [0.0] * count, stages, peaks, 1.0)
     periods = []
     for split in all_splits(count, stages) if stages <= count else []:
         if all(len(blocks) <= 2 * room[s] for s, blocks in enumerate(split)):
@@ -60,3 +59,19 @@ def test_of_equal_splits_takes_that_with_fewer_blocks_at_the_end() -> None:
     found = best_split([1.0] * 5, [0.0] * 5, [0.0] * 5, 2)
     assert found is not None
     assert found.sizes == (3, 2)
+
+
+@given(TIMES, st.lists(st.integers(0, 9).map(float), min_size=8, max_size=8), st.integers(1, 5))
+def test_of_equal_splits_takes_that_whose_fullest_stage_holds_the_least(
+        times: list[float], bytes_of: list[float], stages: int) -> None:
+    """Stage s has as many micro-batches in flight as there are stages from it to the end."""
+    stages, kept = min(stages, len(times)), bytes_of[: len(times)]
+    found = best_split(times, times, times, stages, lambda stage, again: (stages - stage) * sums(kept))
+    assert found is not None
+
+    def worst(split: tuple[range, ...]) -> tuple[float, float]:
+        return (max(3 * sum(times[i] for i in blocks) for blocks in split),
+                max((stages - s) * sum(kept[i] for i in blocks) for s, blocks in enumerate(split)))
+
+    ends = [sum(found.sizes[:s]) for s in range(stages + 1)]
+    assert worst(tuple(range(a, b) for a, b in pairwise(ends))) == min(map(worst, all_splits(len(times), stages)))

@@ -1,0 +1,123 @@
+"""What is measured is what a run has; and a machine on which other programs run is noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from planner import made
+
+from hybridpar.config import Launch, from_mapping
+from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.optim import Optimizer
+from hybridpar.planner import at_hand
+from hybridpar.planner.bench import Bench, Effort, _timed
+from hybridpar.planner.profile import Profile, read_profile, write_profile
+from hybridpar.train.engine import Engine
+
+CPU = torch.device("cpu")
+
+
+def parts_of(optimizer: Optimizer) -> list[tuple[str, str, int]]:
+    """Its kind, backend and number of parameters, and those of the optimizers in it."""
+    own = (type(optimizer).__name__, optimizer.backend, len(optimizer.slots))
+    return [own, *(part for inner in optimizer.inner for part in parts_of(inner))]
+
+
+@pytest.mark.parametrize("staleness", ["none", "extrapolation"])
+def test_the_optimizer_is_that_of_a_run(staleness: str) -> None:
+    config = from_mapping({
+        "optim": {"name": "muon", "staleness": staleness}, "kernels": {"optimizer": "torch"},
+        "pipeline": {"schedule": "2bw"}, "model": {"num_layers": 1}, "train": {"micro_batch_size": 2}},
+        made.config(dp=1))
+    bench = Bench(config, 2, Axis("tp"), CPU)
+    run = parts_of(Engine(config, ProcessGrid(), CPU).optimizer)
+    measured = [parts_of(unit.optimizer) for unit in bench.units]
+    for kind, parts in enumerate(zip(*measured, strict=True)):
+        assert {part[:2] for part in parts} == {run[kind][:2]}
+        # the head's copy of the tied embedding is one parameter of a run
+        assert sum(number for *_, number in parts) - run[kind][2] in (0, 1)
+
+
+class FakeClock:
+    """Of a rank that has a core for a share of the time."""
+
+    def __init__(self, share: float):
+        self.share, self.ticks = share, 0
+
+    def now(self) -> int:
+        self.ticks += 1
+        return self.ticks
+
+    def read(self, stamp: int) -> tuple[float, float]:
+        return float(stamp), self.share * stamp
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_a_rank_that_waits_for_cores_says_so(share: float) -> None:
+    bench = Bench(made.config(), 2, Axis("tp"), CPU)
+    bench.clock = FakeClock(share)
+    times = _timed(bench, Axis("world"), Effort(0.0, 1, parts=False), own=True)
+    assert bench.had_core == pytest.approx(share)
+    assert all(time == pytest.approx(share) for time in times.values()), "own time stands still without a core"
+
+
+def profile(efficiency: float) -> Profile:
+    made_up = made.profile(made.config(), cores=2)
+    return replace(made_up, hardware=replace(made_up.hardware, efficiency=efficiency))
+
+
+def test_times_of_a_busy_machine_are_neither_kept_nor_taken_from_what_was_kept(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [profile(0.6), profile(0.97), profile(0.5)]
+    monkeypatch.setattr(at_hand, "survey", lambda *args, **options: found.pop(0))
+    config = from_mapping({"data": {"cache": str(tmp_path)}})
+
+    def cached() -> float:
+        return at_hand.cached_profile(config, Launch(0, 0, 1, 1)).hardware.efficiency
+
+    assert cached() == 0.6
+    assert not list(tmp_path.rglob("*.json"))
+    assert cached() == cached() == 0.97
+    (path,) = tmp_path.rglob("*.json")
+    write_profile(profile(0.85), path)  # as an earlier version kept it
+    assert cached() == 0.5
+    assert read_profile(path).hardware.efficiency == 0.85
+
+
+HOGS = 3
+MEASURE = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+import json
+from planner import made
+from hybridpar.config import Launch
+from hybridpar.planner.survey import survey
+print(json.dumps(survey(made.config(), Launch(0, 0, 1, 1), quick=True, ranks=1).hardware.efficiency))
+"""
+HOG = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint(flush=True)\nwhile True: pass"
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the system does not say who waits")
+def test_programs_that_share_the_only_core_are_noticed() -> None:
+    core = str(min(os.sched_getaffinity(0)))
+    hogs = [subprocess.Popen([sys.executable, "-c", HOG, core], stdout=subprocess.PIPE) for _ in range(HOGS)]
+    try:
+        for hog in hogs:
+            assert hog.stdout is not None
+            hog.stdout.readline()
+        paths = os.pathsep.join(str(path) for path in (Path(__file__).parent.parent, Path.cwd()))
+        done = subprocess.run([sys.executable, "-c", MEASURE, core], capture_output=True, text=True, timeout=300,
+                              env={**os.environ, "PYTHONPATH": paths})
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.communicate()
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) < 0.7, f"{HOGS} others want the same core all the time"
