@@ -109,9 +109,11 @@ class OptimConfig:
     lr: float = 3e-4
     min_lr: float = 0.0
     warmup_steps: int = 0
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """wsd: constant but for the last steps, so a run can be made longer (train.num_steps) from before these."""
     decay_steps: int = 0
-    """Steps until min_lr is reached; 0: train.num_steps."""
+    """Step at which min_lr is reached, 0: train.num_steps; wsd: how many steps the decay at the end takes, 0: a fifth
+    of train.num_steps."""
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
