@@ -231,4 +231,4 @@ def _ms(seconds: float) -> str:
 
 
 def _percent(shares: Sequence[float]) -> str:
-    return " ".join(f"{100 * share:.0f}" for share in shares) + " %"
+    return ", ".join(f"{100 * share:.0f} %" for share in shares)

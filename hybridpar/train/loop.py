@@ -133,7 +133,8 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         flight.phase("setting up", limit_s)
         if grid.rank == 0:
             run_folder.begin(config, data.tokenizer)
-        where = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}, {device.type}, {place.threads} threads a process"
+        threads = f"{place.threads} thread{'s' * (place.threads != 1)} a process"
+        where = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}, {device.type}, {threads}"
         what = f"{config.model.kind}, {config.pipeline.schedule}, {config.train.dtype}"
         how = f"going on after step {resumed}" if resumed else "starting"
         reporter.say(f"{config.run.folder}: {what} on {where}; {how}")
