@@ -280,7 +280,7 @@ class Run:
             return
         shown, gathers = trace.last_batches(ranks, trace.SHOWN), self.engine.partition.is_sharded
         trace.write_trace(shown, self.folder / "trace.json", gathers=gathers)
-        title = f"{self.config.pipeline.schedule} as it ran (milliseconds)"
+        title = f"{self.config.pipeline.schedule} as it ran"
         (self.folder / "executed.svg").write_text(trace.draw_executed(shown, title), encoding="utf-8")
         self.costs = run_costs(self.config, ranks)
         if self.costs is not None:

@@ -220,5 +220,5 @@ def write_trace(ranks: Sequence[RankEvents], path: Path, *, gathers: bool = Fals
 
 
 def draw_executed(ranks: Sequence[RankEvents], title: str) -> str:
-    """The first pipeline as an SVG picture, in milliseconds."""
-    return draw_svg(executed(ranks).scaled(1e3), title=title)
+    """The first pipeline as an SVG picture that fits a page, in milliseconds."""
+    return draw_svg(executed(ranks).scaled(1e3), title=title, unit="milliseconds", widens=False)

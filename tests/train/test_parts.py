@@ -121,6 +121,8 @@ def test_a_trace_has_actions_waits_transfers_and_arrows(tmp_path: Path) -> None:
 def test_the_picture_shows_idle_time_and_transfers() -> None:
     svg = draw_executed(two_stages(), "as it ran")
     assert "as it ran" in svg
+    assert "time in milliseconds" in svg
+    assert 'width="1200"' in svg
     assert "SEND_F1@0: activation of micro-batch 1 on its way, 1000 to 1100" in svg
     timeline = executed(two_stages())
     assert timeline.busy(1) == pytest.approx(0.2 + 1.4 + 1.0)
