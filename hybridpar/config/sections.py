@@ -249,6 +249,11 @@ class Config:
     anomalies: AnomaliesConfig = field(default_factory=AnomaliesConfig)
 
     @property
+    def data_folder(self) -> Path:
+        """Where prepared corpora are kept, and what was measured of machines."""
+        return Path(self.data.cache) if self.data.cache else Path(self.run.dir) / "data"
+
+    @property
     def global_batch_size(self) -> int:
         """Samples an optimizer step; parallel.dp must be resolved."""
         assert self.parallel.dp > 0, "parallel.dp is not resolved"

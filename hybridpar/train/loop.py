@@ -80,10 +80,9 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = ()) -> Outcome
 
 def _open_data(config: Config, job: Job) -> Data:
     """Lets the first process of each machine prepare the corpus, then opens it on the others."""
-    cache = Path(config.data.cache) if config.data.cache else Path(config.run.dir) / "data"
-
     def opened() -> Data:
-        return open_data(config.model, config.data, cache, seed=config.train.seed, quiet=job.launch.rank != 0)
+        return open_data(config.model, config.data, config.data_folder, seed=config.train.seed,
+                         quiet=job.launch.rank != 0)
 
     first = job.launch.local_rank == 0
     data = job.together(opened, here=first)

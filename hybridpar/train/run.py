@@ -24,13 +24,14 @@ from hybridpar.config import Config
 from hybridpar.data import BatchLoader, Blend, Data
 from hybridpar.flight import EVALUATING
 from hybridpar.memory import MemoryWatch
-from hybridpar.models.cost import training_flops_per_token
+from hybridpar.models.cost import training_flops_per_token, training_flops_rule
 from hybridpar.pipeline.plan.svg import draw_svg
 from hybridpar.train import folder as run_folder
 from hybridpar.train import trace
 from hybridpar.train.costs import RunCosts, describe, run_costs, write_costs
 from hybridpar.train.engine import Engine, StepResult
-from hybridpar.train.metrics import BatchClock, MetricsLog, peak_flops, peak_memory_mib, read_metrics
+from hybridpar.train.metrics import BatchClock, MetricsLog, peak_memory_mib, read_metrics
+from hybridpar.train.peak import Peak
 from hybridpar.train.plot import TensorBoard, plot_loss
 from hybridpar.train.preview import preview
 from hybridpar.train.progress import Reporter
@@ -106,9 +107,9 @@ class Run:
         self.warm = False
         """Whether a step was made: the first one may load, compile and connect for long."""
         self.flops_per_token = training_flops_per_token(config.model)
-        self.peak, source = peak_flops(config, engine.device, self.grid.world)
-        reporter.say(f"MFU = tokens/s x {self.flops_per_token:,} FLOP/token (6 N + 12 L h s) / {self.peak / 1e9:,.0f} "
-                     f"GFLOP/s ({source})")
+        self.peak = Peak.of(config, engine.device, self.grid.world, reporter.say, goes_on=resumed > 0)
+        reporter.say(f"MFU = tokens/s x {self.flops_per_token:,} FLOP/token ({training_flops_rule(config.model)}) / "
+                     f"{self.peak.flops / 1e9:,.0f} GFLOP/s ({self.peak.source})")
         if self.writes:
             self._draw_plan()
 
@@ -214,7 +215,7 @@ class Run:
         row: dict[str, Any] = {
             "step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr,
             "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds, "consumed_tokens": result.step * tokens,
-            "mfu": tokens / seconds * self.flops_per_token / self.peak,
+            "mfu": self.peak.share(tokens / seconds * self.flops_per_token),
             "memory_mib": peak_memory_mib(self.engine.device),
         }
         if len(result.losses) > 1:

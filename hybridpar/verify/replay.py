@@ -120,8 +120,7 @@ def replay(path: Path, step: int, say: Say) -> Report:
     """
     folder, bundle = (path, bundle_of_step(path, step)) if path.is_dir() else (path.parent.parent, read_bundle(path))
     config = alone(bundle.config)
-    cache = Path(config.data.cache) if config.data.cache else Path(config.run.dir) / "data"
-    data = open_data(config.model, config.data, cache, seed=config.train.seed)
+    data = open_data(config.model, config.data, config.data_folder, seed=config.train.seed)
     _check_data(bundle, data)
     staged = StagedEngine(config, bundle.config) if _has_versions_by_stage(bundle.config) else None
     engine = staged or Engine(config, ProcessGrid(), torch.device("cpu"))
