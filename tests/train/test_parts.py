@@ -25,7 +25,7 @@ from hybridpar.train import metrics
 from hybridpar.train.errors import LostContactError, RankError
 from hybridpar.train.failure import describe_failure
 from hybridpar.train.metrics import BatchClock, MetricsLog, peak_flops, read_metrics
-from hybridpar.train.plot import smooth
+from hybridpar.train.plot import plot_loss, smooth
 from hybridpar.train.preview import stage_costs
 from hybridpar.train.progress import PlainReporter
 from hybridpar.train.trace import RankEvents, Recorder, draw_executed, executed, last_batches, write_trace
@@ -63,10 +63,33 @@ def test_a_batch_lasts_until_the_next_begins() -> None:
     clock.stop()
 
 
-def test_smoothing_keeps_a_constant_and_follows_a_trend() -> None:
-    np.testing.assert_allclose(smooth(np.full(50, 3.0)), 3.0)
-    line = smooth(np.linspace(10, 0, 200))
-    assert np.all(np.diff(line) < 0)
+@pytest.mark.parametrize("size", [1, 2, 3, 50, 2000])
+def test_smoothing_keeps_a_constant_and_a_trend(size: int) -> None:
+    np.testing.assert_allclose(smooth(np.full(size, 3.0)), 3.0)
+    np.testing.assert_allclose(smooth(np.linspace(10, 0, size)), np.linspace(10, 0, size), atol=1e-9)
+
+
+def test_the_smoothed_loss_does_not_lag_behind_and_is_smooth() -> None:
+    steps = np.arange(1000)
+    loss = 2.5 + 7 * np.exp(-steps / 12)
+    noisy = loss + 0.1 * np.random.default_rng(0).standard_normal(1000)
+    line = smooth(noisy)
+    assert abs(line[30] - loss[30]) < 0.15
+    assert np.abs(line - loss)[5:].max() < 0.35
+    assert np.abs(line - loss)[100:-20].max() < 0.1 < np.abs(noisy - loss)[100:-20].max() / 2
+
+
+def test_the_legend_names_what_each_line_ends_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    savefig = figure.Figure.savefig
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path: (drawn.append(self), savefig(self, path)))
+    losses = 3 + np.array([0.5, -0.5] * 50)
+    rows = [{"step": i, "loss": float(x)} for i, x in enumerate(losses)] + [{"step": 99, "val_loss": 3.25}]
+    assert plot_loss(rows, tmp_path / "loss.png", "a run")
+    (axes,) = drawn[0].axes
+    for line, text in zip(axes.get_lines()[1:], axes.get_legend().get_texts(), strict=True):
+        assert f"{line.get_ydata()[-1]:.3f} at the end" in text.get_text()
 
 
 def test_the_peak_is_measured_in_plausible_units() -> None:
