@@ -141,6 +141,13 @@ def test_a_trace_has_actions_waits_transfers_and_arrows(tmp_path: Path) -> None:
     assert (start["ts"], end["ts"]) == (0.5e6, 0.6e6)
 
 
+def test_a_send_that_waits_for_earlier_ones_was_sent_before_that() -> None:
+    first, second = two_stages()
+    send = Event(Action(Kind.SEND_F, 0, 0), 0.5, 0.9, ((0.51, 0.85),), own=0.01)
+    timeline = executed([replace(first, events=(first.events[0], send, *first.events[2:])), second])
+    assert (timeline.starts[0][1], timeline.returns[0][1], timeline.ends[0][1]) == (0.5, 0.51, 0.6)
+
+
 def test_the_picture_shows_idle_time_and_transfers() -> None:
     svg = draw_executed(two_stages(), "as it ran")
     assert "as it ran" in svg
