@@ -160,6 +160,10 @@ class TrainConfig:
     """Longest wait for another rank before the job is given up."""
     start_from: str = ""
     """A run folder or a checkpoint, of any grid: its weights are what a new run starts from; empty: random ones."""
+    continue_with: tuple[str, ...] = ()
+    """Settings that may differ from those that this run's checkpoints were made with, such as "data.corpus",
+    "train.micro_batch_size" or "model.dropout": weights, optimizer and step stay, and the data go on where they were,
+    or begin anew where they are others."""
 
 
 @dataclass(frozen=True)

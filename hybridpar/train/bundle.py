@@ -25,7 +25,7 @@ from hybridpar.reading import read_limited
 from hybridpar.validate import problems
 
 FORMAT = "hybridpar replay 1"
-_MAX_BYTES, _MOST = 16 << 20, 2**40
+_MAX_BYTES, _MOST, _MOST_SAMPLES = 16 << 20, 2**40, 2**62
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Bundle:
 
     `checkpoint`: its step; None: the run's initial weights. `start`: the step after which training went on from it;
     later than `checkpoint` where batches were gone over. `skipped`: steps since then without an update. `kind`, `what`,
-    `policy`: of the anomaly; empty where there was none. `tokens`: a hash of the batch's content. `versions`: of the
-    weights, by stage and micro-batch. `stage_norms`: as in StepResult. These three are empty where they are not known.
+    `policy`: of the anomaly; empty where there was none. `samples`: those of the stream that the batch is. `tokens`: a
+    hash of their content. `versions`: of the weights, by stage and micro-batch. `stage_norms`: as in StepResult. These
+    four are empty where they are not known.
     """
 
     config: Config
@@ -51,6 +52,7 @@ class Bundle:
     policy: str = ""
     lr: float = math.nan
     loss_scale: float = 1.0
+    samples: range = range(0)
     tokens: str = ""
     versions: tuple[tuple[int, ...], ...] = ()
     stage_norms: tuple[float, ...] = ()
@@ -58,12 +60,6 @@ class Bundle:
     @property
     def loss(self) -> float:
         return sum(self.losses.values())
-
-    @property
-    def samples(self) -> range:
-        """Which samples of the stream the batch is."""
-        size = self.config.global_batch_size
-        return range((self.step - 1) * size, self.step * size)
 
     def to_json(self) -> str:
         """Numbers that are not finite are null."""
@@ -110,6 +106,9 @@ def _parse(document: plain.Object) -> Bundle:
     if set(losses) != set(loss_names(config.model)):
         raise ValueError(f"its losses are not {', '.join(loss_names(config.model))}")
     versions, norms, skipped = (plain.sequence(document.get(k), k) for k in ("versions", "stage_norms", "skipped"))
+    samples = plain.span(document.get("samples"), "samples", _MOST_SAMPLES)
+    if samples[1] - samples[0] != config.global_batch_size:
+        raise ValueError(f"its samples are not a batch of {config.global_batch_size}")
     stages = parallel.pp * config.pipeline.num_chunks
     if len(versions) not in (0, stages) or len(norms) not in (0, parallel.pp):
         raise ValueError(f"it is not of {stages} stages on {parallel.pp} ranks")
@@ -119,7 +118,7 @@ def _parse(document: plain.Object) -> Bundle:
         tuple(plain.integer(s, "skipped", 0, step) for s in skipped),
         plain.string(document.get("kind"), "kind"), plain.string(document.get("what"), "what"),
         plain.string(document.get("policy"), "policy"),
-        _number(document.get("lr"), "lr"), _number(document.get("loss_scale"), "loss_scale"),
+        _number(document.get("lr"), "lr"), _number(document.get("loss_scale"), "loss_scale"), range(*samples),
         plain.string(document.get("tokens"), "tokens"),
         tuple(tuple(plain.integer(v, "versions", 0, step) for v in plain.sequence(of_stage, "versions"))
               for of_stage in versions),

@@ -8,7 +8,7 @@
         costs.json        what its steps cost, measured    tensorboard/     where tensorboard is installed
         anomalies/        steps to be run again by replay  checkpoints/     the newest ones, and the best
         flight/           what each rank is doing, or did  injected/        faults that were injected
-        failures.jsonl    supervised jobs: a line each
+        failures.jsonl    supervised jobs: a line each     changes.jsonl    where train.continue_with was used
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from hybridpar.pipeline.plan.sizes import Sizes
 
 CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
 COSTS, FLIGHT, FAILURES, INJECTED = "costs.json", "flight", "failures.jsonl", "injected"
+CHANGES = "changes.jsonl"
 SAVING = "saving"
 """The thread of a rank that writes checkpoints."""
 

@@ -86,7 +86,9 @@ class Run:
         self.config, self.engine, self.grid, self.reporter = config, engine, engine.grid, reporter
         self.folder, self.resumed, self.corpus = config.run.folder, resumed, data.train.fingerprint
         self.watch = watch
-        self.clock = BatchClock(self._loader(data.train) if watch is None else watch.loader(self._loader(data.train)))
+        self.train_loader = self._loader(data.train)
+        self.train_loader.start = engine.data_start
+        self.clock = BatchClock(self.train_loader if watch is None else watch.loader(self.train_loader))
         self.valid_loader = None if data.valid is None else self._loader(data.valid)
         self.writes = self.grid.rank == 0
         self.metrics = MetricsLog(self.folder / run_folder.METRICS, resumed) if self.writes else None
@@ -214,7 +216,7 @@ class Run:
         tokens = self.config.batch_tokens
         row: dict[str, Any] = {
             "step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr,
-            "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds, "consumed_tokens": result.step * tokens,
+            "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds, "consumed_tokens": self._consumed(result.step),
             "mfu": self.peak.share(tokens / seconds * self.flops_per_token),
             "memory_mib": peak_memory_mib(self.engine.device),
         }
@@ -225,6 +227,10 @@ class Run:
         if result.skipped:
             row["skipped"] = True
         return row
+
+    def _consumed(self, step: int) -> int:
+        """Tokens of the batches up to a step."""
+        return self.engine.data_start.consumed(step, self.config.global_batch_size) * self.config.model.seq_length
 
     def _evaluate(self) -> None:
         settings, step = self.config.train, self.engine.batches_done
@@ -246,6 +252,7 @@ class Run:
         self.flight.phase("recovering", self.faults.start_timeout_s)
         self.saver.settle()
         notes = self.trouble.settle()
+        self.train_loader.start = self.engine.data_start
         self.evaluated = -1
         if self.metrics is not None:
             self.metrics.cut_back(self.engine.batches_done)
