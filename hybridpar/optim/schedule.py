@@ -25,7 +25,8 @@ def learning_rate(step: int, settings: OptimConfig, num_steps: int, delay: float
     Rises linearly over `warmup_steps` updates (the first takes lr / warmup_steps, the last lr), then decays from lr to
     min_lr, reached at update `decay_steps` (0: `num_steps`, so the last update of the run is just above min_lr), and
     stays there. 'constant' stays at lr. 'wsd' (warmup, stable, decay) stays at lr but for the last `decay_steps` of
-    `num_steps` updates (0: WSD_SHARE of them): more steps change no rate before these. With staleness 'lr_rescale' it is multiplied by `delay_factor`.
+    `num_steps` updates (0: WSD_SHARE of them): more steps change no rate before these. With staleness 'lr_rescale' it
+    is multiplied by `delay_factor`.
     Raises: ConfigError if `settings.decay` names no schedule.
     Source: wsd: MiniCPM, arXiv 2404.06395, section 4; its 1 - sqrt: Haegele et al., arXiv 2405.18392, section 3.
     """

@@ -42,8 +42,8 @@ def go_on(config: Config, step: int, corpus: str, start: DataStart) -> list[str]
             position = start.position(step, config.global_batch_size)
             rows.append({"step": step, "settings": {n: [setting(before, n), setting(config, n)] for n in names},
                          "corpus": corpora, "sample": position})
-            lines.append(f"train.continue_with: {', '.join(names)} changed after step {step}; the next sample is number "
-                         f"{position} of {'these' if corpora[0] == corpora[1] else 'the new'} data (in {path.name})")
+            lines.append(f"train.continue_with: {', '.join(names)} changed after step {step} ({path.name}); the next "
+                         f"sample is number {position} of {'these' if corpora[0] == corpora[1] else 'the new'} data")
         lines += _rate_changes(before, config, step)
     if rows or path.exists():
         write_text(path, "".join(f"{json.dumps(row)}\n" for row in rows))

@@ -50,7 +50,8 @@ class Peak:
                f"{torch.get_num_threads()} threads")
         path = config.data_folder / PEAKS
         known = gather_objects(_read(path).get(key, 0.0) if world.rank == 0 else 0.0, world)[0]
-        source = f"{config.train.dtype} matrix products, the fastest seen here on {world.size} process{'es at once' * (world.size > 1)}"
+        source = (f"{config.train.dtype} matrix products, the fastest seen here on {world.size} "
+                  f"process{'es at once' * (world.size > 1)}")
         if not (known and goes_on):
             measured, from_where = peak_flops(config, device, world)
             if measured >= known:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 
-
 def plot_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> bool:
     """Draws training and validation loss over the steps into a PNG; False where matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:

@@ -56,8 +56,8 @@ class Status:
         }
         if row.get("skipped"):
             parts["skipped"] = "SKIPPED (gradients not finite)"
-        for least in _DROPPED if width is not None else ():
-            if len("  ".join(parts.values())) <= width:
+        for least in _DROPPED:
+            if width is None or len("  ".join(parts.values())) <= width:
                 break
             parts.pop(least, None)
         return "  ".join(parts.values())

@@ -29,6 +29,7 @@ from hybridpar.pipeline.plan.svg import draw_svg
 from hybridpar.train import folder as run_folder
 from hybridpar.train import trace
 from hybridpar.train.costs import RunCosts, describe, run_costs, write_costs
+from hybridpar.train.differences import differences
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.metrics import BatchClock, MetricsLog, peak_memory_mib, read_metrics
 from hybridpar.train.peak import Peak
@@ -302,7 +303,8 @@ class Run:
             planned, took = self.config.plan.step_ms, 1e3 * median(self.step_seconds)
             self.reporter.say(f"plan: a step takes {took:.4g} ms (median of {len(self.step_seconds)}), "
                               f"{planned:.4g} ms predicted ({100 * (planned / took - 1):+.1f} %)")
-        for line in describe(self.costs) if self.costs is not None else [few] * self.traced:
+        for line in [few] * self.traced if self.costs is None else [
+                *describe(self.costs), *differences(self.config, self.costs)]:
             self.reporter.say(line)
         rows = read_metrics(self.folder / run_folder.METRICS)
         if not plot_loss(rows, self.folder / "loss.png", self.config.run.name):

@@ -1,6 +1,6 @@
 """Some steady-state batches as they really ran, on all ranks: recorded, brought to one clock, and drawn.
 
-Ranks record their actions on their own clocks, which are one and the same on a host (clocks.py compares those of hosts).
+Ranks record their actions on their own clocks, which are one and the same on a host; clocks.py compares those of hosts.
 """
 
 from __future__ import annotations

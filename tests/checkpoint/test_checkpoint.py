@@ -163,7 +163,7 @@ def test_other_data_under_the_same_name_and_another_mix_are_named() -> None:
 def test_another_model_is_refused_whatever_is_named() -> None:
     config = one_rank()
     other = from_mapping({"model": {"num_layers": 3}, "train": {"continue_with": CONTINUABLE}}, config)
-    with pytest.raises(CheckpointError, match=r"num_layers is 2 there and 3 here \(its weights are those of that model"):
+    with pytest.raises(CheckpointError, match=r"is 2 there and 3 here \(its weights are those of that model"):
         checkpoint.check_compatible(config, other, Path("run"))
 
 

@@ -188,12 +188,12 @@ def test_a_grid_goes_on_with_batches_of_another_size(tmp_path: Path) -> None:
     """Two stages, 2bw, then replicas too: the samples are those of one process."""
     path = write_config(tmp_path)
     flags = ("--train.eval_interval", "0", "--optim.decay", "constant", "--model.dropout", "0.1")
+    stages, three = ("--parallel.pp", "2"), ("--pipeline.num_microbatches", "3")
     named = ("--train.continue_with", "pipeline.num_microbatches")
-    run_job(2, "train", path, *flags, "--parallel.pp", "2", "--train.num_steps", "4")
-    run_job(2, "train", path, *flags, "--parallel.pp", "2", "--train.num_steps", "6", "--pipeline.num_microbatches", "3",
-            *named)
-    run_job(2, "train", path, *flags, "--parallel.dp", "2", "--train.num_steps", "8", "--pipeline.num_microbatches", "3",
-            "--train.micro_batch_size", "1")
+    run_job(2, "train", path, *flags, *stages, "--train.num_steps", "4")
+    run_job(2, "train", path, *flags, *stages, *three, *named, "--train.num_steps", "6")
+    run_job(2, "train", path, *flags, *three, "--parallel.dp", "2", "--train.micro_batch_size", "1",
+            "--train.num_steps", "8")
     one = load_toml(path)
     one = from_mapping({"run": {"name": "one"}, "model": {"dropout": 0.1}, "train": {"eval_interval": 0}}, one)
     until(one, 4)
