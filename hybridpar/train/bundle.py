@@ -34,9 +34,9 @@ class Bundle:
 
     `checkpoint`: its step; None: the run's initial weights. `start`: the step after which training went on from it;
     later than `checkpoint` where batches were gone over. `skipped`: steps since then without an update. `kind`, `what`,
-    `policy`: of the anomaly; empty where there was none. `samples`: those of the stream that the batch is. `tokens`: a
-    hash of their content. `versions`: of the weights, by stage and micro-batch. `stage_norms`: as in StepResult. These
-    four are empty where they are not known.
+    `policy`: of the anomaly; empty where there was none. `tokens`: a hash of the batch's content. `versions`: of the
+    weights, by stage and micro-batch. `stage_norms`: as in StepResult. `samples`: those of the stream that the batch
+    is. These four are empty where they are not known.
     """
 
     config: Config
@@ -52,10 +52,10 @@ class Bundle:
     policy: str = ""
     lr: float = math.nan
     loss_scale: float = 1.0
-    samples: range = range(0)
     tokens: str = ""
     versions: tuple[tuple[int, ...], ...] = ()
     stage_norms: tuple[float, ...] = ()
+    samples: range = range(0)
 
     @property
     def loss(self) -> float:
@@ -118,11 +118,11 @@ def _parse(document: plain.Object) -> Bundle:
         tuple(plain.integer(s, "skipped", 0, step) for s in skipped),
         plain.string(document.get("kind"), "kind"), plain.string(document.get("what"), "what"),
         plain.string(document.get("policy"), "policy"),
-        _number(document.get("lr"), "lr"), _number(document.get("loss_scale"), "loss_scale"), range(*samples),
+        _number(document.get("lr"), "lr"), _number(document.get("loss_scale"), "loss_scale"),
         plain.string(document.get("tokens"), "tokens"),
         tuple(tuple(plain.integer(v, "versions", 0, step) for v in plain.sequence(of_stage, "versions"))
               for of_stage in versions),
-        tuple(_number(norm, "stage_norms") for norm in norms))
+        tuple(_number(norm, "stage_norms") for norm in norms), range(*samples))
 
 
 def _number(value: Any, what: str) -> float:

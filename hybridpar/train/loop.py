@@ -68,7 +68,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = ()) -> Outcome
     with contextlib.ExitStack() as stack:
         job.together(lambda: stack.enter_context(run_folder.in_use(folder)), here=first)
         data = _open_data(config, job)
-        if start or saved:
+        if start or (saved and config.train.continue_with):  # else other data are refused, whatever their tokens
             run = Path(start).parent.parent if start else folder
             job.decide(lambda: checkpoint.check_tokens(run, data.tokenizer, config.data.tokenizer))
         reporter = stack.enter_context(contextlib.closing(make_reporter(launch.rank, num_steps)))

@@ -49,7 +49,7 @@ class Peak:
         key = (f"{platform.node()}, {name}, {config.train.dtype}, {world.size} processes, "
                f"{torch.get_num_threads()} threads")
         path = config.data_folder / PEAKS
-        known = gather_objects(_read(path).get(key, 0.0) if world.rank == 0 else 0.0, world)[0]
+        known = gather_objects(read_peaks(path).get(key, 0.0) if world.rank == 0 else 0.0, world)[0]
         source = (f"{config.train.dtype} matrix products, the fastest seen here on {world.size} "
                   f"process{'es at once' * (world.size > 1)}")
         if not (known and goes_on):
@@ -75,14 +75,14 @@ class Peak:
 
     def _keep(self) -> None:
         """Where the folder cannot be written to, the next run measures again."""
-        known = _read(self._path)
+        known = read_peaks(self._path)
         if self.flops > known.get(self._key, 0.0):
             with contextlib.suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(self._path, json.dumps(known | {self._key: self.flops}, indent=1) + "\n")
 
 
-def _read(path: Path) -> dict[str, float]:
+def read_peaks(path: Path) -> dict[str, float]:
     """What is known; nothing where the file is not there, or holds something else."""
     try:
         found = plain.mapping(plain.parse(read_limited(path, _MAX_BYTES)), path.name)
