@@ -20,7 +20,7 @@ STREAM = (*(f"data.{f.name}" for f in fields(DataConfig) if f.name not in ("toke
 Corpora = tuple[str, str] | None
 """Fingerprints of the data there and here; None: not known yet."""
 CONTINUABLE = (*(f"model.{key}" for key in FREE), *BATCH, *STREAM)
-"""What train.continue_with can name."""
+"""Names that train.continue_with takes."""
 
 
 def check_compatible(saved: Config, wanted: Config, where: Path, corpora: Corpora = None) -> None:

@@ -36,6 +36,7 @@ class ModelConfig:
     attention_dropout: float = 0.0
     init_std: float = 0.02
     label_smoothing: float = 0.0
+    """Of the training loss; evaluations have none."""
     logits_chunk: int = 0
     """Tokens whose logits exist at a time: computed twice, which takes time and saves memory; 0: all, computed once."""
     sentence_head: Literal["nsp", "sop", "none"] = "sop"

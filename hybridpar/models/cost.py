@@ -53,7 +53,7 @@ def training_flops_per_token(model: ModelConfig) -> int:
 
 
 def training_flops_rule(model: ModelConfig) -> str:
-    """What `training_flops_per_token` counts, for people."""
+    """The rule of `training_flops_per_token`, for people."""
     return "6 N + 6 L h s, causal attention once" if model.kind == "gpt" else "6 N + 12 L h s"
 
 

@@ -1,4 +1,4 @@
-"""What other processes' clocks show at one moment.
+"""Clocks of several hosts, compared.
 
     rank 0                    t        the answer: its time
                              / \\
@@ -35,7 +35,7 @@ class Shift:
 
 
 def shift_to_first(grid: ProcessGrid) -> Shift:
-    """That of this rank. Collectives: on all ranks of the grid; on several hosts also messages with rank 0."""
+    """The shift of this rank's clock. Collectives: on all ranks of the grid; on several hosts also messages with rank 0."""
     world = grid.world
     hosts: list[str] = gather_objects(_host(), world)
     mine = Shift()
@@ -49,13 +49,13 @@ def shift_to_first(grid: ProcessGrid) -> Shift:
 
 
 def best(exchanges: Iterable[tuple[float, float, float]]) -> Shift:
-    """What follows from exchanges, each of when it was sent, the time there, and when the answer came."""
+    """The shift that the quickest exchange tells; each is when it was sent, the time there, when the answer came."""
     sent, there, got = min(exchanges, key=lambda times: times[2] - times[0])
     return Shift(there - (sent + got) / 2, (got - sent) / 2)
 
 
 def _host() -> str:
-    """What processes share that read one clock: the start of a system. Containers on it may have names of their own."""
+    """A name for the clock: the start of the system that has it, as containers on it may have names of their own."""
     with contextlib.suppress(OSError):
         return _BOOT.read_text()
     return platform.node()

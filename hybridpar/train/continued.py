@@ -66,8 +66,11 @@ def _rate_changes(before: Config, now: Config, step: int) -> list[str]:
     was, will_be = _rate(before, step), _rate(now, step)
     if was == will_be:
         return []
-    longer = before.train.num_steps != now.train.num_steps and now.optim.decay in ("cosine", "linear")
-    advice = '; a run with optim.decay = "wsd" can be made longer before its decay without that' if longer else ""
+    advice = ""
+    if before.train.num_steps != now.train.num_steps and now.optim.decay == "wsd":
+        advice = "; without that where it goes on from before its decay: move the checkpoints after that away"
+    elif before.train.num_steps != now.train.num_steps:
+        advice = '; a run with optim.decay = "wsd" can be made longer from before its decay without that'
     return [f"the learning rate of step {step + 1} was to be {was:.4g} (train.num_steps = {before.train.num_steps}), "
             f"and is {will_be:.4g} now (train.num_steps = {now.train.num_steps}){advice}"]
 

@@ -30,7 +30,7 @@ from hybridpar.train.metrics import peak_flops
 PEAKS = "peaks.json"
 _MAX_BYTES = 1 << 20
 _STEPS = 5
-"""The median of so many steps counts, as a step alone may seem short because the one before it was long."""
+"""The median of so many steps counts: one step may seem short because the one before it was long."""
 
 
 class Peak:
@@ -44,7 +44,7 @@ class Peak:
 
     @staticmethod
     def of(config: Config, device: torch.device, world: Axis, say: Callable[[str], None], *, goes_on: bool) -> Peak:
-        """That of a job. Collectives: on all ranks of the job."""
+        """The peak of a job. Collectives: on all ranks of the job."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
         key = (f"{platform.node()}, {name}, {config.train.dtype}, {world.size} processes, "
                f"{torch.get_num_threads()} threads")
@@ -83,7 +83,7 @@ class Peak:
 
 
 def read_peaks(path: Path) -> dict[str, float]:
-    """What is known; nothing where the file is not there, or holds something else."""
+    """Known peaks by machine and job; none where the file is not there, or holds something else."""
     try:
         found = plain.mapping(plain.parse(read_limited(path, _MAX_BYTES)), path.name)
         return {key: plain.number(value, key) for key, value in found.items()}

@@ -42,7 +42,7 @@ class Status:
         return str(timedelta(seconds=round(pace * (self.total - self.step))))
 
     def text(self, width: int | None = None) -> str:
-        """What fits into `width` columns (None: all): what matters least is left out first."""
+        """The numbers that fit into `width` columns (None: all), without those that matter least."""
         row = self.row
         if not row:
             return "starting"

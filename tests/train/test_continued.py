@@ -181,6 +181,8 @@ def test_a_longer_cosine_says_that_its_rate_rises_and_wsd_has_no_need_to(
         assert ('optim.decay = "wsd" can be made longer' in err) == said
         rates = [row["lr"] for row in metrics(config.run.folder) if "loss" in row]
         assert (rates[:32] == [0.01] * 32) == (decay == "wsd")
+    loop.train(from_mapping({"train": {"num_steps": 42}}, config), ALONE)
+    assert "move the checkpoints after that away" in capsys.readouterr().err, "its decay began after step 32"
 
 
 @pytest.mark.ranks
