@@ -35,7 +35,7 @@ class Shift:
 
 
 def shift_to_first(grid: ProcessGrid) -> Shift:
-    """The shift of this rank's clock. Collectives: on all ranks of the grid; on several hosts also messages with rank 0."""
+    """The shift of this rank's clock. Collectives: on all ranks of the grid, on several hosts messages to rank 0."""
     world = grid.world
     hosts: list[str] = gather_objects(_host(), world)
     mine = Shift()
