@@ -15,7 +15,8 @@ with torch's fused one (`gelu_pytorch_tanh`, the same function). What 'bf16' mea
                     to 8 bits, which training does not survive for long
 
 Both clip the global norm of the gradient to 1, as transformers' own Trainer does. With --compile also the model under
-torch.compile, which is the default on a GPU. MFU there: 3 x the forward pass's operations, over the data sheet's peak.
+torch.compile, which is the default on a GPU. MFU there: 3 x the forward pass's operations, causal attention
+counted once, over the data sheet's peak.
 """
 
 from __future__ import annotations

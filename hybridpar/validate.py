@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
 
+from hybridpar.checkpoint.compatible import CONTINUABLE
 from hybridpar.config import STOP_SIGNALS, Config, to_mapping
 from hybridpar.errors import ConfigError, Problem
 from hybridpar.grid import Axis
@@ -195,6 +197,9 @@ def _staleness(config: Config) -> Iterator[Problem]:
 
 def _checkpoints(config: Config) -> Iterator[Problem]:
     train, best = config.train, config.checkpoint.keep_best
+    if wrong := [name for name in train.continue_with if name not in CONTINUABLE]:
+        near = get_close_matches(wrong[0], CONTINUABLE, 1, 0.0)[0]
+        yield Problem("train.continue_with", wrong, f"can only name {', '.join(CONTINUABLE)}", f'["{near}"]')
     if best and not train.eval_interval:
         yield Problem("checkpoint.keep_best", best, "needs validation losses, and train.eval_interval is 0", "0")
     elif best and train.save_interval % train.eval_interval:

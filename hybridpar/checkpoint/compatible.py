@@ -1,45 +1,95 @@
-"""Which run may go on from what another one has left."""
+"""Which run may go on from what another one has left, as it is or with changes that the user names."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from hybridpar.config import Config, to_mapping
-from hybridpar.errors import CheckpointError
+from hybridpar.config import Config, DataConfig, to_mapping
+from hybridpar.errors import CheckpointError, shown
 
-FIXED = {
-    "model": None,  # every key
-    "optim": ("name",),
-    "train": ("dtype", "seed"),
-}
-"""What must be as it was. The grid, the schedule, ZeRO, staleness and learning rates may change."""
+FREE = ("dropout", "attention_dropout", "init_std", "label_smoothing", "logits_chunk")
+"""Keys of [model] that say how it is trained, not what it computes."""
+BATCH = ("train.micro_batch_size", "pipeline.num_microbatches", "parallel.dp")
+"""Their product is the global batch, which keeps its size unless it is named."""
+STREAM = (*(f"data.{f.name}" for f in fields(DataConfig) if f.name not in ("tokenizer", "cache")), "train.seed")
+"""Keys that decide which samples come, and in which order."""
+Corpora = tuple[str, str] | None
+"""Fingerprints of the data there and here; None: not known yet."""
+CONTINUABLE = (*(f"model.{key}" for key in FREE), *BATCH, *STREAM)
+"""Names that train.continue_with takes."""
 
 
-def check_compatible(saved: Config, wanted: Config, where: Path) -> None:
-    """Raises: CheckpointError naming every field in which a run cannot go on from what another left at `where`.
+def check_compatible(saved: Config, wanted: Config, where: Path, corpora: Corpora = None) -> None:
+    """Compares a configuration with the one that left something at `where`. The grid, the schedule, ZeRO, staleness and
+    learning rates may change; `changes` need to be named by `wanted`, and all else must be as it was.
 
-    The global batch must have the size it had: then the number of steps says which data come next, whatever the grid.
+    Raises: CheckpointError naming every field that keeps a run from going on, and what would let it.
     """
-    old, new = _settings(saved), _settings(wanted)
-    changed = [
-        f"{section}.{key} is {old[section].get(key)!r} there and {new[section].get(key)!r} here"
-        for section, keys in FIXED.items() for key in keys or new[section]
-        if old[section].get(key) != new[section].get(key)
-    ]
-    if changed:
-        raise CheckpointError(f"{where} belongs to another run: {'; '.join(changed)}. Choose another run.name")
+    if never := [f"{'; '.join(texts)} ({why})" for why, texts in _fixed(saved, wanted) if texts]:
+        raise CheckpointError(f"{where} belongs to another run: {'; '.join(never)}. Choose another run.name")
+    named = wanted.train.continue_with
+    if refused := [name for name in changes(saved, wanted, corpora) if name not in named]:
+        reasons = "; ".join(_reasons(saved, wanted, corpora, refused))
+        if corpora is None:  # what will be refused next, where these make other data
+            refused += [name for name in _different(saved, wanted) if name in STREAM and name not in (*named, *refused)]
+        raise CheckpointError(f"{where} {reasons}. To go on with what is here: train.continue_with = "
+                              f"{json.dumps([*named, *refused])}. Or choose another run.name")
+
+
+def changes(saved: Config, wanted: Config, corpora: Corpora = None) -> list[str]:
+    """The keys, all in CONTINUABLE, of changes that need to be named; parameters as for `check_compatible`."""
+    found = [name for name in _different(saved, wanted) if name.startswith("model.") or name == "train.seed"]
     if saved.global_batch_size != wanted.global_batch_size:
-        raise CheckpointError(f"{where} was trained on batches of {_batch(saved)}, here they are {_batch(wanted)}; "
-                              f"{_remedy(saved, wanted)}, or another run.name")
+        found += [name for name in _different(saved, wanted) if name in BATCH]
+    if corpora and corpora[0] != corpora[1]:
+        stream = [name for name in _different(saved, wanted) if name in STREAM]
+        found += [name for name in stream or ["data.corpus"] if name not in found]
+    return found
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """By section and key; max_positions where it is the size of a table, with what its zero stands for."""
+def setting(config: Config, name: str) -> Any:
+    """The value of a key such as "model.dropout", as TOML has it."""
+    section, _, key = name.partition(".")
+    return to_mapping(config)[section].get(key)
+
+
+def _different(saved: Config, wanted: Config) -> Iterator[str]:
+    return (name for name in CONTINUABLE if setting(saved, name) != setting(wanted, name))
+
+
+def _fixed(saved: Config, wanted: Config) -> Iterator[tuple[str, list[str]]]:
+    """Why some keys cannot change, and those of them that have."""
+    saved, wanted = _with_positions(saved), _with_positions(wanted)
+    model = [f"model.{key}" for key in to_mapping(wanted)["model"] if key not in FREE]
+    for why, names in (("its weights are those of that model", model),
+                       ("the optimizer's state is of that one", ["optim.name"]),
+                       ("its weights and their optimizer's state have that precision", ["train.dtype"])):
+        yield why, [_was(saved, wanted, name) for name in names if setting(saved, name) != setting(wanted, name)]
+
+
+def _was(saved: Config, wanted: Config, name: str) -> str:
+    return f"{name} is {shown(setting(saved, name))} there and {shown(setting(wanted, name))} here"
+
+
+def _reasons(saved: Config, wanted: Config, corpora: Corpora, refused: list[str]) -> Iterator[str]:
+    yield from (f"has another setting: {_was(saved, wanted, name)}" for name in refused
+                if name.startswith("model.") or name == "train.seed")
+    if any(name in BATCH for name in refused):
+        yield (f"was trained on batches of {_batch(saved)}, here they are {_batch(wanted)}; {_remedy(saved, wanted)}")
+    if corpora and corpora[0] != corpora[1] and any(name in STREAM for name in refused):
+        yield (f"was trained on other data than data.corpus = {shown(list(wanted.data.corpus))} holds now (fingerprint "
+               f"{corpora[0]}, now {corpora[1]})")
+
+
+def _with_positions(config: Config) -> Config:
+    """With max_positions where it is the size of a table, and what its zero stands for."""
     model = config.model
     rows = model.num_positions if model.position == "learned" else 0
-    return to_mapping(replace(config, model=replace(model, max_positions=rows)))
+    return replace(config, model=replace(model, max_positions=rows))
 
 
 def _batch(config: Config) -> str:
@@ -48,6 +98,7 @@ def _batch(config: Config) -> str:
 
 
 def _remedy(saved: Config, wanted: Config) -> str:
+    """How the batch keeps its size."""
     size, dp, one = saved.global_batch_size, wanted.parallel.dp, wanted.train.micro_batch_size
     if size % (dp * one) == 0:
         return f"try pipeline.num_microbatches = {size // (dp * one)}"

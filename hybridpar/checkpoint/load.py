@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from hybridpar.checkpoint.saved import Saved
 from hybridpar.checkpoint.shards import SavedShard
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config
+from hybridpar.data import DataStart
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.grid import Axis
@@ -37,6 +39,7 @@ def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None],
     with its checksums. Where one finds damage all pass over this checkpoint, and `say` is told the file and what is
     wrong with it.
     Collectives: on all ranks of the grid.
+    Where train.continue_with lets data or batches change, the engine's `data_start` says from where they come.
     Raises: CheckpointError, on all ranks: another model, batch size or corpus, or no checkpoint is whole.
     """
     world = engine.grid.world
@@ -47,6 +50,7 @@ def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None],
         try:
             manifest = read_manifest(folder)
             mismatch = _mismatch(manifest, engine.config, corpus, folder)
+            manifest = _going_on(manifest, engine.config, corpus)
         except CheckpointError as error:
             damage = str(error)
         outcomes = gather_objects((damage, mismatch), world)
@@ -90,13 +94,21 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 
 def _mismatch(manifest: Manifest, config: Config, corpus: str, folder: Path) -> str:
     try:
-        check_compatible(manifest.config, config, folder)
+        check_compatible(manifest.config, config, folder, (manifest.corpus, corpus))
     except CheckpointError as error:
         return str(error)
-    if manifest.corpus != corpus:
-        return (f"{folder} was trained on other data than data.corpus = {list(config.data.corpus)} holds now "
-                f"(fingerprint {manifest.corpus}, now {corpus}); choose another run.name")
     return ""
+
+
+def _going_on(manifest: Manifest, config: Config, corpus: str) -> Manifest:
+    """With the next batch's place in the stream: batches of another size go on behind the last sample, and other data
+    begin with their first one, where losses may be others too."""
+    state, step, size = manifest.state, manifest.step, manifest.config.global_batch_size
+    same_data, before = manifest.corpus == corpus, manifest.state.data_start
+    if same_data and size == config.global_batch_size:
+        return manifest
+    start = DataStart(step, before.position(step, size) if same_data else 0, before.consumed(step, size))
+    return replace(manifest, state=replace(state, data_start=start, recent=state.recent if same_data else {}))
 
 
 def newest(root: Path, say: Callable[[str], None]) -> Path:

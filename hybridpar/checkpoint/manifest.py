@@ -27,6 +27,7 @@ import torch
 from hybridpar import __version__
 from hybridpar.checkpoint import plain
 from hybridpar.config import Config, from_mapping, to_mapping
+from hybridpar.data import FROM_THE_START, DataStart
 from hybridpar.errors import CheckpointError, ConfigError, shown
 from hybridpar.reading import read_limited
 
@@ -72,7 +73,7 @@ class TrainingState:
 
     `versions`: of the weights, those that all stages have saved. `num_updates`: steps the optimizer took.
     `loss_scales`: the one that came with each version. `recent`: the last losses and norms, where they are kept to tell
-    anomalies by.
+    anomalies by. `data_start`: the place of batches in the stream of data.
     """
 
     batches_done: int
@@ -81,6 +82,7 @@ class TrainingState:
     loss_scaler: Mapping[str, float] = field(default_factory=dict)
     loss_scales: Mapping[int, float] = field(default_factory=dict)
     recent: Mapping[str, list[float]] = field(default_factory=dict)
+    data_start: DataStart = FROM_THE_START
 
     @staticmethod
     def of(meta: Mapping[str, Any]) -> TrainingState:
@@ -92,12 +94,15 @@ class TrainingState:
         scaler = plain.mapping(meta.get("loss_scaler"), "loss_scaler")
         scales = plain.mapping(meta.get("loss_scales"), "loss_scales")
         recent = plain.mapping(meta.get("recent", {}), "recent")
+        start = plain.mapping(meta.get("data_start", {}), "data_start")
         return TrainingState(
             done, tuple(versions), plain.integer(meta.get("num_updates"), "num_updates", 0, done),
             {key: plain.number(value, key) for key, value in scaler.items()},
             {plain.integer(int(key), "loss_scales", 0, done): plain.number(value, "loss_scales")
              for key, value in scales.items()},
-            {key: [plain.number(v, key) for v in plain.sequence(values, key)] for key, values in recent.items()})
+            {key: [plain.number(v, key) for v in plain.sequence(values, key)] for key, values in recent.items()},
+            DataStart(plain.integer(start.get("batch", 0), "data_start", 0, done), *(
+                plain.integer(start.get(key, 0), "data_start") for key in ("sample", "num_consumed"))))
 
     def as_meta(self) -> dict[str, Any]:
         """As Engine.load_state takes it."""
@@ -124,13 +129,17 @@ class Manifest:
         parallel, step = self.config.parallel, self.step
         document = {
             "format": FORMAT, "step": step, "grid": {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp},
-            "data": {"corpus": self.corpus, "samples": step * self.config.global_batch_size},
+            "data": {"corpus": self.corpus, "samples": self._position()},
             "val_loss": self.val_loss, "versions": {"hybridpar": __version__, "torch": torch.__version__},
             "state": self.state.as_meta(),
             "shards": [{"name": shard.name} | asdict(shard) for shard in self.shards],
             "config": to_mapping(self.config),
         }
         return json.dumps(document | {_CHECKSUM: _checksum(document)}, indent=1)
+
+    def _position(self) -> int:
+        """In the stream of data."""
+        return self.state.data_start.position(self.step, self.config.global_batch_size)
 
 
 def _checksum(document: Mapping[str, Any]) -> str:
@@ -164,13 +173,13 @@ def _parse(document: Mapping[str, Any]) -> Manifest:
         raise ValueError("its grid is empty")
     if document.get("step") != state.batches_done:
         raise ValueError("it names two steps")
-    if data.get("samples") != state.batches_done * config.global_batch_size:
-        raise ValueError("its step and its position in the data do not agree")
     val_loss = document.get("val_loss")
     manifest = Manifest(
         config, plain.string(data.get("corpus"), "corpus"), state,
         tuple(parse_shard(shard, config) for shard in plain.sequence(document.get("shards"), "shards")),
         None if val_loss is None else plain.number(val_loss, "val_loss"))
+    if data.get("samples") != manifest._position():
+        raise ValueError("its step and its position in the data do not agree")
     _check_stages(manifest)
     return manifest
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from hybridpar.checkpoint.compatible import FREE
 from hybridpar.checkpoint.load import FullWeights, find
 from hybridpar.checkpoint.manifest import read_manifest
 from hybridpar.checkpoint.part import Trainee
@@ -16,9 +17,6 @@ from hybridpar.config import ModelConfig
 from hybridpar.data import Tokenizer
 from hybridpar.errors import CheckpointError, ConfigError, Problem, config_error
 from hybridpar.optim import ParameterSlot
-
-FREE = ("dropout", "attention_dropout", "init_std", "label_smoothing", "logits_chunk", "seq_length", "max_positions")
-"""Keys of [model] that say how it is trained, not what it computes; the size of a position table is compared apart."""
 
 
 def find_start(path: str | Path, model: ModelConfig) -> Path:
@@ -29,8 +27,9 @@ def find_start(path: str | Path, model: ModelConfig) -> Path:
     folder = find(path, lambda text: None)
     saved = read_manifest(folder).config.model
     there, here = asdict(saved), asdict(model)
+    free = (*FREE, "seq_length", "max_positions")  # the size of a position table is compared apart
     wrong = [Problem(f"model.{key}", here[key], f"train.start_from = {str(path)!r} has {value!r}", repr(value))
-             for key, value in there.items() if key not in FREE and here[key] != value]
+             for key, value in there.items() if key not in free and here[key] != value]
     if saved.position == model.position == "learned" and saved.num_positions != model.num_positions:
         rule = f"train.start_from = {str(path)!r} has a table of {saved.num_positions} positions"
         wrong.append(Problem("model.max_positions", model.max_positions, rule, str(saved.num_positions)))
@@ -39,14 +38,14 @@ def find_start(path: str | Path, model: ModelConfig) -> Path:
     return folder
 
 
-def check_tokens(folder: Path, tokenizer: Tokenizer | None, named: str) -> None:
-    """Compares the tokens that the weights of a checkpoint know with those of the data, where both are known.
+def check_tokens(run: Path, tokenizer: Tokenizer | None, named: str) -> None:
+    """Compares the tokens that the weights of a run folder know with those of the data, where both are known.
 
     `named`: data.tokenizer. Raises: ConfigError if they are others; DataError for a damaged tokenizer.
     """
-    path = folder.parent.parent / "tokenizer.json"
+    path = run / "tokenizer.json"
     if tokenizer is not None and path.is_file() and Tokenizer.load(path).vocabulary != tokenizer.vocabulary:
-        rule = "the weights of train.start_from belong to the tokens of another tokenizer"
+        rule = f"the weights in {run} belong to the tokens of another tokenizer"
         raise config_error("data.tokenizer", named, rule, repr(str(path)))
 
 

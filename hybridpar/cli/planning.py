@@ -171,7 +171,7 @@ class Plan:
         model = best.model
         timeline = model.ordering.timeline(model.sizes, model.costs, 2)
         write_output("svg", self.svg,
-                     draw_svg(timeline.scaled(1e3), title=f"{describe(best.config)} (milliseconds)"))
+                     draw_svg(timeline.scaled(1e3), title=describe(best.config), unit="milliseconds"))
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Simulate:
         from hybridpar.pipeline.plan.draw import draw
         from hybridpar.pipeline.plan.perfetto import trace_entries, trace_json
         from hybridpar.pipeline.plan.sizes import Sizes
-        from hybridpar.pipeline.plan.svg import draw_svg
+        from hybridpar.pipeline.plan.svg import FORWARDS, draw_svg
         from hybridpar.train.preview import costs_of_run, preview
 
         check_outputs([self.path, self.profile, self.cluster], svg=self.svg or None, perfetto=self.perfetto or None)
@@ -218,8 +218,8 @@ class Simulate:
         title = (f"{pipeline.schedule}, {stages * pipeline.num_chunks} stages{held}, {pipeline.num_microbatches} "
                  "micro-batches a batch")
         if self.svg:
-            heading = f"{title} (simulated, in milliseconds)" if costs else title
-            write_output("svg", self.svg, draw_svg(drawn, title=heading))
+            unit = "milliseconds" if costs else FORWARDS
+            write_output("svg", self.svg, draw_svg(drawn, title=f"{title} (simulated)", unit=unit))
         each = config.parallel.tp * max(config.parallel.dp, 1)
         if self.perfetto:
             names = {stage: (stage, f"{what} {stage}" + (f", ranks {stage * each}-{stage * each + each - 1}"

@@ -46,6 +46,7 @@ class ModelConfig:
     attention_dropout: float = 0.0
     init_std: float = 0.02
     label_smoothing: float = 0.0
+    """Of the training loss; evaluations have none."""
     logits_chunk: int = 0
     """Tokens whose logits exist at a time: computed twice, which takes time and saves memory; 0: all, computed once."""
     sentence_head: Literal["nsp", "sop", "none"] = "sop"
@@ -124,9 +125,11 @@ class OptimConfig:
     lr: float = 3e-4
     min_lr: float = 0.0
     warmup_steps: int = 0
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """wsd: constant but for the last steps, so a run can be made longer (train.num_steps) from before these."""
     decay_steps: int = 0
-    """Steps until min_lr is reached; 0: train.num_steps."""
+    """Step at which min_lr is reached, 0: train.num_steps; wsd: how many steps the decay at the end takes, 0: a fifth
+    of train.num_steps."""
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -176,6 +179,10 @@ class TrainConfig:
     systems may send others: USR1."""
     start_from: str = ""
     """A run folder or a checkpoint, of any grid: its weights are what a new run starts from; empty: random ones."""
+    continue_with: tuple[str, ...] = ()
+    """Settings that may differ from those that this run's checkpoints were made with, such as "data.corpus",
+    "train.micro_batch_size" or "model.dropout": weights, optimizer and step stay, and the data go on where they were,
+    or begin anew where they are others."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +296,7 @@ class Config:
 
     @property
     def cache_folder(self) -> Path:
-        """Where prepared corpora are kept."""
+        """Where prepared corpora are kept, and what was measured of machines."""
         return Path(self.data.cache or Path(self.run.dir) / "data")
 
     @property

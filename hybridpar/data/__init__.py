@@ -12,14 +12,15 @@ from hybridpar.data.blend import Blend, Dataset
 from hybridpar.data.datasets import Data, absent_sources, open_data
 from hybridpar.data.gpt import GPTDataset
 from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
-from hybridpar.data.loader import BatchLoader
+from hybridpar.data.loader import FROM_THE_START, BatchLoader, DataStart
 from hybridpar.data.order import SampleOrder
 from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer
 from hybridpar.data.split import split_tokens
 from hybridpar.data.tokenizer import BertVocabulary, Tokenizer, train_tokenizer
 
 __all__ = [
-    "BatchLoader", "BertDataset", "BertVocabulary", "Blend", "Data", "Dataset", "GPTDataset", "IndexedDataset",
-    "IndexedWriter", "Prepared", "SampleOrder", "Tokenizer", "absent_sources", "check_vocab", "open_data",
-    "open_prepared", "prepare", "prepare_tokenizer", "split_tokens", "token_dtype", "train_tokenizer",
+    "FROM_THE_START", "BatchLoader", "BertDataset", "BertVocabulary", "Blend", "Data", "DataStart", "Dataset",
+    "GPTDataset", "IndexedDataset", "IndexedWriter", "Prepared", "SampleOrder", "Tokenizer", "absent_sources",
+    "check_vocab", "open_data", "open_prepared", "prepare", "prepare_tokenizer", "split_tokens", "token_dtype",
+    "train_tokenizer",
 ]

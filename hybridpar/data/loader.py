@@ -3,12 +3,14 @@
     batch t has B = mbs * m * dp samples;  micro-batch j of replica d holds  t * B + (j * dp + d) * mbs + (0 .. mbs - 1)
 
 so a batch is the same B samples in the same places however they are dealt to micro-batches and replicas, and a run is
-resumed by its number of batches alone. Every stage of a pipeline asks for the micro-batches it needs, in any order.
+resumed by its number of batches alone; where B or the data have changed on the way, DataStart says when. Every stage of
+a pipeline asks for the micro-batches it needs, in any order.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,11 +21,35 @@ from hybridpar.data.blend import Blend
 _KEPT_COUNTS = 8
 
 
+@dataclass(frozen=True)
+class DataStart:
+    """Batch `batch` begins at position `sample` of the stream, after `num_consumed` samples of this or other data.
+
+    All 0 but where a run went on with other data, or with batches of another size.
+    """
+
+    batch: int = 0
+    sample: int = 0
+    num_consumed: int = 0
+
+    def position(self, batch: int, batch_size: int) -> int:
+        """Where batch `batch` begins in the stream."""
+        assert batch >= self.batch, (batch, self)
+        return self.sample + (batch - self.batch) * batch_size
+
+    def consumed(self, num_batches: int, batch_size: int) -> int:
+        """How many samples the first `num_batches` batches had."""
+        return self.num_consumed + (num_batches - self.batch) * batch_size
+
+
+FROM_THE_START = DataStart()
+
+
 class BatchLoader:
-    """Micro-batches of one replica of a data-parallel run; a pure function of its arguments."""
+    """Micro-batches of one replica of a data-parallel run; a pure function of its arguments and of `start`."""
 
     def __init__(self, samples: Blend, *, micro_batch_size: int, num_microbatches: int, dp_rank: int = 0,
-                 dp_size: int = 1):
+                 dp_size: int = 1, start: DataStart = FROM_THE_START):
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
         assert micro_batch_size > 0, micro_batch_size
         assert num_microbatches > 0, num_microbatches
@@ -31,6 +57,7 @@ class BatchLoader:
         self.micro_batch_size = micro_batch_size
         self.num_microbatches = num_microbatches
         self._dp_rank, self._dp_size = dp_rank, dp_size
+        self.start = start
         self._counts: OrderedDict[int, int] = OrderedDict()
 
     @property
@@ -54,15 +81,15 @@ class BatchLoader:
         Shapes: GPT: `tokens`, `labels` [b, s] int64. BERT also: `token_types` [b, s] int64, `padding_mask` [b, s] bool
         (True = real token), `sentence_labels` [b] int64. On the CPU.
         """
-        start = batch * self.batch_size + self.first_sample(index)
+        start = self.start.position(batch, self.batch_size) + self.first_sample(index)
         arrays = self.samples.batch(np.arange(start, start + self.micro_batch_size))
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     def num_targets(self, batch: int) -> int:
         """Labels that count (are not -100) in the whole batch, over all micro-batches and replicas."""
-        if batch not in self._counts:
-            start = batch * self.batch_size
-            self._counts[batch] = self.samples.num_targets(np.arange(start, start + self.batch_size))
+        start = self.start.position(batch, self.batch_size)
+        if start not in self._counts:
+            self._counts[start] = self.samples.num_targets(np.arange(start, start + self.batch_size))
             while len(self._counts) > _KEPT_COUNTS:
                 self._counts.popitem(last=False)
-        return self._counts[batch]
+        return self._counts[start]

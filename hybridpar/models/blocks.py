@@ -158,10 +158,14 @@ class LanguageModelHead(nn.Module):
         """One parameter for both where one stage holds both (across stages their gradients are summed instead)."""
         self.projection.weight = embedding.weight
 
-    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        """Shapes: x [.., h], labels [..] -> 0-d: the summed loss of the labels that count, over their number in all."""
+    def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Tensor:
+        """The summed loss of the labels that count, over their number in all; without label smoothing in evaluations.
+
+        Shapes: x [.., h], labels [..] -> 0-d.
+        """
+        smoothing = 0.0 if key is None else self.label_smoothing
         options: dict[str, Any] = {
-            "vocab_start": self.vocab_start, "valid_vocab": self.vocab_size, "label_smoothing": self.label_smoothing,
+            "vocab_start": self.vocab_start, "valid_vocab": self.vocab_size, "label_smoothing": smoothing,
             "ignore_index": IGNORE_INDEX, "backend": self.kernels.cross_entropy}
         if self.logits_chunk:
             weight, bias = self.projection.weight, self.projection.bias
@@ -189,7 +193,7 @@ class GPTHead(nn.Module):
         self.language_model = LanguageModelHead(model, axis, kernels, bias=False, **factory)
 
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:
-        return {"lm": self.language_model(self.norm(x), batch)}
+        return {"lm": self.language_model(self.norm(x), batch, key)}
 
     def logits(self, x: Tensor) -> Tensor:
         """Shapes: x [b, s, h] -> [b, s, v], gathered from all tp ranks."""
@@ -246,7 +250,7 @@ class BertHead(nn.Module):
         labelled = (labels != IGNORE_INDEX).nonzero().squeeze(1)
         rows = self.transformed(rearrange(x, "b s h -> (b s) h").index_select(0, labelled))
         targets = {"labels": labels[labelled], "num_targets": batch["num_targets"]}
-        losses = {"mlm": self.language_model(rows, targets)}
+        losses = {"mlm": self.language_model(rows, targets, key)}
         if self.sentence != "none":
             scores = self._scores(x[:, 0])
             scores = scores if scores.dtype == torch.float64 else scores.float()

@@ -36,16 +36,26 @@ LABELLED = {"gpt": 1.0, "bert": 0.15}
 def forward_flops_per_token(model: ModelConfig) -> tuple[int, ...]:
     """Forward operations of each block for one token: embedding, layers, head.
 
-    A layer: 2 per weight, and 4 s h for the attention scores and their product with the values (the causal half is
-    counted in full, as in PaLM, arXiv 2204.02311, appendix B).
+    A layer: 2 per weight, and 4 s h for the attention scores and their product with the values; of a causal matrix
+    these are twice what counts (`training_flops_per_token`).
     """
     layer = 2 * layer_matmul_parameters(model) + 4 * model.seq_length * model.hidden_size
     return (0, *[layer] * model.num_layers, round(2 * LABELLED[model.kind] * head_matmul_parameters(model)))
 
 
 def training_flops_per_token(model: ModelConfig) -> int:
-    """Model operations to train on one token: 3 x forward, as a backward is two; that is 6 N + 12 L h s (PaLM)."""
-    return 3 * sum(forward_flops_per_token(model))
+    """Model operations to train on one token: 3 x forward, as a backward is two.
+
+    With N weights that is 6 N + 12 L h s, as in PaLM (arXiv 2204.02311, appendix B), and 6 N + 6 L h s where attention
+    is causal: half of its matrix is masked, and no operation on that half is needed.
+    """
+    masked = 2 * model.num_layers * model.seq_length * model.hidden_size if model.kind == "gpt" else 0
+    return 3 * (sum(forward_flops_per_token(model)) - masked)
+
+
+def training_flops_rule(model: ModelConfig) -> str:
+    """The rule of `training_flops_per_token`, for people."""
+    return "6 N + 6 L h s, causal attention once" if model.kind == "gpt" else "6 N + 12 L h s"
 
 
 KEPT_BYTES = 34

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import cos, pi, sin
+from math import ceil, cos, pi, sin, sqrt
 
 from hybridpar.config import OptimConfig
 from hybridpar.errors import config_error
@@ -13,7 +13,10 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + cos(pi * progress)),
     "linear": lambda progress: 1 - progress,
     "constant": lambda progress: 1.0,
+    "wsd": lambda progress: 1 - sqrt(progress),
 }
+WSD_SHARE = 0.2
+"""Part of a run over which wsd decays where optim.decay_steps is 0. Source: arXiv 2405.18392, section 3."""
 
 
 def learning_rate(step: int, settings: OptimConfig, num_steps: int, delay: float = 0.0) -> float:
@@ -21,8 +24,11 @@ def learning_rate(step: int, settings: OptimConfig, num_steps: int, delay: float
 
     Rises linearly over `warmup_steps` updates (the first takes lr / warmup_steps, the last lr), then decays from lr to
     min_lr, reached at update `decay_steps` (0: `num_steps`, so the last update of the run is just above min_lr), and
-    stays there. 'constant' stays at lr. With staleness 'lr_rescale' it is multiplied by `delay_factor`.
+    stays there. 'constant' stays at lr. 'wsd' (warmup, stable, decay) stays at lr but for the last `decay_steps` of
+    `num_steps` updates (0: WSD_SHARE of them): more steps change no rate before these. With staleness 'lr_rescale' it
+    is multiplied by `delay_factor`.
     Raises: ConfigError if `settings.decay` names no schedule.
+    Source: wsd: MiniCPM, arXiv 2404.06395, section 4; its 1 - sqrt: Haegele et al., arXiv 2405.18392, section 3.
     """
     if settings.decay not in DECAYS:
         raise config_error("optim.decay", settings.decay, f"must be one of {', '.join(DECAYS)}", "cosine")
@@ -46,6 +52,8 @@ def delay_factor(step: int, settings: OptimConfig, num_steps: int, delay: float)
 def _undelayed(step: int, settings: OptimConfig, num_steps: int) -> float:
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
-    length = (settings.decay_steps or num_steps) - settings.warmup_steps
-    progress = min((step - settings.warmup_steps) / length, 1.0) if length > 0 else 1.0
+    start, end = settings.warmup_steps, settings.decay_steps or num_steps
+    if settings.decay == "wsd":
+        start, end = max(start, num_steps - (settings.decay_steps or ceil(WSD_SHARE * num_steps))), num_steps
+    progress = min(max((step - start) / (end - start), 0.0), 1.0) if end > start else 1.0
     return settings.min_lr + (settings.lr - settings.min_lr) * DECAYS[settings.decay](progress)

@@ -25,7 +25,7 @@ from hybridpar.reading import read_limited
 from hybridpar.validate import problems
 
 FORMAT = "hybridpar replay 1"
-_MAX_BYTES, _MOST = 16 << 20, 2**40
+_MAX_BYTES, _MOST, _MOST_SAMPLES = 16 << 20, 2**40, 2**62
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Bundle:
     `checkpoint`: its step; None: the run's initial weights. `start`: the step after which training went on from it;
     later than `checkpoint` where batches were gone over. `skipped`: steps since then without an update. `kind`, `what`,
     `policy`: of the anomaly; empty where there was none. `tokens`: a hash of the batch's content. `versions`: of the
-    weights, by stage and micro-batch. `stage_norms`: as in StepResult. These three are empty where they are not known.
+    weights, by stage and micro-batch. `stage_norms`: as in StepResult. `samples`: those of the stream that the batch
+    is. These four are empty where they are not known.
     """
 
     config: Config
@@ -54,16 +55,11 @@ class Bundle:
     tokens: str = ""
     versions: tuple[tuple[int, ...], ...] = ()
     stage_norms: tuple[float, ...] = ()
+    samples: range = range(0)
 
     @property
     def loss(self) -> float:
         return sum(self.losses.values())
-
-    @property
-    def samples(self) -> range:
-        """Which samples of the stream the batch is."""
-        size = self.config.global_batch_size
-        return range((self.step - 1) * size, self.step * size)
 
     @property
     def name(self) -> str:
@@ -108,6 +104,9 @@ def _parse(document: plain.Object) -> Bundle:
     if set(losses) != set(loss_names(config.model)):
         raise ValueError(f"its losses are not {', '.join(loss_names(config.model))}")
     versions, norms, skipped = (plain.sequence(document.get(k), k) for k in ("versions", "stage_norms", "skipped"))
+    samples = plain.span(document.get("samples"), "samples", _MOST_SAMPLES)
+    if samples[1] - samples[0] != config.global_batch_size:
+        raise ValueError(f"its samples are not a batch of {config.global_batch_size}")
     stages = parallel.pp * config.pipeline.num_chunks
     if len(versions) not in (0, stages) or len(norms) not in (0, parallel.pp):
         raise ValueError(f"it is not of {stages} stages on {parallel.pp} ranks")
@@ -121,7 +120,7 @@ def _parse(document: plain.Object) -> Bundle:
         plain.string(document.get("tokens"), "tokens"),
         tuple(tuple(plain.integer(v, "versions", 0, step) for v in plain.sequence(of_stage, "versions"))
               for of_stage in versions),
-        tuple(_number(norm, "stage_norms") for norm in norms))
+        tuple(_number(norm, "stage_norms") for norm in norms), range(*samples))
 
 
 def _number(value: Any, what: str) -> float:

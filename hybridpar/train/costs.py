@@ -212,13 +212,13 @@ def describe(run: RunCosts) -> list[str]:
     shares = [
         (f"waiting for other {name}s", parts.waiting), ("communication calls", parts.calls),
         ("norm and optimizer", parts.optimizer), ("between actions", parts.between), ("without a core", parts.no_core)]
-    rest = "".join(f", {what} {_ms(part)} ({part / step:.0%})" for what, part in shares if part > 5e-4 * step)
+    rest = "".join(f", {what} {in_ms(part)} ({part / step:.0%})" for what, part in shares if part > 5e-4 * step)
     return [
-        f"step time: {_ms(step)} measured ({measured.num_batches} batches), {_ms(simulated)} simulated from "
+        f"step time: {in_ms(step)} measured ({measured.num_batches} batches), {in_ms(simulated)} simulated from "
         f"the measured costs ({simulated / step:.0%})",
-        f"idle by {name}: {_percent(measured.idle)} measured, {_percent(idle)} simulated",
-        f"slowest {name} {slowest}: computing {_ms(parts.compute)} ({parts.compute / step:.0%} of the step; the mean "
-        f"{name} {_ms(fmean(p.compute for p in measured.parts))}){rest}",
+        f"idle by {name}: {percent(measured.idle)} measured, {percent(idle)} simulated",
+        f"slowest {name} {slowest}: computing {in_ms(parts.compute)} ({parts.compute / step:.0%} of the step; the mean "
+        f"{name} {in_ms(fmean(p.compute for p in measured.parts))}){rest}",
     ]
 
 
@@ -226,9 +226,11 @@ def _at(cost: float | Sequence[float], stage: int) -> float:
     return cost if isinstance(cost, int | float) else cost[stage]
 
 
-def _ms(seconds: float) -> str:
+def in_ms(seconds: float) -> str:
+    """For people."""
     return f"{1e3 * seconds:.{0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2}f} ms"
 
 
-def _percent(shares: Sequence[float]) -> str:
-    return " ".join(f"{100 * share:.0f}" for share in shares) + " %"
+def percent(shares: Sequence[float]) -> str:
+    """For people, one after the other."""
+    return ", ".join(f"{100 * share:.0f} %" for share in shares)

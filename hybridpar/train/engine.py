@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from hybridpar.checkpoint.restate import Under
 from hybridpar.comm import Work, all_reduce, all_reduce_async
 from hybridpar.config import Config
+from hybridpar.data import DataStart
 from hybridpar.dp.accumulate import GradientAccumulator
 from hybridpar.dp.partition import Partition, make_routes
 from hybridpar.dp.reducer import GradientReducer
@@ -119,6 +120,8 @@ class Engine:
         self.stop_requested = False
         self._stopping = False
         self.batches_done = 0
+        self.data_start = DataStart()
+        """The place of batches in the stream of data, which loaders are made with."""
 
     def train(self, loader: Loader, num_batches: int, on_step: Callable[[StepResult], None],
               on_gradients: Callable[[int, dict[str, Tensor]], None] | None = None) -> None:
@@ -313,6 +316,7 @@ class Engine:
             "batches_done": self.batches_done, "versions": list(self.weights.live_versions),
             "num_updates": self.optimizer.num_updates, "loss_scaler": self.scaler.state(),
             "loss_scales": {str(v): s for v, s in self._scales.items()}, "recent": self.judge.state(),
+            "data_start": asdict(self.data_start),
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -330,6 +334,7 @@ class Engine:
         self._scales = {int(v): s for v, s in meta["loss_scales"].items()}
         self.judge.load_state(meta.get("recent", {}))
         self.batches_done = meta["batches_done"]
+        self.data_start = DataStart(**meta.get("data_start", {}))
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 

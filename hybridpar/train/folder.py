@@ -9,6 +9,7 @@
         anomalies/        steps to be run again by replay  checkpoints/     the newest ones, and the best
         flight/           what each rank is doing, or did  injected/        faults that were injected
         failures.jsonl    supervised jobs: a line each     notes.jsonl      a console or disk that was lost for a while
+        changes.jsonl     where train.continue_with was used
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hybridpar.pipeline.plan.sizes import Sizes
 
 CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
 COSTS, FLIGHT, FAILURES, INJECTED = "costs.json", "flight", "failures.jsonl", "injected"
-NOTES = "notes.jsonl"
+NOTES, CHANGES = "notes.jsonl", "changes.jsonl"
 SAVING = "saving"
 """The thread of a rank that writes checkpoints."""
 
@@ -84,13 +85,16 @@ def begin(config: Config, tokenizer: Tokenizer | None) -> None:
     """Writes what is in the folder from the start."""
     folder = config.run.folder
     (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    _write_changed(folder / CONFIG, to_toml(config))
+    write_changed(folder / CONFIG, to_toml(config))
     if tokenizer is not None:
-        _write_changed(folder / TOKENIZER, tokenizer.to_json())
+        write_changed(folder / TOKENIZER, tokenizer.to_json())
 
 
-def _write_changed(path: Path, text: str) -> None:
-    """So that a job can start again on a disk that is full. Raises: OSError."""
+def write_changed(path: Path, text: str) -> None:
+    """Writes a file where it does not say that already: so a job can start again on a disk that is full.
+
+    Raises: OSError.
+    """
     if not path.is_file() or path.read_bytes() != text.encode():
         write_text(path, text)
 

@@ -23,6 +23,7 @@ from hybridpar.errors import CheckpointError, HybridparError
 from hybridpar.flight import FAILED, LOST, REFUSED, Waiting
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch
+from hybridpar.train import continued
 from hybridpar.train import folder as run_folder
 from hybridpar.train.engine import Engine
 from hybridpar.train.errors import AnomalyError, LostContactError, SaveError
@@ -67,8 +68,9 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = ()) -> Outcome
     with contextlib.ExitStack() as stack:
         job.together(lambda: stack.enter_context(run_folder.in_use(folder)), here=first)
         data = _open_data(config, job)
-        if start:
-            job.decide(lambda: checkpoint.check_tokens(Path(start), data.tokenizer, config.data.tokenizer))
+        if start or (saved and config.train.continue_with):  # else other data are refused, whatever their tokens
+            run = Path(start).parent.parent if start else folder
+            job.decide(lambda: checkpoint.check_tokens(run, data.tokenizer, config.data.tokenizer))
         reporter = stack.enter_context(contextlib.closing(make_reporter(launch.rank, num_steps)))
         for line in changed:
             reporter.say(f"since the last time: {line}")
@@ -131,8 +133,11 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
             reporter.say(f"starting from the weights of {start}")
         flight.phase("setting up", limit_s)
         if grid.rank == 0:
+            for line in continued.go_on(config, resumed, data.train.fingerprint, engine.data_start):
+                reporter.say(line)
             run_folder.begin(config, data.tokenizer)
-        where = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}, {device.type}, {place.threads} threads a process"
+        threads = f"{place.threads} thread{'s' * (place.threads != 1)} a process"
+        where = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}, {device.type}, {threads}"
         what = f"{config.model.kind}, {config.pipeline.schedule}, {config.train.dtype}"
         how = f"going on after step {resumed}" if resumed else "starting"
         reporter.say(f"{config.run.folder}: {what} on {where}; {how}")

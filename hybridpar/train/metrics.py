@@ -169,7 +169,8 @@ def peak_flops(config: Config, device: torch.device, world: Axis) -> tuple[float
     barrier(world)
     total = torch.tensor(_probe(dtype, device), dtype=torch.float64, device=device)
     all_reduce(total, world)
-    return float(total), f"{config.train.dtype} matrix products, measured on {world.size} processes at once"
+    at_once = "es at once" if world.size > 1 else ""
+    return float(total), f"{config.train.dtype} matrix products, measured on {world.size} process{at_once}"
 
 
 def _probe(dtype: torch.dtype, device: torch.device) -> float:

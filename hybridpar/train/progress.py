@@ -16,6 +16,8 @@ from rich.text import Text
 
 _LINE_EVERY_S = 2.0
 _ETA_STEPS = 20
+_DROPPED = ("memory", "ms", "norm", "mfu", "lr", "speed", "val")
+"""Parts of a line that a narrow terminal goes without, in this order."""
 
 
 @dataclass
@@ -39,20 +41,26 @@ class Status:
         pace = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
         return str(timedelta(seconds=round(pace * (self.total - self.step))))
 
-    def text(self) -> str:
+    def text(self, width: int | None = None) -> str:
+        """The numbers that fit into `width` columns (None: all), without those that matter least."""
         row = self.row
         if not row:
             return "starting"
-        parts = [f"loss {row['loss']:.4f}"]
+        parts = {"loss": f"loss {row['loss']:.4f}"}
         if self.val_loss is not None:
-            parts.append(f"val {self.val_loss:.4f}")
-        parts += [
-            f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{row['tokens_per_s']:,.0f} tokens/s",
-            f"{row['step_ms']:,.0f} ms", f"MFU {100 * row['mfu']:.1f} %", f"{row['memory_mib']:,.0f} MiB",
-        ]
+            parts["val"] = f"val {self.val_loss:.4f}"
+        parts |= {
+            "norm": f"grad norm {row['grad_norm']:.3f}", "lr": f"lr {row['lr']:.2e}",
+            "speed": f"{row['tokens_per_s']:,.0f} tokens/s", "ms": f"{row['step_ms']:,.0f} ms",
+            "mfu": f"MFU {100 * row['mfu']:.1f} %", "memory": f"{row['memory_mib']:,.0f} MiB",
+        }
         if row.get("skipped"):
-            parts.append("SKIPPED (gradients not finite)")
-        return "  ".join(parts)
+            parts["skipped"] = "SKIPPED (gradients not finite)"
+        for least in _DROPPED:
+            if width is None or len("  ".join(parts.values())) <= width:
+                break
+            parts.pop(least, None)
+        return "  ".join(parts.values())
 
 
 class Reporter:
@@ -119,7 +127,8 @@ class BarReporter(Reporter):
 
     def _show(self) -> None:
         self._bar.update(self._task, completed=self.status.step, eta=self.status.eta())
-        self._live.update(Group(self._bar, Text(self.status.text())))
+        line = self.status.text(self._live.console.width)  # a line that wraps leaves bars behind
+        self._live.update(Group(self._bar, Text(line, no_wrap=True, overflow="ellipsis")))
 
 
 def make_reporter(rank: int, total: int) -> Reporter:

@@ -24,14 +24,16 @@ from hybridpar.config import Config
 from hybridpar.data import BatchLoader, Blend, Data
 from hybridpar.flight import EVALUATING
 from hybridpar.memory import MemoryWatch
-from hybridpar.models.cost import training_flops_per_token
+from hybridpar.models.cost import training_flops_per_token, training_flops_rule
 from hybridpar.pipeline.plan.svg import draw_svg
 from hybridpar.train import folder as run_folder
 from hybridpar.train import trace
 from hybridpar.train.costs import RunCosts, describe, run_costs, write_costs
+from hybridpar.train.differences import differences
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.log import RunLog
-from hybridpar.train.metrics import BatchClock, peak_flops, peak_memory_mib, read_curves
+from hybridpar.train.metrics import BatchClock, peak_memory_mib, read_curves
+from hybridpar.train.peak import Peak
 from hybridpar.train.plot import can_plot, plot_loss
 from hybridpar.train.preview import preview
 from hybridpar.train.progress import Reporter
@@ -87,7 +89,9 @@ class Run:
         self.config, self.engine, self.grid, self.reporter = config, engine, engine.grid, reporter
         self.folder, self.resumed, self.corpus = config.run.folder, resumed, data.train.fingerprint
         self.watch = watch
-        self.clock = BatchClock(self._loader(data.train) if watch is None else watch.loader(self._loader(data.train)))
+        self.train_loader = self._loader(data.train)
+        self.train_loader.start = engine.data_start
+        self.clock = BatchClock(self.train_loader if watch is None else watch.loader(self.train_loader))
         self.valid_loader = None if data.valid is None else self._loader(data.valid)
         self.writes = self.grid.rank == 0
         self.log = RunLog(self.folder, resumed, reporter, writes=self.writes)
@@ -108,9 +112,9 @@ class Run:
         self.warm = False
         """Whether a step was made: the first one may load, compile and connect for long."""
         self.flops_per_token = training_flops_per_token(config.model)
-        self.peak, source = peak_flops(config, engine.device, self.grid.world)
-        reporter.say(f"MFU = tokens/s x {self.flops_per_token:,} FLOP/token (6 N + 12 L h s) / {self.peak / 1e9:,.0f} "
-                     f"GFLOP/s ({source})")
+        self.peak = Peak.of(config, engine.device, self.grid.world, reporter.say, goes_on=resumed > 0)
+        reporter.say(f"MFU = tokens/s x {self.flops_per_token:,} FLOP/token ({training_flops_rule(config.model)}) / "
+                     f"{self.peak.flops / 1e9:,.0f} GFLOP/s ({self.peak.source})")
         if self.writes:
             self._draw_plan()
 
@@ -214,8 +218,8 @@ class Run:
         tokens = self.config.batch_tokens
         row: dict[str, Any] = {
             "step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr,
-            "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds, "consumed_tokens": result.step * tokens,
-            "mfu": tokens / seconds * self.flops_per_token / self.peak,
+            "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds, "consumed_tokens": self._consumed(result.step),
+            "mfu": self.peak.share(tokens / seconds * self.flops_per_token),
             "memory_mib": peak_memory_mib(self.engine.device),
         }
         if len(result.losses) > 1:
@@ -225,6 +229,10 @@ class Run:
         if result.skipped:
             row["skipped"] = True
         return row
+
+    def _consumed(self, step: int) -> int:
+        """Tokens of the batches up to a step."""
+        return self.engine.data_start.consumed(step, self.config.global_batch_size) * self.config.model.seq_length
 
     def _evaluate(self) -> None:
         settings, step = self.config.train, self.engine.batches_done
@@ -245,6 +253,7 @@ class Run:
         self.flight.phase("recovering", self.faults.start_timeout_s)
         self.saves.settle()
         notes = self.trouble.settle()
+        self.train_loader.start = self.engine.data_start
         self.evaluated = -1
         self.log.cut_back(self.engine.batches_done)
         self.log.write({"step": self.engine.batches_done}, notes)
@@ -280,7 +289,7 @@ class Run:
             return
         shown, gathers = trace.last_batches(ranks, trace.SHOWN), self.engine.partition.is_sharded
         self.log.put("trace.json", lambda path: trace.write_trace(shown, path, gathers=gathers))
-        title = f"{self.config.pipeline.schedule} as it ran (milliseconds)"
+        title = f"{self.config.pipeline.schedule} as it ran"
         self.log.draw("executed.svg", lambda: trace.draw_executed(shown, title))
         self.costs = costs = run_costs(self.config, ranks)
         if costs is not None:
@@ -296,7 +305,8 @@ class Run:
             busy = f"; other programs took {taken} % of the cores while it was measured" if taken else ""
             self.reporter.say(f"plan: a step takes {took:.4g} ms (median of {len(self.step_seconds)}), "
                               f"{planned:.4g} ms predicted ({100 * (planned / took - 1):+.1f} %){busy}")
-        for line in describe(self.costs) if self.costs is not None else [few] * self.traced:
+        for line in [few] * self.traced if self.costs is None else [
+                *describe(self.costs), *differences(self.config, self.costs)]:
             self.reporter.say(line)
         self.log.finish()
         rows, name = read_curves(self.folder / run_folder.METRICS), self.config.run.name

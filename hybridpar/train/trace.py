@@ -1,13 +1,12 @@
 """Some steady-state batches as they really ran, on all ranks: recorded, brought to one clock, and drawn.
 
-Ranks record their actions on their own clocks; the clocks are compared at barriers.
+Ranks record their actions on their own clocks, which are one and the same on a host; clocks.py compares those of hosts.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from statistics import median
 import torch
 
 from hybridpar.checkpoint.files import write_text
-from hybridpar.comm import barrier, gather_objects
+from hybridpar.comm import gather_objects
 from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.perfetto import Entry, Slice, trace_entries, trace_json, wait_name
@@ -24,12 +23,12 @@ from hybridpar.pipeline.plan.svg import draw_svg
 from hybridpar.pipeline.plan.timeline import Timeline
 from hybridpar.pipeline.run.executor import Executor
 from hybridpar.pipeline.run.recording import Event, Recording, Usage, make_clock
+from hybridpar.train.clocks import shift_to_first
 
 WARMUP = 3
 SHOWN = 3
 """Batches in trace.json and executed.svg."""
 _MOST_BATCHES, _MOST_MICROBATCHES = 16, 1000
-_ROUNDS = 5
 _WAITED_S = 50e-6
 """A wait that is longer was for something that was not there yet."""
 
@@ -57,6 +56,8 @@ class RankEvents:
     events: tuple[Event, ...]
     host: Host = field(default_factory=Host)
     usage: Usage = field(default_factory=Usage)
+    clock_error: float = 0.0
+    """By how much its times may be wrong beside those of rank 0, on another host."""
 
 
 class Recorder:
@@ -95,15 +96,10 @@ class Recorder:
 
 def gather(recorder: Recorder, grid: ProcessGrid) -> list[RankEvents]:
     """The events of all ranks, on rank 0's clock, earliest at 0. Collectives: on all ranks of the grid."""
-    times = []
-    for _ in range(_ROUNDS):
-        barrier(grid.world)
-        times.append(time.perf_counter())
-    everyone = gather_objects(times, grid.world)
-    offset = median(reference - mine for reference, mine in zip(everyone[0], times, strict=True))
+    shift = shift_to_first(grid)
     mine = RankEvents(
-        grid.rank, grid.describe(), (grid.dp.rank, grid.tp.rank), grid.pp.rank, _shifted(recorder.events, offset),
-        _host(grid), recorder.usage)
+        grid.rank, grid.describe(), (grid.dp.rank, grid.tp.rank), grid.pp.rank,
+        _shifted(recorder.events, shift.seconds), _host(grid), recorder.usage, shift.error)
     ranks: list[RankEvents] = gather_objects(mine, grid.world)
     origin = min((r.events[0].start for r in ranks if r.events), default=0.0)
     return [replace(r, events=_shifted(r.events, -origin)) for r in ranks]
@@ -122,6 +118,13 @@ def _host(grid: ProcessGrid) -> Host:
         return Host(platform.node(), torch.cuda.get_device_name())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Host(platform.node(), platform.processor() or platform.machine(), cores, torch.get_num_threads())
+
+
+def _span(event: Event) -> tuple[float, float]:
+    """From when to when an action itself ran: after its last wait, but a send before its first, which is for others."""
+    if event.action.kind in (Kind.SEND_F, Kind.SEND_B) and event.waits:
+        return event.start, event.waits[0][0]
+    return event.ready, event.end
 
 
 # A forward or backward: where what it needs comes from, how that is sent, and how it is received.
@@ -166,7 +169,7 @@ def _has_waited(used: Event) -> bool:
 
 
 def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, int] = (0, 0), *, gathers: bool = False) -> Timeline:
-    """One pipeline as it ran. Where a rank waited in the course of an action, the action starts after that.
+    """One pipeline as it ran. Where a rank waited in the course of an action, that is no part of it.
 
     What went on beside the actions ends when it was seen to be over. A transfer that nobody waited for takes as long as
     those on that link that someone did wait for. gathers: whether replicas gather new weights after an update.
@@ -185,14 +188,15 @@ def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, int] = (0, 0), *,
         arrival = event.ready
         if not _has_waited(event):
             arrival = min(arrival, _transfer_start(sent, posted) + usual.get(_link(stage, towards, len(stages)), 0.0))
-        ends[stage + towards, send, number] = max(sent.end, arrival)
+        ends[stage + towards, send, number] = max(_span(sent)[1], arrival)
         ends[stage, receive, number] = max(posted.end, arrival)
     plan: dict[int, tuple[Action, ...]] = {r.stage: tuple(e.action for e in r.events) for r in stages}
     by_rank = {rank: [ends[a.stage, a.kind, a.microbatch] for a in actions] for rank, actions in plan.items()}
+    spans = {r.stage: [_span(e) for e in r.events] for r in stages}
     return Timeline(
-        plan, {r.stage: [e.ready for e in r.events] for r in stages}, by_rank,
+        plan, {rank: [start for start, _ in of_rank] for rank, of_rank in spans.items()}, by_rank,
         max((end for of_rank in by_rank.values() for end in of_rank), default=0.0),
-        {r.stage: [e.end for e in r.events] for r in stages})
+        {rank: [end for _, end in of_rank] for rank, of_rank in spans.items()})
 
 
 def last_batches(ranks: Sequence[RankEvents], num_batches: int) -> list[RankEvents]:
@@ -216,9 +220,11 @@ def write_trace(ranks: Sequence[RankEvents], path: Path, *, gathers: bool = Fals
         ] for stage, r in stages.items()}
         names = {stage: (r.rank, r.name) for stage, r in stages.items()}
         entries += trace_entries(executed(ranks, pipeline, gathers=gathers), names, idle)
+    entries += [{"ph": "M", "name": "process_labels", "pid": r.rank, "args": {
+        "labels": f"clock within {1e6 * r.clock_error:.0f} us of rank 0's"}} for r in ranks if r.clock_error]
     write_text(path, trace_json(entries))
 
 
 def draw_executed(ranks: Sequence[RankEvents], title: str) -> str:
-    """The first pipeline as an SVG picture, in milliseconds."""
-    return draw_svg(executed(ranks).scaled(1e3), title=title)
+    """The first pipeline as an SVG picture that fits a page, in milliseconds."""
+    return draw_svg(executed(ranks).scaled(1e3), title=title, unit="milliseconds", widens=False)

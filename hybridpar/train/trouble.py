@@ -59,6 +59,8 @@ class Trouble:
     def _write(self, result: StepResult, anomaly: Anomaly) -> str:
         """The replay bundle of a step, on rank 0; where it is."""
         engine, batch = self._engine, result.step - 1
+        size = engine.config.global_batch_size
+        first = engine.data_start.position(batch, size)
         steps = [step for step in checkpoint.saved_steps(self._folder / run_folder.CHECKPOINTS) if step <= batch]
         saved = steps[0] if steps else None
         start = saved or 0
@@ -68,7 +70,7 @@ class Trouble:
             engine.config, result.step, result.losses, result.grad_norm, self._samples.fingerprint, saved, start,
             tuple(step for step in self._skipped if start < step < result.step), anomaly.kind, anomaly.what,
             anomaly.policy, result.lr, result.loss_scale, versions=engine.versions_of(batch),
-            stage_norms=result.stage_norms)
+            stage_norms=result.stage_norms, samples=range(first, first + size))
         bundle = replace(bundle, tokens=content_hash(self._samples, bundle.samples))
         self._log.put(bundle.name, lambda path: write_text(path, bundle.to_json()))
         return str(self._folder / bundle.name)

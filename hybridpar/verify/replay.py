@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar import checkpoint
-from hybridpar.config import Config, KernelsConfig, load_toml
+from hybridpar.config import Config, KernelsConfig
 from hybridpar.data import BatchLoader, Data, open_data
 from hybridpar.errors import CheckpointError, DataError, config_error
 from hybridpar.grid import ProcessGrid
@@ -29,6 +29,7 @@ from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.train import folder as run_folder
 from hybridpar.train.anomalies import DIVERGENCE, KnownJudge
 from hybridpar.train.bundle import Bundle, content_hash, read_bundle
+from hybridpar.train.continued import settings_of
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.metrics import read_metrics
 from hybridpar.validate import resolve
@@ -130,7 +131,7 @@ def replay(path: Path, step: int, say: Say) -> Report:
         staged.start = staged.batches_done
         _check_versions(bundle, staged.versions_of(bundle.step - 1))
     loader = BatchLoader(data.train, micro_batch_size=config.train.micro_batch_size,
-                         num_microbatches=config.pipeline.num_microbatches)
+                         num_microbatches=config.pipeline.num_microbatches, start=engine.data_start)
     between = bundle.step - 1 - engine.batches_done
     say(f"replaying step {bundle.step} from step {engine.batches_done}, on one CPU process")
     if between:
@@ -168,16 +169,12 @@ def alone(config: Config) -> Config:
 
 def bundle_of_step(folder: Path, step: int) -> Bundle:
     """A bundle for any step that a run's metrics have. Raises: ConfigError, DataError."""
-    config = load_toml(folder / run_folder.CONFIG)
-    config = resolve(config, config.parallel.tp * config.parallel.pp * max(config.parallel.dp, 1))
     rows = read_metrics(folder / run_folder.METRICS)
     row = next((row for row in rows if row.get("step") == step and "loss" in row), None)
     if row is None:
         known = [row["step"] for row in rows if "loss" in row]
         raise config_error("step", step, f"{folder / run_folder.METRICS} has no such step",
                            f"{known[0]} to {known[-1]}" if known else "a run that has made steps")
-    names = loss_names(config.model)
-    values = {name: _number(row.get("losses", {}).get(name) if len(names) > 1 else row["loss"]) for name in names}
     saved = next((s for s in checkpoint.saved_steps(folder / run_folder.CHECKPOINTS) if s < step), None)
     back = {row["step"]: row["rolled_back_to"] for row in rows  # the last one says from where it went on
             if "rolled_back_to" in row and row.get("anomaly") != DIVERGENCE and (saved or 0) <= row["step"] < step}
@@ -186,7 +183,11 @@ def bundle_of_step(folder: Path, step: int) -> Bundle:
         raise config_error("step", step, f"comes after a roll back to the checkpoint of step {back[start]}, which is "
                            "not there any more", "a larger checkpoint.keep next time")
     skipped = tuple(row["step"] for row in rows if row.get("skipped") is True and start < row["step"] < step)
-    return Bundle(config, step, values, _number(row.get("grad_norm")), "", saved, start, skipped,
+    config, corpus = settings_of(folder, step, start)
+    config = resolve(config, config.parallel.tp * config.parallel.pp * max(config.parallel.dp, 1))
+    names = loss_names(config.model)
+    values = {name: _number(row.get("losses", {}).get(name) if len(names) > 1 else row["loss"]) for name in names}
+    return Bundle(config, step, values, _number(row.get("grad_norm")), corpus, saved, start, skipped,
                   lr=_number(row.get("lr")))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from ranks import run_ranks
 
 import hybridpar
 from hybridpar import checkpoint
+from hybridpar.checkpoint.compatible import CONTINUABLE
 from hybridpar.checkpoint.manifest import ShardFile
 from hybridpar.checkpoint.shards import SavedShard, header_of
 from hybridpar.checkpoint.tensorfile import write_tensors
@@ -126,15 +129,49 @@ def test_another_model_is_refused_field_by_field(tmp_path: Path) -> None:
 def test_other_data_are_refused(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     engine, _ = make_engine(one_rank())
-    with pytest.raises(CheckpointError, match="other data"):
+    with pytest.raises(CheckpointError, match=r"other data .*train\.continue_with = \[\"data\.corpus\"\]"):
         checkpoint.resume(tmp_path, engine, "another corpus", print)
+
+
+@pytest.mark.parametrize(("change", "named", "wanted"), [
+    ({"model": {"dropout": 0.3}}, (), ["model.dropout"]),
+    ({"model": {"dropout": 0.3, "label_smoothing": 0.1}, "train": {"micro_batch_size": 4}}, ("model.dropout",),
+     ["model.dropout", "model.label_smoothing", "train.micro_batch_size"]),
+    ({"pipeline": {"num_microbatches": 1}}, ("data.corpus",), ["data.corpus", "pipeline.num_microbatches"]),
+    ({"train": {"seed": 5}}, (), ["train.seed"]),
+])
+def test_a_refusal_names_what_would_allow_it(change: dict[str, Any], named: tuple[str, ...], wanted: list[str]) -> None:
+    config = one_rank()
+    other = from_mapping(change, from_mapping({"train": {"continue_with": named}}, config))
+    with pytest.raises(CheckpointError, match=re.escape(f"train.continue_with = {json.dumps(wanted)}.")):
+        checkpoint.check_compatible(config, other, Path("run"))
+    allowed = from_mapping({"train": {"continue_with": tuple(wanted)}}, other)
+    checkpoint.check_compatible(config, allowed, Path("run"))
+
+
+def test_other_data_under_the_same_name_and_another_mix_are_named() -> None:
+    config = one_rank()
+    mixed = from_mapping({"data": {"corpus": ("stdlib", "a.txt"), "weights": (1.0, 2.0)}}, config)
+    for other, keys in ((config, ["data.corpus"]), (mixed, ["data.corpus", "data.weights"])):
+        with pytest.raises(CheckpointError, match=re.escape(json.dumps(keys))):
+            checkpoint.check_compatible(config, other, Path("run"), ("old", "new"))
+        checkpoint.check_compatible(config, other, Path("run"), ("same", "same"))
+        named = from_mapping({"train": {"continue_with": tuple(keys)}}, other)
+        checkpoint.check_compatible(config, named, Path("run"), ("old", "new"))
+
+
+def test_another_model_is_refused_whatever_is_named() -> None:
+    config = one_rank()
+    other = from_mapping({"model": {"num_layers": 3}, "train": {"continue_with": CONTINUABLE}}, config)
+    with pytest.raises(CheckpointError, match=r"is 2 there and 3 here \(its weights are those of that model"):
+        checkpoint.check_compatible(config, other, Path("run"))
 
 
 @pytest.mark.parametrize(("dp", "micro_batches", "micro_batch", "says"), [
     (2, 2, 2, r"batches of 4 samples \(micro_batch_size 2 x num_microbatches 2 x dp 1\), here they are 8 samples .*; "
               r"try pipeline.num_microbatches = 1"),
     (1, 2, 3, "try train.micro_batch_size = 1, pipeline.num_microbatches = 4"),
-    (3, 2, 2, "try a parallel.dp that divides 4, or another run.name"),
+    (3, 2, 2, "try a parallel.dp that divides 4"),
 ])
 def test_another_batch_size_is_refused_saying_how_to_keep_it(
         dp: int, micro_batches: int, micro_batch: int, says: str) -> None:

@@ -32,6 +32,7 @@ num_steps = 10
 """
 TEXT = "".join(f"The {word} stands by the river. It is {word}.\n" for word in ("stone", "lamp", "cloud", "bird") * 6)
 METRICS = "".join(f"{json.dumps({'step': step, 'loss': 3 - 0.1 * step, 'grad_norm': 1.0})}\n" for step in range(1, 6))
+CHANGES = f"{json.dumps({'step': 4, 'settings': {'model.dropout': [0.1, 0.0]}, 'corpus': ['a', 'b'], 'sample': 0})}\n"
 DOCUMENTS = "".join(f"{json.dumps({'text': text})}\n" for text in ("a river", "two\nlines", "", "\u00e9t\u00e9"))
 
 CURVE = Curve(((1.0, 1e-6), (1e6, 1e-3)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from hybridpar.config import Config, load_toml, to_toml
 from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
 from hybridpar.planner.cluster import read_cluster
 from hybridpar.planner.placement import make_workload, read_document, read_split
@@ -17,14 +19,16 @@ from hybridpar.planner.placement.piper import is_instance, make_instance
 from hybridpar.planner.profile import read_profile, write_profile
 from hybridpar.train import trace
 from hybridpar.train.bundle import Bundle, read_bundle
+from hybridpar.train.continued import settings_of
 from hybridpar.train.costs import read_costs, run_costs, write_costs
 from hybridpar.train.engine import Engine
 from hybridpar.train.folder import find_run, settled_early_switch
 from hybridpar.train.metrics import read_metrics
+from hybridpar.train.peak import read_peaks
 from hybridpar.validate import problems
 
 from .mutate import mutate_json, mutate_lines, mutate_toml
-from .samples import CLUSTER, INSTANCE, METRICS, PROFILE, RUN, SPLIT, TINY, WORKLOAD
+from .samples import CHANGES, CLUSTER, INSTANCE, METRICS, PROFILE, RUN, SPLIT, TINY, WORKLOAD
 from .target import Target, folder_with
 
 
@@ -48,13 +52,20 @@ def read_run(folder: Path) -> None:
     find_run(here)
 
 
+    with contextlib.suppress(ConfigError):
+        settings_of(folder, 7, 4)
+    read_peaks(folder / "peaks.json")
+
+
 def make_runs(folder: Path) -> list[Path]:
-    return [folder_with(folder / "run", config__toml=RUN, metrics__jsonl=METRICS)]
+    return [folder_with(folder / "run", config__toml=RUN, metrics__jsonl=METRICS, changes__jsonl=CHANGES,
+                        peaks__json=json.dumps({"a machine": 1e11}))]
 
 
 def make_bundles(folder: Path) -> list[Path]:
     bundle = Bundle(_grid(), 7, {"lm": 2.5}, float("nan"), "corpus", 4, 5, (6,), "non_finite", "the loss is nan",
-                    "skip", 1e-3, 1.0, "0123", ((5, 5), (5, 5)), (1.5, float("inf")))
+                    "skip", 1e-3, 1.0, "0123", ((5, 5), (5, 5)), (1.5, float("inf")),
+                    range(12, 12 + _grid().global_batch_size))
     return [folder_with(folder / "anomalies", step_00000007__json=bundle.to_json())]
 
 
@@ -101,7 +112,8 @@ def make_clusters(folder: Path) -> list[Path]:
 
 TARGETS = (
     Target("configuration", make_configs, read_config, {".toml": mutate_toml}, share=0.5),
-    Target("run folder", make_runs, read_run, {".toml": mutate_toml, ".jsonl": mutate_lines}, share=0.3),
+    Target("run folder", make_runs, read_run, {
+        ".toml": mutate_toml, ".jsonl": mutate_lines, ".json": mutate_json}, share=0.3),
     Target("replay bundle", make_bundles, lambda folder: read_bundle(folder / "step_00000007.json"), {
         ".json": mutate_json}),
     Target("costs", make_costs, lambda folder: read_costs(folder / "costs.json"), {".json": mutate_json}),

@@ -40,6 +40,23 @@ def test_one_step_runs_at_the_peak():
     assert rates(1) == [1.0]
 
 
+def test_wsd_stays_at_the_peak_and_decays_by_one_minus_the_root_over_its_last_steps():
+    values = rates(20, warmup_steps=4, decay="wsd", decay_steps=5)
+    assert values[3:16] == pytest.approx([1.0] * 13)
+    assert values[15:] == pytest.approx([0.1 + 0.9 * (1 - (i / 5) ** 0.5) for i in range(5)])
+    assert rates(20, decay="wsd") == rates(20, decay="wsd", decay_steps=4), "a fifth of the run"
+    assert learning_rate(20, Settings(lr=1.0, min_lr=0.1, decay="wsd"), 20) == 0.1
+    assert rates(6, warmup_steps=4, decay="wsd", decay_steps=9)[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("options", [{}, {"decay_steps": 6}, {"staleness": "lr_rescale", "staleness_steps": 9}])
+def test_more_steps_of_wsd_change_no_rate_before_its_decay(options):
+    short, long = (rates(steps, warmup_steps=3, decay="wsd", **options) for steps in (40, 90))
+    decay = options.get("decay_steps", 8)
+    assert long[: 40 - decay] == short[: 40 - decay]
+    assert long[39] > short[39]
+
+
 def roots_of_delayed_descent(rate, delay):
     """w' = w - rate * (w of `delay` steps ago): the largest root's size says whether it shrinks."""
     return max(abs(np.roots([1, -1, *[0] * (delay - 1), rate] if delay else [1, rate - 1])))

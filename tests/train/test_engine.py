@@ -200,3 +200,13 @@ def test_evaluation_is_the_mean_over_all_samples_without_dropout() -> None:
 def _evaluate(config: Config) -> dict[str, float]:
     engine, loader = build(config)
     return engine.evaluate(loader, 1)
+
+
+@pytest.mark.parametrize("head", [
+    {}, {"logits_chunk": 5}, {"kind": "bert"}, {"kind": "bert", "sentence_head": "none", "logits_chunk": 5},
+], ids=str)
+def test_evaluation_is_of_plain_cross_entropy(head: dict[str, Any]) -> None:
+    smoothed, plain = ({"label_smoothing": smoothing, **head} for smoothing in (0.3, 0.0))
+    engine, loader = build(make(model=smoothed))
+    assert engine.evaluate(loader, 2) == build(make(model=plain))[0].evaluate(loader, 2)
+    assert losses(make(model=smoothed), 1) != losses(make(model=plain), 1), "training is smoothed"

@@ -54,6 +54,7 @@ def test_a_run_leaves_everything_in_its_folder(config: Config, capsys: pytest.Ca
     assert (folder / "sample.txt").read_text().startswith("The ")
     err = capsys.readouterr().err
     assert "MFU = tokens/s x" in err
+    assert "cpu, 1 thread a process" in err
     assert "step 6/6" in err
     pytest.importorskip("matplotlib")
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")

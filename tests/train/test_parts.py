@@ -25,7 +25,7 @@ from hybridpar.train import metrics
 from hybridpar.train.errors import LostContactError, RankError
 from hybridpar.train.failure import describe_failure
 from hybridpar.train.metrics import BatchClock, MetricsLog, peak_flops, read_metrics
-from hybridpar.train.plot import smooth
+from hybridpar.train.plot import plot_loss, smooth
 from hybridpar.train.preview import stage_costs
 from hybridpar.train.progress import PlainReporter
 from hybridpar.train.records import Records
@@ -64,10 +64,33 @@ def test_a_batch_lasts_until_the_next_begins() -> None:
     clock.stop()
 
 
-def test_smoothing_keeps_a_constant_and_follows_a_trend() -> None:
-    np.testing.assert_allclose(smooth(np.full(50, 3.0)), 3.0)
-    line = smooth(np.linspace(10, 0, 200))
-    assert np.all(np.diff(line) < 0)
+@pytest.mark.parametrize("size", [1, 2, 3, 50, 2000])
+def test_smoothing_keeps_a_constant_and_a_trend(size: int) -> None:
+    np.testing.assert_allclose(smooth(np.full(size, 3.0)), 3.0)
+    np.testing.assert_allclose(smooth(np.linspace(10, 0, size)), np.linspace(10, 0, size), atol=1e-9)
+
+
+def test_the_smoothed_loss_does_not_lag_behind_and_is_smooth() -> None:
+    steps = np.arange(1000)
+    loss = 2.5 + 7 * np.exp(-steps / 12)
+    noisy = loss + 0.1 * np.random.default_rng(0).standard_normal(1000)
+    line = smooth(noisy)
+    assert abs(line[30] - loss[30]) < 0.15
+    assert np.abs(line - loss)[5:].max() < 0.35
+    assert np.abs(line - loss)[100:-20].max() < 0.1 < np.abs(noisy - loss)[100:-20].max() / 2
+
+
+def test_the_legend_names_what_each_line_ends_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    savefig = figure.Figure.savefig
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path: (drawn.append(self), savefig(self, path)))
+    losses = 3 + np.array([0.5, -0.5] * 50)
+    rows = [{"step": i, "loss": float(x)} for i, x in enumerate(losses)] + [{"step": 99, "val_loss": 3.25}]
+    plot_loss(rows, tmp_path / "loss.png", "a run")
+    (axes,) = drawn[0].axes
+    for line, text in zip(axes.get_lines()[1:], axes.get_legend().get_texts(), strict=True):
+        assert f"{line.get_ydata()[-1]:.3f} at the end" in text.get_text()
 
 
 def test_the_peak_is_measured_in_plausible_units() -> None:
@@ -119,9 +142,18 @@ def test_a_trace_has_actions_waits_transfers_and_arrows(tmp_path: Path) -> None:
     assert (start["ts"], end["ts"]) == (0.5e6, 0.6e6)
 
 
+def test_a_send_that_waits_for_earlier_ones_was_sent_before_that() -> None:
+    first, second = two_stages()
+    send = Event(Action(Kind.SEND_F, 0, 0), 0.5, 0.9, ((0.51, 0.85),), own=0.01)
+    timeline = executed([replace(first, events=(first.events[0], send, *first.events[2:])), second])
+    assert (timeline.starts[0][1], timeline.returns[0][1], timeline.ends[0][1]) == (0.5, 0.51, 0.6)
+
+
 def test_the_picture_shows_idle_time_and_transfers() -> None:
     svg = draw_executed(two_stages(), "as it ran")
     assert "as it ran" in svg
+    assert "time in milliseconds" in svg
+    assert 'width="1200"' in svg
     assert "SEND_F1@0: activation of micro-batch 1 on its way, 1000 to 1100" in svg
     timeline = executed(two_stages())
     assert timeline.busy(1) == pytest.approx(0.2 + 1.4 + 1.0)

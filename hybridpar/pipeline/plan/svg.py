@@ -19,6 +19,8 @@ _LEFT, _RIGHT, _TOP, _HEIGHT, _PITCH = 74, 92, 58, 30, 50  # pixels; _PITCH from
 _LINES = {Kind.SEND_F: (9, "#6fa3dc", "activation"), Kind.SEND_B: (12, "#1d4f8b", "gradient")}
 """Transfers that a stage sends: pixels below its row, colour, what they carry."""
 _SHOWN_PIXELS = 0.5
+FORWARDS = "forwards of one micro-batch on the costliest rank"
+"""The unit of time of plans whose costs are counted, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class _Scale:
         return _TOP + stage % self.num_ranks * _PITCH
 
 
-def _scale(timeline: Timeline, per_unit: float) -> _Scale:
-    """At least so wide that every box shows; numbers in all boxes of a kind, or in none."""
+def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
+    """With `widens` at least so wide that every box shows; numbers in all boxes of a kind, or in none."""
     narrowest: dict[Kind, float] = {}
     digits = 1
     for rank in timeline.plan:
@@ -46,7 +48,8 @@ def _scale(timeline: Timeline, per_unit: float) -> _Scale:
             if action.kind in COMPUTE and end > start:
                 narrowest[action.kind] = min(narrowest.get(action.kind, end - start), end - start)
                 digits = max(digits, len(number_of(action, len(timeline.plan))))
-    per_unit = max(per_unit, 4 / min(narrowest.values(), default=1.0))
+    if widens:
+        per_unit = max(per_unit, 4 / min(narrowest.values(), default=1.0))
     labels = {}
     for kind, length in narrowest.items():
         fitting = [css for css, digit in (("", 7.5), ("small", 5.6)) if digits * digit + 3 <= length * per_unit]
@@ -55,8 +58,10 @@ def _scale(timeline: Timeline, per_unit: float) -> _Scale:
     return _Scale(len(timeline.plan), per_unit, labels)
 
 
-def draw_svg(drawn: Plan | Timeline, *, title: str = "", width: int = 1200) -> str:
-    """A plan as a self-contained SVG picture, `width` pixels wide or as wide as its micro-batches need.
+def draw_svg(
+    drawn: Plan | Timeline, *, title: str = "", unit: str = FORWARDS, width: int = 1200, widens: bool = True,
+) -> str:
+    """A plan as a self-contained SVG picture, `width` pixels wide or, with `widens`, as wide as its micro-batches need.
 
     A box is a micro-batch on a stage: light forward, dark backward, its colour the weight version, with a b (and so on)
     where the stage is the second of its rank. The bar below a row runs from the end of a batch's gradients to the
@@ -66,17 +71,18 @@ def draw_svg(drawn: Plan | Timeline, *, title: str = "", width: int = 1200) -> s
     timeline = as_timeline(drawn)
     ranks = sorted(timeline.plan)
     span = timeline.makespan or 1.0
-    scale = _scale(timeline, (width - _LEFT - _RIGHT) / span)
+    scale = _scale(timeline, (width - _LEFT - _RIGHT) / span, widens=widens)
     what = "stage" if num_chunks(timeline) == 1 else "rank"
     rows = [part for rank in ranks for part in _svg_row(timeline, rank, what, scale)]
     axis = _TOP + len(ranks) * _PITCH
     full_width = max(scale.x(span) + _RIGHT, 640)
-    legend, bottom = _svg_legend(timeline, axis + 42, full_width, transfers=_shows_transfers(timeline, scale))
+    legend, bottom = _svg_legend(timeline, axis + 50, full_width, transfers=_shows_transfers(timeline, scale))
     heading = title or f"{len(ranks)} {what}s, makespan {span:.6g}"
     body = "\n".join([
         f'<text class="title" x="{_LEFT}" y="30">{escape(heading)}</text>',
         f'<text class="muted" x="{scale.x(span) + 12:.1f}" y="{_TOP - 10}">idle</text>',
-        *rows, *_svg_axis(scale, span, axis), *legend,
+        *rows, *_svg_axis(scale, span, axis),
+        f'<text class="muted" x="{_LEFT}" y="{axis + 28}">time in {escape(unit)}</text>', *legend,
     ])
     return _SVG.format(width=round(full_width), height=round(bottom), ink=_INK, muted=_MUTED, body=body)
 
@@ -200,9 +206,13 @@ def _svg_legend(
     ]
     if len(microbatches) > len(_COLOURS):
         items.append(([], "... and so on"))
+    updating = [([_rect(0, 0, 26, 14, _INK)], "optimizer makes the new weights")] if any(
+        action.kind is Kind.UPDATE and end > start
+        for rank in timeline.plan for action, start, end in timed(timeline, rank)) else []
     items += [
         (_swatch(0), "forward, backward"),
         ([f'<path d="M8 3 h10 l-5 9 z" fill="{_INK}"/>'], "update"),
+        *updating,
         ([_rect(0, 5, 13, 4, _MUTED), _rect(13, 5, 13, 4, "#c9d0d8")], "gradients reduced, then ready for the update"),
         ([_rect(0, 0, 26, 14, _IDLE)], "idle"),
     ]

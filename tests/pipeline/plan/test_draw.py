@@ -76,6 +76,24 @@ def test_svg_of_a_long_plan_widens():
     assert float(root.get("width")) > 3 * 64 * 4 * 4
 
 
+def test_svg_says_the_unit_of_time_and_what_black_blocks_are():
+    def texts(costs, **options):
+        svg = draw_svg(simulate(make_plan("1f1b", Sizes(2, 4), 0, 2), costs), **options)
+        return [element.text for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+    assert "time in forwards of one micro-batch on the costliest rank" in texts(Costs())
+    measured = texts(Costs(update=0.5), unit="milliseconds")
+    assert "time in milliseconds" in measured
+    assert "optimizer makes the new weights" in measured
+    assert "optimizer makes the new weights" not in texts(Costs()), "there are none"
+
+
+def test_svg_of_many_or_short_micro_batches_fits_a_page_where_it_must():
+    timeline = simulate(make_plan("2bw", Sizes(2, 200), 0, 3), Costs((0.001, 1.0), 2.0))
+    assert float(ElementTree.fromstring(draw_svg(timeline, widens=False)).get("width")) == 1200
+    assert float(ElementTree.fromstring(draw_svg(timeline)).get("width")) > 100_000
+
+
 def test_svg_of_an_evaluation():
     plan = {stage: tuple(forward_actions(Sizes(2, 1), stage, 3)) for stage in range(2)}
     assert "evaluation" in draw_svg(plan)

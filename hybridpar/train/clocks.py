@@ -1,0 +1,81 @@
+"""Clocks of several hosts, compared.
+
+    rank 0                    t        the answer: its time
+                             / \\
+    first of a host    sent /   \\ got        shift = t - (sent + got) / 2, wrong by at most (got - sent) / 2
+
+All processes of a host read one clock (CLOCK_MONOTONIC). Between hosts the exchange with the least round trip counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hybridpar.comm import gather_objects
+from hybridpar.comm.p2p import irecv, isend
+from hybridpar.grid import ProcessGrid
+
+_EXCHANGES = 32
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Seconds to add to time.perf_counter() here to get that of rank 0; wrong by at most `error`."""
+
+    seconds: float = 0.0
+    error: float = 0.0
+
+
+def shift_to_first(grid: ProcessGrid) -> Shift:
+    """The shift of this rank's clock. Collectives: on all ranks of the grid, on several hosts messages to rank 0."""
+    world = grid.world
+    hosts: list[str] = gather_objects(_host(), world)
+    mine = Shift()
+    for asking in sorted({hosts.index(host) for host in hosts} - {0}):
+        if world.rank == asking:
+            mine = best(_ask(grid))
+        elif world.rank == 0:
+            _answer(grid, asking)
+    shifts: list[Shift] = gather_objects(mine, world)
+    return shifts[hosts.index(hosts[world.rank])]
+
+
+def best(exchanges: Iterable[tuple[float, float, float]]) -> Shift:
+    """The shift that the quickest exchange tells; each is when it was sent, the time there, when the answer came."""
+    sent, there, got = min(exchanges, key=lambda times: times[2] - times[0])
+    return Shift(there - (sent + got) / 2, (got - sent) / 2)
+
+
+def _host() -> str:
+    """A name for the clock: the start of the system that has it, as containers on it may have names of their own."""
+    with contextlib.suppress(OSError):
+        return _BOOT.read_text()
+    return platform.node()
+
+
+def _ask(grid: ProcessGrid) -> list[tuple[float, float, float]]:
+    message = torch.zeros(1, dtype=torch.float64, device=grid.device_type)
+    exchanges = []
+    for _ in range(_EXCHANGES):
+        sent = time.perf_counter()
+        isend(message, 0, grid.world).wait()
+        irecv(message, 0, grid.world).wait()
+        there = message.item()  # on a GPU the answer is there now
+        exchanges.append((sent, there, time.perf_counter()))
+    return exchanges
+
+
+def _answer(grid: ProcessGrid, asking: int) -> None:
+    message = torch.zeros(1, dtype=torch.float64, device=grid.device_type)
+    for _ in range(_EXCHANGES):
+        irecv(message, asking, grid.world).wait()
+        message.item()
+        isend(message.fill_(time.perf_counter()), asking, grid.world).wait()

@@ -1,0 +1,103 @@
+"""How a run that goes on differs from what it was: what is said of it, and what changes.jsonl keeps of it.
+
+    {"step": 400, "settings": {"model.dropout": [0.1, 0.0]}, "corpus": ["8c1f..", "8c1f.."], "sample": 6400}
+
+A line for each step after which a run went on with changes that train.continue_with names: what they were and are, the
+fingerprints of the data, and the position of the next batch in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hybridpar.checkpoint import plain, read_manifest, saved_steps
+from hybridpar.checkpoint.compatible import changes, setting
+from hybridpar.checkpoint.folders import folder_of
+from hybridpar.config import Config, load_toml
+from hybridpar.data import DataStart
+from hybridpar.errors import config_error
+from hybridpar.optim import learning_rate
+from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.train import folder as run_folder
+from hybridpar.train.metrics import read_metrics
+
+
+def go_on(config: Config, step: int, corpus: str, start: DataStart) -> list[str]:
+    """Notes, on rank 0, how the run of `config` goes on after `step` (0: it begins); what is to be said of it.
+
+    `corpus`: fingerprint of the data. `start`: the place of its batches in them.
+    """
+    path = config.run.folder / run_folder.CHANGES
+    rows = [row for change, row in _recorded(path).items() if change < step]
+    lines = []
+    if step:
+        manifest = read_manifest(folder_of(config.run.folder / run_folder.CHECKPOINTS, step))
+        before, corpora = manifest.config, (manifest.corpus, corpus)
+        if names := changes(before, config, corpora):
+            position = start.position(step, config.global_batch_size)
+            rows.append({"step": step, "settings": {n: [setting(before, n), setting(config, n)] for n in names},
+                         "corpus": corpora, "sample": position})
+            lines.append(f"train.continue_with: {', '.join(names)} changed after step {step} ({path.name}); the next "
+                         f"sample is number {position} of {'these' if corpora[0] == corpora[1] else 'the new'} data")
+        lines += _rate_changes(before, config, step)
+    if rows or path.exists():
+        run_folder.write_changed(path, "".join(f"{json.dumps(row)}\n" for row in rows))
+    return lines
+
+
+def _recorded(path: Path) -> dict[int, dict[str, Any]]:
+    """The rows of a changes.jsonl by their steps, without what is no such row."""
+    rows = {}
+    for row in read_metrics(path):
+        with contextlib.suppress(ValueError):
+            plain.mapping(row.get("settings"), "settings")
+            corpora = [plain.string(corpus, "corpus") for corpus in plain.sequence(row.get("corpus"), "corpus")]
+            if len(corpora) == 2:
+                rows[row["step"]] = row
+    return rows
+
+
+def _rate_changes(before: Config, now: Config, step: int) -> list[str]:
+    was, will_be = _rate(before, step), _rate(now, step)
+    if was == will_be:
+        return []
+    advice = ""
+    if before.train.num_steps != now.train.num_steps and now.optim.decay == "wsd":
+        advice = "; without that where it goes on from before its decay: move the checkpoints after that away"
+    elif before.train.num_steps != now.train.num_steps:
+        advice = '; a run with optim.decay = "wsd" can be made longer from before its decay without that'
+    return [f"the learning rate of step {step + 1} was to be {was:.4g} (train.num_steps = {before.train.num_steps}), "
+            f"and is {will_be:.4g} now (train.num_steps = {now.train.num_steps}){advice}"]
+
+
+def _rate(config: Config, step: int) -> float:
+    schedule = schedule_of(config.pipeline)
+    delay = schedule.mean_delay(Sizes.of(config), 0) if step >= schedule.sync_steps else 0.0
+    return learning_rate(step, config.optim, config.train.num_steps, delay)
+
+
+def settings_of(folder: Path, step: int, start: int) -> tuple[Config, str]:
+    """The configuration that steps `start` + 1 to `step` of a run were trained with, and the fingerprint of their data
+    where these were others up to `start` (else empty). What it lets change is what did after `start`.
+
+    Raises: ConfigError where they were not all trained with one, or it is not known any more.
+    """
+    rows = _recorded(folder / run_folder.CHANGES)
+    if change := max((change for change in rows if start < change < step), default=0):
+        raise config_error("step", step, f"settings changed after step {change} ({run_folder.CHANGES}), whose "
+                           "checkpoint is not there any more", "a larger checkpoint.keep next time")
+    root = folder / run_folder.CHECKPOINTS
+    later = min((change for change in rows if change >= step), default=None)
+    if later is None:
+        config = load_toml(folder / run_folder.CONFIG)
+    elif saved := [saved for saved in saved_steps(root) if step <= saved <= later]:
+        config = read_manifest(folder_of(root, saved[-1])).config
+    else:
+        raise config_error("step", step, f"settings changed after step {later} ({run_folder.CHANGES}), and no "
+                           "checkpoint between has those of before", "a larger checkpoint.keep next time")
+    row = rows.get(start, {"settings": {}, "corpus": ["", ""]})
+    return replace(config, train=replace(config.train, continue_with=tuple(row["settings"]))), row["corpus"][1]

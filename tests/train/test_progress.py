@@ -1,0 +1,66 @@
+"""What a terminal shows while training runs."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from hybridpar.train.progress import Status
+
+ROW = {"step": 7, "loss": 5.1234, "grad_norm": 1.234, "lr": 1e-3, "tokens_per_s": 12345.6, "step_ms": 1234.5,
+       "mfu": 0.4567, "memory_mib": 1234.5, "skipped": True}
+
+
+@pytest.mark.parametrize(("width", "shown"), [
+    (None, "loss 5.1234  val 4.3210  grad norm 1.234  lr 1.00e-03  12,346 tokens/s  1,234 ms  MFU 45.7 %  1,234 MiB  "
+           "SKIPPED (gradients not finite)"),
+    (90, "loss 5.1234  val 4.3210  lr 1.00e-03  12,346 tokens/s  SKIPPED (gradients not finite)"),
+    (60, "loss 5.1234  val 4.3210  SKIPPED (gradients not finite)"),
+    (5, "loss 5.1234  SKIPPED (gradients not finite)"),
+])
+def test_a_narrow_terminal_goes_without_what_matters_least(width: int | None, shown: str) -> None:
+    status = Status(100, val_loss=4.321)
+    status.update(ROW)
+    assert status.text(width) == shown
+
+
+SHOWING = """
+import sys
+from hybridpar.train.progress import BarReporter
+reporter = BarReporter(100)
+for step in range(1, 20):
+    reporter.step({row} | {{"step": step}})
+    reporter._live.refresh()
+    reporter.evaluation(step, 4.321)
+    reporter.say("a line of its own, " * step)
+reporter.close()
+"""
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_what_stays_at_the_bottom_of_a_terminal_is_two_lines(width: int) -> None:
+    """Of which a terminal wraps none: those would be left behind, bars among them."""
+    mine, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
+    with subprocess.Popen([sys.executable, "-c", SHOWING.format(row=ROW)], stdin=theirs, stderr=theirs, env=environ):
+        os.close(theirs)
+        written = b""
+        with contextlib.suppress(OSError):  # the other side has ended
+            while part := os.read(mine, 65536):
+                written += part
+    os.close(mine)
+    text = written.decode()
+    back = [len(ups) // len("\x1b[1A\x1b[2K") for ups in re.findall("(?:\x1b\\[1A\x1b\\[2K)+", text)]
+    assert len(back) >= 19
+    assert max(back) == 1, "lines that a frame goes up by, to begin where the last one began"
+    assert all(len(line) <= width for line in re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", text).splitlines())
