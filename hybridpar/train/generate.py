@@ -76,7 +76,7 @@ class Generator:
         Raises: as `choose`.
         """
         end = self.tokenizer.special(END)
-        tokens = [int(i) for i in self.tokenizer.encode(prompt)] or [end]
+        tokens = self.tokenizer.encode_prompt(prompt) or [end]
         random = torch.Generator().manual_seed(sampling.seed)
         made: list[int] = []
         shown = 0
