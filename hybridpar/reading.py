@@ -64,7 +64,8 @@ def nearest_path(path: Path) -> str:
         known = [] if path.exists() else os.listdir(path.parent)
     except OSError:
         return ""
-    return next((str(path.with_name(name)) for name in difflib.get_close_matches(path.name, known, 1)), "")
+    near = (path.with_name(name) for name in difflib.get_close_matches(path.name, known))
+    return next((str(other) for other in near if other.exists()), "")  # a link that leads nowhere is like itself
 
 
 def reason(error: Exception) -> str:

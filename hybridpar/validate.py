@@ -249,5 +249,12 @@ def _data(config: Config) -> Iterator[Problem]:
         yield Problem("data.weights", list(data.weights), rule, equal)
     elif data.weights and not (min(data.weights) >= 0 and sum(data.weights) > 0):
         yield Problem("data.weights", list(data.weights), "must not be negative, and not all zero", equal)
-    if data.split == 0 and config.train.eval_interval:
-        yield Problem("data.split", data.split, "must hold something out when train.eval_interval > 0", "0.02")
+    if both := sorted({*data.corpus} & {*data.valid_corpus} - {""}):
+        yield Problem("data.valid_corpus", both, "must not be trained on: it is in data.corpus", "[]")
+    if not all(data.valid_corpus):
+        yield Problem("data.valid_corpus", list(data.valid_corpus), "must name a source in each entry", "[]")
+    if not data.text_key:
+        yield Problem("data.text_key", "", "must name a field or a column", '"text"')
+    if data.split == 0 and not data.valid_corpus and config.train.eval_interval:
+        rule = "must hold something out when train.eval_interval > 0 and there is no data.valid_corpus"
+        yield Problem("data.split", data.split, rule, "0.02")

@@ -240,6 +240,37 @@ def test_numbers_and_names_that_cannot_be(config: Path, capsys: pytest.CaptureFi
     assert not (config.parent / "data").exists()
 
 
+def test_no_suggestion_is_the_wrong_file_itself(config: Path, capsys: pytest.CaptureFixture[str],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(config.parent)
+    Path("folder.toml").mkdir()
+    Path("link.txt").symlink_to("nowhere.txt")
+    for args in (("train", "folder.toml"), ("train", config, "--data.corpus", "link.txt"),
+                 ("plan", config, "--cluster", "cluster.toml")):
+        message = fails(capsys, *args)
+        assert str(args[-1]) in message
+        assert f"try {args[-1]}" not in message
+        assert not message.rstrip().endswith(f"try {config.parent / args[-1]}")
+
+
+def test_preprocess_takes_its_text_by_the_name_of_megatron(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"content": "a text of some length " * 20}))
+    flags = ["--output", str(tmp_path / "out"), "--vocab_size", "300", "--json"]
+    assert main(["preprocess", "--input", str(tmp_path / "a.json"), *flags, "--text_key", "content"]) == 0
+    assert json.loads(capsys.readouterr().out)["documents"] == 1
+    assert main(["preprocess", "--input", str(tmp_path / "a.json"), *flags]) == 1
+    assert "data.text_key names one of ['content']" in capsys.readouterr().err
+
+
+def test_check_says_what_it_cannot_read(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n\0")
+    assert main(["check", str(config), "--data.corpus", str(tmp_path / "a.png"), "--data.valid_corpus", "nowhere"]) == 0
+    out = capsys.readouterr().out
+    assert "not on this machine, or of no use: data.corpus" in out.replace("\n", " ")
+    assert "a.png: is a PNG image" in out
+    assert "data.valid_corpus = nowhere: does not exist" in out
+
+
 def test_preprocess_makes_a_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = write_corpus(tmp_path / "text.txt")
     assert main(["preprocess", str(text), "--output", str(tmp_path / "out"), "--vocab_size", "300", "--json"]) == 0

@@ -23,6 +23,8 @@ def test_a_path_that_is_not_there_names_the_nearest(tmp_path: Path) -> None:
     assert nearest_path(tmp_path / "profil.json") == str(tmp_path / "profile.json")
     for path in ("profile.json", "x", "none/profile.json", "p" * 300, "a\0b"):
         assert nearest_path(tmp_path / path) == ""
+    (tmp_path / "profile.jso").symlink_to("nowhere")
+    assert nearest_path(tmp_path / "profile.jso") == str(tmp_path / "profile.json")  # not itself
     (tmp_path / "profile.json").write_bytes(b"\xef\xbb\xbf\xc3\xa9")
     assert read_text(tmp_path / "profile.json", 10) == "\u00e9"
 

@@ -141,7 +141,7 @@ class Check:
               f"\npredicted peak memory of a process of each {name} with train.device = {device.type}, in MiB\n"
               f"{table(memory, name)}")
         for text in absent:
-            print(f"\nnot on this machine: {text}")
+            print(f"\nnot on this machine, or of no use: {text}")
         return 0
 
 
@@ -164,7 +164,12 @@ class Preprocess:
     """Turn text into a tokenised corpus (.bin, .idx, tokenizer.json) that data.corpus can name."""
 
     sources: Positional[tuple[str, ...]]
-    """Text files, folders, .jsonl files, or stdlib (the Python standard library's source)."""
+    """Files of text, JSON lines, JSON, CSV, parquet or Arrow, folders of them, Hugging Face datasets, or stdlib (the
+    Python standard library's source)."""
+    input: tuple[str, ...] = ()
+    """The same, by Megatron-LM's name."""
+    text_key: str = "text"
+    """The field or column that holds a document's text."""
     output: str = "data"
     """Folder for the result."""
     vocab_size: Annotated[int, Within(1, 2**24)] = 8192
@@ -178,10 +183,11 @@ class Preprocess:
     def run(self, launch: Launch) -> int:
         from hybridpar.data import prepare
 
-        if not self.sources:
+        sources = (*self.sources, *self.input)
+        if not sources:
             raise config_error("sources", [], "name no text", "hybridpar preprocess stdlib")
-        made = prepare(self.sources, self.output, self.vocab_size, kind=self.kind, tokenizer=self.tokenizer or None,
-                       max_bytes=self.max_bytes or None)
+        made = prepare(sources, self.output, self.vocab_size, kind=self.kind, tokenizer=self.tokenizer or None,
+                       text_key=self.text_key, max_bytes=self.max_bytes or None)
         plain: dict[str, Any] = {
             "ok": True, "prefix": str(made.prefix), "tokenizer": str(made.tokenizer_path),
             "documents": made.num_documents, "tokens": made.num_tokens, "vocab_size": made.vocab_size}

@@ -206,13 +206,18 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class DataConfig:
     corpus: tuple[str, ...] = ("stdlib",)
-    """Text files, folders, .jsonl files, prefixes of .bin/.idx pairs, or 'stdlib' (the Python library's own source)."""
+    """Files of text, JSON lines, JSON, CSV, parquet or Arrow, folders of them, Hugging Face datasets, prefixes of
+    .bin/.idx pairs, or 'stdlib' (the Python library's own source)."""
     weights: tuple[float, ...] = ()
     """Sampling weight of each corpus; empty: all in one."""
     tokenizer: str = ""
     """A tokenizer.json; empty: a byte-level BPE of model.vocab_size entries is trained on the corpus."""
+    text_key: str = "text"
+    """The field or column that holds a document's text, in files that have those."""
     split: float = 0.02
-    """Share of the documents held out for validation."""
+    """Share of the documents held out for validation, where there is no valid_corpus."""
+    valid_corpus: tuple[str, ...] = ()
+    """What validation is on, together; the tokenizer is that of `corpus`. Empty: what `split` holds out."""
     cache: str = ""
     """Where prepared corpora are kept; empty: data/ in run.dir."""
 

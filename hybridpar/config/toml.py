@@ -31,8 +31,10 @@ def load_toml(path: str | Path) -> Config:
     try:
         document = read_toml(path, MAX_TOML)
     except OSError as error:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
-        problem = Problem("config", str(path), f"cannot be read ({error.strerror})", near[0] if near else "")
+        others = [p.name for p in path.parent.glob("*.toml") if p != path and p.is_file()]
+        near = difflib.get_close_matches(path.name, others, 1)
+        rule = f"cannot be read ({error.strerror})"
+        problem = Problem("config", str(path), rule, str(path.with_name(near[0])) if near else "")
         raise ConfigError(problem) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(Problem("config", str(path), f"is not valid TOML: {error}")) from None

@@ -1,7 +1,8 @@
 """Data: text -> tokens on disk -> samples -> micro-batches.
 
     open_data    config -> prepared corpora, training and validation streams; calls everything below
-    prepare      corpus.py, tokenizer.py -> indexed.py: text to a .bin/.idx pair, once (prepared.py)
+    prepare      corpus.py (formats.py, readers.py, columns.py) -> pieces.py, tokenizer.py -> indexed.py: text to a
+                 .bin/.idx pair, once, as a stream (prepared.py)
     datasets     gpt.py, bert.py: samples of a part (split.py) of a pair
     Blend        order.py, blend.py: an endless shuffled stream of samples, from any position
     BatchLoader  the stream dealt out as micro-batches

@@ -6,8 +6,14 @@
     none            only A                                                                         -100
 
 A document is cut into windows of whole sentences that fill a sequence; a sample is a window, so an epoch visits every
-window once. Everything else is drawn anew in each epoch from (seed, epoch, sample): a shorter target length (1 in 10),
-where A ends, B, what is cut off when the two are too long, the masked places and what stands in for them.
+window once. In each epoch the windows of a document begin elsewhere: all are moved by the same share of a window. What
+that leaves of the document, before its first window or in its last, is used where it is the longer of the two.
+
+    windows            | s0 s1 s2 | s3 s4 s5 s6 | s7 s8 |
+    moved by half        s0 | s1 s2 s3 | s4 s5 s6 | s7 s8 |       three samples, as ever: s0 is left out
+
+Everything else is drawn anew in each epoch from (seed, epoch, sample): a shorter target length (1 in 10), where A ends,
+B, what is cut off when the two are too long, the masked places and what stands in for them.
 
 A pair is two stretches (start, length) of the token file, so a whole micro-batch is built by arithmetic on arrays.
 Shape letters: b samples, s sequence.
@@ -40,6 +46,7 @@ _PUT_MASK, _PUT_RANDOM = 0.8, 0.9  # of the masked places: up to here [MASK], fr
 _CHUNK = 1 << 20
 # What a draw is for.
 _IS_SHORT, _TARGET, _PIVOT, _CUT, _COIN, _DOCUMENT, _SENTENCE, _CUT_A, _CUT_B, _PLACE, _STAND_IN, _TOKEN = range(12)
+_MOVE = "data.bert.move"
 
 
 @dataclass(frozen=True)
@@ -70,9 +77,10 @@ class BertDataset:
             raise config_error("model.seq_length", seq_length, "is too short for a pair of segments", "128")
         self.seq_length, self.head, self.vocabulary = seq_length, head, vocabulary
         self._name, self._tokens = indexed.bin_path, indexed.tokens
-        self._key = root_key(seed, "data.bert")
+        self._key, self._move_key = root_key(seed, "data.bert"), root_key(seed, _MOVE)
         self._sentences, self._documents = _boundaries(indexed, start, stop)
         self._windows = self._cut_windows()
+        self._next_windows = np.append(self._windows[1:], len(self._sentences) - 1)
         if not len(self._windows):
             raise DataError(f"{indexed.prefix}: a part of {stop - start} tokens has no two tokens of one document")
         if head == "nsp" and len(self._documents) < 3:
@@ -81,7 +89,7 @@ class BertDataset:
         self._is_special = np.zeros(vocabulary.size, np.bool_)
         self._is_special[list(vocabulary.special)] = True
         self._ordinary = np.flatnonzero(~self._is_special)
-        text = f"bert {indexed.fingerprint} {start} {stop} {seq_length} {head} {seed} {vocabulary}"
+        text = f"bert {indexed.fingerprint} {start} {stop} {seq_length} {head} {seed} {vocabulary} moved"
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def __len__(self) -> int:
@@ -95,7 +103,7 @@ class BertDataset:
         bool (True = real token), `sentence_labels` [b] int64.
         """
         keys = derive(self._key, epochs, indices)
-        pairs = self._pairs(indices, keys)
+        pairs = self._pairs(self._moved(indices, epochs), keys)
         tokens, ordinary = self._assemble(pairs)
         chosen = self._choose(pairs, ordinary, keys)
         labels = np.where(chosen, tokens, IGNORED)
@@ -113,7 +121,7 @@ class BertDataset:
     def num_targets(self, indices: Ints, epochs: Ints) -> int:
         """How many labels of these samples count. Shapes: `indices`, `epochs` [b]."""
         keys = derive(self._key, epochs, indices)
-        pairs = self._pairs(indices, keys)
+        pairs = self._pairs(self._moved(indices, epochs), keys)
         _, ordinary = self._assemble(pairs)
         return int(_num_masked(pairs, ordinary).sum())
 
@@ -139,12 +147,35 @@ class BertDataset:
     def _document_of(self, sentences: Ints) -> Ints:
         return np.searchsorted(self._documents, sentences, side="right") - 1
 
-    def _pairs(self, indices: Ints, keys: Bits) -> _Pairs:
-        """Segments of each sample. Shapes: `indices`, `keys` [b]."""
+    def _moved(self, indices: Ints, epochs: Ints) -> tuple[Ints, Ints]:
+        """Windows as they are in their epochs: the first sentence, and the one that they end before. Shapes: [b] all.
+
+        Two sentences of a window stay in it, so it keeps two tokens.
+        """
+        document = self._document_of(self._windows[indices])
+        begin, end = self._documents[document], self._documents[document + 1]
+        leading = np.searchsorted(self._windows, begin)
+        drawn = derive(self._move_key, epochs, document)
+
+        def move(windows: Ints) -> Ints:
+            length = np.minimum(self._next_windows[windows], end) - self._windows[windows]
+            return below(drawn, np.maximum(length - 1, 1))
+
+        is_last = self._next_windows[indices] >= end
+        several = ~(is_last & (indices == leading))
+        first = self._windows[indices] + np.where(several, move(indices), 0)
+        following = np.minimum(indices + 1, len(self._windows) - 1)
+        stop = np.where(is_last, end, self._windows[following] + move(following))
+        before = begin + move(leading)
+        swap = is_last & several & (before - begin > end - first)
+        return np.where(swap, begin, first), np.where(swap, before, stop)
+
+    def _pairs(self, window: tuple[Ints, Ints], keys: Bits) -> _Pairs:
+        """Segments of each sample. Shapes: `window`, `keys` [b]."""
         short = _chance(derive(keys, _IS_SHORT)) < _SHORT
         target = np.where(short, 2 + below(derive(keys, _TARGET), self._capacity - 1), self._capacity)
-        first = self._windows[indices]
-        stop = self._stop(first, target)
+        first = window[0]
+        stop = np.minimum(self._stop(first, target), window[1])
         start, end = self._sentences[first], self._sentences[stop]
         if self.head == "none":
             pairs = _Pairs(start, end - start, end, np.zeros_like(end), np.full_like(end, IGNORED))

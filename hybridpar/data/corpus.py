@@ -1,9 +1,10 @@
-"""Documents from text files, folders, patterns, JSONL files, or the Python standard library's own source text.
+"""Documents from files, folders, patterns, Hugging Face datasets, or the Python standard library's own source text.
 
-A source is 'stdlib', a file, a folder (all files below it with one of SUFFIXES), or a pattern such as 'books/*.txt'. A
-file is a document, except .jsonl: there each line is an object with the document under "text". The files of a folder, a
-pattern or the standard library come in the order of a hash of their names: always the same, yet any stretch is a fair
-sample, so that the end of a corpus can serve for validation. Empty documents are left out.
+A source is 'stdlib', a file, a folder (all files below it with one of SUFFIXES), a folder that `datasets` has saved, or
+a pattern such as 'books/*.txt'. A file is what its first bytes say (formats.py): plain text is one document, in other
+formats each record holds one, under `text_key`. The files of a folder, a pattern or the standard library come in the
+order of a hash of their names: always the same, yet any stretch is a fair sample, so that the end of a corpus can serve
+for validation. Empty documents are left out.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 
+from hybridpar.data.columns import dataset_files
+from hybridpar.data.formats import SUFFIXES
+from hybridpar.data.pieces import Ends, Part
+from hybridpar.data.readers import Sized, look, read_file
 from hybridpar.errors import DataError
-from hybridpar.reading import nearest_path, open_regular
+from hybridpar.reading import nearest_path
 
 STDLIB = "stdlib"
-SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".jsonl")
+TEXT_KEY = "text"
 _TABLES = "encodings"
 """A folder of the standard library that is tables of character codes, line after line: not text to learn from."""
 _FOREIGN_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "_bundled"}
@@ -39,9 +43,11 @@ class SourceFile:
     """Part of the standard library, a few of whose files are not UTF-8: those are left out."""
     named: bool = False
     """The user named this very file, so it must not be empty."""
+    text_key: str = TEXT_KEY
+    """The field or column that holds the text, where the file has those."""
 
 
-def source_files(source: str | Path) -> list[SourceFile]:
+def source_files(source: str | Path, text_key: str = TEXT_KEY) -> list[SourceFile]:
     """The files of one source, in the order in which they are read.
 
     Raises: DataError if there are none.
@@ -51,12 +57,16 @@ def source_files(source: str | Path) -> list[SourceFile]:
         return _stdlib_files()
     path = Path(text)
     if path.is_file():
-        return [SourceFile(path, path.name, named=True)]
+        return [SourceFile(path, path.name, named=True, text_key=text_key)]
     if path.is_dir():
-        found = [SourceFile(p, p.relative_to(path).as_posix()) for p in _walk(path) if p.suffix in SUFFIXES]
+        if dataset := dataset_files(path):
+            return [SourceFile(p, p.name, text_key=text_key) for p in dataset]
+        found = [SourceFile(p, p.relative_to(path).as_posix(), text_key=text_key) for p in _walk(path)
+                 if p.name.lower().endswith(SUFFIXES)]
         rule = f"holds no files ending in {', '.join(SUFFIXES)}"
     else:
-        found = [SourceFile(Path(p), Path(p).as_posix()) for p in glob.glob(text, recursive=True) if Path(p).is_file()]
+        found = [SourceFile(Path(p), Path(p).as_posix(), text_key=text_key) for p in glob.glob(text, recursive=True)
+                 if Path(p).is_file()]
         rule = "matches no file" if glob.has_magic(text) else "does not exist (nor do .bin/.idx files of this prefix)"
     if not found:
         near = nearest_path(path)
@@ -64,9 +74,9 @@ def source_files(source: str | Path) -> list[SourceFile]:
     return sorted(found, key=_shuffled)
 
 
-def corpus_files(sources: Sequence[str | Path]) -> list[SourceFile]:
+def corpus_files(sources: Sequence[str | Path], text_key: str = TEXT_KEY) -> list[SourceFile]:
     """The files of all sources. Raises: DataError if one has none."""
-    return [file for source in sources for file in source_files(source)]
+    return [file for source in sources for file in source_files(source, text_key)]
 
 
 def corpus_key(files: Sequence[SourceFile]) -> str:
@@ -77,7 +87,7 @@ def corpus_key(files: Sequence[SourceFile]) -> str:
     digest = hashlib.sha256()
     for file in files:
         status = _status(file)
-        digest.update(json.dumps([file.name, status.st_size, status.st_mtime_ns]).encode())
+        digest.update(json.dumps([file.name, file.text_key, status.st_size, status.st_mtime_ns]).encode())
     return digest.hexdigest()
 
 
@@ -86,90 +96,52 @@ def num_bytes(files: Sequence[SourceFile]) -> int:
     return sum(_status(file).st_size for file in files)
 
 
-def documents(files: Sequence[SourceFile], max_bytes: int | None = None) -> Iterator[str]:
-    """The documents of the files, none of them empty, until there are `max_bytes` of text (None: all).
+def read_parts(files: Sequence[SourceFile], max_bytes: int | None = None) -> Iterator[Part]:
+    """The documents of the files, none of them empty, in parts, until there are `max_bytes` of text (None: all).
 
-    Raises: DataError naming file and line for a file that is missing, binary or not UTF-8, for a named file that is
-    empty, and for a line of a .jsonl file that is not an object with text under "text"; also if there is no document.
+    Raises: DataError naming the file, what it is, and the line, for what cannot be read, for a named file that is
+    empty, and for records without text under the file's `text_key`; also if there is no document.
     """
-    taken = 0
+    taken, begins = 0, True
+    formats: set[str] = set()
     for file in files:
-        for text, size in _read(file):
-            if max_bytes is not None and taken + size > max_bytes and taken:
+        for part, num_bytes in _read(file, formats):
+            if max_bytes is not None and taken and taken + num_bytes > max_bytes:
+                if not begins:
+                    yield Part("", Ends.DOCUMENT)
                 return
-            taken += size
-            yield text
+            taken += num_bytes
+            begins = bool(part.ends)
+            yield part
     if not taken:
-        raise DataError(f"{', '.join(file.name for file in files[:3])}: no text in {len(files)} files")
+        what = f" ({', '.join(sorted(formats))})" if formats else ""
+        raise DataError(f"{', '.join(file.name for file in files[:3])}: no text in {len(files)} files{what}")
 
 
-def _read(file: SourceFile) -> Iterator[tuple[str, int]]:
-    """Documents of a file and their sizes in bytes."""
-    if file.path.suffix == ".jsonl":
-        yield from _read_jsonl(file)
+def look_at(source: str | Path, text_key: str) -> None:
+    """Raises: DataError if a source is not there, or its first file is nothing that can be read."""
+    first = source_files(source, text_key)[0]
+    if not first.optional:
+        look(first.path, text_key)
+
+
+def _read(file: SourceFile, formats: set[str]) -> Iterator[Sized]:
+    """Documents of a file; notes what it is."""
+    found = look(file.path, file.text_key)
+    if found is None:
+        if file.named:
+            raise DataError(f"{file.path}: is empty")
+        return
+    formats.add(str(found))
+    parts = read_file(file.path, file.text_key, found)
+    if not file.optional:
+        yield from parts
         return
     try:
-        with open_regular(file.path) as stream:
-            raw = stream.read()
-    except OSError as error:
-        raise DataError(f"{file.path}: cannot be read ({error.strerror})") from None
-    if not raw and file.named:
-        raise DataError(f"{file.path}: is empty")
-    try:
-        text = _decode(raw, file.path, 1)
+        whole = [*parts]
     except DataError:
-        if not file.optional:
-            raise
         return
-    if text:
-        yield text, len(raw)
-
-
-def _read_jsonl(file: SourceFile) -> Iterator[tuple[str, int]]:
-    any_line = False
-    try:
-        with BufferedReader(open_regular(file.path)) as stream:
-            for number, raw in enumerate(stream, 1):
-                line = _decode(raw, file.path, number)
-                if line.isspace():
-                    continue
-                any_line = True
-                text = _text_of(line, f"{file.path}, line {number}")
-                if text:
-                    yield text, len(raw)
-    except OSError as error:
-        raise DataError(f"{file.path}: cannot be read ({error.strerror})") from None
-    if file.named and not any_line:
-        raise DataError(f"{file.path}: is empty")
-
-
-def _text_of(line: str, place: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: is not JSON ({error})") from None
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise DataError(f'{place}: is not an object with text under "text", such as {{"text": "..."}}')
-    text: str = record["text"]
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{place}: character {error.start} of the text is half of a surrogate pair") from None
-    return text
-
-
-def _decode(raw: bytes, path: Path, first_line: int) -> str:
-    """Raises: DataError naming the line if this is not UTF-8 text."""
-    zero = raw.find(b"\0")
-    try:
-        text = raw.decode("utf-8-sig" if first_line == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        line, byte = first_line + raw.count(b"\n", 0, error.start), raw[error.start]
-        raise DataError(f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; corpora are UTF-8 text") from None
-    if zero >= 0:
-        line = first_line + raw.count(b"\n", 0, zero)
-        raise DataError(f"{path}, line {line}: holds a zero byte, so it is not a text file")
-    return text
+    yield from whole
 
 
 def _stdlib_files() -> list[SourceFile]:

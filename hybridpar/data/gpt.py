@@ -1,34 +1,59 @@
-"""GPT samples: every stretch of seq_length + 1 tokens of the concatenated documents.
+"""GPT samples: stretches of seq_length + 1 tokens of the concatenated documents, whose order is another in each epoch.
 
-        tokens of the part    t0 t1 t2 t3 t4 t5 t6 t7 t8 ...       seq_length = 4
-        sample 0              [t0 t1 t2 t3] -> [t1 t2 t3 t4]
-        sample 1                          [t4 t5 t6 t7] -> [t5 t6 t7 t8]
+    documents of the part      D0 D1 D2 D3 D4 ..
+    epoch 0, a permutation     D3 D0 D4 D2 D1 ..      and after the last one the first again: a ring
+    its tokens, from an        t0 t1 t2 t3 t4 t5 t6 t7 t8 ..       seq_length = 4
+    offset of that epoch on
+    sample 0                  [t0 t1 t2 t3] -> [t1 t2 t3 t4]
+    sample 1                              [t4 t5 t6 t7] -> [t5 t6 t7 t8]
 
-Neighbours share one token, so every token but the first is a label once. What is left at the end (fewer than seq_length
-tokens) is not used. Documents end with an end-of-text token, put there when the corpus was prepared.
+Neighbours share one token, so every token is a label at most once in an epoch; fewer than seq_length + 1 are none. The
+permutation and the offset are functions of (seed, epoch), so the state of a run stays one number; a table of the
+documents' places is made when an epoch is first asked for. The offset cuts a part of few long documents differently in
+each epoch. Without a seed (validation) the documents stay as they lie. They end with an end-of-text token, put there
+when the corpus was prepared.
 Source: Radford et al., "Language models are unsupervised multitask learners", 2019; sample layout as in Megatron-LM.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridpar.data.bits import derive, root_key
 from hybridpar.data.indexed import IndexedDataset
+from hybridpar.data.order import SampleOrder
 from hybridpar.errors import DataError
+
+_MAX_DOCUMENTS = 1 << 24
+"""That are permuted; of more, so many stretches of neighbours are. An epoch's table has 16 bytes for each."""
+_CHUNK = 1 << 18
+_KEPT_EPOCHS = 2  # a batch may lie in two
+
+
+class _Epoch(NamedTuple):
+    """Where the documents are in an epoch. Shapes: [D], [D + 1]."""
+
+    order: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    offset: int
 
 
 class GPTDataset:
     """Samples of `seq_length` tokens from a part of a token file (default: all of it).
 
-    `tokens`: the part, as positions (start, stop) in `indexed.tokens`.
+    `tokens`: the part, as positions (start, stop) in `indexed.tokens`. `seed`: of the order of its documents; None: as
+    they lie.
 
     Raises: DataError if there are too few tokens for one sample.
     """
 
-    def __init__(self, indexed: IndexedDataset, seq_length: int, tokens: tuple[int, int] | None = None):
+    def __init__(self, indexed: IndexedDataset, seq_length: int, tokens: tuple[int, int] | None = None, *,
+                 seed: int | None = None):
         start, stop = tokens if tokens is not None else (0, indexed.num_tokens)
         assert 0 <= start <= stop <= indexed.num_tokens, (start, stop, indexed.num_tokens)
         if stop - start < seq_length + 1:
@@ -36,7 +61,11 @@ class GPTDataset:
                             f"and their successors; at least {seq_length + 1} are needed")
         self.seq_length = seq_length
         self._tokens = indexed.tokens[start:stop]
-        text = f"gpt {indexed.fingerprint} {start} {stop} {seq_length}"
+        self._documents = _document_starts(indexed, start, stop)
+        self._order = None if seed is None else SampleOrder(len(self._documents) - 1, seed, "data.documents")
+        self._offset_key = root_key(seed or 0, "data.offset")
+        self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
+        text = f"gpt {indexed.fingerprint} {start} {stop} {seq_length}" + ("" if seed is None else f" permuted {seed}")
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def __len__(self) -> int:
@@ -44,21 +73,54 @@ class GPTDataset:
         return (len(self._tokens) - 1) // self.seq_length
 
     def __getitem__(self, i: int) -> dict[str, NDArray[np.int64]]:
-        """Sample i. Shapes: `tokens`, `labels` [s]."""
+        """Sample i of the first epoch. Shapes: `tokens`, `labels` [s]."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         index = np.array([i % len(self)])
         return {name: values[0] for name, values in self.batch(index, np.zeros_like(index)).items()}
 
     def batch(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """Several samples; they are the same in every epoch.
+        """Several samples as they are in their epochs.
 
         Shapes: `indices`, `epochs` [b]; returns `tokens`, `labels` [b, s].
         """
-        stretch = np.arange(self.seq_length + 1)
-        ids = self._tokens[indices[:, None] * self.seq_length + stretch].astype(np.int64)
+        places = indices[:, None] * self.seq_length + np.arange(self.seq_length + 1)
+        if self._order is not None:
+            for epoch in np.unique(epochs):
+                mine = epochs == epoch
+                places[mine] = self._permuted(places[mine], self._epoch(int(epoch)))
+        ids = self._tokens[places].astype(np.int64)
         return {"tokens": np.ascontiguousarray(ids[:, :-1]), "labels": np.ascontiguousarray(ids[:, 1:])}
 
     def num_targets(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> int:
         """How many labels of these samples count: all of them."""
         return len(indices) * self.seq_length
+
+    def _permuted(self, places: NDArray[np.int64], epoch: _Epoch) -> NDArray[np.int64]:
+        """Positions in the part of those in an epoch. Shapes: [b, s + 1] both."""
+        places = (places + epoch.offset) % len(self._tokens)
+        documents = np.searchsorted(epoch.starts, places, side="right") - 1
+        return self._documents[epoch.order[documents]] + places - epoch.starts[documents]
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        if epoch not in self._epochs:
+            assert self._order is not None
+            number = self._order.num_samples
+            order, first = np.empty(number, np.int64), epoch * number
+            for start in range(0, number, _CHUNK):
+                stop = min(start + _CHUNK, number)
+                order[start:stop] = self._order.index(np.arange(first + start, first + stop))
+            starts = np.zeros(number + 1, np.int64)
+            np.cumsum(np.diff(self._documents)[order], out=starts[1:])
+            offset = int(derive(self._offset_key, epoch)[0]) % len(self._tokens)
+            self._epochs[epoch] = _Epoch(order, starts, offset)
+            while len(self._epochs) > _KEPT_EPOCHS:
+                self._epochs.popitem(last=False)
+        return self._epochs[epoch]
+
+
+def _document_starts(indexed: IndexedDataset, start: int, stop: int) -> NDArray[np.int64]:
+    """Where documents begin in tokens[start:stop], and its end. Shapes: [D + 1]."""
+    starts = np.unique(np.clip(indexed.document_starts, start, stop)) - start
+    step = -(-len(starts) // _MAX_DOCUMENTS)
+    return np.append(starts[:-1:step], starts[-1])

@@ -18,6 +18,7 @@ import hashlib
 import mmap
 import os
 import struct
+from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -192,9 +193,8 @@ class IndexedWriter:
         self._asides = [path.with_name(f"{path.name}.{os.getpid()}.part") for path in self._paths]
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next(code for code, name in _CODES.items() if np.dtype(name) == self.dtype)
-        self._sizes: list[NDArray[np.int32]] = []
-        self._documents = [0]
-        self._num_sequences = 0
+        self._sizes, self._documents = array("i"), array("q", [0])
+        self._open = 0  # tokens of a sequence that has not ended
         self.num_tokens = 0
         self._file = self._asides[0].open("wb")
 
@@ -208,25 +208,44 @@ class IndexedWriter:
         Shapes: `tokens` [t]; `sizes` [k], their sum t.
         """
         ids = np.asarray(tokens)
+        lengths = [ids.size] if sizes is None else sizes
+        assert sum(lengths) == ids.size, (lengths, ids.size)
+        start = 0
+        for length in lengths:
+            self.add(ids[start:start + length])
+            self.end_sequence()
+            start += length
+        self.end_document()
+
+    def add(self, tokens: NDArray[np.integer] | Sequence[int]) -> None:
+        """Adds to the sequence that has not ended. Shapes: `tokens` [t]."""
+        ids = np.asarray(tokens)
         limits = np.iinfo(self.dtype)
         if ids.size and not (limits.min <= ids.min() and ids.max() <= limits.max):
             raise DataError(f"{self._paths[0]}: ids from {ids.min()} to {ids.max()} do not fit {self.dtype.name}, "
                             f"which holds {limits.min} to {limits.max}")
-        lengths = np.array([ids.size] if sizes is None else sizes, np.int64)
-        assert lengths.sum() == ids.size, (lengths, ids.size)
-        assert lengths.min(initial=0) >= 0, lengths
-        if lengths.max(initial=0) > np.iinfo(np.int32).max:
-            raise DataError(f"{self._paths[1]}: a sequence of {lengths.max()} tokens; the format holds 2**31 - 1")
         self._file.write(ids.astype(self.dtype).tobytes())
-        self._sizes.append(lengths.astype("<i4"))
-        self._num_sequences += lengths.size
-        self._documents.append(self._num_sequences)
+        self._open += ids.size
         self.num_tokens += ids.size
+
+    def end_sequence(self, *, keep_empty: bool = True) -> None:
+        """Ends a sequence. `keep_empty`: also one without tokens."""
+        if self._open > np.iinfo(np.int32).max:
+            raise DataError(f"{self._paths[1]}: a sequence of {self._open} tokens; the format holds 2**31 - 1")
+        if self._open or keep_empty:
+            self._sizes.append(self._open)
+        self._open = 0
+
+    def end_document(self, *, keep_empty: bool = True) -> None:
+        """Ends a document with the last sequence that has ended. `keep_empty`: also one without sequences."""
+        assert not self._open, "a sequence has not ended"
+        if keep_empty or self._documents[-1] < len(self._sizes):
+            self._documents.append(len(self._sizes))
 
     def close(self) -> None:
         """Writes the index and puts both files in place, .bin first."""
         self._file.close()
-        sizes = np.concatenate([np.zeros(0, "<i4"), *self._sizes])
+        sizes = np.array(self._sizes, "<i4")
         ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
         with self._asides[1].open("wb") as file:
             file.write(_HEADER.pack(_MAGIC, _VERSION, self._code, len(sizes), len(self._documents)))

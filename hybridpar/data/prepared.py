@@ -10,17 +10,15 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from hybridpar.data.corpus import SourceFile, corpus_files, corpus_key, documents, num_bytes, source_files
+from hybridpar.data.corpus import TEXT_KEY, SourceFile, corpus_files, corpus_key, num_bytes, read_parts, source_files
 from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from hybridpar.data.pieces import Ends, Part, pieces, sentences
 from hybridpar.data.tokenizer import END, Kind, Tokenizer, check_vocab_fits, check_vocab_size, train_tokenizer
 from hybridpar.errors import DataError
 from hybridpar.reading import read_limited
@@ -33,11 +31,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_FORMAT = 1
+_FORMAT = 2
 _MAX_MANIFEST = 1 << 20
 _TRAINING_BYTES = 16 << 20  # text that a tokenizer is trained on; more changes its merges little
-_BATCH_BYTES, _BATCH_TEXTS = 4 << 20, 2048  # encoded at a time
-_SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[\"'(\[]*[A-Z])")
 
 
 @dataclass(frozen=True)
@@ -67,16 +63,19 @@ class Prepared:
 
 
 def prepare(sources: str | Path | Sequence[str | Path], folder: str | Path, vocab_size: int, *, kind: Kind = "gpt",
-            tokenizer: str | Path | None = None, max_bytes: int | None = None, quiet: bool = False) -> Prepared:
+            tokenizer: str | Path | None = None, text_key: str = TEXT_KEY, max_bytes: int | None = None,
+            quiet: bool = False) -> Prepared:
     """Tokenises a corpus into `folder`, or finds it there; trains a tokenizer of `vocab_size` entries if none is given.
 
-    GPT: a document is one sequence that ends with an end-of-text token. BERT: its sequences are its sentences. Progress
-    goes to stderr unless `quiet`. `max_bytes`: use only so much text.
+    GPT: a document is one sequence, with what the tokenizer puts before and behind a text, and an end-of-text token at
+    its end. BERT: its sequences are its sentences. Documents are encoded piece by piece: their length takes no memory.
+    Progress goes to stderr unless `quiet`. `text_key`: the field or column that holds the text, where files have those.
+    `max_bytes`: use only so much text.
 
     Raises: DataError for unreadable sources, damaged files in `folder`, or where it cannot be written; ConfigError if
     the vocabulary is too small.
     """
-    files = corpus_files([sources] if isinstance(sources, (str, Path)) else sources)
+    files = corpus_files([sources] if isinstance(sources, (str, Path)) else sources, text_key)
     loaded = Tokenizer.load(tokenizer) if tokenizer else None
     if loaded is None:
         check_vocab_size(vocab_size, kind)
@@ -94,22 +93,21 @@ def prepare(sources: str | Path | Sequence[str | Path], folder: str | Path, voca
 
 
 def prepare_tokenizer(sources: Sequence[str | Path], folder: str | Path, vocab_size: int, *, kind: Kind = "gpt",
-                      quiet: bool = False) -> Path:
+                      text_key: str = TEXT_KEY, quiet: bool = False) -> Path:
     """Trains one tokenizer for several corpora, each with an equal part in it, or finds it; returns its tokenizer.json.
 
     Raises: as `prepare`.
     """
     check_vocab_size(vocab_size, kind)
-    groups = [source_files(source) for source in sources]
+    groups = [source_files(source, text_key) for source in sources]
     name = json.dumps([_FORMAT, kind, vocab_size, [corpus_key(files) for files in groups]])
     target = Path(folder) / f"tokenizer-{kind}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
     with _lock(Path(folder), target.stem):
         if not target.exists():
             share = _TRAINING_BYTES // len(groups)
-            texts = (text for files in groups for text in documents(files, share))
+            parts = (part for files in groups for part in read_parts(files, share))
             with _progress(quiet) as progress:
-                tracked = _tracked(texts, progress, "training tokenizer", share * len(groups))
-                trained = train_tokenizer(tracked, vocab_size, kind)
+                trained = _train(parts, vocab_size, kind, (progress, share * len(groups)))
             aside = target.with_name(f".{target.name}.{os.getpid()}.part")
             trained.save(aside)
             os.replace(aside, target)
@@ -142,11 +140,6 @@ def check_vocab(prepared: Prepared, vocab_size: int) -> None:
     check_vocab_fits(prepared.vocab_size, vocab_size, f"the corpus {prepared.prefix}")
 
 
-def split_sentences(text: str) -> list[str]:
-    """The lines of a text, cut further where a sentence ends; blank ones are left out."""
-    return [s for line in text.splitlines() for s in _SENTENCE_END.split(line.strip()) if s]
-
-
 @dataclass(frozen=True)
 class _Job:
     kind: Kind
@@ -163,13 +156,12 @@ def _build(files: Sequence[SourceFile], target: Path, job: _Job) -> None:
         aside.mkdir()
         tokenizer = job.tokenizer
         if tokenizer is None:
-            limit = min(_TRAINING_BYTES, total)
-            texts = _tracked(documents(files, limit), job.progress, "training tokenizer", limit)
-            tokenizer = train_tokenizer(texts, job.vocab_size, job.kind)
+            limit = min(_TRAINING_BYTES, job.max_bytes or _TRAINING_BYTES)
+            tokenizer = _train(read_parts(files, limit), job.vocab_size, job.kind, (job.progress, min(limit, total)))
         tokenizer.save(aside / "tokenizer.json")
         with IndexedWriter(aside / "corpus", token_dtype(tokenizer.vocab_size)) as writer:
-            for batch in _batches(_tracked(documents(files, job.max_bytes), job.progress, "encoding", total)):
-                _encode(batch, tokenizer, writer, job.kind)
+            parts = _tracked(read_parts(files, job.max_bytes), job.progress, "encoding", total)
+            _encode(parts, tokenizer, writer, job.kind)
         indexed = IndexedDataset(aside / "corpus")
         manifest = {"format": _FORMAT, "kind": job.kind, "vocab_size": tokenizer.vocab_size,
                     "num_documents": indexed.num_documents, "num_tokens": indexed.num_tokens,
@@ -183,32 +175,32 @@ def _build(files: Sequence[SourceFile], target: Path, job: _Job) -> None:
                 raise
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer, writer: IndexedWriter, kind: Kind) -> None:
-    if kind == "gpt":
-        end = tokenizer.special(END)
-        for ids in tokenizer.encode_batch(texts):
-            writer.add_document(np.append(ids, end))
+def _train(parts: Iterable[Part], vocab_size: int, kind: Kind, shown: tuple[Progress, int]) -> Tokenizer:
+    """`shown`: where progress is shown, and of how many characters."""
+    tracked = _tracked(parts, shown[0], "training tokenizer", shown[1])
+    return train_tokenizer((piece.text for piece in pieces(tracked)), vocab_size, kind)
+
+
+def _encode(parts: Iterable[Part], tokenizer: Tokenizer, writer: IndexedWriter, kind: Kind) -> None:
+    if kind == "bert":
+        for ids, ends in tokenizer.encode_parts(sentences(parts)):
+            writer.add(ids)
+            if ends:
+                writer.end_sequence(keep_empty=False)
+            if ends is Ends.DOCUMENT:
+                writer.end_document(keep_empty=False)
         return
-    sentences = [split_sentences(text) for text in texts]
-    encoded = iter(tokenizer.encode_batch([s for group in sentences for s in group]))
-    for group in sentences:
-        parts = [ids for _ in group if len(ids := next(encoded))]
-        if parts:
-            writer.add_document(np.concatenate(parts), [len(ids) for ids in parts])
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in groups that are worth encoding in parallel and fit in memory."""
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= _BATCH_BYTES or len(batch) >= _BATCH_TEXTS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    begin, finish = tokenizer.document_frame
+    starts = True
+    for ids, ends in tokenizer.encode_parts(parts):
+        if starts:
+            writer.add(begin)
+        writer.add(ids)
+        if ends:
+            writer.add(finish)
+            writer.end_sequence()
+            writer.end_document()
+        starts = bool(ends)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -232,11 +224,11 @@ def _progress(quiet: bool) -> Progress:
     return Progress(*columns, console=Console(stderr=True), disable=quiet)
 
 
-def _tracked(texts: Iterable[str], progress: Progress, what: str, total: int) -> Iterator[str]:
+def _tracked(parts: Iterable[Part], progress: Progress, what: str, total: int) -> Iterator[Part]:
     task = progress.add_task(what, total=total)
-    for text in texts:
-        yield text
-        progress.advance(task, len(text))
+    for part in parts:
+        yield part
+        progress.advance(task, len(part.text))
     progress.update(task, completed=total)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridpar.data.pieces import Ends, Part, Piece, in_parts, pieces
 from hybridpar.errors import DataError, config_error
 from hybridpar.reading import read_text
 
@@ -33,8 +32,7 @@ _SYNONYMS = {BEGIN: (BEGIN, "<|begin_of_text|>", "<bos>"), END: (END, "<|end_of_
              "[MASK]": ("[MASK]", "<mask>")}
 _NUM_BYTES = 256
 _MAX_BYTES = 256 << 20
-_PIECE = 1 << 20
-_BREAK = re.compile(r"(?<=\S)\n(?=\S)")  # a lone line break is a token of its own for the byte-level splitter
+_BATCH_CHARACTERS, _BATCH_PIECES = 2 << 20, 2048  # encoded at a time
 
 
 @dataclass(frozen=True)
@@ -119,22 +117,51 @@ class Tokenizer:
         special = {pad, cls, sep, mask, *(i for i, token in added.items() if token.special)}
         return BertVocabulary(self.vocab_size, pad, cls, sep, mask, tuple(sorted(special)))
 
+    @cached_property
+    def frame(self) -> tuple[list[int], list[int]]:
+        """What its post-processor puts before and behind a text, such as LLaMA's <s>; ours have none."""
+        found = self._inner.encode("a", add_special_tokens=True)
+        ordinary = [i for i, special in enumerate(found.special_tokens_mask) if not special]
+        if not ordinary:
+            return [], []
+        return found.ids[:ordinary[0]], found.ids[ordinary[-1] + 1:]
+
+    @cached_property
+    def document_frame(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The same for a document, which ends with one end-of-text token whatever its tokenizer puts there."""
+        begin, finish = self.frame
+        end = self.special(END)
+        return np.array(begin, np.int32), np.array(finish if finish[-1:] == [end] else [*finish, end], np.int32)
+
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Shapes: returns [t]."""
-        return self.encode_batch([text])[0]
+        """The ids of a text, without special tokens. Shapes: returns [t]."""
+        return np.concatenate([ids for ids, _ in self.encode_parts(in_parts(text))])
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """The ids of each text, without special tokens; the texts are encoded in parallel.
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a text that is to be continued, as transformers has them: behind what its texts begin with."""
+        return [*self.frame[0], *self.encode(text).tolist()]
 
-        Shapes: returns [t] for each text.
+    def encode_parts(self, parts: Iterable[Part]) -> Iterator[tuple[NDArray[np.int32], Ends]]:
+        """The ids of texts piece by piece, without special tokens; pieces are encoded in parallel.
+
+        Shapes: yields [t] and what is complete behind it.
         """
-        pieces = [list(_pieces(text)) for text in texts]
-        found = self._inner.encode_batch_fast([p for ps in pieces for p in ps], add_special_tokens=False)
-        ids = iter(found)
-        return [np.array(list(itertools.chain.from_iterable(next(ids).ids for _ in ps)), np.int32) for ps in pieces]
+        for batch in _batches(pieces(parts, self._num_ids)):
+            texts = [piece.context + piece.text if piece.text else "" for piece in batch]
+            found = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+            for piece, encoding in zip(batch, found, strict=True):
+                ids = encoding.ids[piece.num_known:] if piece.text else []
+                yield np.array(ids, np.int32), piece.ends
+            del found, encoding  # before the next ones are there
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._inner.decode([int(i) for i in ids], skip_special_tokens=False)
+        """The text of `ids`. A decoder may strip the space that it begins with."""
+        return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    def _num_ids(self, before: str, after: str) -> int | None:
+        first = self._inner.encode(before, add_special_tokens=False).ids
+        both = self._inner.encode(before + after, add_special_tokens=False).ids
+        return len(first) if both[:len(first)] == first else None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: Kind = "gpt") -> Tokenizer:
@@ -155,7 +182,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: Kind = "gpt") -
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS[kind]),
                                   initial_alphabet=alphabet, show_progress=False)
-    inner.train_from_iterator((piece for text in texts for piece in _pieces(text)), trainer)
+    inner.train_from_iterator(texts, trainer)
     return Tokenizer(inner)
 
 
@@ -174,10 +201,15 @@ def check_vocab_fits(used: int, vocab_size: int, what: str) -> None:
         raise config_error("model.vocab_size", vocab_size, rule, str(-(-used // 64) * 64))
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """The text in parts of about a megabyte, cut where it changes no token of a byte-level tokenizer."""
-    start = 0
-    while len(text) - start > _PIECE and (found := _BREAK.search(text, start + _PIECE)):
-        yield text[start:found.end()]
-        start = found.end()
-    yield text[start:]
+def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces in groups that are worth encoding in parallel and fit in memory."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in found:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -54,8 +54,7 @@ def read_cluster(path: Path) -> Cluster:
     try:
         document = read_toml(path, MAX_TOML)
     except OSError as error:
-        raise config_error("cluster", str(path), f"cannot be read ({error.strerror})",
-                           nearest_path(path) or "cluster.toml") from None
+        raise config_error("cluster", str(path), f"cannot be read ({error.strerror})", nearest_path(path)) from None
     except (ValueError, RecursionError) as error:
         raise config_error("cluster", str(path), f"is not valid TOML: {error}") from None
     problems = [*_problems("", document, _KEYS, ("servers", "devices_per_server", "device", "inner"))]

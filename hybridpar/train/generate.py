@@ -89,7 +89,7 @@ class Generator:
         """
         texts = []
         for i, prompt in enumerate(prompts):
-            tokens = [int(i) for i in self.tokenizer.encode(prompt)]
+            tokens = self.tokenizer.encode_prompt(prompt)
             key = sampling.seed % 2**64, site(f"generate.{tokens}"), 0, prompts[:i].count(prompt)
             texts.append(_Text(i, tokens or [self.end], Pieces(self.tokenizer, tokens), key))
         for first in range(0, len(texts), TOGETHER):

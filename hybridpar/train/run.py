@@ -238,7 +238,7 @@ class Run:
         settings, step = self.config.train, self.engine.batches_done
         if not settings.eval_interval or not (self._is_multiple(settings.eval_interval) or step == settings.num_steps):
             return
-        assert self.valid_loader is not None, "validate.py refuses evaluations without data.split"
+        assert self.valid_loader is not None, "validate.py refuses evaluations of nothing"
         self.flight.phase(EVALUATING, self._limit_s)
         losses = self.engine.evaluate(self.valid_loader, settings.eval_batches)
         self.flight.phase("settling", self.faults.start_timeout_s)

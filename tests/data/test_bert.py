@@ -128,7 +128,8 @@ def test_masking_statistics(make_indexed):
 def test_a_tenth_of_the_samples_is_short(make_indexed):
     vocabulary = BertVocabulary(20_000, PAD, CLS, SEP, MASK, (PAD, CLS, SEP, MASK))
     data = BertDataset(make_indexed([[1] * 125 * 24] * 4, FIRST), 128, vocabulary, seed=3)  # 24 full windows each
-    lengths = np.concatenate([epoch_of(data, e)["padding_mask"].sum(axis=1) for e in range(40)])
+    within = np.arange(len(data)) % 24 < 23  # the last window of a document has what moving it has left
+    lengths = np.concatenate([epoch_of(data, e)["padding_mask"].sum(axis=1)[within] for e in range(40)])
     # Five standard deviations of a share of 0.1; a "short" length is the full one once in 124.
     assert abs((lengths < 128).mean() - 0.1 * 123 / 124) < 5 * (0.1 * 0.9 / len(lengths)) ** 0.5
     assert lengths.min() < 10
@@ -143,6 +144,19 @@ def test_epochs_differ_and_nothing_else_does(data):
     some = data.batch(rows, np.array([0, 1, 1]))
     for name in first:
         np.testing.assert_array_equal(some[name], np.stack([first[name][5], later[name][2], later[name][5]]))
+
+
+def test_windows_begin_elsewhere_in_each_epoch(make_indexed):
+    data = BertDataset(make_indexed([[5] * 60, [3, 4], [2, 7] * 40], FIRST), 64, VOCABULARY, seed=3, head="none")
+    cuts, covered = set(), np.zeros(300 + 7 + 360, int)
+    for epoch in range(40):
+        tokens = np.concatenate([segments(epoch_of(data, epoch), row)[0] for row in range(len(data))])
+        assert len(np.unique(tokens)) == len(tokens)  # at most once
+        covered[tokens - FIRST] += 1
+        cuts.add(int(segments(epoch_of(data, epoch), 1)[0][0]))
+    assert len(cuts) > 5
+    assert covered.min() > 5
+    assert covered[300:307].min() == covered[300:307].max() >= 36  # a document of one window has nothing to move
 
 
 def test_num_targets_is_what_a_batch_has(data):

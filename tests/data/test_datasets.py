@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 
 from hybridpar.config import DataConfig, ModelConfig
@@ -49,6 +50,26 @@ def test_prepared_corpora_can_be_named(texts, tmp_path):
     assert mixed.tokenizer.fingerprint == first.tokenizer.fingerprint
 
 
+def test_a_validation_corpus_of_its_own(texts, tmp_path):
+    def opened(corpus, **options):
+        config = DataConfig(corpus, **options)
+        return open_data(ModelConfig(**MODEL), config, tmp_path / "c", seed=1, quiet=True)
+
+    whole = opened(texts[:1], split=0)
+    data = opened(texts[:1], valid_corpus=texts[1:])
+    assert data.train.fingerprint == whole.train.fingerprint  # nothing of the corpus is held out
+    assert len(data.valid.datasets) == 1
+    assert data.tokenizer.fingerprint == whole.tokenizer.fingerprint
+    held_out = data.valid.datasets[0].batch(np.arange(3), np.zeros(3, np.int64))["tokens"]
+    assert "two text" in data.tokenizer.decode(held_out.reshape(-1))
+    again = opened(texts[:1], valid_corpus=texts[1:]).valid.datasets[0].batch(np.arange(3), np.full(3, 7))["tokens"]
+    np.testing.assert_array_equal(again, held_out)  # at every evaluation
+    weighted = opened(texts, weights=(3.0, 1.0), valid_corpus=(str(data.prepared[0].prefix), __file__),
+                      tokenizer=str(data.prepared[0].tokenizer_path))
+    assert weighted.train.shares == (3, 1)
+    assert len(weighted.valid.datasets) == 2
+
+
 @pytest.fixture
 def theirs(tmp_path):
     with IndexedWriter(tmp_path / "theirs", "<u2") as writer:
@@ -79,6 +100,10 @@ def test_what_does_not_go_together(texts, theirs, tmp_path):
         opened(corpus=(texts[0], theirs))
     with pytest.raises(DataError, match="does not exist"):
         opened(corpus=("missing.txt",))
+    with pytest.raises(ConfigError, match=r"data\.tokenizer = '': is needed for .*one\.jsonl, because data\.corpus is"):
+        opened(corpus=(theirs,), valid_corpus=texts[:1])
+    with pytest.raises(DataError, match=r"missing\.txt: does not exist"):
+        opened(valid_corpus=("missing.txt",))
     gpt = str(opened().prepared[0].prefix)
     with pytest.raises(ConfigError, match="was prepared for gpt, this is bert"):
         opened(kind="bert", corpus=(gpt,), tokenizer=str(opened(kind="bert").prepared[0].tokenizer_path))

@@ -6,11 +6,13 @@ import time
 
 import numpy as np
 import pytest
+from data import foreign
 
+from hybridpar.data import pieces
 from hybridpar.data import prepared as module
 from hybridpar.data.indexed import IndexedWriter
-from hybridpar.data.prepared import check_vocab, open_prepared, prepare, prepare_tokenizer, split_sentences
-from hybridpar.data.tokenizer import END, train_tokenizer
+from hybridpar.data.prepared import check_vocab, open_prepared, prepare, prepare_tokenizer
+from hybridpar.data.tokenizer import END, Tokenizer, train_tokenizer
 from hybridpar.errors import ConfigError, DataError
 
 TEXTS = [f"def function_{i}(a, b):\n    return a + b * {i}\n\n\nprint('One. Two! Three?')\n" for i in range(40)]
@@ -41,14 +43,21 @@ def test_bert_sequences_are_sentences(corpus, tmp_path):
     prepared = prepare(corpus, tmp_path / "cache", 400, kind="bert", quiet=True)
     tokenizer, indexed = prepared.tokenizer(), prepared.open()
     found = [tokenizer.decode(ids) for ids in indexed]
-    assert found == [s for text in TEXTS for s in split_sentences(text)]
+    assert found == [line for i in range(40) for line in (
+        f"def function_{i}(a, b):", f"return a + b * {i}", "print('One.", "Two!", "Three?')")]
     assert np.diff(indexed.documents).tolist() == [5] * len(TEXTS)
     assert indexed.tokens.min() > 4  # no special ones
 
 
-def test_sentences():
-    text = 'One is 1.5 long.  "Two!" (Three?) four\n\n   Five\r\n'
-    assert split_sentences(text) == ["One is 1.5 long.", '"Two!"', "(Three?) four", "Five"]
+def test_documents_have_what_their_tokenizer_puts_around_a_text(corpus, tmp_path, monkeypatch):
+    made = foreign.llama()
+    made.save(str(tmp_path / "llama.json"))
+    monkeypatch.setattr(pieces, "_PIECE", 20)
+    monkeypatch.setattr(pieces, "_AROUND", 10)
+    prepared = prepare(corpus, tmp_path / "cache", 700, tokenizer=tmp_path / "llama.json", quiet=True)
+    for text, ids in zip(TEXTS, prepared.open(), strict=True):
+        assert ids.tolist() == [*made.encode(text).ids, Tokenizer(made).special(END)]
+        assert Tokenizer(made).decode(ids[1:-1]) == text
 
 
 def test_a_second_call_finds_the_result(corpus, tmp_path, monkeypatch):
@@ -120,7 +129,7 @@ def test_a_folder_that_cannot_be_written_is_named(corpus, tmp_path, monkeypatch)
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(IndexedWriter, "add_document", full)
+    monkeypatch.setattr(IndexedWriter, "add", full)
     with pytest.raises(DataError, match=r"out: cannot be written \(No space left on device\)"):
         prepare(corpus, tmp_path / "out", 300, quiet=True)
     assert all(path.suffix == ".lock" for path in (tmp_path / "out").iterdir())

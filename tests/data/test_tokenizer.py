@@ -1,9 +1,11 @@
 import json
 
-import numpy as np
 import pytest
+import tokenizers
+from data import foreign
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from hybridpar.data.tokenizer import BERT_TOKENS, END, Tokenizer, train_tokenizer
 from hybridpar.errors import ConfigError, DataError
@@ -44,12 +46,22 @@ def test_special_tokens_in_a_text_are_text(trained):
     assert trained.decode(ids) == f"a{END}b[MASK]"
 
 
-def test_long_texts_are_encoded_in_parts_that_change_nothing(trained, monkeypatch):
-    text = "\n\n  a b\r\n\nc\n d\u00a0\ne\x1c\nf\n\n\ng\n" * 20
-    whole = trained.encode(text)
-    for size in range(1, 30):
-        monkeypatch.setattr("hybridpar.data.tokenizer._PIECE", size)
-        np.testing.assert_array_equal(trained.encode(text), whole)
+@pytest.mark.parametrize("made", [foreign.llama, lambda: foreign.llama("first"), foreign.llama_3, foreign.unigram])
+@pytest.mark.parametrize("text", ["", "The cat", " sat.\n", "  two", "é 漢字\n\nend"])
+def test_prompts_are_those_of_transformers(made, text):
+    inner = made()
+    theirs = pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_object=inner)
+    assert Tokenizer(tokenizers.Tokenizer.from_str(inner.to_str())).encode_prompt(text) == theirs(text).input_ids
+
+
+@pytest.mark.parametrize(("template", "begin", "finish"), [
+    ("<s> $A", [1], [2]), ("<s> $A </s>", [1], [2]), ("$A <unk>", [], [0, 2]), ("$A", [], [2])])
+def test_a_document_has_what_its_tokenizer_adds_and_one_end(template, begin, finish):
+    made = foreign.llama()
+    special = [(word, made.token_to_id(word)) for word in ("<unk>", "<s>", "</s>")]
+    made.post_processor = processors.TemplateProcessing(single=template, pair=f"{template} $B", special_tokens=special)
+    frame = Tokenizer(made).document_frame
+    assert [part.tolist() for part in frame] == [begin, finish]
 
 
 @pytest.mark.parametrize("kind", ["gpt", "bert"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
+import multiprocessing
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ from hybridpar.data import (
     prepare,
     train_tokenizer,
 )
-from hybridpar.data.corpus import SourceFile, documents
+from hybridpar.data.corpus import corpus_files, read_parts
 from hybridpar.data.tokenizer import BertVocabulary
 from hybridpar.errors import DataError
 
@@ -75,9 +78,41 @@ def read_tokenizer(folder: Path) -> None:
         tokenizer.bert()
 
 
-def read_corpus(folder: Path) -> None:
-    files = sorted(folder.iterdir())
-    for _ in documents([SourceFile(path, path.name, named=True) for path in files]):
+def make_formats(folder: Path) -> list[Path]:
+    """In a process of its own: Arrow's threads do not live on in the ones that are forked for the inputs."""
+    process = multiprocessing.get_context("fork").Process(target=_write_formats, args=(folder,))
+    process.start()
+    process.join()
+    return sorted(folder.iterdir())
+
+
+def _write_formats(folder: Path) -> None:
+    import pyarrow
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    records = [{"id": i, "text": line} for i, line in enumerate(TEXT.splitlines())]
+    csv = "id,text\n" + "".join(f'{r["id"]},"{r["text"]}"\n' for r in records)
+    table = pyarrow.table({"text": [r["text"] for r in records]})
+    parquet, arrow, stream, zstd = (pyarrow.BufferOutputStream() for _ in range(4))
+    pyarrow.parquet.write_table(table, parquet, row_group_size=9)
+    for sink, make in ((arrow, pyarrow.ipc.new_file), (stream, pyarrow.ipc.new_stream)):
+        with make(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=9)
+    with pyarrow.CompressedOutputStream(zstd, "zstd") as compressed:
+        compressed.write(csv.encode())
+    state = {"_data_files": [{"filename": "data-0.arrow"}]}
+    columns = {"p__parquet": parquet, "f__arrow": arrow, "s__arrow": stream, "c__zst": zstd}
+    for name, sink in columns.items():
+        folder_with(folder / name, **{name: sink.getvalue().to_pybytes()})
+    folder_with(folder / "texts", a__json=json.dumps(records), b__csv=csv, c__gz=gzip.compress(csv.encode()))
+    saved = folder_with(folder / "saved", state__json=json.dumps(state))
+    (saved / "data-0.arrow").write_bytes(stream.getvalue().to_pybytes())
+
+
+def read_formats(folder: Path) -> None:
+    sources = [folder] if (folder / "state.json").is_file() else sorted(folder.iterdir())
+    for _ in read_parts(corpus_files(sources)):
         pass
 
 
@@ -86,6 +121,9 @@ TARGETS = (
     Target("prepared corpus", make_prepared, read_prepared, {
         "manifest.json": mutate_json, ".idx": mutate_index, "tokenizer.json": mutate_json}),
     Target("tokenizer", make_tokenizers, read_tokenizer, {".json": mutate_json}),
-    Target("corpus", lambda folder: [folder_with(folder / "c", a__txt=TEXT, b__jsonl=DOCUMENTS)], read_corpus, {
+    Target("corpus", lambda folder: [folder_with(folder / "c", a__txt=TEXT, b__jsonl=DOCUMENTS)], read_formats, {
         ".txt": mutate_bytes, ".jsonl": mutate_lines}),
+    Target("formats", make_formats, read_formats, {
+        ".json": mutate_json, ".csv": mutate_bytes, ".gz": mutate_bytes, ".zst": mutate_bytes, ".parquet": mutate_bytes,
+        ".arrow": mutate_bytes}),
 )

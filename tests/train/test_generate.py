@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.exchange import make_theirs
+from data import foreign
 from ranks import run_ranks
 from train.runs import finish, run_job, torchrun, write_config
 
@@ -66,7 +67,7 @@ def test_greedy_text_is_that_of_transformers(imported: tuple[Path, Path]) -> Non
     for prompt in PROMPTS:
         chosen.clear()
         text = "".join(generator.generate(prompt, GREEDY))
-        ids = [int(i) for i in tokenizer.encode(prompt)] or [generator.end]
+        ids = tokenizer.encode_prompt(prompt) or [generator.end]
         suppressed = list(range(tokenizer.vocab_size, 320))  # ids that no token has
         made = theirs.generate(torch.tensor([ids]), max_new_tokens=64, do_sample=False, pad_token_id=0,
                                suppress_tokens=suppressed)[0, len(ids):].tolist()
@@ -209,6 +210,14 @@ def test_pieces_are_the_text_and_little_is_decoded_for_each(monkeypatch: pytest.
     pieces = Pieces(tokenizer, tokenizer.encode("plain").tolist())
     assert "".join(map(pieces.add, tokenizer.encode(text).tolist())) + pieces.rest() == text
     assert longest < 10
+
+
+def test_a_word_keeps_its_space_behind_the_prompt() -> None:
+    tokenizer = Tokenizer(foreign.llama())
+    prompt, whole = tokenizer.encode_prompt("The"), tokenizer.encode_prompt("The cat sat")
+    assert whole[: len(prompt)] == prompt
+    pieces = Pieces(tokenizer, prompt)
+    assert "".join(map(pieces.add, whole[len(prompt) :])) + pieces.rest() == " cat sat"
 
 
 @pytest.mark.ranks
