@@ -76,7 +76,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "gpt_tiny.toml").write_text("[model\n")
     with pytest.raises(ConfigError, match="is not valid TOML"):
         load_toml(tmp_path / "gpt_tiny.toml")
-    with pytest.raises(ConfigError, match=r"cannot be read .*; try gpt_tiny\.toml"):
+    with pytest.raises(ConfigError, match=r"cannot be read .*; try .*gpt_tiny\.toml"):
         load_toml(tmp_path / "gpt_tny.toml")
     (tmp_path / "deep.toml").write_text("[model]\n" + "a." * 50_000 + "b = 1\n")
     with pytest.raises(ConfigError, match="the key at line 2 has more than 16 parts"):
