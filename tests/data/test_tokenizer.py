@@ -64,6 +64,12 @@ def test_a_document_has_what_its_tokenizer_adds_and_one_end(template, begin, fin
     assert [part.tolist() for part in frame] == [begin, finish]
 
 
+def test_words_need_no_post_processor_and_no_unknown_word():
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({END: 0, "w1": 1, "w2": 2}))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    assert Tokenizer(words).encode_prompt("w2 w1") == [2, 1]
+
+
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_too_small_a_vocabulary(kind):
     with pytest.raises(ConfigError, match=r"vocab_size = 256: a byte-level .* try 512"):
