@@ -20,7 +20,7 @@ compared with has the same ones. In the last job but one all ranks roll back ins
 is to stop: then the job ends with exit code 1, all up to there is as undisturbed, and it is not started again.
 
 Seconds: `noticed`, from the fault until the supervisor has noticed (faults.timeout_s included where ranks hang or a
-link is lost; what a save meets comes out at the next mark, a stretch later); `again`, until all ranks train again.
+link is lost); `again`, until all ranks train again.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _reasons(saved: Config, wanted: Config, corpora: Corpora, refused: list[str]
 
 
 def _with_positions(config: Config) -> Config:
-    """With max_positions where it is the size of a table, and what its zero stands for."""
+    """`config` with max_positions as the size of a learned table (0 stands for seq_length), and 0 without one."""
     model = config.model
     rows = model.num_positions if model.position == "learned" else 0
     return replace(config, model=replace(model, max_positions=rows))
