@@ -49,7 +49,7 @@ MODELS = {
 
 
 def build(shape: Shape, folder: Path) -> tuple[Generator, Any]:
-    """The same random model here and there, and a word for each of its ids."""
+    """A random model of transformers, imported here, whose tokenizer has a word for each id."""
     transformers = importlib.import_module("transformers")
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": shape.vocab, "bos_token_id": 0, "eos_token_id": None}

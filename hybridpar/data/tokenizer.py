@@ -150,7 +150,11 @@ class Tokenizer:
         """
         for batch in _batches(pieces(parts, self._num_ids)):
             texts = [piece.context + piece.text if piece.text else "" for piece in batch]
-            found = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+            try:
+                found = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+            except Exception as error:  # tokenizers has no narrower one
+                raise DataError(f"{self._name}: cannot encode a text ({error}); a tokenizer needs an id for any text, "
+                                "such as that of an unknown word") from None
             for piece, encoding in zip(batch, found, strict=True):
                 ids = encoding.ids[piece.num_known:] if piece.text else []
                 yield np.array(ids, np.int32), piece.ends

@@ -68,6 +68,8 @@ def test_words_need_no_post_processor_and_no_unknown_word():
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({END: 0, "w1": 1, "w2": 2}))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     assert Tokenizer(words).encode_prompt("w2 w1") == [2, 1]
+    with pytest.raises(DataError, match=r"cannot encode a text .*needs an id for any text"):
+        Tokenizer(words).encode_prompt("w2 other")
 
 
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
