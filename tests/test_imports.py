@@ -13,7 +13,7 @@ PACKAGE = ROOT / "hybridpar"
 LAYERS = (
     ("errors", "reading"), ("config",), ("autograd", "cpu", "flight", "native"), ("grid", "random"), ("comm",),
     ("ops",), ("nn",),
-    ("models", "pipeline.plan"), ("pipeline.run",), ("optim",), ("dp",), ("data",), ("checkpoint",),
+    ("models", "pipeline.plan"), ("optim",), ("state",), ("pipeline.run",), ("data",), ("checkpoint",),
     ("validate",), ("memory",), ("train",), ("verify", "planner"), ("commands",), ("cli",), ("__main__",),
 )
 RANK = {name: i for i, names in enumerate(LAYERS) for name in names}

@@ -21,7 +21,7 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.nn.placement import Placement
 from hybridpar.optim import ParameterSlot
 from hybridpar.optim.loss_scale import LossScaler
-from hybridpar.pipeline.run.weights import WeightStore
+from hybridpar.state.weights import WeightStore
 
 
 class Trainee(Protocol):

@@ -26,7 +26,7 @@ from torch import Tensor
 from hybridpar.checkpoint.saved import Saved
 from hybridpar.checkpoint.shards import MASTER, OPTIMIZER, WEIGHTS
 from hybridpar.optim import ParameterSlot
-from hybridpar.pipeline.run.weights import WeightStore
+from hybridpar.state.weights import WeightStore
 
 
 class Restated(Mapping[str, Tensor]):

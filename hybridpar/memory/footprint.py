@@ -17,8 +17,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
 from hybridpar.config import Config
-from hybridpar.dp.accumulate import GradientAccumulator
-from hybridpar.dp.partition import Partition, make_routes
 from hybridpar.grid import Axis
 from hybridpar.memory.ghost import Tracker
 from hybridpar.models.build import DTYPES, Recomputation, build_blocks
@@ -26,8 +24,10 @@ from hybridpar.models.cost import LABELLED
 from hybridpar.nn.placement import reduce_shared_gradients
 from hybridpar.optim import ParameterSlot, optimizer_of, squared_norm
 from hybridpar.pipeline.run.stage import Stage
-from hybridpar.pipeline.run.weights import Ownership, StageParameters, WeightStore
 from hybridpar.random import RandomKey
+from hybridpar.state.gradients import GradientAccumulator
+from hybridpar.state.partition import Partition, make_routes
+from hybridpar.state.weights import Ownership, StageParameters, WeightStore
 
 
 @dataclass(frozen=True, slots=True)

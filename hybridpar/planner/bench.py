@@ -22,7 +22,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from hybridpar.autograd import backward_from
 from hybridpar.comm import barrier, gather_objects
 from hybridpar.config import Config
-from hybridpar.dp.accumulate import GradientAccumulator
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.memory.footprint import Buffers, sample_microbatch, silent_axis, trace_stage
 from hybridpar.models.build import DTYPES, Recomputation, build_blocks
@@ -32,9 +31,10 @@ from hybridpar.optim import ParameterSlot, optimizer_of, squared_norm
 from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.pipeline.run.recording import Clock, make_clock
 from hybridpar.pipeline.run.stage import Stage
-from hybridpar.pipeline.run.weights import Ownership, StageParameters, WeightStore
 from hybridpar.planner.profile import KINDS, BlockCost, Key
 from hybridpar.random import RandomKey
+from hybridpar.state.gradients import GradientAccumulator
+from hybridpar.state.weights import Ownership, StageParameters, WeightStore
 
 _MOST_LAYERS = 6
 _UPDATES = 3

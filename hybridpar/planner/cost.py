@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hybridpar.config import Config
-from hybridpar.dp.partition import BUCKET_BYTES
 from hybridpar.models.build import DTYPES, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Kind
@@ -27,6 +26,7 @@ from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import KINDS, BlockCost
+from hybridpar.state.partition import BUCKET_BYTES
 
 GRADIENT_BYTES = {name: max(dtype.itemsize, 4) for name, dtype in DTYPES.items()}
 _NORM_BYTES = 64

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from hybridpar.checkpoint.shards import WEIGHTS
 from hybridpar.comm import gather_objects
-from hybridpar.dp import audit_replicas, tp_replicas
 from hybridpar.grid import Axis
 from hybridpar.optim import ParameterSlot
+from hybridpar.state import audit_replicas, tp_replicas
 from hybridpar.train.engine import Engine
 
 

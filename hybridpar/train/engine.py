@@ -20,9 +20,6 @@ from hybridpar.checkpoint.restate import Under
 from hybridpar.comm import Work, all_reduce, all_reduce_async
 from hybridpar.config import Config
 from hybridpar.data import DataStart
-from hybridpar.dp.accumulate import GradientAccumulator
-from hybridpar.dp.partition import Partition, make_routes
-from hybridpar.dp.reducer import GradientReducer
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import DTYPES, build_blocks, loss_names, recomputed_blocks
 from hybridpar.models.cost import stage_split
@@ -38,7 +35,10 @@ from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, schedule_of
 from hybridpar.pipeline.run import graphs
 from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor, Lane
 from hybridpar.pipeline.run.stage import Stage
-from hybridpar.pipeline.run.weights import Ownership, StageParameters, WeightStore
+from hybridpar.state.gradients import GradientAccumulator
+from hybridpar.state.partition import Partition, make_routes
+from hybridpar.state.reducer import GradientReducer
+from hybridpar.state.weights import Ownership, StageParameters, WeightStore
 from hybridpar.train.anomalies import Anomaly, Judge, RunningJudge
 from hybridpar.train.source import Loader, LoaderSource
 

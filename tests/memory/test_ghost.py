@@ -12,15 +12,15 @@ from torch import Tensor
 
 from hybridpar.config import ModelConfig
 from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.dp.accumulate import GradientAccumulator
 from hybridpar.grid import Axis
 from hybridpar.memory import Usage, measure
 from hybridpar.memory.ghost import Ghost, Tracker
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.ops.dropout import dropout
 from hybridpar.pipeline.run.stage import Stage
-from hybridpar.pipeline.run.weights import Ownership, StageParameters, WeightStore
 from hybridpar.random import RandomKey
+from hybridpar.state.gradients import GradientAccumulator
+from hybridpar.state.weights import Ownership, StageParameters, WeightStore
 
 CPU = torch.device("cpu")
 

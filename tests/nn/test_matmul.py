@@ -8,11 +8,11 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
-from hybridpar.dp import GradientAccumulator
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn import ParallelMLP, matmul
-from hybridpar.nn.layout import FlatLayout
 from hybridpar.nn.linear import column_linear
+from hybridpar.state import GradientAccumulator
+from hybridpar.state.layout import FlatLayout
 
 AXIS = Axis("tp")
 

@@ -8,10 +8,10 @@ from ops.places import places
 from torch import Tensor
 
 from hybridpar import ops
-from hybridpar.dp import GradientAccumulator
 from hybridpar.grid import Axis
 from hybridpar.nn import VocabParallelEmbedding
-from hybridpar.nn.layout import FlatLayout
+from hybridpar.state import GradientAccumulator
+from hybridpar.state.layout import FlatLayout
 
 TYPES = [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16),
          (torch.bfloat16, torch.float32), (torch.float16, torch.float32)]

@@ -8,11 +8,11 @@ import pytest
 from planner import made
 
 from hybridpar.config import ParallelConfig, load_toml
-from hybridpar.dp.partition import BUCKET_BYTES
 from hybridpar.grid import lines_of
 from hybridpar.planner.cluster import estimate, machine_of
 from hybridpar.planner.cost import Model
 from hybridpar.planner.hardware import DEVICES, Cluster, Link, find_device, find_link
+from hybridpar.state.partition import BUCKET_BYTES
 
 
 def test_one_rank_takes_the_sum_of_its_blocks() -> None:

@@ -11,9 +11,9 @@ from ranks import run_ranks
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.dp.audit import bit_hash
 from hybridpar.errors import CheckpointError
 from hybridpar.grid import ProcessGrid
+from hybridpar.state.audit import bit_hash
 from hybridpar.train.engine import Engine, StepResult
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from train.runs import metrics, write_config
 from hybridpar.cli import main
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.dp.audit import audit_replicas
 from hybridpar.grid import ProcessGrid
+from hybridpar.state.audit import audit_replicas
 from hybridpar.train.engine import Engine, StepResult
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -27,8 +27,8 @@ from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs
 from hybridpar.pipeline.run.recording import Recording
 from hybridpar.pipeline.run.stage import Stage
-from hybridpar.pipeline.run.weights import WeightStore
 from hybridpar.random import RandomKey
+from hybridpar.state.weights import WeightStore
 
 
 class Source(Protocol):

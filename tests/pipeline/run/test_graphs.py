@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.dp.accumulate import GradientAccumulator
 from hybridpar.grid import ProcessGrid
-from hybridpar.nn.layout import FlatLayout
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs, recorder, unsupported
 from hybridpar.pipeline.run.stage import Stage
+from hybridpar.state.gradients import GradientAccumulator
+from hybridpar.state.layout import FlatLayout
 from hybridpar.train.engine import Engine
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 from hybridpar.comm import all_gather_async, reduce_scatter_async
-from hybridpar.dp import GradientReducer, Partition, Route
 from hybridpar.grid import Axis, ProcessGrid
-from hybridpar.nn.layout import FlatLayout
+from hybridpar.state import GradientReducer, Partition, Route
+from hybridpar.state.layout import FlatLayout
 
 Shapes = list[tuple[int, ...]]
 

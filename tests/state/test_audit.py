@@ -2,11 +2,11 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from hybridpar.dp import audit_replicas, tp_replicas
-from hybridpar.dp.audit import bit_hash
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn.placement import Init, Placement, Shard
 from hybridpar.optim import ParameterSlot
+from hybridpar.state import audit_replicas, tp_replicas
+from hybridpar.state.audit import bit_hash
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 

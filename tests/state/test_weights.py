@@ -15,7 +15,7 @@ from hybridpar.memory import measure
 from hybridpar.models.build import build_blocks
 from hybridpar.optim import ParameterSlot, build_optimizer
 from hybridpar.pipeline.run.stage import Stage
-from hybridpar.pipeline.run.weights import Ownership, StageParameters, WeightStore
+from hybridpar.state.weights import Ownership, StageParameters, WeightStore
 from hybridpar.train.engine import Engine
 
 CPU = torch.device("cpu")

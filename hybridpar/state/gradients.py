@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from hybridpar.nn.layout import FlatLayout
 from hybridpar.nn.matmul import SINK
+from hybridpar.state.layout import FlatLayout
 
 
 class GradientAccumulator:

@@ -19,9 +19,9 @@ from torch import Tensor
 from hybridpar.comm import Parts, Works, all_gather_async
 from hybridpar.config import Config
 from hybridpar.grid import Axis
-from hybridpar.nn.layout import ALIGN_BYTES, Bucket, FlatLayout, Owned
 from hybridpar.nn.placement import Placement, has_shared_rows
 from hybridpar.optim import ParameterSlot, divisible
+from hybridpar.state.layout import ALIGN_BYTES, Bucket, FlatLayout, Owned
 
 BUCKET_BYTES = 25 * 2**20
 

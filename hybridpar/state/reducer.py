@@ -7,7 +7,7 @@ from collections import deque
 from torch import Tensor
 
 from hybridpar.comm import Work, Works, all_reduce_async, reduce_scatter_async
-from hybridpar.dp.partition import Partition
+from hybridpar.state.partition import Partition
 
 
 class GradientReducer:

@@ -6,9 +6,9 @@ import torch
 from ranks import run_ranks
 from torch import nn
 
-from hybridpar.dp import GradientAccumulator, GradientReducer, Partition, Route
 from hybridpar.grid import Axis, ProcessGrid
-from hybridpar.nn.layout import FlatLayout
+from hybridpar.state import GradientAccumulator, GradientReducer, Partition, Route
+from hybridpar.state.layout import FlatLayout
 
 SIZES = [7, 16, 33, 16, 5]
 BATCHES = 3

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridpar.nn.layout import FlatLayout
+from hybridpar.state.layout import FlatLayout
 
 SHAPES = {"a": (3, 5), "b": (1,), "c": (0, 4), "d": (), "e": (17,), "f": (2, 2, 2)}
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from hybridpar.comm import Works
 from hybridpar.errors import CheckpointError
-from hybridpar.nn.layout import FlatLayout, Owned
 from hybridpar.nn.placement import Placement, has_shared_rows, named_placements
 from hybridpar.ops.update import Weights
+from hybridpar.state.layout import FlatLayout, Owned
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 Update = Callable[[Weights], None]

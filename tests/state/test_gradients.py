@@ -4,8 +4,8 @@ import weakref
 import pytest
 import torch
 
-from hybridpar.dp import GradientAccumulator
-from hybridpar.nn.layout import FlatLayout
+from hybridpar.state import GradientAccumulator
+from hybridpar.state.layout import FlatLayout
 
 SHAPES = {"w": (4, 3), "b": (3,), "tied": (5, 4), "unused": (2,)}
 
