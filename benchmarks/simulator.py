@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import SHAPES, FixedLoader, arguments, engine_config, parse, run_ranks, summary, write_results
+from hybridpar.config import PipelineConfig
 from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
@@ -48,9 +49,14 @@ class Case:
     def name(self) -> str:
         return f"{self.schedule} pp={self.stages} m={self.microbatches}"
 
+    @property
+    def chunks(self) -> int:
+        """Stages on each rank."""
+        return PipelineConfig(schedule=self.schedule).num_chunks
+
     def simulated(self, source: RunCosts) -> float:
         """This case's step time with the costs of another run."""
-        sizes = Sizes(self.stages, self.microbatches)
+        sizes = Sizes(self.stages, self.microbatches, self.chunks)
         return Ordering(self.schedule).timeline(sizes, source.measured.costs).step_time(self.microbatches)
 
     def ratios(self, source: Case) -> list[float]:
@@ -102,6 +108,8 @@ def across_rows(cases: Sequence[Case], settings: dict[str, Any]) -> Iterator[dic
         for source in cases:
             same_sizes = (source.stages, source.microbatches) == (case.stages, case.microbatches)
             same_schedule = (source.stages, source.schedule) == (case.stages, case.schedule)
+            if source.chunks != case.chunks:
+                continue  # whose costs are of other stages
             if (same_sizes != same_schedule) and (same_sizes or source.microbatches == REFERENCE):
                 yield row(f"{case.name} from {source.schedule} m={source.microbatches}", case.ratios(source),
                           settings=settings)
