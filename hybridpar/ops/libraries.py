@@ -54,12 +54,12 @@ def without_gaps(x: Tensor) -> Tensor:
 
 def cpp_missing(op: str, *_: Any) -> str | None:
     """Why the C++ passes of `op` cannot be used; None when they can."""
-    return native.missing() or _make_traceable("hybridpar", op)
+    return _known(native.missing(), "hybridpar", op)
 
 
 def cuda_missing(op: str, *_: Any) -> str | None:
     """Why the CUDA C++ passes of `op`, of which one has its name, cannot be used; None when they can."""
-    reason = native.missing_cuda() or _make_traceable("hybridpar", op)
+    reason = _known(native.missing_cuda(), "hybridpar", op)
     return reason or (None if has_cuda(op) else f"has no version of {op}")
 
 
@@ -77,7 +77,7 @@ def triton_missing(op: str, device_type: str | None, dtype: torch.dtype | None) 
         return "its interpreter computes bfloat16 wrongly"
     if not interpreted and not torch.cuda.is_available():
         return "no GPU here"
-    return _register_triton() or _make_traceable("hybridpar_triton", op)
+    return _known(_register_triton(), "hybridpar_triton", op)
 
 
 @functools.cache
@@ -102,9 +102,11 @@ _libraries: list[torch.library.Library] = []
 """Operators live as long as their library."""
 
 
-def _make_traceable(library: str, op: str) -> None:
-    """Has torch.compile and meta tensors know the passes of the operation's module."""
-    _register_shapes(library, registry.backends(op)[-1].path.partition(":")[0])
+def _known(reason: str | None, library: str, op: str) -> str | None:
+    """The reason; where there is none, torch.compile and meta tensors know the passes of op's module from here on."""
+    if reason is None:
+        _register_shapes(library, registry.backends(op)[-1].path.partition(":")[0])
+    return reason
 
 
 @functools.cache

@@ -20,7 +20,8 @@ HERE = "not cuda and not threads and not dropout-300x33"  # numpy has no threads
 RUNS = {
     "numbers": (BACKENDS, f"{HERE} and not attention and not memory_held and "
                 "(torch.float32 or torch.float16 and not 300x33)"),
-    "attention": (BACKENDS, f"{HERE} and attention and torch.float32 and (x70x40 or x33x5 or x5x7 or x1x1)"),
+    "attention": (BACKENDS, f"{HERE} and attention and torch.float32 and (x5x7 or not memory_held and "
+                  "(x70x40 or x33x5 or x1x1))"),
     "memory": (BACKENDS, f"{HERE} and (strides or memory_held and not attention and torch.float32 and "
                "(5x1030 or 2x64 or 5x7))"),
     "update": ("tests/ops/test_update.py", "triton and not cuda and not bfloat16 and (torch.float16-False-nadamw or "
