@@ -19,12 +19,14 @@ is left of the roof at this size. `large` is a micro-batch of 16 samples of the 
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -234,17 +236,23 @@ def check(values: dict[str, float], dtype: str) -> None:
 
 
 def write_table(cases: list[dict[str, Any]], device: str) -> None:
-    """Puts what each operation's backends took, all sizes together, where `auto` looks it up."""
-    table: dict[str, dict[str, dict[str, float]]] = {}
+    """Puts what each operation's backends took, all sizes together, where `auto` looks it up; keeps other times."""
+    times: dict[str, dict[str, dict[str, float]]] = {}
     for case in cases:
         settings, us = case["settings"], {side: quartiles[1] for side, quartiles in case["us"].items()}
         op = NAMES.get(settings["op"], settings["op"])
         names = {row.name for row in registry.backends(op)}
         dtype = "float32" if op == "optimizer" else str(DTYPES[settings["dtype"]]).removeprefix("torch.")
-        known = table.setdefault(op, {}).setdefault(dtype, {})
+        known = times.setdefault(op, {}).setdefault(dtype, {}) if names else {}
         for side in names & us.keys():
             known[side] = round(known.get(side, 0.0) + us[side], 2)
-    print(measured.write(device, {op: types for op, types in table.items() if registry.backends(op)}))
+    path = Path(str(measured.TABLE))
+    table = json.loads(path.read_text())
+    of_device = table.setdefault(measured.device_name(device), {})
+    for op, types in times.items():
+        of_device.setdefault(op, {}).update(types)
+    path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    print(path)
 
 
 def main() -> None:

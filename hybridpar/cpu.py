@@ -1,4 +1,4 @@
-"""What Linux says of this machine's CPU."""
+"""This machine's CPU, as Linux describes it."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def cpu_fields() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """What its maker calls it, or else its architecture."""
+    """The CPU's name by its maker, or else its architecture."""
     return cpu_fields().get("model name") or platform.processor() or platform.machine()

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from .rows import _sigmoid, add_up, check, launch, share, tile
 
+OPERATORS = {"bias_gelu": (), "bias_gelu_backward": (), "bias_swiglu": (), "bias_swiglu_backward": ()}
+
 _WIDEST = 1024
 _OF_THREAD = 8  # elements of y
 _WIDEST_FORWARD = 1024
@@ -161,7 +163,7 @@ def _first_tile(blocks, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def _tile(ptr, row, col, end, cols, stride):
-    """What is there, and which of it is inside."""
+    """A tile of the matrix, zero outside, and which of its elements are inside."""
     inside = (row < end) & (col < cols)
     return tl.load(ptr + row.to(tl.int64) * stride + col, mask=inside, other=0.0), inside
 

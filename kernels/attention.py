@@ -34,6 +34,8 @@ from torch import Tensor
 from .philox import _counter, _generate, _signed, _words
 from .tiles import _corner, _load, _store, _tile, has_copy_engine, is_matrix, matrix, tile_of
 
+OPERATORS = {"attention": (), "attention_backward": ()}
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; finite, so that a row without keys makes no NaN
@@ -79,7 +81,7 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
 
 def _common(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
             mask: tuple[int, int, Tensor | None, int, float, int]) -> dict[str, Any]:
-    """What all kernels take, besides strides."""
+    """The arguments of all kernels, besides strides."""
     assert scale > 0, f"scale must be positive, got {scale}"  # the largest score must give the largest scaled one
     n, s, d = q.shape[1:]
     assert len(kv_head) == n, f"kv_head needs {n} entries, got {kv_head}"
@@ -263,7 +265,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, q_matrix, dout_matrix, real_ptr, table_ptr,
 def _add_dkdv(dk, dv, k, v, q_matrix, q_ptr, q_at, q_s, dout_matrix, dout_ptr, dout_at, dout_s, lse_ptr, delta_ptr,
               keys, key, end, s, scale, keep_scale, noise, start, UNIT: tl.constexpr, HEAD: tl.constexpr,
               D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
-    """What the queries of one head add; transposed tiles [KEYS, ROWS], so that P and dS go on from registers."""
+    """The sums over the queries of one head; transposed tiles [KEYS, ROWS], so that P and dS go on from registers."""
     q_row, q_col = _corner(q_matrix, q_at, q_s, UNIT)
     dout_row, dout_col = _corner(dout_matrix, dout_at, dout_s, UNIT)
     q_ptr += q_at * UNIT
@@ -338,7 +340,7 @@ def _scores(q, k, rows, key, real_ptr, s, KEYS: tl.constexpr, CAUSAL: tl.constex
 
 @triton.jit
 def _kept(index, key, noise, KEYS: tl.constexpr, DROPOUT: tl.constexpr):
-    """Which of [ROWS, KEYS] dropout keeps; `index` int64 [ROWS] is the mask's index of each row's key 0."""
+    """The elements of [ROWS, KEYS] that dropout keeps; `index` int64 [ROWS] is the mask's index of each row's key 0."""
     key0, key1, step, sample, threshold = noise
     if DROPOUT == _QUADS:  # rows begin at multiples of 4: a counter's words are those of four neighbours
         quad = (index >> 2)[:, None] + (key // 4 + tl.arange(0, KEYS // 4))[None, :]

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from .rows import _exp, check, launch, tile
 
+OPERATORS = {"cross_entropy": (), "cross_entropy_backward_": ("gradient",)}
+
 _WARPS = 4
 _WIDEST = 2048  # columns of a program of the gradient
 _OF_THREAD = 16

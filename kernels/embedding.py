@@ -19,6 +19,8 @@ from torch import Tensor
 
 from .rows import check, launch, tile
 
+OPERATORS = {"embedding": (), "embedding_backward_": ("gradient",)}
+
 _MOST_RANKED = 16384  # ids; more are sorted by torch, in time that grows with their number, not its square
 _RANKED = 16  # ids that a program finds the places of
 _COMPARED = 128  # ids that they are compared with at a time

@@ -22,6 +22,8 @@ from .philox import _counter
 from .residual import WORDS, _added, _keep, bias_dropout_add, bias_dropout_add_backward, dropout_words
 from .rows import _both, add_up, check, launch, share, tile
 
+OPERATORS = {"norm": (), "norm_backward": (), "add_norm": (), "add_norm_backward": ()}
+
 _WIDEST_FORWARD = 16384
 _WIDEST = 8192
 _WIDEST_BIAS = 4096

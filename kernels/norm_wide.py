@@ -21,7 +21,7 @@ _LEAST = 32  # rows that one sums
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centre: bool) -> tuple[Tensor, Tensor]:
-    """As in norm.py."""
+    """norm.norm for rows of any width."""
     rows, cols = x.shape[:-1].numel(), x.shape[-1]
     y, stats = torch.empty_like(x), x.new_empty((rows, 2), dtype=torch.float32)
     launch(wide_norm_kernel, rows, x, weight, bias, y, stats, cols, eps, CENTRE=centre, **_BLOCK)
@@ -30,7 +30,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centre: boo
 
 def norm_backward(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, stats: Tensor,
                   centre: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """As in norm.py, plus dsum on the gradient of x."""
+    """norm.norm_backward for rows of any width; dsum, if any, is added to the gradient of x."""
     rows, cols = x.shape[:-1].numel(), x.shape[-1]
     dx, dweight, dbias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
     launch(wide_backward_kernel, rows, dy, dsum, x, weight, stats, dx, cols, CENTRE=centre, **_BLOCK)

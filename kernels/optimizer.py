@@ -27,6 +27,11 @@ from torch import Tensor
 
 from .rows import launch
 
+OPERATORS = {
+    "adam_": ("means", "squares", "new", "working"), "move_": ("new", "working"),
+    "extrapolate_": ("new", "previous", "working"), "sum_squares": (),
+}
+
 _CHUNK = 8192  # elements of a program
 _BLOCK = 512  # at a time: 4 a thread, so that types of 4 bytes and 2 are read and written by the same threads
 _SUMS = 1024  # at a time, where they are only read
@@ -74,7 +79,7 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Table(NamedTuple):
-    """Where lists of tensors lie, on their device.
+    """The addresses of lists of tensors, on their device.
 
     Shapes: chunks int32 [number of chunks, 2]: tensor, which of its chunks; addresses int64 [lists, tensors]; sizes
     int64 [tensors]; firsts int64 [tensors + 1]: each tensor's first chunk, and how many there are.
@@ -254,7 +259,7 @@ def add_squares_kernel(firsts_ptr, partial_ptr, out_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _chunk(chunks_ptr, sizes_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Which tensor a program has; from where to where in whole blocks, and to where at all."""
+    """The tensor of a program; where its part begins, where its whole blocks end, and where it ends."""
     which = tl.load(chunks_ptr + 2 * tl.program_id(0))
     begin = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     end = tl.minimum(begin + CHUNK, tl.load(sizes_ptr + which))

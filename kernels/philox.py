@@ -1,11 +1,11 @@
-"""Philox4x32-10 on the GPU: random bits and dropout, a quarter of a generator call for each element.
+"""Dropout by Philox4x32-10 on the GPU, a quarter of a generator call for each element.
 
-Both treat [num_samples, rows, cols]: element (i, r, c) has 32 bits, word index % 4 of the generator's output for
+Element (i, r, c) of [num_samples, rows, cols] has 32 bits, word index % 4 of the generator's output for
 
     key (key0, key1)    counter (index // 4 low, index // 4 high, step, sample + i)    index = start + r * stride + c
 
-Traffic: bits writes 4 bytes an element; dropout reads and writes the element. Arithmetic: about 25 integer operations
-an element, so 16-bit dropout is bound by neither alone.
+Traffic: the element is read and written. Arithmetic: about 25 integer operations an element, so 16-bit dropout is bound
+by neither alone.
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from .rows import launch
 
+OPERATORS = {"philox_dropout": ()}
+
 _MAX_QUADS = 256  # counters a program: 1024 elements, 8 a thread
-_WORDS = ("key0", "key1", "threshold")
-_PLAIN = [*_WORDS, "start", "stride", "scale"]  # vary from call to call: compile once for all values
+_PLAIN = ["key0", "key1", "threshold", "start", "stride", "scale"]  # vary by call: compile once for all values
 
 
 def philox_dropout(x: Tensor, key0: int, key1: int, counter: Tensor | None, threshold: int, scale: float, stride: int,
@@ -34,30 +35,15 @@ def philox_dropout(x: Tensor, key0: int, key1: int, counter: Tensor | None, thre
     assert x.is_contiguous(), "x must be contiguous"
     assert counter is not None, "dropout needs a counter"
     out = torch.empty_like(x)
-    _launch(dropout_kernel, (x, out, counter), x.shape, stride, start, _signed(key0, key1, threshold), scale)
-    return out
-
-
-def random_bits(key0: int, key1: int, counter: Tensor, *, shape: tuple[int, int, int], stride: int,
-                start: int) -> Tensor:
-    """32 random bits an element, on the counter's device.
-
-    Shapes: shape is [num_samples, rows, cols]; returns int32 of that shape.
-    """
-    out = torch.empty(shape, dtype=torch.int32, device=counter.device)
-    _launch(bits_kernel, (out, counter), shape, stride, start, _signed(key0, key1))
-    return out
-
-
-def _launch(kernel, tensors, shape, stride: int, start: int, words: list[int], *rest: float) -> None:
-    num_samples, rows, cols = shape
-    if 0 in shape:
-        return
+    num_samples, rows, cols = x.shape
     if stride == cols:  # rows follow each other without a gap
         rows, cols = 1, rows * cols
     quads = min(_MAX_QUADS, triton.next_power_of_2((cols + 6) // 4))
     blocks = triton.cdiv((cols + 6) // 4, quads)
-    launch(kernel, num_samples * rows * blocks, *tensors, *words, *rest, rows, cols, stride, start, blocks, QUADS=quads)
+    if x.numel():
+        launch(dropout_kernel, num_samples * rows * blocks, x, out, counter, *_signed(key0, key1, threshold), scale,
+               rows, cols, stride, start, blocks, QUADS=quads)
+    return out
 
 
 def _signed(*words: int) -> list[int]:
@@ -76,14 +62,6 @@ def dropout_kernel(x_ptr, out_ptr, counter_ptr, key0, key1, threshold, scale, ro
     kept = (x.to(tl.float32) * scale).to(x.dtype)
     keep = bits >= threshold.to(tl.uint32, bitcast=True)
     tl.store(out_ptr + row * cols + col, tl.where(keep, kept, tl.zeros_like(kept)), mask=inside)
-
-
-@triton.jit(do_not_specialize=_PLAIN)
-def bits_kernel(out_ptr, counter_ptr, key0, key1, rows, cols, stride, start, blocks, QUADS: tl.constexpr):
-    row, col, quad, i = _place(rows, stride, start, blocks, QUADS)
-    step, sample = _counter(counter_ptr, i)
-    bits = _generate(quad, key0, key1, step, sample)
-    tl.store(out_ptr + row * cols + col, bits.to(tl.int32, bitcast=True), mask=(col >= 0) & (col < cols))
 
 
 @triton.jit

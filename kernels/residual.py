@@ -17,6 +17,8 @@ from torch import Tensor
 from .philox import _counter, _generate, _signed, _words
 from .rows import add_up, check, launch, share, tile
 
+OPERATORS = {"bias_dropout_add": (), "bias_dropout_add_backward": ()}
+
 WORDS = ("key0", "key1", "threshold", "scale", "sample_rows", "stride", "start")
 """The kernels' arguments of dropout: they vary from call to call, and kernels are compiled once for all values."""
 _WIDEST = 512
@@ -62,7 +64,7 @@ def bias_dropout_add_backward(dsum: Tensor, with_bias: bool, key0: int, key1: in
 
 def dropout_words(x: Tensor, key0: int, key1: int, counter: Tensor | None, threshold: int, scale: float, stride: int,
                   start: int) -> tuple[tuple[Any, ...], int]:
-    """What kernels take of a mask for x [samples, .., h]: the counter, then WORDS; and its kind.
+    """The arguments of kernels for a mask on x [samples, .., h]: the counter, then WORDS; and the mask's kind.
 
     Kinds: 0 drops nothing; 1: rows begin at quads of their own, so that a quad's four words serve four neighbours; 2:
     any other.
@@ -130,7 +132,7 @@ def _added(x_ptr, bias_ptr, residual_ptr, row, col, begin, rows, cols, noise, sc
 
 @triton.jit
 def _keep(row, begin, noise, sample_rows, stride, start, DROP: tl.constexpr, COLS: tl.constexpr):
-    """Which elements stay, of the rows [ROWS, 1] of all samples and the COLS columns from `begin`, a multiple of 4."""
+    """The elements that stay, in rows [ROWS, 1] of all samples and the COLS columns from `begin`, a multiple of 4."""
     key0, key1, step, sample, threshold = noise
     first = start.to(tl.int64) + begin + (row % sample_rows).to(tl.int64) * stride
     number = sample + row // sample_rows

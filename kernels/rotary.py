@@ -20,6 +20,8 @@ from torch import Tensor
 
 from .rows import launch
 
+OPERATORS = {"rotary": ()}
+
 _PAIRS = 1024  # positions times pairs of a program, 8 a thread
 _HEADS = 8  # of a program
 

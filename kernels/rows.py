@@ -1,4 +1,4 @@
-"""What the row-wise kernels share: how they are started, how wide their tiles are, sums of columns, logistic.
+"""Parts that the row-wise kernels share: how they are started, how wide their tiles are, sums of columns, logistic.
 
 A tile is ROWS rows of COLS columns, powers of two, in the layout that memory has: a thread of a whole tile reads
 neighbours, 16 bytes at a time where a row's size is a multiple of 16 elements. A thread has 16 elements of it, or 8
@@ -41,7 +41,7 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
 
 
 def check(**tensors: Tensor | None) -> None:
-    """Of one type and without gaps, as the kernels take them to be."""
+    """Asserts that tensors are of one type and without gaps, as the kernels take them to be."""
     present = {name: x for name, x in tensors.items() if x is not None}
     dtypes = {name: x.dtype for name, x in present.items()}
     assert len(set(dtypes.values())) == 1, f"tensors must be of one type, got {dtypes}"
@@ -60,7 +60,7 @@ def tile(cols: int, widest: int, of_thread: int = 16) -> dict[str, int]:
 
 
 def share(rows: int, most: int, least: int, step: int) -> tuple[int, int]:
-    """How many rows each program sums, a multiple of `step`, and how many programs: `most`, or so that it is `least`.
+    """Rows that each program sums, at least `least` and a multiple of `step`; number of programs, at most `most`.
 
     Units: rows; step and least are powers of two.
     """

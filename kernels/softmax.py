@@ -15,6 +15,8 @@ from torch import Tensor
 
 from .rows import check, launch, tile
 
+OPERATORS = {"masked_softmax": (), "masked_softmax_backward": ()}
+
 _WIDEST = 16384
 _OF_THREAD = 16
 _BLOCK = {"ROWS": 1, "COLS": 2048, "num_warps": 8}
@@ -116,7 +118,7 @@ def wide_softmax_backward_kernel(dy_ptr, y_ptr, dx_ptr, rows, keys, queries, sam
 
 @triton.jit
 def _seen(row, rows, keys, queries, CAUSAL: tl.constexpr):
-    """How many keys rows see at most [ROWS, 1]; none beyond the last row."""
+    """Number of keys that rows see at most [ROWS, 1]; none beyond the last row."""
     seen = keys
     if CAUSAL:  # counted from the end
         seen = tl.maximum(row % queries + (keys - queries + 1), 0)
@@ -151,7 +153,7 @@ def _gradients(dy_ptr, y_ptr, row, col, seen, keys):
 
 @triton.jit
 def _finite(top):
-    """What to subtract: nothing from rows that see nothing, as -infinity less itself is not a number."""
+    """The maximum to subtract: nothing from rows that see nothing, as -infinity less itself is not a number."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 

@@ -46,8 +46,8 @@ def matrix(x: Tensor, count: int) -> TensorDescriptor:
 
 
 def tile_of(kernel: str, D: int, itemsize: int, capability: int, use: int) -> Tile:
-    """What a kernel is launched with. `use`: 0 plain, by the copy engine where there is one; 1 with padding or grouped
-    heads, or by pointers; 2 with dropout."""
+    """Sizes that a kernel is launched with. `use`: 0 plain, by the copy engine where there is one; 1 with padding or
+    grouped heads, or by pointers; 2 with dropout."""
     if D > 256:
         return Tile(16, 16, 8, 1)
     uses = _TILES.get((capability, itemsize), _SMALL[itemsize])[kernel][0 if D <= 64 else 1 if D <= 128 else 2]
@@ -86,12 +86,12 @@ _TILES: dict[tuple[int, int], dict[str, tuple[tuple[tuple[int, int, int, int], .
 _SMALL = {itemsize: dict.fromkeys(("forward_kernel", "dq_kernel", "dkdv_kernel"), sizes) for itemsize, sizes in (
     (2, (((64, 32, 4, 2),), ((64, 32, 8, 1),), ((32, 32, 8, 1),))),
     (4, (((64, 32, 8, 1),), ((32, 32, 8, 1),), ((16, 16, 8, 1),))))}
-"""Of any other GPU, and of the interpreter: they fit 99 KB of shared memory."""
+"""Tiles for any other GPU, and for the interpreter: they fit 99 KB of shared memory."""
 
 
 @triton.jit
 def _corner(matrix, at, stride, UNIT: tl.constexpr):
-    """Where a head begins in the matrix of its tensor."""
+    """The row and column where a head begins in the matrix of its tensor."""
     if matrix is not None:
         row, col = (at // stride).to(tl.int32), (at % stride * UNIT).to(tl.int32)
     else:

@@ -145,7 +145,7 @@ result = {
     "cuda": torch.version.cuda, "python": platform.python_version(), "commit": commit, "steps": steps,
     "status": status, "tests": tests,
 }
-reports = registry.describe("cuda" if result["gpu"] else "cpu", torch.bfloat16)
+reports = [registry.report(op, "cuda" if result["gpu"] else "cpu", torch.bfloat16) for op in registry.ops()]
 (out / "gpu_check.json").write_text(json.dumps(result | {"backends": [asdict(r) for r in reports]}, indent=2))
 print(json.dumps(result))
 PY

@@ -1,4 +1,4 @@
-// What the row-wise operators share: element types, exact lane-wise sums, exp, and splitting rows over threads.
+// Parts that the row-wise operators share: element types, exact lane-wise sums, exp, and splitting rows over threads.
 //
 // Written to give the same bits on every x86-64 (but for attention of bfloat16, attention_pairs.cpp) and with any number of
 // threads (which is tested): sums go to kLanes partial sums by position, which are added as a tree, and multiply-adds are

@@ -2,10 +2,13 @@
 // the cache, for their sum), and once backward, where their exponentials are made again. A row may begin anywhere: a
 // vocabulary of 50257 is not a multiple of 8.
 
-#include "math.cuh"
+#include "device.cuh"
 
 namespace hybridpar {
 namespace {
+
+HYBRIDPAR_DEVICE float exponential(float x) { return power_of_two(x * 1.4426950408889634f); }
+HYBRIDPAR_DEVICE double exponential(double x) { return exp(x); }
 
 template <class T>
 constexpr int kTogether = kVector<T> > 1 ? 4 : 2;  // packs that a thread reads before it uses the first
@@ -83,8 +86,8 @@ struct Exponentials {  // the sum of e^(x - top), top the largest of what was se
 template <class T>
 __global__ void __launch_bounds__(kMostThreads) cross_entropy_kernel(const CrossEntropy a) {
   using W = Wide<T>;
-  __shared__ typename OverRow<W, 1>::Slots slots;
-  OverRow<W, 1> over(slots);
+  __shared__ typename OverBlock<W>::Slots slots;
+  OverBlock<W> over(slots);
   W* numbers = static_cast<W*>(a.numbers);
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const T* x = static_cast<const T*>(a.logits) + row * a.cols;

@@ -1,12 +1,12 @@
-// What the kernels share: 16 bytes of elements at a time, sums over threads, the choice of a kernel.
+// Parts that kernels share: 16 bytes of elements at a time, sums over threads, the choice of a kernel.
 //
 // A kernel is a template of the element type T and of the number V of elements that a thread reads at once: as many as
 // 16 bytes hold where the columns allow it, otherwise 1. (double: always 1; a warp then reads 256 bytes.)
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
-#include <limits>
 #include <type_traits>
 
 #include "kernels.h"
@@ -59,75 +59,49 @@ HYBRIDPAR_DEVICE Pack<T, N> narrow(const Wide<T> (&x)[N]) {
 }
 
 template <class T, int N>
-HYBRIDPAR_DEVICE void store(T* to, const Pack<T, N>& x) {
-  store_bytes(to, x);
-}
-template <class T, int N>
 HYBRIDPAR_DEVICE void store(T* to, const Wide<T> (&x)[N]) {
-  store(to, narrow<T, N>(x));
-}
-
-// x: as it is in memory, or null: zeros
-template <class T, int N>
-HYBRIDPAR_DEVICE void load_wide(Wide<T> (&to)[N], const T* from) {
-  const Pack<T, N> x = from ? load<N>(from) : Pack<T, N>{};
-#pragma unroll
-  for (int k = 0; k < N; ++k) to[k] = x[k];
+  store_bytes(to, narrow<T, N>(x));
 }
 
 // --- sums over threads ---
 
-constexpr int kMostThreads = 512;  // of a row, but for some kernels
-constexpr int kMostWarps = 32;
+constexpr int kMostThreads = 512;  // of a row
 
 HYBRIDPAR_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 HYBRIDPAR_DEVICE double larger(double a, double b) { return fmax(a, b); }
 
-// Combines numbers of the threads with one threadIdx.y, of which blockDim.x (a multiple of 32) are the threads of a
-// row; all of them get the result, the same each time. Every thread of the block must call it.
-template <class W, int N>
-class OverRow {
+// Combines a number of each thread of the block, a multiple of 32 of them; all get the result, the same each time.
+// Every thread must call it.
+template <class W>
+class OverBlock {
  public:
-  using Slots = W[2][N][kMostWarps];
+  using Slots = W[2][kMostThreads / 32];
 
-  HYBRIDPAR_DEVICE_MEMBER explicit OverRow(Slots& slots) : slots_(slots) {}
+  HYBRIDPAR_DEVICE_MEMBER explicit OverBlock(Slots& slots) : slots_(slots) {}
 
-  template <class F>
-  HYBRIDPAR_DEVICE_MEMBER void reduce(W (&x)[N], const F& combine) {
-#pragma unroll
-    for (int k = 0; k < N; ++k)
-#pragma unroll
-      for (int lane = 16; lane > 0; lane /= 2) x[k] = combine(x[k], __shfl_xor_sync(0xffffffffu, x[k], lane));
-    if (blockDim.x == 32) return;
-    // Calls take turns with two sets of slots: who passes this call's barrier has read what the last one left.
-    turn_ ^= 1;
-    const int warps = blockDim.x / 32, first = threadIdx.y * warps;
-    if (threadIdx.x % 32 == 0)
-#pragma unroll
-      for (int k = 0; k < N; ++k) slots_[turn_][k][first + threadIdx.x / 32] = x[k];
-    __syncthreads();
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      x[k] = slots_[turn_][k][first];
-      for (int warp = 1; warp < warps; ++warp) x[k] = combine(x[k], slots_[turn_][k][first + warp]);
-    }
-  }
-
-  HYBRIDPAR_DEVICE_MEMBER void sum(W (&x)[N]) {
-    reduce(x, [](W a, W b) { return a + b; });
-  }
   HYBRIDPAR_DEVICE_MEMBER W sum(W x) {
-    W one[1] = {x};
-    sum(one);
-    return one[0];
+    return reduce(x, [](W a, W b) { return a + b; });
   }
   HYBRIDPAR_DEVICE_MEMBER W largest(W x) {
-    W one[1] = {x};
-    reduce(one, [](W a, W b) { return larger(a, b); });
-    return one[0];
+    return reduce(x, [](W a, W b) { return larger(a, b); });
   }
 
  private:
+  template <class F>
+  HYBRIDPAR_DEVICE_MEMBER W reduce(W x, const F& combine) {
+#pragma unroll
+    for (int lane = 16; lane > 0; lane /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, lane));
+    if (blockDim.x == 32) return x;
+    // Calls take turns with two sets of slots: who passes this call's barrier has read what the last one left.
+    turn_ ^= 1;
+    const int warps = blockDim.x / 32;
+    if (threadIdx.x % 32 == 0) slots_[turn_][threadIdx.x / 32] = x;
+    __syncthreads();
+    x = slots_[turn_][0];
+    for (int warp = 1; warp < warps; ++warp) x = combine(x, slots_[turn_][warp]);
+    return x;
+  }
+
   Slots& slots_;
   int turn_ = 0;
 };
@@ -144,7 +118,7 @@ constexpr int round_up(int64_t x, int multiple) { return static_cast<int>((x + m
 template <class T>
 constexpr int kVector = sizeof(T) == 8 ? 1 : 16 / sizeof(T);
 
-// Calls f(T(), V) for the element type, V a constant. Vectors need rows of whole ones, and aligned memory (null is).
+// Calls f(T(), V) for the element type, V a constant. Vectors need rows of whole ones, and aligned memory.
 template <class F>
 void choose(Type type, int64_t cols, std::initializer_list<const void*> memory, const F& f) {
   const auto with = [&](auto element) {

@@ -1,4 +1,4 @@
-// What the operators share: checks, allocation, the device and its stream. The operators are those of csrc/cpu, which
+// Parts that the operators share: checks, allocation, the device and its stream. The operators are those of csrc/cpu, which
 // also defines their arguments: the same results (but for the order of sums), shapes, types, and errors.
 #pragma once
 
@@ -8,7 +8,6 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include <algorithm>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -54,14 +53,6 @@ inline ScalarType wide_type(const Tensor& x) {
 
 inline void* data(const Optional& x) { return x ? x->data_ptr() : nullptr; }
 
-// Rows of x are all but its last dimension.
-inline int64_t num_cols(const Tensor& x) { return x.size(x.dim() - 1); }
-inline int64_t num_rows(const Tensor& x) {
-  int64_t rows = 1;
-  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) rows *= x.size(dim);
-  return rows;
-}
-
 // The size of a dimension that kernels count in 32 bits, some of them a few blocks beyond it.
 inline int columns(const char* op, int64_t cols) {
   STD_TORCH_CHECK(cols <= std::numeric_limits<int>::max() / 2, op, ": has ", cols, " columns, more than 2^30 - 1");
@@ -79,37 +70,8 @@ inline void check_like(const char* op, const char* name, const Tensor& other, co
                   op, ": ", name, " must be like x: ", x.numel(), " elements of its type on its device");
 }
 
-// A vector along the columns of x, or none.
-inline void check_vector(const char* op, const char* name, const Optional& vector, const Tensor& x) {
-  STD_TORCH_CHECK(x.dim() > 0, op, ": x needs a dimension");
-  STD_TORCH_CHECK(!vector || (vector->is_contiguous() && vector->dim() == 1 && vector->size(0) == num_cols(x) &&
-                              vector->scalar_type() == x.scalar_type() && vector->device() == x.device()),
-                  op, ": ", name, " must be of the last size of x, of its type and on its device");
-}
-
 inline Tensor empty(const Tensor& like, const std::vector<int64_t>& shape, ScalarType type) {
   return torch::stable::new_empty(like, shape, type);
-}
-inline Tensor none(const Tensor& like) { return empty(like, {0}, like.scalar_type()); }
-
-// The mask of `rows` rows of x, whose first dimension counts samples (of a vector: one). counter: int64 [2], the step
-// and the first sample; without one nothing may be dropped.
-inline Mask make_mask(const char* op, const Tensor& x, int64_t rows, int64_t key0, int64_t key1,
-                      const Optional& counter, int64_t threshold, double scale, int64_t stride, int64_t start) {
-  STD_TORCH_CHECK(threshold >= 0 && threshold <= 0xffffffffLL, op, ": threshold ", threshold, " does not fit 32 bits");
-  STD_TORCH_CHECK(counter ? counter->scalar_type() == ScalarType::Long && counter->numel() == 2 &&
-                                counter->is_contiguous() && counter->device() == x.device()
-                          : threshold == 0,
-                  op, ": dropout needs a counter, int64 [2] beside x");
-  const int64_t samples = x.dim() > 1 ? x.size(0) : 1;
-  return {static_cast<uint32_t>(key0),
-          static_cast<uint32_t>(key1),
-          static_cast<const int64_t*>(data(counter)),
-          std::max<int64_t>(1, rows / std::max<int64_t>(1, samples)),
-          stride,
-          start,
-          static_cast<uint32_t>(threshold),
-          scale};
 }
 
 }  // namespace hybridpar

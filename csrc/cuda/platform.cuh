@@ -1,4 +1,4 @@
-// What depends on the compiler: element types, starting a kernel. With a C++ compiler instead of nvcc,
+// The part that depends on the compiler: element types, starting a kernel. With a C++ compiler instead of nvcc,
 // tests/csrc/emulated runs the same kernels on the CPU, a thread at a time.
 #pragma once
 
@@ -72,14 +72,6 @@ HYBRIDPAR_DEVICE void store_bytes(void* to, const P& x) {
     *static_cast<P*>(to) = x;
   }
 }
-
-// 1 / x to the last bit or so, for normal x up to 2^126
-HYBRIDPAR_DEVICE float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-HYBRIDPAR_DEVICE double reciprocal(double x) { return 1.0 / x; }
 
 // 2^x to 2 units in the last place; what is below the normal numbers is 0.
 HYBRIDPAR_DEVICE float power_of_two(float x) {

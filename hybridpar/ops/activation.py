@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import Function
 
+from hybridpar.autograd import once_differentiable
+from hybridpar.ops.libraries import Shapes, like
+from hybridpar.ops.norm import check_vectors
 from hybridpar.ops.registry import resolve
 
 
@@ -14,7 +21,7 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Ten
     Shapes: x [.., f], bias [f] -> [.., f].
     Raises: ValueError for another bias; ConfigError if the backend cannot run. Source: arXiv 1606.08415.
     """
-    _check(x, bias)
+    check_vectors(x, bias=bias)
     return resolve("gelu", backend, x)(x, bias)
 
 
@@ -23,7 +30,7 @@ def gelu_exact(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Shapes: x [.., f], bias [f] -> [.., f]. Raises: ValueError for another bias. Source: arXiv 1606.08415.
     """
-    _check(x, bias)
+    check_vectors(x, bias=bias)
     return F.gelu(x if bias is None else x + bias)
 
 
@@ -36,13 +43,8 @@ def swiglu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> T
     """
     if x.dim() < 1 or x.shape[-1] % 2:
         raise ValueError(f"the last size of x {tuple(x.shape)} must be even: gate, then up")
-    _check(x, bias)
+    check_vectors(x, bias=bias)
     return resolve("swiglu", backend, x)(x, bias)
-
-
-def _check(x: Tensor, bias: Tensor | None) -> None:
-    if bias is not None and (x.dim() < 1 or bias.shape != x.shape[-1:]):
-        raise ValueError(f"x {tuple(x.shape)} needs bias of its last size, got {tuple(bias.shape)}")
 
 
 def gelu_torch(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -52,3 +54,41 @@ def gelu_torch(x: Tensor, bias: Tensor | None) -> Tensor:
 def swiglu_torch(x: Tensor, bias: Tensor | None) -> Tensor:
     gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_fused(library: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    return _Activation.apply(x, bias, library.bias_gelu, library.bias_gelu_backward)
+
+
+def swiglu_fused(library: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    return _Activation.apply(x, bias, library.bias_swiglu, library.bias_swiglu_backward)
+
+
+class _Activation(Function):
+    """Keeps x, and computes the rest again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, forward: Any, backward: Any) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, bias)
+        ctx.backward_pass = backward
+        return forward(x, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        dx, dbias = ctx.backward_pass(dy.contiguous(), x, bias)
+        return dx, None if bias is None else dbias, None, None
+
+
+def _gradients(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return like(x), x.new_empty(0) if bias is None else torch.empty_like(bias)
+
+
+PASSES: Shapes = {
+    "bias_gelu": like,
+    "bias_gelu_backward": _gradients,
+    "bias_swiglu": lambda x, *_: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
+    "bias_swiglu_backward": _gradients,
+}

@@ -13,29 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.native import constant_when_traced
 from hybridpar.ops.dropout import Mask
 from hybridpar.ops.registry import resolve
 from hybridpar.ops.update import AdamStep, Passes, Tensors, Weights, blocks, by_decay
 
 _NORMS = "fused_layer_norm_cuda", "apex.normalization.fused_layer_norm"
 _UPDATES = "amp_C", "apex.multi_tensor_apply"
-_TYPES = {"optimizer": (torch.float32,)}  # its kernel takes weights, gradients and moments of one type
-_ALL_TYPES = torch.float32, torch.bfloat16, torch.float16
 
 
-def unsupported(op: str, device_type: str | None, dtype: torch.dtype | None) -> str | None:
-    """Why apex cannot run on such tensors (None: in general, on this machine); None when it can."""
-    if device_type not in (None, "cuda"):
-        return f"runs on a GPU, not on {device_type}"
-    if dtype not in (None, *_TYPES.get(op, _ALL_TYPES)):
-        return f"has no {dtype} version"
+def missing(op: str, *_: Any) -> str | None:
+    """Why apex cannot run `op` on this machine; None when it can."""
     extension, module = needed = _UPDATES if op == "optimizer" else _NORMS
     try:
         _modules(*needed)
     except Exception as error:  # whatever a half-built apex throws while it is imported
         return f"{module} or {extension} cannot be imported ({error})"
-    return None if torch.cuda.is_available() else "no GPU here"
+    return None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -86,6 +79,3 @@ _DECOUPLED = _BIAS_CORRECTION = 1
 def _modules(extension: str, module: str) -> tuple[Any, Any]:
     """apex's extension, which computes, and its Python part, which imports without that."""
     return importlib.import_module(extension), importlib.import_module(module)
-
-
-constant_when_traced(unsupported)

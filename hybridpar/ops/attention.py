@@ -6,13 +6,17 @@ b samples, s positions, n query heads, n_kv key and value heads (local ones), d 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import Function
 
+from hybridpar.autograd import once_differentiable
 from hybridpar.ops.dropout import KEEP_ALL, Mask, drop, make_mask
-from hybridpar.ops.registry import backends, resolve
+from hybridpar.ops.libraries import Shapes, heads_inside, like, wide_type, without_gaps
+from hybridpar.ops.registry import resolve
 from hybridpar.random import RandomKey
 
 
@@ -79,16 +83,6 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask: 
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=n != n_kv)
 
 
-def sdpa_unsupported(op: str, device_type: str | None, dtype: torch.dtype | None) -> str | None:
-    """Why `attention_sdpa` cannot run on such tensors (None: in general, on this machine); None when it can."""
-    if device_type not in (None, "cuda"):
-        return f"runs on a GPU, not on {device_type}"
-    if dtype not in (None, torch.bfloat16, torch.float16):
-        return f"has no {dtype} version"
-    triton = next(row for row in backends(op) if row.name == "triton")
-    return triton.unsupported(device_type, dtype)
-
-
 def attention_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask: Tensor | None, kv_index: list[int],
                     mask: Mask) -> Tensor:
     """torch's fused kernel, which has no counter-based dropout; the matrix of probabilities where that is asked for."""
@@ -124,7 +118,7 @@ def softmax_torch(x: Tensor, scale: float, causal: bool, padding_mask: Tensor | 
 
 def _visible(queries: int, keys: int, causal: bool, padding_mask: Tensor | None,
              device: torch.device | None = None) -> tuple[Tensor | None, Tensor | None]:
-    """What each query sees, and which see nothing: those are shown everything, and zeroed afterwards."""
+    """The keys that each query sees, and the queries that see none: those are shown all, and zeroed afterwards."""
     visible = None
     if causal:
         device = device if padding_mask is None else padding_mask.device
@@ -161,3 +155,55 @@ def _check_padding(padding_mask: Tensor, shape: tuple[int, int]) -> None:
     if padding_mask.dtype != torch.bool or padding_mask.shape != shape:
         raise ValueError(f"padding_mask must be bool {list(shape)}, got {padding_mask.dtype} "
                          f"{tuple(padding_mask.shape)}")
+
+
+class _Attention(Function):
+    """Keeps q, k, v, the output, and a number a row; the mask of dropout is made again."""
+
+    @staticmethod
+    def forward(ctx: Any, library: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask: Tensor | None,
+                kv_index: list[int], mask: Mask) -> Tensor:
+        q, k, v = without_gaps(q), without_gaps(k), without_gaps(v)
+        real = None if padding_mask is None else padding_mask.contiguous()
+        ctx.library = library
+        ctx.settings = (kv_index, q.shape[-1] ** -0.5, causal, *mask[:5], mask.start)
+        out, lse = library.attention(q, k, v, real, *ctx.settings)
+        ctx.save_for_backward(q, k, v, out, lse, real)
+        return out.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        grads = ctx.library.attention_backward(without_gaps(dout), *ctx.saved_tensors, *ctx.settings)
+        return None, *(grad.transpose(1, 2) for grad in grads), None, None, None, None
+
+
+class _Softmax(Function):
+    @staticmethod
+    def forward(ctx: Any, library: Any, x: Tensor, scale: float, causal: bool, padding_mask: Tensor | None) -> Tensor:
+        real = None if padding_mask is None else padding_mask.contiguous()
+        y = library.masked_softmax(x.contiguous(), real, scale, causal)
+        ctx.save_for_backward(y)
+        ctx.library, ctx.settings = library, (scale, causal)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        return None, ctx.library.masked_softmax_backward(dy.contiguous(), y, *ctx.settings), None, None, None
+
+
+def _output_and_sums(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return heads_inside(q), q.new_empty(q.shape[:-1], dtype=wide_type(q))
+
+
+attention_fused = _Attention.apply
+softmax_fused = _Softmax.apply
+PASSES: Shapes = {
+    "attention": _output_and_sums,
+    "attention_backward": lambda dout, q, k, *_: (heads_inside(q), heads_inside(k), heads_inside(k)),
+    "attention_hopper": _output_and_sums,
+    "masked_softmax": like,
+    "masked_softmax_backward": like,
+}

@@ -1,6 +1,6 @@
-"""The local passes of the cross-entropy: what a rank computes on its own columns of the logits.
+"""The local passes of the cross-entropy, over a rank's own columns of the logits.
 
-Between them the ranks exchange what one of them cannot know: see nn.vocab_parallel_cross_entropy.
+Ranks exchange maxima and sums in between: see nn.vocab_parallel_cross_entropy.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpar.ops.libraries import Shapes, nothing, wide_type
 from hybridpar.ops.registry import resolve
 
 
@@ -17,18 +18,17 @@ def cross_entropy(logits: Tensor, backend: str = "auto") -> Any:
     """The two passes for logits like these, outside of autograd: `statistics` and `gradient_`.
 
     statistics(logits [rows, v], column, num_real, with_sum) -> [3 or 4, rows]: the largest of the first num_real logits
-    of a row, the sum of exponentials of what the others are below it, the logit at `column` [rows] (0 where that is no
-    column here), and with_sum the sum of what the logits are
-    below the largest.
+    of a row, the sum of the exponentials of (logit - largest), the logit at `column` [rows] (0 where that is no column
+    here), and with_sum the sum of (logit - largest).
     gradient_(gradient, logits, column, numbers, num_real) writes the gradient of the logits, over them if it is them:
     exp(logit - top) * factor - level, less `target` at column; zero beyond num_real; numbers [4, rows] = top, factor,
     target, level.
     Both compute in float32, or float64 for float64 logits. Raises: ConfigError if the backend cannot run.
     """
-    return resolve("cross_entropy", backend, logits)
+    return resolve("cross_entropy", backend, logits)()
 
 
-class CrossEntropy:
+class Passes:
     """The torch reference."""
 
     @staticmethod
@@ -54,3 +54,24 @@ class CrossEntropy:
         wide[row, column[row]] -= target.squeeze(1)[row]
         gradient[:, :num_real] = wide
         gradient[:, num_real:] = 0
+
+
+class Compiled:
+    """The passes of a library, such as torch.ops.hybridpar."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def statistics(self, logits: Tensor, column: Tensor, num_real: int, with_sum: bool) -> Tensor:
+        return self._library.cross_entropy(logits, column, num_real, with_sum)
+
+    def gradient_(self, gradient: Tensor, logits: Tensor, column: Tensor, numbers: Tensor, num_real: int) -> None:
+        self._library.cross_entropy_backward_(gradient, logits, column, numbers, num_real)
+        torch.autograd.graph.increment_version(gradient)
+
+
+PASSES: Shapes = {
+    "cross_entropy": lambda logits, column, num_real, with_sum: logits.new_empty(
+        (4 if with_sum else 3, logits.shape[0]), dtype=wide_type(logits)),
+    "cross_entropy_backward_": nothing,
+}

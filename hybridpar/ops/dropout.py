@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridpar import random
 from hybridpar.errors import config_error
+from hybridpar.ops.libraries import Shapes
 from hybridpar.ops.registry import resolve
 from hybridpar.random import RandomKey
 
@@ -99,3 +100,16 @@ def dropout_torch(x: Tensor, key0: int, key1: int, counter: Tensor, threshold: i
                                  stride=stride, start=start, device=x.device)
     keep = (bits ^ -(1 << 31)) >= threshold - (1 << 31)  # compares as unsigned
     return torch.where(keep, x * scale, 0.0)
+
+
+def dropout_fused(library: Any, x: Tensor, *mask: Any) -> Tensor:
+    return library.philox_dropout(x, *mask)
+
+
+PASSES: Shapes = {
+    "philox_dropout": lambda x, *_: torch.empty_like(x),
+    "philox_bits": lambda key0, key1, step, sample, num_samples, rows, cols, stride, start: torch.empty(
+        (num_samples, rows, cols), dtype=torch.int32),
+    "philox_normal": lambda key0, key1, rows, cols, stride, start, double: torch.empty(
+        (rows, cols), dtype=torch.float64 if double else torch.float32),
+}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hybridpar.ops.libraries import Shapes, nothing
 from hybridpar.ops.registry import resolve
 
 
@@ -20,7 +21,7 @@ def embedding(weight: Tensor, backend: str = "auto") -> Any:
     depends on the ids alone; overwrite: to zero. `gradient` has dy's type, or float32.
     Raises: ConfigError if the backend cannot run.
     """
-    return resolve("embedding", backend, weight)
+    return resolve("embedding", backend, weight)()
 
 
 class Passes:
@@ -50,22 +51,26 @@ class Passes:
 
 
 class Compiled:
-    """Those of a library, such as torch.ops.hybridpar: no table of gradients besides the one that is added to."""
+    """The passes of a library, such as torch.ops.hybridpar; they keep no table of gradients of their own."""
 
-    def __init__(self, library: str) -> None:
-        self._ops = getattr(torch.ops, library)
+    def __init__(self, library: Any) -> None:
+        self._library = library
 
     def rows(self, ids: Tensor, weight: Tensor, start: int | None) -> Tensor:
-        return F.embedding(ids, weight) if start is None else self._ops.embedding(ids.contiguous(), weight, start)
+        if start is None:
+            return F.embedding(ids, weight)
+        return self._library.embedding(ids.contiguous(), weight, start)
 
     def add_gradient_(self, gradient: Tensor, dy: Tensor, ids: Tensor, start: int | None, overwrite: bool) -> None:
-        self._ops.embedding_backward_(gradient, dy.contiguous(), ids.contiguous(), start or 0, overwrite)
+        self._library.embedding_backward_(gradient, dy.contiguous(), ids.contiguous(), start or 0, overwrite)
         torch.autograd.graph.increment_version(gradient)
-
-
-compiled = Compiled("hybridpar")
-triton = Compiled("hybridpar_triton")
 
 
 def _elsewhere(ids: Tensor, num_rows: int, start: int) -> Tensor:
     return (ids < start) | (ids >= start + num_rows)
+
+
+PASSES: Shapes = {
+    "embedding": lambda ids, weight, start: weight.new_empty((*ids.shape, weight.shape[1])),
+    "embedding_backward_": nothing,
+}

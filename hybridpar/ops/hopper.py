@@ -1,6 +1,6 @@
 """Attention on Hopper GPUs: csrc/cuda's forward pass and cuDNN's backward pass where they can be, else those of Triton.
 
-All leave and take the same output and logarithms of sums. cuDNN's adds up dq in any order: where torch is to be
+All exchange the same output and logarithms of sums. cuDNN's adds up dq in any order: where torch is to be
 deterministic, the backward pass is Triton's.
 """
 
@@ -13,30 +13,22 @@ import torch
 from torch import Tensor
 
 from hybridpar import native
-from hybridpar.ops import triton
-from hybridpar.ops.fused import Fused
+from hybridpar.ops.libraries import cpp_missing, has_cuda, triton_missing
 
 CAPABILITY = (9, 0)
-DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128)
 MOST_HEADS = 1024
 
 
-def unsupported(op: str, device_type: str | None, dtype: torch.dtype | None) -> str | None:
-    """Why it cannot run on such tensors (None: in general, on this machine); None when it can."""
-    if device_type not in (None, "cuda"):
-        return f"runs on a GPU, not on {device_type}"
-    if dtype not in (None, *DTYPES):
-        return f"has no {dtype} version"
-    if reason := native.missing() or native.missing_cuda():
+def missing(op: str, device_type: str | None, dtype: torch.dtype | None) -> str | None:
+    """Why it cannot run on this machine's GPU; None when it can."""
+    if reason := cpp_missing(op) or native.missing_cuda():
         return reason
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("hybridpar::attention_hopper", "CUDA"):
+    if not has_cuda("attention_hopper"):
         return "the extension hybridpar._C_cuda was compiled without sm_90a"
-    if not torch.cuda.is_available():
-        return "no GPU here"
     if (capability := torch.cuda.get_device_capability()) != CAPABILITY:
         return "needs a GPU of compute capability 9.0, not {}.{}".format(*capability)
-    return triton.unsupported(op, device_type, dtype)
+    return triton_missing(op, device_type, dtype)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
@@ -72,4 +64,4 @@ def _has_cudnn() -> bool:
     return torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
 
 
-fused = Fused(sys.modules[__name__])
+passes = sys.modules[__name__]

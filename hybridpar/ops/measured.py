@@ -1,6 +1,6 @@
-"""What was measured of the operations' backends, for `auto`: measured.json, a table of the package.
+"""Measured times of the operations' backends, for `auto`: measured.json, a table of the package.
 
-    {"NVIDIA H200": {"gelu": {"bfloat16": {"triton": 41.2, "cuda": 43.0, "torch": 96.5}}}}
+    {"NVIDIA H200": {"rotary": {"bfloat16": {"triton": 41.9, "cuda": 41.4, "torch": 702.5}}}}
 
 By device (what torch calls a GPU; "cpu" is any CPU), operation and type: microseconds of forward and backward, or of a
 pass, summed over the shapes of the benchmark. `python -m benchmarks.gpu_ops --table` writes it.
@@ -12,7 +12,6 @@ import functools
 import json
 from collections.abc import Mapping
 from importlib import resources
-from pathlib import Path
 
 import torch
 
@@ -28,19 +27,8 @@ def medians(op: str, device_type: str | None, dtype: torch.dtype | None) -> Medi
 
 
 def device_name(device_type: str) -> str:
-    """What the table calls the device of this type."""
+    """The table's name for the device of this type."""
     return torch.cuda.get_device_name() if device_type == "cuda" and torch.cuda.is_available() else device_type
-
-
-def write(device_type: str, times: Mapping[str, Mapping[str, Medians]]) -> Path:
-    """Puts what was measured (operation, type, backend) in the place of what the table had of it; returns its path."""
-    table = {device: {op: dict(types) for op, types in ops.items()} for device, ops in _table().items()}
-    of_device = table.setdefault(device_name(device_type), {})
-    for op, types in times.items():
-        of_device.setdefault(op, {}).update(types)
-    path = Path(str(TABLE))
-    path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-    return path
 
 
 @functools.cache

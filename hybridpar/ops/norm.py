@@ -1,11 +1,17 @@
-"""What happens on the residual stream: normalisation over the last dimension, the addition before it, and both."""
+"""The residual stream: normalisation over the last dimension, the addition before it, and both at once."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import Function
 
+from hybridpar.autograd import once_differentiable
 from hybridpar.ops.dropout import Mask, drop, make_mask
+from hybridpar.ops.libraries import Shapes, like, wide_type
 from hybridpar.ops.registry import resolve
 from hybridpar.random import RandomKey
 
@@ -17,7 +23,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, ba
     Raises: ValueError for other shapes; ConfigError if the backend cannot run.
     Source: arXiv 1607.06450.
     """
-    _check(x, weight=weight, bias=bias)
+    check_vectors(x, weight=weight, bias=bias)
     return resolve("layer_norm", backend, x)(x, weight, bias, eps)
 
 
@@ -28,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str = "au
     Raises: ValueError for other shapes; ConfigError if the backend cannot run.
     Source: arXiv 1910.07467.
     """
-    _check(x, weight=weight)
+    check_vectors(x, weight=weight)
     return resolve("rms_norm", backend, x)(x, weight, eps)
 
 
@@ -43,10 +49,8 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = 
     Raises: ValueError for other shapes, or a bias without `centre`; ConfigError if p is not in [0, 1), or the backend
     cannot run.
     """
-    vectors = {"weight": weight, "bias": bias, "bias_of_x": bias_of_x}
-    _check(x, **{name: vector for name, vector in vectors.items() if vector is not None})
-    if residual.shape != x.shape:
-        raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape")
+    check_vectors(x, weight=weight, bias=bias, bias_of_x=bias_of_x)
+    _check_residual(x, residual)
     if (bias is None) == centre:
         raise ValueError("a layer norm has a bias, an RMS norm has none")
     mask = make_mask(x.shape, x.device, p, key, site)
@@ -60,10 +64,8 @@ def bias_dropout_add(x: Tensor, residual: Tensor, bias: Tensor | None = None, *,
     Shapes: x and residual [b, .., h], bias [h] -> [b, .., h].
     Raises: ValueError for other shapes; ConfigError if p is not in [0, 1), or the backend cannot run.
     """
-    if bias is not None:
-        _check(x, bias=bias)
-    if residual.shape != x.shape:
-        raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape")
+    check_vectors(x, bias=bias)
+    _check_residual(x, residual)
     return resolve("bias_dropout_add", backend, x)(x, bias, residual, make_mask(x.shape, x.device, p, key, site))
 
 
@@ -86,8 +88,101 @@ def bias_dropout_add_torch(x: Tensor, bias: Tensor | None, residual: Tensor, mas
     return residual + drop(x if bias is None else x + bias, mask)
 
 
-def _check(x: Tensor, **vectors: Tensor) -> None:
-    last = x.shape[-1:]
+def check_vectors(x: Tensor, **vectors: Tensor | None) -> None:
+    """Raises: ValueError for a vector that is not of the last size of x."""
     for name, vector in vectors.items():
-        if not last or vector.shape != last:
+        if vector is not None and (x.dim() < 1 or vector.shape != x.shape[-1:]):
             raise ValueError(f"x {tuple(x.shape)} needs {name} of its last size, got {tuple(vector.shape)}")
+
+
+def _check_residual(x: Tensor, residual: Tensor) -> None:
+    if residual.shape != x.shape:
+        raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape")
+
+
+def layer_norm_fused(library: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return _Norm.apply(library, x, weight, bias, eps, True)
+
+
+def rms_norm_fused(library: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _Norm.apply(library, x, weight, None, eps, False)
+
+
+class _Norm(Function):
+    @staticmethod
+    def forward(ctx: Any, library: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
+                centre: bool) -> Tensor:
+        x = x.contiguous()
+        y, stats = library.norm(x, weight, bias, eps, centre)
+        ctx.save_for_backward(x, weight, stats)
+        ctx.library, ctx.centre = library, centre
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dweight, dbias = ctx.library.norm_backward(dy.contiguous(), *ctx.saved_tensors, ctx.centre)
+        return None, dx, dweight, dbias if ctx.centre else None, None, None
+
+
+class _AddNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, library: Any, x: Tensor, bias_of_x: Tensor | None, residual: Tensor, weight: Tensor,
+                bias: Tensor | None, eps: float, centre: bool, mask: Mask) -> tuple[Tensor, Tensor]:
+        y, total, stats = library.add_norm(x.contiguous(), bias_of_x, residual.contiguous(), weight, bias, eps, centre,
+                                           *mask)
+        ctx.save_for_backward(total, weight, stats)
+        ctx.library, ctx.settings = library, (bias_of_x is not None, centre, mask)
+        ctx.set_materialize_grads(False)
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight, stats = ctx.saved_tensors
+        with_bias, centre, mask = ctx.settings
+        dy = torch.zeros_like(total) if dy is None else dy.contiguous()
+        dtotal = None if dtotal is None else dtotal.contiguous()
+        dresidual, dx, dbias_of_x, dweight, dbias = ctx.library.add_norm_backward(
+            dy, dtotal, total, weight, stats, with_bias, centre, *mask)
+        return (None, dx if mask.threshold else dresidual, dbias_of_x if with_bias else None, dresidual, dweight,
+                dbias if centre else None, None, None, None)
+
+
+class _BiasDropoutAdd(Function):
+    @staticmethod
+    def forward(ctx: Any, library: Any, x: Tensor, bias: Tensor | None, residual: Tensor, mask: Mask) -> Tensor:
+        ctx.library, ctx.with_bias, ctx.mask = library, bias is not None, mask
+        return library.bias_dropout_add(x.contiguous(), bias, residual.contiguous(), *mask)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dbias = dtotal, None
+        if ctx.with_bias or ctx.mask.threshold:
+            dropped, dbias = ctx.library.bias_dropout_add_backward(dtotal.contiguous(), ctx.with_bias, *ctx.mask)
+            dx = dropped if ctx.mask.threshold else dtotal
+        return None, dx, dbias if ctx.with_bias else None, dtotal, None
+
+
+def _stats(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[:-1].numel(), 2), dtype=wide_type(x))
+
+
+def _dropped(dtotal: Tensor, with_bias: bool, *mask: Any) -> tuple[Tensor, Tensor]:
+    threshold = mask[3]
+    return (like(dtotal) if threshold else dtotal.new_empty(0),
+            dtotal.new_empty(dtotal.shape[-1] if with_bias else 0))
+
+
+add_norm_fused = _AddNorm.apply
+bias_dropout_add_fused = _BiasDropoutAdd.apply
+PASSES: Shapes = {
+    "norm": lambda x, *_: (like(x), _stats(x)),
+    "norm_backward": lambda dy, x, weight, *_: (like(x), like(weight), like(weight)),
+    "add_norm": lambda x, *_: (like(x), like(x), _stats(x)),
+    "add_norm_backward": lambda dy, dtotal, total, weight, stats, with_bias, centre, *mask: (
+        like(total), *_dropped(total, with_bias, *mask), like(weight), like(weight)),
+    "bias_dropout_add": like,
+    "bias_dropout_add_backward": _dropped,
+}

@@ -1,8 +1,16 @@
-"""One table of operations and the backends that can run them.
+"""The table of operations and of the code that can run them.
 
-A row names its code by text, so nothing is imported before it is used; a module that cannot be imported is a backend
-that cannot run. A row's check(op, device_type, dtype) (both None: in general, on this machine) returns the reason why
-it cannot, or None.
+An operation is added in five places:
+
+    ops/<x>.py                the function with its checks, its torch reference `<op>_torch`, the differentiable
+                              `<op>_fused` over a library's passes, and what those return (PASSES); ops/__init__.py
+                              exports the function
+    TABLE, here               its row
+    config.KernelsConfig      its field, if layers let the user choose
+    csrc/cpu/, kernels/       its passes, in either or both: a file of its own that nothing else lists
+    tests                     cases in ops/test_backends.py, launches of its kernels in kernel_specs/
+
+Rows name code by text, so nothing is imported before it is used; code that cannot be imported cannot run.
 """
 
 from __future__ import annotations
@@ -11,7 +19,7 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -24,67 +32,92 @@ from hybridpar.native import constant_when_traced
 from hybridpar.ops import measured
 
 _log = logging.getLogger(__name__)
+_DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}
+_NARROW = torch.float32, torch.bfloat16, torch.float16
+_ALL = torch.float64, *_NARROW
+_HERE = "hybridpar.ops."
+_CPP, _TRITON = "torch:ops.hybridpar", "torch:ops.hybridpar_triton"
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A way to run an operation: `path` is 'module:name.name'; `check` the same, or empty where it always can."""
+    """Code that runs an operation.
+
+    path: 'module:name.name' of the code; after a space, that of the library of passes that it takes first, if any.
+    device, dtypes: the tensors that it takes; empty: any.
+    check: path of a function of (op, device_type, dtype) that returns why the code cannot run here; empty: it can.
+    """
 
     op: str
     name: str
     path: str
+    device: str = ""
+    dtypes: tuple[torch.dtype, ...] = ()
     check: str = ""
 
     def unsupported(self, device_type: str | None = None, dtype: torch.dtype | None = None) -> str | None:
         """Why it cannot run on such tensors (None: in general, on this machine); None when it can."""
+        if self.device and device_type not in (None, self.device):
+            return f"runs on {_DEVICES[self.device]}, not on {device_type}"
+        if self.dtypes and dtype not in (None, *self.dtypes):
+            return f"has no {dtype} version"
+        if self.device == "cuda" and not torch.cuda.is_available():
+            return "no GPU here"
         try:
             if reason := self.check and _load(self.check)(self.op, device_type, dtype):
                 return reason
-            _load(self.path)
+            for path in self.path.split():
+                _load(path)
         except ImportError as error:
             return f"cannot be imported ({error})"
         return None
 
 
-def _rows(op: str, torch: str, *, cuda: str = "fused:compiled fused:cuda_unsupported",
-          apex: bool = False) -> tuple[Backend, ...]:
-    passes, cuda_unsupported = cuda.split()
-    return (
-        Backend(op, "cpp", f"hybridpar.ops.fused:compiled.{op}", "hybridpar.ops.fused:cpp_unsupported"),
-        Backend(op, "triton", f"hybridpar.ops.fused:triton.{op}", "hybridpar.ops.triton:unsupported"),
-        Backend(op, "cuda", f"hybridpar.ops.{passes}.{op}", f"hybridpar.ops.{cuda_unsupported}"),
-        *([Backend(op, "apex", f"hybridpar.ops.apex:{op}", "hybridpar.ops.apex:unsupported")] if apex else []),
-        Backend(op, "torch", f"hybridpar.ops.{torch}"),
-    )
+def _rows(op: str, module: str, code: str = "", *, triton: tuple[torch.dtype, ...] = _NARROW,
+          cuda: tuple[str, str, tuple[torch.dtype, ...]] | None = None, apex: str = "") -> Iterator[Backend]:
+    """The rows of an operation of ops/<module>.py.
 
+    code: its fused form and its reference there; cuda: library, check and types of its passes in CUDA C++; apex: its
+    name in apex.py.
+    """
+    fused, reference = (f"{_HERE}{module}:{name}" for name in (code or f"{op}_fused {op}_torch").split())
+    yield Backend(op, "cpp", f"{fused} {_CPP}", "cpu", _ALL, f"{_HERE}libraries:cpp_missing")
+    yield Backend(op, "triton", f"{fused} {_TRITON}", "", triton, f"{_HERE}libraries:triton_missing")
+    if cuda:
+        library, check, dtypes = cuda
+        yield Backend(op, "cuda", f"{fused} {library}", "cuda", dtypes, _HERE + check)
+    if apex:
+        dtypes = (torch.float32,) if op == "optimizer" else _NARROW  # its AdamW takes tensors of one type
+        yield Backend(op, "apex", f"{_HERE}apex:{apex}", "cuda", dtypes, f"{_HERE}apex:missing")
+    yield Backend(op, "torch", reference)
+
+
+_CUDA = (_CPP, "libraries:cuda_missing", _ALL)
+_HOPPER = (f"{_HERE}hopper:passes", "hopper:missing", (torch.bfloat16, torch.float16))
 
 # Per operation in the order `auto` tries them where measured.py has no times; the last is the reference and always can.
 TABLE = (
-    *_rows("layer_norm", "norm:layer_norm_torch", apex=True),
-    *_rows("rms_norm", "norm:rms_norm_torch", apex=True),
-    *_rows("add_norm", "norm:add_norm_torch", apex=True),
-    *_rows("bias_dropout_add", "norm:bias_dropout_add_torch"),
-    *_rows("gelu", "activation:gelu_torch"),
-    *_rows("swiglu", "activation:swiglu_torch"),
-    *_rows("rotary", "rotary:rotary_torch"),
-    Backend("attention", "sdpa", "hybridpar.ops.attention:attention_sdpa", "hybridpar.ops.attention:sdpa_unsupported"),
-    *_rows("attention", "attention:attention_torch", cuda="hopper:fused hopper:unsupported"),
-    *_rows("softmax", "attention:softmax_torch"),
-    *_rows("cross_entropy", "cross_entropy:CrossEntropy"),
-    *_rows("dropout", "dropout:dropout_torch"),
-    Backend("embedding", "cpp", "hybridpar.ops.embedding:compiled", "hybridpar.ops.fused:cpp_unsupported"),
-    Backend("embedding", "triton", "hybridpar.ops.embedding:triton", "hybridpar.ops.triton:unsupported"),
-    Backend("embedding", "torch", "hybridpar.ops.embedding:Passes"),
-    Backend("optimizer", "cpp", "hybridpar.ops.update:compiled", "hybridpar.ops.fused:cpp_unsupported"),
-    Backend("optimizer", "triton", "hybridpar.ops.update:triton", "hybridpar.ops.triton:unsupported"),
-    Backend("optimizer", "apex", "hybridpar.ops.apex:FusedAdam", "hybridpar.ops.apex:unsupported"),
-    Backend("optimizer", "torch", "hybridpar.ops.update:Passes"),
+    *_rows("layer_norm", "norm", apex="layer_norm"),
+    *_rows("rms_norm", "norm", apex="rms_norm"),
+    *_rows("add_norm", "norm", apex="add_norm"),
+    *_rows("bias_dropout_add", "norm"),
+    *_rows("gelu", "activation"),
+    *_rows("swiglu", "activation"),
+    *_rows("rotary", "rotary", cuda=_CUDA),
+    Backend("attention", "sdpa", f"{_HERE}attention:attention_sdpa", "cuda", (torch.bfloat16, torch.float16),
+            f"{_HERE}libraries:triton_missing"),
+    *_rows("attention", "attention", cuda=_HOPPER),
+    *_rows("softmax", "attention"),
+    *_rows("cross_entropy", "cross_entropy", "Compiled Passes", cuda=_CUDA),
+    *_rows("dropout", "dropout"),
+    *_rows("embedding", "embedding", "Compiled Passes", triton=_ALL),
+    *_rows("optimizer", "update", "Compiled Passes", triton=(torch.float64, torch.float32), apex="FusedAdam"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Which backend `auto` takes for an operation on this machine, and why not the others.
+    """The backend that `auto` takes for an operation on this machine, and why not the others.
 
     measured: it is the fastest of those measured; else the first of the table that can.
     """
@@ -106,12 +139,12 @@ def backends(op: str) -> tuple[Backend, ...]:
 
 
 def resolve(op: str, choice: str, x: Tensor) -> Callable[..., Any]:
-    """The function that runs `op` on tensors like `x`: the backend named, or the one that `select` takes for 'auto'.
+    """The code that runs `op` on tensors like `x`: of the backend named, or of the one that `select` takes for 'auto'.
 
     Raises: ConfigError if the backend does not exist or cannot run.
     """
-    module, _, name = _path(op, choice, x.device.type, x.dtype).partition(":")
-    return attrgetter(name)(sys.modules[module])
+    code, *library = [_loaded(path) for path in _path(op, choice, x.device.type, x.dtype).split()]
+    return functools.partial(code, *library) if library else code
 
 
 def select(op: str, choice: str = "auto", device_type: str | None = None, dtype: torch.dtype | None = None) -> Backend:
@@ -136,20 +169,15 @@ def select(op: str, choice: str = "auto", device_type: str | None = None, dtype:
     return row
 
 
-def describe(device_type: str | None = None, dtype: torch.dtype | None = None) -> list[Report]:
-    """What `auto` takes for each operation on such tensors (None: in general), and why not what it passed over."""
-    return [report(op, device_type, dtype) for op in ops()]
-
-
 def report(op: str, device_type: str | None = None, dtype: torch.dtype | None = None) -> Report:
-    """The same of one operation."""
+    """The backend that `auto` takes for an operation on such tensors (None: in general), and why others cannot run."""
     reasons = {row.name: row.unsupported(device_type, dtype) for row in backends(op)}
     row, by_time = _automatic(op, device_type, dtype)
     return Report(op, row.name, {name: reason for name, reason in reasons.items() if reason}, by_time)
 
 
 def _automatic(op: str, device_type: str | None, dtype: torch.dtype | None) -> tuple[Backend, bool]:
-    """What 'auto' takes, and whether measured times decided."""
+    """The row that 'auto' takes, and whether measured times decided."""
     able = [row for row in backends(op) if row.unsupported(device_type, dtype) is None]
     times = measured.medians(op, device_type, dtype)
     timed = [row for row in able if row.name in times]
@@ -157,7 +185,7 @@ def _automatic(op: str, device_type: str | None, dtype: torch.dtype | None) -> t
 
 
 def _path(op: str, choice: str, device_type: str, dtype: torch.dtype) -> str:
-    """Where the code is; its module is loaded. A text, as torch.compile runs this while it traces, and needs one."""
+    """The path of the selected row, whose modules are loaded: a text, as torch.compile runs this while it traces."""
     return _selected(op, choice, device_type, dtype).path
 
 
@@ -166,13 +194,20 @@ constant_when_traced(_path)
 
 @functools.cache
 def _selected(op: str, choice: str, device_type: str, dtype: torch.dtype) -> Backend:
-    """Selects once for each kind of tensor, and says what it took."""
+    """Selects once for each kind of tensor, and logs the choice."""
     row = select(op, choice, device_type, dtype)
     _log.info("%s on %s %s: %s backend", op, device_type, dtype, row.name)
     return row
 
 
 @functools.cache
-def _load(path: str) -> Callable[..., Any]:
+def _load(path: str) -> Any:
+    """Imports the code at `path`. Raises: ImportError."""
+    importlib.import_module(path.partition(":")[0])
+    return _loaded(path)
+
+
+def _loaded(path: str) -> Any:
+    """The code at `path`, whose module is loaded."""
     module, _, name = path.partition(":")
-    return attrgetter(name)(importlib.import_module(module))
+    return attrgetter(name)(sys.modules[module])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
 
+from hybridpar.autograd import once_differentiable
+from hybridpar.ops.libraries import Shapes, heads_inside, without_gaps
 from hybridpar.ops.registry import resolve
 
 
@@ -38,3 +43,22 @@ def rotary_torch(x: Tensor, base: float, offset: int, positions: Tensor | None) 
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     x1, x2 = x[..., :half].to(dtype), x[..., half:].to(dtype)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+
+class _Rotary(Function):
+    """The derivative of a rotation is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, library: Any, x: Tensor, base: float, offset: int, positions: Tensor | None) -> Tensor:
+        ctx.library = library
+        ctx.settings = (base, offset, None if positions is None else positions.contiguous())
+        return library.rotary(without_gaps(x), *ctx.settings, False).transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.library.rotary(without_gaps(dy), *ctx.settings, True).transpose(1, 2), None, None, None
+
+
+rotary_fused = _Rotary.apply
+PASSES: Shapes = {"rotary": heads_inside}

@@ -1,4 +1,4 @@
-"""The passes of an optimizer over lists of tensors: what is computed element by element, and sums of squares."""
+"""The passes of an optimizer over lists of tensors: element by element, and sums of squares."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpar.ops.libraries import Shapes, nothing
 from hybridpar.ops.registry import resolve
 
 Tensors = Sequence[Tensor]
@@ -21,12 +22,12 @@ def optimizer(x: Tensor, backend: str = "auto") -> Any:
 
     Raises: ConfigError if the backend cannot run.
     """
-    return resolve("optimizer", backend, x)
+    return resolve("optimizer", backend, x)()
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What an update reads and what it writes: lists of contiguous tensors, one for each parameter or part of one.
+    """The weights that an update reads and writes: lists of contiguous tensors, one for each parameter or part of one.
 
     old, new: before and after; one and the same list where the update is in place. working: where there is any, a copy
     of the new ones in the type that micro-batches compute in; `predicted`: it holds new + (new - old) instead.
@@ -43,7 +44,7 @@ class Weights:
         return Weights(tensors, tensors)
 
     def only(self, indices: Sequence[int]) -> Weights:
-        """Those of some parameters."""
+        """The weights of some parameters."""
         old = [self.old[i] for i in indices]
         new = old if self.new is self.old else [self.new[i] for i in indices]
         return Weights(old, new, [self.working[i] for i in indices] if self.working else (), self.predicted)
@@ -153,13 +154,13 @@ class Passes:
 
 
 class Compiled:
-    """Those of a library, such as torch.ops.hybridpar.
+    """The passes of a library, such as torch.ops.hybridpar.
 
-    Its gradients stay as they are, but for `adam_directions`, and elements do not depend on where they lie.
+    Gradients stay as they are, but for `adam_directions`, and elements do not depend on where they lie.
     """
 
-    def __init__(self, library: str) -> None:
-        self._ops = getattr(torch.ops, library)
+    def __init__(self, library: Any) -> None:
+        self._library = library
 
     def adam(self, weights: Weights, gradients: Tensors, moments: tuple[Tensors, Tensors], decays: Sequence[float],
              lr: float, step: AdamStep) -> None:
@@ -175,24 +176,29 @@ class Compiled:
         root = sqrt(1 - step.beta2**step.count)
         numbers = [float(step.scale), 1 - step.beta1, step.beta2, of_mean * rate, of_gradient * rate, 1 / root,
                    step.eps]
-        self._ops.adam_(weights.old, gradients, *moments, weights.new, weights.working, keeps, numbers,
-                        weights.predicted)
+        self._library.adam_(weights.old, gradients, *moments, weights.new, weights.working, keeps,
+                            numbers, weights.predicted)
         _changed(*moments, weights.new, weights.working)
 
     def move(self, weights: Weights, directions: Tensors, keeps: Sequence[float], factors: Sequence[float]) -> None:
-        self._ops.move_(weights.old, directions, weights.new, weights.working, keeps, factors, weights.predicted)
+        self._library.move_(weights.old, directions, weights.new, weights.working, keeps, factors, weights.predicted)
         _changed(weights.new, weights.working)
 
     def extrapolate(self, weights: Weights, previous: Tensors) -> None:
-        self._ops.extrapolate_(weights.old, weights.new, previous, weights.working)
+        self._library.extrapolate_(weights.old, weights.new, previous, weights.working)
         _changed(weights.new, previous, weights.working)
 
     def sum_squares(self, tensors: Tensors) -> Tensor:
-        return self._ops.sum_squares(tensors) if tensors else torch.zeros(0, dtype=torch.float64)
+        return self._library.sum_squares(tensors) if tensors else torch.zeros(0, dtype=torch.float64)
 
 
-compiled = Compiled("hybridpar")
-triton = Compiled("hybridpar_triton")
+PASSES: Shapes = {
+    "adam_": nothing,
+    "move_": nothing,
+    "extrapolate_": nothing,
+    "sum_squares": lambda tensors: torch.empty(
+        len(tensors), dtype=torch.float64, device=tensors[0].device if tensors else None),
+}
 
 BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}  # elements of scratch space; on a CPU it is to stay in the cache
 
@@ -249,7 +255,7 @@ def _count(tensors: Tensors, step: AdamStep) -> Tensor:
 
 
 def divisor_of(gradients: Tensors, scale: float | Tensor) -> Tensor | None:
-    """What a fused kernel is to divide the gradients by (its `grad_scale`), or None.
+    """The number that a fused kernel is to divide the gradients by (its `grad_scale`), or None.
 
     The kernels know a float32 divisor only, too coarse for float64 gradients: those are scaled here, in place.
     """
@@ -278,6 +284,6 @@ def _row_norms(x: Tensor) -> list[Tensor]:
 
 
 def _changed(*columns: Iterable[Tensor]) -> None:
-    """What autograd is to know of tensors that a pass has written."""
+    """Tells autograd that a pass has written these tensors."""
     for column in columns:
         torch.autograd.graph.increment_version(column)

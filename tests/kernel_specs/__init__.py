@@ -1,4 +1,4 @@
-"""What every Triton kernel is compiled for, without a GPU: a module of this package for each module of kernels/.
+"""Launches that every Triton kernel is compiled for, without a GPU: a module here for each module of kernels/.
 
 SPECS there: kernel -> [Spec, ..]. tests/kernels/test_compile.py fails for a kernel without one.
 """

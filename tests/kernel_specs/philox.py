@@ -5,8 +5,6 @@ PLACE = {"rows": "i32", "cols": "i32", "stride": "i64", "start": "i64", "blocks"
 FULL = 64  # registers of a thread that keep half of an SM's threads busy
 
 SPECS = {
-    "bits_kernel": [Spec({"out_ptr": "*i32", **COUNTERS, **PLACE}, {"QUADS": quads}, most_registers=FULL)
-                    for quads in (1, 256)],
     "dropout_kernel": [
         Spec({"x_ptr": f"*{t}", "out_ptr": f"*{t}", **COUNTERS, "threshold": "i32", "scale": "fp32", **PLACE},
              {"QUADS": quads}, most_registers=FULL)

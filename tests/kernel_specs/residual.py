@@ -12,7 +12,7 @@ def pointers(dtype: str, *names: str) -> dict[str, str]:
 
 
 def dropping(drop: int, types: dict[str, str], constants: dict[str, object]) -> dict[str, dict]:
-    """What a kernel with dropout takes: of such a kind, see residual.dropout_words."""
+    """The arguments of a kernel with dropout of such a kind (see residual.dropout_words)."""
     if drop:
         types = {**types, "counter_ptr": "*i64"}
     else:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the in
 CAPABILITIES = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that a block may have."""
 REGISTERS = 64 * 1024
-"""Of an SM, and so the most of a block."""
+"""Registers of an SM, and so the most of a block."""
 MODULES = sorted(m.name for m in pkgutil.iter_modules(kernel_specs.__path__))
 KERNELS = Path(__file__).parents[2] / "kernels"
 

@@ -1,4 +1,4 @@
-"""Philox in Triton: the reference's bits in the interpreter."""
+"""Dropout in Triton: the reference's mask in the interpreter."""
 
 import os
 import subprocess
@@ -22,12 +22,7 @@ CASES = [  # shape, stride, start
 ]
 for shape, stride, start in CASES:
     key = random.philox_key(2**63 + 9, 0xDEADBEEF)
-    numbers = 2**32 - 1, 2**31 - 1
-    counters = (*key, torch.tensor(numbers))
-    bits = philox.random_bits(*counters, shape=shape, stride=stride, start=start)
-    reference = random.bits_reference(key, *numbers, num_samples=shape[0], rows=shape[1], cols=shape[2],
-                                      stride=stride, start=start)
-    assert torch.equal(bits, reference), (shape, stride, start)
+    counters = (*key, torch.tensor((2**32 - 1, 2**31 - 1)))
     for dtype in (torch.float32, torch.float16):  # the interpreter computes bfloat16 wrongly
         x = torch.randn(shape).to(dtype)
         mask = (*counters, round(0.7 * 2**32), 1 / 0.3, stride, start)
@@ -36,7 +31,7 @@ print("agreed", len(CASES))
 """
 
 
-def test_same_bits_as_the_reference_in_the_interpreter():
+def test_same_mask_as_the_reference_in_the_interpreter():
     run = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, timeout=240,
                          env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
                          cwd=Path(__file__).parents[2])

@@ -1,4 +1,4 @@
-"""Where operations that are not differentiable functions are tested: each backend on each device that it is for."""
+"""Backends and devices that operations without a derivative are tested on."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KEY, SITE = RandomKey.of(2**35 + 11, 7, 100), random.site("test.backends")
 DROPS = {"p": 0.3, "key": KEY, "site": SITE}
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Of the largest element: sums of a few hundred terms; bfloat16, float16: 2^-8, 2^-11 for the result and inputs."""
+"""Relative to the largest element: sums of a few hundred terms; bfloat16, float16: 2^-8, 2^-11."""
 
 
 @dataclass(frozen=True)

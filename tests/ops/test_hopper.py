@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from hybridpar import native, ops
-from hybridpar.ops import hopper
+from hybridpar.ops import hopper, registry
 
-needs_hopper = pytest.mark.skipif(hopper.unsupported("attention", "cuda", torch.bfloat16) is not None,
-                                  reason=str(hopper.unsupported("attention", "cuda", torch.bfloat16)))
+(ROW,) = (row for row in registry.backends("attention") if row.name == "cuda")
+REASON = ROW.unsupported("cuda", torch.bfloat16)
+needs_hopper = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
-"""Of the norm of the error, against that of the result: both round the probabilities and the result."""
+"""Norm of the error over that of the result: both round the probabilities and the result."""
 
 
 def packed(b: int, heads: tuple[int, int], s: int, d: int, dtype: torch.dtype) -> list[Tensor]:
@@ -24,7 +25,7 @@ def packed(b: int, heads: tuple[int, int], s: int, d: int, dtype: torch.dtype) -
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, kv_head: list[int], causal: bool) -> tuple[Tensor, Tensor]:
-    """Where its results go there are NaNs before."""
+    """The memory that its results go to holds NaNs before."""
     b, n, s, d = q.shape
     poison = q.new_full((b, s, n, d), float("nan")), q.new_full((b, n, s), float("nan"), dtype=torch.float32)
     del poison
@@ -115,8 +116,8 @@ def test_refuses_what_it_cannot_take():
 
 
 def test_says_where_it_cannot_run():
-    assert hopper.unsupported("attention", "cpu", torch.bfloat16) == "runs on a GPU, not on cpu"
-    assert hopper.unsupported("attention", "cuda", torch.float32) == "has no torch.float32 version"
+    assert ROW.unsupported("cpu", torch.bfloat16) == "runs on a GPU, not on cpu"
+    assert ROW.unsupported("cuda", torch.float32) == "has no torch.float32 version"
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -143,6 +144,7 @@ def test_takes_plain_cases_and_leaves_the_others(monkeypatch, d, padded, thresho
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 def test_shapes_while_tracing():
+    registry.select("attention", "cpp")
     q, k = torch.empty(2, 4, 7, 64, dtype=torch.bfloat16, device="meta"), torch.empty(
         2, 2, 7, 64, dtype=torch.bfloat16, device="meta")
     out, lse = torch.ops.hybridpar.attention_hopper(q, k, k, [0, 0, 1, 1], 0.5, True)

@@ -1,21 +1,68 @@
 import importlib
 import json
-from operator import attrgetter
+import sys
+from dataclasses import fields
+from types import ModuleType
 
 import pytest
 import torch
+from torch.autograd.function import Function
 
+from benchmarks import gpu_ops
 from hybridpar import native, ops
+from hybridpar.config import KernelsConfig
 from hybridpar.errors import ConfigError
-from hybridpar.ops import measured, registry
-from hybridpar.ops.registry import Backend, describe, select
+from hybridpar.ops import libraries, measured, registry
+from hybridpar.ops.registry import Backend, report, select
 
 
 def test_every_row_names_code_that_exists():
     for row in registry.TABLE:
-        for path in filter(None, (row.path, row.check)):
-            module, _, name = path.partition(":")
-            assert attrgetter(name)(importlib.import_module(module)), path
+        for path in (*row.path.split(), *row.check.split()):
+            assert registry._load(path) is not None, path
+
+
+class Doubled(Function):
+    @staticmethod
+    def forward(ctx, library, x):
+        ctx.library = library
+        return library.double_it(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None, ctx.library.double_it(dy)
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_an_operation_is_added_by_a_module_and_a_row(monkeypatch):
+    module = ModuleType("hybridpar.ops.made_up")
+    module.double_torch = lambda x: 2 * x
+    module.double_fused = Doubled.apply
+    module.PASSES = {"double_it": libraries.like}
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(registry, "TABLE", (*registry.TABLE, *registry._rows("double", "made_up")))
+    with torch.library._scoped_library("hybridpar", "FRAGMENT") as passes:  # what csrc/cpu/double.cpp would register
+        passes.define("double_it(Tensor x) -> Tensor")
+        passes.impl("double_it", lambda x: x + x, "CPU")
+        x = torch.ones(3, requires_grad=True)
+        registry.resolve("double", "auto", x)(x).sum().backward()
+        assert torch.equal(x.grad, torch.full((3,), 2.0))
+        assert select("double", "auto", "cpu", torch.float32).name == "cpp"
+        assert torch.equal(registry.resolve("double", "torch", x)(x), 2 * x)
+        assert torch.ops.hybridpar.double_it(x.to("meta")).shape == x.shape
+        with pytest.raises(ConfigError, match=r"kernels\.double = 'cuda': .* which has cpp, triton, torch"):
+            select("double", "cuda")
+
+
+def test_every_pass_says_what_it_returns():
+    modules = {row.path.partition(":")[0] for row in registry.TABLE if row.name == "torch"}
+    passes = [name for module in modules for name in importlib.import_module(module).PASSES]
+    assert len(passes) == len(set(passes))
+    assert native.missing() or set(native.operators()) - {"placement_best_loads"} == set(passes)
+
+
+def test_the_configuration_has_every_operation_of_a_model():
+    assert {field.name for field in fields(KernelsConfig)} == set(registry.ops()) - {"softmax"}  # attention has its own
 
 
 def test_every_op_is_public_and_ends_with_its_reference():
@@ -26,15 +73,16 @@ def test_every_op_is_public_and_ends_with_its_reference():
 
 
 def test_auto_takes_the_first_that_can(monkeypatch):
-    rows = [Backend("op", "broken", "hybridpar.nowhere:f"), Backend("op", "picky", "math:sqrt", "tests_only:check"),
+    rows = [Backend("op", "broken", "hybridpar.nowhere:f"),
+            Backend("op", "picky", "math:sqrt", check="tests_only:check"),
             Backend("op", "good", "math:sqrt"), Backend("op", "torch", "math:floor")]
     monkeypatch.setattr(registry, "TABLE", tuple(rows))
     monkeypatch.setattr(registry, "_load", fake_load)
     assert select("op").name == "good"
     assert select("op", device_type="tpu").name == "picky"
-    (report,) = describe()
-    assert (report.op, report.active) == ("op", "good")
-    assert report.rejected == {"broken": "cannot be imported (no nowhere)", "picky": "wants a tpu, not None"}
+    found = report("op")
+    assert (found.op, found.active) == ("op", "good")
+    assert found.rejected == {"broken": "cannot be imported (no nowhere)", "picky": "wants a tpu, not None"}
 
 
 def test_auto_takes_the_fastest_where_it_was_measured(monkeypatch):
@@ -47,7 +95,7 @@ def test_auto_takes_the_fastest_where_it_was_measured(monkeypatch):
     assert select("op", "auto", "cpu", torch.float32).name == "fast"
     for where in (("cpu", torch.float16), ("cpu", torch.float64), ("cuda", torch.float32), (None, None)):
         assert select("op", "auto", *where).name == "first", "one measured alone is compared with nothing"
-    assert [r.measured for t in (torch.float32, torch.float16) for r in describe("cpu", t)] == [True, False]
+    assert [report("op", "cpu", t).measured for t in (torch.float32, torch.float16)] == [True, False]
 
 
 def test_the_table_names_what_there_is():
@@ -60,9 +108,13 @@ def test_the_table_names_what_there_is():
 
 
 def test_measurements_are_added_to_the_table(monkeypatch, tmp_path):
-    monkeypatch.setattr(measured, "_table", lambda: {"cpu": {"gelu": {"float32": {"cpp": 1.0}}}})
-    monkeypatch.setattr(measured, "TABLE", tmp_path / "table.json")
-    path = measured.write("cpu", {"gelu": {"bfloat16": {"cpp": 2.0}}, "swiglu": {"float32": {"torch": 3.0}}})
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"cpu": {"gelu": {"float32": {"cpp": 1.0}}}}))
+    monkeypatch.setattr(measured, "TABLE", path)
+    gpu_ops.write_table([
+        {"settings": {"op": "bias + gelu", "dtype": "bf16"}, "us": {"cpp": [1.0, 2.0, 3.0], "eager": [4.0, 5.0, 6.0]}},
+        {"settings": {"op": "swiglu", "dtype": "fp32"}, "us": {"torch": [1.0, 3.0, 4.0]}},
+        {"settings": {"op": "gradient norm", "dtype": "fp32"}, "us": {"foreach": [1.0, 2.0, 3.0]}}], "cpu")
     assert json.loads(path.read_text()) == {"cpu": {
         "gelu": {"float32": {"cpp": 1.0}, "bfloat16": {"cpp": 2.0}}, "swiglu": {"float32": {"torch": 3.0}}}}
 
@@ -78,7 +130,7 @@ def fake_load(path):
 def test_a_named_backend_that_cannot_run_says_why():
     with pytest.raises(ConfigError, match=r"kernels\.dropout = 'triton': cannot run here: .*; try auto or"):
         select("dropout", "triton", "cpu", torch.float32)
-    with pytest.raises(ConfigError, match=r"'apex': is not a backend of dropout, which has cpp, triton, cuda, torch"):
+    with pytest.raises(ConfigError, match=r"'apex': is not a backend of dropout, which has cpp, triton, torch"):
         select("dropout", "apex")
     with pytest.raises(ConfigError, match="is not an operation"):
         select("convolution")

@@ -6,6 +6,7 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -133,7 +134,6 @@ T __shfl_xor_sync(unsigned lanes, T value, int lane_mask) {
 }
 
 inline int min(int a, int b) { return a < b ? a : b; }
-inline uint32_t __ldg(const uint32_t* x) { return *x; }
 inline void sincospi(double x, double* sin, double* cos) {
   *sin = std::sin(3.141592653589793 * x);
   *cos = std::cos(3.141592653589793 * x);
@@ -178,10 +178,6 @@ void store_bytes(void* to, const P& x) {
   *static_cast<P*>(to) = x;
 }
 
-template <class W>
-W reciprocal(W x) {
-  return W(1) / x;
-}
 inline float power_of_two(float x) { return exp2f(x); }
 
 template <class... Parameters, class... Arguments>
