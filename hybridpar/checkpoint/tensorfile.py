@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridpar.checkpoint import plain
+from hybridpar.checkpoint import json_values
 from hybridpar.errors import CheckpointError, shown
 from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.reading import open_regular
@@ -229,18 +229,19 @@ def _fill(file: FileIO, view: memoryview) -> None:
 
 def _parse_header(text: bytes, size: int) -> tuple[dict[str, str], dict[str, TensorInfo]]:
     """Texts, and tensors that fill `size` bytes. Raises: ValueError."""
-    header = plain.mapping(plain.parse(text), "the header")
-    metadata = {key: plain.string(value, f"metadata {key}")
-                for key, value in plain.mapping(header.pop(_METADATA, {}), _METADATA).items()}
+    header = json_values.mapping(json_values.parse(text), "the header")
+    metadata = {key: json_values.string(value, f"metadata {key}")
+                for key, value in json_values.mapping(header.pop(_METADATA, {}), _METADATA).items()}
     found = {}
     stops = {}
     for name, entry in header.items():
-        entry = plain.mapping(entry, name)
-        kind = DTYPES.get(plain.string(entry.get("dtype"), f"{name}: dtype"))
+        entry = json_values.mapping(entry, name)
+        kind = DTYPES.get(json_values.string(entry.get("dtype"), f"{name}: dtype"))
         if kind is None:
             raise ValueError(f"{name} is of type {shown(entry['dtype'])}, not one of {', '.join(DTYPES)}")
-        shape = tuple(plain.integer(n, f"{name}: shape") for n in plain.sequence(entry.get("shape"), f"{name}: shape"))
-        start, stop = plain.span(entry.get("data_offsets"), f"{name}: data_offsets", size)
+        sizes = json_values.sequence(entry.get("shape"), f"{name}: shape")
+        shape = tuple(json_values.integer(n, f"{name}: shape") for n in sizes)
+        start, stop = json_values.span(entry.get("data_offsets"), f"{name}: data_offsets", size)
         if len(shape) > _MAX_DIMS or prod(shape) * kind.itemsize != stop - start:
             raise ValueError(f"{name} has {stop - start} bytes, which is not shape {list(shape)[:_MAX_DIMS]}")
         found[name], stops[name] = TensorInfo(kind, shape, start), stop
