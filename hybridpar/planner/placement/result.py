@@ -85,7 +85,7 @@ class Assignment:
         return "\n".join([*lines, f"  {used} of {k + self.workload.num_cpus} devices used"])
 
     def document(self) -> dict[str, Any]:
-        """This assignment in the paper's format of splits (`fpgas`, `cpus`: lists of {load, nodes}), and its quality."""
+        """It in the paper's format of splits (`fpgas`, `cpus`: lists of {load, nodes}), with its quality."""
         ids = np.array(self.workload.ids)
         machines = [{"load": float(load), "nodes": sorted(ids[self.devices == d].tolist())}
                     for d, load in enumerate(self.score.loads)]
