@@ -30,7 +30,7 @@ from hybridpar.data.order import SampleOrder
 from hybridpar.errors import DataError
 
 _MAX_DOCUMENTS = 1 << 24
-"""That are permuted; of more, so many stretches of neighbours are. An epoch's table has 16 bytes for each."""
+"""Most documents that are permuted, with 16 bytes each; of more, so many stretches of neighbours are."""
 _CHUNK = 1 << 18
 _KEPT_EPOCHS = 2  # a batch may lie in two
 
@@ -71,13 +71,6 @@ class GPTDataset:
     def __len__(self) -> int:
         """Number of samples."""
         return (len(self._tokens) - 1) // self.seq_length
-
-    def __getitem__(self, i: int) -> dict[str, NDArray[np.int64]]:
-        """Sample i of the first epoch. Shapes: `tokens`, `labels` [s]."""
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"sample {i} of {len(self)}")
-        index = np.array([i % len(self)])
-        return {name: values[0] for name, values in self.batch(index, np.zeros_like(index)).items()}
 
     def batch(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         """Several samples as they are in their epochs.

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-
-from hybridpar.data.blend import Blend
 
 _KEPT_COUNTS = 8
 
@@ -45,10 +45,20 @@ class DataStart:
 FROM_THE_START = DataStart()
 
 
+class Samples(Protocol):
+    """An endless stream of samples, such as a Blend. Shapes: `counter` [b], positions of the stream."""
+
+    fingerprint: str
+
+    def batch(self, counter: NDArray[np.int64]) -> dict[str, NDArray[Any]]: ...
+
+    def num_targets(self, counter: NDArray[np.int64]) -> int: ...
+
+
 class BatchLoader:
     """Micro-batches of one replica of a data-parallel run; a pure function of its arguments and of `start`."""
 
-    def __init__(self, samples: Blend, *, micro_batch_size: int, num_microbatches: int, dp_rank: int = 0,
+    def __init__(self, samples: Samples, *, micro_batch_size: int, num_microbatches: int, dp_rank: int = 0,
                  dp_size: int = 1, start: DataStart = FROM_THE_START):
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
         assert micro_batch_size > 0, micro_batch_size
@@ -67,7 +77,7 @@ class BatchLoader:
 
     @property
     def fingerprint(self) -> str:
-        """Stands for the data, their order and the seed; equal on every grid and for every batch size."""
+        """Identity of the data, their order and the seed; equal on every grid and for every batch size."""
         return self.samples.fingerprint
 
     def first_sample(self, index: int) -> int:
