@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybridpar.errors import CheckpointError, config_error
+from hybridpar.reading import reason
 
 
 @contextmanager
@@ -29,6 +30,6 @@ def new_folder(path: Path) -> Iterator[Path]:
             path.rmdir()
         aside.rename(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror or error}); name another folder") from None
+        raise CheckpointError(f"{path}: cannot be written ({reason(error)}); name another folder") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)

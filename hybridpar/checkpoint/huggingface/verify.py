@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.checkpoint.load import load_full
-from hybridpar.checkpoint.whole import whole_model
+from hybridpar.checkpoint.stages import whole_model
 from hybridpar.config import ModelConfig
 from hybridpar.errors import CheckpointError, config_error
 from hybridpar.pipeline.run.stage import Stage

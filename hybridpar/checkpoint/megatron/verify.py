@@ -23,7 +23,7 @@ from torch.nn import functional
 from hybridpar.checkpoint.huggingface.verify import Comparison, compare_logits, our_logits, random_batch
 from hybridpar.checkpoint.load import load_full
 from hybridpar.checkpoint.megatron.files import MegatronFiles
-from hybridpar.checkpoint.whole import whole_model
+from hybridpar.checkpoint.stages import whole_model
 from hybridpar.errors import CheckpointError, config_error
 
 _HERE: Mapping[str, Any] = {
