@@ -97,7 +97,7 @@ def _names(file: IO[bytes], is_zip: bool) -> list[str]:
 
 @contextmanager
 def _only_ours() -> Iterator[None]:
-    """Without the names that other code of this process has declared safe."""
+    """Hides the names that other code of this process has declared safe."""
     theirs = serialization.get_safe_globals()
     serialization.clear_safe_globals()
     try:

@@ -41,7 +41,7 @@ _METADATA = "__metadata__"
 _MAX_HEADER = 100_000_000  # as the library has it
 _MAX_DIMS = 8
 CHUNK = 1 << 20
-"""Bytes that have one checksum; they stay in the cache between checksum and write."""
+"""Number of bytes under one checksum; they stay in the cache between checksum and write."""
 _DIGITS = 8  # of a checksum, hexadecimal
 
 Pieces = NDArray[np.int64]
@@ -107,7 +107,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 class TensorFile:
     """A file whose header has been read and checked; it is open only while something is read.
 
-    `written`: what `write_tensors` has said of it, and all that is read is compared with that; None: nothing is.
+    `written`: the result of `write_tensors`, with which all that is read is compared; None: nothing is compared.
     Raises: CheckpointError if it is missing, truncated, damaged, or no safetensors file.
     """
 
@@ -133,7 +133,7 @@ class TensorFile:
             self._first_sums = self._number_chunks()
 
     def _number_chunks(self) -> dict[str, int]:
-        """Which checksum is that of a tensor's first chunk."""
+        """Number of the checksum of each tensor's first chunk."""
         first, number = {}, 1
         for name, info in sorted(self.tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
             first[name] = number

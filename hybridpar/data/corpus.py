@@ -21,7 +21,7 @@ from pathlib import Path
 from hybridpar.data.columns import dataset_files
 from hybridpar.data.formats import SUFFIXES
 from hybridpar.data.pieces import Ends, Part
-from hybridpar.data.readers import Sized, look, read_file
+from hybridpar.data.readers import Sized, detect_format, read_file
 from hybridpar.errors import DataError
 from hybridpar.reading import errors_as, nearest_path
 
@@ -116,16 +116,16 @@ def read_parts(files: Sequence[SourceFile], max_bytes: int | None = None) -> Ite
         raise DataError(f"{', '.join(file.name for file in files[:3])}: no text in {len(files)} files{what}")
 
 
-def look_at(source: str | Path, text_key: str) -> None:
+def check_source(source: str | Path, text_key: str) -> None:
     """Raises: DataError if a source is not there, or its first file is nothing that can be read."""
     first = source_files(source, text_key)[0]
     if not first.optional:
-        look(first.path, text_key)
+        detect_format(first.path, text_key)
 
 
 def _read(file: SourceFile, formats: set[str]) -> Iterator[Sized]:
     """The documents of a file, whose format is added to `formats`."""
-    found = look(file.path, file.text_key)
+    found = detect_format(file.path, file.text_key)
     if found is None:
         if file.named:
             raise DataError(f"{file.path}: is empty")

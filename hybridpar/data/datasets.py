@@ -1,22 +1,27 @@
-"""From the configuration to streams of samples: prepared corpora, held-out parts, data sets, blends."""
+"""Streams of samples from the configuration: prepared corpora, held-out parts, data sets, blends."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hybridpar.config import DataConfig, ModelConfig
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
-from hybridpar.data.corpus import look_at
+from hybridpar.data.corpus import check_source
 from hybridpar.data.gpt import GPTDataset
 from hybridpar.data.indexed import IndexedDataset, is_indexed
 from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer
-from hybridpar.data.split import Part, split_tokens
 from hybridpar.data.tokenizer import Tokenizer
 from hybridpar.errors import ConfigError, DataError, Problem, config_error
+
+Part = tuple[int, int]
+"""Positions (start, stop) in the tokens of a corpus."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,37 @@ def _tokenizer_needed(text: str, tokenized: str) -> ConfigError:
     return config_error("data.tokenizer", "", rule, "the tokenizer.json that it was made with")
 
 
+def split_tokens(indexed: IndexedDataset, fraction: float, min_tokens: int) -> tuple[Part, Part | None]:
+    """Positions (start, stop) of the training part, and of the last `fraction` of the tokens (None if 0), to hold out.
+
+    The cut is between documents if that can make the held-out part half to twice as long as asked for, else between
+    sequences, else (a corpus that is one long text) anywhere. It depends on nothing but the index.
+
+    Raises: ConfigError if either part would have fewer than `min_tokens`.
+    """
+    total = indexed.num_tokens
+    if not 0 <= fraction < 1:
+        raise config_error("data.split", fraction, "must be a share of the corpus, from 0 to below 1", "0.02")
+    if fraction == 0:
+        return (0, total), None
+    wanted = fraction * total
+    cut = round(total - wanted)
+    for places in (indexed.document_starts, indexed.sequence_starts):
+        right = int(np.searchsorted(places, cut))
+        near = min((int(p) for p in places[max(right - 1, 0):right + 1]), key=lambda p: abs(p - cut))
+        if wanted / 2 <= total - near <= 2 * wanted and 0 < near < total:
+            cut = near
+            break
+    if min(cut, total - cut) < min_tokens:
+        works = math.ceil(min_tokens / total * 2e4) / 1e4
+        rule = f"parts {indexed.prefix} into {cut} and {total - cut} tokens, but a sample needs {min_tokens}"
+        better = str(works) if works < 0.5 else "0 (no validation), or more text"
+        if total < min_tokens:  # not even as one part
+            better = "more text, or a smaller model.seq_length"
+        raise config_error("data.split", fraction, rule, better)
+    return (0, cut), (cut, total)
+
+
 def absent_sources(data: DataConfig) -> list[str]:
     """Corpora and the tokenizer that this machine does not have, or cannot read, each with its key and why."""
     found = []
@@ -88,7 +124,7 @@ def absent_sources(data: DataConfig) -> list[str]:
         for name in names:
             try:
                 if not is_indexed(_prefix(name)):
-                    look_at(name, data.text_key)
+                    check_source(name, data.text_key)
             except DataError as error:
                 found.append(f"data.{key} = {error}")
     if data.tokenizer and not Path(data.tokenizer).is_file():

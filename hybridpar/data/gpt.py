@@ -36,7 +36,7 @@ _KEPT_EPOCHS = 2  # a batch may lie in two
 
 
 class _Epoch(NamedTuple):
-    """Where the documents are in an epoch. Shapes: [D], [D + 1]."""
+    """Order and places of the documents in an epoch. Shapes: [D], [D + 1]."""
 
     order: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -46,8 +46,8 @@ class _Epoch(NamedTuple):
 class GPTDataset:
     """Samples of `seq_length` tokens from a part of a token file (default: all of it).
 
-    `tokens`: the part, as positions (start, stop) in `indexed.tokens`. `seed`: of the order of its documents; None: as
-    they lie.
+    `tokens`: the part, as positions (start, stop) in `indexed.tokens`. `seed`: orders its documents anew in each epoch;
+    None: as they lie.
 
     Raises: DataError if there are too few tokens for one sample.
     """
@@ -113,7 +113,7 @@ class GPTDataset:
 
 
 def _document_starts(indexed: IndexedDataset, start: int, stop: int) -> NDArray[np.int64]:
-    """Where documents begin in tokens[start:stop], and its end. Shapes: [D + 1]."""
+    """Starts of the documents in tokens[start:stop], and its end. Shapes: [D + 1]."""
     starts = np.unique(np.clip(indexed.document_starts, start, stop)) - start
     step = -(-len(starts) // _MAX_DOCUMENTS)
     return np.append(starts[:-1:step], starts[-1])

@@ -1,4 +1,4 @@
-"""From a stream of samples to the micro-batches of a grid.
+"""Micro-batches of a grid from a stream of samples.
 
     batch t has B = mbs * m * dp samples;  micro-batch j of replica d holds  t * B + (j * dp + d) * mbs + (0 .. mbs - 1)
 
@@ -33,7 +33,7 @@ class DataStart:
     num_consumed: int = 0
 
     def position(self, batch: int, batch_size: int) -> int:
-        """Where batch `batch` begins in the stream."""
+        """Position in the stream at which batch `batch` begins."""
         assert batch >= self.batch, (batch, self)
         return self.sample + (batch - self.batch) * batch_size
 

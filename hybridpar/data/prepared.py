@@ -1,4 +1,4 @@
-"""From text to token files: corpus -> tokenizer -> .bin/.idx, once; later calls with the same inputs find the result.
+"""Token files made of text: corpus -> tokenizer -> .bin/.idx, once; later calls with the same inputs find the result.
 
 A prepared corpus is a folder `<kind>-<key>` with corpus.bin, corpus.idx, tokenizer.json and manifest.json. It is built
 aside and renamed into place as a whole: complete or absent, however many processes prepare it at the same time.

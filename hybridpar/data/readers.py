@@ -37,7 +37,7 @@ class Sized(NamedTuple):
     num_bytes: int
 
 
-def look(path: Path, text_key: str) -> Format | None:
+def detect_format(path: Path, text_key: str) -> Format | None:
     """The format of a file; None: it is empty. Raises: DataError naming what it is, if it cannot be read."""
     with _opened(path) as raw:
         head = raw.read(HEAD)
@@ -53,7 +53,7 @@ def look(path: Path, text_key: str) -> Format | None:
 
 
 def read_file(path: Path, text_key: str, found: Format) -> Iterator[Sized]:
-    """The documents of a file that `look` has seen, in parts; none of them is empty.
+    """The documents of a file of this format, in parts; none of them is empty.
 
     Raises: DataError naming the file, what it is, and the line where there are lines, for what cannot be read.
     """
@@ -128,7 +128,7 @@ def _document(text: str, num_bytes: int) -> Iterator[Sized]:
 
 
 def _read_text(stream: io.BufferedReader, place: _Place) -> Iterator[Sized]:
-    """One document."""
+    """The file as one document."""
     any_text = False
     for text, num_bytes in _decoded(stream, place):
         if text:
@@ -214,7 +214,7 @@ class _Values:
         self._at += 1
 
     def value(self, number: int) -> object:
-        """Raises: DataError if there is none, or it is too long."""
+        """The next value. Raises: DataError if there is none, or it is too long."""
         while True:
             try:
                 found, self._at = json.JSONDecoder().raw_decode(self._text, self._at)
@@ -240,7 +240,7 @@ class _Values:
 
 
 def _read_csv(stream: io.BufferedReader, place: _Place) -> Iterator[Sized]:
-    """The column that the first row names."""
+    """The cells of the column that the first row names."""
     rows = csv.reader((line for line, _ in _lines(stream, place)), delimiter=place.format.delimiter, strict=True)
     header = _next_row(rows, place)
     if header is None:

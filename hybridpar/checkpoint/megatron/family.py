@@ -1,4 +1,4 @@
-"""What Megatron-LM calls a GPT's tensors and arguments, as tables.
+"""Names of a GPT's tensors and arguments in Megatron-LM, as tables.
 
 Names are those of Megatron Core's modules; what older and fused ones are called is put into these words first. Queries,
 keys and values of a group of heads follow each other there as they do here, so all layouts are "same".
