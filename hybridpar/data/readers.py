@@ -156,7 +156,9 @@ def _lines(stream: io.BufferedReader, place: _Place) -> Iterator[tuple[str, int]
         number += 1
         if len(raw) > _MAX_RECORD:
             raise place.error(number, f"has more than {_MAX_RECORD} bytes")
-        yield place.decode(partial(raw.decode, "utf-8-sig" if number == 1 else "utf-8"), number), len(raw)
+        num_bytes, line = len(raw), place.decode(partial(raw.decode, "utf-8-sig" if number == 1 else "utf-8"), number)
+        del raw  # it may be very long
+        yield line, num_bytes
 
 
 def _read_json_lines(stream: io.BufferedReader, place: _Place) -> Iterator[Sized]:

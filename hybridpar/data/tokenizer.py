@@ -116,9 +116,11 @@ class Tokenizer:
     @cached_property
     def frame(self) -> tuple[list[int], list[int]]:
         """Ids that its post-processor puts before and behind a text, such as LLaMA's <s>; ours have none."""
+        if self._inner.post_processor is None:
+            return [], []
         found = self._inner.encode("a", add_special_tokens=True)
         ordinary = [i for i, special in enumerate(found.special_tokens_mask) if not special]
-        if self._inner.post_processor is None or not ordinary:
+        if not ordinary:
             return [], []
         return found.ids[:ordinary[0]], found.ids[ordinary[-1] + 1:]
 
