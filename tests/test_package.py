@@ -65,7 +65,7 @@ def test_a_command_without_its_extra_says_what_to_install(tmp_path, command):
 import sys
 sys.modules["scipy"] = None
 from hybridpar.cli import main
-sys.exit(main(["{command}", "nowhere"]))
+sys.exit(main(["{command}", "{ROOT / 'scripts/configs/gpt_tiny.toml'}"]))
 """
     run = python(code, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert run.returncode != 0
