@@ -76,8 +76,8 @@ def errors_as(error: type[HybridparError], path: Path | str, damage: str = "", *
         yield
     except OSError as found:
         raise error(f"{path}: {failure} ({reason(found)})") from None
-    except (ValueError, *others) as found:
-        if not damage:
+    except Exception as found:
+        if not damage or not isinstance(found, (ValueError, *others)):
             raise
         raise error(f"{path}: {damage} ({found})") from None
 

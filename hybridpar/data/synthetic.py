@@ -21,7 +21,7 @@ class SyntheticLoader(BatchLoader):
                          num_microbatches=num_microbatches, dp_rank=dp_rank, dp_size=dp_size)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Samples:
     """An endless stream of samples. Shapes: tokens, labels, token_types, padding_mask [b, s]; sentence_labels [b]."""
 
