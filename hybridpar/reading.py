@@ -1,19 +1,24 @@
 """Opens files that others may have made: regular ones alone, of a size that is known before anything is read.
 
-A pipe or a device in a file's place would hang a reader, or never end. Imports nothing of hybridpar.
+A pipe or a device in a file's place would hang a reader, or never end.
 """
 
 from __future__ import annotations
 
 import difflib
 import errno
+import json
 import os
 import re
 import stat
 import sys
-from io import FileIO
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
+
+from hybridpar.errors import HybridparError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,8 +30,8 @@ _PART = r"""(?:[A-Za-z0-9_-]+|"(?:\\[^\n]|[^"\\\n])*"|'[^'\n]*')"""
 _TOML = re.compile(
     rf"""#[^\n]*|"{{3}}(?:\\.|[^\\])*?"{{3}}|'{{3}}.*?'{{3}}|(?P<open>"{{3}}|'{{3}})"""
     rf"""|(?P<key>{_PART}(?:[ \t]*\.[ \t]*{_PART})*)|(?P<quote>["'])""", re.DOTALL)
-"""What can hold a dot, in turn: a comment, text of several lines, such text without an end, a key with its parts (or a
-value that looks like one), a quote without an end."""
+"""Text that can hold a dot, in turn: a comment, text of several lines, such text without an end, a key with its parts
+(or a value that looks like one), a quote without an end."""
 
 
 def open_regular(path: Path, *, follow: bool = True) -> FileIO:
@@ -50,6 +55,33 @@ def open_regular(path: Path, *, follow: bool = True) -> FileIO:
     return file
 
 
+class BoundedReader(BufferedReader):
+    """A reader that takes no more memory than its file has bytes, whatever sizes a damaged file names."""
+
+    def __init__(self, raw: FileIO):
+        super().__init__(raw)
+        self._size = os.fstat(raw.fileno()).st_size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """No more than `size` bytes; all that are left without one."""
+        left = max(self._size - self.tell(), 0)
+        return super().read(left if size is None or not 0 <= size <= left else size)
+
+
+@contextmanager
+def errors_as(error: type[HybridparError], path: Path | str, damage: str = "", *others: type[Exception],
+              failure: str = "cannot be read") -> Iterator[None]:
+    """Makes one error that names the file of an OSError (`failure`) and of a ValueError or `others` (`damage`)."""
+    try:
+        yield
+    except OSError as found:
+        raise error(f"{path}: {failure} ({reason(found)})") from None
+    except Exception as found:
+        if not damage or not isinstance(found, (ValueError, *others)):
+            raise
+        raise error(f"{path}: {damage} ({found})") from None
+
+
 def read_limited(path: Path, most: int, *, follow: bool = True) -> bytes:
     """All bytes of a file, unless there are more than `most`. Raises: OSError as open_regular; ValueError if more."""
     with open_regular(path, follow=follow) as file:
@@ -59,7 +91,7 @@ def read_limited(path: Path, most: int, *, follow: bool = True) -> bytes:
 
 
 def nearest_path(path: Path) -> str:
-    """What is in the same folder and was probably meant by a path that does not exist; empty: nothing is like it."""
+    """A path in the same folder that was probably meant by one that does not exist; empty: nothing is like it."""
     try:
         known = [] if path.exists() else os.listdir(path.parent)
     except OSError:
@@ -69,13 +101,21 @@ def nearest_path(path: Path) -> str:
 
 
 def reason(error: Exception) -> str:
-    """What an error of reading says, without the path."""
+    """The message of an error of reading, without the path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def read_text(path: Path, most: int) -> str:
-    """The same as text, without a byte order mark. Raises: OSError; ValueError if there is more, or it is not UTF-8."""
+    """A file as text, without a byte order mark. Raises: OSError; ValueError if it is too large or not UTF-8."""
     return read_limited(path, most).decode("utf-8-sig")
+
+
+def read_json(path: Path, most: int) -> Any:
+    """The value in a JSON file. Raises: OSError; ValueError, also if it is too large or nests too deep."""
+    try:
+        return json.loads(read_limited(path, most))
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
 
 
 def read_toml(path: Path, most: int) -> dict[str, Any]:

@@ -46,6 +46,33 @@ def test_importing_loads_no_extension(tmp_path):
     assert run.stdout.strip() == "[]", run.stderr
 
 
+def test_training_and_planning_need_no_operator_placement(tmp_path):
+    code = """
+import sys
+sys.modules["scipy"] = sys.modules["networkx"] = None
+import hybridpar.cli, hybridpar.train.loop, hybridpar.checkpoint.huggingface, hybridpar.checkpoint.megatron
+import hybridpar.planner.at_hand, hybridpar.planner.search
+print([name for name, module in sys.modules.items() if name.startswith("hybridpar.planner.placement") or (
+    module is not None and name.split(".")[0] in ("scipy", "networkx"))])
+"""
+    run = python(code, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert run.stdout.strip() == "[]", run.stderr
+
+
+@pytest.mark.parametrize("command", ["place", "graph"])
+def test_a_command_without_its_extra_says_what_to_install(tmp_path, command):
+    code = f"""
+import sys
+sys.modules["scipy"] = None
+from hybridpar.cli import main
+sys.exit(main(["{command}", "{ROOT / 'scripts/configs/gpt_tiny.toml'}"]))
+"""
+    run = python(code, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert run.returncode != 0
+    assert run.stderr.strip().splitlines()[-1].endswith(
+        f"command = '{command}': needs scipy; try pip install 'hybridpar[placement]'"), run.stderr
+
+
 @pytest.mark.skipif(importlib.util.find_spec("hybridpar._C") is None, reason="the extension is not built")
 def test_the_checkout_knows_the_arguments_of_its_extension():
     importlib.import_module("hybridpar._C")

@@ -1,4 +1,4 @@
-"""Which run may go on from what another one has left, as it is or with changes that the user names."""
+"""Rules by which a run goes on from a checkpoint of another one, as it is or with changes that the user names."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _different(saved: Config, wanted: Config) -> Iterator[str]:
 
 
 def _fixed(saved: Config, wanted: Config) -> Iterator[tuple[str, list[str]]]:
-    """Why some keys cannot change, and those of them that have."""
+    """Reasons why some keys cannot change, each with those of its keys that have."""
     saved, wanted = _with_positions(saved), _with_positions(wanted)
     model = [f"model.{key}" for key in to_mapping(wanted)["model"] if key not in FREE]
     for why, names in (("its weights are those of that model", model),

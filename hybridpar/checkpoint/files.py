@@ -1,12 +1,18 @@
-"""Files that are there completely or not at all, and what goes into them."""
+"""Files and folders that are there completely or not at all, and JSON that goes into them."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from hybridpar.errors import CheckpointError, config_error
+from hybridpar.reading import reason
 
 
 def write_text(path: Path, text: str) -> None:
@@ -28,6 +34,29 @@ def write_text(path: Path, text: str) -> None:
         aside.unlink(missing_ok=True)
         error.filename = error.filename or str(path)
         raise
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder beside `path` to write into, which then becomes it; removed where that fails.
+
+    Raises: ConfigError if `path` holds something already; CheckpointError if it cannot be written.
+    """
+    given, path = path, path.absolute()
+    aside = path.with_name(f".{path.name}.part")
+    try:
+        if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+            raise config_error("output", str(given), "is there already, and nothing is overwritten", f"{path}-2")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
+        if path.is_dir():
+            path.rmdir()
+        aside.rename(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({reason(error)}); name another folder") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def to_json(value: Any) -> str:

@@ -22,7 +22,7 @@ from hybridpar.errors import CheckpointError
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, or would be."""
+    """The folder of the checkpoint of a step, which need not be there."""
     folder = _named(root, step)
     outdated = _beside(folder, "old")
     return outdated if (outdated / MANIFEST).exists() and not (folder / MANIFEST).exists() else folder
@@ -34,7 +34,7 @@ def saved_steps(root: Path) -> list[int]:
 
 
 def published_steps(root: Path) -> list[int]:
-    """Those, and the ones whose manifest has been lost since, newest first."""
+    """The steps of complete checkpoints and of those whose manifest has been lost since, newest first."""
     return _steps([*root.glob("step_*"), *(folder_of(root, step) for step in saved_steps(root))])
 
 
@@ -56,7 +56,7 @@ def begin(root: Path, step: int, num_bytes: int = 0) -> Path:
 
 
 def discard(aside: Path) -> None:
-    """Removes what will not be published."""
+    """Removes a folder that will not be published."""
     shutil.rmtree(aside, ignore_errors=True)
 
 

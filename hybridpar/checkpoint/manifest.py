@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from hybridpar import __version__
-from hybridpar.checkpoint import plain
+from hybridpar.checkpoint import json_values as plain
 from hybridpar.config import Config, from_mapping, to_mapping
 from hybridpar.data import FROM_THE_START, DataStart
 from hybridpar.errors import CheckpointError, ConfigError, shown

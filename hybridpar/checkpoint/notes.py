@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from threading import Event
 
-from hybridpar.checkpoint import plain
+from hybridpar.checkpoint import json_values as plain
 from hybridpar.checkpoint.manifest import ShardFile, file_name, parse_shard
 from hybridpar.config import Config
 from hybridpar.errors import CheckpointError

@@ -8,14 +8,13 @@ every name that it does not know. So a file can hold anything, and run nothing.
 
 from __future__ import annotations
 
-import os
 import pickle
 import pickletools
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from io import BufferedReader, BytesIO, FileIO
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, serialization
 
 from hybridpar.errors import CheckpointError
-from hybridpar.reading import open_regular
+from hybridpar.reading import BoundedReader, open_regular
 
 _ZIP = b"PK\x03\x04"
 _PROGRAM = "/data.pkl"
@@ -53,13 +52,13 @@ class Inert:
 
 
 def load_pickled(path: Path, inert: str = r"(?!)") -> Any:
-    """What torch.save has put into a file; its tensors are mapped, not read, where the format allows that.
+    """The value that torch.save has put into a file; its tensors are mapped, not read, where the format allows that.
 
     inert: pattern of the names that a stand-in takes the place of.
     Raises: CheckpointError if the file is missing, damaged, or names anything else.
     """
     try:
-        with _Bounded(open_regular(path)) as file, _only_ours():
+        with BoundedReader(open_regular(path)) as file, _only_ours():
             is_zip = file.peek(len(_ZIP)).startswith(_ZIP)
             named = [name for name in _names(file, is_zip) if not _PLAIN.fullmatch(name)]
             if foreign := [name for name in named if not re.fullmatch(inert, name)]:
@@ -80,21 +79,8 @@ def load_pickled(path: Path, inert: str = r"(?!)") -> Any:
         raise CheckpointError(f"{path}: is damaged, or not a file of torch.save ({reason})") from None
 
 
-class _Bounded(BufferedReader):
-    """Takes no more memory than the file has bytes, whatever sizes it names."""
-
-    def __init__(self, raw: FileIO):
-        super().__init__(raw)
-        self._size = os.fstat(raw.fileno()).st_size
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """No more than `size` bytes; all that are left without one."""
-        left = max(self._size - self.tell(), 0)
-        return super().read(left if size is None or not 0 <= size <= left else size)
-
-
 def _names(file: IO[bytes], is_zip: bool) -> list[str]:
-    """What the pickles of a file name. Raises: any error, if it is damaged."""
+    """Names in the pickles of a file. Raises: any error, if it is damaged."""
     programs: list[tuple[IO[bytes], int]] = [(file, _NUM_OLD)]
     if is_zip:
         with zipfile.ZipFile(file) as archive:
@@ -111,7 +97,7 @@ def _names(file: IO[bytes], is_zip: bool) -> list[str]:
 
 @contextmanager
 def _only_ours() -> Iterator[None]:
-    """Without the names that other code of this process has declared safe."""
+    """Hides the names that other code of this process has declared safe."""
     theirs = serialization.get_safe_globals()
     serialization.clear_safe_globals()
     try:

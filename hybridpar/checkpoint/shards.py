@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hybridpar.checkpoint import plain
+from hybridpar.checkpoint import json_values as plain
 from hybridpar.checkpoint.manifest import ShardFile
 from hybridpar.checkpoint.tensorfile import TensorFile, TensorInfo
 from hybridpar.errors import CheckpointError

@@ -30,10 +30,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridpar.checkpoint import plain
+from hybridpar.checkpoint import json_values
 from hybridpar.errors import CheckpointError, shown
 from hybridpar.flight import NO_FLIGHT, Flight
-from hybridpar.reading import open_regular
+from hybridpar.reading import errors_as, open_regular
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -41,7 +41,7 @@ _METADATA = "__metadata__"
 _MAX_HEADER = 100_000_000  # as the library has it
 _MAX_DIMS = 8
 CHUNK = 1 << 20
-"""Bytes that have one checksum; they stay in the cache between checksum and write."""
+"""Number of bytes under one checksum; they stay in the cache between checksum and write."""
 _DIGITS = 8  # of a checksum, hexadecimal
 
 Pieces = NDArray[np.int64]
@@ -107,7 +107,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 class TensorFile:
     """A file whose header has been read and checked; it is open only while something is read.
 
-    `written`: what `write_tensors` has said of it, and all that is read is compared with that; None: nothing is.
+    `written`: the result of `write_tensors`, with which all that is read is compared; None: nothing is compared.
     Raises: CheckpointError if it is missing, truncated, damaged, or no safetensors file.
     """
 
@@ -116,29 +116,24 @@ class TensorFile:
         expected, checksums = written or (-1, "")
         self._sums = [checksums[i : i + _DIGITS] for i in range(0, len(checksums), _DIGITS)]
         self._scratch = bytearray()
-        try:
-            with open_regular(path, follow=False) as file:
-                size = os.fstat(file.fileno()).st_size
-                if written is not None and size != expected:
-                    raise ValueError(f"it has {size} bytes, should have {expected}")
-                length = int.from_bytes(file.read(8), "little")
-                if not 2 <= length <= min(size - 8, _MAX_HEADER):
-                    raise ValueError(f"its header cannot be {length} bytes long")
-                file.seek(0)
-                header = bytearray(8 + length)
-                _fill(file, memoryview(header))
-            if self._sums:
-                self._compare(header, 0, "its header")
+        with (errors_as(CheckpointError, path, "is damaged, or no safetensors file"),
+              open_regular(path, follow=False) as file):
+            size = os.fstat(file.fileno()).st_size
+            if written is not None and size != expected:
+                raise ValueError(f"it has {size} bytes, should have {expected}")
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(size - 8, _MAX_HEADER):
+                raise ValueError(f"its header cannot be {length} bytes long")
+            file.seek(0)
+            header = bytearray(8 + length)
+            _fill(file, memoryview(header))
+            self._compare(header, 0, "its header")
             self._start = 8 + length
             self.metadata, self.tensors = _parse_header(bytes(header[8:]), size - self._start)
             self._first_sums = self._number_chunks()
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
-        except ValueError as error:
-            raise CheckpointError(f"{path}: is damaged, or no safetensors file ({error})") from None
 
     def _number_chunks(self) -> dict[str, int]:
-        """Which checksum is that of a tensor's first chunk."""
+        """Number of the checksum of each tensor's first chunk."""
         first, number = {}, 1
         for name, info in sorted(self.tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
             first[name] = number
@@ -202,13 +197,10 @@ class TensorFile:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[FileIO]:
-        try:
-            with open_regular(self.path, follow=False) as file:
-                yield file
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: {name} cannot be read ({error.strerror or error})") from None
-        except ValueError as error:
-            raise CheckpointError(f"{self.path}: is damaged, {name} cannot be read ({error})") from None
+        failure = f"{name} cannot be read"
+        with (errors_as(CheckpointError, self.path, f"is damaged, {failure}", failure=failure),
+              open_regular(self.path, follow=False) as file):
+            yield file
 
 
 def _touched(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> list[int]:
@@ -229,18 +221,17 @@ def _fill(file: FileIO, view: memoryview) -> None:
 
 def _parse_header(text: bytes, size: int) -> tuple[dict[str, str], dict[str, TensorInfo]]:
     """Texts, and tensors that fill `size` bytes. Raises: ValueError."""
-    header = plain.mapping(plain.parse(text), "the header")
-    metadata = {key: plain.string(value, f"metadata {key}")
-                for key, value in plain.mapping(header.pop(_METADATA, {}), _METADATA).items()}
-    found = {}
-    stops = {}
+    header = json_values.mapping(json_values.parse(text), "the header")
+    metadata = {key: json_values.string(value, f"metadata {key}")
+                for key, value in json_values.mapping(header.pop(_METADATA, {}), _METADATA).items()}
+    found, stops = {}, {}
     for name, entry in header.items():
-        entry = plain.mapping(entry, name)
-        kind = DTYPES.get(plain.string(entry.get("dtype"), f"{name}: dtype"))
+        entry = json_values.mapping(entry, name)
+        kind = DTYPES.get(json_values.string(entry.get("dtype"), f"{name}: dtype"))
         if kind is None:
             raise ValueError(f"{name} is of type {shown(entry['dtype'])}, not one of {', '.join(DTYPES)}")
-        shape = tuple(plain.integer(n, f"{name}: shape") for n in plain.sequence(entry.get("shape"), f"{name}: shape"))
-        start, stop = plain.span(entry.get("data_offsets"), f"{name}: data_offsets", size)
+        shape = json_values.integers(entry.get("shape"), f"{name}: shape")
+        start, stop = json_values.span(entry.get("data_offsets"), f"{name}: data_offsets", size)
         if len(shape) > _MAX_DIMS or prod(shape) * kind.itemsize != stop - start:
             raise ValueError(f"{name} has {stop - start} bytes, which is not shape {list(shape)[:_MAX_DIMS]}")
         found[name], stops[name] = TensorInfo(kind, shape, start), stop

@@ -1,7 +1,9 @@
-"""The commands that place operators: `place` a graph of them, and `graph`, which makes one of a model of ours."""
+"""Commands of operator placement (the extra [placement]): `place` a graph, and `graph`, which makes one of our models.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +46,7 @@ class Place:
     cpus: int = -1
     """-1: as many as the file says."""
     memory_gb: float = 0.0
-    """Of each accelerator, in 1e9 bytes; 0: as the file says."""
+    """Memory of each accelerator, in 1e9 bytes; 0: as the file says."""
     whole_blocks: bool = False
     """All operators of a block (the nodes' layerId) share a device, as in `hybridpar train`, whose pipeline.split the
     placement then is, if it is a pipeline; or its pipeline.chunks, if it goes round the devices more than once."""
@@ -62,6 +64,7 @@ class Place:
     json: bool = False
 
     def run(self, launch: Launch) -> int:
+        _require_extra("place")
         from hybridpar.planner.placement import read_document
         from hybridpar.planner.placement.piper import is_instance
 
@@ -139,7 +142,7 @@ class Graph:
     training: bool = False
     """With backward nodes, gradients and optimizer state."""
     profile: str = ""
-    """What `hybridpar profile` has measured: the operators of a block add up to that. Empty: estimates."""
+    """File that `hybridpar profile` wrote: the operators of a block add up to its times. Empty: estimates."""
     cluster: str = ""
     """A cluster.toml: the devices, and the slowest of its links. With a profile: its blocks, and these links."""
     device: str = "a100-80gb"
@@ -151,7 +154,8 @@ class Graph:
     json: bool = False
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.planner.operator_graph import operator_graph
+        _require_extra("graph")
+        from hybridpar.planner.placement.operator_graph import operator_graph
 
         check_outputs([self.path, self.profile, self.cluster], out=self.out)
         resolved(replace(self.config, parallel=ParallelConfig(dp=1),
@@ -184,8 +188,14 @@ class Graph:
         return machine_of(cluster, estimate(self.config, cluster))
 
 
+def _require_extra(command: str) -> None:
+    """Raises: ConfigError if the libraries of the extra [placement] are not installed."""
+    if absent := [name for name in ("scipy", "networkx") if importlib.util.find_spec(name) is None]:
+        raise config_error("command", command, f"needs {' and '.join(absent)}", "pip install 'hybridpar[placement]'")
+
+
 def _about(about: object) -> list[str]:
-    """What a graph of ours says of itself, in a line; nothing of other graphs."""
+    """Description of a graph of ours, in a line; nothing of other graphs."""
     if not isinstance(about, Mapping) or "estimated" not in about:
         return []
     what = "training" if about.get("training") else "inference"

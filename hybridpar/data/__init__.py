@@ -3,20 +3,19 @@
     open_data    config -> prepared corpora, training and validation streams; calls everything below
     prepare      corpus.py (formats.py, readers.py, columns.py) -> pieces.py, tokenizer.py -> indexed.py: text to a
                  .bin/.idx pair, once, as a stream (prepared.py)
-    datasets     gpt.py, bert.py: samples of a part (split.py) of a pair
+    datasets     gpt.py, bert.py: samples of a part of a pair
     Blend        order.py, blend.py: an endless shuffled stream of samples, from any position
     BatchLoader  the stream dealt out as micro-batches
 """
 
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
-from hybridpar.data.datasets import Data, absent_sources, open_data
+from hybridpar.data.datasets import Data, absent_sources, open_data, split_tokens
 from hybridpar.data.gpt import GPTDataset
 from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from hybridpar.data.loader import FROM_THE_START, BatchLoader, DataStart
 from hybridpar.data.order import SampleOrder
 from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer
-from hybridpar.data.split import split_tokens
 from hybridpar.data.tokenizer import BertVocabulary, Tokenizer, train_tokenizer
 
 __all__ = [

@@ -44,7 +44,7 @@ _MASKED = 0.15
 _SHORT = 0.1
 _PUT_MASK, _PUT_RANDOM = 0.8, 0.9  # of the masked places: up to here [MASK], from there to here a random token
 _CHUNK = 1 << 20
-# What a draw is for.
+# Purposes of draws.
 _IS_SHORT, _TARGET, _PIVOT, _CUT, _COIN, _DOCUMENT, _SENTENCE, _CUT_A, _CUT_B, _PLACE, _STAND_IN, _TOKEN = range(12)
 _MOVE = "data.bert.move"
 
@@ -140,7 +140,7 @@ class BertDataset:
         return windows[self._sentences[stops] - self._sentences[windows] >= 2]
 
     def _stop(self, sentences: Ints, num_tokens: Ints) -> Ints:
-        """Behind the last of the sentences, from each one on, that hold so many tokens or reach the document's end."""
+        """The sentence behind those that, from each one on, hold so many tokens or reach the document's end."""
         enough = np.searchsorted(self._sentences, self._sentences[sentences] + num_tokens)
         return np.minimum(enough, self._documents[self._document_of(sentences) + 1])
 
@@ -271,7 +271,7 @@ def _num_masked(pairs: _Pairs, ordinary: NDArray[np.bool_]) -> Ints:
 
 
 def _chance(bits: Bits) -> NDArray[np.float64]:
-    """Uniform in [0, 1)."""
+    """Numbers that are uniform in [0, 1)."""
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -26,7 +26,7 @@ _TICKS = 10_000  # finest share is 1 / _TICKS
 
 
 class Dataset(Protocol):
-    """What a blend needs of its members: GPTDataset, BertDataset, or your own."""
+    """A member of a blend: GPTDataset, BertDataset, or your own."""
 
     fingerprint: str
 
@@ -85,7 +85,7 @@ class Blend:
 
 
 def _by_size(datasets: Sequence[Dataset]) -> tuple[float, ...]:
-    """In proportion to the samples, except that none is below the finest share."""
+    """Weights in proportion to the samples, except that none is below the finest share."""
     sizes = [len(d) for d in datasets]
     return tuple(max(float(n), 2 * sum(sizes) / _TICKS) for n in sizes)
 

@@ -6,15 +6,12 @@ disk: the one names the Arrow files of its folder, the other the folders beside 
 
 from __future__ import annotations
 
-import io
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hybridpar.errors import DataError, shown
-from hybridpar.reading import read_limited, reason
+from hybridpar.reading import BoundedReader, errors_as, read_json
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _TRAIN = "train"
@@ -32,7 +29,7 @@ def import_pyarrow(path: Path, what: str) -> Any:
     return pyarrow
 
 
-def read_columns(raw: io.FileIO, path: Path, kind: str, text_key: str) -> Iterator[str]:
+def read_columns(raw: BoundedReader, path: Path, kind: str, text_key: str) -> Iterator[str]:
     """The texts of a column; null is no text.
 
     Raises: DataError if the file is damaged, or has no such column of text.
@@ -40,7 +37,7 @@ def read_columns(raw: io.FileIO, path: Path, kind: str, text_key: str) -> Iterat
     arrow = import_pyarrow(path, kind)
     batches = _parquet if kind == "parquet" else _arrow
     try:
-        for column in batches(_Clamped(raw), path, kind, text_key):
+        for column in batches(raw, path, kind, text_key):
             for value in column:
                 text = value.as_py()
                 if text is not None:
@@ -51,40 +48,7 @@ def read_columns(raw: io.FileIO, path: Path, kind: str, text_key: str) -> Iterat
         raise DataError(f"{path}: is damaged {kind} ({str(error) or type(error).__name__})") from None
 
 
-class _Clamped:
-    """A file that reads no more than it has: sizes in a damaged one may be any."""
-
-    def __init__(self, raw: io.FileIO):
-        self._raw, self._size = raw, os.fstat(raw.fileno()).st_size
-        self.closed = False
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(self._size - self._raw.tell(), 0)
-        return self._raw.read(left if size < 0 else min(size, left)) or b""
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._raw.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._raw.tell()
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return False
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def _parquet(file: _Clamped, path: Path, kind: str, text_key: str) -> Iterator[Any]:
+def _parquet(file: BoundedReader, path: Path, kind: str, text_key: str) -> Iterator[Any]:
     import pyarrow.parquet
 
     opened = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
@@ -93,7 +57,7 @@ def _parquet(file: _Clamped, path: Path, kind: str, text_key: str) -> Iterator[A
         yield batch.column(0)
 
 
-def _arrow(file: _Clamped, path: Path, kind: str, text_key: str) -> Iterator[Any]:
+def _arrow(file: BoundedReader, path: Path, kind: str, text_key: str) -> Iterator[Any]:
     import pyarrow.ipc
 
     if kind == "Arrow stream":
@@ -148,10 +112,9 @@ def dataset_files(folder: Path) -> list[Path]:
 
 
 def _plain(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_limited(path, _MAX_STATE))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: is not of a Hugging Face dataset ({reason(error)})") from None
+    damage = "is not of a Hugging Face dataset"
+    with errors_as(DataError, path, damage, failure=damage):
+        found = read_json(path, _MAX_STATE)
     return found if isinstance(found, dict) else {}
 
 

@@ -14,21 +14,21 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybridpar.data.columns import dataset_files
 from hybridpar.data.formats import SUFFIXES
 from hybridpar.data.pieces import Ends, Part
-from hybridpar.data.readers import Sized, look, read_file
+from hybridpar.data.readers import Sized, detect_format, read_file
 from hybridpar.errors import DataError
-from hybridpar.reading import nearest_path
+from hybridpar.reading import errors_as, nearest_path
 
 STDLIB = "stdlib"
 TEXT_KEY = "text"
 _TABLES = "encodings"
-"""A folder of the standard library that is tables of character codes, line after line: not text to learn from."""
+"""Folder of the standard library with tables of character codes: not text to learn from."""
 _FOREIGN_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "_bundled"}
 _MACHINE_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 
@@ -58,20 +58,18 @@ def source_files(source: str | Path, text_key: str = TEXT_KEY) -> list[SourceFil
     path = Path(text)
     if path.is_file():
         return [SourceFile(path, path.name, named=True, text_key=text_key)]
+    if dataset := dataset_files(path):
+        return [SourceFile(p, p.name, text_key=text_key) for p in dataset]
     if path.is_dir():
-        if dataset := dataset_files(path):
-            return [SourceFile(p, p.name, text_key=text_key) for p in dataset]
-        found = [SourceFile(p, p.relative_to(path).as_posix(), text_key=text_key) for p in _walk(path)
-                 if p.name.lower().endswith(SUFFIXES)]
+        found = [(p, p.relative_to(path)) for p in _walk(path) if p.name.lower().endswith(SUFFIXES)]
         rule = f"holds no files ending in {', '.join(SUFFIXES)}"
     else:
-        found = [SourceFile(Path(p), Path(p).as_posix(), text_key=text_key) for p in glob.glob(text, recursive=True)
-                 if Path(p).is_file()]
+        found = [(p, p) for p in map(Path, glob.glob(text, recursive=True)) if p.is_file()]
         rule = "matches no file" if glob.has_magic(text) else "does not exist (nor do .bin/.idx files of this prefix)"
     if not found:
         near = nearest_path(path)
         raise DataError(f"{text}: {rule}" + (near and f"; try {near}"))
-    return sorted(found, key=_shuffled)
+    return sorted((SourceFile(p, name.as_posix(), text_key=text_key) for p, name in found), key=_shuffled)
 
 
 def corpus_files(sources: Sequence[str | Path], text_key: str = TEXT_KEY) -> list[SourceFile]:
@@ -118,30 +116,28 @@ def read_parts(files: Sequence[SourceFile], max_bytes: int | None = None) -> Ite
         raise DataError(f"{', '.join(file.name for file in files[:3])}: no text in {len(files)} files{what}")
 
 
-def look_at(source: str | Path, text_key: str) -> None:
+def check_source(source: str | Path, text_key: str) -> None:
     """Raises: DataError if a source is not there, or its first file is nothing that can be read."""
     first = source_files(source, text_key)[0]
     if not first.optional:
-        look(first.path, text_key)
+        detect_format(first.path, text_key)
 
 
 def _read(file: SourceFile, formats: set[str]) -> Iterator[Sized]:
-    """Documents of a file; notes what it is."""
-    found = look(file.path, file.text_key)
+    """The documents of a file, whose format is added to `formats`."""
+    found = detect_format(file.path, file.text_key)
     if found is None:
         if file.named:
             raise DataError(f"{file.path}: is empty")
         return
     formats.add(str(found))
-    parts = read_file(file.path, file.text_key, found)
-    if not file.optional:
-        yield from parts
-        return
-    try:
-        whole = [*parts]
-    except DataError:
-        return
-    yield from whole
+    parts: Iterable[Sized] = read_file(file.path, file.text_key, found)
+    if file.optional:
+        try:
+            parts = list(parts)
+        except DataError:
+            return
+    yield from parts
 
 
 def _stdlib_files() -> list[SourceFile]:
@@ -168,7 +164,5 @@ def _shuffled(file: SourceFile) -> tuple[bytes, str]:
 
 
 def _status(file: SourceFile) -> os.stat_result:
-    try:
+    with errors_as(DataError, file.path):
         return file.path.stat()
-    except OSError as error:
-        raise DataError(f"{file.path}: cannot be read ({error.strerror})") from None

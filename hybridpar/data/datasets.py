@@ -1,25 +1,32 @@
-"""From the configuration to streams of samples: prepared corpora, held-out parts, data sets, blends."""
+"""Streams of samples from the configuration: prepared corpora, held-out parts, data sets, blends."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from hybridpar.config import DataConfig, ModelConfig
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
-from hybridpar.data.corpus import look_at
+from hybridpar.data.corpus import check_source
 from hybridpar.data.gpt import GPTDataset
 from hybridpar.data.indexed import IndexedDataset, is_indexed
 from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer
-from hybridpar.data.split import Part, split_tokens
 from hybridpar.data.tokenizer import Tokenizer
 from hybridpar.errors import ConfigError, DataError, Problem, config_error
+
+Part = tuple[int, int]
+"""Positions (start, stop) in the tokens of a corpus."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a run reads. `tokenizer` is None for GPT on .bin/.idx files that came without one."""
+    """The data of a run. `tokenizer` is None for GPT on .bin/.idx files that came without one."""
 
     train: Blend
     valid: Blend | None
@@ -41,32 +48,73 @@ def open_data(model: ModelConfig, data: DataConfig, folder: str | Path, *, seed:
         raise config_error("data.weights", data.weights, rule, str([1.0] * len(data.corpus)))
     if not data.corpus:
         raise config_error("data.corpus", data.corpus, "names no corpus", '["stdlib"]')
+    options: Any = {"kind": model.kind, "text_key": data.text_key, "quiet": quiet}
     tokenized = {name: open_prepared(_prefix(name)) for name in (*data.corpus, *data.valid_corpus)
                  if is_indexed(_prefix(name))}
-    texts = [name for name in data.corpus if name not in tokenized]
-    own = [tokenized[name] for name in data.corpus if name in tokenized]
-    path = _tokenizer_path(data, own, texts)
-    made = _prepare_texts(model, data, texts, Path(folder), path, quiet)
+    texts, own = _parted(data.corpus, tokenized)
+    path = Path(data.tokenizer) if data.tokenizer else next((p.tokenizer_path for p in own if p.tokenizer_path), None)
+    if path is None and own and texts:
+        raise _tokenizer_needed(texts[0], str(own[0].prefix))
+    made: dict[str, Prepared] = {}
+    if data.weights:
+        shared = path
+        if path is None and len(texts) > 1:
+            shared = prepare_tokenizer(texts, folder, model.vocab_size, **options)
+        made = {text: prepare(text, folder, model.vocab_size, tokenizer=shared, **options) for text in texts}
+    elif texts:
+        made = dict.fromkeys(texts, prepare(texts, folder, model.vocab_size, tokenizer=path, **options))
     prepared = [tokenized[name] if name in tokenized else made[name] for name in data.corpus]
-    prepared = list(dict.fromkeys(prepared)) if not data.weights else prepared
+    prepared = prepared if data.weights else list(dict.fromkeys(prepared))
     tokenizer = Tokenizer.load(path) if path else prepared[0].tokenizer() if texts else None
-    valid = _open_valid(model, data, Path(folder), tokenized, path or prepared[0].tokenizer_path, quiet)
-    _check(model, [*prepared, *valid], tokenizer, path)
-    return _blend(model, data, prepared, valid, _Samples(model, tokenizer, seed))
-
-
-def _open_valid(model: ModelConfig, data: DataConfig, folder: Path, tokenized: dict[str, Prepared],
-                tokenizer: Path | None, quiet: bool) -> list[Prepared]:
-    """The corpora of validation, in the tokens of those of training. Raises: as open_data."""
-    texts = [name for name in data.valid_corpus if name not in tokenized]
-    found = [tokenized[name] for name in data.valid_corpus if name in tokenized]
+    texts, valid = _parted(data.valid_corpus, tokenized)
     if texts:
-        if tokenizer is None:
-            rule = f"is needed for {texts[0]}, because data.corpus is tokenised already, by an unknown one"
-            raise config_error("data.tokenizer", "", rule, "the tokenizer.json that it was made with")
-        found.append(prepare(texts, folder, model.vocab_size, kind=model.kind, tokenizer=tokenizer,
-                             text_key=data.text_key, quiet=quiet))
-    return found
+        used = path or prepared[0].tokenizer_path
+        if used is None:
+            raise _tokenizer_needed(texts[0], "data.corpus")
+        valid.append(prepare(texts, folder, model.vocab_size, tokenizer=used, **options))
+    _check(model, [*prepared, *valid], tokenizer, path)
+    return _blend(model, data, prepared, valid, tokenizer, seed)
+
+
+def _parted(names: Sequence[str], tokenized: Mapping[str, Prepared]) -> tuple[list[str], list[Prepared]]:
+    """The corpora that are text, and those that are tokenised already."""
+    return [n for n in names if n not in tokenized], [tokenized[n] for n in names if n in tokenized]
+
+
+def _tokenizer_needed(text: str, tokenized: str) -> ConfigError:
+    rule = f"is needed for {text}, because {tokenized} is tokenised already, by an unknown one"
+    return config_error("data.tokenizer", "", rule, "the tokenizer.json that it was made with")
+
+
+def split_tokens(indexed: IndexedDataset, fraction: float, min_tokens: int) -> tuple[Part, Part | None]:
+    """Positions (start, stop) of the training part, and of the last `fraction` of the tokens (None if 0), to hold out.
+
+    The cut is between documents if that can make the held-out part half to twice as long as asked for, else between
+    sequences, else (a corpus that is one long text) anywhere. It depends on nothing but the index.
+
+    Raises: ConfigError if either part would have fewer than `min_tokens`.
+    """
+    total = indexed.num_tokens
+    if not 0 <= fraction < 1:
+        raise config_error("data.split", fraction, "must be a share of the corpus, from 0 to below 1", "0.02")
+    if fraction == 0:
+        return (0, total), None
+    wanted = fraction * total
+    cut = round(total - wanted)
+    for places in (indexed.document_starts, indexed.sequence_starts):
+        right = int(np.searchsorted(places, cut))
+        near = min((int(p) for p in places[max(right - 1, 0):right + 1]), key=lambda p: abs(p - cut))
+        if wanted / 2 <= total - near <= 2 * wanted and 0 < near < total:
+            cut = near
+            break
+    if min(cut, total - cut) < min_tokens:
+        works = math.ceil(min_tokens / total * 2e4) / 1e4
+        rule = f"parts {indexed.prefix} into {cut} and {total - cut} tokens, but a sample needs {min_tokens}"
+        better = str(works) if works < 0.5 else "0 (no validation), or more text"
+        if total < min_tokens:  # not even as one part
+            better = "more text, or a smaller model.seq_length"
+        raise config_error("data.split", fraction, rule, better)
+    return (0, cut), (cut, total)
 
 
 def absent_sources(data: DataConfig) -> list[str]:
@@ -76,7 +124,7 @@ def absent_sources(data: DataConfig) -> list[str]:
         for name in names:
             try:
                 if not is_indexed(_prefix(name)):
-                    look_at(name, data.text_key)
+                    check_source(name, data.text_key)
             except DataError as error:
                 found.append(f"data.{key} = {error}")
     if data.tokenizer and not Path(data.tokenizer).is_file():
@@ -86,34 +134,6 @@ def absent_sources(data: DataConfig) -> list[str]:
 
 def _prefix(name: str) -> str:
     return name[:-4] if name.endswith((".bin", ".idx")) else name
-
-
-def _tokenizer_path(data: DataConfig, tokenized: list[Prepared], texts: list[str]) -> Path | None:
-    """The tokenizer that the user names, or that came with a tokenised corpus; None: to be trained, or unknown."""
-    if data.tokenizer:
-        return Path(data.tokenizer)
-    for prepared in tokenized:
-        if prepared.tokenizer_path is not None:
-            return prepared.tokenizer_path
-    if tokenized and texts:
-        rule = f"is needed for {texts[0]}, because {tokenized[0].prefix} is tokenised already, by an unknown one"
-        raise config_error("data.tokenizer", "", rule, "the tokenizer.json that it was made with")
-    return None
-
-
-def _prepare_texts(model: ModelConfig, data: DataConfig, texts: list[str], folder: Path, tokenizer: Path | None,
-                   quiet: bool) -> dict[str, Prepared]:
-    if not texts:
-        return {}
-    if not data.weights:
-        one = prepare(texts, folder, model.vocab_size, kind=model.kind, tokenizer=tokenizer, text_key=data.text_key,
-                      quiet=quiet)
-        return dict.fromkeys(texts, one)
-    if tokenizer is None and len(texts) > 1:
-        tokenizer = prepare_tokenizer(texts, folder, model.vocab_size, kind=model.kind, text_key=data.text_key,
-                                      quiet=quiet)
-    return {text: prepare(text, folder, model.vocab_size, kind=model.kind, tokenizer=tokenizer, text_key=data.text_key,
-                          quiet=quiet) for text in texts}
 
 
 def _check(model: ModelConfig, prepared: list[Prepared], tokenizer: Tokenizer | None, used: Path | None) -> None:
@@ -137,37 +157,25 @@ def _check(model: ModelConfig, prepared: list[Prepared], tokenizer: Tokenizer | 
         raise ConfigError(*problems)
 
 
-@dataclass(frozen=True)
-class _Samples:
-    """How samples are made of tokens."""
-
-    model: ModelConfig
-    tokenizer: Tokenizer | None
-    seed: int
-
-    def dataset(self, indexed: IndexedDataset, part: Part, *, is_training: bool) -> Dataset:
-        model = self.model
+def _blend(model: ModelConfig, data: DataConfig, prepared: list[Prepared], validation: list[Prepared],
+           tokenizer: Tokenizer | None, seed: int) -> Data:
+    def dataset(indexed: IndexedDataset, part: Part, order_seed: int | None) -> Dataset:
         if model.kind == "gpt":
-            return GPTDataset(indexed, model.seq_length, part, seed=self.seed if is_training else None)
-        assert self.tokenizer is not None
-        return BertDataset(indexed, model.seq_length, self.tokenizer.bert(), seed=self.seed, head=model.sentence_head,
+            return GPTDataset(indexed, model.seq_length, part, seed=order_seed)
+        assert tokenizer is not None
+        return BertDataset(indexed, model.seq_length, tokenizer.bert(), seed=seed, head=model.sentence_head,
                            tokens=part)
 
-
-def _blend(model: ModelConfig, data: DataConfig, prepared: list[Prepared], validation: list[Prepared],
-           samples: _Samples) -> Data:
     train: list[Dataset] = []
     valid: list[Dataset] = []
     for one in prepared:
         indexed = one.open()
-        fraction = 0.0 if validation else data.split
-        trained, held_out = split_tokens(indexed, fraction, model.seq_length + 1)
-        train.append(samples.dataset(indexed, trained, is_training=True))
+        trained, held_out = split_tokens(indexed, 0.0 if validation else data.split, model.seq_length + 1)
+        train.append(dataset(indexed, trained, seed))
         if held_out is not None:
-            valid.append(samples.dataset(indexed, held_out, is_training=False))
-    for one in validation:
-        indexed = one.open()
-        valid.append(samples.dataset(indexed, (0, indexed.num_tokens), is_training=False))
+            valid.append(dataset(indexed, held_out, None))
+    for indexed in (one.open() for one in validation):
+        valid.append(dataset(indexed, (0, indexed.num_tokens), None))
     weights = () if validation else data.weights
-    return Data(Blend(train, data.weights, seed=samples.seed),
-                Blend(valid, weights, seed=samples.seed) if valid else None, tuple(prepared), samples.tokenizer)
+    return Data(Blend(train, data.weights, seed=seed), Blend(valid, weights, seed=seed) if valid else None,
+                tuple(prepared), tokenizer)

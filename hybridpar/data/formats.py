@@ -1,4 +1,4 @@
-"""What a file of text is, found by its first bytes: its compression, and the format of what is in it.
+"""The format of a file of text and its compression, found by its first bytes.
 
 In this order, with `key` for data.text_key, on the first 64 KiB (of what is decompressed):
 
@@ -56,7 +56,7 @@ _OBJECT = re.compile(r'\{\s*"(?:[^"\\]|\\.)*"\s*:')
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What a file is. `delimiter`: of CSV."""
+    """Format of a file. `delimiter`: of CSV."""
 
     kind: str
     compression: str = ""
@@ -144,7 +144,7 @@ def _begins_object(start: str, key: str, is_cut: bool) -> bool:
 
 
 def _cells(lines: Sequence[str], delimiter: str) -> list[str]:
-    """Those of the first record."""
+    """The cells of the first record."""
     try:
         return next(csv.reader(lines, delimiter=delimiter, strict=True), [])
     except csv.Error:

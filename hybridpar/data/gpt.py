@@ -30,13 +30,13 @@ from hybridpar.data.order import SampleOrder
 from hybridpar.errors import DataError
 
 _MAX_DOCUMENTS = 1 << 24
-"""That are permuted; of more, so many stretches of neighbours are. An epoch's table has 16 bytes for each."""
+"""Most documents that are permuted, with 16 bytes each; of more, so many stretches of neighbours are."""
 _CHUNK = 1 << 18
 _KEPT_EPOCHS = 2  # a batch may lie in two
 
 
 class _Epoch(NamedTuple):
-    """Where the documents are in an epoch. Shapes: [D], [D + 1]."""
+    """Order and places of the documents in an epoch. Shapes: [D], [D + 1]."""
 
     order: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -46,8 +46,8 @@ class _Epoch(NamedTuple):
 class GPTDataset:
     """Samples of `seq_length` tokens from a part of a token file (default: all of it).
 
-    `tokens`: the part, as positions (start, stop) in `indexed.tokens`. `seed`: of the order of its documents; None: as
-    they lie.
+    `tokens`: the part, as positions (start, stop) in `indexed.tokens`. `seed`: orders its documents anew in each epoch;
+    None: as they lie.
 
     Raises: DataError if there are too few tokens for one sample.
     """
@@ -71,13 +71,6 @@ class GPTDataset:
     def __len__(self) -> int:
         """Number of samples."""
         return (len(self._tokens) - 1) // self.seq_length
-
-    def __getitem__(self, i: int) -> dict[str, NDArray[np.int64]]:
-        """Sample i of the first epoch. Shapes: `tokens`, `labels` [s]."""
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"sample {i} of {len(self)}")
-        index = np.array([i % len(self)])
-        return {name: values[0] for name, values in self.batch(index, np.zeros_like(index)).items()}
 
     def batch(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         """Several samples as they are in their epochs.
@@ -120,7 +113,7 @@ class GPTDataset:
 
 
 def _document_starts(indexed: IndexedDataset, start: int, stop: int) -> NDArray[np.int64]:
-    """Where documents begin in tokens[start:stop], and its end. Shapes: [D + 1]."""
+    """Starts of the documents in tokens[start:stop], and its end. Shapes: [D + 1]."""
     starts = np.unique(np.clip(indexed.document_starts, start, stop)) - start
     step = -(-len(starts) // _MAX_DOCUMENTS)
     return np.append(starts[:-1:step], starts[-1])

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpar.errors import DataError
-from hybridpar.reading import open_regular
+from hybridpar.reading import errors_as, open_regular
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -102,7 +102,7 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Stands for the content: a hash of the whole index, and of the .bin's length and 64 places in it."""
+        """Identity of the content: a hash of the whole index, and of the .bin's length and 64 places in it."""
         digest = hashlib.sha256()
         with self.idx_path.open("rb") as file:
             while block := file.read(1 << 22):
@@ -198,25 +198,6 @@ class IndexedWriter:
         self.num_tokens = 0
         self._file = self._asides[0].open("wb")
 
-    @property
-    def num_documents(self) -> int:
-        return len(self._documents) - 1
-
-    def add_document(self, tokens: NDArray[np.integer] | Sequence[int], sizes: Sequence[int] | None = None) -> None:
-        """Adds a document; `sizes`: the lengths of its sequences (default: the document is one sequence).
-
-        Shapes: `tokens` [t]; `sizes` [k], their sum t.
-        """
-        ids = np.asarray(tokens)
-        lengths = [ids.size] if sizes is None else sizes
-        assert sum(lengths) == ids.size, (lengths, ids.size)
-        start = 0
-        for length in lengths:
-            self.add(ids[start:start + length])
-            self.end_sequence()
-            start += length
-        self.end_document()
-
     def add(self, tokens: NDArray[np.integer] | Sequence[int]) -> None:
         """Adds to the sequence that has not ended. Shapes: `tokens` [t]."""
         ids = np.asarray(tokens)
@@ -272,15 +253,12 @@ class IndexedWriter:
 
 def _map(path: Path, num_bytes: int | None = None) -> bytes | mmap.mmap:
     """The file's bytes, mapped read-only. Raises: DataError if it cannot be read or has not `num_bytes` bytes."""
-    try:
-        with open_regular(path) as file:
-            found = os.fstat(file.fileno()).st_size
-            if num_bytes is not None and found != num_bytes:
-                raise DataError(f"{path}: has {found} bytes; by its index it has {num_bytes}")
-            # An empty file cannot be mapped.
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if found else b""
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    with errors_as(DataError, path), open_regular(path) as file:
+        found = os.fstat(file.fileno()).st_size
+        if num_bytes is not None and found != num_bytes:
+            raise DataError(f"{path}: has {found} bytes; by its index it has {num_bytes}")
+        # An empty file cannot be mapped.
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if found else b""
 
 
 def _flush(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""From a stream of samples to the micro-batches of a grid.
+"""Micro-batches of a grid from a stream of samples.
 
     batch t has B = mbs * m * dp samples;  micro-batch j of replica d holds  t * B + (j * dp + d) * mbs + (0 .. mbs - 1)
 
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-
-from hybridpar.data.blend import Blend
 
 _KEPT_COUNTS = 8
 
@@ -33,7 +33,7 @@ class DataStart:
     num_consumed: int = 0
 
     def position(self, batch: int, batch_size: int) -> int:
-        """Where batch `batch` begins in the stream."""
+        """Position in the stream at which batch `batch` begins."""
         assert batch >= self.batch, (batch, self)
         return self.sample + (batch - self.batch) * batch_size
 
@@ -45,10 +45,20 @@ class DataStart:
 FROM_THE_START = DataStart()
 
 
+class Samples(Protocol):
+    """An endless stream of samples, such as a Blend. Shapes: `counter` [b], positions of the stream."""
+
+    fingerprint: str
+
+    def batch(self, counter: NDArray[np.int64]) -> dict[str, NDArray[Any]]: ...
+
+    def num_targets(self, counter: NDArray[np.int64]) -> int: ...
+
+
 class BatchLoader:
     """Micro-batches of one replica of a data-parallel run; a pure function of its arguments and of `start`."""
 
-    def __init__(self, samples: Blend, *, micro_batch_size: int, num_microbatches: int, dp_rank: int = 0,
+    def __init__(self, samples: Samples, *, micro_batch_size: int, num_microbatches: int, dp_rank: int = 0,
                  dp_size: int = 1, start: DataStart = FROM_THE_START):
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
         assert micro_batch_size > 0, micro_batch_size
@@ -67,7 +77,7 @@ class BatchLoader:
 
     @property
     def fingerprint(self) -> str:
-        """Stands for the data, their order and the seed; equal on every grid and for every batch size."""
+        """Identity of the data, their order and the seed; equal on every grid and for every batch size."""
         return self.samples.fingerprint
 
     def first_sample(self, index: int) -> int:

@@ -23,7 +23,7 @@ _MAX_SAMPLES = 1 << 62  # a * a stays an int64, a below 2**32
 
 
 class SampleOrder:
-    """Which sample of a data set comes at each position of an endless run through it.
+    """The sample of a data set at each position of an endless run through it.
 
     Raises: DataError if there is no sample.
     """

@@ -31,7 +31,7 @@ _SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[\"'(\[]*[A-
 
 
 class Ends(IntEnum):
-    """What is complete behind a part of a text."""
+    """Kind of end behind a part of a text."""
 
     NOTHING = 0
     SEQUENCE = 1

@@ -1,4 +1,4 @@
-"""From text to token files: corpus -> tokenizer -> .bin/.idx, once; later calls with the same inputs find the result.
+"""Token files made of text: corpus -> tokenizer -> .bin/.idx, once; later calls with the same inputs find the result.
 
 A prepared corpus is a folder `<kind>-<key>` with corpus.bin, corpus.idx, tokenizer.json and manifest.json. It is built
 aside and renamed into place as a whole: complete or absent, however many processes prepare it at the same time.
@@ -21,7 +21,7 @@ from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from hybridpar.data.pieces import Ends, Part, pieces, sentences
 from hybridpar.data.tokenizer import END, Kind, Tokenizer, check_vocab_fits, check_vocab_size, train_tokenizer
 from hybridpar.errors import DataError
-from hybridpar.reading import read_limited
+from hybridpar.reading import errors_as, read_json
 
 if TYPE_CHECKING:  # imported where it is used: operators and benchmarks run without it
     from rich.progress import Progress
@@ -33,6 +33,8 @@ except ImportError:  # Windows
 
 _FORMAT = 2
 _MAX_MANIFEST = 1 << 20
+_FIELDS = {"format": int, "kind": str, "vocab_size": int, "num_documents": int, "num_tokens": int, "fingerprint": str}
+_AGAIN = "delete the folder and prepare the corpus again"
 _TRAINING_BYTES = 16 << 20  # text that a tokenizer is trained on; more changes its merges little
 
 
@@ -115,24 +117,29 @@ def prepare_tokenizer(sources: Sequence[str | Path], folder: str | Path, vocab_s
 
 
 def open_prepared(prefix: str | Path) -> Prepared:
-    """What `prepare` made, or any .bin/.idx pair (whose ids are then all read once, to know the largest).
+    """The corpus that `prepare` made, or any .bin/.idx pair (whose ids are then all read once, to know the largest).
 
     Raises: DataError if a file is missing or damaged.
     """
     prefix = Path(prefix)
-    indexed = IndexedDataset(prefix)
     manifest = prefix.with_name("manifest.json")
     if prefix.name != "corpus" or not manifest.is_file():
-        return Prepared(prefix, "", None, indexed.largest_token() + 1, indexed.num_documents, indexed.num_tokens,
-                        indexed.fingerprint)
+        return _opened(prefix, "", None)
     stated = _read_manifest(manifest)
-    found = Prepared(prefix, stated["kind"], prefix.with_name("tokenizer.json"), stated["vocab_size"],
-                     indexed.num_documents, indexed.num_tokens, indexed.fingerprint)
+    found = _opened(prefix, stated["kind"], stated["vocab_size"])
     for field in ("num_documents", "num_tokens", "fingerprint"):
         if stated[field] != getattr(found, field):
             raise DataError(f"{manifest}: {field} is {stated[field]!r}, but {prefix}.bin and .idx have "
-                            f"{getattr(found, field)!r}; delete the folder and prepare the corpus again")
+                            f"{getattr(found, field)!r}; {_AGAIN}")
     return found
+
+
+def _opened(prefix: Path, kind: str, vocab_size: int | None) -> Prepared:
+    """A pair of `kind`, with its tokenizer beside it; without a kind, of elsewhere. `vocab_size`: None: by its ids."""
+    indexed = IndexedDataset(prefix)
+    size = indexed.largest_token() + 1 if vocab_size is None else vocab_size
+    return Prepared(prefix, kind, prefix.with_name("tokenizer.json") if kind else None, size,
+                    indexed.num_documents, indexed.num_tokens, indexed.fingerprint)
 
 
 def check_vocab(prepared: Prepared, vocab_size: int) -> None:
@@ -162,12 +169,9 @@ def _build(files: Sequence[SourceFile], target: Path, job: _Job) -> None:
         with IndexedWriter(aside / "corpus", token_dtype(tokenizer.vocab_size)) as writer:
             parts = _tracked(read_parts(files, job.max_bytes), job.progress, "encoding", total)
             _encode(parts, tokenizer, writer, job.kind)
-        indexed = IndexedDataset(aside / "corpus")
-        manifest = {"format": _FORMAT, "kind": job.kind, "vocab_size": tokenizer.vocab_size,
-                    "num_documents": indexed.num_documents, "num_tokens": indexed.num_tokens,
-                    "fingerprint": indexed.fingerprint}
+        made = _opened(aside / "corpus", job.kind, tokenizer.vocab_size)
+        manifest = {"format": _FORMAT, **{field: getattr(made, field) for field in _FIELDS if field != "format"}}
         (aside / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        del indexed
         try:
             aside.rename(target)
         except OSError:
@@ -204,16 +208,12 @@ def _encode(parts: Iterable[Part], tokenizer: Tokenizer, writer: IndexedWriter, 
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    kinds = {"format": int, "kind": str, "vocab_size": int, "num_documents": int, "num_tokens": int, "fingerprint": str}
-    try:
-        stated = json.loads(read_limited(path, _MAX_MANIFEST))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: is not a manifest: {error}") from None
-    for field, kind in kinds.items():
+    with errors_as(DataError, path, "is not a manifest", failure="is not a manifest"):
+        stated = read_json(path, _MAX_MANIFEST)
+    for field, kind in _FIELDS.items():
         if not isinstance(stated, dict) or not isinstance(stated.get(field), kind):
-            raise DataError(f"{path}: has no {field} of type {kind.__name__}; delete the folder and prepare the corpus "
-                            "again")
-    return dict(stated)
+            raise DataError(f"{path}: has no {field} of type {kind.__name__}; {_AGAIN}")
+    return stated  # type: ignore[no-any-return]
 
 
 def _progress(quiet: bool) -> Progress:

@@ -14,8 +14,9 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +24,10 @@ from hybridpar.data.columns import import_pyarrow, read_columns
 from hybridpar.data.formats import HEAD, Format, compression_of, format_of
 from hybridpar.data.pieces import PART, Ends, Part, in_parts
 from hybridpar.errors import DataError, shown
-from hybridpar.reading import open_regular
+from hybridpar.reading import BoundedReader, errors_as, open_regular
 
 _MAX_RECORD = 1 << 30
-_SPACE = re.compile(r"\s*")
+_VISIBLE = re.compile(r"\S")
 
 
 class Sized(NamedTuple):
@@ -36,35 +37,33 @@ class Sized(NamedTuple):
     num_bytes: int
 
 
-def look(path: Path, text_key: str) -> Format | None:
-    """What a file is; None: it is empty. Raises: DataError naming what it is, if it cannot be read."""
-    with closing(_opened(path)) as raw:
-        head = _head(raw)
+def detect_format(path: Path, text_key: str) -> Format | None:
+    """The format of a file; None: it is empty. Raises: DataError naming what it is, if it cannot be read."""
+    with _opened(path) as raw:
+        head = raw.read(HEAD)
+        raw.seek(0)
         compression = compression_of(head)
-        if compression:
-            with closing(_inflated(raw, path, compression)) as inside:
-                head = inside.read(HEAD)
-        if not head and not compression:
+        if not head:
             return None
-        found = format_of(path, head, text_key, compression)
+        with _inflated(raw, path, compression) as stream:
+            found = format_of(path, stream.read(HEAD), text_key, compression)
     if found.kind not in _READERS:
         import_pyarrow(path, str(found))
     return found
 
 
 def read_file(path: Path, text_key: str, found: Format) -> Iterator[Sized]:
-    """The documents of a file that `look` has seen, in parts; none of them is empty.
+    """The documents of a file of this format, in parts; none of them is empty.
 
     Raises: DataError naming the file, what it is, and the line where there are lines, for what cannot be read.
     """
-    place = _Place(path, found, text_key)
-    if found.kind not in _READERS:
-        with closing(_opened(path)) as raw:
-            for text in read_columns(raw, place.path, found.kind, text_key):
+    with _opened(path) as raw:
+        if found.kind not in _READERS:
+            for text in read_columns(raw, path, found.kind, text_key):
                 yield from _document(text, len(text))
-        return
-    with closing(_opened(path)) as raw, closing(_inflated(raw, path, found.compression)) as stream:
-        yield from _READERS[found.kind](stream, place)
+            return
+        with _inflated(raw, path, found.compression) as stream:
+            yield from _READERS[found.kind](stream, _Place(path, found, text_key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +75,16 @@ class _Place:
     def error(self, line: int, what: str, unit: str = "line") -> DataError:
         return DataError(f"{self.path}, {unit} {line} of {self.format}: {what}")
 
-    def decode(self, raw: bytes, line: int) -> str:
-        """Raises: DataError naming the line if this is not UTF-8 text."""
+    def decode(self, decode: Callable[[], str], first_line: int) -> str:
+        """The text that `decode` returns. Raises: DataError naming the line if it is not UTF-8 text."""
         try:
-            text = raw.decode("utf-8-sig" if line == 1 else "utf-8")
+            text = decode()
         except UnicodeDecodeError as error:
-            raise self.not_utf8(error, line) from None
-        if "\0" in text:
-            raise self.error(line, "holds a zero byte, so it is no text")
+            line, byte = first_line + error.object.count(b"\n", 0, error.start), error.object[error.start]
+            raise self.error(line, f"byte 0x{byte:02x} is not UTF-8; corpora are UTF-8 text") from None
+        if (zero := text.find("\0")) >= 0:
+            raise self.error(first_line + text.count("\n", 0, zero), "holds a zero byte, so it is no text")
         return text
-
-    def not_utf8(self, error: UnicodeDecodeError, first_line: int) -> DataError:
-        line = first_line + error.object.count(b"\n", 0, error.start)
-        return self.error(line, f"byte 0x{error.object[error.start]:02x} is not UTF-8; corpora are UTF-8 text")
 
     def text_of(self, record: object, number: int, unit: str = "line") -> str:
         """The text of a JSON object. Raises: DataError if it has none."""
@@ -105,53 +101,24 @@ class _Place:
         return text
 
 
-class _Inflating(io.RawIOBase):
-    """What a decompressor gives, whose errors are ours."""
-
-    def __init__(self, source: Any, path: Path, what: str):
-        self._source, self._path, self._what = source, path, what
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        if not self.closed:
-            self._source.close()
-        super().close()
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            return self._source.readinto(buffer) or 0
-        except (EOFError, OSError, ValueError, zlib.error) as error:  # Arrow's are OSError and ValueError
-            what = f"is damaged {self._what}" if self._what else "cannot be read"
-            raise DataError(f"{self._path}: {what} ({error})") from None
+@contextmanager
+def _opened(path: Path) -> Iterator[BoundedReader]:
+    """The bytes of a file, as they are. Raises: DataError, here and while they are read."""
+    with errors_as(DataError, path), BoundedReader(open_regular(path)) as raw:
+        yield raw
 
 
-def _opened(path: Path) -> io.FileIO:
-    try:
-        return open_regular(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-def _head(raw: io.FileIO) -> bytes:
-    try:
-        head = raw.read(HEAD) or b""
-        raw.seek(0)
-    except OSError as error:
-        raise DataError(f"{raw.name}: cannot be read ({error.strerror})") from None
-    return head
-
-
-def _inflated(raw: io.FileIO, path: Path, compression: str) -> io.BufferedReader:
-    """The bytes of a file, decompressed."""
-    raw.seek(0)
-    source: Any = raw
-    if compression == "gzip":
-        source = gzip.GzipFile(fileobj=io.BufferedReader(raw, HEAD), mode="rb")
-    elif compression == "zstandard":
-        source = import_pyarrow(path, compression).CompressedInputStream(raw, "zstd")
-    return io.BufferedReader(_Inflating(source, path, compression), PART)
+@contextmanager
+def _inflated(raw: BoundedReader, path: Path, compression: str) -> Iterator[io.BufferedReader]:
+    """The bytes of a file, decompressed. Raises: DataError, also while they are read."""
+    if not compression:
+        yield raw
+        return
+    source: Any = (gzip.GzipFile(fileobj=raw) if compression == "gzip" else
+                   import_pyarrow(path, compression).CompressedInputStream(raw, "zstd"))
+    damage = f"is damaged {compression}"
+    with errors_as(DataError, path, damage, EOFError, zlib.error, failure=damage):
+        yield io.BufferedReader(source, PART)
 
 
 def _document(text: str, num_bytes: int) -> Iterator[Sized]:
@@ -161,7 +128,7 @@ def _document(text: str, num_bytes: int) -> Iterator[Sized]:
 
 
 def _read_text(stream: io.BufferedReader, place: _Place) -> Iterator[Sized]:
-    """One document."""
+    """The file as one document."""
     any_text = False
     for text, num_bytes in _decoded(stream, place):
         if text:
@@ -177,40 +144,31 @@ def _decoded(stream: io.BufferedReader, place: _Place) -> Iterator[tuple[str, in
     line, block = 1, b"-"
     while block:
         block = stream.read(PART)
-        try:
-            text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            raise place.not_utf8(error, line) from None
-        if (zero := text.find("\0")) >= 0:
-            raise place.error(line + text.count("\n", 0, zero), "holds a zero byte, so it is no text")
+        text = place.decode(partial(decoder.decode, block, not block), line)
         line += text.count("\n")
         yield text, len(block)
 
 
-def _lines(stream: io.BufferedReader, place: _Place) -> Iterator[tuple[str, int, int]]:
-    """The lines of a file, their numbers and their sizes in bytes."""
+def _lines(stream: io.BufferedReader, place: _Place) -> Iterator[tuple[str, int]]:
+    """The lines of a file and their sizes in bytes."""
     number = 0
-    while line := _line(stream, place, number + 1):
+    while raw := stream.readline(_MAX_RECORD + 1):
         number += 1
-        yield *line, number
-
-
-def _line(stream: io.BufferedReader, place: _Place, number: int) -> tuple[str, int] | None:
-    raw = stream.readline(_MAX_RECORD + 1)
-    if len(raw) > _MAX_RECORD:
-        raise place.error(number, f"has more than {_MAX_RECORD} bytes")
-    return (place.decode(raw, number), len(raw)) if raw else None
+        if len(raw) > _MAX_RECORD:
+            raise place.error(number, f"has more than {_MAX_RECORD} bytes")
+        num_bytes, line = len(raw), place.decode(partial(raw.decode, "utf-8-sig" if number == 1 else "utf-8"), number)
+        del raw  # it may be very long
+        yield line, num_bytes
 
 
 def _read_json_lines(stream: io.BufferedReader, place: _Place) -> Iterator[Sized]:
-    for line, num_bytes, number in _lines(stream, place):
+    for number, (line, num_bytes) in enumerate(_lines(stream, place), 1):
         if line.isspace():
             continue
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise place.error(number, f"is not JSON ({error})") from None
-        del line  # it may be very long
         yield from _document(place.text_of(record, number), num_bytes)
 
 
@@ -247,19 +205,18 @@ class _Values:
 
     def peek(self) -> str:
         """The next character that is no space; empty: there is none."""
-        while True:
-            match = _SPACE.match(self._text, self._at)
-            self._at = match.end() if match else self._at
-            if self._at < len(self._text):
-                return self._text[self._at]
+        while not (found := _VISIBLE.search(self._text, self._at)):
+            self._at = len(self._text)
             if not self._more(1):
                 return ""
+        self._at = found.start()
+        return found[0]
 
     def skip(self) -> None:
         self._at += 1
 
     def value(self, number: int) -> object:
-        """Raises: DataError if there is none, or it is too long."""
+        """The next value. Raises: DataError if there is none, or it is too long."""
         while True:
             try:
                 found, self._at = json.JSONDecoder().raw_decode(self._text, self._at)
@@ -285,33 +242,29 @@ class _Values:
 
 
 def _read_csv(stream: io.BufferedReader, place: _Place) -> Iterator[Sized]:
-    """The column that the first row names."""
-    rows = csv.reader((line for line, _, _ in _lines(stream, place)), delimiter=place.format.delimiter, strict=True)
+    """The cells of the column that the first row names."""
+    rows = csv.reader((line for line, _ in _lines(stream, place)), delimiter=place.format.delimiter, strict=True)
     header = _next_row(rows, place)
     if header is None:
         return
     if place.text_key not in header:
-        rule = f"has the columns {shown(header)}, and none is {place.text_key!r}; data.text_key names another"
-        raise place.error(1, rule)
+        raise place.error(1, f"has the columns {shown(header)}, and none is {place.text_key!r}; data.text_key names "
+                          "another")
     column = header.index(place.text_key)
     while (row := _next_row(rows, place)) is not None:
-        if not row:
-            continue
-        if len(row) <= column:
-            rule = f"has {len(row)} cells, and {place.text_key!r} is number {column + 1}"
-            raise place.error(rows.line_num, rule)
-        yield from _document(row[column], sum(map(len, row)))
+        if 0 < len(row) <= column:
+            raise place.error(rows.line_num, f"has {len(row)} cells, and {place.text_key!r} is number {column + 1}")
+        yield from _document(row[column] if row else "", sum(map(len, row)))
 
 
 def _next_row(rows: Any, place: _Place) -> list[str] | None:
     usual = csv.field_size_limit(_MAX_RECORD)  # of the whole process: back to what it was, at once
     try:
-        row: list[str] | None = next(rows, None)
+        return next(rows, None)  # type: ignore[no-any-return]
     except csv.Error as error:
         raise place.error(rows.line_num, f"is damaged ({error})") from None
     finally:
         csv.field_size_limit(usual)
-    return row
 
 
 _READERS: dict[str, Callable[[io.BufferedReader, _Place], Iterator[Sized]]] = {

@@ -3,46 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from hybridpar.config import ModelConfig
+from hybridpar.data.loader import BatchLoader
 
 
-@dataclass(frozen=True)
-class SyntheticLoader:
-    """Same interface as BatchLoader. `padding`: samples end early, at random, so replicas differ in what counts.
+class SyntheticLoader(BatchLoader):
+    """A loader of random samples. `padding`: samples end early, at random, so replicas differ in what counts."""
 
-    Shapes: tokens, labels, token_types, padding_mask [b, s]; sentence_labels [b].
-    """
+    def __init__(self, model: ModelConfig, micro_batch_size: int, num_microbatches: int, dp_rank: int = 0,
+                 dp_size: int = 1, seed: int = 0, padding: bool = True):
+        super().__init__(_Samples(model, seed, padding), micro_batch_size=micro_batch_size,
+                         num_microbatches=num_microbatches, dp_rank=dp_rank, dp_size=dp_size)
+
+
+@dataclass
+class _Samples:
+    """An endless stream of samples. Shapes: tokens, labels, token_types, padding_mask [b, s]; sentence_labels [b]."""
 
     model: ModelConfig
-    micro_batch_size: int
-    num_microbatches: int
-    dp_rank: int = 0
-    dp_size: int = 1
-    seed: int = 0
-    padding: bool = True
+    seed: int
+    padding: bool
+    fingerprint: str = "synthetic"
 
-    def first_sample(self, index: int) -> int:
-        return (index * self.dp_size + self.dp_rank) * self.micro_batch_size
+    def batch(self, counter: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        samples = [self._sample(n) for n in counter.tolist()]
+        return {name: np.stack([s[name] for s in samples]) for name in samples[0]}
 
-    @property
-    def _batch_size(self) -> int:
-        return self.micro_batch_size * self.num_microbatches * self.dp_size
-
-    def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
-        first = batch * self._batch_size + self.first_sample(index)
-        samples = [self._sample(n) for n in range(first, first + self.micro_batch_size)]
-        return {name: torch.from_numpy(np.stack([s[name] for s in samples])) for name in samples[0]}
-
-    @lru_cache(maxsize=64)  # noqa: B019 (frozen, lives as long as the run)
-    def num_targets(self, batch: int) -> int:
-        first = batch * self._batch_size
-        return sum(int((self._sample(n)["labels"] != -100).sum()) for n in range(first, first + self._batch_size))
+    def num_targets(self, counter: NDArray[np.int64]) -> int:
+        return sum(int((self._sample(n)["labels"] != -100).sum()) for n in counter.tolist())
 
     def _sample(self, number: int) -> dict[str, np.ndarray]:
         random = np.random.default_rng([self.seed, number])

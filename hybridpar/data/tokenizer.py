@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hybridpar.data.pieces import Ends, Part, Piece, in_parts, pieces
 from hybridpar.errors import DataError, config_error
-from hybridpar.reading import read_text
+from hybridpar.reading import errors_as, read_text
 
 if TYPE_CHECKING:  # imported where it is used: operators and benchmarks run without it
     import tokenizers
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # imported where it is used: operators and benchmarks run wit
 Kind = Literal["gpt", "bert"]
 END = "<|endoftext|>"
 BEGIN = "<s>"
-"""What tokenizers made elsewhere may start a text with; ours have none."""
+"""Token that tokenizers made elsewhere may start a text with; ours have none."""
 BERT_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 SPECIAL_TOKENS: dict[Kind, tuple[str, ...]] = {"gpt": (END,), "bert": (END, *BERT_TOKENS)}
 # Words for the same thing in tokenizers made elsewhere, tried in this order.
@@ -37,7 +37,7 @@ _BATCH_CHARACTERS, _BATCH_PIECES = 2 << 20, 2048  # encoded at a time
 
 @dataclass(frozen=True)
 class BertVocabulary:
-    """What a BERT data set must know of its tokenizer."""
+    """Ids of a tokenizer that a BERT data set needs."""
 
     size: int
     pad: int
@@ -65,20 +65,16 @@ class Tokenizer:
     def load(path: str | Path) -> Tokenizer:
         import tokenizers
 
-        try:
+        with errors_as(DataError, path, "is not a tokenizer.json", RecursionError):
             text = read_text(Path(path), _MAX_BYTES)
             if not isinstance(json.loads(text), dict):
                 raise ValueError("it is not a JSON object")
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}: is not a tokenizer.json: {error}") from None
         try:
             return Tokenizer(tokenizers.Tokenizer.from_str(text), str(path))
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
         except BaseException as error:  # a panic in Rust is not an Exception
-            if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
-                raise
-            raise DataError(f"{path}: is not a tokenizer.json: {error}") from None
+            raise DataError(f"{path}: is not a tokenizer.json ({error})") from None
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json(), encoding="utf-8")
@@ -119,7 +115,7 @@ class Tokenizer:
 
     @cached_property
     def frame(self) -> tuple[list[int], list[int]]:
-        """What its post-processor puts before and behind a text, such as LLaMA's <s>; ours have none."""
+        """Ids that its post-processor puts before and behind a text, such as LLaMA's <s>; ours have none."""
         if self._inner.post_processor is None:
             return [], []
         found = self._inner.encode("a", add_special_tokens=True)
@@ -130,7 +126,7 @@ class Tokenizer:
 
     @cached_property
     def document_frame(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The same for a document, which ends with one end-of-text token whatever its tokenizer puts there."""
+        """The frame of a document, which ends with one end-of-text token whatever its tokenizer puts there."""
         begin, finish = self.frame
         end = self.special(END)
         return np.array(begin, np.int32), np.array(finish if finish[-1:] == [end] else [*finish, end], np.int32)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridpar.checkpoint import plain
+from hybridpar.checkpoint import json_values as plain
 from hybridpar.checkpoint.files import to_json
 from hybridpar.config import Config, from_mapping, to_mapping
 from hybridpar.data import Blend

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridpar.checkpoint import plain, read_manifest, saved_steps
+from hybridpar.checkpoint import json_values as plain
+from hybridpar.checkpoint import read_manifest, saved_steps
 from hybridpar.checkpoint.compatible import changes, setting
 from hybridpar.checkpoint.folders import folder_of
 from hybridpar.config import Config, load_toml

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.checkpoint import FullWeights, find, read_manifest
-from hybridpar.checkpoint.whole import load_stage
+from hybridpar.checkpoint.stages import load_stage
 from hybridpar.comm import broadcast
 from hybridpar.config import Launch, TrainConfig
 from hybridpar.data.tokenizer import END, Tokenizer, check_vocab_fits

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.checkpoint import plain
+from hybridpar.checkpoint import json_values as plain
 from hybridpar.checkpoint.files import to_json
 from hybridpar.comm import all_reduce, barrier
 from hybridpar.config import Config

@@ -18,7 +18,7 @@ from statistics import median
 
 import torch
 
-from hybridpar.checkpoint import plain
+from hybridpar.checkpoint import json_values as plain
 from hybridpar.checkpoint.files import write_text
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config

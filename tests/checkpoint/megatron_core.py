@@ -33,6 +33,7 @@ CHOICES: dict[str, list[Any]] = {
     "untie_embeddings_and_output_weights": [True, False], "position_embedding_type": ["learned_absolute", "rope"],
     "use_rotary_position_embeddings": [True, False, False], "rotary_base": [10000, 500], "openai_gelu": [True, False],
     "hidden_dropout": [0.0, 0.1], "attention_dropout": [0.0, 0.1], "init_method_std": [0.02, 0.006],
+    "rotary_percent": [1.0, 0.5],
 }
 """What hybridpar has, beside the sizes."""
 
@@ -49,7 +50,7 @@ HARMLESS: dict[str, list[Any]] = {
 """What changes no logits."""
 
 REFUSED: dict[str, list[Any]] = {
-    "qk_layernorm": [True], "qk_l2_norm": [True], "glu_linear_offset": [1.0, -0.5], "rotary_percent": [0.5, 0.25],
+    "qk_layernorm": [True], "qk_l2_norm": [True], "glu_linear_offset": [1.0, -0.5], "rotary_percent": [0.0, 1.5],
     "rotary_interleaved": [True], "squared_relu": [True], "quick_geglu": [True], "window_size": [(4, 0)],
     "use_rope_scaling": [True], "rotary_seq_len_interpolation_factor": [2], "kv_channels": [8], "no_rope_freq": [2],
     "layernorm_zero_centered_gamma": [True], "apply_layernorm_1p": [True], "softmax_type": ["off-by-one", "learnable"],

@@ -27,7 +27,7 @@ from train.runs import metrics, steps, write_config
 from hybridpar import checkpoint
 from hybridpar.checkpoint.huggingface import compare, export_folder, import_folder
 from hybridpar.checkpoint.huggingface.verify import load_theirs, our_logits, random_batch, their_logits
-from hybridpar.checkpoint.whole import whole_model
+from hybridpar.checkpoint.stages import whole_model
 from hybridpar.cli import main
 from hybridpar.comm import gather_objects
 from hybridpar.config import Launch, load_toml

@@ -16,7 +16,7 @@ PLAIN: dict[str, Any] = {
     "kind": "gpt", "num_layers": 2, "hidden_size": 48, "num_heads": 4, "num_kv_heads": 0, "ffn_hidden_size": 92,
     "seq_length": 20, "vocab_size": 101, "tie_embeddings": True, "position": "learned", "rotary_base": 10000.0,
     "norm": "layer_norm", "norm_eps": 1e-5, "norm_position": "auto", "activation": "gelu", "bias": True, "dropout": 0.1,
-    "attention_dropout": 0.1}
+    "attention_dropout": 0.1, "rotary_fraction": 1.0}
 
 
 def keys_of(args: dict[str, Any], *, is_core: bool = True) -> dict[str, Any]:
@@ -63,6 +63,7 @@ def test_what_nobody_knows_must_be_off(value: Any) -> None:
 @pytest.mark.parametrize(("more", "ours"), [
     ({"use_rotary_position_embeddings": True, "rotary_base": 500}, {"position": "rotary", "rotary_base": 500.0}),
     ({"position_embedding_type": "rope", "add_position_embedding": False}, {"position": "rotary"}),
+    ({"position_embedding_type": "rope", "rotary_percent": 0.5}, {"position": "rotary", "rotary_fraction": 0.5}),
     ({"swiglu": True, "use_te_activation_func": True}, {"activation": "swiglu"}),
     ({"add_bias_linear": False, "add_qkv_bias": False}, {"bias": False, "activation": "gelu_exact"}),
     ({"group_query_attention": True, "num_query_groups": 2}, {"num_kv_heads": 2}), ({"num_query_groups": 2}, {}),

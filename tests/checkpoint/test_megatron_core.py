@@ -13,7 +13,7 @@ from checkpoint.megatron_core import HARMLESS, core_logits, core_model, one_proc
 from hybridpar.checkpoint import load_full
 from hybridpar.checkpoint.huggingface.verify import our_logits
 from hybridpar.checkpoint.megatron import compare_megatron, import_megatron
-from hybridpar.checkpoint.whole import whole_model
+from hybridpar.checkpoint.stages import whole_model
 from hybridpar.cli import main
 from hybridpar.errors import CheckpointError, ConfigError
 

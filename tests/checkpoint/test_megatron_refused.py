@@ -29,7 +29,7 @@ def refused(tmp_path: Path, root: Path, error: type[HybridparError], match: str,
 @pytest.mark.parametrize(("more", "says"), [
     ({"num_experts": 8}, "args: num_experts = 8: hybridpar has no such feature for megatron; try None"),
     ({"qk_layernorm": True}, "qk_layernorm = True"), ({"apply_layernorm_1p": True}, "apply_layernorm_1p"),
-    ({"rotary_percent": 0.5}, r"rotary_percent = 0\.5"), ({"squared_relu": True}, "squared_relu"),
+    ({"rotary_percent": 1.5}, r"rotary_percent = 1\.5: must be above 0"), ({"squared_relu": True}, "squared_relu"),
     ({"window_size": (128, 0)}, "window_size = 'tuple'"), ({"mtp_num_layers": 1}, "mtp_num_layers"),
     ({"position_embedding_type": "none"}, "'none': hybridpar has only learned_absolute, rope"),
     ({"normalization": "other"}, "normalization = 'other': hybridpar has only LayerNorm, RMSNorm"),

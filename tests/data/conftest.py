@@ -2,6 +2,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from data.documents import add_document
 
 from hybridpar.data.indexed import IndexedDataset, IndexedWriter
 
@@ -14,7 +15,7 @@ def make_indexed(tmp_path) -> Callable[..., IndexedDataset]:
         token = first
         with IndexedWriter(tmp_path / name, "<i4") as writer:
             for sizes in documents:
-                writer.add_document(np.arange(token, token + sum(sizes)), sizes)
+                add_document(writer, np.arange(token, token + sum(sizes)), sizes)
                 token += sum(sizes)
         return IndexedDataset(tmp_path / name)
 

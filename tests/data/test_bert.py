@@ -3,6 +3,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from data.documents import add_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -215,7 +216,7 @@ def test_any_corpus_works_or_is_refused(tmp_path_factory, documents, seq_length,
     prefix = tmp_path_factory.mktemp("pair") / "x"
     with IndexedWriter(prefix, "<u2") as writer:
         for sizes in documents:
-            writer.add_document(np.arange(100, 100 + sum(sizes)), sizes)
+            add_document(writer, np.arange(100, 100 + sum(sizes)), sizes)
     try:
         data = BertDataset(IndexedDataset(prefix), seq_length, VOCABULARY, seed=1, head=head)
     except DataError:

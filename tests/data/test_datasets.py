@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+from data.documents import add_document
 
 from hybridpar.config import DataConfig, ModelConfig
 from hybridpar.data import BatchLoader, BertDataset, GPTDataset, IndexedWriter, open_data
@@ -73,7 +74,7 @@ def test_a_validation_corpus_of_its_own(texts, tmp_path):
 @pytest.fixture
 def theirs(tmp_path):
     with IndexedWriter(tmp_path / "theirs", "<u2") as writer:
-        writer.add_document(range(300), [10] * 30)
+        add_document(writer, range(300), [10] * 30)
     return str(tmp_path / "theirs")
 
 

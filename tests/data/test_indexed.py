@@ -3,6 +3,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from data.documents import add_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,8 +30,8 @@ def patched(offset, replacement, data=IDX):
 
 def test_writer_gives_the_bytes_of_megatron(tmp_path):
     with IndexedWriter(tmp_path / "x", token_dtype(100)) as writer:
-        writer.add_document([5, 6, 7])
-        writer.add_document(np.array([8, 9]))
+        add_document(writer, [5, 6, 7])
+        add_document(writer, np.array([8, 9]))
     assert (tmp_path / "x.bin").read_bytes() == BIN
     assert (tmp_path / "x.idx").read_bytes() == IDX
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.idx"]
@@ -58,7 +59,7 @@ def test_round_trip(tmp_path_factory, documents, dtype):
     prefix = tmp_path_factory.mktemp("pair") / "x.y"  # a prefix may have a dot
     with IndexedWriter(prefix, dtype) as writer:
         for sequences in documents:
-            writer.add_document(list(chain.from_iterable(sequences)), [len(s) for s in sequences])
+            add_document(writer, list(chain.from_iterable(sequences)), [len(s) for s in sequences])
     data = IndexedDataset(prefix)
     assert [s.tolist() for s in data] == list(chain.from_iterable(documents))
     assert np.diff(data.documents).tolist() == [len(d) for d in documents]
@@ -74,7 +75,7 @@ def test_the_files_of_megatron_core_are_ours_byte_for_byte(tmp_path_factory, doc
     prefix = tmp_path_factory.mktemp("pair")
     with IndexedWriter(prefix / "ours", dtype) as writer:
         for sequences in documents:
-            writer.add_document(list(chain.from_iterable(sequences)), [len(s) for s in sequences])
+            add_document(writer, list(chain.from_iterable(sequences)), [len(s) for s in sequences])
     builder = theirs.IndexedDatasetBuilder(str(prefix / "theirs.bin"), dtype=np.dtype(dtype).type)
     for sequences in documents:
         for sequence in sequences:
@@ -93,7 +94,7 @@ def test_the_files_of_megatron_core_are_ours_byte_for_byte(tmp_path_factory, doc
 @pytest.mark.parametrize(("dtype", "token"), [("<u2", 65536), ("<u2", -1), ("<i4", 2**31), ("u1", 256)])
 def test_writer_refuses_ids_that_do_not_fit_and_leaves_nothing(tmp_path, dtype, token):
     with pytest.raises(DataError, match=str(token)), IndexedWriter(tmp_path / "x", dtype) as writer:
-        writer.add_document([1, token])
+        add_document(writer, [1, token])
     assert not list(tmp_path.iterdir())
 
 
@@ -157,7 +158,7 @@ def test_fuzzed_index_is_refused_or_consistent(tmp_path_factory, changes, length
 
 def test_negative_ids_are_found(tmp_path):
     with IndexedWriter(tmp_path / "x", "<i4") as writer:
-        writer.add_document([3, -2])
+        add_document(writer, [3, -2])
     with pytest.raises(DataError, match="token 1 is -2"):
         IndexedDataset(tmp_path / "x").largest_token()
 
@@ -166,6 +167,6 @@ def test_fingerprint_tells_contents_apart(tmp_path):
     prints = set()
     for i, (size, value) in enumerate([(10, 1), (10, 2), (11, 1), (10**5, 1)]):
         with IndexedWriter(tmp_path / f"{i}", "<u2") as writer:
-            writer.add_document(np.full(size, value))
+            add_document(writer, np.full(size, value))
         prints.add(IndexedDataset(tmp_path / f"{i}").fingerprint)
     assert len(prints) == 4

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 from data import foreign
+from data.documents import add_document
 
 from hybridpar.data import pieces
 from hybridpar.data import prepared as module
@@ -162,7 +163,7 @@ def test_damaged_results_are_found(corpus, tmp_path, change):
 
 def test_files_from_elsewhere(tmp_path):
     with IndexedWriter(tmp_path / "theirs_text_document", "<u2") as writer:
-        writer.add_document([4, 511, 3])
+        add_document(writer, [4, 511, 3])
     prepared = open_prepared(tmp_path / "theirs_text_document")
     assert (prepared.kind, prepared.vocab_size, prepared.num_tokens) == ("", 512, 3)
     check_vocab(prepared, 512)

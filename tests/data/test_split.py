@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridpar.data.split import split_tokens
+from hybridpar.data import split_tokens
 from hybridpar.errors import ConfigError
 
 

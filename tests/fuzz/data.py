@@ -36,7 +36,10 @@ def make_indexed(folder: Path) -> list[Path]:
         made[-1].mkdir()
         with IndexedWriter(made[-1] / "corpus", kind) as writer:
             for length in (5, 30, 0, 9, 17):
-                writer.add_document(np.arange(length) % 60, [length // 2, length - length // 2])
+                for size in (length // 2, length - length // 2):
+                    writer.add(np.arange(size) % 60)
+                    writer.end_sequence()
+                writer.end_document()
     return made
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridpar import checkpoint
 from hybridpar.checkpoint.huggingface.export import export_folder
-from hybridpar.checkpoint.huggingface.load import import_folder
+from hybridpar.checkpoint.huggingface.import_model import import_folder
 from hybridpar.checkpoint.megatron import import_megatron
 from hybridpar.grid import ProcessGrid
 from hybridpar.train.engine import Engine

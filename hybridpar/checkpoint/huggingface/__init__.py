@@ -4,7 +4,7 @@ transformers itself is needed by `compare` alone.
 """
 
 from hybridpar.checkpoint.huggingface.export import Exported, export_folder
-from hybridpar.checkpoint.huggingface.load import Imported, import_folder
+from hybridpar.checkpoint.huggingface.import_model import Imported, import_folder
 from hybridpar.checkpoint.huggingface.verify import TOLERANCE, Comparison, compare, compare_logits
 
 __all__ = [

@@ -111,6 +111,8 @@ def _read(plain: Plain, key: Key) -> Any:
         raise ValueError("must be a finite number of at least 0")
     elif key.ours == "norm_eps" and not value:
         raise ValueError("must be above 0")
+    elif key.ours == "rotary_fraction" and not 0 < value <= 1:
+        raise ValueError("must be above 0 and at most 1")
     elif key.ours.endswith("dropout") and value >= 1:
         raise ValueError("must be below 1")
     return kind(value)

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hybridpar.checkpoint.files import new_folder
 from hybridpar.checkpoint.huggingface.configuration import choose_family, plain_of
-from hybridpar.checkpoint.huggingface.folder import new_folder
 from hybridpar.checkpoint.huggingface.names import Plan, plan_of
 from hybridpar.checkpoint.huggingface.source import CONFIG, INDEX, WEIGHTS
 from hybridpar.checkpoint.huggingface.tokens import TOKENIZER, no_tokenizer, tokenizer_files
@@ -26,7 +26,7 @@ _ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. `notes`: what of the checkpoint has no place there."""
+    """An exported folder. `notes`: parts of the checkpoint that have no place there."""
 
     checkpoint: Path
     folder: Path
@@ -92,7 +92,7 @@ def _groups(plan: Plan, most: int) -> list[list[str]]:
 
 
 def _tensors(full: FullWeights, plan: Plan, names: list[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of theirs with these names."""
+    """Tensors of the exported model with these names."""
     wanted = set(names)
     for entry in plan.entries:
         copies = {plan.copies[copy]: copy for copy in wanted & plan.copies.keys() if plan.copies[copy] in entry.theirs}

@@ -1,4 +1,4 @@
-"""What the model families of Hugging Face transformers are called there, as tables; nothing here computes.
+"""Names of the model families of Hugging Face transformers, as tables; nothing here computes.
 
 A family says which tensors of theirs make up each module of ours, which keys of config.json are which keys of [model],
 which of them can only have certain values, and what else may be in their files.
@@ -16,7 +16,7 @@ REQUIRED = object()
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors that a module of ours is made of: names without .weight or .bias, and their layout (layouts.py).
+    """Tensors that a module of ours is made of: names without .weight or .bias, and their layout (layouts.py).
 
     `{layer}` stands for the number of a layer, from 0.
     """
@@ -237,4 +237,4 @@ BERT = Family(
 )
 
 FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, GPT_NEOX, BERT)}
-"""By model_type. Export takes the first that a model is one of."""
+"""Families by model_type. Export takes the first that a model is one of."""

@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face model make up which parameter of ours, from the tables in families.py."""
+"""The tensors of a Hugging Face model that make up each parameter of ours, from the tables in families.py."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def _names(ours: str, model: ModelConfig, family: Family) -> tuple[list[str], st
 
 @dataclass(frozen=True)
 class Match:
-    """Their files against a plan. `names`: what each tensor of the plan is called in them; `copies`: pairs of names in
-    them that must be equal; `unused`: what takes no part, such as masks; `absent`: parameters of ours of heads that a
-    bare model lacks."""
+    """Tensors of files matched with a plan. `names`: the name in the files of each tensor of the plan; `copies`: pairs
+    of names in them that must be equal; `unused`: those that take no part, such as masks; `absent`: parameters of ours
+    of heads that a bare model lacks."""
 
     names: dict[str, str]
     copies: dict[str, str]
@@ -147,7 +147,7 @@ def _absent_heads(plan: Plan, family: Family, names: Mapping[str, str]) -> list[
 
 
 def _current(name: str, plan: Plan, family: Family) -> str:
-    """What a tensor is called today, in a whole model: older endings and files of the bare base model are known."""
+    """The name that a tensor has today in a whole model: older endings and the bare base model's names are known."""
     for old, new in family.renamed.items():
         if name.endswith(old):
             name = name.removesuffix(old) + new

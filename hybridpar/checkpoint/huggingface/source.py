@@ -3,9 +3,8 @@ anything is allocated, and pickled files can run nothing (pickled.py)."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,29 +13,27 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridpar.checkpoint.pickled import load_pickled, tensors_in
+from hybridpar.checkpoint.tensorfile import DTYPES
 from hybridpar.errors import CheckpointError, shown
-from hybridpar.reading import open_regular, read_limited
+from hybridpar.reading import errors_as, open_regular
+from hybridpar.reading import read_json as read_any
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MAX_JSON = 64 << 20
 PICKLED = "pytorch_model.bin"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DAMAGED = "is damaged, truncated or no safetensors file"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As safetensors calls it; others as torch does."""
+    """The name of a type as safetensors has it, of others as torch has it."""
     return _NAMES.get(dtype, str(dtype))
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises: CheckpointError if the file is missing, or something else."""
-    try:
-        plain = json.loads(read_limited(path, MAX_JSON))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not valid JSON: {error}") from None
+    with errors_as(CheckpointError, path, "is not valid JSON"):
+        plain = read_any(path, MAX_JSON)
     if not isinstance(plain, dict):
         raise CheckpointError(f"{path}: must be a JSON object, not a {type(plain).__name__}")
     return plain
@@ -52,19 +49,6 @@ class Weights(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
-class Pickled:
-    """The tensors of a file of torch.save, as safetensors' own reader shows those of its files."""
-
-    def __init__(self, path: Path):
-        self.tensors = tensors_in(load_pickled(path), path)
-
-    def keys(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-
 class WeightFiles:
     """The tensors of model.safetensors, or of the files that model.safetensors.index.json names; where there are none,
     those of pytorch_model.bin or its index.
@@ -77,7 +61,7 @@ class WeightFiles:
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, tuple[str, Callable[[str], Tensor]]] = {}
         for weights in (WEIGHTS, PICKLED):
             index = f"{weights}.index.json"
             if (folder / weights).is_file():
@@ -99,37 +83,30 @@ class WeightFiles:
         for file in sorted(set(where.values())):
             self._open(file)
         for name, file in where.items():
-            if self._files.get(name, (None, None))[0] != file:
+            if name not in self._files or self._files[name][0] != file:
                 raise CheckpointError(f"{path}: says that {name} is in {file}, but it is not")
 
     def _open(self, file: str) -> None:
         path = self.folder / file
-        try:
+        with errors_as(CheckpointError, path, DAMAGED, SafetensorError):
             open_regular(path).close()  # no pipe, no device
-            opened: Any = safe_open(path, framework="pt") if file.endswith(".safetensors") else Pickled(path)
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                if name in self._files:
-                    raise CheckpointError(f"{path}: has {name}, which {self._files[name][0]} has too")
-                self._files[name] = file, opened
-                self.shapes[name], self.dtypes[name] = _kind(opened, name)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: is damaged, truncated or no safetensors file ({error})") from None
+            if file.endswith(".safetensors"):
+                opened: Any = safe_open(path, framework="pt")
+                found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+                kinds = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in found.items()}
+                read = opened.get_tensor
+            else:
+                tensors = tensors_in(load_pickled(path), path)
+                kinds = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
+                read = tensors.__getitem__
+        for name, (shape, dtype) in kinds.items():
+            if name in self._files:
+                raise CheckpointError(f"{path}: has {name}, which {self._files[name][0]} has too")
+            self._files[name], self.shapes[name], self.dtypes[name] = (file, read), shape, dtype
 
     def read(self, name: str) -> Tensor:
         """Raises: CheckpointError."""
-        file, opened = self._files[name]
-        try:
-            return opened.get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise CheckpointError(f"{self.folder / file}: {name} cannot be read ({error})") from None
-
-
-def _kind(opened: Any, name: str) -> tuple[tuple[int, ...], str]:
-    """A tensor's shape, and its type as safetensors calls it."""
-    if isinstance(opened, Pickled):
-        tensor = opened.tensors[name]
-        return tuple(tensor.shape), dtype_name(tensor.dtype)
-    part = opened.get_slice(name)
-    return tuple(part.get_shape()), part.get_dtype()
+        file, read = self._files[name]
+        failure = f"{name} cannot be read"
+        with errors_as(CheckpointError, self.folder / file, failure, SafetensorError, RuntimeError, failure=failure):
+            return read(name)

@@ -20,7 +20,7 @@ _ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt": {"bos_token": (BEGIN, END), "eos_token": (END,)},
     "bert": {"pad_token": ("[PAD]",), "cls_token": ("[CLS]",), "sep_token": ("[SEP]",), "mask_token": ("[MASK]",)},
 }
-"""What transformers calls the special tokens of ours, the first that is there. Documents of our own GPTs are divided by
+"""Roles of our special tokens in transformers; the first that is there counts. Documents of our own GPTs are divided by
 one token: an end is a start."""
 _INPUTS = {"gpt": ["input_ids", "attention_mask"], "bert": ["input_ids", "token_type_ids", "attention_mask"]}
 _IN_CONFIG = ("bos_token", "eos_token", "pad_token")
@@ -62,7 +62,7 @@ def tokenizer_of(source: Path, model: ModelConfig) -> str:
 
 
 def _of_older_files(source: Path, model: ModelConfig) -> str:
-    """As transformers converts vocab.txt (BERT), and vocab.json with merges.txt (GPT-2). Raises: DataError."""
+    """A tokenizer.json of vocab.txt (BERT), or of vocab.json and merges.txt (GPT-2). Raises: DataError."""
     words, pairs = (source / "vocab.txt", None) if model.kind == "bert" else (source / "vocab.json", "merges.txt")
     if not words.is_file() or (pairs and not (source / pairs).is_file()):
         return ""

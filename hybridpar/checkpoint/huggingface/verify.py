@@ -1,4 +1,4 @@
-"""The same tokens through a checkpoint of ours and through transformers' model of a folder, in float64.
+"""Comparison of a checkpoint of ours with transformers' model of a folder on the same tokens, in float64.
 
 Some of transformers' models compute angles, norms and softmax in float32 all the same. Logits then differ by a share of
 the largest that depends on the weights: ours in float32 show how large it can be.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.checkpoint.load import load_full
-from hybridpar.checkpoint.whole import whole_model
+from hybridpar.checkpoint.stages import whole_model
 from hybridpar.config import ModelConfig
 from hybridpar.errors import CheckpointError, config_error
 from hybridpar.pipeline.run.stage import Stage
@@ -110,7 +110,7 @@ def our_logits(model: ModelConfig, stage: Stage, batch: dict[str, Tensor]) -> di
 
 
 def _last_layer(model: ModelConfig, stage: Stage, batch: dict[str, Tensor]) -> Tensor:
-    """What the head is given. Shapes: [b, s, h]."""
+    """Input of the head. Shapes: [b, s, h]."""
     inputs = batch if model.kind == "bert" else {"tokens": batch["tokens"]}
     x: Any = None
     for number in range(model.num_layers + 1):

@@ -1,4 +1,4 @@
-"""What Megatron-LM calls a GPT's tensors and arguments, as tables.
+"""Names of a GPT's tensors and arguments in Megatron-LM, as tables.
 
 Names are those of Megatron Core's modules; what older and fused ones are called is put into these words first. Queries,
 keys and values of a group of heads follow each other there as they do here, so all layouts are "same".
@@ -43,7 +43,7 @@ GPT = Family(
         Key("norm_epsilon", "norm_eps", 1e-5), Key("layernorm_epsilon", "norm_eps", 1e-5),
         Key("position_embedding_type", "position", "learned_absolute",
             {"learned_absolute": "learned", "rope": "rotary"}),
-        Key("rotary_base", "rotary_base", 10000.0),
+        Key("rotary_base", "rotary_base", 10000.0), Key("rotary_percent", "rotary_fraction", 1.0),
         Key("activation", "activation", "gelu", {"gelu": "gelu", "gelu_exact": "gelu_exact", "swiglu": "swiglu"}),
         Key("hidden_dropout", "dropout", 0.1), Key("attention_dropout", "attention_dropout", 0.1),
         Key("init_method_std", "init_std", 0.02),
@@ -65,8 +65,8 @@ GPT = Family(
             "glu_linear_offset", "hybrid_attention_ratio", "hybrid_mlp_ratio", "export_num_medusa_heads",
             "export_num_eagle_layers", "export_num_mtp"), (0, None)),
         **dict.fromkeys(("export_quant_cfg", "export_real_quant_cfg", "ammo_quant_cfg"), (None, "None")),
-        "rotary_percent": (1.0,), "rotary_seq_len_interpolation_factor": (None, 1), "rope_type": (None, "rope"),
-        "softmax_type": ("vanilla",), "transformer_impl": ("transformer_engine", "local", "inference_optimized"),
+        "rotary_seq_len_interpolation_factor": (None, 1), "rope_type": (None, "rope"), "softmax_type": ("vanilla",),
+        "transformer_impl": ("transformer_engine", "local", "inference_optimized"),
     },
     computed=(r".*\._extra_state", r"rotary_pos_emb\.inv_freq"),
     settings="args",

@@ -23,11 +23,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybridpar.checkpoint.huggingface.source import dtype_name, read_json
+from hybridpar.checkpoint.huggingface.source import DAMAGED, dtype_name, read_json
 from hybridpar.checkpoint.megatron.family import INERT, OLD, RENAMED, SPLIT
 from hybridpar.checkpoint.pickled import Inert, load_pickled, tensors_in
 from hybridpar.errors import CheckpointError, shown
-from hybridpar.reading import open_regular
+from hybridpar.reading import errors_as, open_regular
 
 LATEST = "latest_checkpointed_iteration.txt"
 ARGUMENTS = "args.json"
@@ -215,10 +215,8 @@ class _Shard(NamedTuple):
 
 def _read_shard(path: Path) -> _Shard:
     if path.suffix == ".safetensors":
-        try:
+        with errors_as(CheckpointError, path, DAMAGED, SafetensorError, failure=DAMAGED):
             return _shard_of([load_file(path)], {}, path)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: is damaged, truncated or no safetensors file ({error})") from None
     plain = load_pickled(path, INERT)
     if not isinstance(plain, Mapping):
         raise CheckpointError(f"{path}: holds a {type(plain).__name__}, not a checkpoint of Megatron-LM")

@@ -18,7 +18,7 @@ _SUBJECTS = """
     mtp muon mup nccl non_persistent one_logger optimizer otel profile pytorch_profiler recompute rerun retriever
     retro rl s3 save sft straggler swin tensorboard tiktoken timing tokenizer tp_comm vision wandb yarn
 """
-"""What a name is, or begins with, before an underscore."""
+"""Subjects: a name is one, or begins with one and an underscore."""
 
 _OTHERS = """
     DDP_impl _is_global_batch_size_explicitly_specified account_for_embedding_in_pipeline_split

@@ -1,4 +1,4 @@
-"""The same tokens through a checkpoint of ours and through Megatron Core's own model, in float64 on the CPU.
+"""Comparison of a checkpoint of ours with Megatron Core's own model on the same tokens, in float64 on the CPU.
 
 That model is built of all arguments that Megatron Core has a field for, as Megatron-LM does it, not of those that the
 import knows: what the import passes over by mistake shows in the logits.
@@ -23,7 +23,7 @@ from torch.nn import functional
 from hybridpar.checkpoint.huggingface.verify import Comparison, compare_logits, our_logits, random_batch
 from hybridpar.checkpoint.load import load_full
 from hybridpar.checkpoint.megatron.files import MegatronFiles
-from hybridpar.checkpoint.whole import whole_model
+from hybridpar.checkpoint.stages import whole_model
 from hybridpar.errors import CheckpointError, config_error
 
 _HERE: Mapping[str, Any] = {
@@ -62,7 +62,7 @@ def compare_megatron(checkpoint: Path, folder: Path) -> Comparison:
 
 
 def core_logits(files: MegatronFiles, tokens: Tensor) -> Tensor:
-    """What Megatron Core makes of these tokens. Shapes: [b, s] -> [b, s, v]. Raises: as `compare_megatron`."""
+    """Logits that Megatron Core gives these tokens. Shapes: [b, s] -> [b, s, v]. Raises: as `compare_megatron`."""
     with _one_process():
         try:
             model = _build(files)

@@ -4,11 +4,11 @@
     placement = place(workload, "dp")
     print(placement)
 
-Source: Tarnawski et al., NeurIPS 2020 (arXiv 2006.16423), and NeurIPS 2021 (Piper: piper.py).
+Source: Tarnawski et al., NeurIPS 2020 (arXiv 2006.16423), and NeurIPS 2021 (Piper: piper/).
 """
 
-from hybridpar.planner.placement.load import Score, chunks, is_contiguous, is_ordered, latency, problems, score
-from hybridpar.planner.placement.result import Placement, make_placement, read_split, write_placement
+from hybridpar.planner.placement.result import Assignment, make_assignment, read_split, write_assignment
+from hybridpar.planner.placement.scoring import Score, chunks, is_contiguous, is_ordered, latency, problems, score
 from hybridpar.planner.placement.solve import SOLVERS, Options, place
 from hybridpar.planner.placement.workload import (
     Workload,
@@ -20,7 +20,24 @@ from hybridpar.planner.placement.workload import (
 )
 
 __all__ = [
-    "SOLVERS", "Options", "Placement", "Score", "Workload", "chunks", "is_contiguous", "is_ordered", "latency",
-    "make_placement", "make_workload", "place", "problems", "read_document", "read_split", "read_workload", "score",
-    "workload_document", "write_placement", "write_workload",
+    "SOLVERS",
+    "Assignment",
+    "Options",
+    "Score",
+    "Workload",
+    "chunks",
+    "is_contiguous",
+    "is_ordered",
+    "latency",
+    "make_assignment",
+    "make_workload",
+    "place",
+    "problems",
+    "read_document",
+    "read_split",
+    "read_workload",
+    "score",
+    "workload_document",
+    "write_assignment",
+    "write_workload",
 ]

@@ -1,4 +1,4 @@
-"""What others do, to compare with: one accelerator, greedy packing, and PipeDream's optimizer."""
+"""Baselines to compare with: one accelerator, greedy packing, and PipeDream's optimizer."""
 
 from __future__ import annotations
 

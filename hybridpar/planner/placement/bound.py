@@ -1,4 +1,4 @@
-"""What no placement can beat, and what cannot be placed at all."""
+"""A bound that no placement can beat, and graphs that cannot be placed at all."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class ClassGraph:
         return csr_array((np.ones(len(rows)), (rows, columns)), shape=(self.num_classes, len(self.nets)))
 
     def reordered(self, order: Sequence[int]) -> ClassGraph:
-        """The same classes, of which order[i] becomes number i. Edges must still lead to larger numbers."""
+        """This graph with its classes renumbered: order[i] becomes number i. Edges must lead to larger numbers."""
         number = np.empty(self.num_classes, np.int64)
         number[list(order)] = np.arange(self.num_classes)
         renamed = lambda members: tuple(sorted(number[list(members)].tolist()))  # noqa: E731

@@ -25,11 +25,11 @@ from hybridpar.planner.placement.highs import Highs, Program
 from hybridpar.planner.placement.workload import Bools, Floats
 
 MAX_CLASSES = 64
-"""Of more, the sets of the highest price take too long to find."""
+"""Limit beyond which the sets of the highest price take too long to find."""
 TOLERANCE = 2e-7
 """Relative, of the bound."""
 SCALE, SLACK = 1e3, 1e-8
-"""Of rows of loads, so that HiGHS, which keeps rows to within 1e-6, keeps loads to within less than SLACK, relative."""
+"""Factor on rows of loads: HiGHS keeps rows to within 1e-6, and so loads to within less than SLACK, relative."""
 COLUMN_GAP = 1e-4
 """Relative: a set whose price is so near to the highest will do."""
 MARGIN = 1e-6

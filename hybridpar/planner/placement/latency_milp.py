@@ -25,21 +25,21 @@ from hybridpar.planner.placement.classes import ClassGraph, class_graph
 from hybridpar.planner.placement.highs import Highs
 from hybridpar.planner.placement.ideals import OutOfTime
 from hybridpar.planner.placement.latency_search import searched_placements, simple_placements
-from hybridpar.planner.placement.load import latency, problems
-from hybridpar.planner.placement.model import Model, TooLargeError
-from hybridpar.planner.placement.result import GAP, Placement, make_placement
+from hybridpar.planner.placement.program import ProgramBuilder, TooLargeError
+from hybridpar.planner.placement.result import GAP, Assignment, make_assignment
+from hybridpar.planner.placement.scoring import latency, problems
 from hybridpar.planner.placement.workload import Floats, Ints, Workload, order_of
 
 SLACK = 1e-6
 SCALE = 1e3
 """The time in which everything must end, in the program's unit."""
 PRICES = 64
-"""Of a byte, that are tried for the bound."""
+"""Prices of a byte that are tried for the bound."""
 SEARCH_SHARE = 0.5
-"""Of the time limit: for search that integer programming begins with."""
+"""Share of the time limit for the search that integer programming begins with."""
 
 
-def minimise_latency(workload: Workload, slots: int, seconds: float, *, search: bool = True) -> Placement:
+def minimise_latency(workload: Workload, slots: int, seconds: float, *, search: bool = True) -> Assignment:
     """The placement of the least latency that is found in that time; without `search`, the best simple one.
 
     Raises: ConfigError for training graphs, and if nothing fits.
@@ -63,7 +63,7 @@ def minimise_latency(workload: Workload, slots: int, seconds: float, *, search: 
         if not found:
             raise config_error("solver", name, "what is packed in order does not fit", "latency-milp")
         best = min(found, key=lambda x: latency(workload, *x))
-        return make_placement(workload, name, best[0], bound, time.monotonic() - start, slots=best[1])
+        return make_assignment(workload, name, best[0], bound, time.monotonic() - start, slots=best[1])
     with Highs() as highs:
         better_ones = searched_placements(graph, colours, [x for x, _ in found], start + SEARCH_SHARE * seconds)
         found += [(x, np.zeros_like(x)) for x in better_ones]
@@ -75,7 +75,7 @@ def minimise_latency(workload: Workload, slots: int, seconds: float, *, search: 
             ("time_limit", seconds), "was not enough to find any placement")
         raise config_error(*wrong, rule, "maxCPUs = 1, which has no limit")
     best = min(found, key=lambda x: latency(workload, *x))
-    return make_placement(workload, name, best[0], max(bound, solution.bound), time.monotonic() - start,
+    return make_assignment(workload, name, best[0], max(bound, solution.bound), time.monotonic() - start,
                           exact=solution.proven, slots=best[1], note=solution.note)
 
 
@@ -171,12 +171,12 @@ class _Problem:
             np.where(w.supported, w.accelerator_time, w.cpu_time).sum()
             + 2 * w.transfer_time.sum() * w.num_accelerators * self.slots + w.cpu_time.sum() * bool(w.num_cpus))
 
-    def _model(self, horizon: float) -> tuple[Model, Ints, Ints]:
+    def _model(self, horizon: float) -> tuple[ProgramBuilder, Ints, Ints]:
         w, q = self.workload, self.slots
         k, n = w.num_accelerators, w.num_nodes
         calls = k * q
         unit = self.colours.class_of if q == 1 else np.arange(n)
-        model = Model(self.deadline)
+        model = ProgramBuilder(self.deadline)
         model.expect((1 + calls) * n)
         x = model.variables((int(unit.max()) + 1, 1 + calls), 0.0, self._allowed(unit), integer=True)
         of_node = x[unit]
@@ -204,7 +204,7 @@ class _Problem:
             upper[u, 1 + (i + 1) * q:] = 0.0
         return upper
 
-    def _colocate(self, model: Model, of_node: Ints) -> None:
+    def _colocate(self, model: ProgramBuilder, of_node: Ints) -> None:
         w, q = self.workload, self.slots
         first: dict[int, int] = {}
         for v, colour in enumerate(w.colour.tolist()):
@@ -221,7 +221,7 @@ class _Problem:
         pairs = np.unique(np.stack([u, v], 1)[apart], axis=0)
         return pairs[:, 0], pairs[:, 1]
 
-    def _transfers(self, model: Model, of_node: Ints, unit: Ints) -> tuple[Ints, Ints]:
+    def _transfers(self, model: ProgramBuilder, of_node: Ints, unit: Ints) -> tuple[Ints, Ints]:
         calls = of_node.shape[1] - 1
         comes = model.variables((self.workload.num_nodes, calls), 0.0, 1.0)
         goes = model.variables((self.workload.num_nodes, calls), 0.0, 1.0)
@@ -232,7 +232,7 @@ class _Problem:
             model.at_most([(1.0, inside[u]), (-1.0, inside[v]), (-1.0, goes[u, j])], 0.0)
         return comes, goes
 
-    def _contiguous(self, model: Model, of_node: Ints, unit: Ints) -> None:
+    def _contiguous(self, model: ProgramBuilder, of_node: Ints, unit: Ints) -> None:
         u, v = self._edges(unit)
         edges = self.workload.edges.T
         if not len(u):
@@ -244,7 +244,7 @@ class _Problem:
             model.at_most([(1.0, z[edges[1], j]), (-1.0, z[edges[0], j])], 0.0)
             model.at_most([(1.0, z[v, j]), (-1.0, inside[v]), (1.0, inside[u])], 1.0)
 
-    def _times(self, model: Model, of_node: Ints, comes: Ints, goes: Ints, unit: float) -> None:
+    def _times(self, model: ProgramBuilder, of_node: Ints, comes: Ints, goes: Ints, unit: float) -> None:
         w, n, q, horizon = self.workload, self.workload.num_nodes, self.slots, SCALE
         cpu_time, accelerator_time, transfer_time = (  # what takes too long takes twice too long
             np.minimum(times / unit, 2 * horizon) for times in (w.cpu_time, w.accelerator_time, w.transfer_time))

@@ -15,7 +15,7 @@ from hybridpar.planner.placement.baselines import greedy
 from hybridpar.planner.placement.classes import ClassGraph
 from hybridpar.planner.placement.ideals import OutOfTime
 from hybridpar.planner.placement.linear import ORDERS, Segments, random_order
-from hybridpar.planner.placement.load import latency, problems
+from hybridpar.planner.placement.scoring import latency, problems
 from hybridpar.planner.placement.workload import Ints
 
 GAIN = 1e-9

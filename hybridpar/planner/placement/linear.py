@@ -23,7 +23,7 @@ from hybridpar.planner.placement.workload import Floats, Ints
 
 ORDERS = 20  # that are tried besides the first
 GUESSES = (1.25, 2.0, 8.0)
-"""Of the largest load, as multiples of what it is at least."""
+"""Limits of the largest load, as multiples of its lower bound."""
 MAX_TABLE = 1 << 28
 """Numbers in a table: 2 GiB."""
 
@@ -86,7 +86,7 @@ def _limits(graph: ClassGraph) -> Iterator[float]:
 
 
 def _solve_within(graph: ClassGraph, limit: float, deadline: float) -> tuple[float, Ints]:
-    """As `solve_linear`, of segments whose work is no more than `limit`."""
+    """Solves as `solve_linear`, with segments whose work is no more than `limit`."""
     k, num_cpus = graph.workload.num_accelerators, graph.workload.num_cpus
     n = graph.num_classes
     if (n + 1) * (k + 1) * (num_cpus + 1) > MAX_TABLE:
@@ -140,7 +140,7 @@ def _trace(graph: ClassGraph, best: Floats, first: list[int]) -> Ints:
 
 
 def solve_orders(graph: ClassGraph, deadline: float, first: float) -> tuple[float, Ints, int]:
-    """As `solve_linear`, the best of several orders, until `deadline` (`time.monotonic()`); and how many they were.
+    """The best of `solve_linear` over several orders until `deadline` (`time.monotonic()`), and how many they were.
 
     Raises: OutOfTime if not even one was done when `first` had passed.
     """

@@ -28,13 +28,13 @@ from hybridpar.planner.placement.classes import ClassGraph
 from hybridpar.planner.placement.cover import cover_bound
 from hybridpar.planner.placement.highs import OUT_OF_TIME, Highs
 from hybridpar.planner.placement.ideals import OutOfTime
-from hybridpar.planner.placement.load import score
-from hybridpar.planner.placement.model import Model, TooLargeError
 from hybridpar.planner.placement.pairs import Whole, improve_pairs
+from hybridpar.planner.placement.program import ProgramBuilder, TooLargeError
+from hybridpar.planner.placement.scoring import score
 from hybridpar.planner.placement.workload import Floats, Ints
 
 PAIRS_SHARE, COVER_SHARE = 0.4, 0.4
-"""Of the time that is left: for better placements by pairs of devices, then for the bound of coverings. The best
+"""Shares of the time that is left: for better placements by pairs of devices, then for the bound of coverings. The best
 contiguous placement is mostly far above that."""
 GAP = 1e-6
 """Relative: what is so little above the bound is the best."""
@@ -121,7 +121,7 @@ def _model(graph: ClassGraph, contiguous: bool, known: float, deadline: float = 
     accelerator, cpu, net_cost = scaled(graph.accelerator_time), scaled(graph.cpu_time), scaled(graph.net_cost)
     w, n, k = graph.workload, graph.num_classes, graph.workload.num_accelerators
     num_devices = k + w.num_cpus
-    model = Model(deadline)
+    model = ProgramBuilder(deadline)
     model.expect(n * num_devices)
     x = model.variables((n, num_devices), 0.0, _allowed(graph), integer=True)
     model.equal([(1.0, x)], 1.0)
@@ -156,7 +156,7 @@ def _allowed(graph: ClassGraph) -> Floats:
 
 
 def _told_apart(graph: ClassGraph) -> Floats:
-    """As `_allowed`, but of equal devices, the i-th largest class takes one of the first i."""
+    """`_allowed`, with symmetry broken: of equal devices, the i-th largest class takes one of the first i."""
     k, num_cpus = graph.workload.num_accelerators, graph.workload.num_cpus
     upper = _allowed(graph)
     largest = np.argsort(-np.minimum(graph.accelerator_time, graph.cpu_time), kind="stable")
@@ -166,7 +166,7 @@ def _told_apart(graph: ClassGraph) -> Floats:
     return upper
 
 
-def _contiguous(model: Model, graph: ClassGraph, x: Ints) -> None:
+def _contiguous(model: ProgramBuilder, graph: ClassGraph, x: Ints) -> None:
     w = graph.workload
     pairs = [(u, v) for u, v in w.edges.tolist() if not w.backward[u] and not w.backward[v]]
     if not pairs:

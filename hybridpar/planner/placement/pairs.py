@@ -14,12 +14,12 @@ import numpy as np
 
 from hybridpar.planner.placement.classes import ClassGraph
 from hybridpar.planner.placement.highs import Highs, Program
-from hybridpar.planner.placement.load import score
-from hybridpar.planner.placement.model import Model
+from hybridpar.planner.placement.program import ProgramBuilder
+from hybridpar.planner.placement.scoring import score
 from hybridpar.planner.placement.workload import Floats, Ints
 
 PATIENCE = 0.05
-"""Of all the time there is: for one pair."""
+"""Share of all the time for one pair."""
 GAIN = 1e-6
 """Relative; less is within HiGHS's tolerances."""
 ENOUGH = 2e-4
@@ -32,7 +32,7 @@ class Whole(NamedTuple):
     `x` [classes, devices]: variables; `loads` [devices]: the rows  load - objective <= 0; `unit`: of its times.
     """
 
-    model: Model
+    model: ProgramBuilder
     x: Ints
     loads: Ints
     unit: float

@@ -11,9 +11,9 @@ import numpy as np
 from rich.table import Table
 
 from hybridpar.errors import ConfigError
-from hybridpar.planner.placement.load import chunks, in_order
 from hybridpar.planner.placement.piper import StagePlan
-from hybridpar.planner.placement.result import Placement
+from hybridpar.planner.placement.result import Assignment
+from hybridpar.planner.placement.scoring import chunks, in_order
 from hybridpar.planner.placement.solve import Options, place
 
 BESIDE = ("dpl", "greedy", "pipedream", "one-accelerator")
@@ -24,14 +24,14 @@ _ENGINE = "`hybridpar train` runs chunks of whole blocks that go round the devic
 
 @dataclass(frozen=True)
 class Other:
-    """What another solver gives; None: nothing, for a reason."""
+    """Answer of another solver; None: nothing, for a reason."""
 
     solver: str
-    placement: Placement | None
+    placement: Assignment | None
     reason: str = ""
 
 
-def compare(placement: Placement) -> list[Other]:
+def compare(placement: Assignment) -> list[Other]:
     """The quick solvers and baselines, on the same workload."""
     found = []
     for solver in BESIDE if placement.slots is None else BESIDE_LATENCY:
@@ -46,7 +46,7 @@ def compare(placement: Placement) -> list[Other]:
 # -- for a terminal ----------------------------------------------------------------------------------------------------
 
 
-def device_table(placement: Placement) -> Table:
+def device_table(placement: Assignment) -> Table:
     """The devices that are used, in the order of the pipeline if they are one."""
     k, layer_of = placement.workload.num_accelerators, placement.workload.blocks
     times = [("load", placement.score.loads), ("of it transfers", placement.score.transfers)]
@@ -63,8 +63,8 @@ def device_table(placement: Placement) -> Table:
     return shown
 
 
-def lines(placement: Placement, others: Sequence[Other]) -> list[str]:
-    """What it comes to, what is known of that, whether it is a pipeline, and what else was tried."""
+def lines(placement: Assignment, others: Sequence[Other]) -> list[str]:
+    """Objective, what is known of it, whether the placement is a pipeline, and what else was tried."""
     what = "largest load" if placement.slots is None else "time of one sample"
     if placement.proven:
         quality = "proven to be the least of its kind"
@@ -84,7 +84,7 @@ def lines(placement: Placement, others: Sequence[Other]) -> list[str]:
     return told
 
 
-def _shape(placement: Placement, others: Sequence[Other]) -> str:
+def _shape(placement: Assignment, others: Sequence[Other]) -> str:
     if placement.contiguous:
         if stages := split(placement):
             return (f"stages of whole blocks: hybridpar train CONFIG.toml --parallel.pp {len(stages)} --pipeline.split "
@@ -106,7 +106,7 @@ def _shape(placement: Placement, others: Sequence[Other]) -> str:
     return text
 
 
-def split(placement: Placement) -> list[int]:
+def split(placement: Assignment) -> list[int]:
     """The blocks of each stage, where the placement is a pipeline of whole blocks in their order, or one in which the
     devices have as many turns each, always in one order; else none."""
     blocks, devices = placement.workload.blocks, placement.devices
@@ -122,12 +122,12 @@ def split(placement: Placement) -> list[int]:
     return [size for _, size in stages]
 
 
-def _over(placement: Placement, best: Placement) -> str:
+def _over(placement: Assignment, best: Assignment) -> str:
     return f"({placement.objective / best.objective - 1:+.2%})" if best.objective else ""
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Such as 0-3, 7."""
+    """Numbers as ranges, such as 0-3, 7."""
     starts = [i for i, n in enumerate(numbers) if not i or numbers[i - 1] != n - 1]
     parts = [numbers[a:b] for a, b in zip(starts, [*starts[1:], len(numbers)], strict=True)]
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
@@ -153,14 +153,14 @@ def stage_table(plan: StagePlan) -> Table:
 
 
 def stage_lines(plan: StagePlan, others: Sequence[StagePlan]) -> list[str]:
-    """What Piper's plan comes to, and what others do."""
+    """Time of Piper's plan, and of others."""
     return [one.quality if one.fits else one.failure for one in (plan, *others)]
 
 
 # -- for programs ------------------------------------------------------------------------------------------------------
 
 
-def as_json(placement: Placement, others: Sequence[Other]) -> Mapping[str, Any]:
+def as_json(placement: Assignment, others: Sequence[Other]) -> Mapping[str, Any]:
     """Plain values only: the paper's format of splits, and all that `lines` says."""
     return {
         "ok": True, **placement.document(), "objective": placement.objective, "gap": placement.gap,

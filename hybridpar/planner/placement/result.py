@@ -1,4 +1,4 @@
-"""What a solver found: a device for every operator, what that costs, and how good it is known to be."""
+"""Answer of a solver: a device for every operator, what that costs, and how good it is known to be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from hybridpar.checkpoint.files import write_text
 from hybridpar.errors import config_error
 from hybridpar.planner.placement.fields import Checker
-from hybridpar.planner.placement.load import Score, is_contiguous, is_ordered, latency, problems, score
+from hybridpar.planner.placement.scoring import Score, is_contiguous, is_ordered, latency, problems, score
 from hybridpar.planner.placement.workload import Ints, Workload, read_document
 
 GAP = 1e-6
@@ -21,8 +21,8 @@ GAP = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
-    """A valid placement, scored by `load.score` and not by the solver that found it. Units: those of the workload.
+class Assignment:
+    """A valid placement, scored by `scoring.score` and not by the solver that found it. Units: those of the workload.
 
     Devices are numbered: 0 .. k - 1 accelerators, k .. k + l - 1 CPUs.
     """
@@ -41,7 +41,7 @@ class Placement:
     """Why it is not proven: that the time ran out, for instance."""
     stats: Mapping[str, float] = field(default_factory=dict)
     slots: Ints | None = field(default=None, repr=False)
-    """Where the objective is the time of one sample: the call of its accelerator that a node is in. CPUs are one: k."""
+    """Call of its accelerator that each node is in, where the objective is the time of one sample. CPUs are one: k."""
 
     @property
     def objective(self) -> float:
@@ -85,7 +85,7 @@ class Placement:
         return "\n".join([*lines, f"  {used} of {k + self.workload.num_cpus} devices used"])
 
     def document(self) -> dict[str, Any]:
-        """In the paper's format of splits (`fpgas` and `cpus`, lists of {load, nodes}), and what is known of it."""
+        """It in the paper's format of splits (`fpgas`, `cpus`: lists of {load, nodes}), with its quality."""
         ids = np.array(self.workload.ids)
         machines = [{"load": float(load), "nodes": sorted(ids[self.devices == d].tolist())}
                     for d, load in enumerate(self.score.loads)]
@@ -97,9 +97,9 @@ class Placement:
             "stats": dict(self.stats)}
 
 
-def make_placement(workload: Workload, solver: str, devices: Ints, bound: float, seconds: float, *, note: str = "",
+def make_assignment(workload: Workload, solver: str, devices: Ints, bound: float, seconds: float, *, note: str = "",
                    exact: bool = False, stats: Mapping[str, float] | None = None,
-                   slots: Ints | None = None) -> Placement:
+                   slots: Ints | None = None) -> Assignment:
     """Scores and checks a solver's answer. `exact`: the solver proves that its answer is the best of its kind.
 
     With `slots` the objective is the time of one sample.
@@ -115,10 +115,10 @@ def make_placement(workload: Workload, solver: str, devices: Ints, bound: float,
     bound = float(min(result.objective, max(bound, result.objective if exact else 0.0)))
     proven = bool(exact or result.objective - bound <= GAP * result.objective)
     note = "" if proven else note
-    return Placement(workload, solver, devices, result, bound, proven, seconds, note, stats or {}, slots)
+    return Assignment(workload, solver, devices, result, bound, proven, seconds, note, stats or {}, slots)
 
 
-def write_placement(placement: Placement, path: str | Path) -> None:
+def write_assignment(placement: Assignment, path: str | Path) -> None:
     """Writes `placement.document()` as JSON."""
     write_text(Path(path), json.dumps(placement.document(), indent=1) + "\n")
 

@@ -20,7 +20,7 @@ from hybridpar.planner.placement.workload import Bools, Floats, Ints
 NORM = 24.0
 PENALTY = 10.0  # of an excess as large as all memory of an accelerator, in units of the whole graph's work
 MAX_NUMBERS = 20_000_000
-"""In a table."""
+"""Limit on the numbers in a table."""
 GAIN = 1e-9  # relative; moves that gain less are rounding
 
 

@@ -18,9 +18,9 @@ from hybridpar.planner.placement.highs import OUT_OF_TIME, Highs
 from hybridpar.planner.placement.ideals import MAX_IDEALS, Ideals, OutOfTime, enumerate_ideals
 from hybridpar.planner.placement.latency_milp import minimise_latency
 from hybridpar.planner.placement.linear import MAX_TABLE, solve_linear, solve_orders
-from hybridpar.planner.placement.load import score
 from hybridpar.planner.placement.milp import solve_max_load
-from hybridpar.planner.placement.result import Placement, make_placement
+from hybridpar.planner.placement.result import Assignment, make_assignment
+from hybridpar.planner.placement.scoring import score
 from hybridpar.planner.placement.search import MAX_NUMBERS, LocalSearch, local_search
 from hybridpar.planner.placement.workload import Floats, Ints, Workload
 
@@ -34,15 +34,15 @@ ONE_MORE = 1.0
 
 @dataclass(frozen=True)
 class Options:
-    """What solvers can be told. Each takes what concerns it."""
+    """Options of solvers. Each takes those that concern it."""
 
     time_limit: float = 60.0
     """Seconds; then the best that was found counts. What packs in order (greedy, latency-greedy) needs hardly any."""
     max_ideals: int = MAX_IDEALS
-    """Of dp, whose memory and time grow with them."""
+    """Limit of dp, whose memory and time grow with it."""
     restarts: int = 10
     seed: int = 0
-    """Of the random starts of local-search."""
+    """Seed of the random starts of local-search."""
     slots: int = 1
     """latency-milp: how many times each accelerator may be called."""
     split: Ints | None = None
@@ -58,7 +58,7 @@ class Options:
             raise config_error("time_limit", self.time_limit, "must be above 0 seconds, and finite", "60")
 
 
-def place(workload: Workload, solver: str = "dpl", options: Options | None = None) -> Placement:
+def place(workload: Workload, solver: str = "dpl", options: Options | None = None) -> Assignment:
     """Places the operators so that the largest load is small: the time per sample of a pipeline that is kept full.
 
         dp               the best pipeline: exact, over all ideals
@@ -88,8 +88,8 @@ def _with_devices_in_use(w: Workload) -> Workload:
     return replace(w, num_accelerators=min(w.num_accelerators, count), num_cpus=min(w.num_cpus, count))
 
 
-def _renumbered(placement: Placement, w: Workload) -> Placement:
-    """The same for all devices of a workload, whose CPUs come after more accelerators."""
+def _renumbered(placement: Assignment, w: Workload) -> Assignment:
+    """A result on all devices of a workload, whose CPUs come after more accelerators."""
     more = w.num_accelerators - placement.workload.num_accelerators
     devices = placement.devices + more * (placement.devices >= placement.workload.num_accelerators)
     return replace(placement, workload=w, devices=devices,
@@ -118,7 +118,7 @@ class _Unfinished(Exception):
     """Why there is no exact answer."""
 
 
-def _linear(w: Workload, graph: ClassGraph, solver: str, clock: _Clock) -> Placement:
+def _linear(w: Workload, graph: ClassGraph, solver: str, clock: _Clock) -> Assignment:
     check_possible(graph)
     try:
         value, device = solve_linear(graph, clock.deadline + ONE_MORE)
@@ -126,25 +126,25 @@ def _linear(w: Workload, graph: ClassGraph, solver: str, clock: _Clock) -> Place
         return _packed(w, graph, solver, clock, OUT_OF_TIME)
     if not np.isfinite(value):
         raise _no_fit(w, "no split of the order of operators")
-    return make_placement(w, solver, graph.devices(device), work_bound(class_graph(w)), clock.seconds)
+    return make_assignment(w, solver, graph.devices(device), work_bound(class_graph(w)), clock.seconds)
 
 
-def _packed(w: Workload, graph: ClassGraph, solver: str, clock: _Clock, reason: str) -> Placement:
-    """What a solver gives that had not even time for one split."""
+def _packed(w: Workload, graph: ClassGraph, solver: str, clock: _Clock, reason: str) -> Assignment:
+    """Fallback of a solver that had not even time for one split."""
     device = packed_evenly(graph)
     if device is None:
         raise config_error("time_limit", clock.limit, f"{reason} before any placement was found",
                            f"{10 * clock.limit:g}")
-    return make_placement(w, solver, graph.devices(device), work_bound(class_graph(w)), clock.seconds,
+    return make_assignment(w, solver, graph.devices(device), work_bound(class_graph(w)), clock.seconds,
                           note=f"{reason}: this is packed greedily, in order")
 
 
-def _dpl(w: Workload, options: Options) -> Placement:
+def _dpl(w: Workload, options: Options) -> Assignment:
     clock = _Clock(options.time_limit)
     return _linear(w, class_graph(w), "dpl", clock)
 
 
-def _pipedream(w: Workload, options: Options) -> Placement:
+def _pipedream(w: Workload, options: Options) -> Assignment:
     clock = _Clock(options.time_limit)
     return _linear(w, class_graph(w, merge=pipedream_groups(w)), "pipedream", clock)
 
@@ -164,7 +164,7 @@ def _table(graph: ClassGraph, max_ideals: int, deadline: float) -> tuple[Ideals,
         raise _Unfinished(f"the graph has more than {max_ideals} ideals, too many for the exact program") from None
 
 
-def _dp(w: Workload, options: Options) -> Placement:
+def _dp(w: Workload, options: Options) -> Assignment:
     clock = _Clock(options.time_limit)
     graph = class_graph(w)
     check_possible(graph)
@@ -174,12 +174,12 @@ def _dp(w: Workload, options: Options) -> Placement:
         return _of_orders(w, graph, clock, str(reason))
     if not np.isfinite(best[-1, -1, -1]):
         raise _no_fit(w, "no pipeline")
-    return make_placement(w, "dp", graph.devices(trace(graph, ideals, best)), 0.0, clock.seconds, exact=True,
+    return make_assignment(w, "dp", graph.devices(trace(graph, ideals, best)), 0.0, clock.seconds, exact=True,
                           stats={"classes": graph.num_classes, "ideals": len(ideals)})
 
 
-def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: str) -> Placement:
-    """What dp gives where it cannot finish, for that reason."""
+def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: str) -> Assignment:
+    """Fallback of dp where it cannot finish, for that reason."""
     try:
         value, device, tried = solve_orders(graph, clock.deadline, clock.deadline + ONE_MORE)
     except OutOfTime:
@@ -187,7 +187,7 @@ def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: str) -> Pl
     if not np.isfinite(value):
         raise config_error("solver", "dp", f"{reason}, and no split of {tried} orders of the operators fits",
                            "milp-contiguous")
-    return make_placement(w, "dp", graph.devices(device), work_bound(graph), clock.seconds,
+    return make_assignment(w, "dp", graph.devices(device), work_bound(graph), clock.seconds,
                           note=f"{reason}: this is the best split of {tried} order{'s' * (tried > 1)}",
                           stats={"classes": graph.num_classes})
 
@@ -223,7 +223,7 @@ def _start(w: Workload, graph: ClassGraph, options: Options, clock: _Clock, cont
     return [x for x in starts if np.array_equal(graph.devices(graph.of_classes(x)), x)]
 
 
-def _milp(w: Workload, options: Options, contiguous: bool) -> Placement:
+def _milp(w: Workload, options: Options, contiguous: bool) -> Assignment:
     clock = _Clock(options.time_limit)
     graph = class_graph(w, pipeline=False)
     check_possible(graph)
@@ -237,21 +237,21 @@ def _milp(w: Workload, options: Options, contiguous: bool) -> Placement:
     if not len(solution.device):
         raise config_error("time_limit", options.time_limit, f"{solution.note} before any placement was found",
                            f"{10 * options.time_limit:g}")
-    return make_placement(w, "milp-contiguous" if contiguous else "milp", graph.devices(solution.device),
+    return make_assignment(w, "milp-contiguous" if contiguous else "milp", graph.devices(solution.device),
                           solution.bound, clock.seconds, exact=solution.proven, note=solution.note)
 
 
-def _greedy(w: Workload, options: Options) -> Placement:
+def _greedy(w: Workload, options: Options) -> Assignment:
     clock = _Clock(options.time_limit)
     graph = class_graph(w)
     check_possible(graph)
     device = packed_evenly(graph)
     if device is None:
         raise _no_fit(w, "what is greedily packed in order never")
-    return make_placement(w, "greedy", graph.devices(device), work_bound(graph), clock.seconds)
+    return make_assignment(w, "greedy", graph.devices(device), work_bound(graph), clock.seconds)
 
 
-def _local_search(w: Workload, options: Options) -> Placement:
+def _local_search(w: Workload, options: Options) -> Assignment:
     clock = _Clock(options.time_limit)
     graph = class_graph(w, pipeline=False)
     check_possible(graph)
@@ -262,23 +262,23 @@ def _local_search(w: Workload, options: Options) -> Placement:
         raise config_error("restarts", options.restarts, "no local optimum fits the memory of the accelerators",
                            "solver = 'dpl', or more restarts")
     note = OUT_OF_TIME if time.monotonic() > clock.deadline else ""
-    return make_placement(w, "local-search", graph.devices(device), work_bound(graph), clock.seconds, note=note)
+    return make_assignment(w, "local-search", graph.devices(device), work_bound(graph), clock.seconds, note=note)
 
 
-def _one_accelerator(w: Workload, options: Options) -> Placement:
+def _one_accelerator(w: Workload, options: Options) -> Assignment:
     clock = _Clock(options.time_limit)
     devices, bound = one_accelerator(w), work_bound(class_graph(w, pipeline=False))
-    return make_placement(w, "one-accelerator", devices, bound, clock.seconds)
+    return make_assignment(w, "one-accelerator", devices, bound, clock.seconds)
 
 
-def _expert(w: Workload, options: Options) -> Placement:
+def _expert(w: Workload, options: Options) -> Assignment:
     clock = _Clock(options.time_limit)
     if options.split is None:
         raise config_error("split", None, "the expert's placement must be given", "read_split(workload, path)")
-    return make_placement(w, "expert", options.split, work_bound(class_graph(w, pipeline=False)), clock.seconds)
+    return make_assignment(w, "expert", options.split, work_bound(class_graph(w, pipeline=False)), clock.seconds)
 
 
-SOLVERS: dict[str, Callable[[Workload, Options], Placement]] = {
+SOLVERS: dict[str, Callable[[Workload, Options], Assignment]] = {
     "dp": _dp,
     "dpl": _dpl,
     "milp": lambda w, options: _milp(w, options, False),

@@ -1,6 +1,6 @@
 """Graphs of operators and the devices to place them on, and the JSON files that hold them.
 
-Source of model and format: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
+Source of model and format: Tarnawski et al., "Efficient Algorithms for Device Assignment of DNN Graph Operators",
 NeurIPS 2020 (arXiv 2006.16423), section 3 and appendix D. Their files call every accelerator an FPGA.
 
 Units: times in whatever unit the file has (milliseconds in the paper's), sizes in bytes.
@@ -53,13 +53,13 @@ class Workload:
     """Nodes of one colour class must share a device."""
     edges: Ints
     transfer_time: Floats
-    """To move a node's output between an accelerator and the host's memory. 0 where nothing reads it."""
+    """Time to move a node's output between an accelerator and the host's memory. 0 where nothing reads it."""
     memory: float
     """Bytes of one accelerator."""
     num_accelerators: int
     num_cpus: int
     node_extra: tuple[Mapping[str, Any], ...] = field(repr=False)
-    """What else the file says of each node (colorClass, if it has one, name, layerId, ...), kept for writing."""
+    """Further fields of each node in the file (colorClass, if it has one, name, layerId, ...), kept for writing."""
     edge_extra: tuple[Mapping[str, Any], ...] = field(repr=False)
 
     @property
@@ -68,7 +68,7 @@ class Workload:
 
     @property
     def room(self) -> float:
-        """What the sizes on an accelerator may add up to: its memory, and what adding in another order may change.
+        """Limit of the sum of sizes on an accelerator: its memory, and what adding in another order may change.
 
         The sum of whole bytes is exact, and less than this only if it is within the memory.
         """
@@ -80,7 +80,7 @@ class Workload:
 
     def with_devices(self, *, num_accelerators: int | None = None, num_cpus: int | None = None,
                      memory: float | None = None) -> Workload:
-        """The same graph for other devices. Raises: ConfigError if these cannot be."""
+        """This graph for other devices. Raises: ConfigError if these cannot be."""
         document = workload_document(self)
         for key, value in (("maxFPGAs", num_accelerators), ("maxCPUs", num_cpus), ("maxSizePerFPGA", memory)):
             if value is not None:
@@ -94,7 +94,7 @@ class Workload:
         return np.array(found, np.int64) if all(map(_is_number, found)) else None
 
     def in_blocks(self) -> Workload:
-        """The same graph, where all nodes of a block share a device. Raises: ConfigError if a node has no block."""
+        """This graph where all nodes of a block share a device. Raises: ConfigError if a node has no block."""
         if (blocks := self.blocks) is None:
             extra = self.node_extra
             at = next(i for i, x in enumerate(extra) if not _is_number(x.get("layerId")))

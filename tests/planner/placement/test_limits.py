@@ -19,7 +19,7 @@ from hybridpar.planner.placement.highs import OUT_OF_TIME, Answer, Program
 from hybridpar.planner.placement.highs.process import GRACE
 from hybridpar.planner.placement.linear import Segments
 from hybridpar.planner.placement.milp import solve_max_load
-from hybridpar.planner.placement.model import Model
+from hybridpar.planner.placement.program import ProgramBuilder
 from hybridpar.planner.placement.search import LocalSearch
 
 from .graphs import document, layered_training
@@ -36,7 +36,7 @@ class SlowClock:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now, self.patch = 0.0, patch
         patch.setattr(time, "monotonic", lambda: self.now)
-        for holder, name in ((Segments, "extend"), (LocalSearch, "_moves"), (Model, "at_most"),
+        for holder, name in ((Segments, "extend"), (LocalSearch, "_moves"), (ProgramBuilder, "at_most"),
                              (latency_search, "latency"), (latency_milp, "latency")):
             self.replace(holder, name, self.slow)
         self.replace(linear_module, "_trace", self.free)

@@ -14,7 +14,7 @@ from hybridpar.errors import ConfigError
 from hybridpar.planner.placement.piper import (
     Allowed,
     Instance,
-    Stage,
+    LayerGroup,
     make_instance,
     plan_equal_stages,
     plan_stages,
@@ -81,7 +81,7 @@ def all_plans(instance: Instance) -> float:
         parts = list(itertools.pairwise([0, *cuts, n]))
         for degrees in itertools.product([(d, t) for d in (1, 2, 4) for t in (1, 2)], repeat=len(parts)):
             for names in itertools.product(("vanilla", "activation recomp"), repeat=n):
-                score = score_stages(instance, [Stage({v: names[v] for v in range(a, b)}, d, t)
+                score = score_stages(instance, [LayerGroup({v: names[v] for v in range(a, b)}, d, t)
                                                 for (a, b), (d, t) in zip(parts, degrees, strict=True)])
                 if not score.problems:
                     best = min(best, score.time)
@@ -111,7 +111,7 @@ def test_plans_keep_the_rules_and_ablations_are_no_better(branch: bool) -> None:
 def test_a_stage_by_hand() -> None:
     """Two stages of two layers: times, the edge between them twice, two micro-batches in flight first."""
     instance = make_instance(small(4))
-    score = score_stages(instance, [Stage(dict.fromkeys(part, "vanilla"), 1, 1) for part in ((0, 1), (2, 3))])
+    score = score_stages(instance, [LayerGroup(dict.fromkeys(part, "vanilla"), 1, 1) for part in ((0, 1), (2, 3))])
     compute = [sum(instance.ways[v][1][0].time for v in part) for part in ((0, 1), (2, 3))]
     assert score.times == pytest.approx([x + 2 * 1.0 / 10 for x in compute])
     assert score.memory == (2 * (6 * 2 + 2), 2 * (6 + 2))
@@ -119,13 +119,13 @@ def test_a_stage_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("stages", "message"), [
-    ([Stage({0: "vanilla", 1: "vanilla"}, 1, 1)], "is in no stage"),
-    ([Stage({2: "vanilla"}, 1, 1), Stage({0: "vanilla", 1: "vanilla"}, 1, 1)], "leads to an earlier stage"),
-    ([Stage({0: "vanilla", 1: "vanilla", 2: "none"}, 1, 1)], "is none at tensor 1"),
-    ([Stage(dict.fromkeys(range(3), "vanilla"), 3, 1)], "must divide 4"),
-    ([Stage(dict.fromkeys(range(3), "vanilla"), 4, 2)], "are more than 4"),
+    ([LayerGroup({0: "vanilla", 1: "vanilla"}, 1, 1)], "is in no stage"),
+    ([LayerGroup({2: "vanilla"}, 1, 1), LayerGroup({0: "vanilla", 1: "vanilla"}, 1, 1)], "leads to an earlier stage"),
+    ([LayerGroup({0: "vanilla", 1: "vanilla", 2: "none"}, 1, 1)], "is none at tensor 1"),
+    ([LayerGroup(dict.fromkeys(range(3), "vanilla"), 3, 1)], "must divide 4"),
+    ([LayerGroup(dict.fromkeys(range(3), "vanilla"), 4, 2)], "are more than 4"),
 ])
-def test_what_breaks_a_rule_is_named(stages: list[Stage], message: str) -> None:
+def test_what_breaks_a_rule_is_named(stages: list[LayerGroup], message: str) -> None:
     score = score_stages(make_instance(small(3)), stages)
     assert any(message in str(problem) for problem in score.problems)
 

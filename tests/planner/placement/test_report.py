@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hybridpar.planner.placement import Options, Workload, chunks, is_contiguous, is_ordered, make_workload, place
-from hybridpar.planner.placement.load import in_order
 from hybridpar.planner.placement.report import as_json, compare, lines
+from hybridpar.planner.placement.scoring import in_order
 
 from .graphs import assignments, document, layered_training, random_workload
 

@@ -19,7 +19,7 @@ from hybridpar.planner.placement import (
     problems,
     read_split,
     score,
-    write_placement,
+    write_assignment,
 )
 from hybridpar.planner.placement import exact as exact_module
 from hybridpar.planner.placement.classes import class_graph
@@ -200,7 +200,7 @@ def test_latency_is_for_inference() -> None:
 def test_placements_are_written_and_read(tmp_path) -> None:
     w = random_workload(7, training=True)
     placement = place(w, "dp")
-    write_placement(placement, tmp_path / "split.json")
+    write_assignment(placement, tmp_path / "split.json")
     devices = read_split(w, tmp_path / "split.json")
     assert score(w, devices).objective == placement.objective
     assert json.loads((tmp_path / "split.json").read_text())["proven"] is True

@@ -72,7 +72,7 @@ class Highs:
         self._end()
 
     def solve(self, program: Program, deadline: float) -> Answer:
-        """What HiGHS finds until `deadline` (`time.monotonic()`).
+        """The best answer of HiGHS until `deadline` (`time.monotonic()`).
 
         Where it has not looked at its clock, the process is ended soon after (`process.GRACE`), and nothing is known
         of what it has found. Nor is it waited for any longer where it has not even started.

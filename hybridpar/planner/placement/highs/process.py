@@ -20,7 +20,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 GRACE = 0.5
 """Seconds."""
 SHARE = 0.98
-"""Of the time, that HiGHS is told: it mostly takes a little more."""
+"""Share of the time that HiGHS is told: it mostly takes a little more."""
 LEAST, MOST = 0.01, 1e9
 
 

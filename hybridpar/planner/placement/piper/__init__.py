@@ -7,10 +7,10 @@ Source: Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for 
 
 from hybridpar.planner.placement.piper.equal import Allowed, plan_equal_stages
 from hybridpar.planner.placement.piper.instance import Instance, is_instance, make_instance, read_instance
-from hybridpar.planner.placement.piper.load import Stage, StagePlan, StageScore, score_stages
+from hybridpar.planner.placement.piper.scoring import LayerGroup, StagePlan, StageScore, score_stages
 from hybridpar.planner.placement.piper.search import plan_stages
 
 __all__ = [
-    "Allowed", "Instance", "Stage", "StagePlan", "StageScore", "is_instance", "make_instance", "plan_equal_stages",
+    "Allowed", "Instance", "LayerGroup", "StagePlan", "StageScore", "is_instance", "make_instance", "plan_equal_stages",
     "plan_stages", "read_instance", "score_stages",
 ]

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hybridpar.planner.placement.piper.instance import PLAIN, RECOMPUTED, Instance
-from hybridpar.planner.placement.piper.load import Stage, StagePlan, make_plan, score_stages
+from hybridpar.planner.placement.piper.scoring import LayerGroup, StagePlan, make_plan, score_stages
 from hybridpar.planner.placement.workload import order_of
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a plan may use; less of it gives the paper's ablations noDP, noTP and noAR."""
+    """Features that a plan may use; less of it gives the paper's ablations noDP, noTP and noAR."""
 
     data: bool = True
     tensor: bool = True
@@ -36,7 +36,7 @@ def plan_equal_stages(instance: Instance, allowed: Allowed | None = None) -> Sta
     and after them joins the first and last stage, or makes stages of its own. Else all layers are dealt out in order.
     """
     start = time.monotonic()
-    best: tuple[float, Sequence[Stage]] = (float("inf"), ())
+    best: tuple[float, Sequence[LayerGroup]] = (float("inf"), ())
     tried = 0
     for groups in _splits(instance):
         for stages in _uniform(instance, groups, allowed or Allowed()):
@@ -83,7 +83,7 @@ def _ends(instance: Instance, layers: set[int], order: Sequence[int]) -> tuple[l
     return [v for v in order if v not in after], [v for v in order if v in after and v not in layers]
 
 
-def _uniform(instance: Instance, groups: list[list[int]], allowed: Allowed) -> Iterator[list[Stage]]:
+def _uniform(instance: Instance, groups: list[list[int]], allowed: Allowed) -> Iterator[list[LayerGroup]]:
     p, devices = len(groups), instance.num_devices
     for d in range(1, min(devices, instance.num_microbatches) // p + 1):
         if instance.num_microbatches % d or (d > 1 and not allowed.data):
@@ -92,7 +92,7 @@ def _uniform(instance: Instance, groups: list[list[int]], allowed: Allowed) -> I
             if p * d * t > devices or (t > 1 and not allowed.tensor) or not all(t in ways for ways in instance.ways):
                 continue
             for wanted in (PLAIN, RECOMPUTED)[:1 + allowed.recompute]:
-                yield [Stage({v: _named(instance, v, t, wanted) for v in group}, d, t) for group in groups]
+                yield [LayerGroup({v: _named(instance, v, t, wanted) for v in group}, d, t) for group in groups]
 
 
 def _named(instance: Instance, v: int, t: int, wanted: str) -> str:

@@ -38,7 +38,7 @@ class Instance:
     ids: tuple[int, ...]
     names: tuple[str, ...]
     ways: tuple[Mapping[int, tuple[Way, ...]], ...]
-    """Of each layer, by degree of tensor parallelism."""
+    """Ways to run each layer, by degree of tensor parallelism."""
     edges: tuple[tuple[int, int, float], ...]
     """(from, to, bytes): positions."""
     memory: float
@@ -60,7 +60,7 @@ class Instance:
 
     def with_devices(self, *, num_devices: int | None = None, memory: float | None = None,
                      bandwidth: float | None = None, num_microbatches: int | None = None) -> Instance:
-        """The same layers on other devices. Raises: ConfigError."""
+        """This instance on other devices. Raises: ConfigError."""
         given = {"maxDevices": num_devices, "maxMemoryPerDevice": memory, "bandwidth": bandwidth,
                  "mbsInBatch": num_microbatches}
         own = {"maxDevices": self.num_devices, "maxMemoryPerDevice": self.memory, "bandwidth": self.bandwidth,

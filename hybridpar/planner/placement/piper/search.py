@@ -25,12 +25,12 @@ from hybridpar.planner.placement.ideals import MAX_IDEALS, Ideals, enumerate_ide
 from hybridpar.planner.placement.piper.equal import Allowed, plan_equal_stages
 from hybridpar.planner.placement.piper.instance import RECOMPUTED, Instance, Way
 from hybridpar.planner.placement.piper.knapsack import leaner
-from hybridpar.planner.placement.piper.load import Stage, StagePlan, make_plan
+from hybridpar.planner.placement.piper.scoring import LayerGroup, StagePlan, make_plan
 from hybridpar.planner.placement.workload import Bools, Floats, Ints, order_of
 
 SLACK = 1e-9
 FIRST_LIMIT, NEXT_LIMIT, LIMITS = 1.15, 1.4, 3
-"""Of the least time there can be; from a limit to the next; how many before there is none."""
+"""First limit, as a multiple of the least time; factor from a limit to the next; how many before there is none."""
 LONG = 0.7
 """Share of the time limit after which one order has to do."""
 
@@ -141,7 +141,7 @@ class _Table:
         """No plan is faster: all devices equally busy with that."""
         return float(self.least_work().sum()) / self.instance.num_devices
 
-    def solve(self, known: float) -> list[Stage]:
+    def solve(self, known: float) -> list[LayerGroup]:
         """The best stages, none if nothing fits. `known`: some plan takes so long. Raises: OutOfTime."""
         # stages that take longer than a limit are not looked at; where the limit was too low, nothing is found
         limit = FIRST_LIMIT * self.least()
@@ -257,7 +257,7 @@ class _Table:
                 total[some] = cost[rows, way[some]].sum(1)
         return total, way
 
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[LayerGroup]:
         """The stages, first to last; none if nothing fits."""
         downset, k, s = len(self.downsets) - 1, self.best.shape[1] - 1, self.most
         found = []
@@ -274,6 +274,7 @@ class _Table:
             cost = self._costs(degree, inside, np.array([d]))[0]
             way = self._knapsack(cost, self._memory(degree, inside))[1][-(-s // d) - 1]
             layers = np.flatnonzero(inside).tolist()
-            found.append(Stage({v: degree.names[v][i] for v, i in zip(layers, way.tolist(), strict=True)}, d, degree.t))
+            ways = {v: degree.names[v][i] for v, i in zip(layers, way.tolist(), strict=True)}
+            found.append(LayerGroup(ways, d, degree.t))
             downset, k, s = below, k - d * degree.t, s - d
         return found

@@ -15,13 +15,13 @@ from hybridpar.config import Config
 from hybridpar.errors import ConfigError
 from hybridpar.memory.footprint import Buffers, trace_stage
 from hybridpar.models.build import Recomputation
-from hybridpar.planner import operator_graph as module
 from hybridpar.planner.cluster import count_parameters, estimate, machine_of
 from hybridpar.planner.hardware import Cluster, find_device, find_link
 from hybridpar.planner.machine import Machine
-from hybridpar.planner.operator_graph import operator_graph
-from hybridpar.planner.operators import Operator, block_operators
 from hybridpar.planner.placement import Options, is_contiguous, make_workload, place, report, score
+from hybridpar.planner.placement import operator_graph as module
+from hybridpar.planner.placement.operator_graph import operator_graph
+from hybridpar.planner.placement.operators import Operator, block_operators
 from hybridpar.planner.profile import KINDS
 from hybridpar.planner.room import memory_limit
 from hybridpar.planner.split import best_split

@@ -34,7 +34,7 @@ INPUT = -1
 """In `Operator.reads`: what enters the block."""
 _aten = torch.ops.aten
 _COPIES = {_aten.clone.default, _aten._unsafe_view.default}
-"""The same values in another order; kernels that need it read and write them so."""
+"""Operations that put values in another order; kernels that need it read and write them so."""
 _ALONE = {_aten.linear.default, _aten.scaled_dot_product_attention.default, _aten.embedding.default}
 
 
@@ -91,7 +91,7 @@ class _Graph:
         self.last = self._join()
 
     def _inputs(self, node: Node) -> Iterable[Node]:
-        """What of its arguments depends on more than the micro-batch."""
+        """Arguments of the operator that depend on more than the micro-batch."""
         return (n for n in node.all_input_nodes if _source(n) in self.depends)
 
     def _join(self) -> dict[Node, Node]:
@@ -173,7 +173,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _source(node: Node) -> Node:
-    """What the node is, or is a view of."""
+    """The node itself, or the node that it is a view of."""
     while node.op == "call_function" and _is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -45,6 +45,11 @@ def integer(value: Any, what: str, least: int = 0, most: int = 2**62) -> int:
     return value
 
 
+def integers(value: Any, what: str) -> tuple[int, ...]:
+    """`value`, a list of whole numbers of 0 or more."""
+    return tuple(integer(one, what) for one in sequence(value, what))
+
+
 def number(value: Any, what: str) -> float:
     """`value`, a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:

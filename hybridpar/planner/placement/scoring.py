@@ -1,4 +1,4 @@
-"""What a placement costs and which rules it keeps, straight from the operators and edges.
+"""Cost of a placement, and the rules that it keeps, straight from the operators and edges.
 
 It shares no code with the solvers, and scores what every one of them finds.
 
@@ -31,7 +31,7 @@ class Score:
 
 
 def score(workload: Workload, devices: Ints) -> Score:
-    """What a placement costs, valid or not."""
+    """Cost of a placement, valid or not."""
     w, k = workload, workload.num_accelerators
     total = k + w.num_cpus
     loads, transfers, memory = [0.0] * total, [0.0] * total, [0.0] * total

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.files import new_folder, write_text
 from hybridpar.checkpoint.huggingface.configuration import family_of, model_of
 from hybridpar.checkpoint.huggingface.families import Family
-from hybridpar.checkpoint.huggingface.folder import new_folder
 from hybridpar.checkpoint.huggingface.names import Match, Plan, match, plan_of
 from hybridpar.checkpoint.huggingface.source import CONFIG, DTYPES, WeightFiles, Weights, read_json
 from hybridpar.checkpoint.huggingface.tokens import TOKENIZER, tokenizer_of
@@ -24,13 +23,13 @@ from hybridpar.errors import CheckpointError, config_error
 from hybridpar.models.build import DTYPES as OUR_DTYPES
 from hybridpar.nn.init import initialize
 
-_BY_TENSOR = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
+_BY_TENSOR = ("hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
 _HEADS = ("nsp", "sop", "none")
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What was made. `notes`: what of the folder was passed over; `started_anew`: our parameters that it lacks."""
+    """An imported folder. `notes`: what was passed over in it; `started_anew`: our parameters that it lacks."""
 
     folder: Path
     checkpoint: Path
@@ -96,22 +95,22 @@ def _notes(matched: Match, family: Family, *, has_tokenizer: bool) -> list[str]:
 
 
 def check_sizes(model: ModelConfig, files: Weights, settings: str) -> None:
-    """Before anything is built. Raises: ConfigError where its settings name sizes that no tensor has."""
+    """Checks sizes before anything is built. Raises: ConfigError where the settings name sizes that no tensor has."""
     largest = max((max(shape, default=1) for shape in files.shapes.values()), default=0)
     if model.num_layers > len(files.shapes):
         raise config_error(f"{settings}: the number of layers", model.num_layers,
                            f"the files have {len(files.shapes)} tensors in all")
-    for name in _BY_TENSOR[1:]:
-        if (value := getattr(model, name)) > largest:
-            raise config_error(f"{settings}: what is model.{name} here", value,
+    sizes = {f"what is model.{name} here": getattr(model, name) for name in _BY_TENSOR}
+    if model.position == "learned":
+        sizes["the number of positions"] = model.num_positions
+    for what, value in sizes.items():
+        if value > largest:
+            raise config_error(f"{settings}: {what}", value,
                                f"the longest dimension of a tensor in the files is {largest}")
-    if model.position == "learned" and model.num_positions > largest:
-        raise config_error(f"{settings}: the number of positions", model.num_positions,
-                           f"the longest dimension of a tensor in the files is {largest}")
 
 
 def _sentence_head(plain: Mapping[str, Any], files: WeightFiles) -> Any:
-    """What export wrote down; else by the tensors, as architectures often names another class than the files are of.
+    """The head that export wrote down, else by the tensors: architectures often names another class than the files'.
     A pooler alone, as in files of the bare model, is kept for a head that starts anew."""
     poolers = {"cls.seq_relationship.weight", "bert.pooler.dense.weight", "pooler.dense.weight"}
     head = plain.get("sentence_head", "nsp" if poolers & files.shapes.keys() else "none")

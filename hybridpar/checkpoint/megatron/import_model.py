@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybridpar.checkpoint.huggingface.load import Imported, check_sizes, make_checkpoint
+from hybridpar.checkpoint.huggingface.import_model import Imported, check_sizes, make_checkpoint
 from hybridpar.checkpoint.huggingface.tokens import TOKENIZER
 from hybridpar.checkpoint.megatron.arguments import model_of_arguments, true_vocabulary
 from hybridpar.checkpoint.megatron.family import GPT

@@ -33,12 +33,12 @@ from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.planner.hardware import DEVICES, Device
 from hybridpar.planner.machine import Machine
-from hybridpar.planner.operators import INPUT, block_operators
+from hybridpar.planner.placement.operators import INPUT, block_operators
 from hybridpar.planner.profile import KINDS, Hardware
 from hybridpar.planner.room import memory_limit
 
 CPU_SLOWDOWN = 23.0
-"""Of a node on a CPU beside the accelerators, of which nothing is known: as in the paper's operator graphs."""
+"""Slowdown of a node on a CPU, of which nothing is known: as in the paper's operator graphs."""
 _MS = 1e3
 _CORE = Device("a core", 1e11, 1.0, 1e10, 1.0, 1.0)
 """Ten operations in the time of a byte, as about any CPU has it."""

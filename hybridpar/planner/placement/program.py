@@ -16,7 +16,7 @@ from hybridpar.planner.placement.ideals import OutOfTime
 from hybridpar.planner.placement.workload import Floats, Ints
 
 MAX_NUMBERS = 10_000_000
-"""Variables and coefficients. Of more, HiGHS would hardly end presolve within minutes, and take gigabytes."""
+"""Limit on variables and coefficients. With more, HiGHS hardly ends presolve within minutes, and takes gigabytes."""
 TOO_LARGE = "the graph is too large for integer programming on so many devices"
 
 
@@ -25,7 +25,7 @@ class TooLargeError(Exception):
 
 
 @dataclass(eq=False)
-class Model:
+class ProgramBuilder:
     """A program that minimises the variable of number `objective`.
 
     Raises: while it is put together, TooLargeError, and OutOfTime once `time.monotonic()` is past `deadline`; the
@@ -84,7 +84,7 @@ class Model:
         return np.arange(first, self._num_rows)
 
     def equal(self, terms: Sequence[tuple[ArrayLike, ArrayLike]], value: float) -> None:
-        """As `at_most`, with =."""
+        """Rows as of `at_most`, with =."""
         self.at_most(terms, value)
         self.at_most([(-np.asarray(c, np.float64), v) for c, v in terms], -value)
 

@@ -1,4 +1,4 @@
-"""What a plan of stages costs and which rules it keeps, straight from the layers. It shares no code with the planners.
+"""Cost of a plan of stages, and the rules that it keeps, straight from the layers. It shares no code with the planners.
 
     time of a stage   = compute / d + (edges / d + 4 (d - 1) / d * weights / N) / bandwidth
     edges             = 2 (bytes + bytes exchanged in the group) over edges that lead into the stage, or out of it
@@ -18,8 +18,8 @@ from hybridpar.planner.placement.piper.instance import Instance, Way
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """`ways`: of each layer (its position), the name of the way it is run. The stage takes `data * tensor` devices."""
+class LayerGroup:
+    """A stage. `ways`: the name of the way that each layer (its position) is run. It takes `data * tensor` devices."""
 
     ways: Mapping[int, str]
     data: int
@@ -39,11 +39,11 @@ class StageScore:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StagePlan:
-    """What a planner found, scored by `score_stages`. No stages: nothing that it looks for fits the memory."""
+    """A plan that a planner found, scored by `score_stages`. No stages: nothing that it looks for fits the memory."""
 
     instance: Instance = field(repr=False)
     planner: str
-    stages: tuple[Stage, ...] = field(repr=False)
+    stages: tuple[LayerGroup, ...] = field(repr=False)
     score: StageScore
     seconds: float
     stats: dict[str, float] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class StagePlan:
 
     @property
     def quality(self) -> str:
-        """What the plan comes to, in words, and what is known of it."""
+        """The plan's time in words, and what is known of it."""
         text = f"{self.planner}: {self.time:.6g} s a micro-batch; {self.seconds:.2f} s to find"
         if not self.note:
             return text
@@ -101,7 +101,7 @@ class StagePlan:
 NOTHING = StageScore(float("inf"), (), (), (), ())
 
 
-def make_plan(instance: Instance, planner: str, stages: Sequence[Stage], seconds: float,
+def make_plan(instance: Instance, planner: str, stages: Sequence[LayerGroup], seconds: float,
               stats: dict[str, float] | None = None, note: str = "", bound: float = 0.0) -> StagePlan:
     """Scores a planner's stages, which may be none."""
     score = score_stages(instance, stages) if stages else NOTHING
@@ -109,8 +109,8 @@ def make_plan(instance: Instance, planner: str, stages: Sequence[Stage], seconds
     return StagePlan(instance, planner, tuple(stages), score, seconds, stats or {}, note, bound)
 
 
-def score_stages(instance: Instance, stages: Sequence[Stage]) -> StageScore:
-    """What the stages cost, in their order, and what is wrong with them."""
+def score_stages(instance: Instance, stages: Sequence[LayerGroup]) -> StageScore:
+    """Costs of the stages, in their order, and what is wrong with them."""
     found: list[Problem] = _structure(instance, stages)
     if found:
         return StageScore(float("inf"), (), (), (), tuple(found))
@@ -137,11 +137,11 @@ def score_stages(instance: Instance, stages: Sequence[Stage]) -> StageScore:
     return StageScore(max(times), tuple(times), tuple(memories), tuple(flights), tuple(found))
 
 
-def _way(instance: Instance, v: int, stage: Stage) -> Way:
+def _way(instance: Instance, v: int, stage: LayerGroup) -> Way:
     return next(way for way in instance.ways[v][stage.tensor] if way.name == stage.ways[v])
 
 
-def _structure(instance: Instance, stages: Sequence[Stage]) -> list[Problem]:
+def _structure(instance: Instance, stages: Sequence[LayerGroup]) -> list[Problem]:
     found: list[Problem] = []
     of_layer: dict[int, int] = {}
     for i, stage in enumerate(stages):

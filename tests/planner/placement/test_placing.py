@@ -15,7 +15,7 @@ from hybridpar.config import load_toml
 from hybridpar.planner.placement import make_workload, read_workload
 from hybridpar.planner.profile import write_profile
 
-from .placement.graphs import document
+from .graphs import document
 
 PIPER = {
     "maxMemoryPerDevice": 10e9, "maxDevices": 2, "bandwidth": 1e12, "mbsInBatch": 8,
