@@ -12,12 +12,13 @@ from tyro.conf import FlagConversionOff, Positional, arg
 
 from hybridpar.cli.outputs import check_outputs, write_output
 from hybridpar.cli.values import Devices, MicroBatches, Ranks, Within, parse_grid
-from hybridpar.config import Config, Launch, load_toml, to_toml
+from hybridpar.config import Config, Launch, PipelineConfig, load_toml, to_toml
 
 if TYPE_CHECKING:
     from hybridpar.pipeline.plan.costs import Costs
     from hybridpar.planner.candidates import Candidate
     from hybridpar.planner.machine import Machine
+    from hybridpar.planner.search import Result
 
 ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
 Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
@@ -43,13 +44,13 @@ class Profile:
     json: bool = False
 
     def run(self, launch: Launch) -> int:
+        from hybridpar.planner.measure_machine import measure_machine
         from hybridpar.planner.profile import profile_json
         from hybridpar.planner.report import profile_lines
-        from hybridpar.planner.survey import survey
 
         resolved(self.config)
         check_outputs([self.path], out=self.out)
-        profile = survey(self.config, launch, degrees=self.tp, sizes=self.micro_batch, quick=self.quick,
+        profile = measure_machine(self.config, launch, degrees=self.tp, sizes=self.micro_batch, quick=self.quick,
                          ranks=self.ranks)
         if launch.rank:
             return 0
@@ -92,14 +93,14 @@ class Plan:
 
     def run(self, launch: Launch) -> int:
         from hybridpar.planner import report
-        from hybridpar.planner.at_hand import machine_for
         from hybridpar.planner.candidates import Request
+        from hybridpar.planner.local_profile import machine_for
         from hybridpar.planner.search import search
 
-        resolved(replace(self.config, parallel=replace(self.config.parallel, tp=1, pp=1, dp=1),
-                         pipeline=replace(self.config.pipeline, split=(), recompute="none", schedule="1f1b",
-                                          early_switch="off", warmup="depth", gradient_buffers=0, sync_steps=0),
-                         optim=replace(self.config.optim, staleness="none")))
+        resolved(replace(  # all but what is to be chosen
+            self.config, parallel=replace(self.config.parallel, tp=1, pp=1, dp=1),
+            pipeline=PipelineConfig(num_microbatches=self.config.pipeline.num_microbatches),
+            optim=replace(self.config.optim, staleness="none")))
         check_outputs([self.path, self.profile, self.cluster], out=self.out, svg=self.svg or None)
         if self.brief and (begun := self._begun()) is not None:
             write_output("out", self.out, to_toml(begun))
@@ -107,11 +108,23 @@ class Plan:
             return 0
         request = Request(self._keep(), self.batch_size, self.schedules, self.micro_batches, self.top, quick=self.brief)
         machine = machine_for(self.config, launch, self.profile, self.cluster, self.devices, self._keep())
-        hardware = machine.profile.hardware
-        if not hardware.was_quiet:
-            print(f"other programs took {100 * hardware.taken:.0f} % of the cores while this machine was measured: the "
-                  "plan's times are not to be trusted; plan again when they are done", file=sys.stderr)
+        if not machine.profile.hardware.was_quiet:
+            print(f"other programs took {100 * machine.profile.hardware.taken:.0f} % of the cores while this machine was "
+                  "measured: the plan's times are not to be trusted; plan again when they are done", file=sys.stderr)
         result = search(self.config, machine, request)
+        self._show(result, machine)
+        if not result.ranked:
+            print("hybridpar plan: nothing fits: " + "; ".join(report.failures(result)), file=sys.stderr)
+            return 1
+        write_output("out", self.out, report.plan_toml(result.ranked[0]))
+        if self.svg:
+            self._draw(result.ranked[0])
+        self._show_choice(result, machine)
+        return 0
+
+    def _show(self, result: Result, machine: Machine) -> None:
+        from hybridpar.planner import report
+
         if self.json:
             print(json.dumps(report.as_json(result)))
         elif not self.brief:
@@ -121,24 +134,21 @@ class Plan:
             print(f"{machine.num_devices} x {machine.profile.hardware.name}, {source} times of blocks")
             Console(width=None if sys.stdout.isatty() else 160).print(report.table(result))
             print("\n".join(report.failures(result)))
-        if not result.ranked:
-            print("hybridpar plan: nothing fits: " + "; ".join(report.failures(result)), file=sys.stderr)
-            return 1
-        best = result.ranked[0]
-        write_output("out", self.out, report.plan_toml(best))
-        if self.svg:
-            self._draw(best)
+
+    def _show_choice(self, result: Result, machine: Machine) -> None:
+        from hybridpar.planner import report
+
+        best, hardware = result.ranked[0], machine.profile.hardware
         out = sys.stdout if not self.json and not self.brief else sys.stderr
         share = f"; measured with {hardware.efficiency:.0%} of the cores" if hardware.cores else ""
-        print(f"plan: {report.describe(best.config)}: {1e3 * best.model.step_time:.4g} ms a step, "
-              f"{best.model.tokens_per_s:,.0f} tokens/s predicted; {report.bound_by(best, result.limit)}{share}",
+        print(f"plan: {report.describe(best.config)}: {1e3 * best.cost.step_time:.4g} ms a step, "
+              f"{best.cost.tokens_per_s:,.0f} tokens/s predicted; {report.bound_by(best, result.limit)}{share}",
               file=out)
         if not self.brief:
             print(f"{self.out}: {self._command(machine)}", file=out)
-        return 0
 
     def _command(self, machine: Machine) -> str:
-        """What trains with the plan."""
+        """The command line that trains with the plan."""
         servers = machine.servers(range(machine.num_devices))
         if servers == 1:
             return f"hybridpar train {self.out} --ranks {machine.num_devices}"
@@ -168,8 +178,7 @@ class Plan:
         from hybridpar.pipeline.plan.svg import draw_svg
         from hybridpar.planner.report import describe
 
-        model = best.model
-        timeline = model.ordering.timeline(model.sizes, model.costs, 2)
+        timeline = best.cost.ordering.timeline(best.cost.sizes, best.cost.costs, 2)
         write_output("svg", self.svg,
                      draw_svg(timeline.scaled(1e3), title=describe(best.config), unit="milliseconds"))
 
@@ -254,14 +263,14 @@ class Simulate:
 
     def _planned(self, launch: Launch) -> tuple[Config, Costs]:
         """The configuration with its grid filled in, and what its stages cost there. One pipeline stands for all."""
-        from hybridpar.planner.at_hand import machine_for
-        from hybridpar.planner.cost import Model
+        from hybridpar.planner.cost import StepCost
+        from hybridpar.planner.local_profile import machine_for
 
         parallel = self.config.parallel
         devices = parallel.tp * parallel.pp * parallel.dp
         machine = machine_for(self.config, launch, self.profile, self.cluster, devices)
         config = resolved(self.config, machine.num_devices)
-        return config, Model(config, machine).costs
+        return config, StepCost(config, machine).costs
 
 
 def resolved(config: Config, world_size: int = 0) -> Config:

@@ -1,4 +1,4 @@
-"""`hybridpar profile`: measures blocks and links of the machine at hand, in a job's ranks or in some of its own."""
+"""`hybridpar profile`: measures blocks and links of this machine, in a job's ranks or in processes of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hybridpar.planner.profile import FORMAT, Hardware, Profile, read_profile, s
 from hybridpar.train.launch import Job, choose_backend, choose_device, keep_freed_memory, set_threads
 
 
-def survey(
+def measure_machine(
     config: Config, launch: Launch, *, degrees: Sequence[int] = (), sizes: Sequence[int] = (), quick: bool = False,
     ranks: int = 0,
 ) -> Profile:
@@ -64,7 +64,7 @@ def survey(
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """What a profile of this machine and configuration would be of; another one needs another profile."""
+    """All that decides what a profile of this machine says; where any of it differs, another profile is needed."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if _has_gpus(config) else []
     return {
         "settings": settings_of(config), "gpus": gpus,
