@@ -45,9 +45,6 @@ def measure_machine(
     sizes = tuple(sizes) or ((own,) if quick else (own, 2 * own))
     degrees = tuple(degrees) or tuple(
         t for t in (1, 2, 4, 8, 16) if t <= min(ranks, config.model.num_heads) and ranks % t == 0)
-    for name, values in (("micro_batch", sizes), ("tp", degrees)):
-        if min(values) < 1:
-            raise config_error(name, min(values), "must be at least 1", "1")
     if (most := max(degrees)) > config.model.num_heads:
         raise config_error("tp", most, f"must be at most model.num_heads = {config.model.num_heads}",
                            str(config.model.num_heads))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from hybridpar.memory import Footprints, predict
-from hybridpar.memory.footprint import Buffers
+from hybridpar.memory.footprint import Buffers, Footprint
 from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.schedules import schedule_of
@@ -43,6 +43,7 @@ class MemoryCheck:
 
     def __init__(self, limit: float):
         self.limit, self._footprints = limit, Footprints()
+        self._known: dict[object, Footprint] = {}
 
     def measure(self, candidate: Candidate) -> None:
         """Predicts its memory exactly."""
@@ -105,12 +106,21 @@ class MemoryCheck:
         """About what `memory.predict.walk` finds for these blocks on that stage."""
         schedule, sizes, rank = schedule_of(cost.config.pipeline), cost.sizes, cost.sizes.rank_of(stage)
         buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers)
-        fp = self._footprints.rough(cost.config, blocks, recompute, buffers, cost.machine.device)
+        fp = self._rough(cost, blocks, recompute, buffers)
         in_flight = -(-schedule.max_live_activations(sizes, rank) // sizes.chunks)
         one = fp.kept + (0 if blocks.start == 0 else fp.message)
         return fp.weights + fp.master + fp.gradients + fp.optimizer + 2 * fp.message + max(
             in_flight * one + max(fp.backward, fp.first_backward), (in_flight - 1) * one + fp.forward + fp.message,
             (in_flight - 1) * one + max(fp.norm, fp.update))
+
+    def _rough(self, cost: StepCost, blocks: range, recompute: Recomputation, buffers: Buffers) -> Footprint:
+        """The rough footprint of a stage, which depends neither on where its layers are nor on the other stages."""
+        config, ends = cost.config, (blocks.start == 0, blocks.stop == cost.config.model.num_blocks)
+        key = (config.optim, cost.tp, cost.zero_share, config.train.micro_batch_size, buffers, len(blocks), ends,
+               bool(recompute.blocks), recompute.whole)
+        if key not in self._known:
+            self._known[key] = self._footprints.rough(config, blocks, recompute, buffers, cost.machine.device)
+        return self._known[key]
 
 
 def _recompute_text(sizes: Sequence[int], recomputed: Sequence[bool], num_layers: int, whole: bool) -> str:
