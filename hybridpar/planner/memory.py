@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from hybridpar.config import ParallelConfig
 from hybridpar.memory import Footprints, predict
 from hybridpar.memory.footprint import Buffers, Footprint
 from hybridpar.models.build import Recomputation, recomputed_blocks
@@ -20,6 +21,8 @@ TIGHT = 0.9
 """Share of the limit beyond which memory is short: fragments, or longer documents, may need the rest."""
 _HOST_SHARE = 0.9
 """Share of a host's memory, beside GPUs, that checkpoints' copies may take."""
+_SURELY = 2 / 3
+"""Share of the limit below which a bound from above needs no closer look."""
 _TRIES, _TIGHTER = 4, 0.96
 """Splits that are made for a limit, each for so much of the one before: an estimate may be too low."""
 
@@ -51,11 +54,42 @@ class MemoryCheck:
 
     def fits(self, cost: StepCost) -> bool:
         """Whether the estimated peak of every rank is within the limit."""
+        if self._most(cost) < _SURELY * self.limit or self.least(cost) > self.limit:
+            return self.least(cost) <= self.limit
         config, sizes = cost.config, cost.sizes
         split = stage_split(config.model, cost.pp, config.pipeline.split, sizes.chunks)
         again = recomputed_blocks(config.pipeline.recompute, config.model, split)
         return all(sum(self._peak(cost, stage, split[stage], again[stage]) for stage in sizes.stages_of(rank))
                    <= self.limit for rank in range(cost.pp))
+
+    def least(self, cost: StepCost) -> float:
+        """Bytes of the fullest rank at least: its share of the state, if blocks were divided evenly."""
+        whole, schedule = self._whole(cost, 1), schedule_of(cost.config.pipeline)
+        versions = min(schedule.max_live_versions(cost.sizes, rank) for rank in range(cost.pp))
+        return (versions * whole.weights + schedule.num_gradient_buffers * whole.gradients
+                + (whole.master + whole.optimizer) / cost.zero_share) / (cost.tp * cost.pp)
+
+    def _most(self, cost: StepCost) -> float:
+        """Bytes of the fullest rank at most: all of the model, and of the micro-batches that any rank has in flight."""
+        b, schedule, ranks = cost.config.train.micro_batch_size, schedule_of(cost.config.pipeline), range(cost.pp)
+        whole, more = self._whole(cost, 1), self._whole(cost, 2)
+        versions = max(schedule.max_live_versions(cost.sizes, rank) for rank in ranks)
+        in_flight = max(schedule.max_live_activations(cost.sizes, rank) for rank in ranks)
+        message, kept, forward, backward = (
+            getattr(whole, name) + (b - 1) * (getattr(more, name) - getattr(whole, name))
+            for name in ("message", "kept", "forward", "first_backward"))
+        return (versions * whole.weights + schedule.num_gradient_buffers * whole.gradients + whole.master
+                + whole.optimizer + in_flight * (kept + message) + 2 * cost.sizes.chunks * message
+                + max(forward, backward, whole.norm, whole.update))
+
+    def _whole(self, cost: StepCost, b: int) -> Footprint:
+        """The footprint of the whole model on one device."""
+        config = replace(cost.config, parallel=ParallelConfig(dp=1), train=replace(
+            cost.config.train, micro_batch_size=b))
+        if (key := (config.optim, b)) not in self._known:
+            self._known[key] = self._footprints(config, range(config.model.num_blocks), Recomputation(), Buffers(1, 1),
+                                                cost.machine.device)
+        return self._known[key]
 
     def recomputed(self, candidate: Candidate, *, exact: bool = True) -> Candidate | None:
         """A split whose stages fit, recomputed where they must be; None where there is none.

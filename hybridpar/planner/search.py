@@ -118,7 +118,10 @@ class _Search:
         kind = (candidate.grid, candidate.config.parallel.zero, pipeline.schedule, pipeline.warmup, pipeline.num_chunks)
         if candidate.tried_recomputation or b >= self._too_large.get(kind, b + 1):
             return False
-        if (again := self.memory.recomputed(candidate, exact=False)) is None:
+        again = None
+        if self.memory.least(candidate.cost) <= self.memory.limit:
+            again = self.memory.recomputed(candidate, exact=False)
+        if again is None:
             self._too_large[kind] = b
             return False
         self._push(again)
