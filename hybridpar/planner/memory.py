@@ -64,29 +64,27 @@ class MemoryCheck:
 
     def least(self, cost: StepCost) -> float:
         """Bytes of the fullest rank at least: its share of the state, if blocks were divided evenly."""
-        whole, schedule = self._whole(cost, 1), schedule_of(cost.config.pipeline)
+        whole, schedule = self._whole(cost), schedule_of(cost.config.pipeline)
         versions = min(schedule.max_live_versions(cost.sizes, rank) for rank in range(cost.pp))
         return (versions * whole.weights + schedule.num_gradient_buffers * whole.gradients
                 + (whole.master + whole.optimizer) / cost.zero_share) / (cost.tp * cost.pp)
 
     def _most(self, cost: StepCost) -> float:
-        """Bytes of the fullest rank at most: all of the model, and of the micro-batches that any rank has in flight."""
+        """Bytes of the fullest rank at most: all of the model, and as many micro-batches as any rank has in flight."""
         b, schedule, ranks = cost.config.train.micro_batch_size, schedule_of(cost.config.pipeline), range(cost.pp)
-        whole, more = self._whole(cost, 1), self._whole(cost, 2)
+        whole = self._whole(cost)
         versions = max(schedule.max_live_versions(cost.sizes, rank) for rank in ranks)
         in_flight = max(schedule.max_live_activations(cost.sizes, rank) for rank in ranks)
-        message, kept, forward, backward = (
-            getattr(whole, name) + (b - 1) * (getattr(more, name) - getattr(whole, name))
-            for name in ("message", "kept", "forward", "first_backward"))
+        activations = in_flight * (whole.kept + whole.message) + 2 * cost.sizes.chunks * whole.message
         return (versions * whole.weights + schedule.num_gradient_buffers * whole.gradients + whole.master
-                + whole.optimizer + in_flight * (kept + message) + 2 * cost.sizes.chunks * message
-                + max(forward, backward, whole.norm, whole.update))
+                + whole.optimizer + b * (activations + max(whole.forward, whole.first_backward))
+                + max(whole.norm, whole.update))
 
-    def _whole(self, cost: StepCost, b: int) -> Footprint:
-        """The footprint of the whole model on one device."""
-        config = replace(cost.config, parallel=ParallelConfig(dp=1), train=replace(
-            cost.config.train, micro_batch_size=b))
-        if (key := (config.optim, b)) not in self._known:
+    def _whole(self, cost: StepCost) -> Footprint:
+        """The footprint of the whole model on one device, with micro-batches of one sample."""
+        train = replace(cost.config.train, micro_batch_size=1)
+        config = replace(cost.config, parallel=ParallelConfig(dp=1), train=train)
+        if (key := config.optim) not in self._known:
             self._known[key] = self._footprints(config, range(config.model.num_blocks), Recomputation(), Buffers(1, 1),
                                                 cost.machine.device)
         return self._known[key]
