@@ -1,44 +1,24 @@
-"""What the values of a command's own flags may be; those of the configuration are checked by hybridpar.validate."""
+"""Types of the flags that commands have besides the configuration's, and the reading of a grid."""
 
 from __future__ import annotations
 
-import typing
-from dataclasses import dataclass
 from typing import Annotated, Any
 
+from hybridpar.config import Within, broken_rules
 from hybridpar.errors import Problem, config_error
-
-
-@dataclass(frozen=True)
-class Within:
-    """The least and the most that a flag's number, or each of its list, may be."""
-
-    least: int
-    most: int
-
-    def holds(self, value: object) -> bool:
-        numbers = value if isinstance(value, tuple) else (value,)
-        return all(self.least <= number <= self.most for number in numbers)
-
 
 Threads = Annotated[int, Within(0, 2**10)]
 Ranks = Annotated[int, Within(0, 2**12)]
-"""On one machine."""
+"""Processes on one machine."""
 Devices = Annotated[int, Within(0, 2**16)]
 MicroBatches = Annotated[tuple[int, ...], Within(1, 2**20)]
 
 
 def out_of_range(command: Any) -> list[Problem]:
-    """What is wrong with a command's own numbers."""
-    problems = []
-    for name, hint in typing.get_type_hints(type(command), include_extras=True).items():
-        for within in getattr(hint, "__metadata__", ()):
-            value = getattr(command, name)
-            if isinstance(within, Within) and not within.holds(value):
-                shown = list(value) if isinstance(value, tuple) else value
-                rule = f"must be at least {within.least} and at most {within.most}"
-                problems.append(Problem(name, shown, rule, str(getattr(type(command), name, within.least))))
-    return problems
+    """Every value of a command's own flags that its rule does not allow."""
+    return [Problem(name, list(value) if isinstance(value, tuple) else value, rule.rule,
+                    str(getattr(type(command), name, rule.least)))
+            for name, value, rule in broken_rules(command) if isinstance(rule, Within)]
 
 
 def parse_grid(text: str) -> dict[str, int]:

@@ -3,16 +3,16 @@
 Resolution order: defaults, then the TOML file, then flags (`--section.key value`). Errors are reported all at once.
 """
 
+from hybridpar.config.data import DataConfig
 from hybridpar.config.environment import Launch, pass_on_signals, triton_is_interpreted
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
+from hybridpar.config.model import ModelConfig
 from hybridpar.config.sections import (
     AUTO,
     STOP_SIGNALS,
     CheckpointConfig,
     Config,
-    DataConfig,
     KernelsConfig,
-    ModelConfig,
     OptimConfig,
     ParallelConfig,
     PipelineConfig,
@@ -27,10 +27,11 @@ from hybridpar.config.toml import (
     to_mapping,
     to_toml,
 )
+from hybridpar.config.typed import Within, broken_rules, from_plain
 
 __all__ = [
     "AUTO", "MAX_TOML", "STOP_SIGNALS", "AnomaliesConfig", "CheckpointConfig", "Config", "DataConfig", "FaultsConfig",
     "KernelsConfig", "Launch", "ModelConfig", "OptimConfig", "ParallelConfig", "PipelineConfig", "PlanConfig",
-    "RunConfig", "TrainConfig", "from_mapping", "load_toml", "pass_on_signals", "to_mapping", "to_toml",
-    "triton_is_interpreted",
+    "RunConfig", "TrainConfig", "Within", "broken_rules", "from_mapping", "from_plain", "load_toml", "pass_on_signals",
+    "to_mapping", "to_toml", "triton_is_interpreted",
 ]

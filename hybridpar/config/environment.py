@@ -1,4 +1,4 @@
-"""What the environment's variables say; the only reader of them, and writer."""
+"""Environment variables: the only module that reads and writes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pass_on_signals(names: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher (torchrun) says of this process, and what the process was called with.
+    """This process's place among those that the launcher (torchrun) started, and its arguments.
 
     launched: there is a launcher. loopback: it has started all processes on this machine, and nobody has named a
     network interface for them (GLOO_SOCKET_IFNAME).
@@ -33,7 +33,7 @@ class Launch:
     loopback: bool = False
     args: tuple[str, ...] = ()
     own_store_port: int = 0
-    """Where all processes are on this machine and the launcher leaves them to make their store: its port."""
+    """Port of the store, where all processes are on this machine and make it themselves."""
 
     @staticmethod
     def from_environment(args: Sequence[str] = ()) -> Launch:

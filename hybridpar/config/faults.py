@@ -1,33 +1,40 @@
-"""What is to happen where a rank fails or a step goes wrong: the sections [faults] and [anomalies]."""
+"""The sections [faults] and [anomalies]: what happens where a rank fails or a step goes wrong."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from hybridpar.config.typed import Count, NotNegative, Positive, Within
+from hybridpar.errors import Problem
+
+if TYPE_CHECKING:
+    from hybridpar.config.sections import Config
 
 
 @dataclass(frozen=True)
 class FaultsConfig:
-    """What becomes of a job whose ranks `train --ranks N` has started, where one of them fails."""
+    """Recovery of a job started by `train --ranks N` after one of its ranks fails."""
 
-    restarts: int = 3
-    """How often it starts again from the last good checkpoint before a newer one is there; 0: never."""
-    timeout_s: float = 60.0
-    """A rank hangs that for so long neither goes on nor waits for another; a link is lost where for so long all wait.
-    In steps and evaluations: at least a few times the longest action."""
-    start_timeout_s: float = 600.0
-    """The same where more is done at a time: during set-up, loading and the first step, which may compile, between two
-    stretches of steps, and at the end."""
-    save_timeout_s: float = 1800.0
-    """The same while a checkpoint is saved, also beside training: a rank hangs that for so long has written nothing."""
-    min_ranks: int = 0
-    """Fewest ranks to go on with where one does not come back: there are fewer replicas then, and more micro-batches
-    for each of them; 0: as many as before."""
+    restarts: Count = 3
+    """Restarts from the last good checkpoint before a newer one is there; 0: none."""
+    timeout_s: Positive = 60.0
+    """Time after which a rank that neither goes on nor waits for another hangs, and a link that all wait for is lost.
+    It holds in steps and evaluations; at least a few times the longest action."""
+    start_timeout_s: Positive = 600.0
+    """The same during set-up, loading and the first step, which may compile, between two stretches of steps, and at
+    the end."""
+    save_timeout_s: Positive = 1800.0
+    """The same while a checkpoint is saved, also beside training; writing counts as going on."""
+    min_ranks: Count = 0
+    """Fewest ranks to go on with where one does not come back, with fewer replicas and more micro-batches for each of
+    them; 0: as many as before."""
 
 
 @dataclass(frozen=True)
 class AnomaliesConfig:
-    """What counts as an anomaly of a step, and what all ranks then do together.
+    """Anomalies of a step, and what all ranks do about one together.
 
     skip: the update is not made. roll_back: the newest checkpoint is loaded, and training goes on behind the offending
     batch as if the batches since that checkpoint had not been in the data; after diverging replicas, on the same ones.
@@ -37,22 +44,22 @@ class AnomaliesConfig:
     on_non_finite: Literal["auto", "skip", "roll_back", "stop"] = "auto"
     """A loss or gradient norm that is not finite. auto: skip; stop where updates do not wait for the norm (pipedream
     without clipping). An fp16 overflow that a smaller loss scale may cure is none: it is skipped, as ever."""
-    loss_spike: float = 0.0
-    """A loss so many standard deviations above the median of the last ones; 0: not looked for. The deviation is a
-    robust one, 1.48 times the median distance from the median."""
+    loss_spike: NotNegative = 0.0
+    """Standard deviations above the median of the last losses from which a loss is a spike; 0: not looked for. The
+    deviation is a robust one, 1.48 times the median distance from the median."""
     on_loss_spike: Literal["skip", "roll_back", "stop"] = "skip"
-    norm_spike: float = 0.0
-    """The same of the gradient norm, before clipping."""
+    norm_spike: NotNegative = 0.0
+    """The same for the gradient norm, before clipping."""
     on_norm_spike: Literal["skip", "roll_back", "stop"] = "skip"
-    window: int = 64
-    """How many of the last steps' losses and norms those are; anomalies are not among them."""
-    audit_interval: int = 0
+    window: Annotated[int, Within(1, 10**6)] = 64
+    """Number of last losses and norms that a step is compared with; anomalies are not among them."""
+    audit_interval: Count = 0
     """Steps between audits that replicas hold the same weights, bit for bit, also before each checkpoint; 0: none. The
     pipeline drains for them."""
     on_divergence: Literal["roll_back", "stop"] = "stop"
-    """Replicas that differ."""
-    limit: int = 10
-    """So many anomalies within `window` steps end the run, whatever is to be done about each; 0: any number may be."""
+    """What is done about replicas that differ."""
+    limit: Count = 10
+    """Number of anomalies within `window` steps that ends the run, whatever is done about each; 0: no limit."""
 
     @property
     def rolls_back(self) -> bool:
@@ -60,3 +67,17 @@ class AnomaliesConfig:
         return "roll_back" in (
             self.on_non_finite, self.loss_spike and self.on_loss_spike, self.norm_spike and self.on_norm_spike,
             self.audit_interval and self.on_divergence)
+
+    def conflicts(self, config: Config) -> Iterator[Problem]:
+        """Settings that do not go together, or not with those of other sections."""
+        if self.window < 8 and (self.loss_spike or self.norm_spike):
+            yield Problem("anomalies.window", self.window, "is too short to tell a spike from noise", "64")
+        for name, found in (("on_non_finite", True), ("on_loss_spike", self.loss_spike > 0),
+                            ("on_norm_spike", self.norm_spike > 0)):
+            if found and getattr(self, name) == "skip" and not config.norms_first:
+                rule = ("pipedream without clipping updates before the norm is known, so no update can be skipped; set "
+                        "optim.clip_grad, or")
+                yield Problem(f"anomalies.{name}", "skip", rule, '"roll_back" or "stop"')
+        if self.rolls_back and not config.train.save_interval:
+            rule = "must be positive: anomalies are to be rolled back to a checkpoint"
+            yield Problem("train.save_interval", 0, rule, "100")

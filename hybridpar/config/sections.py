@@ -2,101 +2,46 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from hybridpar.config.data import DataConfig
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
+from hybridpar.config.model import ModelConfig
+from hybridpar.config.typed import AtLeastOne, Count, NotNegative, OneOf, Positive, Within
+from hybridpar.errors import Problem
 
 STOP_SIGNALS = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU")
 """What train.stop_signals may name: other signals cannot be caught, or mean something else."""
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    kind: Literal["gpt", "bert"] = "gpt"
-    num_layers: int = 4
-    hidden_size: int = 256
-    num_heads: int = 8
-    num_kv_heads: int = 0
-    """Heads of keys and values (grouped-query attention); 0: as many as num_heads."""
-    ffn_hidden_size: int = 0
-    """0: 4 * hidden_size."""
-    seq_length: int = 128
-    max_positions: int = 0
-    """Rows of the learned position table, of which the first seq_length are used; of a rotary model only what export
-    writes down. 0: seq_length."""
-    vocab_size: int = 8192
-    tie_embeddings: bool = True
-    position: Literal["learned", "rotary"] = "learned"
-    rotary_base: float = 10000.0
-    rotary_fraction: float = 1.0
-    """Share of a head's features, the first, that rotary positions turn."""
-    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
-    norm_eps: float = 0.0
-    """Added to the variance before its root; 0: 1e-5 for layer_norm, 1e-6 for rms_norm."""
-    norm_position: Literal["auto", "pre", "post"] = "auto"
-    """What is normalised: a sublayer's input, or the sum it leaves; auto: as in the papers, gpt pre, bert post."""
-    parallel_residual: bool = False
-    """Attention and MLP of a layer both read its input, as in GPT-NeoX; otherwise the MLP reads what attention left."""
-    activation: Literal["gelu", "gelu_exact", "swiglu"] = "gelu"
-    """gelu: the tanh form; gelu_exact: by the error function, as published BERT weights have it."""
-    bias: bool = True
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    init_std: float = 0.02
-    label_smoothing: float = 0.0
-    """Of the training loss; evaluations have none."""
-    logits_chunk: int = 0
-    """Tokens whose logits exist at a time: computed twice, which takes time and saves memory; 0: all, computed once."""
-    sentence_head: Literal["nsp", "sop", "none"] = "sop"
-    """BERT only: next-sentence prediction, sentence-order prediction, or neither."""
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def num_positions(self) -> int:
-        """Rows of the learned position table; of a rotary model what export writes down."""
-        return max(self.max_positions, self.seq_length)
-
-    @property
-    def post_norm(self) -> bool:
-        return self.norm_position == "post" or (self.norm_position == "auto" and self.kind == "bert")
-
-    @property
-    def norm_epsilon(self) -> float:
-        return self.norm_eps or {"layer_norm": 1e-5, "rms_norm": 1e-6}[self.norm]
-
-    @property
-    def ffn_size(self) -> int:
-        return self.ffn_hidden_size or 4 * self.hidden_size
-
-    @property
-    def num_blocks(self) -> int:
-        """Units that a split into stages can separate: the embedding, each layer, the head."""
-        return self.num_layers + 2
+_SIGNALS = OneOf(STOP_SIGNALS, '["INT", "TERM", "HUP", "USR1"]')
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    tp: int = 1
-    pp: int = 1
-    dp: int = 0
+    tp: Annotated[int, Within(1, 2**16)] = 1
+    pp: Annotated[int, Within(1, 2**16)] = 1
+    dp: Annotated[int, Within(0, 2**20)] = 0
     """0: whatever fills the job, number of processes / (tp * pp)."""
     zero: Literal[0, 1] = 0
     """1: optimizer state (and the fp32 master weights of bf16 and fp16) is split over the replicas, as in ZeRO-1."""
+
+    def conflicts(self, config: Config) -> Iterator[Problem]:
+        """Settings that do not go with those of other sections; the same in every section."""
+        if self.tp > (heads := config.model.num_heads):
+            yield Problem("parallel.tp", self.tp, f"must be at most model.num_heads = {heads}", str(heads))
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "2bw", "pipedream"] = "1f1b"
-    num_microbatches: int = 4
+    num_microbatches: Annotated[int, Within(1, 2**20)] = 4
     """Micro-batches a batch for each data-parallel replica (gradient accumulation when pp = 1)."""
     split: tuple[int, ...] = ()
     """Blocks of each stage, embedding and head included; empty: balanced by cost."""
-    chunks: int = 0
+    chunks: Count = 0
     """interleaved: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 2. All others have one."""
     recompute: str = "none"
     """Layers whose activations are recomputed in the backward pass: 'none', 'all', or a list such as '0,2-5'; or
@@ -110,7 +55,7 @@ class PipelineConfig:
     gradient_buffers: Literal[0, 1, 2] = 0
     """2bw: 2 lets a batch accumulate while the one before is reduced and applied; 1 saves the memory and waits.
     0: what the schedule can use."""
-    sync_steps: int = 0
+    sync_steps: Annotated[int, Within(0, 2**40)] = 0
     """2bw, pipedream: the first steps run as 1f1b, without stale gradients."""
 
     @property
@@ -118,53 +63,65 @@ class PipelineConfig:
         """Stages of the model on each rank."""
         return self.chunks or 2 if self.schedule == "interleaved" else 1
 
+    def conflicts(self, config: Config) -> Iterator[Problem]:
+        if self.early_switch == "auto" and self.schedule != "2bw":
+            rule = f"schedule {self.schedule} has no such option, only 2bw"
+            yield Problem("pipeline.early_switch", "auto", rule, "off")
+
 
 @dataclass(frozen=True)
 class OptimConfig:
     name: Literal["adamw", "sgd", "lamb", "muon"] = "adamw"
-    lr: float = 3e-4
-    min_lr: float = 0.0
-    warmup_steps: int = 0
+    lr: NotNegative = 3e-4
+    min_lr: NotNegative = 0.0
+    warmup_steps: Count = 0
     decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """wsd: constant but for the last steps, so a run can be made longer (train.num_steps) from before these."""
-    decay_steps: int = 0
+    decay_steps: Count = 0
     """Step at which min_lr is reached, 0: train.num_steps; wsd: how many steps the decay at the end takes, 0: a fifth
     of train.num_steps."""
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    momentum: float = 0.9
+    weight_decay: NotNegative = 0.01
+    betas: Annotated[tuple[float, float], Within(0, below=1)] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    momentum: NotNegative = 0.9
     """sgd and muon."""
     nesterov: bool = False
     """sgd and muon."""
     staleness: Literal["none", "extrapolation", "prediction", "nesterov", "lr_rescale"] = "none"
-    """What makes up for gradients that are a step old (schedules 2bw and pipedream)."""
-    staleness_steps: int = 0
+    """Remedy for gradients that are a step old (schedules 2bw and pipedream)."""
+    staleness_steps: Count = 0
     """lr_rescale: steps over which the learning rate returns to its full value; 0: a tenth of train.num_steps."""
-    clip_grad: float = 1.0
+    clip_grad: NotNegative = 1.0
     """Largest global gradient norm; 0: no clipping."""
-    loss_scale: float = 65536.0
+    loss_scale: Positive = 65536.0
     """fp16 only: initial dynamic loss scale."""
+
+    def conflicts(self, config: Config) -> Iterator[Problem]:
+        schedule, remedies = config.pipeline.schedule, {
+            "extrapolation": ("2bw",), "prediction": ("2bw",), "lr_rescale": ("2bw", "pipedream")}
+        if schedule not in (works := remedies.get(self.staleness, (schedule,))):
+            yield Problem("optim.staleness", self.staleness, "makes up for old gradients as pipeline.schedule = "
+                          f"{' or '.join(works)} has them, not {schedule}", '"none"')
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    num_steps: int = 100
-    micro_batch_size: int = 4
+    num_steps: Annotated[int, Within(1, 2**40)] = 100
+    micro_batch_size: Annotated[int, Within(1, 2**20)] = 4
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    seed: int = 1234
-    threads: int = 0
+    seed: Annotated[int, Within(0, 2**64 - 1)] = 1234
+    threads: Annotated[int, Within(0, 2**10)] = 0
     """CPU threads of each process; 0: cores / processes on this machine, at least 1."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: GPUs, where each process of a machine can have its own."""
     share_gpus: bool = False
     """Processes may share GPUs and talk over Gloo, through host memory: slow, for trying out grids on few GPUs."""
-    eval_interval: int = 0
+    eval_interval: Count = 0
     """Steps between evaluations (also one at the start and the end); 0: none."""
-    eval_batches: int = 4
-    save_interval: int = 0
+    eval_batches: Annotated[int, Within(1, 2**30)] = 4
+    save_interval: Count = 0
     """Steps between checkpoints (also one at the end); 0: only at the end."""
-    log_interval: int = 1
+    log_interval: AtLeastOne = 1
     measure_memory: bool = False
     """Say at the end how the allocator's peak compares with the predicted one; slows the first batches down on CPUs."""
     keep_memory: bool = True
@@ -172,9 +129,9 @@ class TrainConfig:
     cuda_graphs: bool = True
     """On a GPU: micro-batches are recorded and replayed, for GPTs on one stage, without tensor parallelism; others run
     kernel by kernel."""
-    timeout_s: float = 60.0
+    timeout_s: Annotated[float, Within(above=0, most=1e8)] = 60.0
     """Longest wait for another rank before the job is given up."""
-    stop_signals: tuple[str, ...] = ("INT", "TERM", "HUP")
+    stop_signals: Annotated[tuple[str, ...], _SIGNALS] = ("INT", "TERM", "HUP")
     """Signals at which the run saves and leaves; INT is Ctrl-C, HUP a terminal that is closed (nohup: ignored). Batch
     systems may send others: USR1."""
     start_from: str = ""
@@ -184,42 +141,36 @@ class TrainConfig:
     "train.micro_batch_size" or "model.dropout": weights, optimizer and step stay, and the data go on where they were,
     or begin anew where they are others."""
 
+    def conflicts(self, config: Config) -> Iterator[Problem]:
+        if self.share_gpus and self.device == "cpu":
+            yield Problem("train.share_gpus", "true", "needs GPUs, and train.device is cpu", "false")
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """How checkpoints are written, and which stay; when they are made is train.save_interval's."""
+    """Writing and keeping of checkpoints; train.save_interval says when they are made."""
 
-    keep: int = 2
-    """The newest ones."""
-    keep_best: int = 0
-    """And those with the lowest validation loss, of steps that were evaluated and saved."""
+    keep: AtLeastOne = 2
+    """Number of newest checkpoints that stay."""
+    keep_best: Count = 0
+    """Number of checkpoints that stay besides, with the lowest validation losses of steps that were evaluated."""
     asynchronous: bool = True
-    """Training goes on while a copy of its state is written: host memory for that copy is kept. The last save of a run
-    has no copy."""
-    max_failed_saves: int = 3
-    """So many saves in a row that fail end the run; after fewer it trains on, and the next one tries again."""
+    """Training goes on while a copy of its state, in host memory, is written. The last save of a run has no copy."""
+    max_failed_saves: AtLeastOne = 3
+    """Number of saves failing in a row that ends the run; after fewer it trains on, and the next one tries again."""
     read_back: bool = False
     """Every file is read again, from the disk where the system can be told so, and compared with its checksums before
     the checkpoint is published."""
 
-
-@dataclass(frozen=True)
-class DataConfig:
-    corpus: tuple[str, ...] = ("stdlib",)
-    """Files of text, JSON lines, JSON, CSV, parquet or Arrow, folders of them, Hugging Face datasets, prefixes of
-    .bin/.idx pairs, or 'stdlib' (the Python library's own source)."""
-    weights: tuple[float, ...] = ()
-    """Sampling weight of each corpus; empty: all in one."""
-    tokenizer: str = ""
-    """A tokenizer.json; empty: a byte-level BPE of model.vocab_size entries is trained on the corpus."""
-    text_key: str = "text"
-    """The field or column that holds a document's text, in files that have those."""
-    split: float = 0.02
-    """Share of the documents held out for validation, where there is no valid_corpus."""
-    valid_corpus: tuple[str, ...] = ()
-    """What validation is on, together; the tokenizer is that of `corpus`. Empty: what `split` holds out."""
-    cache: str = ""
-    """Where prepared corpora are kept; empty: data/ in run.dir."""
+    def conflicts(self, config: Config) -> Iterator[Problem]:
+        train = config.train
+        if self.keep_best and not train.eval_interval:
+            rule = "needs validation losses, and train.eval_interval is 0"
+            yield Problem("checkpoint.keep_best", self.keep_best, rule, "0")
+        elif self.keep_best and train.save_interval % train.eval_interval:
+            yield Problem("train.save_interval", train.save_interval, "must be a multiple of train.eval_interval = "
+                          f"{train.eval_interval}, so that checkpoint.keep_best can tell which checkpoint is best",
+                          str(-(-train.save_interval // train.eval_interval) * train.eval_interval))
 
 
 @dataclass(frozen=True)
@@ -252,16 +203,23 @@ class RunConfig:
     def folder(self) -> Path:
         return Path(self.dir) / self.name
 
+    def conflicts(self, config: Config) -> Iterator[Problem]:
+        parts = Path(self.name).parts
+        if not parts or Path(self.name).is_absolute() or ".." in parts or not self.name.isprintable():
+            yield Problem("run.name", self.name, "must be the name of a folder in run.dir", "run")
+        elif os.path.abspath(self.folder) == os.path.abspath(config.cache_folder):
+            yield Problem("run.name", self.name, "must not name the folder of prepared corpora (data.cache)", "run")
+
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What `hybridpar plan` predicts of this configuration; a run says at its end how that compares."""
+    """Predictions of `hybridpar plan` for this configuration; a run says at its end how they compare."""
 
-    step_ms: float = 0.0
+    step_ms: NotNegative = 0.0
     """Time of a step; 0: nothing is predicted."""
     memory_mib: tuple[float, ...] = ()
     """Peak memory of a process of each stage."""
-    cores_taken: float = 0.0
+    cores_taken: NotNegative = 0.0
     """Share of the cores that other programs took while the times it rests on were measured."""
 
 
@@ -301,9 +259,16 @@ class Config:
 
     @property
     def cache_folder(self) -> Path:
-        """Where prepared corpora are kept, and what was measured of machines."""
+        """Folder of prepared corpora and of profiles of machines."""
         return Path(self.data.cache or Path(self.run.dir) / "data")
 
     @property
     def batch_tokens(self) -> int:
         return self.global_batch_size * self.model.seq_length
+
+    def conflicts(self) -> Iterator[Problem]:
+        """Settings that do not go together, whatever the job; each value alone is allowed."""
+        yield from self.model.conflicts()
+        for section in (self.parallel, self.pipeline, self.optim, self.train, self.data, self.run, self.checkpoint,
+                        self.anomalies):
+            yield from section.conflicts(self)

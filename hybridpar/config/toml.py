@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import json
-import sys
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal
+from typing import Any
 
 from hybridpar.config.sections import Config
+from hybridpar.config.typed import convert, hints_of
 from hybridpar.errors import ConfigError, Problem
 from hybridpar.reading import read_toml
 
@@ -88,29 +86,22 @@ def _as_toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def _nearest(name: str, known: Sequence[str] | set[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
     return near[0] if near else "one of " + ", ".join(sorted(known))
 
 
-@functools.cache
-def _hints_of(section: Any) -> dict[str, Any]:
-    return typing.get_type_hints(section)
-
-
 def _read_section(name: str, base: Any, table: Mapping[str, Any], problems: list[Problem]) -> Any:
-    section: Any = type(base)
-    hints = _hints_of(section)
-    known = {f.name for f in dataclasses.fields(base)}
-    values = {}
+    hints, values = hints_of(type(base)), {}
     for key, value in table.items():
-        if key not in known:
-            problems.append(Problem(f"{name}.{key}", value, "is not a key of the configuration", _nearest(key, known)))
+        if key not in hints:
+            near = _nearest(key, [*hints])
+            problems.append(Problem(f"{name}.{key}", value, "is not a key of the configuration", near))
             continue
         try:
-            values[key] = _convert(value, hints[key])
+            values[key] = convert(value, hints[key][0])
         except ValueError as error:
-            works = _nearest_option(value, hints[key]) or getattr(base, key)
+            works = _nearest_option(value, hints[key][0]) or getattr(base, key)
             problems.append(Problem(f"{name}.{key}", value, str(error), _as_toml(works)))
     return dataclasses.replace(base, **values)
 
@@ -120,40 +111,3 @@ def _nearest_option(value: object, kind: Any) -> str | None:
     options = [name for part in (kind, *typing.get_args(kind)) for name in typing.get_args(part)
                if isinstance(name, str)]
     return next(iter(difflib.get_close_matches(str(value).lower(), options, 1)), None)
-
-
-def _convert(value: Any, kind: Any) -> Any:
-    """`value` as the annotated type. Raises: ValueError with the rule it breaks."""
-    origin = typing.get_origin(kind)
-    if origin is Literal:
-        options = typing.get_args(kind)
-        if value not in options or isinstance(value, bool):
-            raise ValueError(f"must be one of {', '.join(map(str, options))}")
-        return value
-    if origin is tuple:
-        inner = typing.get_args(kind)
-        items = [value] if isinstance(value, str) and inner[0] is str else value
-        if not isinstance(items, Sequence) or isinstance(items, str):
-            raise ValueError("must be a list")
-        if inner[-1] is not Ellipsis and len(items) != len(inner):
-            raise ValueError(f"must have {len(inner)} entries")
-        return tuple(_convert(v, inner[0]) for v in items)
-    if origin in (typing.Union, UnionType):
-        return _convert_to_any(value, typing.get_args(kind))
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        if abs(value) > sys.float_info.max:
-            raise ValueError("is too large")
-        return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"must be of type {kind.__name__}")
-    return value
-
-
-def _convert_to_any(value: Any, kinds: Sequence[Any]) -> Any:
-    rules = []
-    for kind in kinds:
-        try:
-            return _convert(value, kind)
-        except ValueError as error:
-            rules.append(str(error))
-    raise ValueError(", or ".join(rules))

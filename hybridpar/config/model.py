@@ -1,0 +1,104 @@
+"""The section [model]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from hybridpar.config.typed import Count, NotNegative, Positive, Share, Within
+from hybridpar.errors import Problem
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    kind: Literal["gpt", "bert"] = "gpt"
+    num_layers: Annotated[int, Within(1, 10_000)] = 4
+    hidden_size: Annotated[int, Within(1, 2**20)] = 256
+    num_heads: Annotated[int, Within(1, 2**16)] = 8
+    num_kv_heads: Annotated[int, Within(0, 2**16)] = 0
+    """Heads of keys and values (grouped-query attention); 0: as many as num_heads."""
+    ffn_hidden_size: Annotated[int, Within(0, 2**24)] = 0
+    """0: 4 * hidden_size."""
+    seq_length: Annotated[int, Within(1, 2**24)] = 128
+    max_positions: Annotated[int, Within(0, 2**24)] = 0
+    """Rows of the learned position table, of which the first seq_length are used; of a rotary model only what export
+    writes down. 0: seq_length."""
+    vocab_size: Annotated[int, Within(1, 2**28)] = 8192
+    tie_embeddings: bool = True
+    position: Literal["learned", "rotary"] = "learned"
+    rotary_base: Positive = 10000.0
+    rotary_fraction: Annotated[float, Within(above=0, most=1)] = 1.0
+    """Share of a head's features, the first, that rotary positions turn."""
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    norm_eps: NotNegative = 0.0
+    """Added to the variance before its root; 0: 1e-5 for layer_norm, 1e-6 for rms_norm."""
+    norm_position: Literal["auto", "pre", "post"] = "auto"
+    """Place of the norm: a sublayer's input, or the sum it leaves; auto: as in the papers, gpt pre, bert post."""
+    parallel_residual: bool = False
+    """Attention and MLP of a layer both read its input, as in GPT-NeoX; otherwise the MLP reads what attention left."""
+    activation: Literal["gelu", "gelu_exact", "swiglu"] = "gelu"
+    """gelu: the tanh form; gelu_exact: by the error function, as published BERT weights have it."""
+    bias: bool = True
+    dropout: Share = 0.0
+    attention_dropout: Share = 0.0
+    init_std: NotNegative = 0.02
+    label_smoothing: Share = 0.0
+    """Smoothing of the training loss; evaluations have none."""
+    logits_chunk: Count = 0
+    """Tokens whose logits exist at a time: computed twice, which takes time and saves memory; 0: all, computed once."""
+    sentence_head: Literal["nsp", "sop", "none"] = "sop"
+    """BERT only: next-sentence prediction, sentence-order prediction, or neither."""
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def num_positions(self) -> int:
+        """Rows of the learned position table; of a rotary model what export writes down."""
+        return max(self.max_positions, self.seq_length)
+
+    @property
+    def post_norm(self) -> bool:
+        return self.norm_position == "post" or (self.norm_position == "auto" and self.kind == "bert")
+
+    @property
+    def norm_epsilon(self) -> float:
+        return self.norm_eps or {"layer_norm": 1e-5, "rms_norm": 1e-6}[self.norm]
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Units that a split into stages can separate: the embedding, each layer, the head."""
+        return self.num_layers + 2
+
+    def conflicts(self) -> Iterator[Problem]:
+        """Settings that do not go together."""
+        heads, hidden = self.num_heads, self.hidden_size
+        if hidden % heads:
+            yield Problem("model.num_heads", heads, f"must divide model.hidden_size = {hidden}",
+                          str(_nearest_divisor(hidden, heads)))
+        elif self.position == "rotary" and self.rotary_fraction == 1 and hidden // heads % 2:
+            rule = f"needs an even head size, and model.hidden_size / model.num_heads is {hidden // heads}"
+            yield Problem("model.position", "rotary", rule, '"learned"')
+        if self.position == "learned" and 0 < self.max_positions < self.seq_length:
+            yield Problem("model.seq_length", self.seq_length, "must be at most model.max_positions = "
+                          f"{self.max_positions}, the rows of the position table", str(self.max_positions))
+        if self.parallel_residual and self.post_norm:
+            yield Problem("model.parallel_residual", True, "needs the norms before attention and MLP, and "
+                          f"model.norm_position is {self.norm_position} ({self.kind})", 'model.norm_position = "pre"')
+        if heads % self.kv_heads:
+            yield Problem("model.num_kv_heads", self.num_kv_heads, f"must divide model.num_heads = {heads}",
+                          str(_nearest_divisor(heads, self.kv_heads)))
+        if self.kind == "bert" and self.seq_length < 8:
+            rule = "must leave room for [CLS], two segments and two [SEP]"
+            yield Problem("model.seq_length", self.seq_length, rule, "8")
+
+
+def _nearest_divisor(whole: int, number: int) -> int:
+    """The divisor of `whole` nearest to `number`."""
+    return min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - number))

@@ -1,0 +1,177 @@
+"""Typed fields: the rules in their types, and plain values (of TOML or JSON) converted to them.
+
+    num_layers: Annotated[int, Within(1, 10_000)] = 4
+
+A rule on a list holds for each entry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from types import UnionType
+from typing import Annotated, Any, Literal
+
+from hybridpar.errors import shown
+
+
+@dataclass(frozen=True)
+class Within:
+    """Bounds of a number: `least` and `most` are allowed themselves, `above` and `below` are not."""
+
+    least: float = -inf
+    most: float = inf
+    above: float = -inf
+    below: float = inf
+
+    def allows(self, value: Any) -> bool:
+        return self.least <= value <= self.most and self.above < value < self.below
+
+    @property
+    def rule(self) -> str:
+        """The bounds in words."""
+        if self.most == self.below == inf and (self.least, self.above) in ((1, -inf), (-inf, 0)):
+            return "must be positive"
+        if (self.least, self.most, self.below) == (0, inf, inf):
+            return "must not be negative"
+        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        return "must be " + " and ".join(f"{word} {bound}" for word, bound in bounds.items() if abs(bound) != inf)
+
+    def works(self, value: Any, default: Any) -> str:
+        """A value of the field that is allowed: near `value`; of lists, the default."""
+        if isinstance(value, tuple):
+            return str(list(default))
+        if value > self.most or value < self.least:
+            return str(self.most if value > self.most else self.least)
+        return "0.1" if value >= self.below else "1"
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Names that a text may be; `example`: a value of the field that is allowed."""
+
+    names: tuple[str, ...]
+    example: str
+
+    @property
+    def rule(self) -> str:
+        return f"must be one of {', '.join(self.names)}"
+
+    def allows(self, value: Any) -> bool:
+        return value in self.names
+
+    def works(self, value: Any, default: Any) -> str:
+        """A value of the field that is allowed."""
+        return self.example
+
+
+Rule = Within | OneOf
+Positive = Annotated[float, Within(above=0)]
+NotNegative = Annotated[float, Within(0)]
+Share = Annotated[float, Within(0, below=1)]
+Count = Annotated[int, Within(0)]
+AtLeastOne = Annotated[int, Within(1)]
+
+
+@functools.cache
+def hints_of(kind: type[Any]) -> dict[str, tuple[Any, Rule | None]]:
+    """The type of each field of a dataclass, and its rule, if it has one."""
+    plain, full = typing.get_type_hints(kind), typing.get_type_hints(kind, include_extras=True)
+    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in full.items()}
+    return {f.name: (plain[f.name], next((note for note in notes[f.name] if isinstance(note, Rule)), None))
+            for f in dataclasses.fields(kind)}
+
+
+def broken_rules(settings: Any) -> Iterator[tuple[str, Any, Rule]]:
+    """Every field of a dataclass whose value its rule does not allow: name, value, rule."""
+    for name, (_, rule) in hints_of(type(settings)).items():
+        if not _allowed(value := getattr(settings, name), rule) and rule is not None:
+            yield name, value, rule
+
+
+def _allowed(value: Any, rule: Rule | None) -> bool:
+    if isinstance(value, tuple | dict):
+        return all(_allowed(entry, rule) for entry in (value.values() if isinstance(value, dict) else value))
+    return rule is None or rule.allows(value)
+
+
+def from_plain(kind: Any, value: Any, where: str) -> Any:
+    """`value`, of JSON, as a dataclass, or a dict or tuple of such, or a plain type. Fields with a default may be
+    missing. Raises: ValueError with the place, the value and the rule that it breaks."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    try:
+        if dataclasses.is_dataclass(kind):
+            return _dataclass_from(kind, convert(value, dict), where)
+        if origin is dict:
+            return {inner[0](key): from_plain(inner[1], entry, f"{where}.{key}")
+                    for key, entry in convert(value, dict).items()}
+        if origin is tuple and dataclasses.is_dataclass(inner[0]):
+            return tuple(from_plain(inner[0], entry, f"{where}[{i}]") for i, entry in enumerate(convert(value, list)))
+        return convert(value, kind)
+    except Misfit:
+        raise
+    except ValueError as error:
+        raise Misfit(f"{where} is {shown(value)}, which {error}") from None
+
+
+class Misfit(ValueError):
+    """A value that cannot be converted, with its place."""
+
+
+def _dataclass_from(kind: Any, table: Mapping[str, Any], where: str) -> Any:
+    hints, values = hints_of(kind), {}
+    for name, value in table.items():
+        if name not in hints:
+            raise Misfit(f"{where}.{name} is not known; there are {', '.join(hints)}")
+        type_, rule = hints[name]
+        values[name] = from_plain(type_, value, f"{where}.{name}")
+        if not _allowed(values[name], rule) and rule is not None:
+            raise Misfit(f"{where}.{name} is {shown(value)}, which {rule.rule}")
+    for field in dataclasses.fields(kind):
+        if field.name not in table and field.default is field.default_factory is dataclasses.MISSING:
+            raise Misfit(f"{where}: {field.name!r} is missing")
+    return kind(**values)
+
+
+def convert(value: Any, kind: Any) -> Any:
+    """`value`, of TOML or JSON, as the annotated type. Raises: ValueError with the rule it breaks."""
+    origin = typing.get_origin(kind)
+    if kind is Any:
+        return value
+    if origin is Literal:
+        options = typing.get_args(kind)
+        if value not in options or isinstance(value, bool):
+            raise ValueError(f"must be one of {', '.join(map(str, options))}")
+        return value
+    if origin is tuple:
+        inner = typing.get_args(kind)
+        items = [value] if isinstance(value, str) and inner[0] is str else value
+        if not isinstance(items, Sequence) or isinstance(items, str):
+            raise ValueError("must be a list")
+        if inner[-1] is not Ellipsis and len(items) != len(inner):
+            raise ValueError(f"must have {len(inner)} entries")
+        return tuple(convert(v, inner[0]) for v in items)
+    if origin in (typing.Union, UnionType):
+        return _convert_to_any(value, typing.get_args(kind))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > sys.float_info.max:
+            raise ValueError("is too large")
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"must be of type {kind.__name__}")
+    return value
+
+
+def _convert_to_any(value: Any, kinds: Sequence[Any]) -> Any:
+    rules = []
+    for kind in kinds:
+        try:
+            return convert(value, kind)
+        except ValueError as error:
+            rules.append(str(error))
+    raise ValueError(", or ".join(rules))
