@@ -19,14 +19,14 @@ from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 
-from hybridpar.pipeline.plan.action import COMPUTE, Kind
 from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, ROWS, Kind
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.run.recording import Event
 from hybridpar.train.trace import RankEvents, transfer_times
 
-CALLS = (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B, Kind.REDUCE, Kind.NORM)
-VARYING = (Kind.F, Kind.B)
+CALLS = tuple(kind for kind in Kind if kind in BESIDE)
+VARYING = tuple(kind for kind in Kind if kind in COMPUTE and ROWS[kind].part_of is None)
 _FEWEST_CORES = 0.1
 _MOST_VARYING = 128  # micro-batches whose own times are kept
 _SHARED_ENOUGH = 0.02  # of the recorded time, to say how cores are shared
@@ -91,17 +91,26 @@ def measure(ranks: Sequence[RankEvents], sizes: Sizes, *, tied: bool) -> Measure
 def _costs(
     places: Sequence[Sequence[RankEvents]], typical: Mapping[int, list[list[Event]]], sizes: Sizes, *, tied: bool,
 ) -> Costs:
-    """Of actions: means over the typical batches of the ranks of a place in the pipeline; of what goes on beside them,
-    medians."""
+    """Costs of actions are means over the typical batches of the ranks of a place in the pipeline; those of what goes
+    on beside them are medians."""
     ranks, m = [r for place in places for r in place], sizes.num_microbatches
 
-    def times(kind: Kind) -> list[list[float]]:
-        """By stage, batch by batch in the order of micro-batches: what slows down all stages at once still does. What
-        is a rank's is by rank."""
+    def of_kind(kind: Kind) -> list[list[float]]:
+        """Own times by stage, batch by batch in the order of micro-batches: so what slows down all stages at once still
+        does. Those of a rank are by rank."""
         return [[e.own + e.gap for r in places[sizes.rank_of(stage)] for batch in typical[r.rank]
                  for e in sorted(batch, key=lambda e: e.action.microbatch % m)
                  if e.action.kind is kind and (kind not in COMPUTE or e.action.stage == stage)]
                 for stage in range(sizes.num_stages if kind in COMPUTE else sizes.num_ranks)]
+
+    splits = any(e.action.kind is Kind.I for r in ranks for batch in typical[r.rank] for e in batch)
+
+    def times(kind: Kind) -> list[list[float]]:
+        """The same; of a backward in parts, the sum of these."""
+        if not splits or kind is not Kind.B:
+            return of_kind(kind)
+        parts = (of_kind(part) for part, row in ROWS.items() if row.part_of is kind)
+        return [[sum(both) for both in zip(*of_stage, strict=True)] for of_stage in zip(*parts, strict=True)]
 
     def work(kind: Kind) -> tuple[float, ...]:
         return tuple(map(_mean_or_0, times(kind)))
@@ -117,7 +126,8 @@ def _costs(
         gather=tuple(_median_or_0(_collectives(place, Kind.UPDATE)) for place in places),
         latency=tuple(_median_or_0(link or all_links) for link in links), tied=tied,
         blocking_norm=ranks[0].host.cores > 0, cores=_cores(ranks, len(places)), transfer_work=_beside(ranks),
-        variation={kind: tuple(map(_variation, times(kind))) for kind in VARYING})
+        variation={kind: tuple(map(_variation, times(kind))) for kind in VARYING},
+        backward_input=work(Kind.I) if splits else None)
 
 
 def _variation(times: Sequence[float]) -> tuple[float, ...]:
@@ -165,7 +175,7 @@ def _collectives(ranks: Sequence[RankEvents], kind: Kind) -> Iterator[float]:
 
 def _beside(ranks: Sequence[RankEvents]) -> float:
     """CPU time of other threads for each transfer."""
-    sends = sum(e.action.kind in (Kind.SEND_F, Kind.SEND_B) for r in ranks for e in r.events)
+    sends = sum(ROWS[e.action.kind].met_by is not None for r in ranks for e in r.events)
     return sum(r.usage.beside for r in ranks) / sends if sends else 0.0
 
 

@@ -25,7 +25,8 @@ _WORTH = 1.01
 class Ordering:
     """What decides the order of actions, but for the sizes: a schedule, its options, and passes over it.
 
-    clip: there is a NORM. gather: replicas share the update. Both as in `passes.add_updates`.
+    clip: there is a NORM. gather: replicas share the update. Both as in `passes.add_updates`. split: backwards are I
+    and W.
     """
 
     schedule: str
@@ -34,6 +35,7 @@ class Ordering:
     gradient_buffers: int = 0
     clip: bool = True
     gather: bool = False
+    split: bool = False
 
     @staticmethod
     def of(config: Config) -> Ordering:
@@ -44,7 +46,7 @@ class Ordering:
         early_switch = pipeline.early_switch if isinstance(pipeline.early_switch, int) else None
         return Ordering(
             pipeline.schedule, pipeline.warmup, early_switch, pipeline.gradient_buffers, clip,
-            gather=config.parallel.zero > 0)
+            gather=config.parallel.zero > 0, split=pipeline.split_backward)
 
     def make(self) -> Schedule:
         """Raises: ConfigError."""
@@ -65,7 +67,8 @@ class Ordering:
 @lru_cache(maxsize=_KEPT)
 def _plan(ordering: Ordering, sizes: Sizes, num_batches: int) -> Plan:
     """A planner asks for the same one with other costs; making it takes as long as simulating it."""
-    return make_plan(ordering.make(), sizes, 0, num_batches, clip=ordering.clip, gather=ordering.gather)
+    return make_plan(
+        ordering.make(), sizes, 0, num_batches, clip=ordering.clip, gather=ordering.gather, split=ordering.split)
 
 
 def smallest_early_switch(

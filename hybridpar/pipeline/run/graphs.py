@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Gradients(Protocol):
-    """What a backward pass writes: see dp.GradientAccumulator."""
+    """The gradients that a backward pass writes: see state.GradientAccumulator."""
 
     on_final: Callable[[str], None] | None
 
@@ -59,6 +59,8 @@ def unsupported(config: Config) -> str | None:
         return "stages wait for each other between a micro-batch's kernels"
     if parallel.tp > 1:
         return "ranks of tensor parallelism wait for each other between a micro-batch's kernels"
+    if config.pipeline.split_backward:
+        return "pipeline.split_backward computes the gradients of weights apart"
     if kind != "gpt":
         return f"the head of {kind} waits for the number of labelled positions"
     return None
