@@ -268,6 +268,15 @@ def test_with_several_chunks_on_a_rank(p: int, pipeline: dict[str, Any], dtype: 
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(("p", "model", "pipeline", "dtype"), [
+    (1, {}, {}, "fp32"), (2, DROPOUT, {"schedule": "2bw"}, "fp32"), (2, {}, {"schedule": "interleaved"}, "bf16"),
+    (2, {"kind": "bert"} | DROPOUT, {"schedule": "gpipe", "recompute": "all"}, "fp32"),
+    (2, {"logits_chunk": 100}, {"recompute": "stage"}, "bf16")], ids=str)
+def test_with_split_backwards(p: int, model: dict[str, Any], pipeline: dict[str, Any], dtype: str) -> None:
+    agree(make(pp=p, model=model, pipeline={"split_backward": True, **pipeline}, train={"dtype": dtype}))
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("recompute", ["0,2", "stage"])
 def test_with_recomputation(recompute: str) -> None:
     agree(make(pp=2, model={"kind": "bert", **DROPOUT}, pipeline={"schedule": "2bw", "recompute": recompute}))
