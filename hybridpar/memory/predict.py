@@ -51,7 +51,7 @@ class StageMemory:
 
     @property
     def static(self) -> int:
-        """What is there all the time."""
+        """Bytes that are taken all the time."""
         return self.weights + self.master + self.gradients + self.optimizer + self.checkpoint
 
     @property
@@ -122,7 +122,7 @@ def batches_to_peak(config: Config) -> int:
 
 
 def _enough(schedule: Schedule, sizes: Sizes) -> Sizes:
-    """As many micro-batches in a batch as make a difference: more only repeat what these do."""
+    """Sizes with as many micro-batches in a batch as make a difference: more only repeat what these do."""
     least = sizes.num_ranks - 1 + (schedule.early_switch or 0)  # which those on older weights are
     few = replace(sizes, num_microbatches=min(sizes.num_microbatches, max(4 * sizes.num_ranks + 4, least)))
     same = all(schedule.warmup(few, rank) == schedule.warmup(sizes, rank) for rank in range(sizes.num_ranks))

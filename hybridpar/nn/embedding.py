@@ -73,7 +73,7 @@ class LearnedPositionEmbedding(ParallelModule):
         return self.weight if length == longest else self.weight[start : start + length]
 
     def at(self, positions: Tensor) -> Tensor:
-        """Those of any positions below `seq_length`. Shapes: int64 [..] -> [.., hidden]."""
+        """Vectors of any positions below `seq_length`. Shapes: int64 [..] -> [.., hidden]."""
         return F.embedding(positions, self.weight)
 
 

@@ -114,7 +114,7 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def nothing(weight: Tensor) -> Tensor:
-    """What a backward returns in the stead of a gradient that a SINK has taken.
+    """Value that a backward returns in the stead of a gradient that a SINK has taken.
 
     An empty sparse tensor, which autograd adds at no cost, and then runs the leaf's hooks: once, when all gradients of
     this backward have come, also where the weight was used elsewhere too.

@@ -82,7 +82,7 @@ class GradientAccumulator:
             leaf.grad = hook.view if type(hook) is _Report and name not in hook.void else None
 
     def collect(self, key: Hashable) -> None:
-        """Of the backward that follows, through the leaves that are bound, parts that a sink takes wait for `apply`."""
+        """Has parts that a sink takes in the backward that follows, through the bound leaves, wait for `apply`."""
         assert self.defers, "parts of gradients are added at once"
         assert key not in self._waiting, f"parts of {key} wait already"
         self.collecting = {}

@@ -35,7 +35,7 @@ _OF_LINKS = ("transfer", "latency", "transfer_work")
 
 @dataclass(frozen=True)
 class RunCosts:
-    """What costs.json holds."""
+    """Content of costs.json."""
 
     ordering: Ordering
     sizes: Sizes
@@ -48,7 +48,7 @@ class RunCosts:
 
 
 def run_costs(config: Config, ranks: Sequence[RankEvents]) -> RunCosts | None:
-    """What the recorded actions of a run cost; None where they are too few."""
+    """Costs of the recorded actions of a run; None where they are too few."""
     sizes = Sizes.of(config)
     measured = measure(ranks, sizes, tied=config.model.tie_embeddings and sizes.num_ranks > 1)
     if measured is None:

@@ -1,4 +1,4 @@
-"""What the steps of a run's schedule cost, and where its time goes, from the actions that its ranks recorded.
+"""Costs of the steps of a run's schedule, and where its time goes, from the actions that its ranks recorded.
 
     own time of an action         what it costs, with what came before it since the last one: forward, backward, update,
                                   calls
@@ -34,7 +34,7 @@ _SHARED_ENOUGH = 0.02  # of the recorded time, to say how cores are shared
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the time of a step goes on one rank; all but `beside` add up to it.
+    """Parts of the time of a step on one rank; all but `beside` add up to it.
 
     compute: forward and backward. optimizer: norm and update. calls: issuing transfers and reductions. between: from
     one action to the next (Python). waiting: for other ranks. no_core: ready to go on, but other work had the core.
@@ -62,7 +62,7 @@ class Measured:
 
 
 def measure(ranks: Sequence[RankEvents], sizes: Sizes, *, tied: bool) -> Measured | None:
-    """What was recorded, in numbers; None where that is less than three whole batches.
+    """Costs and times of what was recorded; None where that is less than three whole batches.
 
     Step time and costs are means over the same typical batches, those in the middle half by their time on the first
     stage: so that what holds up a batch now and then counts in neither.
@@ -131,7 +131,7 @@ def _costs(
 
 
 def _variation(times: Sequence[float]) -> tuple[float, ...]:
-    """As multiples of their mean."""
+    """The times as multiples of their mean."""
     kept = times[:_MOST_VARYING]
     mean = _mean_or_0(kept)
     return tuple(max(0.0, time) / mean for time in kept) if mean else (1.0,)
@@ -147,14 +147,14 @@ def _median_or_0(values: Iterable[float]) -> float:
 
 
 def _first_forwards(events: Sequence[Event], m: int) -> dict[int, int]:
-    """Where each batch begins."""
+    """Index of the event with which each batch begins."""
     first = min((e.action.stage for e in events), default=0)
     return {e.action.microbatch // m: i for i, e in enumerate(events)
             if e.action.kind is Kind.F and e.action.stage == first and e.action.microbatch % m == 0}
 
 
 def _collectives(ranks: Sequence[RankEvents], kind: Kind) -> Iterator[float]:
-    """How long what actions of that kind start goes on once the last of these ranks has started it.
+    """Seconds for which what actions of that kind start goes on once the last of these ranks has started it.
 
     A norm goes on once the reductions are over, too, where it has to wait for these in a queue.
     """
@@ -180,7 +180,7 @@ def _beside(ranks: Sequence[RankEvents]) -> float:
 
 
 def _cores(ranks: Sequence[RankEvents], num_ranks: int) -> float | None:
-    """How many ranks of one pipeline can work at full speed at once, given that all on a machine share its cores.
+    """Number of ranks of one pipeline that can work at full speed at once, given that all on a machine share its cores.
 
     Where more of them wanted to: as many as did, on average, which is fewer than there are cores, because a scheduler
     takes time to find an idle one. Else those that other programs left.
@@ -203,7 +203,7 @@ def _cores(ranks: Sequence[RankEvents], num_ranks: int) -> float | None:
 
 
 def _working(ranks: Sequence[RankEvents], enough: float) -> float | None:
-    """How many of the ranks were at work, on average over the times when at least `enough` did not wait for others;
+    """Number of the ranks that were at work, on average over the times when at least `enough` did not wait for others;
     None where there was hardly such a time."""
     changes = sorted(change for r in ranks for since, until, speed in _ready(r)
                      for change in ((since, 1, speed), (until, -1, -speed)))
@@ -220,7 +220,7 @@ def _working(ranks: Sequence[RankEvents], enough: float) -> float | None:
 
 
 def _ready(rank: RankEvents) -> Iterator[tuple[float, float, float]]:
-    """When the rank did not wait for others: since, until, and the share of that time in which it had a core."""
+    """Yields when the rank did not wait for others: since, until, and the share of that time in which it had a core."""
     before = rank.events[0].start
     for e in rank.events:
         edges = [before, *(edge for wait in e.waits for edge in wait), e.end]

@@ -32,7 +32,7 @@ class PlanError(HybridparError):
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What was proven: the range of batches, and what each rank holds at once at most."""
+    """Proof of a plan: the range of batches, and the most that each rank holds at once."""
 
     schedule: str
     sizes: Sizes
@@ -163,7 +163,7 @@ def _related_step(actions: Sequence[Action], missing: Action) -> int:
 
 
 def _check_order(plan: Plan, rank: int, sizes: Sizes) -> None:
-    """What an action needs on its own rank comes before it, where it is in the plan at all."""
+    """Checks that what an action needs on its own rank comes before it, where the plan has it at all."""
     steps = {_key(action): step for step, action in enumerate(plan[rank])}
     for step, action in enumerate(plan[rank]):
         for key in _needs(action, sizes):

@@ -1,4 +1,4 @@
-"""What the steps of a plan cost: the input of `simulate`."""
+"""Costs of the steps of a plan: the input of `simulate`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PerLink = float | Sequence[float]  # likewise for the links: link r joins ranks 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """How long things take, in any one unit of time.
+    """Time that each step takes, in any one unit.
 
     On the rank's own time: forward, backward: of one micro-batch. backward_input: the part of a backward that I takes
     where it is split, W takes the rest; None: half. update: the optimizer step. calls: what a rank spends to issue a
@@ -55,8 +55,7 @@ class Costs:
     backward_input: PerStage | None = None
 
     def durations(self, kind: Kind, num_ranks: int, chunks: int) -> list[Sequence[float]]:
-        """What actions of a kind take of the rank's time, by stage and micro-batch; from the end on again from the
-        start."""
+        """Rank's time that actions of a kind take, by stage and micro-batch; from the end on again from the start."""
         if kind in COMPUTE:
             means = self._means(kind, num_ranks * chunks)
         else:

@@ -15,7 +15,7 @@ from hybridpar.pipeline.plan.timeline import Timeline
 
 
 def as_timeline(drawn: Plan | Timeline) -> Timeline:
-    """What is drawn; a plan is simulated first."""
+    """The timeline to draw; a plan is simulated first."""
     return drawn if isinstance(drawn, Timeline) else simulate(drawn)
 
 

@@ -54,8 +54,8 @@ def forward_order(sizes: Sizes, rank: int, num_microbatches: int) -> Iterator[tu
 
 @lru_cache(maxsize=256)
 def batch_order(sizes: Sizes, rank: int) -> tuple[Step, ...]:
-    """What a rank computes for a batch, whose micro-batches count from 0: forwards ahead, then a forward and a backward
-    by turns, then the backwards that are left."""
+    """Steps of a rank for a batch, whose micro-batches count from 0: forwards ahead, then a forward and a backward by
+    turns, then the backwards that are left."""
     ahead = list(forward_order(sizes, rank, sizes.num_microbatches))
     first, last = sizes.stages_of(rank)[0], sizes.stages_of(rank)[-1]
     steps_f: list[Step] = [(Kind.F, stage, k) for stage, k in ahead]
@@ -66,7 +66,8 @@ def batch_order(sizes: Sizes, rank: int) -> tuple[Step, ...]:
 
 
 class Receives:
-    """When a rank posts its receives: each when it comes to the action that needs it, but for those that close a ring.
+    """Order in which a rank posts its receives: each when it comes to the action that needs it, or where it closes a
+    ring when it arrives.
 
     What the last rank sends to the first (backward: the first to the last) comes back to the rank p forwards after it
     left, which in a round of more than p is before its turn. It is taken when it comes: where the transfers of a rank

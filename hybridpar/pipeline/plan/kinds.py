@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Kind(str, Enum):
-    """What an action does."""
+    """Kind of an action."""
 
     F = "F"
     B = "B"
@@ -31,7 +31,7 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is true of all actions of a kind.
+    """Properties of all actions of a kind.
 
     `name`: the action, or what a transfer carries, in words. `needs`: kinds that come before it on its rank where the
     plan has them, of the same stage and micro-batch. An action of a batch needs those of all micro-batches of the batch
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def side(self) -> int:
-        """Where the other end of a transfer is: 1 on the next stage, -1 on the one before; 0: it is no transfer."""
+        """Side of a transfer's other end: 1 on the next stage, -1 on the one before; 0: it is no transfer."""
         return (self.flow if self.met_by else -self.flow) if self.beside else 0
 
 

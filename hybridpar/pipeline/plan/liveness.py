@@ -1,4 +1,4 @@
-"""What a rank must hold at once: activations, weight versions, gradients. It follows from the rank's list alone."""
+"""Counts of what a rank holds at once: activations, weight versions, gradients. They follow from its list alone."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def add_updates(
 
 
 def _position(action: Action, schedule: Schedule, sizes: Sizes) -> int:
-    """Where the action stands in an endless row of forwards and backwards by turns: backward k at 2k + 1."""
+    """Place of the action in an endless row of forwards and backwards by turns: backward k at 2k + 1."""
     if action.kind is Kind.F:
         return 2 * (action.microbatch - schedule.warmup(sizes, action.stage))
     return 2 * action.microbatch + 1

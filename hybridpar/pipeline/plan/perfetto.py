@@ -65,7 +65,7 @@ def waits(timeline: Timeline, rank: int) -> Iterator[Slice]:
 
 
 def wait_name(action: Action) -> str:
-    """What a rank does before it can go on with this action."""
+    """Name of the time in which a rank waits before this action."""
     return f"idle: {action} waits for {ROWS[action.kind].awaits}"
 
 
@@ -75,7 +75,7 @@ def _args(action: Action) -> dict[str, int]:
 
 
 def _beside(timeline: Timeline, rank: int, pid: int, scale: float) -> Iterator[Entry]:
-    """What goes on beside the actions, in as few tracks as hold it without overlap."""
+    """Yields what goes on beside the actions, in as few tracks as hold it without overlap."""
     free: list[float] = []  # by track: until when it is taken
     beside = [(done, end, action) for action, _, done, end in timeline.actions(rank) if end > done]
     for start, end, action in sorted(beside, key=lambda item: item[0]):

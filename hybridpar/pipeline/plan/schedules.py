@@ -128,7 +128,7 @@ class Schedule:
         return max(self.num_stale(sizes) - self.warmup(sizes, 0), 0)
 
     def norm_delay(self, sizes: Sizes, stage: int, *, gather: bool = False) -> int:
-        """How many forwards and backwards after the last of batch t NORM(t) comes, or at UPDATE(t) if that is earlier.
+        """Forwards and backwards after the last of batch t before NORM(t) comes, or at UPDATE(t) if that is earlier.
 
         On all stages at about one time. It waits for the reduction, which over a slow link takes most of the slack: so
         the norm, a few bytes, has the last pair before UPDATE(t) on stage 0, or half of the slack where that is less.

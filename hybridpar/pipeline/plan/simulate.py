@@ -1,4 +1,4 @@
-"""How long a plan takes: an exact event-driven simulation of its dependencies, given what each step costs.
+"""Time that a plan takes: an exact event-driven simulation of its dependencies, given what each step costs.
 
 The rules are those of the executor, so a plan that ends here cannot deadlock there:
 
@@ -87,7 +87,7 @@ class _Queue:
 
 @dataclass(slots=True, eq=False)
 class _Channel:
-    """What flows one way between two neighbours, in order: the i-th send meets the i-th receive."""
+    """A flow one way between two neighbours, in order: the i-th send meets the i-th receive."""
 
     sender: _Rank
     receiver: _Rank
@@ -188,8 +188,7 @@ class _Machine:
         self.runnable = deque(self.ranks)
 
     def _channels(self, flow: int) -> list[_Channel | None]:
-        """What each rank receives of what flows that way, of which the rank that it begins with has some in a ring
-        only."""
+        """The channel that flows that way into each rank; where it begins there is one in a ring only."""
         p, costs, ring = len(self.ranks), self.costs, self.chunks > 1
         queues = [_Queue() for _ in self.ranks]  # one for what a rank sends and receives
         apart = [_Queue() for _ in self.ranks] if not costs.serial_links else queues

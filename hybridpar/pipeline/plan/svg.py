@@ -77,7 +77,7 @@ def draw_svg(
     rows = [part for rank in ranks for part in _svg_row(timeline, rank, what, scale)]
     axis = _TOP + len(ranks) * _PITCH
     full_width = max(scale.x(span) + _RIGHT, 640)
-    legend, bottom = _svg_legend(timeline, axis + 50, full_width, transfers=_shows_transfers(timeline, scale))
+    legend, bottom = _svg_legend(timeline, axis + 50, full_width, _visible(timeline, scale))
     heading = title or f"{len(ranks)} {what}s, makespan {span:.6g}"
     body = "\n".join([
         f'<text class="title" x="{_LEFT}" y="30">{escape(heading)}</text>',
@@ -188,16 +188,14 @@ def _svg_axis(scale: _Scale, span: float, y: float) -> Iterator[str]:
         yield f'<text class="muted mid" x="{scale.x(i * step):.1f}" y="{y + 12}">{i * step:g}</text>'
 
 
-def _shows_transfers(timeline: Timeline, scale: _Scale) -> bool:
-    return any(
-        action.kind in _LINES and (end - start) * scale.per_unit >= _SHOWN_PIXELS
-        for rank in timeline.plan for action, start, end in timeline.shown(rank))
+def _visible(timeline: Timeline, scale: _Scale) -> set[Kind]:
+    """Kinds of which an action takes time, a transfer so much that it is drawn."""
+    return {action.kind for rank in timeline.plan for action, start, end in timeline.shown(rank)
+            if end > start and (action.kind not in _LINES or (end - start) * scale.per_unit >= _SHOWN_PIXELS)}
 
 
-def _svg_legend(
-    timeline: Timeline, y: float, full_width: float, *, transfers: bool
-) -> tuple[list[str], float]:
-    """What colours and marks mean; and where the picture ends."""
+def _svg_legend(timeline: Timeline, y: float, full_width: float, visible: set[Kind]) -> tuple[list[str], float]:
+    """The meaning of colours and marks; and where the picture ends."""
     microbatches: dict[int, list[int]] = {}
     for actions in timeline.plan.values():
         for action in actions:
@@ -209,17 +207,14 @@ def _svg_legend(
     ]
     if len(microbatches) > len(_COLOURS):
         items.append(([], "... and so on"))
-    updating = [([_rect(0, 0, 26, 14, _INK)], "optimizer makes the new weights")] if any(
-        action.kind is Kind.UPDATE and end > start
-        for rank in timeline.plan for action, start, end in timeline.shown(rank)) else []
     items += [
         (_swatch(0), "forward, backward"),
         ([f'<path d="M8 3 h10 l-5 9 z" fill="{_INK}"/>'], "update"),
-        *updating,
+        *[([_rect(0, 0, 26, 14, _INK)], "optimizer makes the new weights")] * (Kind.UPDATE in visible),
         ([_rect(0, 5, 13, 4, _MUTED), _rect(13, 5, 13, 4, "#c9d0d8")], "gradients reduced, then ready for the update"),
         ([_rect(0, 0, 26, 14, _IDLE)], "idle"),
     ]
-    if transfers:
+    if visible & _LINES.keys():
         lines = [_rect(0, 4 + 4 * i, 26, 2, colour) for i, (_, colour) in enumerate(_LINES.values())]
         items.append((lines, "activation, gradient on its way"))
     parts, x = [f'<text class="muted" x="{_LEFT}" y="{y}">weights: micro-batches that use them</text>'], float(_LEFT)

@@ -1,4 +1,4 @@
-"""When each action of a plan ran, and what follows from that."""
+"""Times at which each action of a plan ran, and what follows from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridpar.pipeline.plan.liveness import Live, peak_live
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each action of a plan ran: from `starts[rank][i]` on the rank itself did `plan[rank][i]`, until
+    """Times at which each action of a plan ran: from `starts[rank][i]` on the rank itself did `plan[rank][i]`, until
     `returns[rank][i]`; from then on it did other things. At `ends[rank][i]` the action was complete.
 
     A computation returns when it is complete, what goes on BESIDE the rank's work as soon as it is issued, and UPDATE
@@ -42,7 +42,7 @@ class Timeline:
 
     @property
     def rank_name(self) -> str:
-        """What pictures number ranks as: stages, where each holds one."""
+        """Word for a rank in pictures: stage, where each holds one."""
         return "stage" if self.num_chunks == 1 else "rank"
 
     def shown(self, rank: int) -> Iterator[tuple[Action, float, float]]:
@@ -68,7 +68,7 @@ class Timeline:
         return 1 - self.busy(rank, since, until) / (until - since) if until > since else 0.0
 
     def batch_starts(self, num_microbatches: int) -> list[float]:
-        """When rank 0 begins the first forward of each batch."""
+        """Times at which rank 0 begins the first forward of each batch."""
         return [
             start
             for action, start in zip(self.plan[0], self.starts[0], strict=True)

@@ -34,14 +34,14 @@ from hybridpar.state.weights import WeightStore
 
 
 class Source(Protocol):
-    """Where micro-batches come from; every stage reads the same ones."""
+    """Source of micro-batches; every stage reads the same ones."""
 
     def microbatch(self, number: int) -> tuple[MicroBatch, RandomKey | None]: ...
 
 
 @dataclass(frozen=True)
 class BatchHooks:
-    """What sits above the pipeline."""
+    """Work of the layer above the pipeline, which is done once a batch or around a backward."""
 
     before_backward: Callable[[Action], float]
     """Points gradients at the right buffer; returns what the loss's gradient starts from (the loss scale)."""
