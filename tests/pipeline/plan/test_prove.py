@@ -61,8 +61,7 @@ def test_what_stands_for_a_large_plan_is_a_small_one_that_can_run(setting):
     assert few.num_microbatches <= m
     assert few.num_ranks <= p
     assert few.num_stages * few.num_microbatches * _num_batches(small, few) <= _MOST
-    full = schedule.warmup(sizes, 0) <= m
-    assert (small.warmup(few, 0) <= few.num_microbatches) == full, "as full as the large one"
+    assert m < p or few.num_microbatches >= few.num_ranks, "as full as the large one"
 
 
 @settings(deadline=None, max_examples=15)
