@@ -162,6 +162,13 @@ def test_many_micro_batches_and_large_models_take_no_longer() -> None:
     assert sum(stage.master for stage in stages) > 4 * 100e9
 
 
+def test_an_early_switch_among_many_micro_batches_is_predicted() -> None:
+    """Fewer micro-batches stand for many; those on older weights are among them."""
+    late = make(pp=2, pipeline={"num_microbatches": 64, "schedule": "2bw", "early_switch": 60})
+    off = make(pp=2, pipeline={"num_microbatches": 64, "schedule": "2bw"})
+    assert [stage.total for stage in predict(late)] == [stage.total for stage in predict(off)]
+
+
 def test_the_table_has_a_row_for_each_stage() -> None:
     lines = table(predict(make(pp=3))).splitlines()
     assert [line.split()[0] for line in lines] == ["stage", "0", "1", "2"]

@@ -152,7 +152,9 @@ class Schedule:
         links that take (k-1)/2 pairs: kr/2 pairs. (Without it, r pairs would delay all stages where there is no slack.)
         """
         warmup = self.warmup(sizes, 0)
-        return warmup * stage // (sizes.num_stages - 1) if warmup >= sizes.num_stages else (4 * stage + 1) // 3
+        if warmup >= sizes.num_stages > 1:
+            return warmup * stage // (sizes.num_stages - 1)
+        return (4 * stage + 1) // 3
 
     def max_live_activations(self, sizes: Sizes, stage: int) -> int:
         """Micro-batches that have run forward and not yet backward on this stage, at most; on all stages of a rank."""
