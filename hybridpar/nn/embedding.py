@@ -124,7 +124,8 @@ class _LocalRows(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        part = Rows(dy, *ctx.saved_tensors, ctx.start, ctx.passes)
+        (ids,) = ctx.saved_tensors
+        part = Rows(dy, ids, ctx.start, ctx.passes)
         sink = getattr(ctx.leaf, matmul.SINK, None)
         if sink is not None:
             sink.add(part)
