@@ -12,7 +12,7 @@ open:
     2bw           tied embeddings, clipping and the overflow check are left out; versions are copied when they change
 
 Times are costs by `planner.hardware` of `Machine`, its three fitted numbers included; the order of all things is a plan
-of ours, timed by `planner.network`. Only tensor parallelism, which has no pipeline, is a sum.
+of ours, timed by `paper_network`. Only tensor parallelism, which has no pipeline, is a sum.
 
 Legend: b micro-batch, m micro-batches of a batch in a pipeline, d stages, w pipelines, B global batch. Seconds, bytes.
 """
@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from benchmarks.paper_network import pipeline_network, simulate_on
 from hybridpar.config import ModelConfig
 from hybridpar.models.cost import layer_matmul_parameters
 from hybridpar.pipeline.plan.passes import make_plan
@@ -41,7 +42,6 @@ from hybridpar.planner.hardware import (
     activation_bytes,
     block_times,
 )
-from hybridpar.planner.network import pipeline_network, simulate_on
 
 MICRO_BATCH = 8
 SIZES = {"2.2b": (32, 2304, 32), "3.8b": (32, 3072, 32)}  # layers, hidden, heads (scripts/driver_sweep.py)

@@ -37,7 +37,8 @@ class Footprint:
     weights: all working versions. gradients: all buffers. kept: what a micro-batch leaves between its forward and its
     backward, besides its input. output: its output, where that is not kept anyway. message: an activation between
     stages. forward, first_backward (of a batch), backward, norm, update: the most that each takes above what was there
-    when it began.
+    when it began. waiting: what a micro-batch keeps between the two parts of a split backward; weight_gradients: the
+    most that the second one takes; first_backward and backward are then the first part's.
     """
 
     weights: int
@@ -52,6 +53,8 @@ class Footprint:
     backward: int
     norm: int
     update: int
+    waiting: int = 0
+    weight_gradients: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +79,16 @@ def trace_stage(
         batch = {name: tensor.to(tracker.device) for name, tensor in batch.items()}
         tracker.ghost_integers = True  # a forward looks into the micro-batch only
         kept, output, forward = traced.forward(batch)
-        first_backward = traced.backward(first=True)
+        first_backward, waiting = traced.backward(first=True)
+        weight_gradients = traced.apply()
         traced.forward(batch)
-        backward = traced.backward(first=False)
+        backward, _ = traced.backward(first=False)
+        weight_gradients = max(weight_gradients, traced.apply())
         tracker.ghost_integers = False
         return Footprint(
             **traced.static(), kept=kept, output=output, message=traced.message_bytes, forward=forward,
-            first_backward=first_backward, backward=backward, norm=traced.norm(), update=traced.update())
+            first_backward=first_backward, backward=backward, norm=traced.norm(), update=traced.update(),
+            waiting=waiting, weight_gradients=weight_gradients)
 
 
 class _TracedStage:
@@ -100,7 +106,8 @@ class _TracedStage:
         owned = Partition(parameters.layout, routes).owned
         self.weights = WeightStore(
             parameters, Ownership(owned), buffers.versions, device, predict=config.optim.staleness == "prediction")
-        self.accumulator = GradientAccumulator(parameters.layout, device, num_buffers=buffers.gradients)
+        self.accumulator = GradientAccumulator(
+            parameters.layout, device, num_buffers=buffers.gradients, defers=config.pipeline.split_backward)
         self.slots = [ParameterSlot(o.name, placements[o.name], 0, o.part) for o in owned]
         self.optimizer = optimizer_of(config, self.slots, self.tp)
         self.optimizer.allocate(device, self.weights.master_dtype)
@@ -109,6 +116,7 @@ class _TracedStage:
         self._message = lambda: torch.zeros(shape, dtype=dtype, device=device)
         self.message_bytes = _num_bytes(self._message())
         self._input: Tensor | None
+        self._empty: int
         self._edge: GradientEdge
 
     def static(self) -> dict[str, int]:
@@ -121,6 +129,7 @@ class _TracedStage:
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[int, int, int]:
         """Executor's forward: what is kept after it, what the output takes besides, and the most that it took."""
+        self._empty = self.tracker.read().current
         self._input = self._message().requires_grad_() if self.receives else None
         before = self._start()
         key = RandomKey.of(self.config.train.seed, 0, 0, device=self.tracker.device)
@@ -136,15 +145,25 @@ class _TracedStage:
         kept = self.tracker.read().current
         return kept - before, with_output - kept, peak
 
-    def backward(self, first: bool) -> int:
-        """Executor's backward: the most that it took. `first`: of a batch."""
+    def backward(self, first: bool) -> tuple[int, int]:
+        """Executor's backward: the most that it took, and what waits after it. `first`: of a batch."""
         gradient = self._message() if self.sends else torch.tensor(1.0)
         if first:
             self.accumulator.begin(0)
         before = self._start()
         self.accumulator.bind(self.weights.leaves_of(0), 0)
+        if self.accumulator.defers:
+            self.accumulator.collect(None)
         backward_from(self._edge, gradient)
-        del self._edge, self._input
+        del self._edge, self._input, gradient
+        left = self.tracker.read()
+        return left.peak - before, left.current - self._empty
+
+    def apply(self) -> int:
+        """Executor's second part of a split backward: the most that it took."""
+        before = self._start()
+        if self.accumulator.defers:
+            self.accumulator.apply(None)
         return self.tracker.read().peak - before
 
     def norm(self) -> int:

@@ -103,5 +103,6 @@ def _what_counts(config: Config, shape: _Shape) -> Config:
         config, model=replace(config.model, num_layers=max(1, len(shape.again)) + (not shape.head)),
         parallel=ParallelConfig(
             parallel.tp, min(parallel.pp, 2), parallel.dp if parallel.zero else 1, parallel.zero),
-        pipeline=PipelineConfig(), data=DataConfig(), run=RunConfig(), train=TrainConfig(
+        pipeline=PipelineConfig(split_backward=config.pipeline.split_backward), data=DataConfig(), run=RunConfig(),
+        train=TrainConfig(
             micro_batch_size=train.micro_batch_size, dtype=train.dtype, device=train.device, seed=train.seed))

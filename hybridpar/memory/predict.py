@@ -22,7 +22,8 @@ from hybridpar.config import Config
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
 from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
-from hybridpar.pipeline.plan.action import Action, Kind
+from hybridpar.pipeline.plan.action import Action
+from hybridpar.pipeline.plan.kinds import ROWS, Kind
 from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
 from hybridpar.pipeline.run.executor import max_unfinished_sends
@@ -50,7 +51,7 @@ class StageMemory:
 
     @property
     def static(self) -> int:
-        """What is there all the time."""
+        """Bytes that are taken all the time."""
         return self.weights + self.master + self.gradients + self.optimizer + self.checkpoint
 
     @property
@@ -97,7 +98,8 @@ def predict(
     for rank in range(sizes.num_ranks):
         buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers)
         held = {stage: footprint(stage, buffers) for stage in sizes.stages_of(rank)}
-        actions = lower(schedule, walked, rank, schedule.sync_steps, batches_to_peak(config), gather=gather)
+        actions = lower(schedule, walked, rank, schedule.sync_steps, batches_to_peak(config), gather=gather,
+                        split=config.pipeline.split_backward)
         memory = walk(actions, held, walked)
         if config.saves_beside_training:
             copy = memory.weights + memory.master + memory.optimizer
@@ -120,8 +122,9 @@ def batches_to_peak(config: Config) -> int:
 
 
 def _enough(schedule: Schedule, sizes: Sizes) -> Sizes:
-    """As many micro-batches in a batch as make a difference: more only repeat what these do."""
-    few = replace(sizes, num_microbatches=min(sizes.num_microbatches, 4 * sizes.num_ranks + 4))
+    """Sizes with as many micro-batches in a batch as make a difference: more only repeat what these do."""
+    least = sizes.num_ranks - 1 + (schedule.early_switch or 0)  # which those on older weights are
+    few = replace(sizes, num_microbatches=min(sizes.num_microbatches, max(4 * sizes.num_ranks + 4, least)))
     same = all(schedule.warmup(few, rank) == schedule.warmup(sizes, rank) for rank in range(sizes.num_ranks))
     return few if same else sizes
 
@@ -143,26 +146,29 @@ def walk(
     sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
     best = StageMemory(weights, master, gradients, optimizer, 0, 0, 0, 0, 0, "")
     for action in actions:
-        kind, fp = action.kind, footprints[action.stage]
+        kind, fp, row = action.kind, footprints[action.stage], ROWS[action.kind]
         has_input, has_output = action.stage > 0, action.stage < last
-        if kind in (Kind.RECV_F, Kind.RECV_B):
-            received += 1
-        elif kind in (Kind.SEND_F, Kind.SEND_B):
+        if row.met_by:
             sends.append(waiting.pop(kind))
+        elif row.side:
+            received += 1
         activations = kept + inputs * message
         communication = (received - inputs) * message + sum(waiting.values()) + sum(sends)
-        first = kind is Kind.B and action.microbatch % sizes.num_microbatches == 0
-        transient = {Kind.F: fp.forward, Kind.B: fp.first_backward if first else fp.backward, Kind.NORM: norm,
-                     Kind.UPDATE: update}.get(kind, 0)
+        backward = fp.first_backward if action.microbatch % sizes.num_microbatches == 0 else fp.backward
+        transient = {Kind.F: fp.forward, Kind.B: backward, Kind.I: backward, Kind.W: fp.weight_gradients,
+                     Kind.NORM: norm, Kind.UPDATE: update}.get(kind, 0)
         if activations + communication + transient > best.total - best.static:
             best = replace(best, activations=activations, communication=communication, transient=transient,
                            in_flight=in_flight, during=str(action))
+        in_flight += row.holds
         if kind is Kind.F:
-            in_flight, kept, inputs = in_flight + 1, kept + fp.kept, inputs + has_input
+            kept, inputs = kept + fp.kept, inputs + has_input
             if has_output:
                 waiting[Kind.SEND_F] = fp.output
-        elif kind is Kind.B:
-            in_flight, kept, inputs = in_flight - 1, kept - fp.kept, inputs - has_input
+        elif kind is Kind.W:
+            kept -= fp.waiting
+        elif row.receive:
+            kept, inputs = kept - fp.kept + fp.waiting * (kind is Kind.I), inputs - has_input
             received -= has_input + has_output
             if has_input:
                 waiting[Kind.SEND_B] = fp.message

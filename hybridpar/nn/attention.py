@@ -98,7 +98,7 @@ class HeadLayout:
 
 
 def rotary_features(head_dim: int, fraction: float) -> int:
-    """How many features of a head rotary positions turn. Raises: ConfigError unless they are pairs."""
+    """Number of features of a head that rotary positions turn. Raises: ConfigError unless they are pairs."""
     features = int(head_dim * fraction) if 0 < fraction <= 1 else 0
     if features % 2 or not features:
         even = features // 2 * 2 or 2

@@ -23,7 +23,7 @@ from hybridpar.nn.embedding import check_range, within
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """What a rank's columns are: global ids start to start + num_real; further local ones are padding."""
+    """Columns of a rank: global ids start to start + num_real; further local ones are padding."""
 
     axis: Axis
     start: int
@@ -36,7 +36,7 @@ class _Columns:
         return cls(axis, start, min(max(num_vocab - start, 0), v_local), num_vocab, smoothing)
 
     def column(self, labels: Tensor) -> Tensor:
-        """Where each label is here; what is below 0 or beyond num_real is elsewhere. Shapes: [..] -> [rows]."""
+        """Column of each label here; what is below 0 or beyond num_real is elsewhere. Shapes: [..] -> [rows]."""
         return labels.flatten() - self.start if self.start else labels.flatten()
 
 
@@ -87,7 +87,7 @@ def vocab_parallel_linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor 
 
 
 def _checked(axis: Axis, v_local: int, valid_vocab: int | None, label_smoothing: float) -> int:
-    """How many ids are real. Raises: ConfigError."""
+    """Number of real ids. Raises: ConfigError."""
     if valid_vocab is None:
         if axis.size > 1:
             raise config_error("valid_vocab", None, "must be given where the vocabulary is split over ranks",
@@ -111,7 +111,7 @@ def _without_ignored(labels: Tensor, ignore_index: int, valid_vocab: int) -> tup
 
 
 class _Rows(NamedTuple):
-    """What the backward pass needs of each row, besides the logits."""
+    """Numbers of each row that the backward pass needs, besides the logits."""
 
     column: Tensor
     top: Tensor
@@ -119,7 +119,7 @@ class _Rows(NamedTuple):
     ignored: Tensor | None
 
     def numbers(self, grad: Tensor, columns: _Columns) -> Tensor:
-        """What ops.cross_entropy's gradient_ takes."""
+        """Numbers of each row as ops.cross_entropy's gradient_ takes them."""
         grad = grad.to(self.top.dtype)
         if self.ignored is not None:
             grad = grad.masked_fill(self.ignored, 0)

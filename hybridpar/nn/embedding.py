@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +73,7 @@ class LearnedPositionEmbedding(ParallelModule):
         return self.weight if length == longest else self.weight[start : start + length]
 
     def at(self, positions: Tensor) -> Tensor:
-        """Those of any positions below `seq_length`. Shapes: int64 [..] -> [.., hidden]."""
+        """Vectors of any positions below `seq_length`. Shapes: int64 [..] -> [.., hidden]."""
         return F.embedding(positions, self.weight)
 
 
@@ -94,8 +94,25 @@ def check_range(ids: Tensor, stop: int, what: str) -> None:
                         "made with another tokenizer?")
 
 
+class Rows(NamedTuple):
+    """A part of the gradient of a table: what each of its rows `ids` less `start` gets, in a fixed order of addition.
+
+    `start`: the id of the first row; None: 0. `passes`: the backend that adds them up.
+    Shapes: dy [.., hidden], ids [..].
+    """
+
+    dy: Tensor
+    ids: Tensor
+    start: int | None
+    passes: Any
+
+    def add_to(self, gradient: Tensor, overwrite: bool) -> None:
+        """See `matmul.Part`."""
+        self.passes.add_gradient_(gradient, self.dy, self.ids, self.start, overwrite)
+
+
 class _LocalRows(Function):
-    """The rows of ids that this rank holds, zero for the others; sums each row's gradient in a fixed order."""
+    """The rows of ids that this rank holds, zero for the others."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, start: int | None, backend: str) -> Tensor:
@@ -108,14 +125,11 @@ class _LocalRows(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-
-        def write(gradient: Tensor, overwrite: bool) -> None:
-            ctx.passes.add_gradient_(gradient, dy, ids, ctx.start, overwrite)
-
+        part = Rows(dy, ids, ctx.start, ctx.passes)
         sink = getattr(ctx.leaf, matmul.SINK, None)
         if sink is not None:
-            sink.add(write)
+            sink.add(part)
             return None, matmul.nothing(ctx.leaf), None, None
         gradient = torch.empty_like(ctx.leaf)
-        write(gradient, True)
+        part.add_to(gradient, True)
         return None, gradient, None, None

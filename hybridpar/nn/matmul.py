@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import platform
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,15 +28,50 @@ from torch.nn import functional as F
 from hybridpar.cpu import cpu_fields
 
 SINK = "gradient_sink"
-"""Attribute of a leaf: takes parts of its gradient, by `add(write)`, at any time in a backward.
+"""Attribute of a leaf: takes each `Part` of its gradient, by `add(part)`, at any time in a backward.
 
-write(gradient, overwrite) adds to the gradient, or is the first to write it. Whoever sets it promises that gradients
-are wanted in `.grad` only, never from torch.autograd.grad.
+Whoever sets it promises that gradients are wanted in `.grad` only, never from torch.autograd.grad.
 """
 
 ONEDNN_BLOCK = 2**22
 """Elements of a weight's gradient that oneDNN computes at a time, before they are added: 16 MiB, half of a third-level
 cache. All 51 million of a vocabulary of 50,304 at once: 109 GFLOP/s; in blocks 169."""
+
+
+class Part(Protocol):
+    """A part of a leaf's gradient, as a named tuple of the tensors that it is computed from: who takes it may add it up
+    now or later, or use the tensors."""
+
+    def add_to(self, gradient: Tensor, overwrite: bool) -> None:
+        """Adds the part to the gradient, or is the first to write it."""
+
+
+class Product(NamedTuple):
+    """dy^T x, a part of the gradient of a weight. Shapes: dy [rows, o] (or its `factor`), x [rows, i]."""
+
+    dy: Tensor
+    x: Tensor
+
+    def add_to(self, gradient: Tensor, overwrite: bool) -> None:
+        """See `Part`."""
+        a, b = factor(self.dy).t(), factor(self.x)
+        if gradient.dtype == torch.float32 and sums_in_float32(b.device.type, b.dtype):
+            if overwrite:
+                torch.mm(a, b, out_dtype=torch.float32, out=gradient)
+            else:
+                torch.addmm(gradient, a, b, out_dtype=torch.float32, out=gradient)
+        elif _is_large(b, len(a), _onednn().weight_gradient):
+            step = max(1, ONEDNN_BLOCK // b.shape[1])
+            for part, rows in zip(gradient.split(step), a.split(step), strict=True):
+                product = _by_onednn(rows, b.t())
+                part.copy_(product) if overwrite else part.add_(product)
+        elif gradient.dtype != b.dtype:
+            product = a @ b
+            gradient.copy_(product) if overwrite else gradient.add_(product)
+        elif overwrite:
+            torch.mm(a, b, out=gradient)
+        else:
+            gradient.addmm_(a, b)
 
 
 class _OneDNN(NamedTuple):
@@ -66,41 +101,20 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """dy^T x as autograd is to have it: where the leaf has a SINK, already added, and nothing in its stead.
+    """dy^T x as autograd is to have it: where the leaf has a SINK, which takes it, nothing in its stead.
 
     Shapes: dy [rows, o] (or its `factor`), x [rows, i] -> [o, i].
     """
     sink = getattr(weight, SINK, None)
+    if sink is not None:
+        sink.add(Product(dy, x))
+        return nothing(weight)
     a, b = factor(dy).t(), factor(x)
-    by_onednn = _is_large(b, len(a), _onednn().weight_gradient)
-    if sink is None:
-        return (_by_onednn(a, b.t()) if by_onednn else a @ b).to(x.dtype)
-
-    def write(gradient: Tensor, overwrite: bool) -> None:
-        if gradient.dtype == torch.float32 and sums_in_float32(b.device.type, b.dtype):
-            if overwrite:
-                torch.mm(a, b, out_dtype=torch.float32, out=gradient)
-            else:
-                torch.addmm(gradient, a, b, out_dtype=torch.float32, out=gradient)
-        elif by_onednn:
-            step = max(1, ONEDNN_BLOCK // b.shape[1])
-            for part, rows in zip(gradient.split(step), a.split(step), strict=True):
-                product = _by_onednn(rows, b.t())
-                part.copy_(product) if overwrite else part.add_(product)
-        elif gradient.dtype != b.dtype:
-            product = a @ b
-            gradient.copy_(product) if overwrite else gradient.add_(product)
-        elif overwrite:
-            torch.mm(a, b, out=gradient)
-        else:
-            gradient.addmm_(a, b)
-
-    sink.add(write)
-    return nothing(weight)
+    return (_by_onednn(a, b.t()) if _is_large(b, len(a), _onednn().weight_gradient) else a @ b).to(x.dtype)
 
 
 def nothing(weight: Tensor) -> Tensor:
-    """What a backward returns in the stead of a gradient that a SINK has taken.
+    """Value that a backward returns in the stead of a gradient that a SINK has taken.
 
     An empty sparse tensor, which autograd adds at no cost, and then runs the leaf's hooks: once, when all gradients of
     this backward have come, also where the weight was used elsewhere too.

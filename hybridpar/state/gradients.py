@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridpar.nn.matmul import SINK
+from hybridpar.nn.matmul import SINK, Part
 from hybridpar.state.layout import FlatLayout
 
 
@@ -23,11 +24,18 @@ class GradientAccumulator:
     the buffer. A parameter used several times in a graph is reported once in each backward, when its gradient is
     complete; one that gets no gradient is not reported. Backward must not build a graph itself (create_graph), and
     gradients come from `backward` only, never from torch.autograd.grad.
+
+    With `defers`, parts that are given to a sink (nn.matmul.SINK) may wait: those of the backward that follows
+    `collect(key)` are added by `apply(key)`, in the same order, to the same bits.
     """
 
-    def __init__(self, layout: FlatLayout, device: torch.device | str | None = None, num_buffers: int = 1):
+    def __init__(self, layout: FlatLayout, device: torch.device | str | None = None, num_buffers: int = 1, *,
+                 defers: bool = False):
         assert num_buffers in (1, 2), num_buffers
-        self.layout = layout
+        self.layout, self.defers = layout, defers
+        self.collecting: dict[str, list[Part]] | None = None
+        """Parts that wait of the backward that runs, by parameter; None: none wait."""
+        self._waiting: dict[Hashable, tuple[int, dict[str, list[Part]]]] = {}  # by key: buffer, and parts
         self.buffers = tuple(layout.zeros(device) for _ in range(num_buffers))
         self.on_final: Callable[[str], None] | None = None
         self._views = tuple(layout.views(buffer) for buffer in self.buffers)
@@ -66,11 +74,33 @@ class GradientAccumulator:
         for name, leaf in leaves.items():
             hook = getattr(leaf, SINK, None)
             if hook is None or hook.owner is not self:
-                hook = (_Report if leaf.dtype == self.layout.dtype else _AddAndReport)(self, name)
+                in_place = leaf.dtype == self.layout.dtype and not self.defers
+                hook = (_Report if in_place else _AddAndReport)(self, name)
                 leaf.register_post_accumulate_grad_hook(hook)
                 setattr(leaf, SINK, hook)
             hook.view, hook.void = views[name], self._void[index]
             leaf.grad = hook.view if type(hook) is _Report and name not in hook.void else None
+
+    def collect(self, key: Hashable) -> None:
+        """Has parts that a sink takes in the backward that follows, through the bound leaves, wait for `apply`."""
+        assert self.defers, "parts of gradients are added at once"
+        assert key not in self._waiting, f"parts of {key} wait already"
+        self.collecting = {}
+        self._waiting[key] = self._bound_index, self.collecting
+
+    @torch.no_grad()
+    def apply(self, key: Hashable) -> None:
+        """Adds the parts that wait since `collect(key)`. A parameter that has some is reported now, after its last."""
+        index, waiting = self._waiting.pop(key)
+        if waiting is self.collecting:
+            self.collecting = None
+        views, void = self._views[index], self._void[index]
+        for name in list(waiting):
+            for part in waiting.pop(name):
+                part.add_to(views[name], name in void)
+                void.discard(name)
+            if self.on_final is not None:
+                self.on_final(name)
 
     def arm(self, on_final: Callable[[str], None] | None) -> None:
         """The next backward is the last of its batch: `on_final(name)` is called as gradients become final in it. None:
@@ -96,9 +126,12 @@ class _Report:
         self.view: Tensor
         self.void: set[str]
 
-    def add(self, write: Callable[[Tensor, bool], None]) -> None:
-        """A part of the gradient that is written into the buffer itself (see nn.matmul.SINK)."""
-        write(self.view, self.name in self.void)
+    def add(self, part: Part) -> None:
+        """A part of the gradient that is written into the buffer itself (see nn.matmul.SINK), at once or later."""
+        if (waiting := self.owner.collecting) is not None:
+            waiting.setdefault(self.name, []).append(_detached(part))
+            return
+        part.add_to(self.view, self.name in self.void)
         self.void.discard(self.name)
 
     def __call__(self, leaf: Tensor) -> None:
@@ -121,13 +154,31 @@ class _Report:
             on_final(self.name)
 
 
+def _detached(part: Any) -> Part:
+    """The part without the graph that its tensors are in, which they would keep alive."""
+    return type(part)._make(x.detach() if isinstance(x, Tensor) else x for x in part)
+
+
+class _Dense(NamedTuple):
+    """A part that autograd has computed, of a parameter of which other parts wait: their order stays."""
+
+    gradient: Tensor
+
+    def add_to(self, gradient: Tensor, overwrite: bool) -> None:
+        gradient.copy_(self.gradient) if overwrite else gradient.add_(self.gradient)
+
+
 class _AddAndReport(_Report):
-    """The same for leaves of lower precision than the buffer."""
+    """The same for leaves of lower precision than the buffer, and for those of which parts may wait."""
 
     __slots__ = ()
 
     def __call__(self, leaf: Tensor) -> None:
-        assert leaf.grad is not None
-        self._store(leaf.grad)
-        leaf.grad = None
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        if (waiting := self.owner.collecting) is not None and self.name in waiting:
+            if not gradient.is_sparse:
+                waiting[self.name].append(_Dense(gradient))
+            return
+        self._store(gradient)
         self._report()

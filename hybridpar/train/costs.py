@@ -28,13 +28,14 @@ from hybridpar.train.trace import RankEvents
 FORMAT = "hybridpar costs 3"
 _MAX_BYTES, _LONGEST_S, _MOST_CORES = 256 << 20, 1e9, 1e6
 _OF_STAGES = ("forward", "backward")
+_OF_SPLIT = "backward_input"  # is there where backwards were split
 _OF_RANKS = ("update", "reduce", "gather")
 _OF_LINKS = ("transfer", "latency", "transfer_work")
 
 
 @dataclass(frozen=True)
 class RunCosts:
-    """What costs.json holds."""
+    """Content of costs.json."""
 
     ordering: Ordering
     sizes: Sizes
@@ -47,7 +48,7 @@ class RunCosts:
 
 
 def run_costs(config: Config, ranks: Sequence[RankEvents]) -> RunCosts | None:
-    """What the recorded actions of a run cost; None where they are too few."""
+    """Costs of the recorded actions of a run; None where they are too few."""
     sizes = Sizes.of(config)
     measured = measure(ranks, sizes, tied=config.model.tie_embeddings and sizes.num_ranks > 1)
     if measured is None:
@@ -68,6 +69,8 @@ def write_costs(run: RunCosts, path: Path) -> None:
     costs = {f.name: getattr(measured.costs, f.name) for f in fields(Costs)}
     for name in ("calls", "variation"):
         costs[name] = {kind.value: cost for kind, cost in costs[name].items()}
+    if costs[_OF_SPLIT] is None:
+        del costs[_OF_SPLIT]
     document = {
         "format": FORMAT, "schedule": asdict(run.ordering), "sizes": asdict(run.sizes), "costs_s": costs,
         "measured": {
@@ -150,6 +153,9 @@ class _Reader:
         """One number, or one for each stage or link."""
         return self.row(key, size) if isinstance(self._value.get(key), list) else self.seconds(key)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._value
+
     def _positive(self, value: Any, key: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST_S:
             raise ValueError(f"{self._where}.{key} has {shown(value)}, which is no length of time")
@@ -163,7 +169,8 @@ def _run_costs(document: _Reader) -> RunCosts:
     sizes = Sizes(size.get("num_ranks", int), size.get("num_microbatches", int), size.get("chunks", int))
     ordering = Ordering(
         options.get("schedule", str), options.get("warmup", str), options.get("early_switch", (int, type(None))),
-        options.get("gradient_buffers", int), options.get("clip", bool), options.get("gather", bool))
+        options.get("gradient_buffers", int), options.get("clip", bool), options.get("gather", bool),
+        "split" in options and options.get("split", bool))
     ordering.make().check_sizes(sizes)
     measured, p = document.section("measured"), sizes.num_ranks
     parts = measured.get("parts_s", list)
@@ -182,6 +189,8 @@ def _costs(section: _Reader, sizes: Sizes) -> Costs:
         raise ValueError(f"costs_s.cores is {shown(cores)}")
     calls, variation = section.section("calls"), section.section("variation")
     costs: dict[str, Any] = {name: section.cost(name, sizes.num_stages) for name in _OF_STAGES}
+    if _OF_SPLIT in section:
+        costs[_OF_SPLIT] = section.cost(_OF_SPLIT, sizes.num_stages)
     costs |= {name: section.cost(name, p) for name in _OF_RANKS}
     costs |= {name: section.cost(name, p if sizes.is_ring else p - 1) for name in _OF_LINKS}
     costs |= {name: section.get(name, bool) for name in ("tied", "blocking_norm", "serial_links")}

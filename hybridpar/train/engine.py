@@ -98,7 +98,8 @@ class Engine:
         self.weights.fill(lambda tensors: initialize(
             [(name, tensors[name], place) for name, place in placements.items()], config.train.seed, grid.tp.rank))
         self.reducer = GradientReducer(self.partition)
-        self.gradients = GradientAccumulator(layout, device, num_buffers=self.schedule.num_gradient_buffers)
+        self.gradients = GradientAccumulator(layout, device, num_buffers=self.schedule.num_gradient_buffers,
+                                             defers=pipeline.split_backward)
         self.optimizer = optimizer_of(config, self.slots, grid.tp)
         self._owned_gradients = [self.weights.owned_views(buffer) for buffer in self.gradients.buffers]
         self._counted_gradients = [layout.joined(self._counted(views)) for views in self._owned_gradients]
@@ -133,7 +134,8 @@ class Engine:
         """
         self._first, self._end = self.batches_done, self.batches_done + num_batches
         self._on_step, self._on_gradients = on_step, on_gradients
-        hooks = BatchHooks(self._before_backward, self._reduce, self._norm, self._update)
+        hooks = BatchHooks(
+            self._before_backward, self._reduce, self._norm, self._update, self._weight_gradients)
         source = LoaderSource(loader, self.config, self.device, training=True)
         recorded = self.executor.graphs
         with nullcontext() if recorded is None else recorded.stream():
@@ -149,7 +151,8 @@ class Engine:
         for schedule, start, end in ((SCHEDULES["1f1b"], first, switch), (self.schedule, switch, stop)):
             if start < end:
                 yield from lower(schedule, self.sizes, self.grid.pp.rank, start, end - start,
-                                 clip=self.config.norms_first, gather=self.config.parallel.zero > 0)
+                                 clip=self.config.norms_first, gather=self.config.parallel.zero > 0,
+                                 split=self.config.pipeline.split_backward)
 
     def _until_end(self, actions: Iterable[Action]) -> Iterator[Action]:
         """The plan without the batches that a stop request has cut off: draining is leaving out what is not begun."""
@@ -174,7 +177,14 @@ class Engine:
                 self.reducer.arm(self.gradients.buffers[buffer])
         self.gradients.bind(self.weights.leaves_of(action.version), buffer)
         self.gradients.arm(self.reducer.ready if is_last else None)
+        if action.kind is Kind.I:
+            self.gradients.collect((action.stage, action.microbatch))
         return self._scale(batch)
+
+    def _weight_gradients(self, action: Action) -> None:
+        is_last = (action.microbatch + 1) % self.sizes.num_microbatches == 0
+        self.gradients.arm(self.reducer.ready if is_last else None)
+        self.gradients.apply((action.stage, action.microbatch))
 
     def _scale(self, batch: int) -> float:
         """The loss scale of a batch: the one that came with the version that its loss was computed on."""

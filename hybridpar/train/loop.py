@@ -23,6 +23,8 @@ from hybridpar.errors import CheckpointError, HybridparError
 from hybridpar.flight import FAILED, LOST, REFUSED, Waiting
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch
+from hybridpar.pipeline.plan.check import PlanError
+from hybridpar.pipeline.plan.prove import prove
 from hybridpar.train import continued
 from hybridpar.train import folder as run_folder
 from hybridpar.train.engine import Engine
@@ -106,7 +108,8 @@ class _Place:
 def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter, start: str) -> Outcome:
     """`start`: the checkpoint whose weights a new run begins with; empty: random ones.
 
-    Raises: CheckpointError, AnomalyError on all ranks alike; RankError, naming this rank, for whatever else goes wrong.
+    Raises: CheckpointError, AnomalyError, PlanError on all ranks alike; RankError, naming this rank, for whatever else
+    goes wrong.
     """
     parallel, device, rank = config.parallel, place.device, place.job.launch.rank
     who, flight = f"rank {rank}", run_folder.open_flight(config, rank)
@@ -122,6 +125,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         if config.pipeline.early_switch == "auto":
             config = settle_early_switch(config, grid, device)
             reporter.say(f"pipeline.early_switch: {config.pipeline.early_switch}, the smallest that costs no time here")
+        prove(config)
         watched = config.train.measure_memory or bool(config.plan.memory_mib)
         watch = MemoryWatch(config, device) if watched else None
         engine = Engine(config, grid, device)
@@ -153,7 +157,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
             place.job.end_group()
         flight.phase("finished")
         return outcome
-    except (AnomalyError, CheckpointError) as error:  # raised on all ranks together
+    except (AnomalyError, CheckpointError, PlanError) as error:  # raised on all ranks together
         again = started and not isinstance(error, (AnomalyError, SaveError))  # which would end so again
         flight.end(FAILED if again else REFUSED, str(error))
         place.job.end_group()

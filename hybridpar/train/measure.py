@@ -1,4 +1,4 @@
-"""What the steps of a run's schedule cost, and where its time goes, from the actions that its ranks recorded.
+"""Costs of the steps of a run's schedule, and where its time goes, from the actions that its ranks recorded.
 
     own time of an action         what it costs, with what came before it since the last one: forward, backward, update,
                                   calls
@@ -19,14 +19,14 @@ from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 
-from hybridpar.pipeline.plan.action import COMPUTE, Kind
 from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, ROWS, Kind
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.run.recording import Event
 from hybridpar.train.trace import RankEvents, transfer_times
 
-CALLS = (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B, Kind.REDUCE, Kind.NORM)
-VARYING = (Kind.F, Kind.B)
+CALLS = tuple(kind for kind in Kind if kind in BESIDE)
+VARYING = tuple(kind for kind in Kind if kind in COMPUTE and ROWS[kind].part_of is None)
 _FEWEST_CORES = 0.1
 _MOST_VARYING = 128  # micro-batches whose own times are kept
 _SHARED_ENOUGH = 0.02  # of the recorded time, to say how cores are shared
@@ -34,7 +34,7 @@ _SHARED_ENOUGH = 0.02  # of the recorded time, to say how cores are shared
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the time of a step goes on one rank; all but `beside` add up to it.
+    """Parts of the time of a step on one rank; all but `beside` add up to it.
 
     compute: forward and backward. optimizer: norm and update. calls: issuing transfers and reductions. between: from
     one action to the next (Python). waiting: for other ranks. no_core: ready to go on, but other work had the core.
@@ -62,7 +62,7 @@ class Measured:
 
 
 def measure(ranks: Sequence[RankEvents], sizes: Sizes, *, tied: bool) -> Measured | None:
-    """What was recorded, in numbers; None where that is less than three whole batches.
+    """Costs and times of what was recorded; None where that is less than three whole batches.
 
     Step time and costs are means over the same typical batches, those in the middle half by their time on the first
     stage: so that what holds up a batch now and then counts in neither.
@@ -91,17 +91,26 @@ def measure(ranks: Sequence[RankEvents], sizes: Sizes, *, tied: bool) -> Measure
 def _costs(
     places: Sequence[Sequence[RankEvents]], typical: Mapping[int, list[list[Event]]], sizes: Sizes, *, tied: bool,
 ) -> Costs:
-    """Of actions: means over the typical batches of the ranks of a place in the pipeline; of what goes on beside them,
-    medians."""
+    """Costs of actions are means over the typical batches of the ranks of a place in the pipeline; those of what goes
+    on beside them are medians."""
     ranks, m = [r for place in places for r in place], sizes.num_microbatches
 
-    def times(kind: Kind) -> list[list[float]]:
-        """By stage, batch by batch in the order of micro-batches: what slows down all stages at once still does. What
-        is a rank's is by rank."""
+    def of_kind(kind: Kind) -> list[list[float]]:
+        """Own times by stage, batch by batch in the order of micro-batches: so what slows down all stages at once still
+        does. Those of a rank are by rank."""
         return [[e.own + e.gap for r in places[sizes.rank_of(stage)] for batch in typical[r.rank]
                  for e in sorted(batch, key=lambda e: e.action.microbatch % m)
                  if e.action.kind is kind and (kind not in COMPUTE or e.action.stage == stage)]
                 for stage in range(sizes.num_stages if kind in COMPUTE else sizes.num_ranks)]
+
+    splits = any(e.action.kind is Kind.I for r in ranks for batch in typical[r.rank] for e in batch)
+
+    def times(kind: Kind) -> list[list[float]]:
+        """The same; of a backward in parts, the sum of these."""
+        if not splits or kind is not Kind.B:
+            return of_kind(kind)
+        parts = (of_kind(part) for part, row in ROWS.items() if row.part_of is kind)
+        return [[sum(both) for both in zip(*of_stage, strict=True)] for of_stage in zip(*parts, strict=True)]
 
     def work(kind: Kind) -> tuple[float, ...]:
         return tuple(map(_mean_or_0, times(kind)))
@@ -117,11 +126,12 @@ def _costs(
         gather=tuple(_median_or_0(_collectives(place, Kind.UPDATE)) for place in places),
         latency=tuple(_median_or_0(link or all_links) for link in links), tied=tied,
         blocking_norm=ranks[0].host.cores > 0, cores=_cores(ranks, len(places)), transfer_work=_beside(ranks),
-        variation={kind: tuple(map(_variation, times(kind))) for kind in VARYING})
+        variation={kind: tuple(map(_variation, times(kind))) for kind in VARYING},
+        backward_input=work(Kind.I) if splits else None)
 
 
 def _variation(times: Sequence[float]) -> tuple[float, ...]:
-    """As multiples of their mean."""
+    """The times as multiples of their mean."""
     kept = times[:_MOST_VARYING]
     mean = _mean_or_0(kept)
     return tuple(max(0.0, time) / mean for time in kept) if mean else (1.0,)
@@ -137,14 +147,14 @@ def _median_or_0(values: Iterable[float]) -> float:
 
 
 def _first_forwards(events: Sequence[Event], m: int) -> dict[int, int]:
-    """Where each batch begins."""
+    """Index of the event with which each batch begins."""
     first = min((e.action.stage for e in events), default=0)
     return {e.action.microbatch // m: i for i, e in enumerate(events)
             if e.action.kind is Kind.F and e.action.stage == first and e.action.microbatch % m == 0}
 
 
 def _collectives(ranks: Sequence[RankEvents], kind: Kind) -> Iterator[float]:
-    """How long what actions of that kind start goes on once the last of these ranks has started it.
+    """Seconds for which what actions of that kind start goes on once the last of these ranks has started it.
 
     A norm goes on once the reductions are over, too, where it has to wait for these in a queue.
     """
@@ -165,12 +175,12 @@ def _collectives(ranks: Sequence[RankEvents], kind: Kind) -> Iterator[float]:
 
 def _beside(ranks: Sequence[RankEvents]) -> float:
     """CPU time of other threads for each transfer."""
-    sends = sum(e.action.kind in (Kind.SEND_F, Kind.SEND_B) for r in ranks for e in r.events)
+    sends = sum(ROWS[e.action.kind].met_by is not None for r in ranks for e in r.events)
     return sum(r.usage.beside for r in ranks) / sends if sends else 0.0
 
 
 def _cores(ranks: Sequence[RankEvents], num_ranks: int) -> float | None:
-    """How many ranks of one pipeline can work at full speed at once, given that all on a machine share its cores.
+    """Number of ranks of one pipeline that can work at full speed at once, given that all on a machine share its cores.
 
     Where more of them wanted to: as many as did, on average, which is fewer than there are cores, because a scheduler
     takes time to find an idle one. Else those that other programs left.
@@ -193,7 +203,7 @@ def _cores(ranks: Sequence[RankEvents], num_ranks: int) -> float | None:
 
 
 def _working(ranks: Sequence[RankEvents], enough: float) -> float | None:
-    """How many of the ranks were at work, on average over the times when at least `enough` did not wait for others;
+    """Number of the ranks that were at work, on average over the times when at least `enough` did not wait for others;
     None where there was hardly such a time."""
     changes = sorted(change for r in ranks for since, until, speed in _ready(r)
                      for change in ((since, 1, speed), (until, -1, -speed)))
@@ -210,7 +220,7 @@ def _working(ranks: Sequence[RankEvents], enough: float) -> float | None:
 
 
 def _ready(rank: RankEvents) -> Iterator[tuple[float, float, float]]:
-    """When the rank did not wait for others: since, until, and the share of that time in which it had a core."""
+    """Yields when the rank did not wait for others: since, until, and the share of that time in which it had a core."""
     before = rank.events[0].start
     for e in rank.events:
         edges = [before, *(edge for wait in e.waits for edge in wait), e.end]

@@ -17,7 +17,8 @@ import torch
 from hybridpar.checkpoint.files import write_text
 from hybridpar.comm import gather_objects
 from hybridpar.grid import ProcessGrid
-from hybridpar.pipeline.plan.action import Action, Kind
+from hybridpar.pipeline.plan.action import Action
+from hybridpar.pipeline.plan.kinds import ROWS, Kind
 from hybridpar.pipeline.plan.perfetto import Entry, Slice, trace_entries, trace_json, wait_name
 from hybridpar.pipeline.plan.svg import draw_svg
 from hybridpar.pipeline.plan.timeline import Timeline
@@ -122,13 +123,13 @@ def _host(grid: ProcessGrid) -> Host:
 
 def _span(event: Event) -> tuple[float, float]:
     """From when to when an action itself ran: after its last wait, but a send before its first, which is for others."""
-    if event.action.kind in (Kind.SEND_F, Kind.SEND_B) and event.waits:
+    if ROWS[event.action.kind].met_by and event.waits:
         return event.start, event.waits[0][0]
     return event.ready, event.end
 
 
-# A forward or backward: where what it needs comes from, how that is sent, and how it is received.
-_TRANSFERS = {Kind.F: (-1, Kind.SEND_F, Kind.RECV_F), Kind.B: (1, Kind.SEND_B, Kind.RECV_B)}
+# By computation: where its input comes from, how that is sent, and how it is received.
+_TRANSFERS = {kind: (-row.flow, row.send, row.receive) for kind, row in ROWS.items() if row.send and row.receive}
 
 
 def transfer_times(ranks: Sequence[RankEvents], link: int) -> Iterator[float]:

@@ -162,7 +162,8 @@ def alone(config: Config) -> Config:
         early += parallel.pp - 1
     one = replace(
         config, parallel=replace(parallel, tp=1, pp=1, dp=1, zero=0), kernels=KernelsConfig(),
-        pipeline=replace(pipeline, split=(), recompute="none", warmup="depth", gradient_buffers=0, early_switch=early),
+        pipeline=replace(pipeline, split=(), recompute="none", warmup="depth", gradient_buffers=0, early_switch=early,
+                         split_backward=False),
         train=replace(train, device="cpu", micro_batch_size=train.micro_batch_size * parallel.dp))
     return resolve(one, 1)
 

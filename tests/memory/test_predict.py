@@ -162,6 +162,13 @@ def test_many_micro_batches_and_large_models_take_no_longer() -> None:
     assert sum(stage.master for stage in stages) > 4 * 100e9
 
 
+def test_an_early_switch_among_many_micro_batches_is_predicted() -> None:
+    """Fewer micro-batches stand for many; those on older weights are among them."""
+    late = make(pp=2, pipeline={"num_microbatches": 64, "schedule": "2bw", "early_switch": 60})
+    off = make(pp=2, pipeline={"num_microbatches": 64, "schedule": "2bw"})
+    assert [stage.total for stage in predict(late)] == [stage.total for stage in predict(off)]
+
+
 def test_the_table_has_a_row_for_each_stage() -> None:
     lines = table(predict(make(pp=3))).splitlines()
     assert [line.split()[0] for line in lines] == ["stage", "0", "1", "2"]
@@ -265,6 +272,15 @@ def test_on_pipelines(schedule: str, p: int, dtype: str) -> None:
 def test_with_several_chunks_on_a_rank(p: int, pipeline: dict[str, Any], dtype: str) -> None:
     """One store of weights for all of them; what each keeps is its own."""
     agree(make(pp=p, model=DROPOUT, pipeline={"schedule": "interleaved", **pipeline}, train={"dtype": dtype}), 0.02)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("p", "model", "pipeline", "dtype"), [
+    (1, {}, {}, "fp32"), (2, DROPOUT, {"schedule": "2bw"}, "fp32"), (2, {}, {"schedule": "interleaved"}, "bf16"),
+    (2, {"kind": "bert"} | DROPOUT, {"schedule": "gpipe", "recompute": "all"}, "fp32"),
+    (2, {"logits_chunk": 100}, {"recompute": "stage"}, "bf16")], ids=str)
+def test_with_split_backwards(p: int, model: dict[str, Any], pipeline: dict[str, Any], dtype: str) -> None:
+    agree(make(pp=p, model=model, pipeline={"split_backward": True, **pipeline}, train={"dtype": dtype}))
 
 
 @pytest.mark.ranks

@@ -4,9 +4,13 @@ import weakref
 import pytest
 import torch
 
+from hybridpar.grid import Axis
+from hybridpar.nn.embedding import _LocalRows
+from hybridpar.nn.linear import column_linear
 from hybridpar.state import GradientAccumulator
 from hybridpar.state.layout import FlatLayout
 
+AXIS = Axis("tp")
 SHAPES = {"w": (4, 3), "b": (3,), "tied": (5, 4), "unused": (2,)}
 
 
@@ -89,6 +93,69 @@ def test_the_gradient_is_final_when_reported():
     assert set(seen) == {"w", "b", "tied"}
     for name, value in seen.items():
         assert torch.equal(value, accumulator.views(0)[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_parts_that_wait_are_added_to_the_same_bits(dtype, late):
+    layers = {name: leaf.detach().clone() for name, leaf in make_leaves(dtype).items()}
+    buffer = torch.float32 if dtype == torch.bfloat16 else dtype
+    results, reports = [], []
+    for defers in (False, True):
+        leaves = {name: x.clone().requires_grad_() for name, x in layers.items()}
+        accumulator = GradientAccumulator(
+            FlatLayout(list(SHAPES), list(SHAPES.values()), buffer), defers=defers)
+        final, waiting = [], []
+        for batch in range(2):
+            for view in accumulator.views(0).values():
+                view.fill_(float("nan"))
+            accumulator.begin(0)
+            accumulator.bind(leaves, 0)
+            for k, ids in enumerate(IDS):
+                accumulator.arm(final.append if k == len(IDS) - 1 else None)
+                accumulator.bind(leaves, 0)
+                if defers:
+                    accumulator.collect((batch, k))
+                    waiting.append((batch, k))
+                deep(leaves, ids).backward()
+                while len(waiting) > late:
+                    apply(accumulator, waiting.pop(0), final)
+            while waiting:
+                apply(accumulator, waiting.pop(0), final)
+            accumulator.finish(0)
+        results.append(accumulator.buffers[0].clone())
+        reports.append(sorted(final))
+    assert torch.equal(*results)
+    assert reports[0] == reports[1]
+
+
+def apply(accumulator, key, final):
+    accumulator.arm(final.append if key[1] == len(IDS) - 1 else None)
+    accumulator.apply(key)
+
+
+def deep(leaves, ids):
+    """Parts of `tied` come from an embedding, a linear layer, and autograd itself; of `w` from two linear layers."""
+    x = _LocalRows.apply(ids, leaves["tied"], None, "auto")
+    y = torch.tanh(column_linear(x, leaves["w"].new_ones(3, 4), leaves["b"], AXIS))
+    z = column_linear(column_linear(y, leaves["w"], None, AXIS), leaves["tied"], None, AXIS)
+    again = column_linear(z[:, :3], leaves["w"], None, AXIS)
+    return (again @ leaves["tied"].t()).square().mean() + z.square().mean()
+
+
+def test_what_waits_keeps_no_graph_alive():
+    leaves = make_leaves(torch.float32)
+    accumulator = GradientAccumulator(FlatLayout(list(SHAPES), list(SHAPES.values()), torch.float32), defers=True)
+    accumulator.begin(0)
+    accumulator.bind(leaves, 0)
+    accumulator.collect(0)
+    y = column_linear(torch.randn(2, 3), leaves["w"], None, AXIS)
+    gone = weakref.ref(y.grad_fn)
+    column_linear(y, leaves["tied"], None, AXIS).sum().backward()
+    del y
+    gc.collect()
+    assert gone() is None
+    accumulator.apply(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,6 +16,7 @@ from train.runs import metrics, steps, write_config
 from hybridpar.cli import main
 from hybridpar.config import Config, Launch, from_mapping, load_toml, to_toml
 from hybridpar.errors import CheckpointError, ConfigError
+from hybridpar.pipeline.plan.schedules import SCHEDULES, Schedule, Sizes
 from hybridpar.train import loop
 from hybridpar.train.folder import in_use, settled_early_switch
 from hybridpar.train.run import Run
@@ -58,6 +59,23 @@ def test_a_run_leaves_everything_in_its_folder(config: Config, capsys: pytest.Ca
     assert "step 6/6" in err
     pytest.importorskip("matplotlib")
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_plan_is_refused_before_the_first_step(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """A schedule that uses weights older than the two versions that it keeps."""
+    def too_old(schedule: Schedule, sizes: Sizes, stage: int, microbatch: int, first_batch: int) -> int:
+        return max(microbatch // sizes.num_microbatches - 3, 0)
+
+    monkeypatch.setitem(SCHEDULES, "2bw", replace(SCHEDULES["2bw"], version_rule=too_old))
+    path = tmp_path / "wrong.toml"
+    path.write_text(to_toml(config))
+    assert main(["train", str(path)]) != 0
+    err = capsys.readouterr().err
+    assert "rank 0 holds" in err
+    assert "but schedule 2bw allows" in err
+    assert "Traceback" not in err
+    assert not (config.run.folder / "metrics.jsonl").exists()
 
 
 def test_a_finished_run_says_so_and_is_left_alone(config: Config, capsys: pytest.CaptureFixture[str]) -> None:

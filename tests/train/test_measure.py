@@ -52,6 +52,15 @@ def test_the_costs_that_actions_were_made_with_are_found_again(schedule: str) ->
     assert step == pytest.approx(own)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw", "pipedream"])
+def test_parts_of_backwards_are_found_and_add_up_to_them(schedule: str) -> None:
+    costs = replace(COSTS, backward_input=(0.75, 1.0, 1.5))
+    found = measured_costs(recorded(schedule, SIZES, costs, 8, split=True))
+    assert numbers(found) == close(replace(COSTS, gather=(0.0,) * 3))
+    assert found.backward_input == pytest.approx(costs.backward_input)
+    assert measured_costs(recorded(schedule, SIZES, COSTS, 8)).backward_input is None
+
+
 def test_costs_of_chunks_are_found_stage_by_stage_and_those_of_ranks_rank_by_rank() -> None:
     """And on the link that closes the ring, those of its own."""
     sizes = Sizes(2, 4, 2)

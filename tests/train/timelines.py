@@ -14,10 +14,10 @@ STARTED = (Kind.REDUCE, Kind.NORM)
 
 
 def recorded(
-    schedule: str, sizes: Sizes, costs: Costs, num_batches: int, *, host: Host | None = None
+    schedule: str, sizes: Sizes, costs: Costs, num_batches: int, *, host: Host | None = None, split: bool = False
 ) -> list[RankEvents]:
     """The events of one pipeline that ran a schedule with these costs; its time goes on in whole batches."""
-    timeline = Ordering(schedule, gather=bool(costs.gather)).timeline(sizes, costs, num_batches)
+    timeline = Ordering(schedule, gather=bool(costs.gather), split=split).timeline(sizes, costs, num_batches)
     return [
         RankEvents(stage, f"rank {stage}", (0, 0), stage, tuple(_events(timeline, stage, sizes, costs)),
                    host or Host(), Usage())
@@ -30,7 +30,7 @@ def _events(timeline: Timeline, stage: int, sizes: Sizes, costs: Costs) -> list[
     for action, start, done, end in timeline.actions(stage):
         waits = ((before, start),) if start > before else ()
         size = sizes.num_stages if action.kind in COMPUTE else sizes.num_ranks
-        own_time = done - start if action.kind in costs.variation else expand(
+        own_time = done - start if action.kind in (Kind.I, Kind.W, *costs.variation) else expand(
             own.get(action.kind, 0.0), size)[action.stage % size]
         over = end if action.kind in STARTED or (action.kind is Kind.UPDATE and costs.gather) else None
         made.append(Event(

@@ -1,7 +1,7 @@
 """Action: one thing a rank does, as data. A plan is a sequence of them for each rank (pipeline stage).
 
-    F12@1v3     stage 1 runs micro-batch 12 forward with weights W(3)        I, W: backward split into input and
-    B12@1v3     ... and backward, with the same weights                      weight gradient (no schedule uses them yet)
+    F12@1v3     stage 1 runs micro-batch 12 forward with weights W(3)        I12@1v3, W12@1v3: a backward in two parts,
+    B12@1v3     ... and backward, with the same weights                      gradients of the input and of the weights
     RECV_F12@1  posts the receive of its input       SEND_F12@1  sends its output on
     RECV_B12@1  posts the receive of its gradient    SEND_B12@1  sends its input's gradient back
     REDUCE4@1   starts the reduction of batch 4's gradients over replicas (and of tied embeddings over the end stages)
@@ -9,7 +9,7 @@
     UPDATE4@1   waits for that, and makes W(5) of W(4)
 
 Where a rank holds several stages, REDUCE, NORM and UPDATE are of all of them, and name the first, which has the rank's
-number. Only F, B (I, W) and UPDATE take time on the rank; the others start something and return.
+number. What each kind needs, makes and holds is in kinds.py.
 """
 
 from __future__ import annotations
@@ -17,32 +17,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from hybridpar.errors import config_error
+from hybridpar.pipeline.plan.kinds import COMPUTE as COMPUTE
+from hybridpar.pipeline.plan.kinds import PER_BATCH as PER_BATCH
+from hybridpar.pipeline.plan.kinds import Kind as Kind
 
-
-class Kind(str, Enum):
-    """What an action does."""
-
-    F = "F"
-    B = "B"
-    I = "I"  # noqa: E741
-    W = "W"
-    SEND_F = "SEND_F"
-    RECV_F = "RECV_F"
-    SEND_B = "SEND_B"
-    RECV_B = "RECV_B"
-    REDUCE = "REDUCE"
-    NORM = "NORM"
-    UPDATE = "UPDATE"
-
-    __hash__ = str.__hash__  # Enum's own is a Python function, and actions are hashed by the million
-    __str__ = str.__str__
-
-
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
-PER_BATCH = frozenset({Kind.REDUCE, Kind.NORM, Kind.UPDATE})  # their `microbatch` is a batch number
 NO_VERSION = -1
 
 
@@ -51,7 +31,7 @@ class Action:
     """One step of one rank; prints as, for example, `F12@1v3`.
 
     `microbatch` counts from 0 over the whole run (its batch is microbatch // m); REDUCE, NORM and UPDATE hold the
-    batch number there. `version` is the weight version an F or B uses, and the one an UPDATE makes (batch + 1).
+    batch number there. `version` is the weight version that a computation uses, or that an UPDATE makes (batch + 1).
     """
 
     kind: Kind

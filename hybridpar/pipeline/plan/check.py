@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridpar.errors import HybridparError
-from hybridpar.pipeline.plan.action import PER_BATCH, Action, Kind, Plan
+from hybridpar.pipeline.plan.action import NO_VERSION, Action, Plan
+from hybridpar.pipeline.plan.kinds import COMPUTE, PER_BATCH, ROWS, Kind
 from hybridpar.pipeline.plan.liveness import Live, live_counts
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule
 from hybridpar.pipeline.plan.simulate import Costs, StuckError, simulate
@@ -31,7 +32,7 @@ class PlanError(HybridparError):
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What was proven: the range of batches, and what each rank holds at once at most."""
+    """Proof of a plan: the range of batches, and the most that each rank holds at once."""
 
     schedule: str
     sizes: Sizes
@@ -70,13 +71,14 @@ def check(
     if sorted(plan) != list(range(p)):
         raise PlanError(f"ranks are {sorted(plan)}, but there are {p} ranks", plan, [])
     batches = _range_of_batches(plan, sizes, first_batch, num_batches)
-    with_norm = any(action.kind is Kind.NORM for action in plan[0])
+    kinds = _kinds_in(plan[0])
     for rank in range(p):
-        _check_complete(plan, rank, _expected(schedule, sizes, rank, batches, with_norm))
-        _check_order(plan, rank, sizes, batches.start, with_norm)
-    for rank in range(p if sizes.is_ring else p - 1):
-        _check_link(plan, rank, Kind.SEND_F, (rank + 1) % p, Kind.RECV_F)
-        _check_link(plan, (rank + 1) % p, Kind.SEND_B, rank, Kind.RECV_B)
+        _check_complete(plan, rank, _expected(schedule, sizes, rank, batches, kinds))
+        _check_order(plan, rank, sizes)
+    for rank in range(p):
+        for kind, row in ROWS.items():
+            if row.met_by and (sizes.is_ring or 0 <= rank + row.side < p):
+                _check_link(plan, rank, kind, (rank + row.side) % p)
     peaks = tuple(_check_memory(plan, rank, schedule, sizes, batches.stop) for rank in range(p))
     try:
         simulate(plan, Costs(tied=True, blocking_norm=True, serial_links=serial_links))
@@ -98,23 +100,28 @@ def _range_of_batches(plan: Plan, sizes: Sizes, first_batch: int | None, num_bat
     return range(first_batch, first_batch + num_batches)
 
 
-def _expected(schedule: Schedule, sizes: Sizes, rank: int, batches: range, with_norm: bool) -> Iterator[Action]:
+def _kinds_in(actions: Sequence[Action]) -> frozenset[Kind]:
+    """The kinds that a plan is made of: it may leave out NORM, and has I and W or else B."""
+    found = {action.kind for action in actions}
+    without = {Kind.B} if Kind.I in found else {Kind.I, Kind.W}
+    return frozenset(Kind) - without - ({Kind.NORM} - found)
+
+
+def _expected(
+    schedule: Schedule, sizes: Sizes, rank: int, batches: range, kinds: frozenset[Kind]
+) -> Iterator[Action]:
     """Everything that `rank` has to do, in no particular order."""
     m = sizes.num_microbatches
     for stage in sizes.stages_of(rank):
-        first, last = stage == 0, stage == sizes.num_stages - 1
-        transfers = [Kind.RECV_F, Kind.SEND_B] * (not first) + [Kind.SEND_F, Kind.RECV_B] * (not last)
+        own = [(kind, kind in COMPUTE) for kind in Kind if kind in kinds - PER_BATCH
+               and 0 <= stage + ROWS[kind].side < sizes.num_stages]
         for k in range(batches.start * m, batches.stop * m):
             version = schedule.version(sizes, stage, k, batches.start)
-            yield Action(Kind.F, stage, k, version)
-            yield Action(Kind.B, stage, k, version)
-            for kind in transfers:
-                yield Action(kind, stage, k)
+            for kind, computes in own:
+                yield Action(kind, stage, k, version if computes else NO_VERSION)
     for t in batches:
-        yield Action(Kind.REDUCE, rank, t)
-        yield Action(Kind.UPDATE, rank, t, t + 1)
-        if with_norm:
-            yield Action(Kind.NORM, rank, t)
+        for kind in sorted(kinds & PER_BATCH):
+            yield Action(kind, rank, t, t + 1 if kind is Kind.UPDATE else NO_VERSION)
 
 
 _Key = tuple[Kind, int, int]
@@ -155,55 +162,42 @@ def _related_step(actions: Sequence[Action], missing: Action) -> int:
     return max(len(actions) - 1, 0)
 
 
-def _check_order(plan: Plan, rank: int, sizes: Sizes, first_batch: int, with_norm: bool) -> None:
-    """What an action needs on its own rank comes before it."""
+def _check_order(plan: Plan, rank: int, sizes: Sizes) -> None:
+    """Checks that what an action needs on its own rank comes before it, where the plan has it at all."""
     steps = {_key(action): step for step, action in enumerate(plan[rank])}
     for step, action in enumerate(plan[rank]):
-        for key in _needs(action, sizes, first_batch, with_norm):
-            if steps[key] > step:
+        for key in _needs(action, sizes):
+            if steps.get(key, -1) > step:
                 raise PlanError(
                     f"{action} comes before {plan[rank][steps[key]]}, which it needs", plan,
                     [(rank, step), (rank, steps[key])],
                 )
 
 
-def _needs(action: Action, sizes: Sizes, first_batch: int, with_norm: bool) -> Iterator[_Key]:
+def _needs(action: Action, sizes: Sizes) -> Iterator[_Key]:
     """The actions that come before this one on its rank."""
-    m, k, stage = sizes.num_microbatches, action.microbatch, action.stage
-    match action.kind:
-        case Kind.F:
-            if stage > 0:
-                yield Kind.RECV_F, stage, k
-            if action.version > first_batch:
-                yield Kind.UPDATE, sizes.rank_of(stage), action.version - 1
-        case Kind.B:
-            yield Kind.F, stage, k
-            if stage < sizes.num_stages - 1:
-                yield Kind.RECV_B, stage, k
-        case Kind.SEND_F:
-            yield Kind.F, stage, k
-        case Kind.SEND_B:
-            yield Kind.B, stage, k
-        case Kind.REDUCE:
+    m, k, stage, row = sizes.num_microbatches, action.microbatch, action.stage, ROWS[action.kind]
+    for kind in row.needs:
+        if ROWS[kind].per_batch == row.per_batch:
+            yield kind, stage, k
+        elif row.per_batch:
             for own in sizes.stages_of(stage):
                 for microbatch in range(k * m, (k + 1) * m):
-                    yield Kind.B, own, microbatch
-        case Kind.NORM:
-            yield Kind.REDUCE, stage, k
-        case Kind.UPDATE:
-            yield (Kind.NORM if with_norm else Kind.REDUCE), stage, k
-    if action.kind in PER_BATCH and k > first_batch:
+                    yield kind, own, microbatch
+        else:
+            yield kind, sizes.rank_of(stage), action.version - 1
+    if row.per_batch:
         yield action.kind, stage, k - 1
 
 
-def _check_link(plan: Plan, sender: int, send: Kind, receiver: int, receive: Kind) -> None:
+def _check_link(plan: Plan, sender: int, kind: Kind, receiver: int) -> None:
     """The i-th send of one rank is the i-th receive of its neighbour, and for the stage that follows."""
-    step_on = 1 if send is Kind.SEND_F else -1
-    sent = [step for step, action in enumerate(plan[sender]) if action.kind is send]
-    received = [step for step, action in enumerate(plan[receiver]) if action.kind is receive]
+    row = ROWS[kind]
+    sent = [step for step, action in enumerate(plan[sender]) if action.kind is kind]
+    received = [step for step, action in enumerate(plan[receiver]) if action.kind is row.met_by]
     for i, j in zip(sent, received, strict=True):
         one, other = plan[sender][i], plan[receiver][j]
-        if (one.stage + step_on, one.microbatch) != (other.stage, other.microbatch):
+        if (one.stage + row.side, one.microbatch) != (other.stage, other.microbatch):
             raise PlanError(
                 f"{one} of rank {sender} would meet {other} of rank {receiver}", plan, [(sender, i), (receiver, j)]
             )

@@ -1,11 +1,11 @@
-"""What the steps of a plan cost: the input of `simulate`."""
+"""Costs of the steps of a plan: the input of `simulate`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hybridpar.pipeline.plan.action import Kind
+from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
 
 PerStage = float | Sequence[float]  # one number for all stages, or one for each
 PerRank = float | Sequence[float]  # likewise for the ranks, which are the stages where each has one
@@ -14,10 +14,11 @@ PerLink = float | Sequence[float]  # likewise for the links: link r joins ranks 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """How long things take, in any one unit of time.
+    """Time that each step takes, in any one unit.
 
-    On the rank's own time: forward, backward: of one micro-batch. update: the optimizer step. calls: what a rank spends
-    to issue a SEND, a RECV, a REDUCE or a NORM, by kind; it takes effect when the call is over.
+    On the rank's own time: forward, backward: of one micro-batch. backward_input: the part of a backward that I takes
+    where it is split, W takes the rest; None: half. update: the optimizer step. calls: what a rank spends to issue a
+    SEND, a RECV, a REDUCE or a NORM, by kind; it takes effect when the call is over.
 
     Beside it: reduce: gradients over the replicas. norm: the grid-wide reduction. gather: new weights over the replicas
     (sharded optimizer state), after an UPDATE; the first F that uses them waits. transfer: how long one activation
@@ -27,8 +28,9 @@ class Costs:
     REDUCE (a CPU rank that must read the result) instead of queueing behind it. serial_links: the transfers of a rank
     on one axis share a queue.
 
-    variation: by kind (F, B) and stage, what micro-batch after micro-batch takes as a multiple of that mean; from its
-    end on again from the start. Where the time varies, stages wait for each other more than the means let them.
+    variation: by kind (F; B, which I and W share) and stage, what micro-batch after micro-batch takes as a multiple of
+    that mean; from its end on again from the start. Where the time varies, stages wait for each other more than the
+    means let them.
 
     cores: how many ranks of the pipeline can work at full speed at once; where more do, all slow down alike. None:
     each has its own. transfer_work: work on a transfer before it occupies the link, on a thread of its own, which
@@ -50,6 +52,24 @@ class Costs:
     cores: float | None = None
     transfer_work: PerLink = 0.0
     variation: Mapping[Kind, Sequence[Sequence[float]]] = field(default_factory=dict)
+    backward_input: PerStage | None = None
+
+    def durations(self, kind: Kind, num_ranks: int, chunks: int) -> list[Sequence[float]]:
+        """Rank's time that actions of a kind take, by stage and micro-batch; from the end on again from the start."""
+        if kind in COMPUTE:
+            means = self._means(kind, num_ranks * chunks)
+        else:
+            cost = self.update if kind is Kind.UPDATE else self.calls.get(kind, 0)
+            means = [*expand(cost, num_ranks)] * chunks
+        factors = self.variation.get(ROWS[kind].part_of or kind) or [(1.0,)] * len(means)
+        return [[mean * factor for factor in of_stage] for mean, of_stage in zip(means, factors, strict=True)]
+
+    def _means(self, kind: Kind, num_stages: int) -> Sequence[float]:
+        whole = expand(self.forward if kind is Kind.F else self.backward, num_stages)
+        if ROWS[kind].part_of is None:
+            return whole
+        inputs = [b / 2 for b in whole] if self.backward_input is None else expand(self.backward_input, num_stages)
+        return inputs if kind is Kind.I else [b - i for b, i in zip(whole, inputs, strict=True)]
 
 
 def expand(cost: PerStage | PerLink, size: int) -> Sequence[float]:

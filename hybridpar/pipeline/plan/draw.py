@@ -8,25 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import floor
 
-from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind, Plan
+from hybridpar.pipeline.plan.action import Action, Plan
+from hybridpar.pipeline.plan.kinds import COMPUTE, Kind
 from hybridpar.pipeline.plan.simulate import simulate
-from hybridpar.pipeline.plan.timeline import BESIDE, Timeline
+from hybridpar.pipeline.plan.timeline import Timeline
 
 
 def as_timeline(drawn: Plan | Timeline) -> Timeline:
+    """The timeline to draw; a plan is simulated first."""
     return drawn if isinstance(drawn, Timeline) else simulate(drawn)
-
-
-def timed(timeline: Timeline, rank: int) -> Iterator[tuple[Action, float, float]]:
-    """Each action of a rank: start, and end; for an update, that of the rank's own work."""
-    for action, start, done, end in timeline.actions(rank):
-        yield action, start, end if action.kind in BESIDE else done
-
-
-def num_chunks(timeline: Timeline) -> int:
-    """Stages that each rank holds."""
-    stages = {action.stage for actions in timeline.plan.values() for action in actions if action.kind in COMPUTE}
-    return max(1, len(stages) // max(1, len(timeline.plan)))
 
 
 def number_of(action: Action, num_ranks: int) -> str:
@@ -51,7 +41,7 @@ def draw(drawn: Plan | Timeline, *, unit: float | None = None) -> str:
         (-(-(len(label) + 1) // max(1, round((end - start) / unit))) for row in rows.values()
          for label, start, end in row if label != "*"), default=3,
     )
-    what = "stage" if num_chunks(timeline) == 1 else "rank"
+    what = timeline.rank_name
     name = len(f"{what} {max(rows, default=0)}") + 2
     return "\n".join(
         f"{f'{what} {rank}':<{name}}{_text_row(row, unit, width)}".rstrip() for rank, row in rows.items()
@@ -59,8 +49,8 @@ def draw(drawn: Plan | Timeline, *, unit: float | None = None) -> str:
 
 
 def _text_items(timeline: Timeline, rank: int) -> Iterator[tuple[str, float, float]]:
-    """Label, start and end of what a row shows. An update that takes no time is a star."""
-    for action, start, end in timed(timeline, rank):
+    """Label, start and end of each item in a row. An update that takes no time is a star."""
+    for action, start, end in timeline.shown(rank):
         if action.kind in COMPUTE:
             yield f"{action.kind}{number_of(action, len(timeline.plan))}", start, end
         elif action.kind is Kind.UPDATE:

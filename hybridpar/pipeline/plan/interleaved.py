@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain, pairwise
 
-from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind
+from hybridpar.pipeline.plan.action import Action
+from hybridpar.pipeline.plan.kinds import INPUTS, Kind
 from hybridpar.pipeline.plan.sizes import Sizes
 
 Step = tuple[Kind, int, int]  # kind, stage, micro-batch
@@ -53,8 +54,8 @@ def forward_order(sizes: Sizes, rank: int, num_microbatches: int) -> Iterator[tu
 
 @lru_cache(maxsize=256)
 def batch_order(sizes: Sizes, rank: int) -> tuple[Step, ...]:
-    """What a rank computes for a batch, whose micro-batches count from 0: forwards ahead, then a forward and a backward
-    by turns, then the backwards that are left."""
+    """Steps of a rank for a batch, whose micro-batches count from 0: forwards ahead, then a forward and a backward by
+    turns, then the backwards that are left."""
     ahead = list(forward_order(sizes, rank, sizes.num_microbatches))
     first, last = sizes.stages_of(rank)[0], sizes.stages_of(rank)[-1]
     steps_f: list[Step] = [(Kind.F, stage, k) for stage, k in ahead]
@@ -65,7 +66,8 @@ def batch_order(sizes: Sizes, rank: int) -> tuple[Step, ...]:
 
 
 class Receives:
-    """When a rank posts its receives: each when it comes to the F or B that needs it, but for those that close a ring.
+    """Order in which a rank posts its receives: each when it comes to the action that needs it, or where it closes a
+    ring when it arrives.
 
     What the last rank sends to the first (backward: the first to the last) comes back to the rank p forwards after it
     left, which in a round of more than p is before its turn. It is taken when it comes: where the transfers of a rank
@@ -75,11 +77,11 @@ class Receives:
 
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
-        self._count = dict.fromkeys(COMPUTE, 0)
-        self._due: dict[Kind, deque[tuple[int, int, int]]] = {kind: deque() for kind in COMPUTE}
+        self._count = dict.fromkeys(INPUTS, 0)
+        self._due: dict[Kind, deque[tuple[int, int, int]]] = {kind: deque() for kind in INPUTS}
 
     def arriving(self, action: Action) -> Iterator[tuple[int, int]]:
-        """Yields stage and micro-batch of what the rank is to receive when it comes to this F or B."""
+        """Yields stage and micro-batch of what the rank is to receive when it comes to this F, B or I."""
         sizes, kind, due = self.sizes, action.kind, self._due[action.kind]
         p, number = sizes.num_ranks, self._count[action.kind]
         self._count[kind] += 1

@@ -1,20 +1,21 @@
-"""What a rank must hold at once: activations, weight versions, gradients. It follows from the rank's list alone."""
+"""Counts of what a rank holds at once: activations, weight versions, gradients. They follow from its list alone."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from hybridpar.pipeline.plan.action import Action, Kind
+from hybridpar.pipeline.plan.action import Action
+from hybridpar.pipeline.plan.kinds import BESIDE, ROWS, Kind
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
     """Counts on one rank, right after an action; or the peaks over a list.
 
-    activations: micro-batches that have run forward and not yet backward, counted on each stage that the rank holds.
-    versions: weights that are the newest, or that an action still to come uses. gradients: batches with a backward
-    behind them whose update is still to come.
+    activations: micro-batches between their forward and the end of their backward, counted on each stage that the rank
+    holds. versions: weights that are the newest, or that an action still to come uses. gradients: batches with a
+    backward behind them whose update is still to come.
     """
 
     activations: int = 0
@@ -31,7 +32,7 @@ class Live:
 
 def live_counts(actions: Sequence[Action], num_microbatches: int, keep: Collection[int] = ()) -> Iterator[Live]:
     """Yields the counts after each action of one rank; versions in `keep` are still needed after the last one."""
-    last_use = {action.version: i for i, action in enumerate(actions) if action.kind in (Kind.F, Kind.B)}
+    last_use = {action.version: i for i, action in enumerate(actions) if ROWS[action.kind].reads}
     last_use |= dict.fromkeys(keep, len(actions))
     made = {action.version for action in actions if action.kind is Kind.UPDATE}
     newest = min(made, default=max(last_use, default=0) + 1) - 1
@@ -39,19 +40,17 @@ def live_counts(actions: Sequence[Action], num_microbatches: int, keep: Collecti
     activations, gradients = 0, set()
     counts = Live(0, len(versions), 0)
     for i, action in enumerate(actions):
-        kind = action.kind
-        if kind is Kind.F:
-            activations += 1
-        elif kind is Kind.B:
-            activations -= 1
+        if action.kind in BESIDE:
+            yield counts
+            continue
+        row = ROWS[action.kind]
+        activations += row.holds
+        if row.adds:
             gradients.add(action.microbatch // num_microbatches)
-        elif kind is Kind.UPDATE:
+        elif action.kind is Kind.UPDATE:
             gradients.discard(action.microbatch)
             newest = max(newest, action.version)
             versions.add(action.version)
-        else:
-            yield counts
-            continue
         versions = {v for v in versions if v == newest or last_use.get(v, -1) > i}
         counts = Live(activations, len(versions), len(gradients))
         yield counts

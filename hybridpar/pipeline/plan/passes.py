@@ -4,18 +4,36 @@
     add_updates         F7v0  B4v0  UPDATE0  F8v1  B5v0
     add_communication   F7v0  SEND_F7  B4v0  RECV_B5  UPDATE0  F8v1  SEND_F8  RECV_B6  B5v0
 
-A rank sees only its own list, so a plan may be endless; `check` proves that the lists of all ranks fit together.
+split_backward, where it is asked for, is the first pass: I4v0 W4v0 in the place of B4v0. A rank sees only its own list,
+so a plan may be endless; `check` proves that the lists of all ranks fit together.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
-from hybridpar.pipeline.plan.action import COMPUTE, NO_VERSION, Action, Kind
+from hybridpar.pipeline.plan.action import NO_VERSION, Action
 from hybridpar.pipeline.plan.interleaved import Receives, forward_order
+from hybridpar.pipeline.plan.kinds import INPUTS, ROWS, Kind
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule
+
+
+def split_backward(actions: Iterable[Action]) -> Iterator[Action]:
+    """Splits each B of one rank's compute actions into I and W.
+
+    W follows its I. The gradient that I has made for the stage before leaves in between (`add_communication`): earlier
+    than after a B, by the time of W. Transfers keep their order: what holds of a plan's links holds of the split one.
+    """
+    for action in actions:
+        if action.kind is Kind.B:
+            yield replace(action, kind=Kind.I)
+            yield replace(action, kind=Kind.W)
+        else:
+            yield action
 
 
 def add_updates(
@@ -39,6 +57,7 @@ def add_updates(
     norm_delay = cache(partial(schedule.norm_delay, sizes, gather=gather))
     reduced = normed = updated = first_batch  # the first batch that has not got there yet
     stage = 0  # the first one of the rank
+    completing = ROWS[Kind.REDUCE].needs
     for action in actions:
         stage = sizes.rank_of(action.stage)
         needed = _needed_version(action, schedule, sizes, first_batch)
@@ -53,7 +72,7 @@ def add_updates(
             yield Action(Kind.NORM, stage, normed)
             normed += 1
         yield action
-        if action.kind in (Kind.B, Kind.W) and (action.microbatch + 1) % m == 0 and action.stage == stage:
+        if action.kind in completing and (action.microbatch + 1) % m == 0 and action.stage == stage:
             yield Action(Kind.REDUCE, stage, reduced)
             reduced += 1
     for batch in range(updated, reduced):
@@ -61,7 +80,7 @@ def add_updates(
 
 
 def _position(action: Action, schedule: Schedule, sizes: Sizes) -> int:
-    """Where the action stands in an endless row of forwards and backwards by turns: backward k at 2k + 1."""
+    """Place of the action in an endless row of forwards and backwards by turns: backward k at 2k + 1."""
     if action.kind is Kind.F:
         return 2 * (action.microbatch - schedule.warmup(sizes, action.stage))
     return 2 * action.microbatch + 1
@@ -87,13 +106,13 @@ def _needed_version(action: Action, schedule: Schedule, sizes: Sizes, first_batc
 
 
 def add_communication(actions: Iterable[Action], sizes: Sizes, *, ahead: int = 1) -> Iterator[Action]:
-    """Adds to one rank's actions the receive of what each F and B needs, and the send of what it makes.
+    """Adds to one rank's actions the receive of what each computation needs, and the send of what it makes.
 
-    A send directly follows its F or B. A receive is posted `ahead` compute actions before its use, that is, before the
-    compute action `ahead` places earlier starts, so the transfer overlaps with it (0: right before its use). More
-    than 1 can deadlock where all transfers of a rank on one axis share a queue, as with NCCL: a send then stands behind
-    a receive that its own effect must fill. `check` finds out. So it does in a ring where a receive stands before any
-    earlier send: there none is posted before these.
+    A send directly follows its F, B or I. A receive is posted `ahead` computations before its use (W, which needs
+    none, does not count), that is, before the computation `ahead` places earlier starts, so the transfer overlaps with
+    it (0: right before its use). More than 1 can deadlock where all transfers of a rank on one axis share a queue, as
+    with NCCL: a send then stands behind a receive that its own effect must fill. `check` finds out. So it does in a
+    ring where a receive stands before any earlier send: there none is posted before these.
     """
     window: deque[Action] = deque()
     receives = Receives(sizes)
@@ -101,67 +120,51 @@ def add_communication(actions: Iterable[Action], sizes: Sizes, *, ahead: int = 1
     def leave() -> Iterator[Action]:
         head = window.popleft()
         yield head
-        if head.kind in COMPUTE:
-            yield from _sends(head, sizes)
+        row = ROWS[head.kind]
+        if row.send is not None and 0 <= head.stage + row.flow < sizes.num_stages:
+            yield Action(row.send, head.stage, head.microbatch)
 
     for action in actions:
-        if action.kind in COMPUTE:
+        if (kind := ROWS[action.kind].receive) is not None:
             while sizes.is_ring and any(one.kind is action.kind for one in window):
                 yield from leave()
-            yield from _receives(action, receives)
+            for stage, microbatch in receives.arriving(action):
+                yield Action(kind, stage, microbatch)
         window.append(action)
-        while sum(one.kind in COMPUTE for one in window) > ahead:
+        while sum(one.kind in INPUTS for one in window) > ahead:
             yield from leave()
     while window:
         yield from leave()
 
 
-_TRANSFERS = {  # compute action: what brings its input, what takes its output away
-    Kind.F: (Kind.RECV_F, Kind.SEND_F),
-    Kind.B: (Kind.RECV_B, Kind.SEND_B),
-    Kind.I: (Kind.RECV_B, Kind.SEND_B),
-}
-
-
-def _receives(action: Action, receives: Receives) -> Iterator[Action]:
-    if action.kind in _TRANSFERS:
-        for stage, microbatch in receives.arriving(action):
-            yield Action(_TRANSFERS[action.kind][0], stage, microbatch)
-
-
-def _sends(action: Action, sizes: Sizes) -> Iterator[Action]:
-    sink = sizes.num_stages - 1 if action.kind is Kind.F else 0  # the stage that keeps its output
-    if action.kind in _TRANSFERS and action.stage != sink:
-        yield Action(_TRANSFERS[action.kind][1], action.stage, action.microbatch)
-
-
 def lower(
     schedule: str | Schedule, sizes: Sizes, rank: int, first_batch: int = 0, num_batches: int | None = None, *,
-    clip: bool = True, gather: bool = False, ahead: int | None = None,
+    clip: bool = True, gather: bool = False, split: bool = False, ahead: int | None = None,
 ) -> Iterator[Action]:
     """Yields everything that one rank does for batches [first_batch, first_batch + num_batches), lazily.
 
     The pipeline is drained and all updates are applied at both ends of the range; None means without end. `clip` and
-    `gather`: see `add_updates`. `ahead`: see `add_communication`; None: what the schedule can bear on every transport.
+    `gather`: see `add_updates`. `split`: whether to `split_backward`. `ahead`: see `add_communication`; None: what the
+    schedule can bear on every transport.
 
     Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes.
     """
     schedule = find_schedule(schedule)
     compute = schedule.compute_actions(sizes, rank, first_batch, num_batches)
     ahead = schedule.receive_ahead if ahead is None else ahead
+    if split:
+        compute = split_backward(compute)
     actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather)
     return add_communication(actions, sizes, ahead=ahead)
 
 
 def make_plan(
-    schedule: str | Schedule, sizes: Sizes, first_batch: int = 0, num_batches: int = 1, *, clip: bool = True,
-    gather: bool = False, ahead: int | None = None,
+    schedule: str | Schedule, sizes: Sizes, first_batch: int = 0, num_batches: int = 1, **options: Any,
 ) -> dict[int, tuple[Action, ...]]:
-    """The lists of all ranks, for check, simulate and draw; a rank that runs needs only its own `lower`."""
-    return {
-        rank: tuple(lower(schedule, sizes, rank, first_batch, num_batches, clip=clip, gather=gather, ahead=ahead))
-        for rank in range(sizes.num_ranks)
-    }
+    """The lists of all ranks, for check, simulate and draw; a rank that runs needs only its own `lower`, which has the
+    options, too."""
+    return {rank: tuple(lower(schedule, sizes, rank, first_batch, num_batches, **options))
+            for rank in range(sizes.num_ranks)}
 
 
 def forward_actions(

@@ -11,13 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind
+from hybridpar.pipeline.plan.action import Action
+from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
 from hybridpar.pipeline.plan.timeline import Timeline
 
 Entry = dict[str, Any]
-TAKERS = {Kind.SEND_F: (Kind.F, 1), Kind.SEND_B: (Kind.B, -1)}
-"""What a send is for: the kind of action, and how many stages on."""
-_AWAITED = {Kind.F: "the activation", Kind.B: "the gradient", Kind.NORM: "the reduction", Kind.UPDATE: "the norm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +65,8 @@ def waits(timeline: Timeline, rank: int) -> Iterator[Slice]:
 
 
 def wait_name(action: Action) -> str:
-    """What a rank does before it can go on with this action."""
-    return f"idle: {action} waits for {_AWAITED.get(action.kind, 'another rank')}"
+    """Name of the time in which a rank waits before this action."""
+    return f"idle: {action} waits for {ROWS[action.kind].awaits}"
 
 
 def _args(action: Action) -> dict[str, int]:
@@ -77,7 +75,7 @@ def _args(action: Action) -> dict[str, int]:
 
 
 def _beside(timeline: Timeline, rank: int, pid: int, scale: float) -> Iterator[Entry]:
-    """What goes on beside the actions, in as few tracks as hold it without overlap."""
+    """Yields what goes on beside the actions, in as few tracks as hold it without overlap."""
     free: list[float] = []  # by track: until when it is taken
     beside = [(done, end, action) for action, _, done, end in timeline.actions(rank) if end > done]
     for start, end, action in sorted(beside, key=lambda item: item[0]):
@@ -97,18 +95,18 @@ def _entry(pid: int, tid: int, one: Slice, scale: float) -> Entry:
 
 
 def _arrows(timeline: Timeline, ranks: Mapping[int, tuple[int, str]], scale: float) -> Iterator[Entry]:
-    """From each send to the forward or backward that took what was sent."""
+    """From each send to the computation that took what was sent."""
     takers = {
-        (action.stage, action.kind, action.microbatch): start
+        (action.stage, ROWS[action.kind].receive, action.microbatch): start
         for rank in ranks for action, start, _, _ in timeline.actions(rank) if action.kind in COMPUTE}
     number, num_ranks = 0, len(timeline.plan)
     for rank, (pid, _) in ranks.items():
         for action, sent, _, _ in timeline.actions(rank):
-            kind, step = TAKERS.get(action.kind, (None, 0))
-            taken = takers.get((action.stage + step, kind, action.microbatch)) if kind else None
+            row = ROWS[action.kind]
+            taken = takers.get((action.stage + row.side, row.met_by, action.microbatch)) if row.met_by else None
             if taken is None:
                 continue
             number += 1
             same: Entry = {"id": f"{pid}.{number}", "name": "transfer", "cat": "transfer", "tid": 0}
             yield same | {"ph": "s", "pid": pid, "ts": sent * scale}
-            yield same | {"ph": "f", "pid": ranks[(rank + step) % num_ranks][0], "ts": taken * scale, "bp": "e"}
+            yield same | {"ph": "f", "pid": ranks[(rank + row.side) % num_ranks][0], "ts": taken * scale, "bp": "e"}

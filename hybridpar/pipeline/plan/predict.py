@@ -1,4 +1,4 @@
-"""What a schedule would take with given costs."""
+"""The time that a schedule takes with given costs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from hybridpar.pipeline.plan.timeline import Timeline
 
 _STEADY_BATCHES = 8
 _KEPT = 8
-"""Plans; one of 32 stages and 100 micro-batches takes 20 MB."""
+"""Number of plans in memory; one of 32 stages and 100 micro-batches takes 20 MB."""
 _WORTH = 1.01
-"""What a smaller early switch may cost of the step time."""
+"""Step time that a smaller early switch may take, over that of the paper's rule."""
 
 
 @dataclass(frozen=True)
 class Ordering:
-    """What decides the order of actions, but for the sizes: a schedule, its options, and passes over it.
+    """A schedule, its options, and the passes over it: with the sizes they decide the order of all actions.
 
-    clip: there is a NORM. gather: replicas share the update. Both as in `passes.add_updates`.
+    clip: there is a NORM. gather: replicas share the update. Both as in `passes.add_updates`. split: backwards are I
+    and W.
     """
 
     schedule: str
@@ -34,17 +35,16 @@ class Ordering:
     gradient_buffers: int = 0
     clip: bool = True
     gather: bool = False
+    split: bool = False
 
     @staticmethod
     def of(config: Config) -> Ordering:
-        """Of a run with this configuration; early_switch = "auto" counts as off."""
+        """The ordering of a run with this configuration; early_switch = "auto" counts as off."""
         pipeline = config.pipeline
-        # without clipping, pipedream's stages do not wait for each other's norm; all others report it
-        clip = pipeline.schedule != "pipedream" or config.optim.clip_grad > 0 or config.train.dtype == "fp16"
         early_switch = pipeline.early_switch if isinstance(pipeline.early_switch, int) else None
         return Ordering(
-            pipeline.schedule, pipeline.warmup, early_switch, pipeline.gradient_buffers, clip,
-            gather=config.parallel.zero > 0)
+            pipeline.schedule, pipeline.warmup, early_switch, pipeline.gradient_buffers, config.norms_first,
+            gather=config.parallel.zero > 0, split=pipeline.split_backward)
 
     def make(self) -> Schedule:
         """Raises: ConfigError."""
@@ -64,8 +64,9 @@ class Ordering:
 
 @lru_cache(maxsize=_KEPT)
 def _plan(ordering: Ordering, sizes: Sizes, num_batches: int) -> Plan:
-    """A planner asks for the same one with other costs; making it takes as long as simulating it."""
-    return make_plan(ordering.make(), sizes, 0, num_batches, clip=ordering.clip, gather=ordering.gather)
+    """The plan, kept: a planner asks for it again with other costs, and making it takes as long as simulating it."""
+    return make_plan(
+        ordering.make(), sizes, 0, num_batches, clip=ordering.clip, gather=ordering.gather, split=ordering.split)
 
 
 def smallest_early_switch(

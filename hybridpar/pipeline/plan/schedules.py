@@ -128,7 +128,7 @@ class Schedule:
         return max(self.num_stale(sizes) - self.warmup(sizes, 0), 0)
 
     def norm_delay(self, sizes: Sizes, stage: int, *, gather: bool = False) -> int:
-        """How many forwards and backwards after the last of batch t NORM(t) comes, or at UPDATE(t) if that is earlier.
+        """Forwards and backwards after the last of batch t before NORM(t) comes, or at UPDATE(t) if that is earlier.
 
         On all stages at about one time. It waits for the reduction, which over a slow link takes most of the slack: so
         the norm, a few bytes, has the last pair before UPDATE(t) on stage 0, or half of the slack where that is less.
@@ -152,7 +152,9 @@ class Schedule:
         links that take (k-1)/2 pairs: kr/2 pairs. (Without it, r pairs would delay all stages where there is no slack.)
         """
         warmup = self.warmup(sizes, 0)
-        return warmup * stage // (sizes.num_stages - 1) if warmup >= sizes.num_stages else (4 * stage + 1) // 3
+        if warmup >= sizes.num_stages > 1:
+            return warmup * stage // (sizes.num_stages - 1)
+        return (4 * stage + 1) // 3
 
     def max_live_activations(self, sizes: Sizes, stage: int) -> int:
         """Micro-batches that have run forward and not yet backward on this stage, at most; on all stages of a rank."""

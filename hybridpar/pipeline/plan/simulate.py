@@ -1,8 +1,9 @@
-"""How long a plan takes: an exact event-driven simulation of its dependencies, given what each step costs.
+"""Time that a plan takes: an exact event-driven simulation of its dependencies, given what each step costs.
 
 The rules are those of the executor, so a plan that ends here cannot deadlock there:
 
-    F, B      wait for their receive (F also for the gather of its weights), then take the rank's time
+    F, B, I   wait for their receive (F also for the gather of its weights), then take the rank's time
+    W         takes the rank's time
     SEND      returns at once. A transfer starts when it was sent, the receive is posted and the one before it on
               that link is over (there is no mailbox), and takes `transfer`; it arrives `latency` later. With
               `serial_links`, all transfers of a rank on one axis, SEND_F and RECV_F, or SEND_B and RECV_B, go one by
@@ -30,8 +31,9 @@ from functools import partial
 from heapq import heappop, heappush
 
 from hybridpar.errors import HybridparError
-from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind, Plan
-from hybridpar.pipeline.plan.costs import Costs, PerStage, expand
+from hybridpar.pipeline.plan.action import Action, Plan
+from hybridpar.pipeline.plan.costs import Costs, expand
+from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
 from hybridpar.pipeline.plan.timeline import Timeline
 
 
@@ -85,7 +87,7 @@ class _Queue:
 
 @dataclass(slots=True, eq=False)
 class _Channel:
-    """What flows one way between two neighbours, in order: the i-th send meets the i-th receive."""
+    """A flow one way between two neighbours, in order: the i-th send meets the i-th receive."""
 
     sender: _Rank
     receiver: _Rank
@@ -164,36 +166,29 @@ class _Machine:
         self.ranks = [_Rank(r, plan[r]) for r in range(p)]
         stages = max((a.stage + 1 for actions in plan.values() for a in actions if a.kind in COMPUTE), default=p)
         self.chunks = -(-stages // p) if p else 1
-        forward, backward = self._channels(-1), self._channels(1)
-        self.incoming = {Kind.F: forward, Kind.B: backward, Kind.RECV_F: forward, Kind.RECV_B: backward}
-        self.outgoing = {Kind.SEND_F: [*forward[1:], *forward[:1]], Kind.SEND_B: [*backward[-1:], *backward[:-1]]}
-        self.source = {Kind.F: 0, Kind.B: p * self.chunks - 1}  # the stage that has its input itself
+        channels = {flow: self._channels(flow) for flow in (1, -1)}  # by flow: what each rank receives
+        self.incoming = {kind: channels[row.flow] for kind, row in ROWS.items() if row.flow}
+        self.outgoing = {kind: [channels[row.flow][(r + row.flow) % p] for r in range(p)]
+                         for kind, row in ROWS.items() if row.met_by}
+        last = p * self.chunks - 1
+        self.source = {kind: 0 if row.flow > 0 else last for kind, row in ROWS.items()}  # the stage with its own input
         self.reduce, self.gather = expand(costs.reduce, p), expand(costs.gather, p)
         self.meetings: dict[tuple[Kind, int, int], _Meeting] = {}  # by kind, batch, and stage (NORM: 0)
-        call = {kind: self._durations(kind, costs.calls.get(kind, 0)) for kind in Kind}
-        first_use = self._when_gathered if any(self.gather) else self._when_arrived
-        self.table = {
-            Kind.F: (first_use, self._durations(Kind.F, costs.forward), None),
-            Kind.B: (self._when_arrived, self._durations(Kind.B, costs.backward), None),
-            Kind.SEND_F: (None, call[Kind.SEND_F], self._send), Kind.SEND_B: (None, call[Kind.SEND_B], self._send),
-            Kind.RECV_F: (None, call[Kind.RECV_F], self._post), Kind.RECV_B: (None, call[Kind.RECV_B], self._post),
-            Kind.REDUCE: (None, call[Kind.REDUCE], self._reduce),
-            Kind.NORM: (self._when_reduced if costs.blocking_norm else None, call[Kind.NORM], self._norm),
-            Kind.UPDATE: (
-                self._when_normed, self._durations(Kind.UPDATE, costs.update),
-                self._gather if any(self.gather) else None),
-        }
+        gathers = any(self.gather)
+        when = {Kind.UPDATE: self._when_normed}
+        if gathers:
+            when[Kind.F] = self._when_gathered
+        if costs.blocking_norm:
+            when[Kind.NORM] = self._when_reduced
+        effect = {Kind.REDUCE: self._reduce, Kind.NORM: self._norm} | ({Kind.UPDATE: self._gather} if gathers else {})
+        self.table = {kind: (
+            when.get(kind, self._when_arrived if row.receive else None), costs.durations(kind, p, self.chunks),
+            effect.get(kind, self._send if row.met_by else self._post if row.side else None),
+        ) for kind, row in ROWS.items()}
         self.runnable = deque(self.ranks)
 
-    def _durations(self, kind: Kind, cost: PerStage) -> list[Sequence[float]]:
-        """By stage, what actions of that kind take, by micro-batch; from the end on again from the start."""
-        p = len(self.ranks)
-        means = expand(cost, p * self.chunks) if kind in COMPUTE else [*expand(cost, p)] * self.chunks
-        factors = self.costs.variation.get(kind) or [(1.0,)] * len(means)
-        return [[mean * factor for factor in of_stage] for mean, of_stage in zip(means, factors, strict=True)]
-
-    def _channels(self, towards: int) -> list[_Channel | None]:
-        """What each rank receives from the neighbour at that side, of which the ends have one in a ring only."""
+    def _channels(self, flow: int) -> list[_Channel | None]:
+        """The channel that flows that way into each rank; where it begins there is one in a ring only."""
         p, costs, ring = len(self.ranks), self.costs, self.chunks > 1
         queues = [_Queue() for _ in self.ranks]  # one for what a rank sends and receives
         apart = [_Queue() for _ in self.ranks] if not costs.serial_links else queues
@@ -201,12 +196,12 @@ class _Machine:
         work, transfer, latency = (expand(c, links) for c in (costs.transfer_work, costs.transfer, costs.latency))
 
         def channel(sender: int, receiver: int) -> _Channel:
-            link = sender if towards < 0 else receiver
+            link = sender if flow > 0 else receiver
             return _Channel(
                 self.ranks[sender], self.ranks[receiver], apart[sender], queues[receiver],
                 work[link], transfer[link], latency[link])
 
-        return [channel((r + towards) % p, r) if ring or 0 <= r + towards < p else None for r in range(p)]
+        return [channel((r - flow) % p, r) if ring or 0 <= r - flow < p else None for r in range(p)]
 
     def run(self) -> None:
         self._advance_all()

@@ -1,4 +1,4 @@
-"""How large a pipeline is."""
+"""Sizes of a pipeline."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Sizes:
 
     @staticmethod
     def of(config: Config) -> Sizes:
-        """Those of a configuration."""
+        """The sizes that a configuration names."""
         pipeline = config.pipeline
         return Sizes(config.parallel.pp, pipeline.num_microbatches, pipeline.num_chunks)
 
     @property
     def num_stages(self) -> int:
-        """Of the model, over all ranks."""
+        """Number of stages over all ranks."""
         return self.num_ranks * self.chunks
 
     @property
@@ -49,7 +49,7 @@ class Sizes:
 
     @property
     def rank_name(self) -> str:
-        """What messages number ranks as: stages, where each holds one."""
+        """Word for a rank in messages: stage, where each holds one."""
         return "stage" if self.chunks == 1 else "rank"
 
     def rank_of(self, stage: int) -> int:

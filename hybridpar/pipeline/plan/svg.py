@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
-from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind, Plan
-from hybridpar.pipeline.plan.draw import as_timeline, num_chunks, number_of, timed
+from hybridpar.pipeline.plan.action import Action, Plan
+from hybridpar.pipeline.plan.draw import as_timeline, number_of
+from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
 from hybridpar.pipeline.plan.timeline import Timeline
 
 _COLOURS = (  # by weight version: forward, backward
@@ -16,8 +17,8 @@ _COLOURS = (  # by weight version: forward, backward
 )
 _INK, _MUTED, _IDLE = "#1f2733", "#6a7482", "#eceff3"
 _LEFT, _RIGHT, _TOP, _HEIGHT, _PITCH = 74, 92, 58, 30, 50  # pixels; _PITCH from one row to the next
-_LINES = {Kind.SEND_F: (9, "#6fa3dc", "activation"), Kind.SEND_B: (12, "#1d4f8b", "gradient")}
-"""Transfers that a stage sends: pixels below its row, colour, what they carry."""
+_LINES = {Kind.SEND_F: (9, "#6fa3dc"), Kind.SEND_B: (12, "#1d4f8b")}
+"""Transfers that a stage sends: pixels below its row, colour."""
 _SHOWN_PIXELS = 0.5
 FORWARDS = "forwards of one micro-batch on the costliest rank"
 """The unit of time of plans whose costs are counted, not measured."""
@@ -44,7 +45,7 @@ def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
     narrowest: dict[Kind, float] = {}
     digits = 1
     for rank in timeline.plan:
-        for action, start, end in timed(timeline, rank):
+        for action, start, end in timeline.shown(rank):
             if action.kind in COMPUTE and end > start:
                 narrowest[action.kind] = min(narrowest.get(action.kind, end - start), end - start)
                 digits = max(digits, len(number_of(action, len(timeline.plan))))
@@ -63,20 +64,20 @@ def draw_svg(
 ) -> str:
     """A plan as a self-contained SVG picture, `width` pixels wide or, with `widens`, as wide as its micro-batches need.
 
-    A box is a micro-batch on a stage: light forward, dark backward, its colour the weight version, with a b (and so on)
-    where the stage is the second of its rank. The bar below a row runs from the end of a batch's gradients to the
-    update, dark while a reduction is under way; the thin lines below that are the transfers that the stage sends,
-    where they take visible time. Every part has a tooltip.
+    A box is a micro-batch on a stage: light forward, dark backward (W less so), its colour the weight version, with a b
+    (and so on) where the stage is the second of its rank. The bar below a row runs from the end of a batch's gradients
+    to the update, dark while a reduction is under way; the thin lines below that are the transfers that the stage
+    sends, where they take visible time. Every part has a tooltip.
     """
     timeline = as_timeline(drawn)
     ranks = sorted(timeline.plan)
     span = timeline.makespan or 1.0
     scale = _scale(timeline, (width - _LEFT - _RIGHT) / span, widens=widens)
-    what = "stage" if num_chunks(timeline) == 1 else "rank"
+    what = timeline.rank_name
     rows = [part for rank in ranks for part in _svg_row(timeline, rank, what, scale)]
     axis = _TOP + len(ranks) * _PITCH
     full_width = max(scale.x(span) + _RIGHT, 640)
-    legend, bottom = _svg_legend(timeline, axis + 50, full_width, transfers=_shows_transfers(timeline, scale))
+    legend, bottom = _svg_legend(timeline, axis + 50, full_width, _visible(timeline, scale))
     heading = title or f"{len(ranks)} {what}s, makespan {span:.6g}"
     body = "\n".join([
         f'<text class="title" x="{_LEFT}" y="30">{escape(heading)}</text>',
@@ -120,7 +121,7 @@ def _svg_row(timeline: Timeline, rank: int, what: str, scale: _Scale) -> Iterato
     yield f'<text class="muted" x="{scale.x(timeline.makespan) + 12:.1f}" y="{y + 20}">{idle}</text>'
     reduced: dict[int, float] = {}  # batch: when its reduction began
     normed: dict[int, float] = {}  # and when it ended
-    for action, start, end in timed(timeline, rank):
+    for action, start, end in timeline.shown(rank):
         if action.kind in COMPUTE:
             yield from _svg_compute(action, start, end, scale)
         elif action.kind in _LINES:
@@ -136,12 +137,13 @@ def _svg_row(timeline: Timeline, rank: int, what: str, scale: _Scale) -> Iterato
 
 def _svg_compute(action: Action, start: float, end: float, scale: _Scale) -> Iterator[str]:
     x, y, width = scale.x(start), scale.y(action.stage), (end - start) * scale.per_unit
-    forward = action.kind is Kind.F
     weights = f" with W{action.version}" if action.version >= 0 else ""
-    tip = f"{action}: micro-batch {action.microbatch} {'forward' if forward else 'backward'}{weights}, " \
+    tip = f"{action}: micro-batch {action.microbatch} {ROWS[action.kind].name}{weights}, " \
           f"{start:.6g} to {end:.6g}"
     gap = min(1.0, width / 8)
-    yield _rect(x, y, width - gap, _HEIGHT, _colours(action.version)[not forward], tip, ' rx="2"')
+    forward = action.kind is Kind.F
+    shade = ' rx="2"' + ' fill-opacity="0.7"' * (action.kind is Kind.W)
+    yield _rect(x, y, width - gap, _HEIGHT, _colours(action.version)[not forward], tip, shade)
     if action.kind in scale.labels:
         css = f"mid {scale.labels[action.kind]} {'' if forward else 'on-dark'}".strip()
         label = number_of(action, scale.num_ranks)
@@ -149,9 +151,10 @@ def _svg_compute(action: Action, start: float, end: float, scale: _Scale) -> Ite
 
 
 def _svg_transfer(action: Action, start: float, end: float, scale: _Scale) -> Iterator[str]:
-    below, colour, what = _LINES[action.kind]
+    below, colour = _LINES[action.kind]
     if (width := (end - start) * scale.per_unit) >= _SHOWN_PIXELS:
-        tip = f"{action}: {what} of micro-batch {action.microbatch} on its way, {start:.6g} to {end:.6g}"
+        tip = f"{action}: {ROWS[action.kind].name} of micro-batch {action.microbatch} on its way, " \
+              f"{start:.6g} to {end:.6g}"
         yield _rect(scale.x(start), scale.y(action.stage) + _HEIGHT + below, width, 2, colour, tip)
 
 
@@ -185,16 +188,14 @@ def _svg_axis(scale: _Scale, span: float, y: float) -> Iterator[str]:
         yield f'<text class="muted mid" x="{scale.x(i * step):.1f}" y="{y + 12}">{i * step:g}</text>'
 
 
-def _shows_transfers(timeline: Timeline, scale: _Scale) -> bool:
-    return any(
-        action.kind in _LINES and (end - start) * scale.per_unit >= _SHOWN_PIXELS
-        for rank in timeline.plan for action, start, end in timed(timeline, rank))
+def _visible(timeline: Timeline, scale: _Scale) -> set[Kind]:
+    """Kinds of which an action takes time, a transfer so much that it is drawn."""
+    return {action.kind for rank in timeline.plan for action, start, end in timeline.shown(rank)
+            if end > start and (action.kind not in _LINES or (end - start) * scale.per_unit >= _SHOWN_PIXELS)}
 
 
-def _svg_legend(
-    timeline: Timeline, y: float, full_width: float, *, transfers: bool
-) -> tuple[list[str], float]:
-    """What colours and marks mean; and where the picture ends."""
+def _svg_legend(timeline: Timeline, y: float, full_width: float, visible: set[Kind]) -> tuple[list[str], float]:
+    """The meaning of colours and marks; and where the picture ends."""
     microbatches: dict[int, list[int]] = {}
     for actions in timeline.plan.values():
         for action in actions:
@@ -206,18 +207,15 @@ def _svg_legend(
     ]
     if len(microbatches) > len(_COLOURS):
         items.append(([], "... and so on"))
-    updating = [([_rect(0, 0, 26, 14, _INK)], "optimizer makes the new weights")] if any(
-        action.kind is Kind.UPDATE and end > start
-        for rank in timeline.plan for action, start, end in timed(timeline, rank)) else []
     items += [
         (_swatch(0), "forward, backward"),
         ([f'<path d="M8 3 h10 l-5 9 z" fill="{_INK}"/>'], "update"),
-        *updating,
+        *[([_rect(0, 0, 26, 14, _INK)], "optimizer makes the new weights")] * (Kind.UPDATE in visible),
         ([_rect(0, 5, 13, 4, _MUTED), _rect(13, 5, 13, 4, "#c9d0d8")], "gradients reduced, then ready for the update"),
         ([_rect(0, 0, 26, 14, _IDLE)], "idle"),
     ]
-    if transfers:
-        lines = [_rect(0, 4 + 4 * i, 26, 2, colour) for i, (_, colour, _) in enumerate(_LINES.values())]
+    if visible & _LINES.keys():
+        lines = [_rect(0, 4 + 4 * i, 26, 2, colour) for i, (_, colour) in enumerate(_LINES.values())]
         items.append((lines, "activation, gradient on its way"))
     parts, x = [f'<text class="muted" x="{_LEFT}" y="{y}">weights: micro-batches that use them</text>'], float(_LEFT)
     y += 10

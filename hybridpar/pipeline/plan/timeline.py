@@ -1,4 +1,4 @@
-"""When each action of a plan ran, and what follows from that."""
+"""Times at which each action of a plan ran, and what follows from them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from hybridpar.pipeline.plan.action import Action, Kind, Plan
+from hybridpar.pipeline.plan.action import Action, Plan
+from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, Kind
 from hybridpar.pipeline.plan.liveness import Live, peak_live
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each action of a plan ran: from `starts[rank][i]` on the rank itself did `plan[rank][i]`, until
+    """Times at which each action of a plan ran: from `starts[rank][i]` on the rank itself did `plan[rank][i]`, until
     `returns[rank][i]`; from then on it did other things. At `ends[rank][i]` the action was complete.
 
-    F, B and I, W return when they are complete. SEND, RECV, REDUCE and NORM return as soon as they are issued, and
-    UPDATE when the weights are made, which other ranks may still have to gather. `returns` left out: SEND, RECV, REDUCE
-    and NORM take none of the rank's time, and whatever else there is returns at its end.
+    A computation returns when it is complete, what goes on BESIDE the rank's work as soon as it is issued, and UPDATE
+    when the weights are made, which other ranks may still have to gather. `returns` left out: the actions that start
+    something take none of the rank's time, and all others return at their end.
     """
 
     plan: Plan
@@ -32,6 +33,22 @@ class Timeline:
         returns = self.returns[rank] if rank in self.returns else [
             s if action.kind in BESIDE else e for action, s, e in zip(self.plan[rank], starts, ends, strict=True)]
         return zip(self.plan[rank], starts, returns, ends, strict=True)
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of stages that each rank holds."""
+        stages = {action.stage for actions in self.plan.values() for action in actions if action.kind in COMPUTE}
+        return max(1, len(stages) // max(1, len(self.plan)))
+
+    @property
+    def rank_name(self) -> str:
+        """Word for a rank in pictures: stage, where each holds one."""
+        return "stage" if self.num_chunks == 1 else "rank"
+
+    def shown(self, rank: int) -> Iterator[tuple[Action, float, float]]:
+        """Each action of a rank as pictures show it: start and end; of an update, the end of the rank's own work."""
+        for action, start, done, end in self.actions(rank):
+            yield action, start, end if action.kind in BESIDE else done
 
     def scaled(self, by: float) -> Timeline:
         """The same in another unit of time."""
@@ -51,7 +68,7 @@ class Timeline:
         return 1 - self.busy(rank, since, until) / (until - since) if until > since else 0.0
 
     def batch_starts(self, num_microbatches: int) -> list[float]:
-        """When rank 0 begins the first forward of each batch."""
+        """Times at which rank 0 begins the first forward of each batch."""
         return [
             start
             for action, start in zip(self.plan[0], self.starts[0], strict=True)
@@ -84,7 +101,7 @@ class Timeline:
         end = max(action.microbatch for action in self.plan[0] if action.kind is Kind.F) + 1
         shifts = []
         for rank, actions in self.plan.items():
-            for kind in (Kind.F, Kind.B):
+            for kind in COMPUTE:
                 starts = [start for action, start in zip(actions, self.starts[rank], strict=True)
                           if action.kind is kind and end - 3 * m <= action.microbatch < end - m]
                 shifts += [after - before for before, after in zip(starts, starts[m:], strict=False)]
@@ -98,5 +115,3 @@ class Timeline:
 
 SAME = 1e-12
 """Share of a plan's time by which times that are equal may differ by rounding."""
-BESIDE = frozenset({Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B, Kind.REDUCE, Kind.NORM})
-"""What goes on beside a rank's own work once it was issued."""

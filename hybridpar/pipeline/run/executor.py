@@ -2,6 +2,7 @@
 
     F       wait for its receive, bind the version, run the stage, keep the graph
     B       wait for its receive, bind the version (recomputation), run backward, keep the input's gradient
+    I       the same, but what it takes to compute the weights' gradients waits        W   adds these up (batch hooks)
     RECV_*  post the receive        SEND_*  start the send        REDUCE NORM UPDATE   handed to the batch hooks
 
 It is the only place that waits for other stages.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import NoReturn, Protocol
 
@@ -23,7 +24,8 @@ from hybridpar.autograd import backward_from
 from hybridpar.comm import Work, irecv, isend
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import Losses, MicroBatch
-from hybridpar.pipeline.plan.action import Action, Kind
+from hybridpar.pipeline.plan.action import Action
+from hybridpar.pipeline.plan.kinds import ROWS, Kind
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs
 from hybridpar.pipeline.run.recording import Recording
 from hybridpar.pipeline.run.stage import Stage
@@ -32,20 +34,22 @@ from hybridpar.state.weights import WeightStore
 
 
 class Source(Protocol):
-    """Where micro-batches come from; every stage reads the same ones."""
+    """Source of micro-batches; every stage reads the same ones."""
 
     def microbatch(self, number: int) -> tuple[MicroBatch, RandomKey | None]: ...
 
 
 @dataclass(frozen=True)
 class BatchHooks:
-    """What sits above the pipeline."""
+    """Work of the layer above the pipeline, which is done once a batch or around a backward."""
 
     before_backward: Callable[[Action], float]
     """Points gradients at the right buffer; returns what the loss's gradient starts from (the loss scale)."""
     reduce: Callable[[int], None]
     norm: Callable[[int], None]
     update: Callable[[int], None]
+    weight_gradients: Callable[[Action], None]
+    """Adds up what waits since the backward to the input of that micro-batch."""
 
 
 def _refuse(_: object) -> NoReturn:
@@ -58,7 +62,7 @@ def max_unfinished_sends(num_ranks: int) -> int:
     return 2 * num_ranks
 
 
-NO_HOOKS = BatchHooks(_refuse, _refuse, _refuse, _refuse)
+NO_HOOKS = BatchHooks(*[_refuse] * len(fields(BatchHooks)))
 
 
 @dataclass(frozen=True)
@@ -99,13 +103,12 @@ class Executor:
         self._outputs: dict[tuple[Kind, int, int], Tensor] = {}
         self._sends: deque[Work] = deque()
         self._table: dict[Kind, Callable[[Action], None]] = {
-            Kind.F: self._forward, Kind.B: self._backward,
-            Kind.RECV_F: self._post_receive, Kind.RECV_B: self._post_receive,
-            Kind.SEND_F: self._send, Kind.SEND_B: self._send,
+            Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward,
+            Kind.W: lambda a: self._hooks.weight_gradients(a),
             Kind.REDUCE: lambda a: self._hooks.reduce(a.microbatch),
             Kind.NORM: lambda a: self._hooks.norm(a.microbatch),
             Kind.UPDATE: lambda a: self._hooks.update(a.microbatch),
-        }
+        } | {kind: self._send if row.met_by else self._post_receive for kind, row in ROWS.items() if row.side}
 
     def run(self, actions: Iterable[Action], source: Source, hooks: BatchHooks) -> None:
         """Executes the actions in order; at the end nothing is in flight."""
@@ -186,8 +189,9 @@ class Executor:
     def _post_receive(self, action: Action) -> None:
         lane = self.lane
         buffer = torch.empty(lane.shape, dtype=lane.dtype, device=lane.device)
-        axis, source = (lane.pp, -1) if action.kind is Kind.RECV_F else (lane.reverse, 1)
-        work = irecv(buffer, (axis.rank + source) % axis.size, axis, tag=action.stage)
+        row = ROWS[action.kind]
+        axis = lane.pp if row.flow > 0 else lane.reverse
+        work = irecv(buffer, (axis.rank + row.side) % axis.size, axis, tag=action.stage)
         self._received[action.kind, action.stage, action.microbatch] = (work, buffer)
 
     def _take(self, kind: Kind, stage: int, k: int) -> Tensor | None:
@@ -199,9 +203,9 @@ class Executor:
         return buffer
 
     def _send(self, action: Action) -> None:
-        lane = self.lane
-        axis, to = (lane.pp, 1) if action.kind is Kind.SEND_F else (lane.reverse, -1)
+        lane, row = self.lane, ROWS[action.kind]
+        axis = lane.pp if row.flow > 0 else lane.reverse
         tensor = self._outputs.pop((action.kind, action.stage, action.microbatch)).contiguous()
-        self._sends.append(isend(tensor, (axis.rank + to) % axis.size, axis, tag=action.stage + to))
+        self._sends.append(isend(tensor, (axis.rank + row.side) % axis.size, axis, tag=action.stage + row.side))
         if len(self._sends) > max_unfinished_sends(lane.pp.size):
             self.wait(self._sends.popleft().wait)

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Gradients(Protocol):
-    """What a backward pass writes: see dp.GradientAccumulator."""
+    """The gradients that a backward pass writes: see state.GradientAccumulator."""
 
     on_final: Callable[[str], None] | None
 
@@ -45,7 +45,7 @@ Kind = tuple[int, int, bool]
 
 def recorder(config: Config, stage: Stage, gradients: Gradients, device: torch.device, *,
              eager_last: bool) -> MicroBatchGraphs | None:
-    """What records and replays a job's micro-batches on a GPU; None, and a line in the log, where that cannot be."""
+    """Recorder of a job's micro-batches on a GPU; None, and a line in the log, where they cannot be recorded."""
     if reason := unsupported(config):
         _log.info("micro-batches run without CUDA graphs: %s", reason)
         return None
@@ -59,6 +59,8 @@ def unsupported(config: Config) -> str | None:
         return "stages wait for each other between a micro-batch's kernels"
     if parallel.tp > 1:
         return "ranks of tensor parallelism wait for each other between a micro-batch's kernels"
+    if config.pipeline.split_backward:
+        return "pipeline.split_backward computes the gradients of weights apart"
     if kind != "gpt":
         return f"the head of {kind} waits for the number of labelled positions"
     return None
@@ -103,7 +105,7 @@ class MicroBatchGraphs:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """What runs in it runs after what came before, and before what comes after."""
+        """Context in which work runs after all that came before, and before all that comes after."""
         outer = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(outer)
         try:
@@ -172,10 +174,7 @@ class MicroBatchGraphs:
         key = None if key is None else RandomKey(key.seed, key.counter.clone())
         graph = torch.cuda.CUDAGraph()
         with self._recording(graph):
-            losses = self._stage(None, inputs, key)
-            assert isinstance(losses, dict)
-            total = sum(losses.values())
-        assert isinstance(total, Tensor)
+            losses, total = self._run(inputs, key)
         losses = {name: loss.detach() for name, loss in losses.items()}
         return _Recorded(inputs, key, graph, losses, get_gradient_edge(total), torch.empty_like(total))
 
@@ -203,8 +202,12 @@ class MicroBatchGraphs:
                      str(error).splitlines()[0])
 
     def _run_again(self, recorded: _Recorded) -> None:
-        losses = self._stage(None, recorded.inputs, recorded.key)
+        _, total = self._run(recorded.inputs, recorded.key)
+        backward_from(get_gradient_edge(total), recorded.start)
+
+    def _run(self, inputs: MicroBatch, key: RandomKey | None) -> tuple[Losses, Tensor]:
+        losses = self._stage(None, inputs, key)
         assert isinstance(losses, dict)
         total = sum(losses.values())
         assert isinstance(total, Tensor)
-        backward_from(get_gradient_edge(total), recorded.start)
+        return losses, total

@@ -42,12 +42,12 @@ class Event:
 
     @property
     def ready(self) -> float:
-        """When its last wait was over."""
+        """Time at which its last wait was over."""
         return self.waits[-1][1] if self.waits else self.start
 
     @property
     def waited(self) -> float:
-        """How long it waited."""
+        """Seconds that it waited."""
         return sum(until - since for since, until in self.waits)
 
 
@@ -160,7 +160,7 @@ class Recording:
         return Usage(*(max(0.0, now - then) for now, then in zip(astuple(_usage()), astuple(self._begun), strict=True)))
 
     def events(self) -> tuple[Event, ...]:
-        """What was recorded."""
+        """All recorded actions, in order."""
         read, made, before = self._clock.read, [], None
         for action, first, last, stamps in self._actions:
             (start, own_start), (end, own_end) = read(first), read(last)
@@ -175,7 +175,7 @@ class Recording:
 
 
 def _usage() -> Usage:
-    """What was used so far."""
+    """CPU time used so far."""
     thread, process, machine = time.thread_time(), time.process_time(), 0.0
     with contextlib.suppress(OSError, ValueError), open(_STAT) as file:
         user, nice, system, _, _, irq, softirq = map(int, file.readline().split()[1:8])

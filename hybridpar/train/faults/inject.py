@@ -171,7 +171,7 @@ class Injector:
             return False
         if "link" in fault.kind:
             return action.kind in _kinds_of_link(self._engine.grid, self._engine.sizes.is_ring, fault.peer)
-        return action.kind is Kind.B if fault.kind == "nan gradient" else True
+        return action.kind in (Kind.B, Kind.I) if fault.kind == "nan gradient" else True
 
     def _happen(self, fault: Fault, action: Action) -> list[Any]:
         """What is to be removed after the action."""

@@ -20,11 +20,11 @@ def settings_of_plans(draw, max_stages=16, max_microbatches=64):
 
 
 @settings(deadline=None, max_examples=40)
-@given(settings_of_plans(), st.integers(0, 4), st.booleans(), st.sampled_from([None, 0, 1, 3]))
-def test_every_plan_is_right(setting, first_batch, clip, ahead):
+@given(settings_of_plans(), st.integers(0, 4), st.booleans(), st.sampled_from([None, 0, 1, 3]), st.booleans())
+def test_every_plan_is_right(setting, first_batch, clip, ahead, split):
     name, sizes = setting
     schedule = SCHEDULES[name]
-    plan = make_plan(name, sizes, first_batch, 3, clip=clip, ahead=ahead)
+    plan = make_plan(name, sizes, first_batch, 3, clip=clip, ahead=ahead, split=split)
     report = check(plan, sizes, name, serial_links=ahead in (None, 0))
     assert (report.first_batch, report.num_batches) == (first_batch, 3)
     long_enough = 3 * sizes.num_microbatches > sizes.num_stages
@@ -74,7 +74,7 @@ def change_microbatch(actions, i, data):
 
 NEEDS = {  # what must come before, of the same micro-batch or batch
     Kind.F: Kind.RECV_F, Kind.SEND_F: Kind.F, Kind.B: Kind.F, Kind.SEND_B: Kind.B, Kind.NORM: Kind.REDUCE,
-    Kind.UPDATE: Kind.NORM,
+    Kind.UPDATE: Kind.NORM, Kind.I: Kind.F, Kind.W: Kind.I,
 }
 
 
@@ -115,11 +115,11 @@ def schedules_and_sizes(draw):
 
 @pytest.mark.parametrize("fault", FAULTS)
 @settings(deadline=None, max_examples=40)
-@given(setting=schedules_and_sizes(), skipped=st.integers(0, 2), data=st.data())
-def test_any_fault_is_found(fault, setting, skipped, data):
+@given(setting=schedules_and_sizes(), skipped=st.integers(0, 2), split=st.booleans(), data=st.data())
+def test_any_fault_is_found(fault, setting, skipped, split, data):
     schedule, sizes = setting
     first_batch = schedule.sync_steps + skipped
-    plan = make_plan(schedule, sizes, first_batch, 3)
+    plan = make_plan(schedule, sizes, first_batch, 3, split=split)
     rank = data.draw(st.integers(0, sizes.num_stages - 1))
     i = data.draw(st.integers(0, len(plan[rank]) - 1))
     faulty = fault(plan[rank], i, data)
@@ -149,6 +149,16 @@ def fault_of(plan, sizes, name):
 def test_an_update_too_late_for_its_forward():
     plan = edited("2bw", Sizes(1, 2), 0, "UPDATE0@0 F4@0v1", "F4@0v1 UPDATE0@0")
     assert fault_of(plan, Sizes(1, 2), "2bw") == "F4@0v1 comes before UPDATE0@0, which it needs"
+
+
+def test_gradients_of_weights_too_late_for_their_reduction():
+    sizes = Sizes(1, 1)
+    late = parse_actions("F0@0v0 I0@0v0 REDUCE0@0 W0@0v0 NORM0@0 UPDATE0@0")
+    assert fault_of({0: late}, sizes, "1f1b") == "REDUCE0@0 comes before W0@0v0, which it needs"
+    early = parse_actions("F0@0v0 W0@0v0 I0@0v0 REDUCE0@0 NORM0@0 UPDATE0@0")
+    assert fault_of({0: early}, sizes, "1f1b") == "W0@0v0 comes before I0@0v0, which it needs"
+    both = parse_actions("F0@0v0 I0@0v0 W0@0v0 B0@0v0 REDUCE0@0 NORM0@0 UPDATE0@0")
+    assert fault_of({0: both}, sizes, "1f1b") == "B0@0v0 does not belong in this plan"
 
 
 def test_too_many_versions():

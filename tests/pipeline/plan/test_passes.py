@@ -1,4 +1,5 @@
-from itertools import islice
+from dataclasses import replace
+from itertools import islice, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -43,7 +44,8 @@ def test_an_update_that_gathers_comes_earlier():
         "F8v1 B8v1 F9v1 B9v1 NORM1 F10v1 UPDATE1 B10v1 F11v1 B11v1 REDUCE2 NORM2 UPDATE2"
     )
     for name in SCHEDULES.keys() - {"2bw"}:  # no slack: as before
-        assert make_plan(name, Sizes(4, 6), 0, 3, gather=True) == make_plan(name, Sizes(4, 6), 0, 3)
+        for sizes in (Sizes(4, 6), Sizes(1, 3)) if name != "interleaved" else (Sizes(4, 6, 2),):
+            assert make_plan(name, sizes, 0, 3, gather=True) == make_plan(name, sizes, 0, 3)
 
 
 def test_one_gradient_buffer():
@@ -94,6 +96,30 @@ def test_receives_posted_late():
     assert format_actions(first).startswith(
         "F0@0v0 SEND_F0@0 F1@0v0 SEND_F1@0 RECV_B0@0 B0@0v0 RECV_B1@0 B1@0v0 REDUCE0@0"
     )
+
+
+def test_a_split_backward_sends_before_the_gradients_of_weights():
+    first, last = make_plan("1f1b", Sizes(2, 2), split=True).values()
+    assert format_actions(last) == (
+        "RECV_F0@1 F0@1v0 RECV_F1@1 I0@1v0 SEND_B0@1 W0@1v0 F1@1v0 I1@1v0 SEND_B1@1 W1@1v0 REDUCE0@1 NORM0@1 UPDATE0@1")
+    assert format_actions(first).endswith("I0@0v0 W0@0v0 I1@0v0 W1@0v0 REDUCE0@0 NORM0@0 UPDATE0@0")
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(2, 8), st.integers(1, 16), st.booleans(), st.booleans(),
+       st.integers(0, 3))
+def test_a_split_backward_changes_nothing_else(name, p, m, clip, gather, ahead):
+    """Without W, and with B for I, it is the plan as it was, so what holds of its links does."""
+    sizes = Sizes(p, max(m, p - 1), 3 if name == "interleaved" else 1)
+    whole, split = (make_plan(name, sizes, 1, 3, clip=clip, gather=gather, ahead=ahead, split=split)
+                    for split in (False, True))
+    for rank, actions in split.items():
+        without = tuple(replace(a, kind=Kind.B) if a.kind is Kind.I else a for a in actions if a.kind is not Kind.W)
+        assert without == whole[rank]
+        computed = [a for a in actions if a.kind in COMPUTE]
+        for one, other in pairwise(computed):
+            if one.kind is Kind.I:
+                assert other == replace(one, kind=Kind.W), "nothing is computed in between"
 
 
 def test_evaluation():

@@ -233,6 +233,24 @@ def test_one_core_is_never_idle_where_a_rank_can_always_go_on():
         assert timeline.makespan == pytest.approx(4 * 3 * (m * 3 + 0.5)), name
 
 
+def test_parts_of_a_backward_take_its_time_and_send_early():
+    plan = make_plan("1f1b", Sizes(2, 1), split=True)
+    half = times_of(simulate(plan, Costs(1, 2)))
+    assert (half["I0@1v0"], half["W0@1v0"], half["I0@0v0"]) == ([2, 3, 3], [3, 4, 4], [3, 4, 4])
+    measured = times_of(simulate(plan, Costs(1, [2, 3], backward_input=[0.5, 1])))
+    assert (measured["I0@1v0"], measured["W0@1v0"], measured["W0@0v0"]) == ([2, 3, 3], [3, 5, 5], [3.5, 5, 5])
+    varying = Costs(1, 2, variation={Kind.B: [[0.5, 1.5], [1, 1]]})
+    assert times_of(simulate(make_plan("1f1b", Sizes(2, 2), split=True), varying))["W1@0v0"][0] + 1.5 == simulate(
+        make_plan("1f1b", Sizes(2, 2), split=True), varying).makespan
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(["naive", "gpipe", "1f1b", "2bw", "pipedream"]), st.integers(1, 6), st.integers(6, 9))
+def test_split_backwards_are_never_slower(name, p, m):
+    split, whole = (simulate(make_plan(name, Sizes(p, m), 0, 4, split=s), Costs(1, 2)).makespan for s in (True, False))
+    assert split <= whole
+
+
 def test_live_counts():
     timeline = simulate(make_plan("2bw", Sizes(4, 4), 0, 4))
     assert [timeline.peak_live(rank, 4) for rank in range(4)] == [

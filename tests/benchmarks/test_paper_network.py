@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper_network import Network, Route, pipeline_network, simulate_on
 from hybridpar.pipeline.plan.action import parse_actions
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.simulate import Costs, StuckError, simulate
 from hybridpar.planner.hardware import DEVICES, Cluster, Link
-from hybridpar.planner.network import Network, Route, pipeline_network, simulate_on
 
 seconds = st.floats(0, 3)
 

@@ -24,14 +24,14 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hybridpar.pipeline.plan.action import Action, Kind, Plan
+from hybridpar.pipeline.plan.action import Action, Plan
+from hybridpar.pipeline.plan.kinds import ROWS, Kind
 from hybridpar.pipeline.plan.simulate import Costs, StuckError
 from hybridpar.pipeline.plan.timeline import Timeline
 from hybridpar.planner.hardware import Cluster
 
-_TRANSFERS = {  # kind: whether this rank sends, and where the neighbour is
-    Kind.SEND_F: (True, 1), Kind.RECV_F: (False, -1), Kind.SEND_B: (True, -1), Kind.RECV_B: (False, 1),
-}
+_TRANSFERS = {kind: (row.met_by is not None, row.side) for kind, row in ROWS.items() if row.side}
+"""By kind: whether this rank sends, and where the neighbour is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,91 @@
+"""One row for each kind of action. Whatever reads a plan reads this table: a new kind is a row here, a method of the
+executor and, where it takes time, a cost.
+
+A backward is one action B, or two: I computes the gradient of the stage's input, W those of its weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(str, Enum):
+    """Kind of an action."""
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE = "REDUCE"
+    NORM = "NORM"
+    UPDATE = "UPDATE"
+
+    __hash__ = str.__hash__  # Enum's own is a Python function, and actions are hashed by the million
+    __str__ = str.__str__
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Properties of all actions of a kind.
+
+    `name`: the action, or what a transfer carries, in words. `needs`: kinds that come before it on its rank where the
+    plan has them, of the same stage and micro-batch. An action of a batch needs those of all micro-batches of the batch
+    on all stages of the rank; an action of a micro-batch needs the UPDATE that makes its weights.
+    `receive`, `send`: the transfers that bring its input and take its output away. `flow`: 1 for what passes on to
+    later stages, -1 to earlier ones. `met_by`: the receive that a send meets.
+    `beside`: it starts something and returns; all others take the rank's time. `per_batch`: its number is a batch.
+    `holds`: by how much it changes the number of micro-batches whose activations the rank holds. `reads`: it needs the
+    weights of its version. `adds`: it adds to its batch's gradients, which the batch's UPDATE empties.
+    `part_of`: the kind of which it is a part. `awaits`: what a rank lacks that waits before it, in words.
+    """
+
+    name: str
+    needs: tuple[Kind, ...] = ()
+    receive: Kind | None = None
+    send: Kind | None = None
+    flow: int = 0
+    met_by: Kind | None = None
+    beside: bool = False
+    per_batch: bool = False
+    holds: int = 0
+    reads: bool = False
+    adds: bool = False
+    part_of: Kind | None = None
+    awaits: str = "another rank"
+
+    @property
+    def side(self) -> int:
+        """Side of a transfer's other end: 1 on the next stage, -1 on the one before; 0: it is no transfer."""
+        return (self.flow if self.met_by else -self.flow) if self.beside else 0
+
+
+_K = Kind
+ROWS: dict[Kind, Row] = {
+    _K.F: Row("forward", (_K.RECV_F, _K.UPDATE), _K.RECV_F, _K.SEND_F, 1, holds=1, reads=True, awaits="the activation"),
+    _K.B: Row("backward", (_K.F, _K.RECV_B), _K.RECV_B, _K.SEND_B, -1, holds=-1, reads=True, adds=True,
+              awaits="the gradient"),
+    _K.I: Row("backward to the input", (_K.F, _K.RECV_B), _K.RECV_B, _K.SEND_B, -1, reads=True, adds=True,
+              part_of=_K.B, awaits="the gradient"),
+    _K.W: Row("backward to the weights", (_K.I,), holds=-1, adds=True, part_of=_K.B),
+    _K.SEND_F: Row("activation", (_K.F,), flow=1, met_by=_K.RECV_F, beside=True),
+    _K.RECV_F: Row("activation", flow=1, beside=True),
+    _K.SEND_B: Row("gradient", (_K.B, _K.I), flow=-1, met_by=_K.RECV_B, beside=True),
+    _K.RECV_B: Row("gradient", flow=-1, beside=True),
+    _K.REDUCE: Row("reduction", (_K.B, _K.W), beside=True, per_batch=True),
+    _K.NORM: Row("norm", (_K.REDUCE,), beside=True, per_batch=True, awaits="the reduction"),
+    _K.UPDATE: Row("update", (_K.NORM, _K.REDUCE), per_batch=True, awaits="the norm"),
+}
+
+PER_BATCH = frozenset(kind for kind, row in ROWS.items() if row.per_batch)
+"""Kinds whose `microbatch` is a batch number."""
+BESIDE = frozenset(kind for kind, row in ROWS.items() if row.beside)
+"""Kinds that start something and return: it then goes on beside the rank's own work."""
+COMPUTE = frozenset(ROWS) - PER_BATCH - BESIDE
+"""Kinds that compute with a micro-batch."""
+INPUTS = frozenset(kind for kind, row in ROWS.items() if row.receive)
+"""Kinds that compute with what another stage has sent."""

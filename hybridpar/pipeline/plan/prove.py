@@ -1,0 +1,71 @@
+"""`check` at the start of a run: of the plan that will run, or of a smaller one where it would take long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hybridpar.config import Config
+from hybridpar.pipeline.plan.check import CheckReport, check
+from hybridpar.pipeline.plan.passes import make_plan
+from hybridpar.pipeline.plan.predict import Ordering
+from hybridpar.pipeline.plan.schedules import SCHEDULES, Schedule, Sizes, schedule_of
+
+_MOST = 6000
+"""Micro-batches, counted on each stage, that are proven in less than half a second."""
+_RANKS, _CHUNKS, _STEADY = 12, 3, 8
+"""The largest plan that stands for those with more: ranks, chunks, pairs in each steady stretch."""
+
+
+def prove(config: Config) -> list[CheckReport]:
+    """Proves the plan of a run with this resolved configuration, for any number of steps: that of the synchronous steps
+    before, where there are some, and that of the schedule.
+
+    Raises: PlanError; ConfigError if the schedule cannot run on these sizes.
+    """
+    schedule, sizes, ordering = schedule_of(config.pipeline), Sizes.of(config), Ordering.of(config)
+    first = schedule.sync_steps
+    parts = [(SCHEDULES["1f1b"], 0)] * (first > 0) + [(schedule, first)]
+    return [_prove(*enough(part, sizes), start, ordering) for part, start in parts]
+
+
+def _prove(schedule: Schedule, sizes: Sizes, start: int, ordering: Ordering) -> CheckReport:
+    num_batches = _num_batches(schedule, sizes)
+    plan = make_plan(
+        schedule, sizes, start, num_batches, clip=ordering.clip, gather=ordering.gather, split=ordering.split)
+    return check(plan, sizes, schedule, start, num_batches)
+
+
+def _num_batches(schedule: Schedule, sizes: Sizes) -> int:
+    """Batches after which a plan repeats itself: at once where it drains, else when the first has left the pipeline,
+    and with it the weights and gradients that it began with."""
+    return 2 if schedule.flush else 3 + -(-sizes.num_stages // sizes.num_microbatches)
+
+
+def enough(schedule: Schedule, sizes: Sizes) -> tuple[Schedule, Sizes]:
+    """The schedule and sizes themselves, or smaller ones that stand for them.
+
+    A rank's list is a warm-up, steady stretches of pairs (forward, backward) in which nothing else changes, and what
+    happens at the ends of a batch. A pair leaves on every link and in every count what it found, so a plan is right for
+    any length of a stretch if it is for a length in which all ranks are in it together. And the list of a rank depends
+    on its distance to the last one, by which only the warm-up grows; of three chunks the one between is any of those.
+    """
+    p, m = sizes.num_ranks, sizes.num_microbatches
+    if p * sizes.chunks * m * _num_batches(schedule, sizes) <= _MOST:
+        return schedule, sizes
+    few = Sizes(min(p, _RANKS), m, min(sizes.chunks, _CHUNKS))
+    ranks, steady = few.num_ranks, few.num_ranks + _STEADY
+    ahead = schedule.warmup(few, 0) if schedule.needs_full_pipeline else 0
+    needed = schedule.warmup(sizes, 0) if schedule.needs_full_pipeline else 0
+    if schedule.early_switch is not None:  # two stretches: on the older weights, and on the newer
+        older = schedule.early_switch - (needed - (p - 1))
+        newer = m - (p - 1) - schedule.early_switch
+        switch = ahead - (ranks - 1) + min(older, steady)
+        return replace(schedule, early_switch=switch), replace(
+            few, num_microbatches=switch + ranks - 1 + min(newer, steady))
+    if m < p and not needed:  # the pipeline is never full
+        return schedule, replace(few, num_microbatches=max(1, m * ranks // p))
+    if "chunks" in schedule.options:  # two rounds, a larger and a smaller one if there are both
+        rounds, rest = divmod(m, p)
+        larger = min(-(-rest // rounds), ranks)
+        return schedule, replace(few, num_microbatches=min(m, 2 * (ranks + larger) - (rest % rounds > 0)))
+    return schedule, replace(few, num_microbatches=ahead + min(m - needed, ranks + steady))

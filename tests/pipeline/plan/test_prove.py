@@ -1,0 +1,92 @@
+"""The proof at the start of a run: of the plan that runs, or of a smaller one that stands for it."""
+
+import time
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hybridpar.config import from_mapping
+from hybridpar.errors import ConfigError
+from hybridpar.pipeline.plan import passes
+from hybridpar.pipeline.plan.action import Kind
+from hybridpar.pipeline.plan.check import PlanError
+from hybridpar.pipeline.plan.prove import _MOST, _num_batches, enough, prove
+from hybridpar.pipeline.plan.schedules import SCHEDULES, WARMUPS, Sizes, make_schedule
+
+
+def make(schedule, pp, m, **pipeline):
+    return from_mapping({
+        "model": {"num_layers": max(4, 2 * pp)}, "parallel": {"pp": pp, "dp": 1},
+        "pipeline": {"schedule": schedule, "num_microbatches": m, **pipeline}})
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_small_plans_are_proven_themselves(schedule, split):
+    (report,) = prove(make(schedule, 4, 12, split_backward=split))
+    assert (report.schedule, report.sizes.num_ranks, report.sizes.num_microbatches) == (schedule, 4, 12)
+    assert report.num_batches >= 2
+
+
+def test_synchronous_steps_are_proven_too():
+    before, after = prove(make("2bw", 2, 4, sync_steps=7))
+    assert (before.schedule, before.first_batch) == ("1f1b", 0)
+    assert (after.schedule, after.first_batch) == ("2bw", 7)
+
+
+@st.composite
+def large(draw):
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    p, m = draw(st.integers(1, 200)), draw(st.integers(1, 3000))
+    chunks = draw(st.integers(2, 6)) if name == "interleaved" else 1
+    options = {}
+    if name == "2bw":
+        options["warmup"] = draw(st.sampled_from(list(WARMUPS)))
+        options["early_switch"] = draw(st.none() | st.integers(0, 2500))
+    return name, options, p, m, chunks
+
+
+@settings(deadline=None, max_examples=300)
+@given(large())
+def test_what_stands_for_a_large_plan_is_a_small_one_that_can_run(setting):
+    name, options, p, m, chunks = setting
+    try:
+        sizes, schedule = Sizes(p, m, chunks), make_schedule(name, **options)
+        schedule.check_sizes(sizes)
+    except ConfigError:
+        assume(False)
+    small, few = enough(schedule, sizes)
+    small.check_sizes(few)
+    assert few.num_microbatches <= m
+    assert few.num_ranks <= p
+    assert few.num_stages * few.num_microbatches * _num_batches(small, few) <= _MOST
+    assert m < p or few.num_microbatches >= few.num_ranks, "as full as the large one"
+
+
+@settings(deadline=None, max_examples=15)
+@given(large())
+def test_large_plans_are_proven(setting):
+    name, options, p, m, chunks = setting
+    try:
+        make_schedule(name, **options).check_sizes(Sizes(p, m, chunks))
+    except ConfigError:
+        assume(False)
+    if chunks > 1:
+        options = options | {"chunks": chunks}
+    if options.get("early_switch", 0) is None:
+        del options["early_switch"]
+    start = time.process_time()
+    prove(make(name, p, m, **options))
+    assert time.process_time() - start < 5.0, "half a second on an idle core"
+
+
+def test_a_wrong_plan_is_refused(monkeypatch):
+    right = passes.lower
+
+    def without_a_receive(*args, **options):
+        return (a for a in right(*args, **options) if not (a.kind is Kind.RECV_B and a.microbatch == 5))
+
+    monkeypatch.setattr(passes, "lower", without_a_receive)
+    with pytest.raises(PlanError, match="RECV_B5@0 is missing"):
+        prove(make("1f1b", 2, 4))

@@ -1,0 +1,133 @@
+"""Backwards in two parts: losses, norms and weights equal to the bit those of whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from hybridpar.config import Config, from_mapping
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.grid import ProcessGrid
+from hybridpar.pipeline.plan.action import Action
+from hybridpar.pipeline.plan.kinds import Kind
+from hybridpar.pipeline.run.graphs import unsupported
+from hybridpar.state.audit import bit_hash
+from hybridpar.train.engine import Engine, StepResult
+
+DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
+
+
+def make(split: bool, tp: int = 1, pp: int = 1, dp: int = 1, **sections: dict[str, Any]) -> Config:
+    return from_mapping({
+        "model": {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "seq_length": 12, "vocab_size": 37,
+                  **sections.get("model", {})},
+        "parallel": {"tp": tp, "pp": pp, "dp": dp, **sections.get("parallel", {})},
+        "pipeline": {"num_microbatches": 3, "split_backward": split, **sections.get("pipeline", {})},
+        "train": {"micro_batch_size": 2, "num_steps": 20, **sections.get("train", {})},
+        "optim": {"lr": 1e-2, **sections.get("optim", {})},
+    })
+
+
+def train(config: Config, late: bool = False) -> tuple[list[Any], dict[str, int], set[str]]:
+    """Numbers of each step and hashes of the gradients; of the weights; and which kinds of action ran."""
+    parallel = config.parallel
+    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
+    engine = Engine(config, grid, torch.device("cpu"))
+    loader = SyntheticLoader(config.model, 2, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size)
+    steps: list[StepResult] = []
+    gradients: list[dict[str, int]] = []
+    ran: set[str] = set()
+
+    def watched(actions: Iterator[Action]) -> Iterator[Action]:
+        for action in held_back(actions) if late else actions:
+            ran.add(action.kind.value)
+            yield action
+
+    engine.tamper = watched
+    engine.train(loader, 4, steps.append, lambda batch, tensors: gradients.append(
+        {name: int(bit_hash(x)) for name, x in tensors.items()}))
+    numbers = [(s.losses, s.grad_norm, s.stage_norms) for s in steps]
+    return [numbers, gradients], {name: int(bit_hash(x)) for name, x in engine.state_tensors().items()}, ran
+
+
+def held_back(actions: Iterator[Action]) -> Iterator[Action]:
+    """W as late as can be: before the reduction of their batch."""
+    waiting: list[Action] = []
+    for action in actions:
+        if action.kind is Kind.W:
+            waiting.append(action)
+            continue
+        if action.kind is Kind.REDUCE:
+            yield from waiting
+            waiting.clear()
+        yield action
+
+
+def same(num_ranks: int, **settings: Any) -> None:
+    whole = run_ranks(train, num_ranks, make(False, **settings))
+    split = run_ranks(train, num_ranks, make(True, **settings))
+    for (numbers, weights, ran), (expected, expected_weights, before) in zip(split, whole, strict=True):
+        assert numbers == expected
+        assert weights == expected_weights
+        assert "B" in before
+        assert ran - before == {"I", "W"}
+        assert before - ran == {"B"}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("schedule", "options"), [
+    ("naive", {}), ("gpipe", {}), ("1f1b", {}), ("1f1b", {"warmup": "latency"}), ("interleaved", {}), ("2bw", {}),
+    ("2bw", {"early_switch": 1}), ("2bw", {"gradient_buffers": 1}), ("2bw", {"warmup": "bandwidth"}),
+    ("2bw", {"sync_steps": 2}), ("pipedream", {}), ("pipedream", {"sync_steps": 1}),
+], ids=str)
+def test_on_every_schedule(schedule: str, options: dict[str, Any]) -> None:
+    same(2, pp=2, model=DROPOUT, pipeline={"schedule": schedule, **options})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_in_every_precision_with_tied_embeddings(dtype: str, pp: int) -> None:
+    same(pp, pp=pp, model=DROPOUT, train={"dtype": dtype}, pipeline={"schedule": "2bw"})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("recompute", ["all", "0", "stage"])
+def test_with_recomputation(recompute: str) -> None:
+    same(2, pp=2, model=DROPOUT | {"kind": "bert"}, pipeline={"schedule": "1f1b", "recompute": recompute})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("model", [
+    {"logits_chunk": 5}, {"kind": "bert", "logits_chunk": 5}, {"tie_embeddings": False, "activation": "swiglu"},
+    {"position": "rotary", "norm": "rms_norm", "parallel_residual": True, "bias": False},
+], ids=str)
+def test_of_other_models(model: dict[str, Any]) -> None:
+    same(2, pp=2, model=model, train={"dtype": "bf16"})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(("tp", "pp", "dp", "schedule"), [(2, 1, 1, "1f1b"), (1, 1, 2, "2bw"), (1, 2, 2, "2bw"),
+                                                          (2, 2, 1, "interleaved")])
+def test_with_tensor_and_data_parallelism(tp: int, pp: int, dp: int, schedule: str, zero: int) -> None:
+    same(tp * pp * dp, tp=tp, pp=pp, dp=dp, model=DROPOUT, parallel={"zero": zero},
+         pipeline={"schedule": schedule, "num_microbatches": 4}, optim={"clip_grad": 0.5})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("schedule", ["gpipe", "2bw"])
+def test_gradients_of_weights_may_wait_for_the_end_of_their_batch(schedule: str) -> None:
+    settings = {"pp": 2, "dp": 2, "model": DROPOUT, "pipeline": {"schedule": schedule}}
+    whole = run_ranks(train, 4, make(False, **settings))
+    late = run_ranks(train, 4, make(True, **settings), True)
+    assert [result[:2] for result in late] == [result[:2] for result in whole]
+
+
+def test_they_are_not_recorded() -> None:
+    assert "split_backward" in (unsupported(make(True)) or "")
+    assert unsupported(make(False)) is None
