@@ -49,8 +49,8 @@ class RankEvents:
 
     rank: int
     name: str
-    pipeline: tuple[int, int]
-    """Replica and tensor part: ranks with the same ones exchange activations."""
+    pipeline: tuple[int, ...]
+    """Its place on all axes but pp: ranks with the same one exchange activations."""
     stage: int
     """Its place in the pipeline: the stage that it holds, or the first of them."""
     events: tuple[Event, ...]
@@ -98,7 +98,7 @@ def gather(recorder: Recorder, grid: ProcessGrid) -> list[RankEvents]:
     """The events of all ranks, on rank 0's clock, earliest at 0. Collectives: on all ranks of the grid."""
     shift = shift_to_first(grid)
     mine = RankEvents(
-        grid.rank, grid.describe(), (grid.dp.rank, grid.tp.rank), grid.pp.rank,
+        grid.rank, grid.describe(), tuple(index for name, index in grid.place.items() if name != "pp"), grid.pp.rank,
         _shifted(recorder.events, shift.seconds), _host(grid), recorder.usage, shift.error)
     ranks: list[RankEvents] = gather_objects(mine, grid.world)
     origin = min((r.events[0].start for r in ranks if r.events), default=0.0)
