@@ -203,7 +203,7 @@ def sizes_of(parallel: ParallelConfig) -> dict[str, int]:
 def place_of(rank: int, sizes: AxisSizes) -> dict[str, int]:
     """Place of a rank on a grid."""
     place = {}
-    for name, size in reversed(sizes.items()):
+    for name, size in reversed(list(sizes.items())):
         rank, place[name] = divmod(rank, size)
     return {name: place[name] for name in sizes}
 

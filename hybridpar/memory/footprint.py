@@ -96,7 +96,7 @@ class _TracedStage:
         self.stage = Stage(built, recompute)
         parameters = StageParameters(self.stage, dtype)
         placements = parameters.placements
-        grid = ProcessGrid.imagined(sizes_of(config.parallel), 0, lambda _, ranks: _SilentGroup(0, len(ranks)))
+        grid = ProcessGrid.imagined(sizes_of(config.parallel), 0, lambda _, ranks: _SilentGroup(0, len(ranks)))  # type: ignore[call-arg]
         owned = Partition(parameters.layout, make_routes(config, placements, grid)).owned
         self.weights = WeightStore(
             parameters, Ownership(owned), buffers.versions, device, predict=config.optim.staleness == "prediction")

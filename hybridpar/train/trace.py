@@ -168,12 +168,13 @@ def _has_waited(used: Event) -> bool:
     return bool(used.waits) and used.waits[0][1] - used.waits[0][0] > _WAITED_S
 
 
-def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, int] = (0, 0), *, gathers: bool = False) -> Timeline:
-    """One pipeline as it ran. Where a rank waited in the course of an action, that is no part of it.
+def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, ...] = (), *, gathers: bool = False) -> Timeline:
+    """One pipeline (by default the first) as it ran, without the time that a rank waited in the course of an action.
 
     What went on beside the actions ends when it was seen to be over. A transfer that nobody waited for takes as long as
     those on that link that someone did wait for. gathers: whether replicas gather new weights after an update.
     """
+    pipeline = pipeline or min(r.pipeline for r in ranks)
     stages = sorted((r for r in ranks if r.pipeline == pipeline), key=lambda r: r.stage)
     events = {(e.action.stage, e.action.kind, e.action.microbatch): e for r in stages for e in r.events}
     usual = {link: median(times) for link in range(len(stages)) if (times := list(transfer_times(stages, link)))}
