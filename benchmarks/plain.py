@@ -75,7 +75,7 @@ def full_weights(shape: Shape) -> dict[str, Tensor]:
     """hybridpar's starting weights, whole, by the plain model's names."""
     blocks = build_blocks(shape.model, Axis("tp"), range(shape.num_layers + 2), device="cpu")
     named = list(named_placements(nn.ModuleDict({"blocks": nn.ModuleDict({str(n): b for n, b in blocks.items()})})))
-    initialize(named, SEED, 0)
+    initialize(named, SEED)
     return {_plain_name(name, shape): parameter.detach() for name, parameter, _ in named}
 
 

@@ -127,8 +127,8 @@ class Waiting:
 class Record:
     """What a recorder says. Without an action `kind` is empty, without a wait `operation`; `peer`: a global rank.
 
-    `count`: it has changed where this has. `who`: rank, stage (of the grid), the stages that it holds, replica,
-    tensor_part, pid, num_microbatches, and `axes`, the global ranks by axis; whatever was known when the
+    `count`: it has changed where this has. `who`: rank, stage (of the grid), the stages that it holds, its
+    place by axis, pid, num_microbatches, and `axes`, the global ranks by axis; whatever was known when the
     recorder was opened.
     """
 

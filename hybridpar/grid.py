@@ -1,40 +1,55 @@
-"""The 3D process grid (pp x dp x tp) and its axes.
+"""The process grid: its axes by name, and the lines of ranks along them.
 
-Rank order: tp fastest, then dp, then pp, so tensor parallelism stays on the fastest links. There is no current
-grid: whoever communicates is handed the Axis it needs, and an axis of size 1 works without a process group.
+A grid is an ordered mapping of axis names to sizes, the outermost first. The default is pp, dp, tp: tp is fastest, so
+tensor parallelism stays on the fastest links. There is no current grid: whoever communicates is handed the Axis it
+needs, and an axis of size 1 works without a process group.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import product
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hybridpar.config import ParallelConfig
 from hybridpar.errors import config_error
 from hybridpar.flight import NO_FLIGHT, NOBODY, Flight, Waiting
+
+AxisSizes = Mapping[str, int]
+"""AxisSizes of a grid's axes by name, the outermost first."""
+Place = Mapping[str, int]
+"""Index of a rank along every axis, by name; 0 along an axis that is not named."""
+ALONE: Place = MappingProxyType({})
+"""Place of a rank that has no others."""
+
+MODEL = ("pp", "tp")
+"""Axes that divide the model: ranks along them hold different parameters, or different parts of them."""
+BATCH = ("dp",)
+"""Axes that divide a batch: ranks along them hold the same parameters, and each has a part of the gradient's sum."""
+_WORDS = {"dp": "replica", "tp": "tensor part"}
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What went over one axis: calls and payload bytes of this rank, by operation name."""
+    """Calls and payload bytes of this rank over one axis, by operation name."""
 
     calls: Counter[str] = field(default_factory=Counter)
     num_bytes: Counter[str] = field(default_factory=Counter)
 
     def add(self, op: str, num_bytes: int) -> None:
-        """Counts one call."""
+        """Adds one call to the counts."""
         self.calls[op] += 1
         self.num_bytes[op] += num_bytes
 
     def clear(self) -> None:
-        """Begins to count from zero."""
+        """Sets all counts to zero."""
         self.calls.clear()
         self.num_bytes.clear()
 
@@ -62,7 +77,7 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """How many ranks are on the axis."""
+        """Number of ranks on the axis."""
         return len(self.ranks)
 
     @property
@@ -83,110 +98,153 @@ class Axis:
         """Global rank of the successor on this axis (the axis is a ring)."""
         return self.ranks[(self.rank + 1) % self.size]
 
+    def call(self, operation: str, num_bytes: int, peer: int = NOBODY) -> Waiting:
+        """Counts a call; a context in which this rank waits for it."""
+        self.traffic.add(operation, num_bytes)
+        return self.waiting(operation, peer)
+
     def waiting(self, operation: str, peer: int = NOBODY) -> Waiting:
-        """While entered, this rank waits for the axis, or for one of its ranks (a global one)."""
+        """A context in which this rank waits for the axis, or for its rank `peer` (a global one)."""
         return Waiting(self.flight, operation, self.name, peer)
 
 
-_AXES = ("tp", "dp", "pp", "pp_reverse", "ends", "world")
+_JOIN = " x "
 
 
 class ProcessGrid:
-    """A pp x dp x tp grid over all processes of the job.
+    """A grid over all processes of the job: `ProcessGrid(tp=2, pp=4)`, or `ProcessGrid({"pp": 4, "x": 2, "tp": 2})`.
 
-    Axes: `tp`, `dp`, `pp`; `pp_reverse` (the same line as pp with a communicator of its own, for gradients that flow
-    against the activations); `ends` (all replicas of the first and the last pipeline stage, which share tied
-    embeddings; size 1 in between, and where pp is 1); `world` (every rank).
+    `axis("tp")` is this rank's line along an axis, `axis("dp", "x")` its line along those of `joined` together. By
+    attribute: `tp`, `dp`, `pp`; `pp_reverse` (the line of pp with a communicator of its own, for gradients that flow
+    against the activations); `ends` (the first and the last pipeline stage with all replicas of theirs, which share
+    tied embeddings; size 1 in between, and where pp is 1); `world` (every rank).
 
-    `device_type`: where the tensors are that its axes are given; `flight`: where these note what this rank waits for.
+    `sizes`: the outermost first; an axis of tp, pp and dp that is missing has size 1. `place`: of this rank.
+    `device_type`: where the tensors are that its axes are given. `flight`: where these note what this rank waits for.
     Collectives: creating a grid of more than one process is collective over all processes of the job.
-    Raises: ConfigError if tp * pp * dp is not the number of processes.
+    Raises: ConfigError if the sizes do not multiply to the number of processes.
     """
 
-    def __init__(self, *, tp: int = 1, pp: int = 1, dp: int = 1, device_type: str = "cpu",
-                 flight: Flight = NO_FLIGHT):
-        sizes = {"pp": pp, "dp": dp, "tp": tp}
-        for name, size in sizes.items():
-            if size < 1:
-                raise config_error(f"parallel.{name}", size, "must be at least 1", "1")
-        num_ranks = prod(sizes.values())
+    def __init__(self, sizes: AxisSizes | None = None, *, tp: int = 1, pp: int = 1, dp: int = 1,
+                 joined: Sequence[tuple[str, ...]] = (), device_type: str = "cpu", flight: Flight = NO_FLIGHT):
+        self.sizes = _complete({"pp": pp, "dp": dp, "tp": tp} if sizes is None else sizes)
+        self.device_type, self.flight = device_type, flight
+        num_ranks, rank = prod(self.sizes.values()), dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if num_ranks not in (1, world_size):
+            given = " ".join(f"{name}={size}" for name, size in self.sizes.items())
             raise config_error(
-                "parallel", f"tp={tp} pp={pp} dp={dp}", f"tp * pp * dp is {num_ranks} but the job has {world_size} "
-                "processes", f"torchrun --nproc-per-node {num_ranks}",
-            )
-        self.device_type, self.flight = device_type, flight
-        self.sizes = sizes
-        if num_ranks == 1:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            self._set(*(Axis(name, 0, (rank,), flight=flight) for name in _AXES))
-            return
-        rank = dist.get_rank()
-        lines = lines_of(tp, pp, dp)
-        via_host = device_type != "cpu" and dist.get_backend() == "gloo"
-        self._set(*(_axis(name, rank, lines[name], flight, via_host) for name in _AXES))
+                "parallel", given, f"{' * '.join(self.sizes)} is {num_ranks} but the job has {world_size} processes",
+                f"torchrun --nproc-per-node {num_ranks}")
+        via_host = num_ranks > 1 and device_type != "cpu" and dist.get_backend() == "gloo"
+        self._connect(rank, lines_of(self.sizes, joined), _new_group, via_host)
 
-    def _set(self, tp: Axis, dp: Axis, pp: Axis, pp_reverse: Axis, ends: Axis, world: Axis) -> None:
-        self.tp, self.dp, self.pp, self.pp_reverse, self.ends, self.world = tp, dp, pp, pp_reverse, ends, world
+    @classmethod
+    def imagined(cls, sizes: AxisSizes, rank: int, group: Callable[[str, list[int]], Any]) -> ProcessGrid:
+        """The grid as its rank `rank` sees it, outside of any job; `group(axis, ranks)` stands for a communicator."""
+        grid = cls.__new__(cls)
+        grid.sizes, grid.device_type, grid.flight = _complete(sizes), "cpu", NO_FLIGHT
+        lines = lines_of(grid.sizes).items()
+        grid._connect(rank, {name: [x for x in of_name if rank in x] for name, of_name in lines}, group, via_host=False)
+        return grid
+
+    def _connect(self, rank: int, lines: Mapping[str, list[list[int]]], group: Callable[[str, list[int]], Any],
+                 via_host: bool) -> None:
+        """Takes this rank's line of each name. Every rank creates every group in the same order, as torch requires."""
+        self.place = place_of(rank, self.sizes)
+        self._axes = {name: Axis(name, 0, (rank,), flight=self.flight) for name in lines}
+        for name, line in [(name, line) for name, of_name in lines.items() for line in of_name if len(line) > 1]:
+            made = group(name, line)
+            if rank in line:
+                at = line.index(rank)
+                self._axes[name] = Axis(name, at, tuple(line), made, flight=self.flight, via_host=via_host)
+        self.tp, self.dp, self.pp, self.pp_reverse, self.ends, self.world = map(
+            self._axes.__getitem__, ("tp", "dp", "pp", "pp_reverse", "ends", "world"))
+
+    def axis(self, *names: str) -> Axis:
+        """This rank's line along an axis, or along several that were joined."""
+        return self._axes[_JOIN.join(names)]
 
     @property
     def rank(self) -> int:
         """This process's global rank."""
         return self.world.ranks[self.world.rank]
 
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank is the first of those that run the same micro-batches on the same stage."""
+        return all(index == 0 for name, index in self.place.items() if name != "pp" and name not in BATCH)
+
     def describe(self, chunks: int = 1) -> str:
-        """Where this process stands, for messages: 'rank 5 (stage 2, replica 0, tensor part 1)'.
+        """This rank and its place, for messages: 'rank 5 (stage 2, replica 0, tensor part 1)'.
 
-        `chunks`: of the model, that each rank holds.
+        `chunks`: parts of the model that each rank holds.
         """
-        stages = range(self.pp.rank, chunks * self.pp.size, self.pp.size)
-        return describe(self.rank, stages, self.dp.rank, self.tp.rank)
+        return describe(self.rank, range(self.pp.rank, chunks * self.pp.size, self.pp.size), self.place)
 
 
-def describe(rank: int, stages: Sequence[int], replica: int, tensor_part: int) -> str:
-    """A process and its place on the grid, for messages: 'rank 5 (stages 2 and 5, replica 0, tensor part 1)'."""
+def describe(rank: int, stages: Sequence[int], place: Place) -> str:
+    """A rank and its place on the grid, for messages: 'rank 5 (stages 2 and 5, replica 0, tensor part 1)'."""
+    return f"rank {rank} ({where_of(stages, place)})"
+
+
+def where_of(stages: Sequence[int], place: Place) -> str:
+    """A place on the grid, for messages: 'stages 2 and 5, replica 0, tensor part 1'."""
     *others, last = map(str, stages)
-    where = f"stages {', '.join(others)} and {last}" if others else f"stage {last}"
-    return f"rank {rank} ({where}, replica {replica}, tensor part {tensor_part})"
+    where = [f"stages {', '.join(others)} and {last}" if others else f"stage {last}"]
+    return ", ".join(where + [f"{_WORDS.get(name, name)} {index}" for name, index in place.items() if name != "pp"])
 
 
-def place_of(rank: int, tp: int, dp: int) -> tuple[int, int, int]:
-    """(stage, replica, tensor part) of a rank."""
-    return rank // (tp * dp), rank // tp % dp, rank % tp
+def sizes_of(parallel: ParallelConfig) -> dict[str, int]:
+    """Axes of the grid that a configuration asks for."""
+    return {"pp": parallel.pp, "dp": parallel.dp, "tp": parallel.tp}
 
 
-def lines_of(tp: int, pp: int, dp: int) -> dict[str, list[list[int]]]:
-    """The global ranks along every axis, by its name: a list for each line of the grid that has one."""
-    lines = {
-        "tp": [[(s * dp + d) * tp + t for t in range(tp)] for s, d in product(range(pp), range(dp))],
-        "dp": [[(s * dp + d) * tp + t for d in range(dp)] for s, t in product(range(pp), range(tp))],
-        "pp": [[(s * dp + d) * tp + t for s in range(pp)] for d, t in product(range(dp), range(tp))],
-        "ends": [[(s * dp + d) * tp + t for s in (0, pp - 1) for d in range(dp)] for t in range(tp) if pp > 1],
-        "world": [list(range(tp * pp * dp))],
-    }
-    return lines | {"pp_reverse": lines["pp"]}
+def place_of(rank: int, sizes: AxisSizes) -> dict[str, int]:
+    """Place of a rank on a grid."""
+    place = {}
+    for name, size in reversed(list(sizes.items())):
+        rank, place[name] = divmod(rank, size)
+    return {name: place[name] for name in sizes}
 
 
-def _axis(name: str, rank: int, lines: list[list[int]], flight: Flight, via_host: bool) -> Axis:
-    """This rank's line of those, with a group. Every rank creates every group in the same order, as torch requires."""
-    mine = Axis(name, 0, (rank,), flight=flight)
-    for line in lines:
-        group = _new_group(name, line) if len(line) > 1 else None
-        if rank in line:
-            mine = Axis(name, line.index(rank), tuple(line), group, flight=flight, via_host=via_host)
-    return mine
+def lines_of(sizes: AxisSizes, joined: Sequence[tuple[str, ...]] = ()) -> dict[str, list[list[int]]]:
+    """Global ranks along every axis, by its name: a list for each line of the grid that has one.
+
+    The order is the one in which a grid creates the groups: its axes from the innermost on, then those made of them.
+    """
+    names = list(sizes)
+    ranks = torch.arange(prod(sizes.values())).view(*sizes.values())
+
+    def along(*moving: str, of: torch.Tensor = ranks) -> list[list[int]]:
+        dims = [names.index(name) for name in sorted(moving, key=names.index)]
+        return of.movedim(dims, list(range(-len(dims), 0))).reshape(-1, prod(of.shape[dim] for dim in dims)).tolist()
+
+    lines = {name: along(name) for name in reversed(names)}
+    lines["pp_reverse"] = lines["pp"]
+    last = sizes["pp"] - 1
+    ends = ranks.index_select(names.index("pp"), torch.tensor([0, last]))
+    lines["ends"] = along("pp", *BATCH, of=ends) if last else []
+    return lines | {_JOIN.join(group): along(*group) for group in joined} | {"world": along(*names)}
+
+
+def _complete(sizes: AxisSizes) -> dict[str, int]:
+    """AxisSizes with those of pp, dp and tp that are missing. Raises: ConfigError if one is below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise config_error(f"parallel.{name}", size, "must be at least 1", "1")
+    return {name: 1 for name in ("pp", "dp", "tp") if name not in sizes} | dict(sizes)
 
 
 def _new_group(name: str, ranks: list[int]) -> dist.ProcessGroup:
-    """A group with the timeout of the job's own."""
+    """A communicator with the timeout of the job's own."""
     backend = str(dist.get_backend())
     options = _of_the_job("cuda" if backend == "nccl" else "cpu")
     return dist.new_group(ranks, options._timeout, _SHARED_GLOO if backend == "gloo" else backend, group_desc=name)
 
 
 def _of_the_job(device_type: str) -> Any:
-    """The options of the job's own group, for tensors of that device."""
+    """Options of the job's own group, for tensors of a device."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD._get_backend(torch.device(device_type)).options
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import TIMEOUT, run_ranks
 
 from hybridpar.errors import ConfigError
-from hybridpar.grid import Axis, ProcessGrid, Traffic, describe
+from hybridpar.grid import Axis, ProcessGrid, Traffic, describe, lines_of, place_of
 
 AXES = ("tp", "dp", "pp", "pp_reverse", "ends", "world")
 
@@ -28,7 +28,8 @@ def test_one_process_needs_no_process_group() -> None:
         assert axis.next == axis.prev == 0
     assert grid.rank == 0
     assert grid.describe() == "rank 0 (stage 0, replica 0, tensor part 0)"
-    assert describe(5, range(1, 6, 2), 0, 1) == "rank 5 (stages 1, 3 and 5, replica 0, tensor part 1)"
+    place = {"pp": 1, "dp": 0, "tp": 1}
+    assert describe(5, range(1, 6, 2), place) == "rank 5 (stages 1, 3 and 5, replica 0, tensor part 1)"
 
 
 def test_axes_count_separately() -> None:
@@ -50,7 +51,7 @@ def test_sizes_below_one(sizes: dict[str, int]) -> None:
 
 
 def test_more_ranks_than_processes() -> None:
-    with pytest.raises(ConfigError, match=r"tp \* pp \* dp is 6 but the job has 1 processes; try torchrun"):
+    with pytest.raises(ConfigError, match=r"pp \* dp \* tp is 6 but the job has 1 processes; try torchrun"):
         ProcessGrid(tp=3, pp=2)
 
 
@@ -94,6 +95,23 @@ def test_rank_order(tp: int, pp: int, dp: int) -> None:
             "ends": ends if pp > 1 and s in (0, pp - 1) else (rank,),
             "world": tuple(range(tp * pp * dp)),
         }
+
+
+def test_any_axes_and_lines_joined_of_them() -> None:
+    sizes = {"pp": 2, "cp": 2, "dp": 3, "tp": 1}
+    lines = lines_of(sizes, [("dp", "cp")])
+    assert list(lines) == ["tp", "dp", "cp", "pp", "pp_reverse", "ends", "dp x cp", "world"]
+    assert lines["cp"] == [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11]]
+    assert lines["dp x cp"] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    assert lines["ends"] == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
+    grid = ProcessGrid.imagined(sizes, 10, lambda *_: object())
+    assert grid.place == place_of(10, sizes) == {"pp": 1, "cp": 1, "dp": 1, "tp": 0}
+    assert grid.axis("cp").ranks == (7, 10)
+    assert grid.axis("dp") is grid.dp
+    assert grid.describe() == "rank 10 (stage 1, cp 1, replica 1, tensor part 0)"
+    assert not grid.is_first_copy
+    assert ProcessGrid.imagined(sizes, 8, lambda *_: object()).is_first_copy
+    assert ProcessGrid({"cp": 1}, joined=[("dp", "cp")]).axis("dp", "cp").size == 1
 
 
 def wrong_size_and_two_grids() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -67,6 +69,16 @@ def test_every_slice_has_one_owner(case: tuple[int, Shard]) -> None:
     assert sorted(owned.tolist()) == list(range(size))
     shared = placement_of(size, shard).shared_index()
     assert shared.tolist() == [i for i in range(size) if (held == i).sum() > 1]
+
+
+@given(shards())
+def test_how_it_is_held_along_every_axis(case: tuple[int, Shard]) -> None:
+    size, shard = case
+    split = placement_of(size, shard)
+    other = replace(split, shard=replace(shard, axis="ep"), tied="word", partial=("tp",))
+    assert [split.along(axis).value for axis in ("pp", "dp", "tp", "x")] == ["split", "partial", "split", "copy"]
+    assert [other.along(axis).value for axis in ("pp", "dp", "tp", "ep")] == ["partial", "partial", "partial", "split"]
+    assert (split.rank_at({"tp": 3, "ep": 2}), other.rank_at({"tp": 3, "ep": 2}), other.rank_at({})) == (3, 2, 0)
 
 
 def test_replicated() -> None:

@@ -20,7 +20,7 @@ from hybridpar.config import Config
 from hybridpar.data import DataStart
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.flight import NO_FLIGHT, Flight
-from hybridpar.grid import Axis
+from hybridpar.grid import Axis, sizes_of
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.optim import ParameterSlot
@@ -82,14 +82,14 @@ def load(saved: Saved, engine: Trainee, ahead: int = 0) -> None:
     Raises: CheckpointError.
     """
     slots = {slot.name: slot for slot in engine.slots}
-    state = Restated(saved, engine.weights, slots, engine.grid.tp.rank, ahead)
+    state = Restated(saved, engine.weights, slots, engine.grid.place, ahead)
     engine.load_state(state, state.meta(engine.scaler.state()))
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
     """Compares everything with its checksums. Raises: CheckpointError."""
     for shard in manifest.shards:
-        SavedShard(folder, shard, manifest.config.parallel.tp).file.check()
+        SavedShard(folder, shard, sizes_of(manifest.config.parallel)).file.check()
 
 
 def _mismatch(manifest: Manifest, config: Config, corpus: str, folder: Path) -> str:

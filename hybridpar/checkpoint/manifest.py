@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds.
+"""A checkpoint folder and its table of contents.
 
     checkpoints/
         step_00000100/
@@ -29,6 +29,7 @@ from hybridpar.checkpoint import json_values as plain
 from hybridpar.config import Config, from_mapping, to_mapping
 from hybridpar.data import FROM_THE_START, DataStart
 from hybridpar.errors import CheckpointError, ConfigError, shown
+from hybridpar.grid import ALONE, BATCH, MODEL, Place, sizes_of, where_of
 from hybridpar.reading import read_limited
 
 FORMAT = 3
@@ -39,32 +40,40 @@ _MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file: the part of pipeline stage `pp` and tensor part `tp`, written by replica `dp`.
+    """One file: what the rank at `place` wrote, the axes that divide the model first.
 
     `blocks`: those of the stage, from the first to before the last; where a rank holds several chunks of the model, so
     of each in turn. `checksums`: as from tensorfile.write_tensors.
     """
 
-    pp: int
-    tp: int
-    dp: int
+    place: Place
     blocks: tuple[int, ...]
     num_bytes: int
     checksums: str
 
     @property
     def name(self) -> str:
-        return file_name(self.pp, self.tp, self.dp)
+        return file_name(self.place)
 
     @property
     def spans(self) -> tuple[range, ...]:
         """The blocks of each chunk."""
         return tuple(map(range, self.blocks[::2], self.blocks[1::2]))
 
+    def as_plain(self) -> dict[str, Any]:
+        """JSON values, as `parse_shard` takes them."""
+        return {"name": self.name, **self.place, "blocks": self.blocks, "num_bytes": self.num_bytes,
+                "checksums": self.checksums}
 
-def file_name(pp: int, tp: int, dp: int) -> str:
-    """What the file of a stage, a tensor part and a replica is called."""
-    return f"pp{pp}-tp{tp}{f'-dp{dp}' if dp else ''}.safetensors"
+
+def saved_place(config: Config, place: Place = ALONE) -> Place:
+    """`place` on the axes of a configuration's grid, as a checkpoint writes it: those that divide the model first."""
+    return {name: place.get(name, 0) for name in (*MODEL, *sizes_of(config.parallel))}
+
+
+def file_name(place: Place) -> str:
+    """Name of the file of the rank at `place`: pp0-tp1.safetensors, pp0-tp1-dp2.safetensors."""
+    return "-".join(f"{name}{index}" for name, index in place.items() if name in MODEL or index) + ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ class TrainingState:
 
     @staticmethod
     def of(meta: Mapping[str, Any]) -> TrainingState:
-        """From the plain values of Engine.state_meta, or of a manifest. Raises: ValueError."""
+        """The state in plain values of Engine.state_meta, or of a manifest. Raises: ValueError."""
         done = plain.integer(meta.get("batches_done"), "batches_done")
         versions = [plain.integer(v, "versions", 0, done) for v in plain.sequence(meta.get("versions"), "versions")]
         if not versions or versions != sorted(set(versions)) or versions[-1] != done:
@@ -105,7 +114,7 @@ class TrainingState:
                 plain.integer(start.get(key, 0), "data_start") for key in ("sample", "num_consumed"))))
 
     def as_meta(self) -> dict[str, Any]:
-        """As Engine.load_state takes it."""
+        """Plain values, as Engine.load_state takes them."""
         return asdict(self) | {
             "versions": list(self.versions), "loss_scales": {str(v): scale for v, scale in self.loss_scales.items()}}
 
@@ -132,7 +141,7 @@ class Manifest:
             "data": {"corpus": self.corpus, "samples": self._position()},
             "val_loss": self.val_loss, "versions": {"hybridpar": __version__, "torch": torch.__version__},
             "state": self.state.as_meta(),
-            "shards": [{"name": shard.name} | asdict(shard) for shard in self.shards],
+            "shards": [shard.as_plain() for shard in self.shards],
             "config": to_mapping(self.config),
         }
         return json.dumps(document | {_CHECKSUM: _checksum(document)}, indent=1)
@@ -143,7 +152,7 @@ class Manifest:
 
 
 def _checksum(document: Mapping[str, Any]) -> str:
-    """Of values, not of how they are laid out. Floats are written such that they read back as they were."""
+    """Checksum of values, whatever their layout. Floats are written such that they read back as they were."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
@@ -186,14 +195,13 @@ def _parse(document: Mapping[str, Any]) -> Manifest:
 
 def parse_shard(entry: Any, config: Config) -> ShardFile:
     """A file of a checkpoint of `config`. Raises: ValueError."""
-    entry, parallel = plain.mapping(entry, "a shard"), config.parallel
-    pp, tp, dp = (plain.integer(entry.get(key), key, 0, most - 1) for key, most in (
-        ("pp", parallel.pp), ("tp", parallel.tp), ("dp", parallel.dp)))
+    entry, sizes = plain.mapping(entry, "a shard"), sizes_of(config.parallel)
+    place = {name: plain.integer(entry.get(name), name, 0, sizes[name] - 1) for name in saved_place(config)}
     shard = ShardFile(
-        pp, tp, dp, plain.spans(entry.get("blocks"), "blocks", config.model.num_blocks),
+        place, plain.spans(entry.get("blocks"), "blocks", config.model.num_blocks),
         plain.integer(entry.get("num_bytes"), "num_bytes"), plain.string(entry.get("checksums"), "checksums"))
     if entry.get("name") != shard.name:
-        raise ValueError(f"the file of stage {pp}, tensor part {tp}, replica {dp} must be called {shard.name}, "
+        raise ValueError(f"the file of {where_of([place['pp']], place)} must be called {shard.name}, "
                          f"not {shown(entry.get('name'))}")
     if not re.fullmatch("([0-9a-f]{8})+", shard.checksums):
         raise ValueError(f"{shard.name} has no checksums")
@@ -203,14 +211,14 @@ def parse_shard(entry: Any, config: Config) -> ShardFile:
 def _check_stages(manifest: Manifest) -> None:
     """Every stage and tensor part is there once, and the stages are all blocks. Raises: ValueError."""
     parallel = manifest.config.parallel
-    where = [(shard.pp, shard.tp, shard.dp) for shard in manifest.shards]
-    if len(set(where)) < len(where):
+    if len({shard.name for shard in manifest.shards}) < len(manifest.shards):
         raise ValueError("it names a file twice")
-    if len([1 for _, _, dp in where if dp == 0]) != parallel.pp * parallel.tp:
+    firsts = [shard for shard in manifest.shards if not any(shard.place[name] for name in BATCH)]
+    if len(firsts) != parallel.pp * parallel.tp:
         raise ValueError(f"it names other files than those of {parallel.pp} stages and {parallel.tp} tensor parts")
-    held = {(shard.pp, shard.blocks) for shard in manifest.shards}
-    stages = sorted((blocks.start, blocks.stop, shard.pp) for shard in {s.pp: s for s in manifest.shards}.values()
-                    for blocks in shard.spans)
+    held = {(shard.place["pp"], shard.blocks) for shard in manifest.shards}
+    stages = sorted((start, stop, pp) for pp, blocks in dict(held).items()
+                    for start, stop in zip(blocks[::2], blocks[1::2], strict=True))
     edges = [0, *(stop for _, stop, _ in stages)]
     around = [number % parallel.pp for number in range(len(stages))]
     if len(held) != parallel.pp or [s for s, _, _ in stages] != edges[:-1] or [pp for _, _, pp in stages] != around:

@@ -1,4 +1,4 @@
-"""What the ranks that write tell the one that publishes, by files beside the shards.
+"""Notes of the ranks that write to the one that publishes: files beside the shards.
 
 A save goes on beside training, whose collectives must meet in order; so there are none here. A rank that dies leaves no
 note, and what it had a part in is never published.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from threading import Event
 
@@ -16,6 +16,7 @@ from hybridpar.checkpoint import json_values as plain
 from hybridpar.checkpoint.manifest import ShardFile, file_name, parse_shard
 from hybridpar.config import Config
 from hybridpar.errors import CheckpointError
+from hybridpar.grid import BATCH, MODEL, AxisSizes, Place, sizes_of
 from hybridpar.reading import read_limited
 
 _MAX_BYTES = 64 << 20
@@ -29,26 +30,27 @@ class GivenUp(Exception):
     """Another rank has failed: there is nothing to wait for."""
 
 
-def writers(config: Config) -> list[tuple[int, int, int]]:
-    """The (pp, tp, dp) that have a file to write: the first replica of each stage and tensor part; with ZeRO all, the
-    others what they alone keep."""
-    parallel = config.parallel
-    replicas = range(parallel.dp if parallel.zero else 1)
-    return [(pp, tp, dp) for pp in range(parallel.pp) for tp in range(parallel.tp) for dp in replicas]
+def writers(sizes: AxisSizes, zero: int) -> list[Place]:
+    """Places of the ranks that have a file to write: the first of those that hold the same part of the model; with ZeRO
+    all replicas, as each keeps a part of the optimizer's state."""
+    split = (*MODEL, *BATCH) if zero else MODEL
+    names = (*MODEL, *(name for name in sizes if name not in MODEL))
+    indices = product(*(range(sizes[name] if name in split else 1) for name in names))
+    return [dict(zip(names, at, strict=True)) for at in indices]
 
 
 def leave(folder: Path, written: Written) -> None:
-    """Says that a file is there to last. Raises: OSError."""
+    """Leaves the note that a file is there to last. Raises: OSError."""
     shard, versions = written
     note = _note(folder, shard.name)
     aside = note.with_suffix(".part")  # nobody reads half a note; and none need last
-    aside.write_text(json.dumps({"name": shard.name} | asdict(shard) | {"versions": versions}), encoding="utf-8")
+    aside.write_text(json.dumps(shard.as_plain() | {"versions": versions}), encoding="utf-8")
     aside.rename(note)
 
 
 def collect(folder: Path, config: Config, given_up: Event) -> list[Written]:
     """Waits for the notes of all writers, and takes them away. Raises: GivenUp, OSError, CheckpointError."""
-    paths = [_note(folder, file_name(*where)) for where in writers(config)]
+    paths = [_note(folder, file_name(where)) for where in writers(sizes_of(config.parallel), config.parallel.zero)]
     written = [_read(path, config) for path in _as_they_come(paths, given_up)]
     for path in paths:
         path.unlink()

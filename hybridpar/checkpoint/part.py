@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hybridpar.checkpoint import notes
 from hybridpar.checkpoint.files import forget
-from hybridpar.checkpoint.manifest import ShardFile, TrainingState, file_name
+from hybridpar.checkpoint.manifest import ShardFile, TrainingState, file_name, saved_place
 from hybridpar.checkpoint.notes import Written
 from hybridpar.checkpoint.shards import WEIGHTS, header_of
 from hybridpar.checkpoint.tensorfile import TensorFile, write_tensors
 from hybridpar.config import Config
 from hybridpar.flight import NO_FLIGHT, Flight
-from hybridpar.grid import ProcessGrid
+from hybridpar.grid import Place, ProcessGrid
 from hybridpar.nn.placement import Placement
 from hybridpar.optim import ParameterSlot
 from hybridpar.optim.loss_scale import LossScaler
@@ -51,7 +51,7 @@ class Part:
     """One rank's file: which, and what goes into it. `blocks`: as in manifest.ShardFile. `versions`: of the weights,
     those that it has."""
 
-    where: tuple[int, int, int]
+    where: Place
     blocks: tuple[int, ...]
     versions: tuple[int, ...]
     tensors: dict[str, Tensor]
@@ -65,7 +65,7 @@ class Part:
         tensors = {name: tensor for name, tensor in engine.state_tensors().items()
                    if grid.dp.is_first or not name.startswith(f"{WEIGHTS}/")}  # which all replicas have
         return Part(
-            (grid.pp.rank, grid.tp.rank, grid.dp.rank),
+            saved_place(engine.config, grid.place),
             tuple(edge for blocks in held for edge in (blocks.start, blocks.stop)),
             TrainingState.of(engine.state_meta()).versions, tensors,
             header_of(engine.placements, engine.owned_parts()))
@@ -78,17 +78,16 @@ class Part:
     def write(self, folder: Path, tensors: Mapping[str, Tensor] | None = None, *,
               flight: Flight = NO_FLIGHT) -> Written:
         """Writes the file, with a copy of the tensors where there is one. Raises: OSError."""
-        size, checksums = write_tensors(folder / file_name(*self.where), tensors or self.tensors, self.header, flight)
-        return ShardFile(*self.where, self.blocks, size, checksums), self.versions
+        size, checksums = write_tensors(folder / file_name(self.where), tensors or self.tensors, self.header, flight)
+        return ShardFile(self.where, self.blocks, size, checksums), self.versions
 
     def check(self, folder: Path, written: Written, *, flight: Flight = NO_FLIGHT) -> None:
         """Compares the file with its checksums. Raises: CheckpointError where it is not what was written."""
-        path, (shard, _) = folder / file_name(*self.where), written
+        path, (shard, _) = folder / file_name(self.where), written
         forget(path)
         TensorFile(path, (shard.num_bytes, shard.checksums)).check(flight)
 
 
 def is_writer(engine: Trainee) -> bool:
     """Whether this rank has a file to write."""
-    grid = engine.grid
-    return (grid.pp.rank, grid.tp.rank, grid.dp.rank) in notes.writers(engine.config)
+    return engine.grid.place in notes.writers(engine.grid.sizes, engine.config.parallel.zero)

@@ -19,9 +19,9 @@ Located = tuple[int, int, int]  # global start, global stop, position in the loc
 
 
 def find_pieces(wanted: Placement, rank: int, saved: Placement) -> dict[int, Pieces]:
-    """Which pieces of the saved local tensors make up the local tensor of `rank`, by the tp rank that saved them.
+    """Pieces of the saved parts that make up part `rank` of the wanted ones, by the index of the saved part.
 
-    Each element has one source, that of the same tp rank where it has it: rows may be held by several.
+    Each element has one source, the part of the same index where it has it: rows may be held by several.
     Shapes: rows of (first element there, first element here, how many), counted in flat tensors.
     Raises: ValueError if the two are not the same parameter.
     """
@@ -51,7 +51,7 @@ def find_pieces(wanted: Placement, rank: int, saved: Placement) -> dict[int, Pie
 
 
 def clip(pieces: Pieces, column: int, part: Range) -> Pieces:
-    """What of `pieces` lies in `part` of one side (column 0: there, 1: here), counted from its start there."""
+    """Pieces within `part` of one side (column 0: there, 1: here), counted from its start there."""
     start, stop = part
     first = np.maximum(pieces[:, column], start)
     count = np.minimum(pieces[:, column] + pieces[:, 2], stop) - first

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hybridpar.checkpoint.saved import Saved
 from hybridpar.checkpoint.shards import MASTER, OPTIMIZER, WEIGHTS
+from hybridpar.grid import Place
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.weights import WeightStore
 
@@ -37,11 +38,11 @@ class Restated(Mapping[str, Tensor]):
     Raises: CheckpointError where one is missing, damaged or of another shape.
     """
 
-    def __init__(self, saved: Saved, weights: WeightStore, slots: Mapping[str, ParameterSlot], tp_rank: int,
+    def __init__(self, saved: Saved, weights: WeightStore, slots: Mapping[str, ParameterSlot], where: Place,
                  ahead: int = 0):
         self._saved, self._slots, self._state = saved, slots, saved.manifest.state
         self._unpredicts = saved.manifest.config.optim.staleness == "prediction" and not weights.predicts
-        self._whole = {name: ParameterSlot(name, place, tp_rank) for name, place in weights.placements.items()}
+        self._whole = {name: ParameterSlot(name, place, where) for name, place in weights.placements.items()}
         self._has_master, self._dtype = weights.master is not None, weights.master_dtype
         self._ahead, newest = ahead, self._state.batches_done + ahead
         self.versions = range(max(newest - weights.num_versions + 1, 0), newest + 1)

@@ -23,7 +23,7 @@ from torch import Tensor
 from hybridpar.checkpoint import notes
 from hybridpar.checkpoint.background import Note, Task, Write, explain
 from hybridpar.checkpoint.folders import begin, discard, prune, publish
-from hybridpar.checkpoint.manifest import Manifest, TrainingState
+from hybridpar.checkpoint.manifest import Manifest, TrainingState, saved_place
 from hybridpar.checkpoint.notes import Written
 from hybridpar.checkpoint.part import Part, Trainee, is_writer
 from hybridpar.checkpoint.shards import WEIGHTS, header_of
@@ -178,7 +178,7 @@ def save_weights(root: Path, config: Config, weights: Mapping[str, Tensor],
     Raises: CheckpointError if it cannot be written.
     """
     tensors = {f"{WEIGHTS}/0/{name}": tensor for name, tensor in weights.items()}
-    part = Part((0, 0, 0), (0, config.model.num_blocks), (0,), tensors, header_of(placements, {}))
+    part = Part(saved_place(config), (0, config.model.num_blocks), (0,), tensors, header_of(placements, {}))
     try:
         aside = begin(root, 0, part.num_bytes)
         return publish(aside, make_manifest(config, "", TrainingState(0, (0,)), [part.write(aside)]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,7 +15,8 @@ from hybridpar.checkpoint.reshard import clip, find_pieces
 from hybridpar.checkpoint.shards import MASTER, OPTIMIZER, WEIGHTS, SavedShard
 from hybridpar.errors import CheckpointError
 from hybridpar.flight import NO_FLIGHT, Flight
-from hybridpar.nn.placement import Placement, Range
+from hybridpar.grid import MODEL, sizes_of
+from hybridpar.nn.placement import Placement, Range, Shard
 from hybridpar.optim import ParameterSlot
 
 
@@ -38,7 +39,7 @@ class Keeper:
 
 
 class Saved:
-    """Reads pieces of a checkpoint's tensors, from those files alone that have them; a file's header is read once.
+    """Reader of pieces of a checkpoint's tensors, from those files alone that have them; each header is read once.
 
     `flight` is told of every tensor.
     Raises: CheckpointError, here and below, for what is missing or damaged.
@@ -46,16 +47,16 @@ class Saved:
 
     def __init__(self, folder: Path, manifest: Manifest | None = None, flight: Flight = NO_FLIGHT):
         self.folder, self.manifest, self._flight = folder, manifest or read_manifest(folder), flight
-        self._where = {(shard.pp, shard.tp, shard.dp): shard for shard in self.manifest.shards}
-        self._open: dict[tuple[int, int, int], SavedShard] = {}
-        self.stages = {shard.pp: {n for blocks in shard.spans for n in blocks} for shard in self.manifest.shards}
+        self._files = sorted(self.manifest.shards, key=lambda shard: tuple(shard.place.values()))
+        self._open: dict[str, SavedShard] = {}
+        self.stages = {file.place["pp"]: {n for blocks in file.spans for n in blocks} for file in self.manifest.shards}
 
     def placements(self, stage: int) -> dict[str, Placement]:
-        """Those of a stage's parameters, by name."""
-        return self._shard(stage, 0, 0).placements
+        """Placements of a stage's parameters, by name."""
+        return next(self._files_of(stage)).placements
 
     def holders(self, name: str, tied: str = "") -> list[Holder]:
-        """Who has saved a parameter: under this name first, then under another one that is tied to it."""
+        """Stages that have saved a parameter: under this name first, then under another one that is tied to it."""
         found = [Holder(stage, name, self.placements(stage)[name]) for stage, blocks in self.stages.items()
                  if _block_of(name) in blocks and name in self.placements(stage)]
         for stage in sorted({min(self.stages), max(self.stages)}) if tied else ():  # with the embedding, or the head
@@ -66,10 +67,10 @@ class Saved:
     def keeps_state(self, slot: ParameterSlot, state: str) -> bool:
         """Whether the optimizer kept such a state, say 'momentum', of this parameter or of any other one beside it."""
         holders = self.holders(slot.name, slot.placement.tied)
-        return any(state in shard.optimizer_states for holder in holders for shard in self._replicas(holder.stage, 0))
+        return any(state in shard.optimizer_states for holder in holders for shard in self._files_of(holder.stage))
 
     def read(self, slot: ParameterSlot, kind: str, what: str = "") -> Tensor:
-        """What `slot` names of a parameter's weights (`what`: the version), master, or optimizer state (`what`: which).
+        """The slot's part of a parameter's weights (`what`: the version), master, or optimizer state (`what`: which).
 
         Shapes: slot.shape, on the CPU, in memory of its own.
         """
@@ -81,7 +82,7 @@ class Saved:
         target = torch.empty(slot.numel, dtype=first[0].shard.file.tensors[first[0].key].dtype)
         filled = 0
         try:
-            sources = find_pieces(slot.placement, slot.tp_rank, holders[0].placement)
+            sources = find_pieces(slot.placement, slot.rank, holders[0].placement)
         except ValueError as error:
             raise CheckpointError(f"{self.folder}: {slot.name} {error}") from None
         for source, pieces in sources.items():
@@ -105,25 +106,26 @@ class Saved:
             return self.read(slot, MASTER)
         return self.read(slot, WEIGHTS, str(self.manifest.step))
 
-    def _keepers(self, holders: Sequence[Holder], tp: int, kind: str, what: str) -> list[Keeper]:
-        """Those tensors that make up what holders' tensor part `tp` has, in the order of their parts."""
+    def _keepers(self, holders: Sequence[Holder], rank: int, kind: str, what: str) -> list[Keeper]:
+        """Tensors that make up part `rank` of what the holders split, in the order of their parts."""
         found = []
         for holder in holders:
             key = {WEIGHTS: f"{WEIGHTS}/{what}/{holder.name}", MASTER: f"{MASTER}/{holder.name}",
                    OPTIMIZER: f"{OPTIMIZER}/{holder.name}.{what}"}[kind]
-            whole = 0, prod(holder.placement.local_shape(tp))
+            whole = 0, prod(holder.placement.local_shape(rank))
             found += [Keeper(shard, key, whole if kind == WEIGHTS else shard.parts.get(holder.name, whole))
-                      for shard in self._replicas(holder.stage, tp) if key in shard.file.tensors]
+                      for shard in self._files_of(holder.stage, holder.placement.shard, rank)
+                      if key in shard.file.tensors]
         return sorted(found, key=lambda keeper: keeper.part)
 
-    def _replicas(self, stage: int, tp: int) -> list[SavedShard]:
-        return [self._shard(*where) for where in sorted(self._where) if where[:2] == (stage, tp)]
-
-    def _shard(self, pp: int, tp: int, dp: int) -> SavedShard:
-        where = pp, tp, dp
-        if where not in self._open:
-            self._open[where] = SavedShard(self.folder, self._where[where], self.manifest.config.parallel.tp)
-        return self._open[where]
+    def _files_of(self, stage: int, split: Shard | None = None, rank: int = 0) -> Iterator[SavedShard]:
+        """Files of a stage with part `rank` of what is split so, those of all replicas."""
+        wanted = dict.fromkeys(MODEL, 0) | {"pp": stage} | ({split.axis: rank} if split else {})
+        for file in self._files:
+            if wanted.items() <= file.place.items():
+                if file.name not in self._open:
+                    self._open[file.name] = SavedShard(self.folder, file, sizes_of(self.manifest.config.parallel))
+                yield self._open[file.name]
 
 
 def _block_of(name: str) -> int:

@@ -13,6 +13,7 @@ from hybridpar.checkpoint import json_values as plain
 from hybridpar.checkpoint.manifest import ShardFile
 from hybridpar.checkpoint.tensorfile import TensorFile, TensorInfo
 from hybridpar.errors import CheckpointError
+from hybridpar.grid import AxisSizes
 from hybridpar.nn.placement import Init, Placement, Range, Shard
 
 WEIGHTS, MASTER, OPTIMIZER = "weights", "master", "optimizer"
@@ -26,12 +27,12 @@ class SavedShard:
     Raises: CheckpointError if the file is missing, damaged, or not what the manifest and itself say.
     """
 
-    def __init__(self, folder: Path, where: ShardFile, num_tp: int):
+    def __init__(self, folder: Path, where: ShardFile, sizes: AxisSizes):
         self.where = where
         self.file = TensorFile(folder / where.name, (where.num_bytes, where.checksums))
         try:
             placements, parts = (_parse_json(self.file, key) for key in ("placements", "parts"))
-            self.placements = {name: _parse_placement(name, value, num_tp) for name, value in placements.items()}
+            self.placements = {name: _parse_placement(name, value, sizes) for name, value in placements.items()}
             self.parts = {name: plain.span(value, f"the part of {name}", self._numel(name))
                           for name, value in parts.items()}
             self._check_blocks()
@@ -43,7 +44,11 @@ class SavedShard:
     def _numel(self, name: str) -> int:
         if name not in self.placements:
             raise ValueError(f"{name} has no placement")
-        return prod(self.placements[name].local_shape(self.where.tp))
+        return prod(self._local_shape(name))
+
+    def _local_shape(self, name: str) -> tuple[int, ...]:
+        placement = self.placements[name]
+        return placement.local_shape(placement.rank_at(self.where.place))
 
     def _check_blocks(self) -> None:
         """So a model is never larger than its files."""
@@ -66,7 +71,7 @@ class SavedShard:
             raise ValueError(f"{name!r} is no tensor of a checkpoint")
         if parameter not in self.placements:
             raise ValueError(f"{name} has no placement")
-        shape = self.placements[parameter].local_shape(self.where.tp)
+        shape = self._local_shape(parameter)
         if kind != WEIGHTS and parameter in self.parts:
             start, stop = self.parts[parameter]
             shape = (stop - start,)
@@ -90,7 +95,8 @@ def placements_to_plain(placements: Mapping[str, Placement]) -> dict[str, Any]:
         name: {
             "shape": list(p.shape), "weight_decay": p.weight_decay, "tied": p.tied,
             "shard": None if p.shard is None else {
-                "dim": p.shard.dim, "ranges": [[list(r) for r in ranges] for ranges in p.shard.ranges]},
+                "dim": p.shard.dim, "ranges": [[list(r) for r in ranges] for ranges in p.shard.ranges],
+                **({"axis": p.shard.axis} if p.shard.axis != "tp" else {})},
         }
         for name, p in placements.items()
     }
@@ -102,21 +108,22 @@ def _parse_json(file: TensorFile, key: str) -> plain.Object:
     return plain.mapping(plain.parse(file.metadata[key]), key)
 
 
-def _parse_placement(name: str, value: Any, num_tp: int) -> Placement:
+def _parse_placement(name: str, value: Any, sizes: AxisSizes) -> Placement:
     """Without how the parameter was initialised, which is not kept. Raises: ValueError."""
     value = plain.mapping(value, name)
     shape = tuple(plain.integer(n, f"{name}: shape") for n in plain.sequence(value.get("shape"), f"{name}: shape"))
     return Placement(
-        shape, Init("zeros"), None if value.get("shard") is None else _parse_split(name, value["shard"], shape, num_tp),
+        shape, Init("zeros"), None if value.get("shard") is None else _parse_split(name, value["shard"], shape, sizes),
         weight_decay=bool(value.get("weight_decay")), tied=plain.string(value.get("tied"), f"{name}: tied"))
 
 
-def _parse_split(name: str, value: Any, shape: tuple[int, ...], num_tp: int) -> Shard:
+def _parse_split(name: str, value: Any, shape: tuple[int, ...], sizes: AxisSizes) -> Shard:
     what = f"{name}: shard"
     value = plain.mapping(value, what)
     dim = plain.integer(value.get("dim"), what, 0, len(shape) - 1)
     ranks = plain.sequence(value.get("ranges"), what)
-    if len(ranks) != num_tp:
-        raise ValueError(f"{what}: is split over {len(ranks)} ranks, the grid has tp = {num_tp}")
+    axis = plain.string(value.get("axis", "tp"), what)
+    if len(ranks) != sizes.get(axis, 1):
+        raise ValueError(f"{what}: is split over {len(ranks)} ranks, the grid has {axis} = {sizes.get(axis, 1)}")
     return Shard(dim, tuple(tuple(plain.span(r, what, shape[dim]) for r in plain.sequence(ranges, what))
-                            for ranges in ranks))
+                            for ranges in ranks), axis)

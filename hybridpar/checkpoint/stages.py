@@ -36,5 +36,5 @@ def load_stage(full: FullWeights, tp: Axis, numbers: range) -> Stage:
     stage = Stage(build_blocks(full.manifest.config.model, tp, numbers, device="cpu", dtype=torch.float32))
     with torch.no_grad():
         for name, parameter, place in named_placements(stage):
-            parameter.copy_(full.read_part(ParameterSlot(name, place, tp.rank)))
+            parameter.copy_(full.read_part(ParameterSlot(name, place, {"tp": tp.rank})))
     return stage

@@ -62,7 +62,7 @@ def start_from(folder: Path, engine: Trainee) -> None:
 
         def write(tensors: Mapping[str, Tensor]) -> None:
             for name, target in tensors.items():
-                target.copy_(full.read_part(ParameterSlot(name, engine.placements[name], grid.tp.rank)))
+                target.copy_(full.read_part(ParameterSlot(name, engine.placements[name], grid.place)))
 
         engine.weights.fill(write)
     except CheckpointError as error:

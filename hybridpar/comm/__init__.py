@@ -13,13 +13,12 @@ from hybridpar.comm.collectives import (
     barrier,
     broadcast,
     gather_objects,
-    num_bytes,
     reduce_scatter_async,
 )
 from hybridpar.comm.p2p import irecv, isend
 
 __all__ = [
     "Parts", "Work", "Works", "all_gather", "all_gather_async", "all_reduce", "all_reduce_async", "all_to_all",
-    "barrier", "broadcast", "copy_to", "gather_from", "gather_objects", "irecv", "isend", "num_bytes", "reduce_from",
-    "reduce_from_", "reduce_scatter_async", "scatter_to",
+    "barrier", "broadcast", "copy_to", "gather_from", "gather_objects", "irecv", "isend", "reduce_from", "reduce_from_",
+    "reduce_scatter_async", "scatter_to",
 ]

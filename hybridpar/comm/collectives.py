@@ -50,11 +50,6 @@ class Work:
         return self._handle is None or self._handle.is_completed()
 
 
-def num_bytes(x: Tensor) -> int:
-    """Bytes of the elements of `x`."""
-    return x.numel() * x.element_size()
-
-
 def message(x: Tensor, axis: Axis) -> Tensor:
     """`x` as the axis's group takes it: itself where that can be, else a contiguous copy, in host memory if need be.
 
@@ -90,12 +85,12 @@ def all_reduce_async(x: Tensor, axis: Axis, op: Op = "sum") -> Work:
     """Starts `all_reduce`; `x` must be left alone until the returned work was waited for."""
     if axis.size == 1:
         return Work()
-    axis.traffic.add("all_reduce", num_bytes(x))
+    waiting = axis.call("all_reduce", x.nbytes)
     if x.numel() == 0:
         return Work()
     sent = message(x, axis)
     handle = dist.all_reduce(sent, _OPS[op], group=axis.group, async_op=True)
-    return Work(handle, x, sent, finish=lambda: put_back(sent, x), waiting=axis.waiting("all_reduce"))
+    return Work(handle, x, sent, finish=lambda: put_back(sent, x), waiting=waiting)
 
 
 class Works:
@@ -144,10 +139,9 @@ def _part_by_part(name: str, collective: Callable[..., Any], x: Tensor, parts: P
 
     def start(owner: int, a: int, b: int) -> Work:
         part = x[a:b]
-        axis.traffic.add(name, num_bytes(part))
-        sent = message(part, axis)
+        waiting, sent = axis.call(name, part.nbytes), message(part, axis)
         handle = collective(sent, axis.ranks[owner], group=axis.group, async_op=True)
-        return Work(handle, part, sent, finish=lambda: put_back(sent, part), waiting=axis.waiting(name))
+        return Work(handle, part, sent, finish=lambda: put_back(sent, part), waiting=waiting)
 
     return Works(start(*part) for part in parts if part[1] < part[2]) if axis.size > 1 else Works()
 
@@ -165,14 +159,14 @@ def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = No
     sizes = [x.shape[dim]] * axis.size if sizes is None else list(sizes)
     assert len(sizes) == axis.size, f"all_gather over {axis.size} ranks with sizes {sizes}"
     assert x.shape[dim] == sizes[axis.rank], f"rank {axis.rank} gathers {x.shape[dim]} along dim {dim}, sizes {sizes}"
-    axis.traffic.add("all_gather", num_bytes(x))
+    waiting = axis.call("all_gather", x.nbytes)
     longest = max(sizes)
     front = x.movedim(dim, 0)
     padded = room_for((longest, *front.shape[1:]), x, axis)
     padded[: sizes[axis.rank]] = front
     gathered = room_for((axis.size * longest, *front.shape[1:]), x, axis)
     if gathered.numel():
-        with axis.waiting("all_gather"):
+        with waiting:
             _all_gather(gathered, padded, group=axis.group)
     gathered = gathered.to(x.device, non_blocking=True)
     if min(sizes) < longest:
@@ -189,9 +183,8 @@ def all_to_all(x: Tensor, axis: Axis, send_sizes: Sequence[int], receive_sizes: 
     assert x.shape == (sum(send_sizes),), f"all_to_all of {tuple(x.shape)} with sizes {list(send_sizes)}"
     if axis.size == 1:
         return x
-    axis.traffic.add("all_to_all", num_bytes(x))
     sent, received = message(x, axis), room_for((sum(receive_sizes),), x, axis)
-    with axis.waiting("all_to_all"):
+    with axis.call("all_to_all", x.nbytes):
         dist.all_to_all_single(received, sent, list(receive_sizes), list(send_sizes), group=axis.group)
     return received.to(x.device, non_blocking=True)
 
@@ -203,25 +196,24 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     """
     if axis.size == 1:
         return x
-    axis.traffic.add("broadcast", num_bytes(x))
+    waiting = axis.call("broadcast", x.nbytes)
     if x.numel() == 0:
         return x
     sent = message(x, axis)
-    with axis.waiting("broadcast"):
+    with waiting:
         dist.broadcast(sent, axis.ranks[source], group=axis.group)
     return put_back(sent, x)
 
 
 def gather_objects(obj: Any, axis: Axis) -> list[Any]:
-    """What every rank passed, in axis order, on every rank. For small things outside the training step.
+    """Objects of all ranks, in axis order, on every rank. For small things outside the training step.
 
     Collectives: counted as one all-gather of the pickled size (torch.distributed also exchanges the sizes).
     """
     if axis.size == 1:
         return [obj]
-    axis.traffic.add("all_gather", len(pickle.dumps(obj)))
     objects: list[Any] = [None] * axis.size
-    with axis.waiting("all_gather"):
+    with axis.call("all_gather", len(pickle.dumps(obj))):
         dist.all_gather_object(objects, obj, group=axis.group)
     return objects
 
@@ -229,6 +221,5 @@ def gather_objects(obj: Any, axis: Axis) -> list[Any]:
 def barrier(axis: Axis) -> None:
     """Returns once every rank of the axis has called it."""
     if axis.size > 1:
-        axis.traffic.add("barrier", 0)
-        with axis.waiting("barrier"):
+        with axis.call("barrier", 0):
             dist.barrier(group=axis.group)

@@ -9,24 +9,24 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridpar.comm.collectives import Work, message, num_bytes, put_back, room_for
+from hybridpar.comm.collectives import Work, message, put_back, room_for
 from hybridpar.grid import Axis
 
 
 def isend(x: Tensor, to: int, axis: Axis, tag: int = 0) -> Work:
     """Starts sending `x` to axis rank `to`; it must not change, and is kept alive, until the work was waited for."""
     assert to != axis.rank, f"rank {to} of axis {axis.name} sends to itself"
-    axis.traffic.add("send", num_bytes(x))
     sent, peer = message(x.detach(), axis), axis.ranks[to]
-    return Work(dist.isend(sent, peer, group=axis.group, tag=tag), sent, waiting=axis.waiting("send", peer))
+    waiting = axis.call("send", x.nbytes, peer)
+    return Work(dist.isend(sent, peer, group=axis.group, tag=tag), sent, waiting=waiting)
 
 
 def irecv(buffer: Tensor, source: int, axis: Axis, tag: int = 0) -> Work:
     """Posts a receive from axis rank `source` into `buffer`, which must be contiguous and left alone until waited."""
     assert source != axis.rank, f"rank {source} of axis {axis.name} receives from itself"
     assert buffer.is_contiguous(), "a receive needs a contiguous buffer"
-    axis.traffic.add("recv", num_bytes(buffer))
     buffer, peer = buffer.detach(), axis.ranks[source]
     taken = room_for(buffer.shape, buffer, axis) if axis.via_host else buffer
+    waiting = axis.call("recv", buffer.nbytes, peer)
     handle = dist.irecv(taken, peer, group=axis.group, tag=tag)
-    return Work(handle, buffer, taken, finish=lambda: put_back(taken, buffer), waiting=axis.waiting("recv", peer))
+    return Work(handle, buffer, taken, finish=lambda: put_back(taken, buffer), waiting=waiting)

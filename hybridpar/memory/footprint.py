@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
 from hybridpar.config import Config
-from hybridpar.grid import Axis
+from hybridpar.grid import Axis, ProcessGrid, sizes_of
 from hybridpar.memory.ghost import Tracker
 from hybridpar.models.build import DTYPES, Recomputation, build_blocks
 from hybridpar.models.cost import LABELLED
@@ -101,14 +101,14 @@ class _TracedStage:
         built = build_blocks(model, self.tp, blocks, kernels=config.kernels, dtype=dtype)
         self.stage = Stage(built, recompute)
         parameters = StageParameters(self.stage, dtype)
-        placements, dp = parameters.placements, config.parallel.dp
-        routes = make_routes(config, placements, 0, silent_axis("dp", dp), silent_axis("ends", 2 * dp))
-        owned = Partition(parameters.layout, routes).owned
+        placements = parameters.placements
+        grid = ProcessGrid.imagined(sizes_of(config.parallel), 0, lambda _, ranks: _SilentGroup(0, len(ranks)))  # type: ignore[call-arg]
+        owned = Partition(parameters.layout, make_routes(config, placements, grid)).owned
         self.weights = WeightStore(
             parameters, Ownership(owned), buffers.versions, device, predict=config.optim.staleness == "prediction")
         self.accumulator = GradientAccumulator(
             parameters.layout, device, num_buffers=buffers.gradients, defers=config.pipeline.split_backward)
-        self.slots = [ParameterSlot(o.name, placements[o.name], 0, o.part) for o in owned]
+        self.slots = [ParameterSlot(o.name, placements[o.name], grid.place, o.part, o.shared) for o in owned]
         self.optimizer = optimizer_of(config, self.slots, self.tp)
         self.optimizer.allocate(device, self.weights.master_dtype)
         shape = (config.train.micro_batch_size, model.seq_length, model.hidden_size)
@@ -169,8 +169,7 @@ class _TracedStage:
     def norm(self) -> int:
         """Engine's NORM."""
         before, gradients = self._start(), self.weights.owned_views(self.accumulator.buffers[0])
-        reduce_shared_gradients(
-            ((g, s.placement) for g, s in zip(gradients, self.slots, strict=True) if s.part is None), self.tp)
+        reduce_shared_gradients(zip(gradients, (slot.placement for slot in self.slots), strict=True), self.tp)
         squared_norm(gradients, self.slots, backend=self.config.kernels.optimizer)
         return self.tracker.read().peak - before
 

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from hybridpar import random
+from hybridpar.grid import ALONE, Place
 from hybridpar.nn.placement import Placement
 
 _CHUNK = 1 << 20  # numbers drawn at a time: bounds the float64 temporaries
 
 
 @torch.no_grad()
-def initialize(named: Iterable[tuple[str, Tensor, Placement]], seed: int, tp_rank: int) -> None:
-    """Fills every local parameter in place with its part of the global one; see `named_placements`.
+def initialize(named: Iterable[tuple[str, Tensor, Placement]], seed: int, place: Place = ALONE) -> None:
+    """Fills the local parameters of the rank at `place` with their parts of the global ones; see `named_placements`.
 
     The values depend on the seed and the parameter's name (its tied name where it has one). They are rounded to
     float32 first, whatever the type of the parameter, so runs in float64, float32 and bfloat16 start from one point.
@@ -24,16 +25,17 @@ def initialize(named: Iterable[tuple[str, Tensor, Placement]], seed: int, tp_ran
     Raises: ConfigError if the seed does not fit 64 bits.
     """
     for name, parameter, placement in named:
-        expected = placement.local_shape(tp_rank)
+        rank = placement.rank_at(place)
+        expected = placement.local_shape(rank)
         assert tuple(parameter.shape) == expected, f"{name}: placed as {expected}, got {tuple(parameter.shape)}"
         assert not parameter.is_meta, f"{name} has no memory yet"
         if placement.init.kind == "normal":
-            _fill_normal(parameter, placement, seed, random.site(placement.tied or name), tp_rank)
+            _fill_normal(parameter, placement, seed, random.site(placement.tied or name), rank)
         else:
             parameter.fill_({"zeros": 0.0, "ones": 1.0}[placement.init.kind])
 
 
-def _fill_normal(parameter: Tensor, placement: Placement, seed: int, site: int, tp_rank: int) -> None:
+def _fill_normal(parameter: Tensor, placement: Placement, seed: int, site: int, rank: int) -> None:
     """Each range of a split dimension is a block of rows in the flattened global tensor: [outer, part of inner]."""
     shape, shard = placement.shape, placement.shard
     if shard is None:
@@ -42,7 +44,7 @@ def _fill_normal(parameter: Tensor, placement: Placement, seed: int, site: int, 
         outer = prod(shape[: shard.dim])
         item = prod(shape[shard.dim + 1 :])
         inner = shape[shard.dim] * item
-        ranges = [(a * item, b * item) for a, b in shard.ranges[tp_rank]]
+        ranges = [(a * item, b * item) for a, b in shard.ranges[rank]]
     local = parameter.view(outer, -1) if parameter.numel() else parameter.view(outer, 0)
     at = 0
     for a, b in ranges:

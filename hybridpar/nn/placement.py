@@ -1,13 +1,23 @@
-"""What a parameter is, globally, and which part of it this rank holds.
+"""Placements: what a parameter is, globally, and which part of it each rank holds.
 
-From a Placement alone follow: the values a shard starts from, how its gradient is synchronised, how it is counted in
-the global gradient norm, whether it decays, how checkpoints store and reassemble it, and which replicas must agree.
+A Placement says for every axis of the grid whether the parameter is split along it, held by all with whole gradients
+(a copy), or held by all with gradients that are partial sums:
+
+    along   split                          partial                              copy
+    pp      on one stage                   `tied`: on the first and the last
+    dp                                     each replica has its micro-batches
+    tp      `shard`                        `partial`: as of its own tokens      all else
+    others  `shard`                        `partial`                            all else
+
+That alone decides the values a shard starts from, over which ranks its gradient is summed, who counts it in the global
+gradient norm, who saves it, how checkpoints reassemble it, and which replicas must agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cache
 from itertools import accumulate
 from typing import Literal
@@ -16,10 +26,19 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm import all_reduce
-from hybridpar.grid import Axis
+from hybridpar.grid import BATCH, Axis, Place
 
 Range = tuple[int, int]  # half open
 Matrices = tuple[tuple[Range, ...], ...]
+
+
+class Held(Enum):
+    """How the ranks along an axis hold a parameter: the same with whole gradients, parts of it, or the same with
+    gradients that are yet to be summed."""
+
+    COPY = "copy"
+    SPLIT = "split"
+    PARTIAL = "partial"
 
 
 def split_sizes(size: int, parts: int) -> tuple[int, ...]:
@@ -33,6 +52,11 @@ def split_ranges(size: int, parts: int) -> tuple[Range, ...]:
     return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
 
+def indices(ranges: Sequence[Range]) -> Tensor:
+    """All integers of the ranges in order; int64."""
+    return torch.cat([torch.arange(a, b) for a, b in ranges] or [torch.arange(0)])
+
+
 @dataclass(frozen=True, slots=True)
 class Init:
     """How the global parameter starts: 'normal' (mean 0, standard deviation `std`), 'zeros' or 'ones'."""
@@ -43,15 +67,16 @@ class Init:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Split along `dim` over the tp axis.
+    """Split along dimension `dim` over `axis`.
 
-    `ranges[r]` are the half-open ranges of the global dimension that tp rank r holds, in the order of its local
-    tensor. Ranges of different ranks may overlap (grouped KV heads shared by several ranks): the gradients of
+    `ranges[r]` are the half-open ranges of the global dimension that rank r of the axis holds, in the order of its
+    local tensor. Ranges of different ranks may overlap (grouped KV heads shared by several ranks): the gradients of
     rows held more than once are partial and must be summed over their holders.
     """
 
     dim: int
     ranges: tuple[tuple[Range, ...], ...]
+    axis: str = "tp"
 
     @staticmethod
     def even(dim: int, size: int, parts: int) -> Shard:
@@ -64,7 +89,7 @@ class Shard:
 
     def index(self, rank: int) -> Tensor:
         """Global indices along `dim` of the local tensor's slices; int64 [local_size]."""
-        return torch.cat([torch.arange(a, b) for a, b in self.ranges[rank]] or [torch.arange(0)])
+        return indices(self.ranges[rank])
 
     def holders(self, size: int) -> Tensor:
         """How many ranks hold each global index along `dim`; int64 [size]."""
@@ -83,12 +108,13 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One parameter: its global shape, how it is split over tp (None: replicated), how it starts, whether it decays.
+    """One parameter: its global shape, how it starts, how it is split (None: not at all), whether it decays.
 
     `tied`: parameters that carry the same non-empty name are one parameter held by the first and last pipeline stage;
     their gradients are summed over the `ends` axis and it is counted once.
     `matrices`: the hidden matrices that a 2-D parameter is made of, each as the ranges of global rows that make it up,
     in order; together they are all rows. Empty for what is no hidden matrix: embeddings, output heads, vectors.
+    `partial`: axes of the layer whose ranks all hold the parameter and each have a partial sum of its gradient.
     """
 
     shape: tuple[int, ...]
@@ -97,21 +123,34 @@ class Placement:
     weight_decay: bool = True
     tied: str = ""
     matrices: Matrices = ()
+    partial: tuple[str, ...] = ()
+
+    def along(self, axis: str) -> Held:
+        """How the ranks along an axis hold it."""
+        if axis == "pp":
+            return Held.PARTIAL if self.tied else Held.SPLIT
+        if self.shard is not None and self.shard.axis == axis:
+            return Held.SPLIT
+        return Held.PARTIAL if axis in BATCH or axis in self.partial else Held.COPY
+
+    def rank_at(self, place: Place) -> int:
+        """Index of the part that the rank at `place` holds; 0 where it is not split."""
+        return 0 if self.shard is None else place.get(self.shard.axis, 0)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the part that tp rank `rank` holds."""
+        """The shape of part `rank`: as in `rank_at`, here and below."""
         if self.shard is None:
             return self.shape
         d = self.shard.dim
         return (*self.shape[:d], self.shard.local_size(rank), *self.shape[d + 1 :])
 
     def take(self, full: Tensor, rank: int) -> Tensor:
-        """The part of the global tensor that tp rank `rank` holds."""
+        """Part `rank` of the global tensor."""
         assert tuple(full.shape) == self.shape, f"expected {self.shape}, got {tuple(full.shape)}"
         return full if self.shard is None else full.index_select(self.shard.dim, self.shard.index(rank).to(full.device))
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
-        """The global tensor from the parts of all tp ranks in order. Replicated: the first part."""
+        """The global tensor from all parts in order. Not split: the first one."""
         if self.shard is None:
             return parts[0]
         full = parts[0].new_empty(self.shape)
@@ -127,7 +166,7 @@ class Placement:
 
 
 def has_shared_rows(placement: Placement) -> bool:
-    """Whether several tp ranks hold some of its rows."""
+    """Whether several ranks hold some of its rows."""
     return placement.shared_index().numel() > 0
 
 
@@ -147,7 +186,7 @@ class ParallelModule(nn.Module):
         inside a larger grid is replicated.
         """
         if self.axis.size == 1:
-            placement = replace(placement, shard=None)
+            placement = replace(placement, shard=None, partial=())
         shape = placement.local_shape(self.axis.rank)
         self.placements[name] = placement
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
@@ -171,18 +210,21 @@ def named_placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Pla
 
 @torch.no_grad()
 def reduce_shared_gradients(grads: Iterable[tuple[Tensor, Placement]], axis: Axis) -> None:
-    """Makes whole, in place, the gradients of rows that several tp ranks hold: the sum over their holders.
+    """Makes whole, in place, the gradients that are partial sums over the axis of a layer.
 
-    Call once a batch, with the gradients in the same order on every rank of `axis` (tp).
-    Collectives: one all-reduce of all shared rows together for each dtype; none where no row is shared.
+    Those are the gradients of rows that several of its ranks hold, and of parameters that are partial over it (also of
+    flat parts of these). Every rank then has equal bits.
+    Call once a batch, with the gradients in the same order on every rank of `axis`.
+    Collectives: one all-reduce of all such rows together for each dtype; none where there are none.
     """
     pieces: dict[torch.dtype, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
     for grad, placement in grads:
-        num_shared, local, slot = _shared_rows(placement, axis.rank)
-        if num_shared and placement.shard:
-            rows = grad.movedim(placement.shard.dim, 0)  # a view
+        num_partial, local, slot = _partial_rows(placement, axis.name, axis.rank)
+        if num_partial:
+            split = placement.shard if axis.name not in placement.partial else None
+            rows = grad.movedim(split.dim, 0) if split else grad.view(1, -1)  # a view
             local, slot = local.to(grad.device), slot.to(grad.device)
-            part = rows.new_zeros(num_shared, *rows.shape[1:])
+            part = rows.new_zeros(num_partial, *rows.shape[1:])
             part[slot] = rows[local]
             pieces.setdefault(grad.dtype, []).append((rows, local, part, slot))
     for group in pieces.values():
@@ -193,9 +235,15 @@ def reduce_shared_gradients(grads: Iterable[tuple[Tensor, Placement]], axis: Axi
 
 
 @cache
-def _shared_rows(placement: Placement, rank: int) -> tuple[int, Tensor, Tensor]:
-    """How many slices several ranks hold, and of those on `rank`: local indices, positions among the shared ones."""
-    shared = placement.shared_index()
-    index = placement.shard.index(rank) if placement.shard else torch.arange(0)
+def _partial_rows(placement: Placement, axis: str, rank: int) -> tuple[int, Tensor, Tensor]:
+    """Number of slices with partial gradients; of those on `rank`: local indices, positions among all of them.
+
+    A parameter that is partial as a whole is one slice.
+    """
+    if axis in placement.partial:
+        return 1, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    if placement.shard is None or placement.shard.axis != axis:
+        return 0, torch.arange(0), torch.arange(0)
+    shared, index = placement.shared_index(), placement.shard.index(rank)
     local = torch.isin(index, shared).nonzero().flatten()
     return len(shared), local, torch.searchsorted(shared, index[local])

@@ -1,4 +1,4 @@
-"""What every optimizer shares: state per parameter, the update counter, and how gradients are scaled."""
+"""The base of all optimizers: state per parameter, the update counter, and how gradients are scaled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.config import OptimConfig
-from hybridpar.errors import CheckpointError
+from hybridpar.errors import CheckpointError, config_error
 from hybridpar.grid import Axis
 from hybridpar.ops import optimizer as passes_for
 from hybridpar.ops.update import Weights
@@ -27,7 +27,7 @@ class Optimizer(ABC):
 
     state_names: ClassVar[tuple[str, ...]] = ()
     inner: tuple[Optimizer, ...] = ()
-    """Optimizers that this one is made of; their state is saved and restored with its own."""
+    """Optimizers inside this one; their state is saved and restored with its own."""
 
     def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"):
         self.slots = tuple(slots)
@@ -119,10 +119,16 @@ class Optimizer(ABC):
         return [part for slot, x in zip(self.slots, column, strict=True) for part in slot.elementwise_parts(x)]
 
     def _weight_parts(self, weights: Weights) -> Weights:
-        """The same of what is updated."""
+        """The weights as the elementwise passes take them."""
         old = self._parts(weights.old)
         new = old if weights.new is weights.old else self._parts(weights.new)
         return Weights(old, new, self._parts(weights.working) if weights.working else (), weights.predicted)
 
     def _state_parts(self, name: str) -> list[Tensor]:
         return self._parts(self._state[name])
+
+
+def require_momentum(settings: OptimConfig) -> None:
+    """Raises: ConfigError if Nesterov momentum is asked for without momentum."""
+    if settings.nesterov and settings.momentum <= 0:
+        raise config_error("optim.momentum", settings.momentum, "Nesterov needs momentum above 0", "0.9")

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.collectives import all_reduce
-from hybridpar.ops.update import AdamStep, Weights
-from hybridpar.optim.base import Optimizer
+from hybridpar.ops.update import Weights
+from hybridpar.optim.adamw import AdamW
 from hybridpar.optim.norm import squares_by_slot
 from hybridpar.optim.slots import ParameterSlot
 
 
-class Lamb(Optimizer):
+class Lamb(AdamW):
     """AdamW whose step is rescaled, parameter by parameter, to the parameter's own norm (the trust ratio).
 
     With m and v the bias-corrected moments: u = m / (sqrt(v) + eps) + weight_decay * x, x -= lr * |x| / |u| * u. Norms
@@ -24,8 +24,6 @@ class Lamb(Optimizer):
     Source: You et al., arXiv 1904.00962, algorithm 2, with the identity for phi.
     """
 
-    state_names = ("exp_avg", "exp_avg_sq")
-
     @classmethod
     def divisible(cls, slot: ParameterSlot) -> bool:
         return False  # the trust ratio needs the norm of all of it
@@ -33,9 +31,7 @@ class Lamb(Optimizer):
     def _update(self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
         moments = self._state_parts("exp_avg"), self._state_parts("exp_avg_sq")
         parts, directions = self._weight_parts(weights), self._parts(gradients)
-        self._passes.adam_directions(
-            parts.old, directions, moments, self._decays,
-            AdamStep(scale, *self.settings.betas, self.settings.eps, self.num_updates))
+        self._passes.adam_directions(parts.old, directions, moments, self._decays, self._adam_step(scale))
         ratios = self._trust_ratios(weights.old, gradients)
         factors = [lr * ratio for slot, ratio in zip(self.slots, ratios, strict=True) for _ in range(slot.num_parts)]
         self._passes.move(parts, directions, [1.0] * len(factors), factors)

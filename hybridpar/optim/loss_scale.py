@@ -53,7 +53,7 @@ class LossScaler:
         self.good_steps = self.overflows = 0
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Plain values for a checkpoint."""
         return {"scale": self.scale, "good_steps": self.good_steps, "overflows": self.overflows}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which tp rank holds what of each hidden matrix, and how whole matrices come together on one rank and go back.
+"""Hidden matrices that are split over tp: which rank holds what, and how whole ones come together and go back.
 
 A matrix is not orthogonalised where it lies, split over tp, but on one rank, its home: every rank is home to its share
 of them. That takes one message there and one back, each the size of what a rank holds, and no operation is done twice.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybridpar.comm.collectives import all_to_all
 from hybridpar.grid import Axis
-from hybridpar.nn.placement import Placement, Range
+from hybridpar.nn.placement import Placement, Range, indices
 from hybridpar.optim.newton_schulz import newton_schulz_cost
 from hybridpar.optim.slots import ParameterSlot
 
@@ -43,7 +43,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class HiddenMatrix:
-    """Its shape, and the blocks that each tp rank holds of it."""
+    """A matrix: its shape, and the blocks that each tp rank holds of it."""
 
     shape: tuple[int, int]
     blocks: tuple[tuple[Block, ...], ...]
@@ -59,7 +59,7 @@ class HiddenMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Matrices that travel together, and the tp rank that is home to each."""
+    """Matrices that travel together, each with the tp rank that is its home."""
 
     matrices: tuple[HiddenMatrix, ...]
     homes: tuple[int, ...]
@@ -147,10 +147,10 @@ def _exchange(sources: list[list[Tensor]], targets: list[list[Tensor]], axis: Ax
 
 
 def _blocks(slot: int, placement: Placement, ranges: Sequence[Range], rank: int) -> tuple[Block, ...]:
-    """What tp rank `rank` holds of the matrix that `ranges` of global rows make up."""
+    """Blocks of the matrix that `ranges` of global rows make up, as tp rank `rank` holds them."""
     shard, sizes = placement.shard, placement.shape
     place = torch.full((sizes[0],), -1, dtype=torch.int64)
-    place[_index(ranges)] = torch.arange(sum(b - a for a, b in ranges))
+    place[indices(ranges)] = torch.arange(sum(b - a for a, b in ranges))
     lines = [(line, torch.ones(len(line), dtype=torch.bool)) for line in (place, torch.arange(sizes[1]))]
     if shard is None:
         lines[0][1].fill_(rank == 0)
@@ -159,10 +159,6 @@ def _blocks(slot: int, placement: Placement, ranges: Sequence[Range], rank: int)
     rows, cols = (_runs(*line) for line in lines)
     return tuple(Block(slot, (a, c), (b, d), counts_row and counts_col)
                  for a, b, counts_row in rows for c, d, counts_col in cols)
-
-
-def _index(ranges: Sequence[Range]) -> Tensor:
-    return torch.cat([torch.arange(a, b) for a, b in ranges])
 
 
 def _runs(place: Tensor, counted: Tensor) -> list[tuple[slice, slice, bool]]:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from hybridpar.config import OptimConfig
-from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.ops.update import Weights
 from hybridpar.optim.adamw import AdamW
-from hybridpar.optim.base import Optimizer
+from hybridpar.optim.base import Optimizer, require_momentum
 from hybridpar.optim.matrices import gather, hidden_matrices, plan_rounds, scatter
 from hybridpar.optim.newton_schulz import newton_schulz
 from hybridpar.optim.slots import ParameterSlot
@@ -22,7 +21,7 @@ BATCH = {"cpu": 1, "cuda": 64}
 """Matrices of one shape that are orthogonalised together; on a CPU one alone keeps it busy, and several leave its cache
 (512 x 2048, one thread: 4 at once take 1.0 to 1.4 times as long)."""
 PRECISION = {("cuda", torch.float32): torch.bfloat16}
-"""What matrices of a device and type are orthogonalised in, where not in their own."""
+"""Type in which matrices of a device and type are orthogonalised, where it is not their own."""
 
 
 class Muon(Optimizer):
@@ -66,8 +65,7 @@ class OrthogonalMomentum(Optimizer):
 
     def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"):
         super().__init__(slots, settings, tp, backend)
-        if settings.nesterov and settings.momentum <= 0:
-            raise config_error("optim.momentum", settings.momentum, "Nesterov needs momentum above 0", "0.9")
+        require_momentum(settings)
         self._rounds = plan_rounds(hidden_matrices(self.slots, tp.size), tp.size)
 
     def _update(self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:

@@ -38,7 +38,7 @@ def newton_schulz_cost(rows: int, cols: int) -> int:
 
 
 def _iterate(x: Tensor) -> Tensor:
-    """For matrices at least as wide as high."""
+    """The five steps, on matrices at least as wide as high."""
     a, b, c = COEFFICIENTS
     # squaring halves the digits of small singular values: enough are left in float32 (wrong by 1e-3 at worst, where
     # bfloat16 is by 0.3), too few in bfloat16

@@ -12,26 +12,19 @@ from hybridpar.ops import optimizer as passes_for
 from hybridpar.optim.slots import ParameterSlot
 
 
-def squared_norm(gradients: Sequence[Tensor], slots: Sequence[ParameterSlot], *, dp_rank: int = 0,
-                 counts_tied: bool = True, backend: str = "auto") -> Tensor:
+def squared_norm(gradients: Sequence[Tensor], slots: Sequence[ParameterSlot], backend: str = "auto") -> Tensor:
     """This rank's contribution to the squared norm of the global gradient: sum it over the `world` axis.
 
     Call it on reduced gradients (over dp, shared rows, tied parameters). Shapes: gradients as the slots' local shapes;
     the result is a float64 scalar. Inf and NaN propagate: the caller skips the update where the norm is not finite.
     """
-    return sum_of_squares(counted(gradients, slots, dp_rank=dp_rank, counts_tied=counts_tied), backend)
+    return sum_of_squares(counted(gradients, slots), backend)
 
 
-def counted(gradients: Sequence[Tensor], slots: Sequence[ParameterSlot], *, dp_rank: int = 0,
-            counts_tied: bool = True) -> list[Tensor]:
-    """Views of what this rank counts of the gradients.
-
-    Replicas over dp hold the same: only `dp_rank` 0 counts. Over tp each element is counted by one rank
-    (ParameterSlot.counted). `counts_tied`: whether this stage counts its tied parameters; true on exactly one of the
-    stages that hold them.
-    """
-    return [part for gradient, slot in zip(gradients, slots, strict=True)
-            if dp_rank == 0 and (counts_tied or not slot.placement.tied) for part in slot.counted_parts(gradient)]
+def counted(gradients: Sequence[Tensor], slots: Sequence[ParameterSlot]) -> list[Tensor]:
+    """Views of those parts of the gradients that this rank counts: each element is counted once over the grid."""
+    return [part for gradient, slot in zip(gradients, slots, strict=True) if slot.counts
+            for part in slot.counted_parts(gradient)]
 
 
 def sum_of_squares(tensors: Sequence[Tensor], backend: str = "auto") -> Tensor:

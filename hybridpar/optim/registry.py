@@ -19,7 +19,7 @@ from hybridpar.optim.slots import ParameterSlot
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon, "sgd": SGD}
 NESTEROV: dict[str, type[Optimizer]] = {"adamw": NAdamW, "muon": Muon, "sgd": SGD}
-"""Those that staleness = "nesterov" is a form of, with `nesterov` set."""
+"""Optimizers with a Nesterov form, for staleness = "nesterov"; they run with `nesterov` set."""
 
 
 def divisible(settings: OptimConfig, slot: ParameterSlot) -> bool:

@@ -36,7 +36,7 @@ def learning_rate(step: int, settings: OptimConfig, num_steps: int, delay: float
 
 
 def delay_factor(step: int, settings: OptimConfig, num_steps: int, delay: float) -> float:
-    """What staleness 'lr_rescale' multiplies the learning rate by: s at first, geometrically back to 1.
+    """Factor of the learning rate with staleness 'lr_rescale': s at first, geometrically back to 1.
 
     s ** (1 - min(step / K, 1)), with K = staleness_steps (0: a tenth of `num_steps`) and s = sin(pi / (4 delay + 2)),
     0.5 for a delay of 1. Gradient descent on a parabola of curvature c with gradients `delay` steps old is stable up to

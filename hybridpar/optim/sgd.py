@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.config import OptimConfig
-from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.ops.update import Weights, by_decay, divisor_of
-from hybridpar.optim.base import Optimizer
+from hybridpar.optim.base import Optimizer, require_momentum
 from hybridpar.optim.slots import ParameterSlot
 
 
@@ -24,8 +23,7 @@ class SGD(Optimizer):
 
     def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"):
         super().__init__(slots, settings, tp, backend)
-        if settings.nesterov and settings.momentum <= 0:
-            raise config_error("optim.momentum", settings.momentum, "Nesterov needs momentum above 0", "0.9")
+        require_momentum(settings)
         if settings.momentum > 0:
             self.state_names = ("momentum",)  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""What an optimizer needs to know of a parameter before it sees a tensor."""
+"""Parameters as optimizers see them, before there are tensors."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from math import prod
 
 from torch import Tensor
 
-from hybridpar.nn.placement import Placement, Range, Shard
+from hybridpar.grid import BATCH, Place
+from hybridpar.nn.placement import Held, Placement, Range, Shard
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlot:
-    """One parameter as one tp rank holds it.
+    """One parameter as the rank at `place` holds it.
 
     `segments` are half-open ranges of the local tensor's split dimension, in order, cut so that each is held by one
-    set of tp ranks; a single one that covers the tensor where no rows are shared. `counted` are those this rank counts
+    set of ranks; a single one that covers the tensor where no rows are shared. `counted` are those this rank counts
     in a sum over the tp axis: every element of the global parameter is counted by exactly one tp rank (a replicated
     parameter by rank 0, a shared row by its first holder, as in Shard.owned).
 
     `part`: the range of the local tensor's elements that this rank updates, where replicas share the work; its tensors
-    are then one-dimensional. Not for parameters with shared rows.
+    are then one-dimensional. Not for parameters with shared rows. `shared`: whether replicas update the same.
     """
 
     name: str
     placement: Placement
-    tp_rank: int = 0
+    place: Place = field(default_factory=dict)
     part: Range | None = None
+    shared: bool = True
     segments: tuple[Range, ...] = field(init=False)
     counted: tuple[Range, ...] = field(init=False)
 
@@ -35,9 +37,9 @@ class ParameterSlot:
         shard = self.placement.shard
         if shard is None:
             rows = self.shape[0] if self.shape else 1
-            segments = [((0, rows), self.tp_rank == 0)]
+            segments = [((0, rows), self.place.get("tp", 0) == 0)]
         else:
-            segments = _segments(shard, self.tp_rank)
+            segments = _segments(shard, self.rank)
         if self.part is not None:
             assert len(segments) == 1, f"{self.name} has rows that several ranks hold"
             segments = [((0, self.part[1] - self.part[0]), segments[0][1])]
@@ -45,11 +47,27 @@ class ParameterSlot:
         object.__setattr__(self, "counted", tuple(s for s, owned in segments if owned))
 
     @property
+    def rank(self) -> int:
+        """Index of the local tensor among the parts of the global parameter."""
+        return self.placement.rank_at(self.place)
+
+    def is_copy_along(self, axis: str) -> bool:
+        """Whether the ranks along an axis have the same of it, once its gradient is reduced; of split ones, rows may be
+        shared nevertheless."""
+        shared_out = not self.shared and axis in ("pp", *BATCH)
+        return not shared_out and self.placement.along(axis) is not Held.SPLIT
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts `counted` in a sum over the grid: the first of those that have the same of it."""
+        return all(index == 0 or not self.is_copy_along(axis) for axis, index in self.place.items())
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the local tensor, or of the part of it."""
         if self.part is not None:
             return (self.part[1] - self.part[0],)
-        return self.placement.local_shape(self.tp_rank)
+        return self.placement.local_shape(self.rank)
 
     @property
     def numel(self) -> int:

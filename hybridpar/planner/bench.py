@@ -67,9 +67,9 @@ class Unit:
                                    predict=config.optim.staleness == "prediction")
         placements = parameters.placements
         self.weights.fill(lambda tensors: initialize(
-            [(name, tensors[name], place) for name, place in placements.items()], 0, tp.rank))
+            [(name, tensors[name], place) for name, place in placements.items()], 0, {"tp": tp.rank}))
         self.accumulator = GradientAccumulator(parameters.layout, device)
-        self.slots = [ParameterSlot(o.name, placements[o.name], tp.rank, o.part) for o in self.weights.owned]
+        self.slots = [ParameterSlot(o.name, placements[o.name], {"tp": tp.rank}, o.part) for o in self.weights.owned]
         self.optimizer = optimizer_of(config, self.slots, tp)
         self.optimizer.allocate(device, self.weights.master_dtype)
         self.num_parameters = sum(p.numel() for p in self.stage.parameters())

@@ -1,4 +1,4 @@
-"""Do replicas hold the same bits?"""
+"""Comparison of replicas, to the bit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridpar.comm.collectives import gather_objects
 from hybridpar.grid import Axis
+from hybridpar.nn.placement import has_shared_rows
 from hybridpar.optim.slots import ParameterSlot
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
@@ -34,10 +35,12 @@ class Mismatch:
 def audit_replicas(tensors: Mapping[str, Tensor], axis: Axis) -> Mismatch | None:
     """The first tensor, by name, that is not the same on all ranks of the axis that pass one of that name.
 
-    Over dp pass every parameter, over tp the `tp_replicas`. Compares dtype, shape and a hash of the bits: a difference
+    Pass it the `replicas_along` that axis. Compares dtype, shape and a hash of the bits: a difference
     confined to one element is found with certainty, any other but for odds of about 2**-64. All ranks return the same.
     Collectives: one gather_objects of some 100 bytes for each tensor; also with no tensors.
     """
+    if axis.size == 1:
+        return None
     mine = {name: (int(bit_hash(x)), str(x.dtype), tuple(x.shape)) for name, x in tensors.items()}
     everyone = gather_objects(mine, axis)
     for name in sorted({name for held in everyone for name in held}):
@@ -49,19 +52,23 @@ def audit_replicas(tensors: Mapping[str, Tensor], axis: Axis) -> Mismatch | None
     return None
 
 
-def tp_replicas(tensors: Mapping[str, Tensor], slots: Iterable[ParameterSlot]) -> dict[str, Tensor]:
-    """What several tp ranks hold of the local tensors: replicated parameters, and shared rows as 'name[start:stop]'."""
+def replicas_along(axis: str, tensors: Iterable[tuple[str, Tensor, ParameterSlot]]) -> dict[str, Tensor]:
+    """Tensors that must be equal on the ranks along an axis; rows that several of them share as 'name[start:stop]'.
+
+    `tensors`: a name, and what this rank has of the parameter of a slot. Tied parameters, which differ in name, go by
+    their common one along pp.
+    """
     held: dict[str, Tensor] = {}
-    for slot in slots:
-        tensor, shard = tensors[slot.name], slot.placement.shard
-        if shard is None:
-            held[slot.name] = tensor
-        elif len(slot.placement.shared_index()):
-            holders, index = shard.holders(slot.placement.shape[shard.dim]), shard.index(slot.tp_rank)
+    for name, tensor, slot in tensors:
+        shard = slot.placement.shard
+        if slot.is_copy_along(axis):
+            held[name.replace(slot.name, slot.placement.tied) if axis == "pp" else name] = tensor
+        elif shard is not None and shard.axis == axis and has_shared_rows(slot.placement):
+            holders, index = shard.holders(slot.placement.shape[shard.dim]), shard.index(slot.rank)
             for start, stop in slot.segments:
                 first = int(index[start])
                 if holders[first] > 1:
-                    held[f"{slot.name}[{first}:{first + stop - start}]"] = tensor.narrow(shard.dim, start, stop - start)
+                    held[f"{name}[{first}:{first + stop - start}]"] = tensor.narrow(shard.dim, start, stop - start)
     return held
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hybridpar.comm import Parts, Works, all_gather_async
 from hybridpar.config import Config
-from hybridpar.grid import Axis
-from hybridpar.nn.placement import Placement, has_shared_rows
+from hybridpar.grid import BATCH, Axis, ProcessGrid
+from hybridpar.nn.placement import Held, Placement, has_shared_rows
 from hybridpar.optim import ParameterSlot, divisible
 from hybridpar.state.layout import ALIGN_BYTES, Bucket, FlatLayout, Owned
 
@@ -28,7 +28,7 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class Route:
-    """What becomes of one parameter's gradient.
+    """The way of one parameter's gradient.
 
     axis: the ranks it is summed over. group: any value that must not share a message with another one. sharded: those
     ranks share the update among them. whole: 0 where the update may be cut anywhere; else it must not be, and this is
@@ -41,21 +41,20 @@ class Route:
     whole: int = 0
 
 
-def make_routes(
-    config: Config, placements: Mapping[str, Placement], tp_rank: int, dp: Axis, ends: Axis
-) -> dict[str, Route]:
-    """What becomes of the gradients of a stage's parameters.
+def make_routes(config: Config, placements: Mapping[str, Placement], grid: ProcessGrid) -> dict[str, Route]:
+    """Routes of the gradients of a stage's parameters.
 
     A weight tied across stages is summed over both its holders and all their replicas at once (`ends`). Replicated
     parameters are apart from split ones: the order in which Gloo adds depends on the place in the message, and they
     must come out equal on all tp ranks, whose split parameters differ in size. Rows that several tp ranks hold lie at
-    different places there, so everyone updates those.
+    different places there, so everyone updates those. What is partial along the axis of a layer is summed over that
+    later, by `reduce_shared_gradients`.
     """
     def route(name: str, placement: Placement) -> Route:
-        tied, common_rows = placement.tied and config.parallel.pp > 1, has_shared_rows(placement)
-        cuttable = divisible(config.optim, ParameterSlot(name, placement, tp_rank))
+        tied, common_rows = placement.along("pp") is Held.PARTIAL, has_shared_rows(placement)
+        cuttable = divisible(config.optim, ParameterSlot(name, placement, grid.place))
         return Route(
-            ends if tied else dp, (placement.shard is None, common_rows),
+            grid.ends if tied and grid.pp.size > 1 else grid.axis(*BATCH), (placement.shard is None, common_rows),
             sharded=config.parallel.zero > 0 and not common_rows, whole=0 if cuttable else prod(placement.shape))
 
     return {name: route(name, placement) for name, placement in placements.items()}
@@ -81,7 +80,7 @@ class Partition:
         self.parts: list[Parts] = [
             tuple(self._cut(bucket, axis)) if routes[bucket.names[0]].sharded and axis.size > 1 else ()
             for bucket, axis in zip(self.buckets, self.axes, strict=True)]
-        """Of each bucket: (owner, start, stop), counted from its start; () where everyone updates all of it."""
+        """Parts of each bucket: (owner, start, stop), counted from its start; () where everyone updates all of it."""
         self.owned = sorted(self._owned(), key=lambda owned: owned.start)
 
     @property

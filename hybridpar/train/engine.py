@@ -88,21 +88,21 @@ class Engine:
         self.stage = Stage(blocks)  # all of them, as one: for what has to do with parameters
         parameters = StageParameters(self.stage, dtype)
         layout, placements = parameters.layout, parameters.placements
-        self.partition = Partition(layout, make_routes(config, placements, grid.tp.rank, grid.dp, grid.ends))
+        self.partition = Partition(layout, make_routes(config, placements, grid))
         owned = self.partition.owned
-        self.slots = [ParameterSlot(o.name, placements[o.name], grid.tp.rank, o.part) for o in owned]
+        self.slots = [ParameterSlot(o.name, placements[o.name], grid.place, o.part, o.shared) for o in owned]
         self.placements = placements
         self.weights = WeightStore(
             parameters, Ownership(owned, self.partition.gather), self._num_versions(), device,
             predict=config.optim.staleness == "prediction")
         self.weights.fill(lambda tensors: initialize(
-            [(name, tensors[name], place) for name, place in placements.items()], config.train.seed, grid.tp.rank))
+            [(name, tensors[name], place) for name, place in placements.items()], config.train.seed, grid.place))
         self.reducer = GradientReducer(self.partition)
         self.gradients = GradientAccumulator(layout, device, num_buffers=self.schedule.num_gradient_buffers,
                                              defers=pipeline.split_backward)
         self.optimizer = optimizer_of(config, self.slots, grid.tp)
         self._owned_gradients = [self.weights.owned_views(buffer) for buffer in self.gradients.buffers]
-        self._counted_gradients = [layout.joined(self._counted(views)) for views in self._owned_gradients]
+        self._counted_gradients = [layout.joined(counted(views, self.slots)) for views in self._owned_gradients]
         self.scaler = LossScaler.for_dtype(dtype, config.optim.loss_scale)
         self.judge: Judge = RunningJudge(config)
         shape = (config.train.micro_batch_size, model.seq_length, model.hidden_size)
@@ -201,26 +201,19 @@ class Engine:
     def _norm(self, batch: int) -> None:
         self.executor.wait(self.reducer.wait)
         gradients = self._gradient_list(batch)
-        reduce_shared_gradients(
-            ((g, s.placement) for g, s in zip(gradients, self.slots, strict=True) if s.part is None), self.grid.tp)
+        reduce_shared_gradients(zip(gradients, (slot.placement for slot in self.slots), strict=True), self.grid.tp)
         stages = self.grid.pp.size
         totals = torch.zeros(stages + 1 + len(self.loss_names), dtype=torch.float64, device=self.device)
         if mine := self._counted_gradients[self.gradients.buffer_index(batch)]:
             totals[self.grid.pp.rank] = sum_of_squares(mine, self.config.kernels.optimizer)
         totals[stages] = float(self.stop_requested)
         losses = self.executor.losses.pop(batch, {})
-        if self.grid.tp.is_first:
+        if self.grid.is_first_copy:
             for i, name in enumerate(self.loss_names):
                 totals[stages + 1 + i] = losses.get(name, 0.0)
         work = all_reduce_async(totals, self.grid.world)
         self.executor.watch(work.is_done)
         self._pending[batch] = totals, work
-
-    def _counted(self, gradients: list[Tensor]) -> list[Tensor]:
-        """What this rank counts in the norm: each element is counted by one of the ranks that have its sum."""
-        return [part for gradient, slot, owned in zip(gradients, self.slots, self.partition.owned, strict=True)
-                for part in counted([gradient], [slot], dp_rank=self.grid.dp.rank if owned.shared else 0,
-                                    counts_tied=self.grid.pp.is_first or not owned.shared)]
 
     def _update(self, batch: int) -> None:
         if self.config.norms_first:
@@ -361,7 +354,7 @@ class Engine:
         totals = torch.zeros(len(self.loss_names), dtype=torch.float64, device=self.device)
         for batch in range(num_batches):
             losses = self.executor.losses.pop(batch, {})
-            if self.grid.tp.is_first:
+            if self.grid.is_first_copy:
                 totals += totals.new_tensor([float(losses.get(n, 0.0)) for n in self.loss_names])
         all_reduce(totals, self.grid.world)
         return dict(zip(self.loss_names, (totals / num_batches).tolist(), strict=True))

@@ -27,7 +27,7 @@ from hybridpar.config import Config, load_toml, to_mapping, to_toml
 from hybridpar.data import Tokenizer
 from hybridpar.errors import FULL_DISK, CheckpointError, ConfigError, config_error
 from hybridpar.flight import Flight
-from hybridpar.grid import lines_of, place_of
+from hybridpar.grid import lines_of, place_of, sizes_of
 from hybridpar.pipeline.plan.sizes import Sizes
 
 CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
@@ -107,14 +107,14 @@ def flight_path(folder: Path, rank: int, thread: str = "") -> Path:
 def open_flight(config: Config, rank: int, thread: str = "") -> Flight:
     """The flight recorder of a rank of the resolved grid, or of a thread of it; without a file where the disk is full.
     """
-    tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
-    stage, replica, tensor_part = place_of(rank, tp, dp)
-    axes = {name: line for name, lines in lines_of(tp, pp, dp).items() for line in lines if rank in line}
+    sizes = sizes_of(config.parallel)
+    place = place_of(rank, sizes)
+    axes = {name: line for name, lines in lines_of(sizes).items() for line in lines if rank in line}
     path = flight_path(config.run.folder, rank, thread)
     path.parent.mkdir(exist_ok=True)
     who = {
-        "rank": rank, "stage": stage, "stages": list(Sizes.of(config).stages_of(stage)), "replica": replica,
-        "tensor_part": tensor_part, "pid": os.getpid(),
+        "rank": rank, "stage": place["pp"], "stages": list(Sizes.of(config).stages_of(place["pp"])), "place": place,
+        "pid": os.getpid(),
         "num_microbatches": config.pipeline.num_microbatches, "axes": axes}
     try:
         return Flight(path, who)

@@ -21,7 +21,7 @@ from hybridpar.config import Config, Launch
 from hybridpar.data import Data, open_data
 from hybridpar.errors import CheckpointError, HybridparError
 from hybridpar.flight import FAILED, LOST, REFUSED, Waiting
-from hybridpar.grid import ProcessGrid
+from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory import MemoryWatch
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.prove import prove
@@ -119,7 +119,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         flight.phase("connecting", limit_s)
         with Waiting(flight, "rendezvous", "world"):
             place.job.start_group(device, choose_backend(config.train, device), config.train.timeout_s)
-            grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, device_type=device.type, flight=flight)
+            grid = ProcessGrid(sizes_of(parallel), device_type=device.type, flight=flight)
         flight.phase("setting up", limit_s)
         who = grid.describe(config.pipeline.num_chunks)
         if config.pipeline.early_switch == "auto":

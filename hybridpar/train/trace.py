@@ -50,8 +50,8 @@ class RankEvents:
 
     rank: int
     name: str
-    pipeline: tuple[int, int]
-    """Replica and tensor part: ranks with the same ones exchange activations."""
+    pipeline: tuple[int, ...]
+    """Its place on all axes but pp: ranks with the same one exchange activations."""
     stage: int
     """Its place in the pipeline: the stage that it holds, or the first of them."""
     events: tuple[Event, ...]
@@ -99,7 +99,7 @@ def gather(recorder: Recorder, grid: ProcessGrid) -> list[RankEvents]:
     """The events of all ranks, on rank 0's clock, earliest at 0. Collectives: on all ranks of the grid."""
     shift = shift_to_first(grid)
     mine = RankEvents(
-        grid.rank, grid.describe(), (grid.dp.rank, grid.tp.rank), grid.pp.rank,
+        grid.rank, grid.describe(), tuple(index for name, index in grid.place.items() if name != "pp"), grid.pp.rank,
         _shifted(recorder.events, shift.seconds), _host(grid), recorder.usage, shift.error)
     ranks: list[RankEvents] = gather_objects(mine, grid.world)
     origin = min((r.events[0].start for r in ranks if r.events), default=0.0)
@@ -169,12 +169,13 @@ def _has_waited(used: Event) -> bool:
     return bool(used.waits) and used.waits[0][1] - used.waits[0][0] > _WAITED_S
 
 
-def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, int] = (0, 0), *, gathers: bool = False) -> Timeline:
-    """One pipeline as it ran. Where a rank waited in the course of an action, that is no part of it.
+def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, ...] = (), *, gathers: bool = False) -> Timeline:
+    """One pipeline (by default the first) as it ran, without the time that a rank waited in the course of an action.
 
     What went on beside the actions ends when it was seen to be over. A transfer that nobody waited for takes as long as
     those on that link that someone did wait for. gathers: whether replicas gather new weights after an update.
     """
+    pipeline = pipeline or min(r.pipeline for r in ranks)
     stages = sorted((r for r in ranks if r.pipeline == pipeline), key=lambda r: r.stage)
     events = {(e.action.stage, e.action.kind, e.action.microbatch): e for r in stages for e in r.events}
     usual = {link: median(times) for link in range(len(stages)) if (times := list(transfer_times(stages, link)))}

@@ -62,7 +62,7 @@ class Oracle:
             for name, parameter, placement in named_placements(block):
                 self.placements[f"blocks.{number}.{name}"] = placement
                 start[f"blocks.{number}.{name}"] = parameter.detach()
-        initialize([(n, t, self.placements[n]) for n, t in start.items()], self.config.train.seed, 0)
+        initialize([(n, t, self.placements[n]) for n, t in start.items()], self.config.train.seed)
         self.history = [{n: t.clone() for n, t in start.items()}]
         self.rule = build_rule(self.config.optim, self.placements)
 

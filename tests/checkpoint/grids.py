@@ -5,9 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from itertools import product
+from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,42 +18,18 @@ from hybridpar.checkpoint.part import Part, is_writer
 from hybridpar.checkpoint.save import make_manifest
 from hybridpar.checkpoint.saved import Saved
 from hybridpar.config import Config
-from hybridpar.flight import NO_FLIGHT
-from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.grid import AxisSizes, ProcessGrid, sizes_of
 from hybridpar.nn.placement import Placement
 from hybridpar.train.engine import Engine
 
 SCALER = {"scale": 1024.0, "good_steps": 3, "overflows": 0}
 
 
-def grid_at(pp_rank: int, dp_rank: int, tp_rank: int, sizes: tuple[int, int, int]) -> ProcessGrid:
-    """The grid (tp, pp, dp) as one of its ranks sees it; its axes must not be communicated over."""
-    tp, pp, dp = sizes
-
-    def line(name: str, ranks: list[int]) -> Axis:
-        group: Any = object() if len(ranks) > 1 else None
-        return Axis(name, ranks.index(rank) if rank in ranks else 0, tuple(ranks), group)
-
-    def number(s: int, d: int, t: int) -> int:
-        return (s * dp + d) * tp + t
-
-    rank = number(pp_rank, dp_rank, tp_rank)
-    ends = [number(s, d, tp_rank) for s in (0, pp - 1) for d in range(dp)]
-    stages = [number(s, dp_rank, tp_rank) for s in range(pp)]
-    grid = object.__new__(ProcessGrid)
-    grid.device_type, grid.sizes, grid.flight = "cpu", {"pp": pp, "dp": dp, "tp": tp}, NO_FLIGHT
-    grid._set(
-        line("tp", [number(pp_rank, dp_rank, t) for t in range(tp)]),
-        line("dp", [number(pp_rank, d, tp_rank) for d in range(dp)]), line("pp", stages), line("pp_reverse", stages),
-        line("ends", ends if pp > 1 and pp_rank in (0, pp - 1) else [rank]), line("world", list(range(tp * pp * dp))))
-    return grid
-
-
-def engines(config: Config) -> Iterator[Engine]:
-    """The engine of every rank of config.parallel, one at a time."""
-    parallel = config.parallel
-    for place in product(range(parallel.pp), range(parallel.dp), range(parallel.tp)):
-        yield Engine(config, grid_at(*place, (parallel.tp, parallel.pp, parallel.dp)), torch.device("cpu"))
+def engines(config: Config, sizes: AxisSizes | None = None) -> Iterator[Engine]:
+    """The engine of every rank of a grid (config.parallel's), one at a time; nothing must go over its axes."""
+    sizes = sizes or sizes_of(config.parallel)
+    for rank in range(prod(sizes.values())):
+        yield Engine(config, ProcessGrid.imagined(sizes, rank, lambda *_: object()), torch.device("cpu"))
 
 
 @lru_cache(maxsize=4096)
@@ -102,11 +77,11 @@ def fill(engine: Engine, step: int) -> None:
         "loss_scales": {str(v): 2.0**v for v in newest}})
 
 
-def save_all(root: Path, config: Config, step: int = 5) -> Path:
+def save_all(root: Path, config: Config, step: int = 5, sizes: AxisSizes | None = None) -> Path:
     """The checkpoint that the ranks of a grid write of that state."""
     aside = begin(root, step)
     written = []
-    for engine in engines(config):
+    for engine in engines(config, sizes):
         fill(engine, step)
         if is_writer(engine):
             written.append(Part.of(engine).write(aside))
@@ -114,10 +89,10 @@ def save_all(root: Path, config: Config, step: int = 5) -> Path:
     return publish(aside, make_manifest(config, "corpus", state, written))
 
 
-def load_all(folder: Path, config: Config) -> Iterator[Engine]:
+def load_all(folder: Path, config: Config, sizes: AxisSizes | None = None) -> Iterator[Engine]:
     """Every rank of another grid, with what it loads."""
     saved = Saved(folder)
-    for engine in engines(config):
+    for engine in engines(config, sizes):
         load(saved, engine)
         yield engine
 

@@ -26,6 +26,7 @@ from hybridpar.comm import barrier
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import CheckpointError
 from hybridpar.flight import NO_FLIGHT, Flight, Record
+from hybridpar.grid import sizes_of
 from hybridpar.train.engine import StepResult
 
 
@@ -190,7 +191,8 @@ def test_a_save_and_a_load_say_how_far_they_have_come(tmp_path: Path) -> None:
 def test_without_the_note_of_a_rank_nothing_is_published(tmp_path: Path) -> None:
     """As when it was killed. The others leave their notes and go on."""
     config = make({"pp": 2, "dp": 2, "zero": 1})
-    shards = [ShardFile(*where, (2 * where[0], 2 * where[0] + 2), 8, "00" * 4) for where in notes.writers(config)]
+    shards = [ShardFile(where, (2 * where["pp"], 2 * where["pp"] + 2), 8, "00" * 4)
+              for where in notes.writers(sizes_of(config.parallel), config.parallel.zero)]
     assert len(shards) == 4
     for shard in shards[:-1]:
         notes.leave(tmp_path, (shard, (4, 5)))

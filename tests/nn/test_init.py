@@ -12,7 +12,7 @@ NORMAL = Init("normal", 0.02)
 
 def filled(name, placement, rank, dtype=torch.float32, seed=5):
     parameter = nn.Parameter(torch.full(placement.local_shape(rank), float("nan"), dtype=dtype))
-    initialize([(name, parameter, placement)], seed, rank)
+    initialize([(name, parameter, placement)], seed, {"tp": rank})
     return parameter.detach()
 
 
@@ -77,7 +77,7 @@ def test_fills_views_of_a_flat_buffer_in_place():
     flat = torch.full((30,), -1.0)
     placement = Placement((4, 5), NORMAL)
     parameter = nn.Parameter(flat[6:26].view(4, 5))
-    initialize([("w", parameter, placement)], 5, 0)
+    initialize([("w", parameter, placement)], 5)
     assert torch.equal(flat[6:26].view(4, 5), filled("w", placement, 0))
     assert (flat[:6] == -1).all()
     assert (flat[26:] == -1).all()
@@ -87,4 +87,4 @@ def test_fills_views_of_a_flat_buffer_in_place():
 
 def test_wrong_local_shape_is_our_mistake():
     with pytest.raises(AssertionError, match="placed as"):
-        initialize([("w", nn.Parameter(torch.empty(3)), Placement((4,), NORMAL))], 0, 0)
+        initialize([("w", nn.Parameter(torch.empty(3)), Placement((4,), NORMAL))], 0)

@@ -55,8 +55,8 @@ def placements(parts: int) -> dict[str, Placement]:
     }
 
 
-def slots(parts: int, rank: int) -> list[ParameterSlot]:
-    return [ParameterSlot(name, placement, rank) for name, placement in placements(parts).items()]
+def slots(parts: int, rank: int, **place: int) -> list[ParameterSlot]:
+    return [ParameterSlot(name, placement, {"tp": rank, **place}) for name, placement in placements(parts).items()]
 
 
 def random_tensors(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:

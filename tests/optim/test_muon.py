@@ -155,7 +155,7 @@ def layers_on_ranks(tp_size):
     values, grads = ([torch.randn(p.shape, dtype=torch.float64) for _, p in held[0]] for _ in range(2))
     results = []
     for axis, named in zip((Axis("tp"), tp), held, strict=True):
-        mine = [ParameterSlot(n, p, axis.rank) for n, p in named]
+        mine = [ParameterSlot(n, p, {"tp": axis.rank}) for n, p in named]
         parameters, gradients = ([s.placement.take(x, axis.rank).clone() for s, x in zip(mine, xs, strict=True)]
                                  for xs in (values, grads))
         build_optimizer(Settings(name="muon"), mine, axis).step(parameters, gradients, lr=0.1)

@@ -17,9 +17,9 @@ def test_sum_over_the_grid_counts_every_element_once(parts, dp, dtype):
     total = torch.zeros((), dtype=torch.float64)
     for dp_rank in range(dp):
         for rank in range(parts):
-            gradients, held = local(full, parts, rank), slots(parts, rank)
-            total += squared_norm(gradients, held, dp_rank=dp_rank, counts_tied=True)
-            total += squared_norm(gradients[:1], held[:1], dp_rank=dp_rank, counts_tied=False)
+            gradients = local(full, parts, rank)
+            total += squared_norm(gradients, slots(parts, rank, dp=dp_rank, pp=0))
+            total += squared_norm(gradients[:1], slots(parts, rank, dp=dp_rank, pp=1)[:1])
     wanted = sum(x.double().square().sum() for x in full)
     assert total.dtype == torch.float64
     torch.testing.assert_close(total, wanted, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=0.0)

@@ -37,7 +37,7 @@ def test_shared_rows_are_parts_of_equal_extent_on_every_holder():
     shard = Shard(0, (((0, 4), (6, 8)), ((2, 7),), ((3, 5), (2, 3))))
     extents = {}
     for rank in range(3):
-        slot = ParameterSlot("x", Placement((8,), Init("zeros"), shard), rank)
+        slot = ParameterSlot("x", Placement((8,), Init("zeros"), shard), {"tp": rank})
         index = shard.index(rank)
         for start, stop in slot.segments:
             extents.setdefault(int(index[start]), set()).add(stop - start)

@@ -5,7 +5,7 @@ from ranks import run_ranks
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn.placement import Init, Placement, Shard
 from hybridpar.optim import ParameterSlot
-from hybridpar.state import audit_replicas, tp_replicas
+from hybridpar.state import audit_replicas, replicas_along
 from hybridpar.state.audit import bit_hash
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -70,14 +70,15 @@ def test_one_flipped_bit_is_found_and_so_is_the_rank(name, element, bit, rank):
 def audit_tp(flip):
     axis = ProcessGrid(tp=torch.distributed.get_world_size()).tp
     shard = Shard(0, (((0, 2), (3, 6)), ((3, 6),), ((1, 7),)))
-    slots = [ParameterSlot("kv", Placement((7, 5), Init("zeros"), shard), axis.rank),
-             ParameterSlot("split", Placement((6,), Init("zeros"), Shard.even(0, 6, 3)), axis.rank),
-             ParameterSlot("norm", Placement((4,), Init("zeros")), axis.rank)]
+    place = {"tp": axis.rank}
+    slots = [ParameterSlot("kv", Placement((7, 5), Init("zeros"), shard), place),
+             ParameterSlot("split", Placement((6,), Init("zeros"), Shard.even(0, 6, 3)), place),
+             ParameterSlot("norm", Placement((4,), Init("zeros")), place)]
     torch.manual_seed(0)
     held = {slot.name: slot.placement.take(torch.randn(slot.placement.shape), axis.rank) for slot in slots}
     if axis.rank == 2 and flip:
         flip_bit(held["kv"], 5 * 4, 3)  # row 5 of the global tensor
-    replicas = tp_replicas(held, slots)
+    replicas = replicas_along("tp", [(slot.name, held[slot.name], slot) for slot in slots])
     return list(replicas), audit_replicas(replicas, axis)
 
 

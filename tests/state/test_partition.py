@@ -10,11 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
+from torch import Tensor
 
-from hybridpar.comm import all_gather_async, reduce_scatter_async
+from hybridpar.comm import all_gather_async, all_reduce, reduce_scatter_async
+from hybridpar.config import from_mapping
 from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.nn import Init, ParallelModule, Placement, named_placements, reduce_shared_gradients
+from hybridpar.nn.init import initialize
+from hybridpar.optim import ParameterSlot, squared_norm
 from hybridpar.state import GradientReducer, Partition, Route
 from hybridpar.state.layout import FlatLayout
+from hybridpar.state.partition import make_routes
 
 Shapes = list[tuple[int, ...]]
 
@@ -114,6 +120,60 @@ def exchange(bucket_bytes: int) -> bool:
 @pytest.mark.parametrize(("num_ranks", "bucket_bytes"), [(2, 1), (2, 10**9), (3, 1000)])
 def test_owners_get_sums_and_all_get_what_owners_make(num_ranks: int, bucket_bytes: int) -> None:
     assert all(run_ranks(exchange, num_ranks, bucket_bytes))
+
+
+class PerToken(ParallelModule):
+    """Scales and shifts the tokens that each rank of the axis has, so gradients are partial sums over the axis."""
+
+    def __init__(self, axis: Axis):
+        super().__init__(axis)
+        for name, hidden in (("scale", 5), ("bias", 13)):
+            placement = Placement((hidden,), Init("normal", 1.0), partial=(axis.name,))
+            self.add_parameter(name, placement, device="cpu", dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[:, :5] * self.scale).square().sum() + (x + self.bias).square().sum()
+
+
+def partial_gradients(zero: int) -> list[Tensor]:
+    """On tp 2 x dp 2 each rank has tokens of its own; the sums are those of one process, counted once in the norm."""
+    grid = ProcessGrid(tp=2, dp=2)
+    tokens = torch.randn(4, 3, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    modules = [PerToken(axis) for axis in (Axis("tp"), grid.tp)]
+    for module, x in zip(modules, (tokens.flatten(0, 1), tokens[grid.rank]), strict=True):
+        initialize(named_placements(module), 1, grid.place)
+        module(x).backward()
+    wanted, mine = ({name: p.grad for name, p in module.named_parameters()} for module in modules)
+    layout = FlatLayout.of(mine, torch.float64)
+    config = from_mapping({"parallel": {"tp": 2, "dp": 2, "zero": zero}})
+    partition = Partition(layout, make_routes(config, modules[1].placements, grid))
+    flat = layout.zeros()
+    for name, view in layout.views(flat).items():
+        view.copy_(mine[name])
+    reducer = GradientReducer(partition)
+    reducer.arm(flat)
+    reducer.flush()
+    reducer.wait()
+    places = modules[1].placements
+    slots = [ParameterSlot(o.name, places[o.name], grid.place, o.part, o.shared) for o in partition.owned]
+    gradients = [flat[o.start : o.stop] for o in partition.owned]
+    reduce_shared_gradients(zip(gradients, (slot.placement for slot in slots), strict=True), grid.tp)
+    assert grid.tp.traffic.calls == {"all_reduce": 1}
+    for gradient, slot in zip(gradients, slots, strict=True):
+        expected = wanted[slot.name][slice(*slot.part) if slot.part else slice(None)]
+        torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-13)
+    norm = all_reduce(squared_norm(gradients, slots).view(1), grid.world)
+    torch.testing.assert_close(norm[0], sum(g.square().sum() for g in wanted.values()), rtol=1e-13, atol=0.0)
+    partition.gather(flat).wait()
+    return list(layout.views(flat).values())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_that_are_partial_over_tp(zero: int) -> None:
+    first, *others = run_ranks(partial_gradients, 4, zero)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True)), "replicas differ by a bit"
 
 
 def collectives() -> bool:

@@ -147,7 +147,7 @@ def _read(files: Weights, plan: Plan, matched: Match, dtype: torch.dtype, settin
     for entry in plan.entries:
         if entry.ours in matched.absent:
             weights[entry.ours] = torch.empty(entry.placement.shape, dtype=dtype)
-            initialize([(entry.ours, weights[entry.ours], entry.placement)], TrainConfig().seed, 0)
+            initialize([(entry.ours, weights[entry.ours], entry.placement)], TrainConfig().seed)
             continue
         parts = [files.read(matched.names[name]).to(dtype) for name in entry.theirs]
         weights[entry.ours] = entry.layout.join(parts, plan.heads).contiguous()

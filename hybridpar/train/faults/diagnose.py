@@ -35,8 +35,7 @@ class Seen:
     @property
     def who(self) -> str:
         who = self.record.who if self.record is not None else None
-        return f"rank {self.rank}" if who is None else describe(
-            self.rank, who["stages"], who["replica"], who["tensor_part"])
+        return f"rank {self.rank}" if who is None else describe(self.rank, who["stages"], who["place"])
 
     @property
     def failed(self) -> bool:

@@ -37,7 +37,7 @@ from hybridpar.checkpoint.notes import Written, writers
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.flight import Flight
-from hybridpar.grid import ProcessGrid, place_of
+from hybridpar.grid import ProcessGrid, place_of, sizes_of
 from hybridpar.pipeline.plan.action import PER_BATCH, Action, Kind
 from hybridpar.train.engine import Engine
 from hybridpar.train.folder import CHECKPOINTS, INJECTED
@@ -119,8 +119,8 @@ def parse_fault(text: str, config: Config) -> Fault:
         raise config_error("inject", text, rule, f"step {config.train.num_steps}")
     if fault.microbatch >= m:
         raise config_error("inject", text, f"micro-batches of a step are 0 to {m - 1}", f"micro-batch {m - 1}")
-    stage, replica, part = place_of(rank, parallel.tp, parallel.dp)
-    if fault.kind in _SAVING and (stage, part, replica) not in writers(config):
+    sizes = sizes_of(parallel)
+    if fault.kind in _SAVING and place_of(rank, sizes) not in writers(sizes, parallel.zero):
         raise config_error("inject", text, f"rank {rank} writes no file: replica 0 does", "rank 0")
     return fault
 

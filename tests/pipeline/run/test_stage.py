@@ -27,7 +27,7 @@ KEY = RandomKey.of(3, 5, 0)
 
 def make_stage(blocks: range, recompute: Recomputation, model: ModelConfig = MODEL) -> Stage:
     stage = Stage(build_blocks(model, Axis("tp"), blocks, device="cpu"), recompute)
-    initialize(named_placements(stage), seed=1, tp_rank=0)
+    initialize(named_placements(stage), seed=1)
     return stage
 
 

@@ -11,15 +11,15 @@ from hybridpar.flight import FAILED, LOST, REFUSED, Record
 from hybridpar.grid import lines_of, place_of
 from hybridpar.train.faults.diagnose import Seen, diagnose, find_stall
 
-TP, PP, DP = 1, 2, 2
+SIZES = {"pp": 2, "dp": 2, "tp": 1}
 
 
 def record(rank: int, **changes: object) -> Record:
     """A rank of a grid of 4 in the middle of micro-batch 7 forward, waiting for nobody."""
-    stage, replica, part = place_of(rank, TP, DP)
-    axes = {name: line for name, lines in lines_of(TP, PP, DP).items() for line in lines if rank in line}
-    who = {"rank": rank, "stage": stage, "stages": [stage], "replica": replica, "tensor_part": part,
-           "num_microbatches": 2, "axes": axes}
+    place = place_of(rank, SIZES)
+    stage = place["pp"]
+    axes = {name: line for name, lines in lines_of(SIZES).items() for line in lines if rank in line}
+    who = {"rank": rank, "stage": stage, "stages": [stage], "place": place, "num_microbatches": 2, "axes": axes}
     return replace(Record(10, 100.0 + rank, "training", 5.0, "F", stage, 7, 3, who=who), **changes)
 
 
