@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from functools import cache
 from pathlib import Path
@@ -21,3 +22,8 @@ def cpu_fields() -> dict[str, str]:
 def cpu_name() -> str:
     """The CPU's name by its maker, or else its architecture."""
     return cpu_fields().get("model name") or platform.processor() or platform.machine()
+
+
+def available_cores() -> int:
+    """Number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

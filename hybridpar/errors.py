@@ -7,12 +7,12 @@ import reprlib
 from dataclasses import dataclass
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""What a system says of a disk when it does not say of which file."""
+"""Errors of a disk, which may come without the name of a file."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 16
 _LONGEST = 20_000
-"""Characters of a message."""
+"""Most characters of a message."""
 
 
 def shown(value: object) -> str:
@@ -33,7 +33,7 @@ def printable(text: str) -> str:
 
 
 def about_file(error: OSError) -> str:
-    """What an error says of a file or a disk, in a line; empty where it is of something else."""
+    """An error of a file or a disk as a line; empty where it is about something else."""
     if error.filename is None and error.errno not in FULL_DISK:
         return ""
     return f"{error.filename or 'a disk'}: {error.strerror}"
@@ -77,5 +77,5 @@ class CheckpointError(HybridparError):
 
 
 def config_error(field: str, value: object, rule: str, suggestion: str = "") -> ConfigError:
-    """The common case: one problem."""
+    """A ConfigError with one problem, the common case."""
     return ConfigError(Problem(field, value, rule, suggestion))

@@ -1,14 +1,14 @@
-"""A rank's flight recorder: what it is doing, in a small file that outlives it.
+"""Flight recorder of a rank: its current action, in a small file that outlives it.
 
-    0    how often it was written; when (seconds since 1970)          one struct each, so that a note is one call:
+    0    number of notes; time of the last (seconds since 1970)       one struct each, so that a note is one call:
     16   phase; its limit in seconds, 0 for none                      0.5 us for an action, 0.7 us for a wait
     88   action: kind, stage, micro-batch, version
-    120  what it waits for: operation, axis, peer
-    168  error: why the rank has ended
-    680  JSON: who it is
+    120  wait: operation, axis, peer
+    168  error with which the rank has ended
+    680  JSON: who the rank is
 
-The file is mapped into memory: what was noted is there after kill -9, and can be read while a rank hangs. It says
-nothing of machine failures: nothing is synced.
+The file is mapped into memory: a note is there after kill -9, and can be read while a rank hangs. It does not outlive
+the machine: nothing is synced.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _PHASE_AT, _ACTION_AT, _WAIT_AT, _ERROR_AT, _WHO_AT = 16, 88, 120, 168, 680
 _LIMIT = struct.Struct("<d")
 _NO_WAIT, _NO_ACTION = _WAIT.pack(b"", b"", -1), _ACTION.pack(b"", -1, -1, -1)
 NOBODY = -1
-"""No single peer: all ranks of the axis."""
+"""Peer of a wait for all ranks of the axis."""
 FAILED, LOST, REFUSED = "failed", "lost contact", "refused"
-"""Phases of a rank that ends: of an error; because another one has left it; because it cannot do what is asked for, or
+"""Phases of a rank that ends: by an error; because another one has left it; because it cannot do what is asked for, or
 was asked to stop."""
 EVALUATING = "evaluating"
 """The phase whose actions belong to no step."""
@@ -41,7 +41,7 @@ class Flight:
     """Notes what this rank does. Without a file it notes nothing."""
 
     def __init__(self, path: Path | None = None, who: Mapping[str, Any] | None = None):
-        """`who`: plain values about this rank, `Record.who`."""
+        """Opens a file. who: plain values about this rank, `Record.who`."""
         self._map: mmap.mmap | None = None
         self._count = 0
         if path is not None:
@@ -53,7 +53,7 @@ class Flight:
             self.phase("starting")
 
     def phase(self, name: str, limit_s: float = 0.0) -> None:
-        """A part of the run begins. Standing still in it for longer than the limit (seconds; 0: none) is a fault."""
+        """Notes that a part of the run begins. Standing still in it for longer than the limit (0: none) is a fault."""
         if self._map is not None:
             self.tick()  # first, so that no time before it counts against the new limit
             _PHASE.pack_into(self._map, _PHASE_AT, name.encode(), limit_s)
@@ -61,53 +61,53 @@ class Flight:
             self.go_on()
 
     def limit(self, limit_s: float) -> None:
-        """The phase has another limit from now on."""
+        """Gives the phase another limit from now on."""
         if self._map is not None:
             self.tick()
             _LIMIT.pack_into(self._map, _ACTION_AT - _LIMIT.size, limit_s)
 
     def end(self, phase: str, error: str) -> None:
-        """This rank ends, of an error (FAILED, LOST, REFUSED); what it did and waited for stays."""
+        """Notes that this rank ends by an error (FAILED, LOST, REFUSED); its action and wait stay."""
         if self._map is not None:
             _PHASE.pack_into(self._map, _PHASE_AT, phase.encode(), 0.0)
             _ERROR.pack_into(self._map, _ERROR_AT, error.encode()[: _ERROR.size])
             self.tick()
 
     def action(self, kind: str, stage: int, microbatch: int, version: int) -> None:
-        """An action of the plan begins."""
+        """Notes that an action of the plan begins."""
         if self._map is not None:
             _ACTION.pack_into(self._map, _ACTION_AT, kind.encode(), stage, microbatch, version)
             self.tick()
 
     def wait(self, operation: str, axis: str, peer: int = NOBODY) -> None:
-        """This rank begins to wait, for one other (its global rank) or for all of an axis."""
+        """Notes that this rank begins to wait, for one other (its global rank) or for all of an axis."""
         if self._map is not None:
             _WAIT.pack_into(self._map, _WAIT_AT, operation.encode(), axis.encode(), peer)
             self.tick()
 
     def go_on(self) -> None:
-        """The wait is over."""
+        """Notes that the wait is over."""
         if self._map is not None:
             self._map[_WAIT_AT : _WAIT_AT + len(_NO_WAIT)] = _NO_WAIT
             self.tick()
 
     def tick(self) -> None:
-        """It has got further in what it is doing."""
+        """Counts progress in the current action."""
         if self._map is not None:
             self._count += 1
             _HEAD.pack_into(self._map, 0, self._count, time.time())
 
     def read(self) -> Record | None:
-        """What it says now; None without a file."""
+        """The record as it stands now; None without a file."""
         return None if self._map is None else _parse(bytes(self._map))
 
 
 NO_FLIGHT = Flight()
-"""Notes nothing, and so has no state."""
+"""A recorder that notes nothing, and so has no state."""
 
 
 class Waiting:
-    """`with Waiting(flight, "all_reduce", "dp"): ...`; where that fails, the note stays."""
+    """Notes a wait: `with Waiting(flight, "all_reduce", "dp"): ...`. Where that fails, the note stays."""
 
     __slots__ = ("_flight", "_what")
 
@@ -125,11 +125,10 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Record:
-    """What a recorder says. Without an action `kind` is empty, without a wait `operation`; `peer`: a global rank.
+    """The content of a recorder. Without an action `kind` is empty, without a wait `operation`. peer: a global rank.
 
-    `count`: it has changed where this has. `who`: rank, stage (of the grid), the stages that it holds, its
-    place by axis, pid, num_microbatches, and `axes`, the global ranks by axis; whatever was known when the
-    recorder was opened.
+    count: changes with every note. who: rank, stage (of the grid), the stages that it holds, its place by axis, pid,
+    num_microbatches, and `axes`, the global ranks by axis; whatever was known when the recorder was opened.
     """
 
     count: int
@@ -160,12 +159,12 @@ class Record:
 
     @property
     def action(self) -> str:
-        """As pipeline.plan writes it: 'F12@1v3'."""
+        """The action as pipeline.plan writes it: 'F12@1v3'."""
         return f"{self.kind}{self.microbatch}@{self.stage}" + (f"v{self.version}" if self.kind in ("F", "B") else "")
 
     @property
     def peers(self) -> Sequence[int]:
-        """The global ranks it waits for."""
+        """Global ranks that it waits for."""
         others = self.who.get("axes", {}).get(self.axis, ())
         return () if not self.waits else (self.peer,) if self.peer != NOBODY else tuple(
             rank for rank in others if rank != self.who.get("rank"))
@@ -173,12 +172,10 @@ class Record:
     def situation(self) -> str:
         """' during B12@1v3, waiting for recv over pp with rank 0'; empty where nothing is known."""
         text = f" during {self.action}" if self.kind else f" while {self.phase}" if self.phase else ""
-        return f"{text}, {self.wanted()}" if self.waits else text
-
-    def wanted(self) -> str:
-        """What it waits for."""
+        if not self.waits:
+            return text
         names = ", ".join(map(str, self.peers)) or "others"
-        return f"waiting for {self.operation} over {self.axis} with rank{'s' * (len(self.peers) > 1)} {names}"
+        return f"{text}, waiting for {self.operation} over {self.axis} with rank{'s' * (len(self.peers) > 1)} {names}"
 
 
 def read(path: Path) -> Record | None:

@@ -1,6 +1,6 @@
-"""The commands of the command line: a dataclass each, whose fields are its flags and whose `run` returns the exit code.
+"""Commands of the command line: a dataclass each, whose fields are its flags and whose `run` returns the exit code.
 
-What a command needs is imported when it runs, so that `--help` is quick.
+A command imports its libraries when it runs, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -11,19 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import FlagConversionOff, Positional, UseAppendAction, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 from hybridpar.cli.exchange import Export, Import
 from hybridpar.cli.placing import Graph, Place
-from hybridpar.cli.planning import Plan, Profile, Simulate, resolved
-from hybridpar.cli.replaying import Replay
+from hybridpar.cli.planning import ConfigFile, Overrides, Plan, Profile, Simulate, resolved
 from hybridpar.cli.values import Ranks, Threads, Within, parse_grid
 from hybridpar.config import Config, Launch
 from hybridpar.errors import CheckpointError, config_error
-
-ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
-Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
-"""The configuration: the file's, with every `--section.key` over it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class Verify:
     path: ConfigFile
     config: Overrides
     grid: str = ""
-    """Such as tp=2,pp=2,dp=2; axes left out are 1. Empty: the grid of the configuration."""
+    """Sizes such as tp=2,pp=2,dp=2; axes left out are 1. Empty: the grid of the configuration."""
     batches: Annotated[int, Within(1, 10_000)] = 4
     nan_batches: tuple[int, ...] = ()
     """Batches (from 0) whose gradient is made NaN on one rank: all ranks must skip their updates."""
@@ -88,14 +83,42 @@ class Verify:
             place = f"({worst.name}, batch {worst.batch})"
             print(f"{what:<10} worst relative error {worst.error:.1e}  {place}", file=out)
         where, first = " ".join(f"{axis}={size}" for axis, size in sizes.items()), report.first_divergence
-        if first is None:
-            print(f"{where}: {report.tensors_compared} tensors agree within {TOLERANCE:g}", file=out)
-        else:
-            print(f"{where}: {first.what} of {first.name} differs first, in batch {first.batch}, by {first.error:.1e} "
-                  f"(tolerance {TOLERANCE:g})", file=out)
+        found = f"{report.tensors_compared} tensors agree within {TOLERANCE:g}" if first is None else (
+            f"{first.what} of {first.name} differs first, in batch {first.batch}, by {first.error:.1e} "
+            f"(tolerance {TOLERANCE:g})")
+        print(f"{where}: {found}", file=out)
         if self.json:
             print(to_json(report.as_json()))
         return 0 if report.ok else 1
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Run one step of a run again on one CPU process, and say where its numbers stop being finite."""
+
+    path: Positional[Annotated[Path, arg(metavar="BUNDLE.json | RUN")]]
+    """A replay bundle from a run's folder anomalies/; or a run folder, and a --step."""
+    step: Annotated[int, Within(0, 2**40)] = 0
+    """The step to run again, as numbered in the metrics of the run folder."""
+    threads: Threads = 0
+    """CPU threads; 0: all cores."""
+    json: bool = False
+    """The report as one JSON object on stdout."""
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.checkpoint.files import to_json
+        from hybridpar.train.launch import set_threads
+        from hybridpar.verify.replay import replay
+
+        if self.step and not self.path.exists():
+            raise config_error("path", str(self.path), "does not exist", "a run folder, such as runs/NAME")
+        if self.path.is_dir() != (self.step > 0):
+            raise config_error("step", self.step, "says which step of a run folder; a bundle has its own",
+                               "hybridpar replay runs/NAME --step 100")
+        set_threads(self.threads, launch)
+        report = replay(self.path, self.step, lambda text: print(text, file=sys.stderr))
+        print(to_json(report.as_json()) if self.json else "\n".join(report.lines()))
+        return 0 if report.agrees else 1
 
 
 @dataclass(frozen=True)
@@ -111,15 +134,20 @@ class Check:
     def run(self, launch: Launch) -> int:
         config = resolved(self.config, self.world_size)
         absent = _absent(config)
+        from torch.nn import ModuleList
+
+        from hybridpar.grid import Axis
         from hybridpar.memory import predict, table
         from hybridpar.memory.predict import default_device
+        from hybridpar.models.build import build_blocks
         from hybridpar.models.cost import stage_split, training_flops_per_token
         from hybridpar.pipeline.plan.sizes import Sizes
 
         device = default_device(config)
         memory = predict(config, device=device)
         stages = stage_split(config.model, config.parallel.pp, config.pipeline.split, config.pipeline.num_chunks)
-        grid, parameters = config.parallel, count_parameters(config)
+        model = ModuleList(build_blocks(config.model, Axis("tp"), range(config.model.num_blocks)).values())
+        grid, parameters = config.parallel, sum(p.numel() for p in model.parameters())
         plain = {
             "ok": True, "grid": {"tp": grid.tp, "pp": grid.pp, "dp": grid.dp},
             "stages": [[b.start, b.stop] for b in stages], "parameters": parameters,
@@ -131,8 +159,7 @@ class Check:
             print(json.dumps(plain))
             return 0
         blocks = ", ".join(f"{b.start}-{b.stop - 1}" for b in stages)
-        chunks = config.pipeline.num_chunks
-        if chunks > 1:
+        if (chunks := config.pipeline.num_chunks) > 1:
             blocks += f"; each rank holds {chunks}, which are {grid.pp} apart"
         name = Sizes.of(config).rank_name
         print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}, {grid.tp * grid.pp * grid.dp} processes\n"
@@ -146,7 +173,7 @@ class Check:
 
 
 def _absent(config: Config) -> list[str]:
-    """What the configuration names that this machine does not have; the one that is to train may."""
+    """Files that the configuration names and this machine does not have; the one that is to train may."""
     from hybridpar.checkpoint import find_start
     from hybridpar.data import absent_sources
 
@@ -167,7 +194,7 @@ class Preprocess:
     """Files of text, JSON lines, JSON, CSV, parquet or Arrow, folders of them, Hugging Face datasets, or stdlib (the
     Python standard library's source)."""
     input: tuple[str, ...] = ()
-    """The same, by Megatron-LM's name."""
+    """More sources, by Megatron-LM's name of this flag."""
     text_key: str = "text"
     """The field or column that holds a document's text."""
     output: str = "data"
@@ -203,14 +230,14 @@ class Generate:
     checkpoint: str
     """A run folder (its newest checkpoint), or one checkpoint in it."""
     prompt: UseAppendAction[tuple[str, ...]] = ()
-    """What the text goes on from; given several times, for several texts, which are computed together."""
+    """Beginning of the text; given several times, there are several texts, which are computed together."""
     max_tokens: int = 200
     temperature: float = 0.8
     """0: always the likeliest token."""
     top_k: int = 40
     """Candidates for each token; 0: all."""
     top_p: float = 1.0
-    """Of these the likeliest that together have this probability."""
+    """Probability of the likeliest candidates together; the others are left out."""
     seed: Annotated[int, Within(-(2**63), 2**63 - 1)] = 0
     threads: Threads = 0
     """CPU threads of a process; 0: all cores."""
@@ -271,13 +298,3 @@ COMMANDS: dict[str, type[Any]] = {
         Train, Verify, Replay, Check, Profile, Plan, Simulate, Graph, Place, Preprocess, Generate, Export, Import,
         Doctor)
 }
-
-
-def count_parameters(config: Config) -> int:
-    """Parameters of the whole model, tied ones once; nothing is allocated."""
-    from hybridpar.grid import Axis
-    from hybridpar.models.build import build_blocks
-    from hybridpar.pipeline.run.stage import Stage
-
-    stage = Stage(build_blocks(config.model, Axis("tp"), range(config.model.num_blocks)))
-    return sum(p.numel() for p in stage.parameters())

@@ -1,4 +1,4 @@
-"""What this machine is, what of hybridpar was built for it, and which code each operator runs, and why not other."""
+"""Report on this machine: its hardware, what of hybridpar was built for it, which code each operator runs, and why."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hybridpar import __version__, native
-from hybridpar.cpu import cpu_fields, cpu_name
+from hybridpar.cpu import available_cores, cpu_fields, cpu_name
 from hybridpar.ops import registry
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -23,7 +23,7 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 
 
 def examine() -> dict[str, Any]:
-    """Everything that `hybridpar doctor` says, as plain data."""
+    """Collects everything that `hybridpar doctor` says, as plain data."""
     devices = ["cpu", *["cuda"] * torch.cuda.is_available()]
     return {
         "versions": {"hybridpar": __version__, "python": platform.python_version(), **_versions(),
@@ -51,7 +51,7 @@ def _cpu() -> dict[str, Any]:
     known = (fields.get("flags") or fields.get("Features", "")).split()
     return {
         "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": available_cores(),
         "instructions": [name for name in CPU_FLAGS if name in known],
     }
 
@@ -72,8 +72,8 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _choices(op: str, device: str) -> dict[str, Any]:
-    """The backend that `auto` takes for each type of elements, for which types measured times decided that, and why the
-    others cannot run at all there."""
+    """The backend that `auto` takes for each type of elements, the types for which measured times decided that, and the
+    reasons why other backends cannot run there."""
     reports = {str(dtype).removeprefix("torch."): registry.report(op, device, dtype) for dtype in DTYPES}
     return {**{name: report.active for name, report in reports.items()},
             "measured": [name for name, report in reports.items() if report.measured],
@@ -81,7 +81,7 @@ def _choices(op: str, device: str) -> dict[str, Any]:
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """`examine` for people."""
+    """Formats the data of `examine` for people."""
     versions, machine = found["versions"], found["machine"]
     yield ", ".join(f"{name} {version or '(none)'}" for name, version in versions.items())
     yield f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}; " \
@@ -114,7 +114,7 @@ def _table(device: str, operators: Mapping[str, Mapping[str, Any]]) -> Iterator[
 
 
 def problem(found: Mapping[str, Any]) -> str | None:
-    """What an installation lacks that it should have; None where nothing."""
+    """A message on what an installation lacks; None where nothing is missing."""
     if found["built"]["hybridpar._C"] != "yes" and sys.platform == "linux":
         return "the C++ operators are missing, plain torch runs instead: HYBRIDPAR_BUILD=cpu pip install says why"
     if found["operators"].get("cuda") and found["versions"]["triton"] is None:

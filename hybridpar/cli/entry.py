@@ -1,4 +1,4 @@
-"""From the arguments to a command, and from an error to one message and an exit code."""
+"""Entry of the command line: arguments become a command, and an error one message and an exit code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GRACE_S = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; what is wrong is said once, in one message. Returns the exit code."""
+    """Runs one command; an error is reported once, in one message. Returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     hold_descriptors()
     with lasting_console() if args[:1] == ["train"] else contextlib.nullcontext():
@@ -79,8 +79,7 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
             if "run" not in own_flags(command) or not (run := _value("--run", rest)):
                 _refuse(f"hybridpar {name}: the first argument must be a configuration file", "", (), speaks)
             rest.insert(0, str(Path(run) / "config.toml"))
-            default = command(path=Path(rest[0]), config=load_toml(rest[0]))
-        else:
+        if default is tyro.MISSING_NONPROP:
             default = command(path=Path(rest[0]), config=load_toml(rest[0]))
     made = tyro.cli(
         command, prog=f"hybridpar {name}", args=_booleans_as_python(rest), default=default, use_underscores=True,
@@ -91,9 +90,8 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
 
 
 def _booleans_as_python(args: Sequence[str]) -> list[str]:
-    """`--section.key true` as True, the only spelling that tyro reads; in any case."""
-    kinds = {f"{section}.{key}": kind for section, table in typing.get_type_hints(Config).items()
-             for key, kind in typing.get_type_hints(table).items()}
+    """Spells `--section.key true`, in any case, as True, the only spelling that tyro reads."""
+    kinds = _config_keys()
     flag, words = "", []
     for arg in args:
         head, equals, value = arg.partition("=")
@@ -118,18 +116,17 @@ def _check_flags(name: str, args: Iterable[str], speaks: bool) -> None:
 
 def flags_of(command: type[Any]) -> set[str]:
     """The names of a command's flags, without dashes: its own and `section.key`."""
-    names = own_flags(command)
-    if "config" in command.__dataclass_fields__:
-        config = Config()
-        names |= {
-            f"{section.name}.{key.name}" for section in dataclasses.fields(config)
-            for key in dataclasses.fields(getattr(config, section.name))
-        }
-    return names
+    return own_flags(command).union(_config_keys() if "config" in command.__dataclass_fields__ else ())
+
+
+def _config_keys() -> dict[str, Any]:
+    """The types of all keys of the configuration, by `section.key`."""
+    return {f"{section}.{key}": kind for section, table in typing.get_type_hints(Config).items()
+            for key, kind in typing.get_type_hints(table).items()}
 
 
 def own_flags(command: type[Any]) -> set[str]:
-    """Those that are not keys of the configuration."""
+    """The names of a command's flags that are not keys of the configuration."""
     hints = typing.get_type_hints(command, include_extras=True)
     given = {name: getattr(note, "name", None) for name, hint in hints.items()
              for note in getattr(hint, "__metadata__", ())}
@@ -139,7 +136,7 @@ def own_flags(command: type[Any]) -> set[str]:
 
 
 def _value(flag: str, args: Sequence[str]) -> str:
-    """What is given for a flag; empty if nothing is."""
+    """The value of a flag; empty where it is not given."""
     for arg, following in zip(args, [*args[1:], ""], strict=True):
         if arg == flag or arg.startswith(f"{flag}="):
             return following if arg == flag else arg.partition("=")[2]
@@ -154,7 +151,7 @@ def _help() -> str:
 
 
 def _refuse(text: str, word: str, known: Iterable[str], speaks: bool, dashes: str = "") -> NoReturn:
-    """Says what is wrong with the command line, and the nearest thing that exists; exits with 2."""
+    """Reports an error of the command line, with the nearest name that exists; exits with 2."""
     near = difflib.get_close_matches(word.lower(), list(known), 1, cutoff=0.4)
     if speaks:
         print(f"{text}; did you mean {dashes}{near[0]}?" if near else text, file=sys.stderr)
@@ -162,7 +159,7 @@ def _refuse(text: str, word: str, known: Iterable[str], speaks: bool, dashes: st
 
 
 def _report(error: HybridparError, launch: Launch, *, as_json: bool) -> int:
-    """Prints an error once: by rank 0 where all ranks have it, by the one rank that it is of, which then ends."""
+    """Prints an error once: on rank 0 where all ranks have it, else on the rank that has it, which then ends."""
     alone = isinstance(error, RankError)
     problems = error.problems if isinstance(error, ConfigError) else ()
     if alone or launch.rank == 0:

@@ -1,4 +1,4 @@
-"""The files that flags of a command name for it to write: looked at before anything takes long, then written whole."""
+"""Output files that flags of a command name: checked before anything takes long, then written as a whole."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hybridpar.errors import config_error
 
 
 def check_outputs(read: Iterable[str | Path], **paths: str | None) -> None:
-    """Whether the files that these flags name can be written (None: that flag is not used). Leaves nothing behind.
+    """Checks that the files these flags name can be written (None: that flag is not used). Leaves nothing behind.
 
-    `read`: what the command reads, which no output may take the place of.
+    read: the files that the command reads; no output may replace them.
     Raises: ConfigError.
     """
     taken = {os.path.realpath(path): "is what is read, and would be lost" for path in read if str(path)}
@@ -32,7 +32,7 @@ def check_outputs(read: Iterable[str | Path], **paths: str | None) -> None:
 
 
 def write_output(flag: str, path: str, text: str) -> None:
-    """Writes the file that a flag names; where a link leads, if it is one. Folders on the way to it are made.
+    """Writes the file that a flag names; through a link where it is one. Folders on the way to it are made.
 
     Raises: ConfigError.
     """
@@ -46,7 +46,7 @@ def write_output(flag: str, path: str, text: str) -> None:
 
 @contextmanager
 def _naming(flag: str, path: str) -> Iterator[None]:
-    """What the system says of a path, as an error that names the flag."""
+    """Turns the system's error about a path into one that names the flag."""
     try:
         yield
     except IsADirectoryError:
@@ -61,7 +61,7 @@ def _place(path: str) -> Path:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether it is there, and neither a file nor a folder: a device or a pipe."""
+    """Whether there is something that is neither a file nor a folder: a device or a pipe."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 

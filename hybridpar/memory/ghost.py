@@ -1,4 +1,4 @@
-"""Runs code on tensors that have everything but memory, and follows what memory they would have taken.
+"""Ghosts: tensors without memory, on which code runs while the memory that they would take is counted.
 
     with Tracker(torch.device("cpu")) as tracker:
         x = torch.zeros(1 << 40)          # takes nothing
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ _CUDA_ROUNDING = 512  # the caching allocator hands out multiples of this many b
 
 
 class _Block:
-    """What one storage takes, given back when the last tensor on it is gone. `key` tells storages apart."""
+    """The bytes of one storage, given back when the last tensor on it is gone. key: tells storages apart."""
 
     __slots__ = ("key", "num_bytes", "tracker")
 
@@ -69,12 +69,12 @@ class Ghost(Tensor):
         raise AssertionError(f"{func} on a ghost outside of its tracker")
 
     def tolist(self) -> Any:
-        """Zeros."""
+        """Returns zeros."""
         return _zeros(tuple(self.shape))
 
 
 class Tracker(TorchDispatchMode):
-    """While active, new floating-point tensors are ghosts on `device`, and what all tensors would take is counted.
+    """Makes new floating-point tensors ghosts on `device` while it is active, and counts the bytes of all tensors.
 
     Values read from a ghost are zeros, so it is not for code whose course depends on them.
     """
@@ -89,7 +89,7 @@ class Tracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: saying so to the compiler would first import it, which takes seconds."""
+        """Returns False: to let the compiler know would first import it, which takes seconds."""
         return False
 
     def read(self) -> Usage:
@@ -98,7 +98,7 @@ class Tracker(TorchDispatchMode):
         return Usage(self.current, self.peak)
 
     def restart_peak(self) -> None:
-        """From now on, the peak is that of what follows."""
+        """Lets the peak be that of what follows."""
         self.peak = self.read().current
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,13 +134,13 @@ class Tracker(TorchDispatchMode):
                 meta_kwargs["device"] = _META
             out = func(*metas, **meta_kwargs)
             if key is not None:
-                self._results[key] = _map(out, _form)
+                self._results[key] = _map(out, _alike)  # apart from this one, which may be changed in place
         else:
-            out = _map(out, _from_form)
+            out = _map(out, _alike)
         return _map(out, lambda x: self._wrap(x, ghosts))
 
     def _wrap(self, out: Any, ghosts: list[Ghost]) -> Any:
-        """The result of an operation on meta tensors: an argument itself, a view of one, or something new."""
+        """Wraps the result of an operation on meta tensors: an argument itself, a view of one, or something new."""
         if not isinstance(out, Tensor):
             return out
         storage = out.untyped_storage()
@@ -155,7 +155,7 @@ class Tracker(TorchDispatchMode):
         return -(-num_bytes // _CUDA_ROUNDING) * _CUDA_ROUNDING if self.is_cuda else num_bytes
 
     def _cast_bytes(self, func: Any, ghosts: list[Ghost]) -> int:
-        """On CPUs, arithmetic on two floating-point types works on copies of those of the narrower one."""
+        """Bytes of the copies that CPUs make of tensors of the narrower type for arithmetic on two of them."""
         if self.is_cuda or _operation(func) not in _ARITHMETIC:
             return 0
         common = max((ghost.dtype.itemsize for ghost in ghosts), default=0)
@@ -176,7 +176,7 @@ class Tracker(TorchDispatchMode):
 
 
 def _present(device: torch.device) -> torch.device:
-    """The device itself, with a number, as autograd has a queue for each; the CPU where it is not there."""
+    """The device with a number, as autograd has a queue for each; the CPU where there is no such device."""
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
@@ -198,7 +198,7 @@ def _visit(value: Any, found: list[Tensor]) -> None:
 
 
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (tuple, list)) and not isinstance(value, _Form):
+    if isinstance(value, (tuple, list)):
         return type(value)(_map(item, function) for item in value)
     return function(value)
 
@@ -210,7 +210,7 @@ def _to_meta(value: Any) -> Any:
 
 
 def _signature(value: Any) -> Any:
-    """What the form of a result may depend on, for use as a key."""
+    """A key of all that the shape and type of a result may depend on."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     if isinstance(value, (tuple, list)):
@@ -218,23 +218,16 @@ def _signature(value: Any) -> Any:
     return type(value), value
 
 
-class _Form(NamedTuple):
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _form(value: Any) -> Any:
-    return _Form(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
-
-
-def _from_form(value: Any) -> Any:
-    return torch.empty_strided(*value[:2], dtype=value.dtype, device=_META) if isinstance(value, _Form) else value
+def _alike(value: Any) -> Any:
+    """A meta tensor of its own storage with the shape, strides and type of another one."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
 
 
 @cache
 def _makes_new_tensors(func: Any) -> bool:
-    """Neither views of its arguments nor the arguments themselves."""
+    """Whether results are neither arguments nor views of them."""
     if func is torch.ops.aten._unsafe_view.default:  # a view whose schema does not say so
         return False
     return not func._schema.is_mutable and all(out.alias_info is None for out in func._schema.returns)
@@ -252,7 +245,7 @@ def _makes_floats(func: Any, kwargs: Any) -> bool:
 
 @cache
 def _operation(func: Any) -> str:
-    """Such as 'add' for aten.add_.Tensor."""
+    """The name of an operation, such as 'add' for aten.add_.Tensor."""
     return func.name().removeprefix("aten::").partition(".")[0].rstrip("_")
 
 
@@ -262,8 +255,10 @@ def _is_fused_in_place(func: Any) -> bool:
 
 
 def _is_in_place_without_a_mode(func: Any) -> bool:
-    """Sums in the backward that autograd makes in place of their first argument, but not while a mode is active: of
-    two gradients of one tensor, and of index_select. The argument is dropped right after."""
+    """Whether autograd makes this sum of a backward in place of its first argument, but not while a mode is active.
+
+    These are the sums of two gradients of one tensor, and of index_select. The argument is dropped right after.
+    """
     if func is torch.ops.aten.index_add.default:
         return torch._C._current_graph_task_id() != -1
     return (func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1
@@ -271,6 +266,6 @@ def _is_in_place_without_a_mode(func: Any) -> bool:
 
 
 def _add_nothing(func: Any, ghost: Ghost) -> Ghost:
-    """A dense gradient plus the empty sparse one of nn.matmul.weight_gradient: itself."""
+    """Returns a dense gradient, to which the empty sparse one of nn.matmul.weight_gradient is added."""
     assert _operation(func) == "add", f"{func} on a sparse tensor"
     return ghost if func is torch.ops.aten.add_.Tensor else Ghost(ghost.meta, ghost.block)

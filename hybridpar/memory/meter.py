@@ -1,4 +1,4 @@
-"""How much memory code takes, from the allocator itself: the bytes it has handed out and not got back, and their peak.
+"""Memory that code takes, from the allocator itself: the bytes it has handed out and not got back, and their peak.
 
 CUDA's caching allocator counts for itself. The CPU's reports every block it hands out or gets back to torch's profiler,
 where one is running: address, size, in order. What libraries allocate past torch's allocator (scratch space of matrix
@@ -26,14 +26,14 @@ _ERROR = 2  # of c10's log levels
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes held by what was allocated since the measurement began: now, and at most. Units: bytes."""
+    """Bytes allocated since the measurement began and still held: now, and at most. Units: bytes."""
 
     current: int
     peak: int
 
 
 class CudaMeter:
-    """The caching allocator's own counters."""
+    """Reads the caching allocator's own counters."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -46,7 +46,7 @@ class CudaMeter:
         return Usage(current - self._before, peak - self._before)
 
     def restart_peak(self) -> None:
-        """From now on, the peak is that of what follows."""
+        """Lets the peak be that of what follows."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class CpuMeter:
         return Usage(self._current, self._peak)
 
     def restart_peak(self) -> None:
-        """From now on, the peak is that of what follows."""
+        """Lets the peak be that of what follows."""
         self._peak = self.read().current
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class CpuMeter:
         self._total = probe.total_allocated - probe.alloc_size
 
     def _note_others(self, report: Any) -> None:
-        """Takes what the allocator's total has changed by, besides this block, since the last report."""
+        """Adds the change of the allocator's total since the last report, besides this block."""
         change = report.total_allocated - report.alloc_size - self._total if self._total is not None else 0
         self._total = report.total_allocated
         self._current += change
@@ -123,7 +123,7 @@ class CpuMeter:
 
 
 class _Flag:
-    """A setting of torch's core library, changed until `restore`; nothing where this build has no such one."""
+    """A setting of torch's core library, changed until `restore`; no effect where this build has no such setting."""
 
     def __init__(self, name: str, kind: type[ctypes.c_bool] | type[ctypes.c_int], value: int):
         folder = Path(torch.__file__).parent / "lib"

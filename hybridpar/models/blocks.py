@@ -159,7 +159,7 @@ class LanguageModelHead(nn.Module):
         self.projection.weight = embedding.weight
 
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Tensor:
-        """The summed loss of the labels that count, over their number in all; without label smoothing in evaluations.
+        """Sums the loss of the labels that count, over their number in all; without label smoothing in evaluations.
 
         Shapes: x [.., h], labels [..] -> 0-d.
         """
@@ -177,7 +177,7 @@ class LanguageModelHead(nn.Module):
         return loss.sum() / batch["num_targets"].to(loss.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Shapes: x [.., h] -> [.., v], gathered from all tp ranks."""
+        """Logits of the words. Shapes: x [.., h] -> [.., v], gathered from all tp ranks."""
         return gather_from(self.projection(x), self.axis, -1, split_sizes(self.vocab_size, self.axis.size))
 
 
@@ -196,15 +196,12 @@ class GPTHead(nn.Module):
         return {"lm": self.language_model(self.norm(x), batch, key)}
 
     def logits(self, x: Tensor) -> Tensor:
-        """Shapes: x [b, s, h] -> [b, s, v], gathered from all tp ranks."""
+        """Logits of the words. Shapes: x [b, s, h] -> [b, s, v], gathered from all tp ranks."""
         return self.language_model.logits(self.norm(x))
 
 
 class ReplicatedLinear(ParallelModule):
-    """A linear layer that every tp rank holds whole.
-
-    Shapes: [.., in] -> [.., out].
-    """
+    """A linear layer that every tp rank holds whole. Shapes: [.., in] -> [.., out]."""
 
     weight: Tensor
     bias: Tensor
@@ -218,7 +215,7 @@ class ReplicatedLinear(ParallelModule):
         return nn.functional.linear(x, self.weight, self.bias)
 
     def without_bias(self, x: Tensor) -> Tensor:
-        """x W^T, for who adds the bias with something else. Shapes: as for forward."""
+        """Computes x W^T, for callers that add the bias with something else. Shapes: as for forward."""
         return nn.functional.linear(x, self.weight)
 
 
@@ -259,16 +256,16 @@ class BertHead(nn.Module):
         return losses
 
     def transformed(self, x: Tensor) -> Tensor:
-        """What is projected to the vocabulary. Shapes: [.., h] -> same."""
+        """The hidden states that are projected to the vocabulary. Shapes: [.., h] -> same."""
         return self.norm(self.activation(self.transform.without_bias(x), self.transform.bias))
 
     def _scores(self, first: Tensor) -> Tensor:
         return self.classifier(torch.tanh(self.pooler(first)))
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of the words. Shapes: x [b, s, h] -> [b, s, v], gathered from all tp ranks."""
+        """Logits of the words. Shapes: x [b, s, h] -> [b, s, v], gathered from all tp ranks."""
         return self.language_model.logits(self.transformed(self.final_norm(x)))
 
     def sentence_logits(self, x: Tensor) -> Tensor:
-        """Of the sentence label, where there is such a head. Shapes: x [b, s, h] -> [b, 2]."""
+        """Logits of the sentence label, where there is such a head. Shapes: x [b, s, h] -> [b, 2]."""
         return self._scores(self.final_norm(x[:, 0]))

@@ -15,7 +15,7 @@ from hybridpar.grid import Axis
 from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLayer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-"""What train.dtype names."""
+"""Types by their names in train.dtype."""
 HEADS: dict[str, type[GPTHead] | type[BertHead]] = {"gpt": GPTHead, "bert": BertHead}
 
 
@@ -54,14 +54,14 @@ def build_blocks(
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What a stage runs again in its backward: these blocks, each from its own input; `whole`: all from the stage's."""
+    """The blocks that a stage runs again in its backward, each from its own input; whole: all from the stage's."""
 
     blocks: frozenset[int] = frozenset()
     whole: bool = False
 
 
 def recomputed_blocks(text: str, model: ModelConfig, split: Sequence[range]) -> tuple[Recomputation, ...]:
-    """What each stage recomputes, by `pipeline.recompute`; `split`: the blocks of each stage.
+    """The recomputation of each stage, by `pipeline.recompute`. split: the blocks of each stage.
 
     Raises: ConfigError as parse_recompute.
     """
@@ -99,7 +99,7 @@ def parse_recompute(text: str, num_layers: int, num_stages: int) -> tuple[frozen
 
 
 def _parse_numbers(text: str, count: int) -> frozenset[int] | None:
-    """'0,2-5' as numbers below `count`; None where it is something else."""
+    """Reads '0,2-5' as numbers below `count`; None where it is something else."""
     parts = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in text.split(",")]
     ranges = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part]
     if not all(parts) or not all(ranges) or max(r.stop for r in ranges) > count:

@@ -59,14 +59,15 @@ def training_flops_rule(model: ModelConfig) -> str:
 
 
 KEPT_BYTES = 34
-"""What a layer keeps of a token for its backward in half precision, over the hidden size. Source: arXiv 2205.05198,
-equation 2, without the scores."""
+"""Bytes that a layer keeps of a token for its backward in half precision, over the hidden size.
+
+Source: arXiv 2205.05198, equation 2, without the scores."""
 _STATE_BYTES = 18
-"""Of a parameter in half precision: weight 2, fp32 weight, gradient and Adam's moments 16."""
+"""Bytes of a parameter's state in half precision: weight 2, fp32 weight, gradient and Adam's moments 16."""
 
 
 def _held(model: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """Bytes of each block, to compare splits by: its state, and what a micro-batch of one sequence leaves in it."""
+    """Bytes of each block, to compare splits by: its state, and what it keeps of a micro-batch of one sequence."""
     token = model.seq_length * model.hidden_size
     layer = (_STATE_BYTES * layer_matmul_parameters(model), KEPT_BYTES * token)
     words = model.vocab_size * model.hidden_size
@@ -80,9 +81,9 @@ def balanced_split(
 ) -> tuple[int, ...]:
     """Blocks of each stage such that the costliest stage is as cheap as possible; every stage gets at least one.
 
-    Of equal ones, that whose fullest stage holds the least; of these, that whose later stages get fewer blocks, because
-    the head's loss is costlier than its matrix product. held: of each block, bytes of its state, and what it keeps of a
-    micro-batch in flight, of which an earlier stage has more.
+    Equal splits are compared by their fullest stage, which should hold the least; then later stages get fewer blocks,
+    because the head's loss is costlier than its matrix product. held: for each block the bytes of its state, and those
+    that it keeps of a micro-batch in flight, of which an earlier stage has more.
     """
     assert num_stages <= len(costs), f"{num_stages} stages of {len(costs)} blocks"
     work, count = (0, *accumulate(costs)), len(costs)
@@ -92,8 +93,8 @@ def balanced_split(
         return state[stop] + in_flight * kept[stop]
 
     def reach(stages: int, most: int, room: int, stop: int) -> int:
-        """How many of the first `stop` blocks so many stages hold, none costlier than `most`, fuller than `room` or
-        empty; -1: there is no way."""
+        """Number of the first `stop` blocks that so many stages can hold, none costlier than `most`, fuller than `room`
+        or empty; -1: there is no way."""
         at = 0
         for stage in range(stages):
             if at == stop:
@@ -134,18 +135,18 @@ def _smallest(low: int, high: int, enough: Callable[[int], bool]) -> int:
 
 @lru_cache(maxsize=256)
 def even_out(costs: tuple[float, ...], sizes: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
-    """A split into chunks whose costliest ranks are cheaper, if there is one near `sizes`; of equal ones, that where
-    ranks wait less for each other: whose costliest stages, one of each round of the ranks, take less together.
+    """Improves a split into chunks: its costliest ranks become cheaper where there is such a split near `sizes`.
 
-    The cheapest costliest stage does not care what else its rank has. One block of the costliest rank at a time goes to
-    another stage, and those between them move up.
+    Of equal ones it takes that where ranks wait less for each other: the costliest stages of all rounds of the ranks
+    take less together. `balanced_split` looks at stages alone, not at what else a rank has. One block of the costliest
+    rank at a time goes to another stage, and those between them move up.
     """
     prefix, best = (0.0, *accumulate(costs)), sizes
     if len(best) == num_ranks:
         return best
 
     def ranks_of(sizes: tuple[int, ...]) -> tuple[list[float], list[float]]:
-        """The costs of ranks, and of the costliest stage in each round."""
+        """Costs of the ranks, and of the costliest stage in each round."""
         ends = (0, *accumulate(sizes))
         stages = [prefix[stop] - prefix[start] for start, stop in pairwise(ends)]
         return ([sum(stages[rank::num_ranks]) for rank in range(num_ranks)],
@@ -167,10 +168,15 @@ def even_out(costs: tuple[float, ...], sizes: tuple[int, ...], num_ranks: int) -
         best = better
 
 
+def _balanced(model: ModelConfig, num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    costs = forward_flops_per_token(model)
+    return even_out(costs, balanced_split(costs, num_stages, _held(model)), num_ranks)
+
+
 def stage_split(
     model: ModelConfig, num_ranks: int, split: tuple[int, ...] = (), chunks: int = 1
 ) -> tuple[range, ...]:
-    """The blocks of each stage: `split` as the user gave it, or balanced by forward operations, then by memory.
+    """Blocks of each stage: `split` as the user gave it, or balanced by forward operations, then by memory.
 
     Stage c * num_ranks + r is chunk c of rank r.
     Raises: ConfigError if there are more stages than blocks, or `split` does not give every stage a block and every
@@ -184,17 +190,10 @@ def stage_split(
         raise config_error(
             "pipeline.chunks", chunks, f"parallel.pp = {num_ranks} ranks would hold {num_stages} stages, but the model "
             f"has only {blocks} blocks", str(most) if most > 1 else "pipeline.schedule = 1f1b")
-    if split:
-        if len(split) != num_stages or sum(split) != model.num_blocks or min(split) < 1:
-            costs = forward_flops_per_token(model)
-            works = even_out(costs, balanced_split(costs, num_stages, _held(model)), num_ranks)
-            of = "parallel.pp" if chunks == 1 else "parallel.pp * chunks"
-            raise config_error(
-                "pipeline.split", list(split), f"must be {num_stages} positive numbers ({of}) that add up to "
-                f"{model.num_blocks} (embedding, {model.num_layers} layers, head)", str(list(works)))
-        sizes = split
-    else:
-        costs = forward_flops_per_token(model)
-        sizes = even_out(costs, balanced_split(costs, num_stages, _held(model)), num_ranks)
-    ends = tuple(accumulate(sizes))
-    return tuple(range(stop - size, stop) for size, stop in zip(sizes, ends, strict=True))
+    if split and (len(split) != num_stages or sum(split) != blocks or min(split) < 1):
+        of, works = "parallel.pp" if chunks == 1 else "parallel.pp * chunks", _balanced(model, num_stages, num_ranks)
+        raise config_error(
+            "pipeline.split", list(split), f"must be {num_stages} positive numbers ({of}) that add up to {blocks} "
+            f"(embedding, {model.num_layers} layers, head)", str(list(works)))
+    sizes = split or _balanced(model, num_stages, num_ranks)
+    return tuple(range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True))

@@ -1,4 +1,4 @@
-"""What is wrong with a step's numbers, decided by all ranks alike: they have the same sums from the same reduction.
+"""Anomalies in a step's numbers, found by all ranks alike: they have the same sums from the same reduction.
 
     NORM      reduces losses and norms           UPDATE    judge: normal, or an anomaly
                                                  skip      W(t+1) = W(t), training goes on
@@ -21,14 +21,14 @@ from hybridpar.config import Config
 
 NON_FINITE, LOSS_SPIKE, NORM_SPIKE, DIVERGENCE = "non_finite", "loss_spike", "norm_spike", "divergence"
 _DEVIATION = 1.4826
-"""Standard deviations of a normal distribution in one median distance from its median."""
+"""Ratio of a normal distribution's standard deviation to the median distance from its median."""
 _LEAST_DEVIATION = 1e-3
-"""Of the median: losses that hardly differ have no spikes in their last digits."""
+"""Least deviation as a share of the median: losses that hardly differ have no spikes in their last digits."""
 
 
 @dataclass(frozen=True)
 class Anomaly:
-    """A step that is not as it should be: what kind, in words, and what is done: "skip", "roll_back" or "stop"."""
+    """A step that is not as it should be: its kind, a description, and a policy: "skip", "roll_back" or "stop"."""
 
     kind: str
     what: str
@@ -36,7 +36,7 @@ class Anomaly:
 
 
 class Judge(Protocol):
-    """Says of each step, in order, whether it is an anomaly. `cured`: not finite, but the loss scale deals with it."""
+    """Says of each step, in order, whether it is an anomaly. cured: not finite, but the loss scale deals with it."""
 
     def judge(self, step: int, loss: float, norm: float, *, cured: bool) -> Anomaly | None: ...
     def state(self) -> dict[str, list[float]]: ...
@@ -74,7 +74,7 @@ class RunningJudge:
         return None
 
     def _limited(self, step: int, found: Anomaly) -> Anomaly:
-        """`found`, or a reason to stop where there have been too many."""
+        """Returns `found`, with the policy to stop where there have been too many."""
         limit, window = self.settings.limit, self.settings.window
         self._anomalies = [s for s in self._anomalies if s > step - window] + [step]
         if not limit or len(self._anomalies) < limit:
@@ -83,7 +83,7 @@ class RunningJudge:
         return Anomaly(found.kind, what, "stop")
 
     def state(self) -> dict[str, list[float]]:
-        """What a checkpoint keeps; empty where no spikes are looked for."""
+        """The recent values that a checkpoint keeps; empty where no spikes are looked for."""
         recent = {"losses": list(self._losses), "norms": list(self._norms)}
         return {name: values for name, values in recent.items() if values}
 
@@ -96,7 +96,7 @@ class RunningJudge:
 
 
 class KnownJudge:
-    """Skips the updates of the steps that another run has skipped, and sees nothing else: for running them again."""
+    """A judge for running steps again: it skips the updates that the first run skipped, and sees nothing else."""
 
     def __init__(self, skipped_steps: Sequence[int]):
         self._skipped = frozenset(skipped_steps)
@@ -112,7 +112,7 @@ class KnownJudge:
 
 
 def _spike(name: str, value: float, recent: Sequence[float], limit: float, window: int) -> str:
-    """What is wrong with a value so far above the recent ones; empty: nothing, or too few are known to say."""
+    """Describes a value far above the recent ones; empty where it is not, or too few are known to say."""
     if not limit or len(recent) < window // 2:
         return ""
     middle = median(recent)

@@ -1,4 +1,4 @@
-"""Clocks of several hosts, compared.
+"""Comparison of the clocks of several hosts.
 
     rank 0                    t        the answer: its time
                              / \\
@@ -28,7 +28,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Shift:
-    """Seconds to add to time.perf_counter() here to get that of rank 0; wrong by at most `error`."""
+    """Seconds to add to time.perf_counter() here to get rank 0's; they are wrong by at most `error`."""
 
     seconds: float = 0.0
     error: float = 0.0
@@ -49,13 +49,13 @@ def shift_to_first(grid: ProcessGrid) -> Shift:
 
 
 def best(exchanges: Iterable[tuple[float, float, float]]) -> Shift:
-    """The shift that the quickest exchange tells; each is when it was sent, the time there, when the answer came."""
+    """The shift by the quickest exchange of (time sent, time on rank 0, time of the answer)."""
     sent, there, got = min(exchanges, key=lambda times: times[2] - times[0])
     return Shift(there - (sent + got) / 2, (got - sent) / 2)
 
 
 def _host() -> str:
-    """A name for the clock: the start of the system that has it, as containers on it may have names of their own."""
+    """A name for the clock: its system's start, as containers of one system may have names of their own."""
     with contextlib.suppress(OSError):
         return _BOOT.read_text()
     return platform.node()

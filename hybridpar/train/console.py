@@ -1,6 +1,6 @@
-"""What a training process prints, where whoever reads it may go: a killed `tee`, a closed terminal, a full disk.
+"""Standard streams of a training process whose reader may go: a killed `tee`, a closed terminal, a full disk.
 
-Imports no torch, so that the command line stays quick.
+Imports no torch, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, TextIO, cast
 
 
 class LastingStream:
-    """A text stream that drops what cannot be written. `lost`: why that was, the first time; empty: never."""
+    """A text stream that drops what cannot be written. lost: why, the first time; empty: nothing was dropped."""
 
     def __init__(self, stream: TextIO | None):
-        """`stream`: None where its descriptor was closed before Python started."""
+        """Wraps a stream, or None where its descriptor was closed before Python started."""
         self._stream = stream
         self.lost = "" if stream is not None else "it was closed from the start"
 
     def write(self, text: str) -> int:
-        """All of the text is taken, whatever becomes of it."""
+        """Takes all of the text, also what is dropped."""
         if self._stream is not None:
             with self._dropping():
                 self._stream.write(text)
@@ -38,7 +38,7 @@ class LastingStream:
         return False
 
     def release(self) -> None:
-        """Python flushes the stream itself when it ends, and would end with an error: what is left goes nowhere."""
+        """Leads to /dev/null what cannot be written: Python flushes the stream when it ends, which would fail then."""
         if self._stream is None:
             return
         try:
@@ -64,7 +64,7 @@ class LastingStream:
 
 @contextlib.contextmanager
 def lasting_console() -> Iterator[None]:
-    """Stdout and stderr drop what cannot be written, so that printing never raises."""
+    """Makes stdout and stderr drop what cannot be written, so that printing never raises."""
     before = sys.stdout, sys.stderr
     lasting = [LastingStream(stream) for stream in before]
     sys.stdout, sys.stderr = (cast(TextIO, stream) for stream in lasting)
@@ -77,14 +77,14 @@ def lasting_console() -> Iterator[None]:
 
 
 def lost_console() -> str:
-    """Why nobody reads what this process says on stderr, where it is known; else empty."""
+    """The reason why stderr is not written any more; empty where it is."""
     return getattr(sys.stderr, "lost", "")
 
 
 def hold_descriptors() -> None:
     """Opens /dev/null in the place of standard streams that are closed.
 
-    Else the next file or connection that is opened gets the number of stderr, and with it what C++ code prints.
+    Else the next file or connection gets the number of stderr, and with it the messages of C++ code.
     """
     for number in (0, 1, 2):
         try:

@@ -1,4 +1,4 @@
-"""How a run that goes on differs from what it was: what is said of it, and what changes.jsonl keeps of it.
+"""Changes of configuration and data with which a run goes on: what is said of them, and changes.jsonl.
 
     {"step": 400, "settings": {"model.dropout": [0.1, 0.0]}, "corpus": ["8c1f..", "8c1f.."], "sample": 6400}
 
@@ -28,9 +28,9 @@ from hybridpar.train.metrics import read_metrics
 
 
 def go_on(config: Config, step: int, corpus: str, start: DataStart) -> list[str]:
-    """Notes, on rank 0, how the run of `config` goes on after `step` (0: it begins); what is to be said of it.
+    """Notes, on rank 0, how the run of `config` goes on after `step` (0: it begins); returns lines for people.
 
-    `corpus`: fingerprint of the data. `start`: the place of its batches in them.
+    corpus: fingerprint of the data. start: the place of the run's batches in them.
     """
     path = config.run.folder / run_folder.CHANGES
     rows = [row for change, row in _recorded(path).items() if change < step]
@@ -51,7 +51,7 @@ def go_on(config: Config, step: int, corpus: str, start: DataStart) -> list[str]
 
 
 def _recorded(path: Path) -> dict[int, dict[str, Any]]:
-    """The rows of a changes.jsonl by their steps, without what is no such row."""
+    """The rows of a changes.jsonl by their steps; what is no such row is left out."""
     rows = {}
     for row in read_metrics(path):
         with contextlib.suppress(ValueError):
@@ -82,9 +82,9 @@ def _rate(config: Config, step: int) -> float:
 
 
 def settings_of(folder: Path, step: int, start: int) -> tuple[Config, str]:
-    """The configuration that steps `start` + 1 to `step` of a run were trained with, and the fingerprint of their data
-    where these were others up to `start` (else empty). What it lets change is what did after `start`.
+    """The configuration that steps `start` + 1 to `step` of a run were trained with, and the fingerprint of their data.
 
+    The fingerprint is empty unless the data changed after `start`. train.continue_with names what changed then.
     Raises: ConfigError where they were not all trained with one, or it is not known any more.
     """
     rows = _recorded(folder / run_folder.CHANGES)

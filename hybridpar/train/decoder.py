@@ -1,4 +1,4 @@
-"""The next tokens of several texts, by this rank's stage of a GPT on a grid of tp and pp.
+"""Next tokens of several texts, by this rank's stage of a GPT on a grid of tp and pp.
 
     start      the prompts, padded at their ends to one length: computed together, keys and values are kept
     go_on      a token more of each text; only these are computed
@@ -6,7 +6,7 @@
 
 A text fills the model's window of seq_length positions. Where it would go beyond, the last half of the window becomes
 its beginning and is computed anew: so a token costs the same however long the text is, and sees at least the last
-seq_length // 2 tokens before it. What a text gets depends on none of the others, but for rounding.
+seq_length // 2 tokens before it. A text depends on none of the others, but for rounding.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from hybridpar.pipeline.run.stage import Stage
 
 
 class Decoder:
-    """Collectives: every method that computes is called on all ranks of the grid, with the same texts."""
+    """The stage of this rank, with the keys and values of the texts so far.
+
+    Collectives: every method that computes is called on all ranks of the grid, with the same texts.
+    """
 
     def __init__(self, stage: Stage, model: ModelConfig, grid: ProcessGrid):
         self.stage, self.model, self.grid = stage, model, grid
         self._texts: list[list[int]] = []
         self._lengths: list[int] = []
-        """Of each text, the positions whose keys and values are kept."""
+        """Number of positions of each text whose keys and values are kept."""
         self._capacity = 0
         self._layers = range(1, model.num_layers + 1)
         self._caches: dict[str, KeyValueCache] = {}
 
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor | None:
-        """Begins with other texts, to each of which up to `room` tokens will be added.
+        """Begins with other texts; up to `room` tokens will be added to each.
 
         Shapes: returns logits [b, v] on the last stage's ranks, else None.
         """
@@ -48,7 +51,7 @@ class Decoder:
         return logits
 
     def go_on(self, tokens: Sequence[int]) -> Tensor | None:
-        """Adds a token to each text. Shapes: as `start`."""
+        """Adds a token to each text. Shapes: as for `start`."""
         window, half = self.model.seq_length, self.model.seq_length // 2
         full = [i for i, length in enumerate(self._lengths) if length == window]
         for i in full:
@@ -74,7 +77,7 @@ class Decoder:
             cache.keep(stay)
 
     def _compute(self, texts: Sequence[Sequence[int]]) -> tuple[dict[str, KeyValueCache], Tensor | None]:
-        """Caches that know these texts, and the logits of what follows them."""
+        """Returns caches of these texts, and the logits of the tokens that follow them."""
         longest = max(map(len, texts))
         caches = {number: KeyValueCache(self._capacity) for number in self.stage.blocks if int(number) in self._layers}
         padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
@@ -83,7 +86,7 @@ class Decoder:
 
     @torch.no_grad()
     def _forward(self, batch: dict[str, Tensor], caches: Mapping[str, KeyValueCache]) -> Tensor | None:
-        """What the layers make of new tokens; None where that went to the next stage. Shapes: returns [b, s, h]."""
+        """The output of the layers for new tokens; None where it went to the next stage. Shapes: returns [b, s, h]."""
         pp, x = self.grid.pp, None
         if not pp.is_first:
             x = torch.empty(*batch["tokens"].shape, self.model.hidden_size)
@@ -101,7 +104,7 @@ class Decoder:
 
     @torch.no_grad()
     def _logits(self, x: Tensor | None, last: Sequence[int]) -> Tensor | None:
-        """Those after position last[i] of text i. Shapes: x [b, s, h] -> [b, v]."""
+        """Logits of the token after position last[i] of text i. Shapes: x [b, s, h] -> [b, v]."""
         if x is None:
             return None
         head = self.stage.blocks[str(self.model.num_layers + 1)]

@@ -1,10 +1,21 @@
-"""Errors of one rank in the middle of a job. Imports no torch, so that the command line stays quick."""
+"""Errors of one rank in the middle of a job, and the line that describes them.
 
-from hybridpar.errors import CheckpointError, HybridparError
+torch is imported only where a rank has failed, so that the command line starts quickly.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+from hybridpar.errors import CheckpointError, HybridparError, about_file
+from hybridpar.flight import Record
+
+# Gloo raises plain RuntimeErrors with these words when a connection breaks or stays silent.
+_GLOO = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "gloo/transport", "Socket closed")
 
 
 class RankError(HybridparError):
-    """What went wrong on this rank alone; the message names it. The others learn of it by losing contact."""
+    """An error of this rank alone; the message names the rank. The others learn of it by losing contact."""
 
 
 class LostContactError(RankError):
@@ -17,3 +28,30 @@ class AnomalyError(HybridparError):
 
 class SaveError(CheckpointError):
     """Saves have failed for so long that the run ends; raised on all ranks together."""
+
+
+def describe_failure(error: Exception, who: str, record: Record | None = None) -> RankError:
+    """The error of the rank `who` as one line; a defect of ours keeps its traceback.
+
+    record: what the rank was doing when the error was raised.
+    """
+    situation = "" if record is None else record.situation()
+    if is_lost_contact(error):
+        peers = record.peers if record is not None else ()
+        other = f"rank {peers[0]}" if len(peers) == 1 else "another rank"
+        return LostContactError(f"{who} lost contact with {other}{situation}")
+    if isinstance(error, HybridparError):
+        return RankError(f"{who}: {error}")
+    if isinstance(error, OSError) and (text := about_file(error)):
+        return RankError(f"{who}: {text}")
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return RankError(f"{who} failed{situation}:\n{trace}")
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Whether torch or Gloo says with this exception that another rank is gone or silent."""
+    import torch.distributed as dist
+
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _GLOO)

@@ -34,20 +34,22 @@ CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "check
 COSTS, FLIGHT, FAILURES, INJECTED = "costs.json", "flight", "failures.jsonl", "injected"
 NOTES, CHANGES = "notes.jsonl", "changes.jsonl"
 SAVING = "saving"
-"""The thread of a rank that writes checkpoints."""
+"""Name of the thread of a rank that writes checkpoints."""
 
 
-def settled_early_switch(config: Config) -> int | str:
-    """pipeline.early_switch, where that is "auto" as an earlier job of this run has measured it ("auto": none has, on
-    such a grid)."""
+def measured_early_switch(config: Config) -> int | str:
+    """pipeline.early_switch; where that is "auto", the value that an earlier job of this run measured on such a grid.
+
+    "auto": none has measured it.
+    """
     path = config.run.folder / CONFIG
     if config.pipeline.early_switch == "auto" and path.exists():
         with contextlib.suppress(ConfigError):  # find_run says what is wrong with it
             before = load_toml(path)
-            settled = replace(config.pipeline, early_switch=before.pipeline.early_switch)
+            measured = replace(config.pipeline, early_switch=before.pipeline.early_switch)
             if (before.parallel, before.pipeline, before.train.micro_batch_size) == (
-                    config.parallel, settled, config.train.micro_batch_size):
-                return settled.early_switch
+                    config.parallel, measured, config.train.micro_batch_size):
+                return measured.early_switch
     return config.pipeline.early_switch
 
 
@@ -82,7 +84,7 @@ def find_run(config: Config) -> tuple[int, list[str]]:
 
 
 def begin(config: Config, tokenizer: Tokenizer | None) -> None:
-    """Writes what is in the folder from the start."""
+    """Writes the files that a run folder has from the start."""
     folder = config.run.folder
     (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     write_changed(folder / CONFIG, to_toml(config))
@@ -91,7 +93,7 @@ def begin(config: Config, tokenizer: Tokenizer | None) -> None:
 
 
 def write_changed(path: Path, text: str) -> None:
-    """Writes a file where it does not say that already: so a job can start again on a disk that is full.
+    """Writes a file unless it has that text already: so a job can start again on a disk that is full.
 
     Raises: OSError.
     """
@@ -100,13 +102,12 @@ def write_changed(path: Path, text: str) -> None:
 
 
 def flight_path(folder: Path, rank: int, thread: str = "") -> Path:
-    """Where the flight recorder of a rank is, or of a thread of it."""
+    """The path of the flight recorder of a rank, or of a thread of it."""
     return folder / FLIGHT / (f"rank_{rank:05d}.{thread}" if thread else f"rank_{rank:05d}")
 
 
 def open_flight(config: Config, rank: int, thread: str = "") -> Flight:
-    """The flight recorder of a rank of the resolved grid, or of a thread of it; without a file where the disk is full.
-    """
+    """Opens the flight recorder of a rank of the resolved grid, or of a thread of it; without a file on a full disk."""
     sizes = sizes_of(config.parallel)
     place = place_of(rank, sizes)
     axes = {name: line for name, lines in lines_of(sizes).items() for line in lines if rank in line}

@@ -21,17 +21,20 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.models.cost import stage_split
 from hybridpar.random import random_bits, site
 from hybridpar.train.decoder import Decoder
-from hybridpar.train.failure import describe_failure
+from hybridpar.train.errors import describe_failure
 from hybridpar.train.launch import Job, set_threads
 
 TOGETHER = 16
-"""Prompts that are computed at once; the others wait."""
+"""Number of prompts that are computed at once; the others wait."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. `temperature` 0: the likeliest one. `top_k` 0: all are candidates; `top_p`: of
-    these the likeliest that together have this probability."""
+    """Rules by which the next token is chosen.
+
+    temperature 0: the likeliest one. top_k 0: all are candidates. top_p: only the likeliest candidates count that
+    together have this probability.
+    """
 
     max_tokens: int = 200
     temperature: float = 0.8
@@ -56,9 +59,9 @@ class Generator:
 
     @staticmethod
     def load(path: str | Path, say: Callable[[str], None], grid: ProcessGrid | None = None) -> Generator:
-        """From a run folder (its newest checkpoint that is whole) or from one checkpoint in it.
+        """Loads from a run folder (its newest checkpoint that is whole) or from one checkpoint in it.
 
-        A rank reads its own part of the weights; `grid`: of tp and pp, None: this process alone.
+        A rank reads its own part of the weights. grid: of tp and pp; None: this process alone.
         Raises: CheckpointError if there is none; ConfigError if it is not a GPT, has too few heads or blocks for the
         grid, or the tokenizer has more ids than it; DataError for a damaged tokenizer.
         """
@@ -85,7 +88,7 @@ class Generator:
         """Yields pieces of the continuations of several prompts, each with its prompt's index.
 
         A text depends on its prompt, the seed, and how many equal prompts come before it.
-        Collectives, raises: as `generate`.
+        Collectives, raises: as for `generate`.
         """
         texts = []
         for i, prompt in enumerate(prompts):
@@ -129,7 +132,7 @@ class Generator:
 
 @dataclass(frozen=True)
 class _Text:
-    """A prompt, how the text behind it comes out, and the key of its random numbers (seed, site, step, sample)."""
+    """A prompt, its continuation as text, and the key of its random numbers (seed, site, step, sample)."""
 
     index: int
     prompt: list[int]
@@ -141,7 +144,7 @@ class _Text:
 def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterator[Generator]:
     """A Generator on the grid that the processes of this one's job make, tp * pp of them.
 
-    `path`, `threads`: as for Generator.load and set_threads.
+    path, threads: as for Generator.load and set_threads.
     Collectives: to be called by all processes. Raises: as Generator.load, on all processes alike; RankError where this
     one fails.
     """
@@ -165,7 +168,7 @@ def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterat
 
 
 class Pieces:
-    """Text from tokens as they come, in pieces of whole characters; `behind`: the tokens that they follow.
+    """Text of tokens as they come, in pieces of whole characters. behind: the tokens that they follow.
 
     Only the last few tokens are decoded, so a piece costs the same however long the text is.
     """
@@ -175,7 +178,7 @@ class Pieces:
         self._go_on()
 
     def add(self, token: int) -> str:
-        """What is known of the text with another token; empty in the middle of a character."""
+        """The text that another token adds; empty in the middle of a character."""
         self._tokens.append(token)
         piece = self.rest()
         if piece.endswith("\ufffd"):
@@ -184,20 +187,20 @@ class Pieces:
         return piece
 
     def rest(self) -> str:
-        """What has not been told, if the text ends here."""
+        """The text that was not returned yet, if it ends here."""
         return self._tokenizer.decode(self._tokens)[self._shown :]
 
     def _go_on(self) -> None:
-        """Keeps the tokens of the last piece, as those that follow may be written in another way without them."""
+        """Keeps the tokens of the last piece, as the text of those that follow may depend on them."""
         self._tokens = self._tokens[self._read :]
         self._read, self._shown = len(self._tokens), len(self._tokenizer.decode(self._tokens))
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
-    """A token for each row; -1 for all where a logit is not finite.
+    """Chooses a token for each row; -1 for all where a logit is not finite.
 
-    Candidates are taken by likelihood, and the token from them in the order of their ids: so logits that are rounded in
-    another way, as on another grid, hardly ever change it.
+    Candidates are taken by likelihood, and the token from them in the order of their ids. So rounding, which is another
+    one on another grid, hardly ever changes the token.
     Shapes: logits [b, v], uniform [b] float64, between 0 and 1 -> [b] int64.
     Source of top_p: arXiv 1904.09751.
     """
@@ -216,6 +219,6 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
 
 
 def _uniform(key: tuple[int, int, int, int], position: int) -> float:
-    """A number between 0 and 1, for a position of a text."""
+    """A random number between 0 and 1 for a position of a text."""
     bits = random_bits(*key, num_samples=1, rows=1, cols=1, stride=1, start=position)
     return (int(bits) % 2**32 + 0.5) / 2**32

@@ -1,4 +1,4 @@
-"""From launched processes to one job: device, threads, agreement before there is a process group, and the group itself.
+"""One job of the launched processes: device, threads, agreement before there is a process group, and the group itself.
 
 Ranks agree through the launcher's key-value store without a time limit, so that one of them may prepare data for an
 hour while the others wait. The process group comes after that, with train.timeout_s.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import secrets
 import socket
 import time
@@ -20,12 +19,13 @@ import torch
 import torch.distributed as dist
 
 from hybridpar.config import Launch, TrainConfig
+from hybridpar.cpu import available_cores
 from hybridpar.errors import HybridparError, config_error
 from hybridpar.train.errors import LostContactError
 
 T = TypeVar("T")
 _POLL_S = 0.02, 0.5
-"""First and longest pause between two looks into the store."""
+"""First and longest pause between two polls of the store."""
 LOOPBACK = "127.0.0.1"
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
@@ -58,7 +58,7 @@ class Job:
             raise _lost_store(launch.rank, error) from None
 
     def together(self, action: Callable[[], T], *, here: bool = True) -> T | None:
-        """Runs `action` on the processes where `here` is true; what fails on one fails on all.
+        """Runs `action` on the processes where `here` is true; a failure of one is a failure of all.
 
         Raises: on every process, the HybridparError that `action` raised on some, as one message.
         """
@@ -72,15 +72,8 @@ class Job:
         return result
 
     def decide(self, action: Callable[[], Any]) -> Any:
-        """What `action` returns on rank 0 (plain JSON values), on every process. Raises: as `together`."""
-        value, error = None, None
-        if self.launch.rank == 0:
-            try:
-                value = action()
-            except HybridparError as caught:
-                error = caught
-        self._fail_together(error)
-        return self._exchange(value)[0]
+        """Returns on every process what `action` returns on rank 0 (plain JSON values). Raises: as `together`."""
+        return self._exchange(self.together(action, here=self.launch.rank == 0))[0]
 
     def _fail_together(self, error: HybridparError | None) -> None:
         if self.launch.world_size == 1:
@@ -138,10 +131,10 @@ class Job:
 
 
 def meet(store: dist.Store, launch: Launch) -> str:
-    """A name for this start of the job, the same on all its processes, that no earlier start on that store has had.
+    """Agrees on a name for this start of the job that no earlier start on that store has had.
 
-    torchrun keeps its store when it starts ranks again, and what they had left in it; and its count of restarts may
-    differ from host to host. So each process leaves a fresh word, and the first one answers until all know its own.
+    torchrun keeps its store, with all that is in it, when it starts ranks again, and its count of restarts may differ
+    from host to host. So each process leaves a fresh word, and rank 0 answers with its own until all know it.
     """
     mine, rank = secrets.token_hex(8), launch.rank
     if rank:
@@ -150,15 +143,16 @@ def meet(store: dist.Store, launch: Launch) -> str:
         store.set(f"{name}/{rank}", "")
         return name
     missing, answered = set(range(1, launch.world_size)), set()
-    pause, longest = _POLL_S
-    while missing:
+
+    def everyone_knows() -> bool:
         for other in [rank for rank in missing if store.check([f"hello/{rank}"])]:
             if (word := json.loads(store.get(f"hello/{other}"))) not in answered:  # perhaps of an earlier start
                 store.set(f"answer/{word}", json.dumps(mine))
                 answered.add(word)
-        missing = {rank for rank in missing if not store.check([f"{mine}/{rank}"])}
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
+        missing.difference_update([rank for rank in missing if store.check([f"{mine}/{rank}"])])
+        return not missing
+
+    _poll(everyone_knows)
     return mine
 
 
@@ -167,7 +161,7 @@ def _lost_store(rank: int, error: dist.DistError) -> LostContactError:
 
 
 def _loopback_store(launch: Launch) -> dist.Store:
-    """The store of a job on one machine. That of torch's rendezvous would listen on all interfaces."""
+    """The store of a job on one machine; the one of torch's rendezvous would listen on all interfaces."""
     listening = None
     if launch.rank == 0:
         with socket.create_server((LOOPBACK, launch.own_store_port)) as server:
@@ -178,11 +172,16 @@ def _loopback_store(launch: Launch) -> dist.Store:
 
 def _await(store: dist.Store, key: str) -> Any:
     """The value of a key once it is there; Ctrl-C works meanwhile."""
+    _poll(lambda: store.check([key]))
+    return json.loads(store.get(key))
+
+
+def _poll(done: Callable[[], bool]) -> None:
+    """Waits until `done()`, which is asked in ever longer intervals."""
     pause, longest = _POLL_S
-    while not store.check([key]):
+    while not done():
         time.sleep(pause)
         pause = min(2 * pause, longest)
-    return json.loads(store.get(key))
 
 
 def choose_device(config: TrainConfig, launch: Launch) -> torch.device:
@@ -203,22 +202,21 @@ def choose_device(config: TrainConfig, launch: Launch) -> torch.device:
 
 
 def choose_backend(config: TrainConfig, device: torch.device) -> str:
-    """What a job's process group is of. NCCL takes no two processes on one GPU."""
+    """The backend of a job's process group. NCCL takes no two processes on one GPU."""
     return "nccl" if device.type == "cuda" and not config.share_gpus else "gloo"
 
 
 def set_threads(wanted: int, launch: Launch) -> int:
     """Sets the CPU threads of this process (0: cores of this machine / its processes, at least 1); returns how many."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = wanted or max(1, cores // launch.local_world_size)
+    threads = wanted or max(1, available_cores() // launch.local_world_size)
     torch.set_num_threads(threads)
     return threads
 
 
 def keep_freed_memory() -> bool:
-    """Has glibc's malloc keep what is freed; whether this is glibc.
+    """Lets glibc's malloc keep memory that is freed; returns whether this is glibc.
 
-    By default it returns large tensors to the system at once, and every step takes them anew, page by page, which
+    By default it returns large tensors to the system at once. Every step would take them anew, page by page, which
     costs more than the work on them.
     """
     libc = ctypes.CDLL(None)

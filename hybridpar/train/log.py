@@ -1,70 +1,100 @@
-"""What a run keeps of itself in its folder besides checkpoints: metrics, TensorBoard, notes, pictures."""
+"""Files that a run keeps in its folder besides checkpoints: metrics, TensorBoard, notes, pictures."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import socket
 import time
 from collections.abc import Callable, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from hybridpar.train import folder as run_folder
-from hybridpar.train.board import TensorBoard
+from hybridpar.checkpoint.files import to_json
 from hybridpar.train.console import lost_console
-from hybridpar.train.metrics import MetricsLog
+from hybridpar.train.folder import METRICS, NOTES
+from hybridpar.train.metrics import end_of
 from hybridpar.train.progress import Reporter
-from hybridpar.train.records import Records, Write
+from hybridpar.train.records import MOST_FEW_RECORDS, Records
 
 
-class RunLog:
-    """The files of a run, none of which it needs to go on. `writes`: whether this rank does; else nothing is written.
+class RunLog(Records):
+    """The files of a run, none of which it needs to go on.
+
+    metrics.jsonl grows by a line a row; at first it is cut back to the lines up to the resumed step.
     """
 
     def __init__(self, folder: Path, resumed_step: int, reporter: Reporter, *, writes: bool):
-        self._folder, self._reporter, self._writes = folder, reporter, writes
-        self._step, self._is_silent = resumed_step, False
-        self._records = Records(self.note)
+        super().__init__(folder, self.note, writes=writes)
+        self._reporter, self._step, self._is_silent = reporter, resumed_step, False
         if writes:
-            self._records.begin(folder / run_folder.NOTES)
-            self._metrics = MetricsLog(self._records, folder / run_folder.METRICS, resumed_step)
-            self._board = TensorBoard(self._records, folder / "tensorboard", resumed_step)
+            self.begin(NOTES)
+            self.begin(METRICS, end_of(folder / METRICS, resumed_step))
+            self._board = TensorBoard(self, "tensorboard", resumed_step)
 
     def write(self, row: dict[str, Any], besides: Mapping[str, Any] | None = None) -> None:
-        """A row of numbers. `besides`: for the metrics alone."""
-        if not self._writes:
+        """Writes a row of numbers; those that are not finite as null. besides: values for metrics.jsonl alone."""
+        if not self.writes:
             return
         self._step = row["step"]
-        self._metrics.write(row | dict(besides or {}))
+        self.append(METRICS, f"{to_json(row | dict(besides or {}))}\n".encode())
         self._board.write(row)
         if not self._is_silent and (why := lost_console()):
             self._is_silent = True
             self.note(f"stderr is lost ({why}); training goes on in silence")
 
     def cut_back(self, step: int) -> None:
-        """Forgets the metrics of what came after a step that training goes on after."""
-        if self._writes:
-            self._metrics.cut_back(step)
+        """Forgets the metrics of later steps, because training goes on after this one."""
+        if self.writes:
+            kept = [line for line in self.waiting(METRICS) if json.loads(line)["step"] <= step]
+            self.begin(METRICS, end_of(self.folder / METRICS, step))
+            for line in kept:
+                self.append(METRICS, line)
 
     def note(self, text: str) -> None:
         """Says something, and keeps it."""
         self._reporter.say(text)
-        if self._writes:
-            note = {"time": time.time(), "step": self._step, "note": text}
-            self._records.append(self._folder / run_folder.NOTES, f"{json.dumps(note)}\n".encode())
-
-    def put(self, name: str, write: Write) -> None:
-        """A file of the folder, as a whole."""
-        if self._writes:
-            self._records.put(self._folder / name, write)
+        self.append(NOTES, f"{json.dumps({'time': time.time(), 'step': self._step, 'note': text})}\n".encode())
 
     def draw(self, name: str, draw: Callable[[], str]) -> None:
-        """A picture."""
+        """Writes a picture."""
         self.put(name, lambda path: path.write_text(draw(), encoding="utf-8"))
 
-    def finish(self) -> None:
-        """Waits some seconds for what cannot be written."""
-        self._records.finish()
 
-    def close(self) -> None:
-        """Closes the files, and says which could not be written."""
-        self._records.close()
+class TensorBoard:
+    """A file of events in a folder, with a record for each row of numbers; none where tensorboard is not installed.
+
+    tensorboard's own writer has a thread, which ends with the first error of the disk: here it only makes the bytes.
+    """
+
+    def __init__(self, records: Records, folder: str, resumed_step: int):
+        self._records, self._file = records, ""
+        if importlib.util.find_spec("tensorboard") is None:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._file = f"{folder}/events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        records.begin(self._file, 0, MOST_FEW_RECORDS)
+        self._add(Event(file_version="brain.Event:2"))
+        if resumed_step:  # hides the steps after it that other files have
+            self._add(Event(step=resumed_step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Adds the floating point numbers of a row of metrics.jsonl."""
+        if not self._file:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [(name, value) for name, value in row.items() if isinstance(value, float)]
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values])
+        self._add(Event(step=row["step"], summary=summary))
+
+    def _add(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        event.wall_time, record = time.time(), BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._records.append(self._file, record.getvalue())

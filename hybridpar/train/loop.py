@@ -1,9 +1,9 @@
 """`hybridpar train`: from a configuration to a finished run folder, or to the checkpoint from which it goes on.
 
     resolve, device, threads      each process alone; what is wrong is wrong everywhere
-    run folder, data              together, through the launcher's store
+    run folder, data              all processes together, through the launcher's store
     process group, engine, load   now there are collectives; still nothing in the folder has changed
-    run.py                        trains, evaluates, saves, logs
+    run.py                        trains, evaluates, saves
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from hybridpar import checkpoint
 from hybridpar.config import Config, Launch
 from hybridpar.data import Data, open_data
 from hybridpar.errors import CheckpointError, HybridparError
-from hybridpar.flight import FAILED, LOST, REFUSED, Waiting
+from hybridpar.flight import FAILED, LOST, REFUSED, Flight, Waiting
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory import MemoryWatch
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.prove import prove
 from hybridpar.train import continued
 from hybridpar.train import folder as run_folder
+from hybridpar.train.early_switch import measure_early_switch
 from hybridpar.train.engine import Engine
-from hybridpar.train.errors import AnomalyError, LostContactError, SaveError
-from hybridpar.train.failure import describe_failure
+from hybridpar.train.errors import AnomalyError, LostContactError, SaveError, describe_failure
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
 from hybridpar.train.launch import Job, choose_backend, choose_device, keep_freed_memory, set_threads
 from hybridpar.train.progress import Reporter, make_reporter
 from hybridpar.train.run import Outcome, Run
-from hybridpar.train.settle import settle_early_switch
 from hybridpar.validate import resolve
 
 _PROMPTS = {True: "def ", False: "The "}  # whether the corpus is program text
@@ -44,7 +43,7 @@ _PROMPTS = {True: "def ", False: "The "}  # whether the corpus is program text
 def train(config: Config, launch: Launch, inject: Sequence[str] = ()) -> Outcome:
     """Trains as `config` says in the job that this process belongs to, from the last checkpoint if there is one.
 
-    `inject`: faults that are to happen, as `train.faults.inject` reads them.
+    inject: faults that are to happen, as `train.faults.inject` reads them.
     Collectives: to be called by all processes of the job.
     Raises: HybridparError (ConfigError, DataError, CheckpointError) on all processes alike, with nothing overwritten;
     RankError where training fails on this one.
@@ -57,7 +56,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = ()) -> Outcome
         keep_freed_memory()
     job = Job.connect(launch)
     folder, num_steps, first = config.run.folder, config.train.num_steps, launch.rank == 0
-    early_switch = job.decide(lambda: run_folder.settled_early_switch(config))
+    early_switch = job.decide(lambda: run_folder.measured_early_switch(config))
     config = replace(config, pipeline=replace(config.pipeline, early_switch=early_switch))
     saved, changed = job.decide(lambda: run_folder.find_run(config))
     start = ""
@@ -97,58 +96,47 @@ def _open_data(config: Config, job: Job) -> Data:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where this process trains."""
+    """Where this process trains, and the faults that are to happen there."""
 
     job: Job
     device: torch.device
     threads: int
     faults: tuple[Fault, ...]
 
+    def connect(self, config: Config, flight: Flight) -> ProcessGrid:
+        """Starts the process group, and makes the grid of it. Collectives: on all processes of the job."""
+        flight.phase("connecting", config.faults.start_timeout_s)
+        with Waiting(flight, "rendezvous", "world"):
+            self.job.start_group(self.device, choose_backend(config.train, self.device), config.train.timeout_s)
+            return ProcessGrid(sizes_of(config.parallel), device_type=self.device.type, flight=flight)
+
 
 def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter, start: str) -> Outcome:
-    """`start`: the checkpoint whose weights a new run begins with; empty: random ones.
+    """Builds the engine, loads, and trains. start: a checkpoint whose weights a new run begins with; empty: none.
 
     Raises: CheckpointError, AnomalyError, PlanError on all ranks alike; RankError, naming this rank, for whatever else
     goes wrong.
     """
-    parallel, device, rank = config.parallel, place.device, place.job.launch.rank
-    who, flight = f"rank {rank}", run_folder.open_flight(config, rank)
-    started, limit_s = False, config.faults.start_timeout_s
-    injector = Injector.of(place.faults, config.run.folder, rank, flight)
+    rank = place.job.launch.rank
+    who, flight, started = f"rank {rank}", run_folder.open_flight(config, rank), False
+    injector = Injector(place.faults, config.run.folder, rank, flight)
     try:
-        flight.phase("connecting", limit_s)
-        with Waiting(flight, "rendezvous", "world"):
-            place.job.start_group(device, choose_backend(config.train, device), config.train.timeout_s)
-            grid = ProcessGrid(sizes_of(parallel), device_type=device.type, flight=flight)
-        flight.phase("setting up", limit_s)
+        grid = place.connect(config, flight)
+        flight.phase("setting up", config.faults.start_timeout_s)
         who = grid.describe(config.pipeline.num_chunks)
         if config.pipeline.early_switch == "auto":
-            config = settle_early_switch(config, grid, device)
+            config = measure_early_switch(config, grid, place.device)
             reporter.say(f"pipeline.early_switch: {config.pipeline.early_switch}, the smallest that costs no time here")
         prove(config)
         watched = config.train.measure_memory or bool(config.plan.memory_mib)
-        watch = MemoryWatch(config, device) if watched else None
-        engine = Engine(config, grid, device)
-        root = config.run.folder / run_folder.CHECKPOINTS
-        flight.phase("loading", limit_s)
-        resumed = checkpoint.resume(root, engine, data.train.fingerprint, reporter.say)
-        if start and not resumed:
-            checkpoint.start_from(Path(start), engine)
-            reporter.say(f"starting from the weights of {start}")
-        flight.phase("setting up", limit_s)
-        if grid.rank == 0:
+        watch = MemoryWatch(config, place.device) if watched else None
+        engine = Engine(config, grid, place.device)
+        resumed = _load(engine, data, reporter, start)
+        if rank == 0:
             for line in continued.go_on(config, resumed, data.train.fingerprint, engine.data_start):
                 reporter.say(line)
             run_folder.begin(config, data.tokenizer)
-        threads = f"{place.threads} thread{'s' * (place.threads != 1)} a process"
-        where = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}, {device.type}, {threads}"
-        what = f"{config.model.kind}, {config.pipeline.schedule}, {config.train.dtype}"
-        how = f"going on after step {resumed}" if resumed else "starting"
-        reporter.say(f"{config.run.folder}: {what} on {where}; {how}")
-        if grid.world.via_host:
-            local, gpus = place.job.launch.local_world_size, torch.cuda.device_count()
-            reporter.say(f"train.share_gpus: {local} processes of this machine share {gpus} GPU{'s' * (gpus > 1)} and "
-                         "talk over Gloo, through host memory, which is slow")
+        _introduce(config, place, grid, reporter, resumed)
         with contextlib.closing(Run(engine, data, reporter, resumed, watch)) as run:
             injector.attach(engine, run.saver)
             started = True
@@ -166,6 +154,33 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         failure = describe_failure(error, who, flight.read())
         flight.end(LOST if isinstance(failure, LostContactError) else FAILED, str(failure))
         raise failure from error
+
+
+def _load(engine: Engine, data: Data, reporter: Reporter, start: str) -> int:
+    """Loads the newest checkpoint of the run, else the weights of `start`; returns the step of the former, or 0."""
+    flight, config = engine.grid.flight, engine.config
+    flight.phase("loading", config.faults.start_timeout_s)
+    root = config.run.folder / run_folder.CHECKPOINTS
+    resumed = checkpoint.resume(root, engine, data.train.fingerprint, reporter.say)
+    if start and not resumed:
+        checkpoint.start_from(Path(start), engine)
+        reporter.say(f"starting from the weights of {start}")
+    flight.phase("setting up", config.faults.start_timeout_s)
+    return resumed
+
+
+def _introduce(config: Config, place: _Place, grid: ProcessGrid, reporter: Reporter, resumed: int) -> None:
+    """Says what is trained, on which grid, and from where."""
+    parallel = config.parallel
+    threads = f"{place.threads} thread{'s' * (place.threads != 1)} a process"
+    where = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}, {place.device.type}, {threads}"
+    what = f"{config.model.kind}, {config.pipeline.schedule}, {config.train.dtype}"
+    how = f"going on after step {resumed}" if resumed else "starting"
+    reporter.say(f"{config.run.folder}: {what} on {where}; {how}")
+    if grid.world.via_host:
+        local, gpus = place.job.launch.local_world_size, torch.cuda.device_count()
+        reporter.say(f"train.share_gpus: {local} processes of this machine share {gpus} GPU{'s' * (gpus > 1)} and "
+                     "talk over Gloo, through host memory, which is slow")
 
 
 def _sample(config: Config, reporter: Reporter) -> None:

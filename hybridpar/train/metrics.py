@@ -1,9 +1,7 @@
-"""The numbers of a run: one JSON object a line, time, memory, and the share of the machine's arithmetic in use."""
+"""The numbers of a run: metrics.jsonl with one JSON object a line, the time of batches, and memory."""
 
 from __future__ import annotations
 
-import json
-import math
 import resource
 import sys
 import time
@@ -15,50 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.checkpoint import json_values as plain
-from hybridpar.checkpoint.files import to_json
-from hybridpar.comm import all_reduce, barrier
-from hybridpar.config import Config
-from hybridpar.grid import Axis
-from hybridpar.nn import matmul
+from hybridpar.checkpoint import json_values
 from hybridpar.reading import open_regular
-from hybridpar.train.engine import DTYPES
-from hybridpar.train.records import Records
 from hybridpar.train.source import Loader
 
-# Dense peak FLOP/s of 16-bit matrix products, from NVIDIA's data sheets; the first name in the device's name counts.
-_GPU_PEAKS = (
-    ("H200", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12), ("GH200", 989e12),
-    ("B200", 2250e12), ("A100", 312e12), ("A10G", 70e12), ("A10", 125e12), ("A30", 165e12), ("A40", 150e12),
-    ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12), ("V100", 125e12), ("T4", 65e12),
-)
 _LONGEST_LINE = 1 << 20
-_PROBE_SIZE, _PROBE_SECONDS = 1024, 0.15
 
 
-class MetricsLog:
-    """`metrics.jsonl`: appended to as training goes, and first cut back to what came before a resumed step.
+def stream_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a metrics.jsonl, one at a time, each with a step.
 
-    A number that is not finite is written as null, which JSON has.
+    The first line that is something else ends them: a killed process may have left the last one unfinished.
     """
-
-    def __init__(self, records: Records, path: Path, resumed_step: int):
-        self._records, self._path = records, path
-        records.begin(path, _end_of(path, resumed_step))
-
-    def cut_back(self, step: int) -> None:
-        """Forgets what came after a step that training goes on after."""
-        kept = [line for line in self._records.waiting(self._path) if json.loads(line)["step"] <= step]
-        self._records.begin(self._path, _end_of(self._path, step))
-        for line in kept:
-            self._records.append(self._path, line)
-
-    def write(self, values: dict[str, Any]) -> None:
-        self._records.append(self._path, f"{to_json(values)}\n".encode())
+    return (row for row, _ in _rows(path))
 
 
-def _end_of(path: Path, step: int) -> int:
-    """Where the lines of a metrics.jsonl up to a step end; those of step 0 are made again."""
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All objects of a metrics.jsonl, as `stream_metrics` gives them."""
+    return list(stream_metrics(path))
+
+
+def end_of(path: Path, step: int) -> int:
+    """The place in a metrics.jsonl where the lines up to a step end; 0 for step 0, whose lines are made again."""
     found = 0
     for row, end in _rows(path) if step else ():
         if row["step"] > step:
@@ -67,19 +43,13 @@ def _end_of(path: Path, step: int) -> int:
     return found
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The objects of a metrics.jsonl, each with a step; nothing from the first line on that is something else, as the
-    last one that a killed process left unfinished."""
-    return [row for row, _ in _rows(path)]
-
-
 def read_curves(path: Path, most: int = 1 << 13) -> list[dict[str, Any]]:
     """Losses and validation losses of a metrics.jsonl, as rows of a step and one of them.
 
     Of more than `most` of a kind every second one is left out, or three of four, ..; the last one is always there.
     """
     curves = {name: _Thinned(most) for name in ("loss", "val_loss")}
-    for row, _ in _rows(path):
+    for row in stream_metrics(path):
         for name, curve in curves.items():
             if isinstance(row.get(name), int | float):
                 curve.add({"step": row["step"], name: row[name]})
@@ -109,13 +79,13 @@ class _Thinned:
 
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """The objects that read_metrics gives, one at a time, each with the place in the file where its line ends."""
+    """The objects of a metrics.jsonl, each with the place in the file where its line ends."""
     try:
         with BufferedReader(open_regular(path)) as file:
             end = 0
             while line := file.readline(_LONGEST_LINE):
-                row = plain.mapping(plain.parse(line), "a line")
-                plain.integer(row.get("step"), "step")
+                row = json_values.mapping(json_values.parse(line), "a line")
+                json_values.integer(row.get("step"), "step")
                 end += len(line) if line.endswith(b"\n") else 0  # else nothing may follow it
                 yield row, end
     except (OSError, ValueError):
@@ -123,7 +93,7 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 class BatchClock:
-    """A loader that notes when each batch begins on this rank, which is when its first micro-batch is asked for.
+    """A loader that notes when each batch begins on this rank: when its first micro-batch is asked for.
 
     The time between updates would not do: in a pipeline that never drains they come late, and the last two together.
     """
@@ -138,7 +108,7 @@ class BatchClock:
         return self._loader.microbatch(batch, index)
 
     def seconds(self, batch: int) -> float:
-        """From the start of `batch` to that of the next, or until now where none has started."""
+        """The time from the start of `batch` to that of the next, or until now where none has started."""
         return self._starts.get(batch + 1, time.perf_counter()) - self._starts.pop(batch)
 
     def stop(self) -> None:
@@ -147,40 +117,8 @@ class BatchClock:
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Most memory that this process has held, in MiB: on its GPU, or in RAM where it computes there."""
+    """The most memory that this process has held, in MiB: on its GPU, or in RAM where it computes there."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
-
-
-def peak_flops(config: Config, device: torch.device, world: Axis) -> tuple[float, str]:
-    """Matrix-product FLOP/s of all processes together, and where the number comes from.
-
-    Known GPUs in 16 bit, one for each process: their data sheet; otherwise measured, on all processes at the same time.
-    Collectives: on all ranks of the job.
-    """
-    if device.type == "cuda" and config.train.dtype in ("bf16", "fp16") and not config.train.share_gpus:
-        name = torch.cuda.get_device_name(device)
-        for known, peak in _GPU_PEAKS:
-            if known in name:
-                return peak * world.size, f"{known} data sheet x {world.size}"
-    dtype = DTYPES[config.train.dtype]
-    barrier(world)
-    total = torch.tensor(_probe(dtype, device), dtype=torch.float64, device=device)
-    all_reduce(total, world)
-    at_once = "es at once" if world.size > 1 else ""
-    return float(total), f"{config.train.dtype} matrix products, measured on {world.size} process{at_once}"
-
-
-def _probe(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a layer's product: of the fastest of several, as others may be using the machine."""
-    size = _PROBE_SIZE * (4 if device.type == "cuda" else 1)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    end, fastest = time.perf_counter() + _PROBE_SECONDS, math.inf
-    while (start := time.perf_counter()) < end or fastest == math.inf:
-        matmul.linear(a, b)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        fastest = min(fastest, time.perf_counter() - start)
-    return 2 * size**3 / fastest

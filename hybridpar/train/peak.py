@@ -1,4 +1,4 @@
-"""The arithmetic that a job's processes reach together in matrix products, which MFU is a share of.
+"""The peak arithmetic rate that a job's processes reach together in matrix products; MFU is a share of it.
 
     <data folder>/peaks.json    {"host, device, dtype, processes, threads": FLOP/s}
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import platform
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -20,49 +22,52 @@ import torch
 
 from hybridpar.checkpoint import json_values as plain
 from hybridpar.checkpoint.files import write_text
-from hybridpar.comm import gather_objects
+from hybridpar.comm import all_reduce, barrier, gather_objects
 from hybridpar.config import Config
 from hybridpar.cpu import cpu_name
 from hybridpar.grid import Axis
+from hybridpar.models.build import DTYPES
+from hybridpar.nn import matmul
 from hybridpar.reading import read_limited
-from hybridpar.train.metrics import peak_flops
 
 PEAKS = "peaks.json"
 _MAX_BYTES = 1 << 20
 _STEPS = 5
 """The median of so many steps counts: one step may seem short because the one before it was long."""
+_PROBE_SIZE, _PROBE_SECONDS = 1024, 0.15
+# Dense peak FLOP/s of 16-bit matrix products, from NVIDIA's data sheets; the first name in the device's name counts.
+_GPU_PEAKS = (
+    ("H200", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12), ("GH200", 989e12),
+    ("B200", 2250e12), ("A100", 312e12), ("A10G", 70e12), ("A10", 125e12), ("A30", 165e12), ("A40", 150e12),
+    ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12), ("V100", 125e12), ("T4", 65e12),
+)
 
 
 class Peak:
-    """`flops`: the peak, in FLOP/s; `source`: where it comes from. `say` is told once if it was too low."""
+    """The peak of a job in FLOP/s (`flops`), and where it comes from (`source`).
 
-    def __init__(self, flops: float, source: str, path: Path, key: str, say: Callable[[str], None]):
-        self.flops, self.source = flops, source
-        self._path, self._key, self._say = path, key, say
-        self._reached: deque[float] = deque(maxlen=_STEPS)
-        self._said = False
+    say: told once if the peak was too low. goes_on: whether the run does. Collectives: the constructor, on all ranks.
+    """
 
-    @staticmethod
-    def of(config: Config, device: torch.device, world: Axis, say: Callable[[str], None], *, goes_on: bool) -> Peak:
-        """The peak of a job. Collectives: on all ranks of the job."""
+    def __init__(self, config: Config, device: torch.device, world: Axis, say: Callable[[str], None], *, goes_on: bool):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-        key = (f"{platform.node()}, {name}, {config.train.dtype}, {world.size} processes, "
-               f"{torch.get_num_threads()} threads")
-        path = config.cache_folder / PEAKS
-        known = gather_objects(read_peaks(path).get(key, 0.0) if world.rank == 0 else 0.0, world)[0]
-        source = (f"{config.train.dtype} matrix products, the fastest seen here on {world.size} "
-                  f"process{'es at once' * (world.size > 1)}")
-        if not (known and goes_on) or device.type == "cuda":  # whose data sheet takes no time
-            measured, from_where = peak_flops(config, device, world)
-            if measured >= known:
-                known, source = measured, from_where
-        peak = Peak(known, source, path, key, say)
+        self._key = (f"{platform.node()}, {name}, {config.train.dtype}, {world.size} processes, "
+                     f"{torch.get_num_threads()} threads")
+        self._path, self._say, self._said = config.cache_folder / PEAKS, say, False
+        self._reached: deque[float] = deque(maxlen=_STEPS)
+        known = read_peaks(self._path).get(self._key, 0.0) if world.rank == 0 else 0.0
+        self.flops: float = gather_objects(known, world)[0]
+        self.source = (f"{config.train.dtype} matrix products, the fastest seen here on {world.size} "
+                       f"process{'es at once' * (world.size > 1)}")
+        if not (self.flops and goes_on) or device.type == "cuda":  # whose data sheet takes no time
+            measured, source = peak_flops(config, device, world)
+            if measured >= self.flops:
+                self.flops, self.source = measured, source
         if world.rank == 0:
-            peak._keep()
-        return peak
+            self._keep()
 
     def share(self, flops: float) -> float:
-        """The part of the peak that a step of so many FLOP/s is; to be called for step after step."""
+        """The rate of a step over the peak; to be called for step after step, with its FLOP/s."""
         self._reached.append(flops)
         reached = median(self._reached)
         if len(self._reached) == _STEPS and reached > self.flops:
@@ -74,7 +79,7 @@ class Peak:
         return flops / self.flops
 
     def _keep(self) -> None:
-        """Where the folder cannot be written to, the next run measures again."""
+        """Writes the peak down; where the folder cannot be written to, the next run measures again."""
         known = read_peaks(self._path)
         if self.flops > known.get(self._key, 0.0):
             with contextlib.suppress(OSError):
@@ -89,3 +94,34 @@ def read_peaks(path: Path) -> dict[str, float]:
         return {key: flops for key, value in found.items() if (flops := plain.number(value, key)) > 0}
     except (OSError, ValueError):
         return {}
+
+
+def peak_flops(config: Config, device: torch.device, world: Axis) -> tuple[float, str]:
+    """Matrix-product FLOP/s of all processes together, and where the number comes from.
+
+    Known GPUs in 16 bit, one for each process: their data sheet; otherwise measured, on all processes at the same time.
+    Collectives: on all ranks of the job.
+    """
+    if device.type == "cuda" and config.train.dtype in ("bf16", "fp16") and not config.train.share_gpus:
+        name = torch.cuda.get_device_name(device)
+        for known, peak in _GPU_PEAKS:
+            if known in name:
+                return peak * world.size, f"{known} data sheet x {world.size}"
+    barrier(world)
+    total = torch.tensor(_probe(DTYPES[config.train.dtype], device), dtype=torch.float64, device=device)
+    all_reduce(total, world)
+    at_once = "es at once" if world.size > 1 else ""
+    return float(total), f"{config.train.dtype} matrix products, measured on {world.size} process{at_once}"
+
+
+def _probe(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of a layer's product: the fastest of several, as others may be using the machine."""
+    size = _PROBE_SIZE * (4 if device.type == "cuda" else 1)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    end, fastest = time.perf_counter() + _PROBE_SECONDS, math.inf
+    while (start := time.perf_counter()) < end or fastest == math.inf:
+        matmul.linear(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        fastest = min(fastest, time.perf_counter() - start)
+    return 2 * size**3 / fastest

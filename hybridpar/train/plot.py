@@ -1,4 +1,4 @@
-"""The loss curve as a picture, where matplotlib is installed."""
+"""Loss curves as a picture, where matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def plot_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """The line of least squares through each value's neighbours, at that value: it follows a slope, also at both ends.
+    """Smooths values by the line of least squares through each one's neighbours: it follows a slope, also at both ends.
 
-    Neighbours: a tenth of the values before it to each side, from 2 to 2 % of all (10 where these are fewer), so a loss
-    that falls fast at first is not smoothed away. Shapes: [n] -> [n].
+    Neighbours on each side are a tenth of the values before it, at least 2 and at most 2 % of all (10 where these are
+    fewer), so a loss that falls fast at first is not smoothed away. Shapes: [n] -> [n].
     """
     at = np.arange(len(values))
     reach = np.clip(at // 10, 2, max(10, len(values) // 50))

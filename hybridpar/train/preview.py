@@ -1,7 +1,12 @@
-"""What a schedule will look like, before anything runs: simulated with costs that are counted, or those of a run."""
+"""Schedules simulated before anything runs, with costs that are counted or those of a run; and why a run differs.
+
+plan.svg is drawn before anything was measured. At the end of a run what was counted is replaced by what was measured,
+one kind of cost after the other; each time the simulated step shows what that kind does.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,26 +14,36 @@ from hybridpar.config import Config, load_toml, to_mapping
 from hybridpar.errors import config_error
 from hybridpar.models.build import recomputed_blocks
 from hybridpar.models.cost import forward_flops_per_token, stage_split
-from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
-from hybridpar.train.costs import RunCosts, read_costs
+from hybridpar.train.costs import RunCosts, in_ms, percent, read_costs
 from hybridpar.train.folder import CONFIG, COSTS
 
 _MATTERS: dict[str, tuple[str, ...]] = {
     "model": (), "parallel": (), "kernels": (), "pipeline": ("split", "recompute"), "optim": ("name",),
     "train": ("micro_batch_size", "dtype", "threads", "device"),
 }
-"""Keys that bear on what the steps of a schedule cost, by section; (): all of it."""
+"""Keys that bear on the costs of a schedule's steps, by section; (): all of it."""
+_SAME = 0.1
+"""Share of the counted step time, or of all time that a rank is idle, up to which a difference is not reported."""
+_WORTH_SAYING = 0.02
+_KINDS = (
+    ("forward and backward take other times than counted", ("forward", "backward", "variation")),
+    ("updates and communication calls", ("update", "calls")),
+    ("transfers and reductions",
+     ("transfer", "latency", "reduce", "norm", "gather", "tied", "blocking_norm", "serial_links")),
+    ("cores are shared", ("cores", "transfer_work")),
+)
 
 
 @dataclass(frozen=True)
 class Preview:
     """A simulated schedule; times in units of the forward of one micro-batch on the costliest rank, or in seconds.
 
-    `step_time`: from one batch to the next in the steady state. `bubble`: share of that time in which a rank is idle,
-    for each rank; `peak_activations`, `peak_versions`: the most micro-batches in flight and weight versions on it.
+    step_time: from one batch to the next in the steady state. bubble: share of that time in which a rank is idle, for
+    each rank. peak_activations, peak_versions: the most micro-batches in flight and weight versions on each rank.
     """
 
     timeline: Timeline
@@ -62,13 +77,18 @@ def preview(config: Config, num_batches: int, costs: Costs | None = None) -> Pre
         switch = smallest_early_switch(
             costs, sizes, warmup=ordering.warmup, gradient_buffers=ordering.gradient_buffers, gather=ordering.gather)
         ordering = replace(ordering, early_switch=switch)
-    steady, ranks = ordering.timeline(sizes, costs), range(sizes.num_ranks)
-    since, until, batches = steady.steady(sizes.num_microbatches)
-    live = [steady.peak_live(rank, sizes.num_microbatches) for rank in ranks]
+    steady = ordering.timeline(sizes, costs)
+    live = [steady.peak_live(rank, sizes.num_microbatches) for rank in range(sizes.num_ranks)]
     return Preview(
-        ordering.timeline(sizes, costs, num_batches), (until - since) / batches,
-        tuple(steady.idle_share(rank, since, until) for rank in ranks),
+        ordering.timeline(sizes, costs, num_batches), *_steady_step(steady, sizes),
         tuple(one.activations for one in live), tuple(one.versions for one in live))
+
+
+def _steady_step(timeline: Timeline, sizes: Sizes) -> tuple[float, tuple[float, ...]]:
+    """The time of a step in the steady state, and the idle share of each rank."""
+    since, until, batches = timeline.steady(sizes.num_microbatches)
+    idle = tuple(timeline.idle_share(rank, since, until) for rank in range(sizes.num_ranks))
+    return (until - since) / batches, idle
 
 
 def costs_of_run(folder: Path, config: Config) -> RunCosts:
@@ -89,3 +109,40 @@ def costs_of_run(folder: Path, config: Config) -> RunCosts:
                 rule = f"what {folder} has measured is with {measured!r}"
                 raise config_error(f"{section}.{key}", value, rule, str(measured))
     return run
+
+
+def differences(config: Config, run: RunCosts) -> list[str]:
+    """A line that says how a step differs from the counted one, and by which costs; nothing where it does not."""
+    costs, measured = _counted(config, run), run.measured
+    counted, counted_idle = step, idle = _steady_step(run.ordering.timeline(run.sizes, costs), run.sizes)
+    apart = max(abs(a - b) for a, b in zip(measured.idle, counted_idle, strict=True))
+    if abs(measured.step_time / counted - 1) <= _SAME and apart <= _SAME:
+        return []
+    reasons = []
+    for what, names in _KINDS:
+        costs = replace(costs, **{name: getattr(measured.costs, name) for name in names})
+        before, idle_before = step, idle
+        step, idle = _steady_step(run.ordering.timeline(run.sizes, costs), run.sizes)
+        points = [a - b for a, b in zip(idle, idle_before, strict=True)]
+        effect = max(abs(step - before) / counted, *map(abs, points))
+        if effect > _WORTH_SAYING:
+            reasons.append((effect, f"{what} ({1e3 * (step - before):+.3g} ms, idle {_points(points)})"))
+    rest = measured.step_time - step
+    if abs(rest) > _SAME * counted:
+        reasons.append((0.0, f"other programs, or what no cost explains ({1e3 * rest:+.3g} ms)"))
+    why = "; ".join(text for _, text in sorted(reasons, reverse=True))
+    return [f"executed.svg and plan.svg differ: a step took {in_ms(measured.step_time)}, "
+            f"{in_ms(counted)} by counted operations; idle {percent(measured.idle)}, "
+            f"{percent(counted_idle)} as counted. " + (f"Why: {why}" if why else "The measured costs do not say why")]
+
+
+def _counted(config: Config, run: RunCosts) -> Costs:
+    """The costs that plan.svg is drawn from, in seconds: as many for forward and backward of all stages as measured."""
+    counted, measured, stages = stage_costs(config), run.measured.costs, run.sizes.num_stages
+    took, units = (sum(map(sum, (expand(c.forward, stages), expand(c.backward, stages)))) for c in (measured, counted))
+    forward, backward = ([took / units * x for x in expand(c, stages)] for c in (counted.forward, counted.backward))
+    return Costs(forward, backward)
+
+
+def _points(changes: Sequence[float]) -> str:
+    return ", ".join(f"{100 * change:+.0f}" for change in changes) + " points"

@@ -1,4 +1,4 @@
-"""What a person sees while training runs, on stderr: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run on stderr: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rich.text import Text
 _LINE_EVERY_S = 2.0
 _ETA_STEPS = 20
 _DROPPED = ("memory", "ms", "norm", "mfu", "lr", "speed", "val")
-"""Parts of a line that a narrow terminal goes without, in this order."""
+"""Parts of a line that are left out on a narrow terminal, in this order."""
 
 
 @dataclass
 class Status:
-    """The latest numbers, as a line of text. `total`: steps of the whole run."""
+    """The latest numbers of a run, as a line of text. total: steps of the whole run."""
 
     total: int
     step: int = 0
@@ -42,7 +42,7 @@ class Status:
         return str(timedelta(seconds=round(pace * (self.total - self.step))))
 
     def text(self, width: int | None = None) -> str:
-        """The numbers that fit into `width` columns (None: all), without those that matter least."""
+        """The numbers that fit into `width` columns (None: all); those that matter least are left out first."""
         row = self.row
         if not row:
             return "starting"
@@ -64,23 +64,23 @@ class Status:
 
 
 class Reporter:
-    """Takes what happens in a run, and keeps it to itself: that of all ranks but the first."""
+    """The reporter of all ranks but the first: it shows nothing."""
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Shows a line of its own."""
 
     def step(self, row: dict[str, Any]) -> None:
-        """The numbers of a step, as in metrics.jsonl."""
+        """Shows the numbers of a step, as in metrics.jsonl."""
 
     def evaluation(self, step: int, val_loss: float) -> None:
-        """A validation loss."""
+        """Shows a validation loss."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Ends what is shown."""
 
 
 class PlainReporter(Reporter):
-    """A line for the first and the last step, for evaluations, and otherwise every other second."""
+    """Shows a line for the first and the last step, for evaluations, and otherwise every other second."""
 
     def __init__(self, total: int):
         self.status = Status(total)
@@ -101,7 +101,7 @@ class PlainReporter(Reporter):
 
 
 class BarReporter(Reporter):
-    """A bar and the latest numbers, which stay at the bottom of a terminal, and lines above them."""
+    """Shows a bar and the latest numbers at the bottom of a terminal, and lines above them."""
 
     def __init__(self, total: int):
         self.status = Status(total)
@@ -132,7 +132,7 @@ class BarReporter(Reporter):
 
 
 def make_reporter(rank: int, total: int) -> Reporter:
-    """The one for this rank and this terminal; `total`: steps of the run."""
+    """The reporter for this rank and this terminal. total: steps of the run."""
     if rank != 0:
         return Reporter()
     return BarReporter(total) if sys.stderr.isatty() else PlainReporter(total)

@@ -1,9 +1,10 @@
-"""What a run writes beside its checkpoints: metrics, pictures, notes. A disk that is full for a while ends nothing.
+"""Files that a run writes beside its checkpoints: metrics, pictures, notes. A full disk does not end training.
 
-    append    a record of a file that grows      waits in memory, in order, until it can be written
-    put       a file as a whole                  is written again from the start
+    append    adds a record to a file that grows    waits in memory, in order, until it can be written
+    put       writes a file as a whole              is written again from the start
 
-A record is there whole or not at all: the part that had room is cut off before it is tried again.
+A record is written whole or not at all: the part that had room is cut off before it is tried again. Memory is bounded:
+of each file only its newest records wait, and only the newest files. Resume needs none of them.
 """
 
 from __future__ import annotations
@@ -12,26 +13,31 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-_AGAIN_S = 1.0
-_LAST_S = 10.0
+_RETRY_S = 1.0
+_FINISH_S = 10.0
 """How long a run waits at its end for room."""
 _LONGEST_LINE = 1 << 20
+MOST_RECORDS, MOST_FEW_RECORDS, MOST_FILES = 1 << 16, 1 << 12, 64
+"""How many records of a file wait at most, how many of one that is dropped first, and how many whole files."""
 
 Write = Callable[[Path], Any]
 """Writes a file under the name that it is given, or none."""
 
 
 class Journal:
-    """A file that only grows, and what waits to be written into it. `end`: what is behind is cut off; None: what
-    follows the last line that is whole."""
+    """A file that only grows, and the records that wait to be written into it.
 
-    def __init__(self, path: Path, end: int | None = None):
-        self.waiting: deque[bytes] = deque()
+    end: the file is cut off there; None: after its last whole line. most: the oldest records above it are dropped.
+    """
+
+    def __init__(self, path: Path, end: int | None = None, most: int = MOST_RECORDS):
+        self.waiting: deque[bytes] = deque(maxlen=most)
+        self.dropped = 0
         self._path, self._end = path, end
         self._file: FileIO | None = None
 
@@ -40,8 +46,12 @@ class Journal:
         """Whether nothing waits, and nothing is to be cut off."""
         return not self.waiting and (self._file is not None or self._end is None)
 
+    def append(self, record: bytes) -> None:
+        self.dropped += len(self.waiting) == self.waiting.maxlen
+        self.waiting.append(record)
+
     def write(self) -> None:
-        """Writes all that waits. Raises: OSError; what could be written waits no more then."""
+        """Writes all that waits. Raises: OSError; the records that were written wait no more then."""
         if self._file is None:
             self._file = self._open()
         end = self._file.tell()
@@ -61,7 +71,7 @@ class Journal:
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # what it says now, it has said before
+            with contextlib.suppress(OSError):  # an error of the last write, which has been raised before
                 file.close()
 
     def _open(self) -> FileIO:
@@ -80,63 +90,72 @@ class Journal:
 
 
 def _whole_lines(file: FileIO, size: int) -> int:
-    """Where the last line of a file that is whole ends."""
+    """The place where the last whole line of a file ends."""
     since = max(size - _LONGEST_LINE, 0)
     file.seek(since)
     return since + file.read(size - since).rfind(b"\n") + 1
 
 
 class Records:
-    """The files of one process, which no other one writes. `say`: told once that there is trouble, and once of its end.
+    """The files of a folder that this process alone writes. No method raises OSError.
 
-    No method raises OSError.
+    say: told once when writing fails, and once when it works again. writes: False on a rank that keeps no files.
     """
 
-    def __init__(self, say: Callable[[str], None]):
-        self._say = say
+    def __init__(self, folder: Path, say: Callable[[str], None], *, writes: bool = True):
+        self.folder, self.writes, self._say = folder, writes, say
         self._journals: dict[Path, Journal] = {}
         self._files: dict[Path, Write] = {}
-        self._trouble: Path | None = None
-        self._again = 0.0
+        self._dropped_files = 0
+        self._failing: Path | None = None
+        self._retry_at = 0.0
 
-    def begin(self, path: Path, end: int | None = None) -> None:
-        """`path` grows from now on; `end` as in Journal. What waited for it waits no more."""
+    def begin(self, name: str, end: int | None = None, most: int = MOST_RECORDS) -> None:
+        """Lets a file grow from now on; `end` and `most` as in Journal. Its records that waited are forgotten."""
+        path = self.folder / name
         if path in self._journals:
             self._journals[path].close()
-        self._journals[path] = Journal(path, end)
+        self._journals[path] = Journal(path, end, most)
         self.retry()
 
-    def append(self, path: Path, record: bytes) -> None:
+    def append(self, name: str, record: bytes) -> None:
         """Adds to a file that has begun."""
-        self._journals[path].waiting.append(record)
-        self.retry()
+        if self.writes:
+            self._journals[self.folder / name].append(record)
+            self.retry()
 
-    def waiting(self, path: Path) -> list[bytes]:
-        """What is not yet in a file that has begun."""
-        return list(self._journals[path].waiting)
+    def waiting(self, name: str) -> list[bytes]:
+        """The records that are not yet in a file that has begun."""
+        return list(self._journals[self.folder / name].waiting)
 
-    def put(self, path: Path, write: Write) -> None:
+    def put(self, name: str, write: Write) -> None:
         """Writes a file beside its place and renames it; where `write` makes none, there is none."""
-        self._files[path] = write
+        if not self.writes:
+            return
+        self._files.pop(self.folder / name, None)
+        self._files[self.folder / name] = write
         self.retry()
+        if len(self._files) > MOST_FILES:
+            del self._files[next(iter(self._files))]
+            self._dropped_files += 1
 
     def retry(self) -> None:
-        """Writes what waits; where that fails, not sooner than a second later again."""
-        if self._trouble is None or time.monotonic() >= self._again:
+        """Writes what waits; after a failure not sooner than a second later."""
+        if self._failing is None or time.monotonic() >= self._retry_at:
             self._try()
 
     def finish(self) -> None:
         """Waits some seconds for what cannot be written."""
-        end = time.monotonic() + _LAST_S
+        end = time.monotonic() + _FINISH_S
         while self._try() and time.monotonic() < end:
-            time.sleep(_AGAIN_S)
+            time.sleep(_RETRY_S)
 
     def close(self) -> None:
         """Closes the files, and says which could not be written."""
         if self._try():
             lost = [f"{path} ({len(journal.waiting)} records)" for path, journal in self._journals.items()
                     if journal.waiting] + [str(path) for path in self._files]
-            self._say(f"never written, for want of room: {', '.join(lost)}")
+            self._say(f"never written, for want of room: {'; '.join(filter(None, (', '.join(lost), self._dropped())))}")
         for journal in self._journals.values():
             journal.close()
         self._journals.clear()
@@ -146,30 +165,35 @@ class Records:
         """Writes what waits; whether some of it still does."""
         failed: dict[Path, OSError] = {}
         for path, journal in list(self._journals.items()):
-            if not journal.is_written:
-                with _noting(failed, path):
+            try:
+                if not journal.is_written:
                     journal.write()
+            except OSError as error:
+                failed[path] = error
         for path, write in list(self._files.items()):
-            with _noting(failed, path):
+            try:
                 _replace(path, write)
                 del self._files[path]
-        self._again = time.monotonic() + _AGAIN_S
-        if failed and self._trouble is None:
-            self._trouble, error = next(iter(failed.items()))
-            self._say(f"{self._trouble}: cannot be written ({error.strerror or error}); training goes on, and what is "
+            except OSError as error:
+                failed[path] = error
+        self._retry_at = time.monotonic() + _RETRY_S
+        if failed and self._failing is None:
+            self._failing, cause = next(iter(failed.items()))
+            self._say(f"{self._failing}: cannot be written ({cause.strerror or cause}); training goes on, and what is "
                       "to be there waits")
-        elif self._trouble is not None and not failed:
-            path, self._trouble = self._trouble, None
-            self._say(f"{path}: can be written again; all that has waited is there")
+        elif self._failing is not None and not failed:
+            path, self._failing = self._failing, None
+            self._say(f"{path}: can be written again; {self._dropped() or 'all that has waited is there'}")
         return bool(failed)
 
-
-@contextlib.contextmanager
-def _noting(failed: dict[Path, OSError], path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        failed[path] = error
+    def _dropped(self) -> str:
+        """Says how much was dropped since writing failed, and counts anew; empty: nothing."""
+        dropped = [f"{journal.dropped} records of {path.name}" for path, journal in self._journals.items()
+                   if journal.dropped] + [f"{self._dropped_files} whole files"] * bool(self._dropped_files)
+        self._dropped_files = 0
+        for journal in self._journals.values():
+            journal.dropped = 0
+        return f"the oldest were dropped, too many waited: {', '.join(dropped)}" if dropped else ""
 
 
 def _replace(path: Path, write: Write) -> None:

@@ -1,4 +1,4 @@
-"""Saves that may fail: training goes on, and the next one tries again, up to a number of misses in a row."""
+"""Saves that may fail: training goes on, and the next one tries again, up to a number of failures in a row."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from hybridpar.errors import CheckpointError
 from hybridpar.train.errors import SaveError
 
 _PAUSES_S = 1.0, 2.0, 4.0, 8.0, 16.0
-"""Between the tries of a save that must succeed."""
+"""Pauses between the tries of a save that must succeed."""
 
 
 class Saves:
-    """The saves of a run. `limit`: so many that fail in a row end it. `warn`: told of each one before.
+    """The saves of a run. limit: so many failures in a row end it. warn: told of each failure before that.
 
     Collectives: all methods, on all ranks of the grid. Raises: SaveError, on all ranks, where the run cannot go on.
     """
 
     def __init__(self, saver: Saver, limit: int, warn: Callable[[str], None]):
         self._saver, self._limit, self._warn = saver, limit, warn
-        self._missed = 0
+        self._failed = 0
 
     def settle(self, *, wait: bool = True) -> None:
-        """Ends the save under way; without `wait`, if it is over."""
+        """Ends the save under way; without `wait` only where it is over."""
         self._try(lambda: self._saver.settle(wait=wait) is not None)
 
     def start(self, val_loss: float | None, *, beside: bool) -> None:
-        """Saves; `beside`: training may go on meanwhile."""
+        """Saves. beside: training may go on meanwhile."""
         self.settle()
 
         def save() -> bool:
@@ -38,19 +38,19 @@ class Saves:
         self._try(save)
 
     def _try(self, save: Callable[[], bool]) -> None:
-        """`save`: whether a checkpoint is there now."""
+        """Counts failures. save: returns whether a checkpoint is there now."""
         try:
             if save():
-                self._missed = 0
+                self._failed = 0
         except CheckpointError as error:
-            self._missed += 1
-            if self._missed >= self._limit:
-                raise SaveError(f"{error}; {self._missed} in a row (checkpoint.max_failed_saves)") from error
-            self._warn(f"{error}; training goes on, and the next save tries again ({self._missed} of {self._limit} "
+            self._failed += 1
+            if self._failed >= self._limit:
+                raise SaveError(f"{error}; {self._failed} in a row (checkpoint.max_failed_saves)") from error
+            self._warn(f"{error}; training goes on, and the next save tries again ({self._failed} of {self._limit} "
                        "failures in a row that end the run)")
 
     def insist(self, val_loss: float | None) -> None:
-        """Saves where the run cannot go on before that is done: at its end, or at a signal. Tries for half a minute."""
+        """Saves where the run needs the checkpoint, at its end or at a signal. Tries for half a minute."""
         for pause in (*_PAUSES_S, None):
             try:
                 self._saver.start(val_loss, beside=False)

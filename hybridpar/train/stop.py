@@ -1,4 +1,4 @@
-"""Signals as a wish to stop (train.stop_signals): the first is noted, a later one ends the process at once."""
+"""Signals as a request to stop (train.stop_signals): the first is noted, a later one ends the process at once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-SAME_WISH_S = 1.0
-"""A batch system ends the launcher and the ranks, and the launcher the ranks again: signals so close are one wish."""
-LAST_WORDS_S = 15.0
-"""How long an error may take to be said: a save under way has ten seconds to end, and the launcher two to see."""
+SAME_REQUEST_S = 1.0
+"""Signals so close are one request: a batch system ends launcher and ranks, and the launcher the ranks again."""
+ERROR_TIME_S = 15.0
+"""How long it may take to report an error: a save under way has ten seconds to end, and the launcher two to see."""
 
 
 @dataclass
-class StopWish:
-    """`number` of the signal that came (0: none)."""
+class StopRequest:
+    """The signal that came, by its number (0: none)."""
 
     number: int = 0
 
@@ -33,15 +33,14 @@ def numbers_of(names: Sequence[str]) -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def noting_signals(names: Sequence[str], on_first: Callable[[int], None]) -> Iterator[StopWish]:
-    """While entered, a first signal of these names is noted and `on_first` called with its number; one that comes more
-    than SAME_WISH_S later ends the process.
+def noting_signals(names: Sequence[str], on_first: Callable[[int], None]) -> Iterator[StopRequest]:
+    """Notes a first signal of these names and calls `on_first` with its number, while entered.
 
-    A launcher that has seen one rank die ends the others, which are then about to say what they waited for and may be
-    closing a checkpoint. So where an error leaves this block, one signal in the next LAST_WORDS_S is let pass; whatever
-    comes later, or after it, acts as before.
+    A signal that comes more than SAME_REQUEST_S later ends the process. A launcher that has seen one rank die ends the
+    others, which are then about to report what they waited for and may be closing a checkpoint. So where an error
+    leaves this block, one signal in the next ERROR_TIME_S is ignored; those that follow act as before the block.
     """
-    wish, failed_at, noted_at = StopWish(), 0.0, 0.0
+    request, failed_at, noted_at = StopRequest(), 0.0, 0.0
     before: list[tuple[signal.Signals, Any]] = []
 
     def restore() -> None:
@@ -52,23 +51,23 @@ def noting_signals(names: Sequence[str], on_first: Callable[[int], None]) -> Ite
         nonlocal noted_at
         if failed_at:
             restore()
-            if time.monotonic() - failed_at > LAST_WORDS_S:
+            if time.monotonic() - failed_at > ERROR_TIME_S:
                 os.kill(os.getpid(), number)
-        elif not wish.number:
-            wish.number, noted_at = number, time.monotonic()
+        elif not request.number:
+            request.number, noted_at = number, time.monotonic()
             on_first(number)
-        elif time.monotonic() - noted_at > SAME_WISH_S:
+        elif time.monotonic() - noted_at > SAME_REQUEST_S:
             os._exit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():  # Python handles signals nowhere else
-        yield wish
+        yield request
         return
     before = [(number, signal.signal(number, handle)) for number in numbers_of(names)]
     try:
-        yield wish
+        yield request
     except Exception:
         failed_at = time.monotonic()
         raise
     finally:
-        if not failed_at or wish.number:
+        if not failed_at or request.number:
             restore()

@@ -1,11 +1,10 @@
-"""Some steady-state batches as they really ran, on all ranks: recorded, brought to one clock, and drawn.
+"""Traces of some steady-state batches on all ranks: recorded, brought to one clock, and drawn.
 
-Ranks record their actions on their own clocks, which are one and the same on a host; clocks.py compares those of hosts.
+Ranks record their actions on the clock of their host; clocks.py compares those of several hosts.
 """
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ import torch
 
 from hybridpar.checkpoint.files import write_text
 from hybridpar.comm import gather_objects
+from hybridpar.cpu import available_cores
 from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import ROWS, Kind
@@ -31,12 +31,12 @@ SHOWN = 3
 """Batches in trace.json and executed.svg."""
 _MOST_BATCHES, _MOST_MICROBATCHES = 16, 1000
 _WAITED_S = 50e-6
-"""A wait that is longer was for something that was not there yet."""
+"""Shortest wait that was for something that was not there yet."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """Where a rank runs: the machine, the device, cores (0: the rank computes elsewhere), and threads of each rank."""
+    """The host of a rank: machine, device, cores (0: the rank computes elsewhere), and threads of each rank."""
 
     name: str = ""
     device: str = "cpu"
@@ -46,25 +46,26 @@ class Host:
 
 @dataclass(frozen=True)
 class RankEvents:
-    """What one rank recorded: seconds on a clock that all ranks share."""
+    """Events that one rank recorded, in seconds on a clock that all ranks share."""
 
     rank: int
     name: str
     pipeline: tuple[int, ...]
     """Its place on all axes but pp: ranks with the same one exchange activations."""
     stage: int
-    """Its place in the pipeline: the stage that it holds, or the first of them."""
+    """The rank's place in the pipeline: the stage that it holds, or the first of them."""
     events: tuple[Event, ...]
     host: Host = field(default_factory=Host)
     usage: Usage = field(default_factory=Usage)
     clock_error: float = 0.0
-    """By how much its times may be wrong beside those of rank 0, on another host."""
+    """Largest error of its times beside those of rank 0, on another host."""
 
 
 class Recorder:
-    """Records some batches of a stretch of training that begins now: after WARMUP, earlier and fewer where it is short.
+    """Records some batches of a stretch of training that begins now.
 
-    skip: batches at its start that are not like the others.
+    Recording begins after WARMUP batches, earlier and with fewer where the stretch is short. skip: batches at its start
+    that are not like the others.
     """
 
     def __init__(self, executor: Executor, first: int, num_batches: int, *, skip: int = 0):
@@ -101,7 +102,11 @@ def gather(recorder: Recorder, grid: ProcessGrid) -> list[RankEvents]:
     mine = RankEvents(
         grid.rank, grid.describe(), tuple(index for name, index in grid.place.items() if name != "pp"), grid.pp.rank,
         _shifted(recorder.events, shift.seconds), _host(grid), recorder.usage, shift.error)
-    ranks: list[RankEvents] = gather_objects(mine, grid.world)
+    return _from_zero(gather_objects(mine, grid.world))
+
+
+def _from_zero(ranks: Sequence[RankEvents]) -> list[RankEvents]:
+    """Shifts events so that the earliest begins at 0."""
     origin = min((r.events[0].start for r in ranks if r.events), default=0.0)
     return [replace(r, events=_shifted(r.events, -origin)) for r in ranks]
 
@@ -117,23 +122,22 @@ def _shifted(events: Sequence[Event], by: float) -> tuple[Event, ...]:
 def _host(grid: ProcessGrid) -> Host:
     if grid.device_type != "cpu":
         return Host(platform.node(), torch.cuda.get_device_name())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Host(platform.node(), platform.processor() or platform.machine(), cores, torch.get_num_threads())
+    return Host(platform.node(), platform.processor() or platform.machine(), available_cores(), torch.get_num_threads())
 
 
 def _span(event: Event) -> tuple[float, float]:
-    """From when to when an action itself ran: after its last wait, but a send before its first, which is for others."""
+    """The time in which an action itself ran: after its last wait; of a send before its first, which is for others."""
     if ROWS[event.action.kind].met_by and event.waits:
         return event.start, event.waits[0][0]
     return event.ready, event.end
 
 
-# By computation: where its input comes from, how that is sent, and how it is received.
+# Where the input of a computation comes from, how it is sent, and how it is received.
 _TRANSFERS = {kind: (-row.flow, row.send, row.receive) for kind, row in ROWS.items() if row.send and row.receive}
 
 
 def transfer_times(ranks: Sequence[RankEvents], link: int) -> Iterator[float]:
-    """How long receivers on this link, where they were waiting, still had to wait once the transfer could start.
+    """Times that receivers on a link had to wait once the transfer could start, where they were waiting.
 
     Links are numbered as in plan.costs.
     """
@@ -150,12 +154,12 @@ def transfer_times(ranks: Sequence[RankEvents], link: int) -> Iterator[float]:
 
 
 def _num_ranks(ranks: Sequence[RankEvents]) -> int:
-    """Of a pipeline."""
+    """Number of ranks of a pipeline."""
     return len({r.stage for r in ranks})
 
 
 def _link(stage: int, towards: int, num_ranks: int) -> int:
-    """The link on which a stage receives from that side: link r leads from rank r to the next, in a ring mod p."""
+    """The link on which a stage receives from one side: link r leads from rank r to the next, in a ring mod p."""
     return min(stage, stage + towards) % num_ranks
 
 
@@ -165,15 +169,15 @@ def _transfer_start(sent: Event, posted: Event) -> float:
 
 
 def _has_waited(used: Event) -> bool:
-    """Whether the input was not there yet."""
+    """Whether the action had to wait for its input."""
     return bool(used.waits) and used.waits[0][1] - used.waits[0][0] > _WAITED_S
 
 
 def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, ...] = (), *, gathers: bool = False) -> Timeline:
-    """One pipeline (by default the first) as it ran, without the time that a rank waited in the course of an action.
+    """The timeline of one pipeline (the first) as it ran. Waits in the course of an action are no part of it.
 
-    What went on beside the actions ends when it was seen to be over. A transfer that nobody waited for takes as long as
-    those on that link that someone did wait for. gathers: whether replicas gather new weights after an update.
+    Work beside the actions ends when it was seen to be over. A transfer that nobody waited for takes as long as those
+    on that link that someone did wait for. gathers: whether replicas gather new weights after an update.
     """
     pipeline = pipeline or min(r.pipeline for r in ranks)
     stages = sorted((r for r in ranks if r.pipeline == pipeline), key=lambda r: r.stage)
@@ -202,14 +206,13 @@ def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, ...] = (), *, gat
 
 
 def last_batches(ranks: Sequence[RankEvents], num_batches: int) -> list[RankEvents]:
-    """The same without all that came before the last updates of each rank, so that pictures stay small."""
+    """The events since the last updates of each rank but `num_batches`, so that pictures stay small."""
     shown = []
     for rank in ranks:
         updates = [i for i, event in enumerate(rank.events) if event.action.kind is Kind.UPDATE]
         first = updates[-num_batches - 1] + 1 if len(updates) > num_batches else 0
         shown.append(replace(rank, events=rank.events[first:]))
-    origin = min((r.events[0].start for r in shown if r.events), default=0.0)
-    return [replace(r, events=_shifted(r.events, -origin)) for r in shown]
+    return _from_zero(shown)
 
 
 def write_trace(ranks: Sequence[RankEvents], path: Path, *, gathers: bool = False) -> None:
@@ -228,5 +231,5 @@ def write_trace(ranks: Sequence[RankEvents], path: Path, *, gathers: bool = Fals
 
 
 def draw_executed(ranks: Sequence[RankEvents], title: str) -> str:
-    """The first pipeline as an SVG picture that fits a page, in milliseconds."""
+    """Draws the first pipeline as an SVG picture that fits a page, in milliseconds."""
     return draw_svg(executed(ranks).scaled(1e3), title=title, unit="milliseconds", widens=False)

@@ -31,7 +31,7 @@ from hybridpar.train.anomalies import DIVERGENCE, KnownJudge
 from hybridpar.train.bundle import Bundle, content_hash, read_bundle
 from hybridpar.train.continued import settings_of
 from hybridpar.train.engine import Engine, StepResult
-from hybridpar.train.metrics import read_metrics
+from hybridpar.train.metrics import stream_metrics
 from hybridpar.validate import resolve
 from hybridpar.verify.staged import StagedEngine
 
@@ -170,20 +170,29 @@ def alone(config: Config) -> Config:
 
 def bundle_of_step(folder: Path, step: int) -> Bundle:
     """A bundle for any step that a run's metrics have. Raises: ConfigError, DataError."""
-    rows = read_metrics(folder / run_folder.METRICS)
-    row = next((row for row in rows if row.get("step") == step and "loss" in row), None)
-    if row is None:
-        known = [row["step"] for row in rows if "loss" in row]
-        raise config_error("step", step, f"{folder / run_folder.METRICS} has no such step",
-                           f"{known[0]} to {known[-1]}" if known else "a run that has made steps")
     saved = next((s for s in checkpoint.saved_steps(folder / run_folder.CHECKPOINTS) if s < step), None)
-    back = {row["step"]: row["rolled_back_to"] for row in rows  # the last one says from where it went on
-            if "rolled_back_to" in row and row.get("anomaly") != DIVERGENCE and (saved or 0) <= row["step"] < step}
+    row: dict[str, Any] | None = None
+    known, back, unused = range(0), dict[int, int](), list[int]()
+    for one in stream_metrics(folder / run_folder.METRICS):  # a long run has more of them than fit into memory
+        at = one["step"]
+        if "loss" in one:
+            known = range(known.start if known else at, at + 1)
+            row = one if row is None and at == step else row
+        if row is not None and at > step:
+            break
+        if (saved or 0) <= at < step:
+            if "rolled_back_to" in one and one.get("anomaly") != DIVERGENCE:  # the last one says from where it went on
+                back[at] = one["rolled_back_to"]
+            if one.get("skipped") is True:
+                unused.append(at)
+    if row is None:
+        raise config_error("step", step, f"{folder / run_folder.METRICS} has no such step",
+                           f"{known.start} to {known.stop - 1}" if known else "a run that has made steps")
     start = max(back, default=saved or 0)
     if back and back[start] != saved:
         raise config_error("step", step, f"comes after a roll back to the checkpoint of step {back[start]}, which is "
                            "not there any more", "a larger checkpoint.keep next time")
-    skipped = tuple(row["step"] for row in rows if row.get("skipped") is True and start < row["step"] < step)
+    skipped = tuple(at for at in unused if at > start)
     config, corpus = settings_of(folder, step, start)
     config = resolve(config, config.parallel.tp * config.parallel.pp * max(config.parallel.dp, 1))
     names = loss_names(config.model)

@@ -222,14 +222,14 @@ import resource, sys
 from pathlib import Path
 from hybridpar.train import records
 said, path = [], Path(sys.argv[1])
-log = records.Records(said.append)
-log.begin(path, 0)
+log = records.Records(path.parent, said.append)
+log.begin("log", 0)
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
 for i in range(100):
-    log.append(path, b"%04d %s\\n" % (i, b"x" * 30))
+    log.append("log", b"%04d %s\\n" % (i, b"x" * 30))
     log.retry()
-log.put(path.with_name("picture"), lambda aside: aside.write_bytes(bytes(5000)))
+log.put("picture", lambda aside: aside.write_bytes(bytes(5000)))
 there = path.read_bytes(), sorted(p.name for p in path.parent.iterdir())
 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 log.finish()

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from hybridpar.train import records as module
-from hybridpar.train.board import TensorBoard
-from hybridpar.train.log import RunLog
-from hybridpar.train.metrics import MetricsLog, read_curves, read_metrics
+from hybridpar.train.log import RunLog, TensorBoard
+from hybridpar.train.metrics import read_curves, read_metrics
 from hybridpar.train.progress import Reporter
 from hybridpar.train.records import Records
 
@@ -21,19 +20,21 @@ LINES = 1_000_000
 RESUME = """
 import resource, sys
 from pathlib import Path
-from hybridpar.train.metrics import MetricsLog, read_curves
+from hybridpar.train.log import RunLog
+from hybridpar.train.metrics import read_curves
 from hybridpar.train.plot import can_plot, plot_loss
-from hybridpar.train.records import Records
+from hybridpar.train.progress import Reporter
 
 def resume(path):
-    log = MetricsLog(Records(print), path, int(sys.argv[2]))
+    log = RunLog(path.parent, int(sys.argv[2]), Reporter(), writes=True)
     log.write({"step": int(sys.argv[2]) + 1, "loss": 0.5})
     if can_plot():
         plot_loss(read_curves(path), path.with_name("loss.png"), "")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 path = Path(sys.argv[1])
-few = path.with_name("few.jsonl")
+few = path.parent / "few" / path.name
+few.parent.mkdir()
 few.write_bytes(b'{"step": 1, "loss": 1.5}\\n{"step": 1, "val_loss": 1.5}\\n')
 before = resume(few)
 print(resume(path) - before)
@@ -73,15 +74,13 @@ def test_a_long_curve_is_thinned_evenly_and_keeps_its_ends(tmp_path: Path, count
 def test_a_line_without_its_end_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1.5}\n{"step": 2, "loss": 1.5}')
-    records = Records(print)
-    MetricsLog(records, path, 2).write({"step": 3, "loss": 1.0})
+    RunLog(tmp_path, 2, Reporter(), writes=True).write({"step": 3, "loss": 1.0})
     assert [row["step"] for row in read_metrics(path)] == [1, 3]
 
 
 def test_lines_that_wait_are_cut_back_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, said = tmp_path / "metrics.jsonl", []
-    records = Records(said.append)
-    log = MetricsLog(records, path, 0)
+    path = tmp_path / "metrics.jsonl"
+    log = RunLog(tmp_path, 0, Reporter(), writes=True)
     log.write({"step": 1})
     with monkeypatch.context() as full:
         full.setattr(module.Journal, "write", lambda journal: Path("/dev/full").write_bytes(b"x"))
@@ -90,18 +89,45 @@ def test_lines_that_wait_are_cut_back_too(tmp_path: Path, monkeypatch: pytest.Mo
         log.cut_back(3)
         log.write({"step": 3, "rolled_back_to": 2})
         log.write({"step": 4, "loss": 0.5})
-    records.close()
+    log.close()
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 3, 4]
+    assert len((tmp_path / "notes.jsonl").read_text().splitlines()) == 2
+
+
+def test_what_waits_is_bounded_and_what_was_dropped_is_said_once(tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        Path("/dev/full").write_bytes(b"x")
+
+    said: list[str] = []
+    records, events, lines = Records(tmp_path, said.append), tmp_path / "events", tmp_path / "metrics.jsonl"
+    records.begin("events", 0, most=2)
+    records.begin("metrics.jsonl", 0, most=4)
+    monkeypatch.setattr(module, "MOST_FILES", 2)
+    with monkeypatch.context() as full:
+        full.setattr(module.Journal, "write", fail)
+        full.setattr(module, "_replace", fail)
+        for i in range(6):
+            records.append("events", b"%d" % i)
+            records.append("metrics.jsonl", b"%d\n" % i)
+        for name in ("a.svg", "b.svg", "a.svg", "c.svg"):
+            records.put(name, lambda path: path.write_text("x"))
+    records.finish()
+    records.close()
+    assert (events.read_text(), lines.read_text()) == ("45", "2\n3\n4\n5\n"), "the newest are kept"
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["a.svg", "c.svg"]
     assert len(said) == 2
+    assert said[1].endswith("can be written again; the oldest were dropped, too many waited: 4 records of events, "
+                            "2 records of metrics.jsonl, 1 whole files")
 
 
 def test_tensorboard_reads_what_is_written_and_forgets_what_a_resumed_run_makes_again(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    records = Records(print)
+    records = Records(tmp_path, print)
     for resumed in (0, 2):
-        board = TensorBoard(records, tmp_path / str(resumed), resumed)
+        board = TensorBoard(records, str(resumed), resumed)
         for step in range(resumed + 1, 5):
             board.write({"step": step, "loss": step + resumed / 10, "consumed_tokens": 7, "kind": "x"})
     (tmp_path / "0").rename(tmp_path / "both")

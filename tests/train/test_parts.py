@@ -21,30 +21,29 @@ from hybridpar.flight import Record
 from hybridpar.grid import Axis
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.run.recording import Event, Recording
-from hybridpar.train import metrics
-from hybridpar.train.errors import LostContactError, RankError
-from hybridpar.train.failure import describe_failure
-from hybridpar.train.metrics import BatchClock, MetricsLog, peak_flops, read_metrics
+from hybridpar.train import peak as peak_module
+from hybridpar.train.errors import LostContactError, RankError, describe_failure
+from hybridpar.train.log import RunLog
+from hybridpar.train.metrics import BatchClock, read_metrics
+from hybridpar.train.peak import peak_flops
 from hybridpar.train.plot import plot_loss, smooth
 from hybridpar.train.preview import stage_costs
-from hybridpar.train.progress import PlainReporter
-from hybridpar.train.records import Records
+from hybridpar.train.progress import PlainReporter, Reporter
 from hybridpar.train.trace import RankEvents, Recorder, draw_executed, executed, last_batches, write_trace
 
 
 def test_metrics_say_null_for_what_is_not_finite_and_forget_what_comes_after_a_resumed_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    records = Records(print)
-    log = MetricsLog(records, path, 0)
+    log = RunLog(tmp_path, 0, Reporter(), writes=True)
     for step in range(1, 5):
         log.write({"step": step, "loss": float("nan") if step == 2 else 1.5, "losses": {"a": float("inf")}})
-    records.close()
+    log.close()
     assert read_metrics(path)[1] == {"step": 2, "loss": None, "losses": {"a": None}}
     path.write_text(path.read_text() + '{"step": 5, "loss"')
-    log = MetricsLog(records, path, 3)
+    log = RunLog(tmp_path, 3, Reporter(), writes=True)
     log.write({"step": 4, "loss": 9.0})
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 1.5), (2, None), (3, 1.5), (4, 9.0)]
-    MetricsLog(records, path, 0)
+    RunLog(tmp_path, 0, Reporter(), writes=True)
     assert read_metrics(path) == []
 
 
@@ -106,9 +105,9 @@ def test_the_peak_is_that_of_the_fastest_product_of_a_layer(monkeypatch: pytest.
     def product(*factors: Tensor) -> None:
         now[0] += next(seconds)
 
-    monkeypatch.setattr(metrics, "_PROBE_SECONDS", 1.0)
-    monkeypatch.setattr(metrics.matmul, "linear", product)
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(peak_module, "_PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(peak_module.matmul, "linear", product)
+    monkeypatch.setattr(peak_module.time, "perf_counter", lambda: now[0])
     assert peak_flops(Config(), torch.device("cpu"), Axis("world"))[0] == pytest.approx(2 * 1024**3 / 0.001)
 
 

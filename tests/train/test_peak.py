@@ -28,7 +28,7 @@ class Machine:
 
     def peak(self, dtype: str = "fp32", *, goes_on: bool = False) -> Peak:
         config = Config(train=TrainConfig(dtype=dtype), run=RunConfig(dir=str(self.folder)))  # type: ignore[arg-type]
-        return Peak.of(config, torch.device("cpu"), Axis("world"), self.said.append, goes_on=goes_on)
+        return Peak(config, torch.device("cpu"), Axis("world"), self.said.append, goes_on=goes_on)
 
 
 @pytest.fixture

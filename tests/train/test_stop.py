@@ -1,4 +1,4 @@
-"""Signals as wishes to stop, in a process of their own."""
+"""Signals as requests to stop, in a process of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROGRAM = """
 import os, signal, time
 from functools import partial
 from hybridpar.train import stop
-from hybridpar.train.stop import LAST_WORDS_S, SAME_WISH_S
+from hybridpar.train.stop import ERROR_TIME_S, SAME_REQUEST_S
 noting_signals = partial(stop.noting_signals, ("INT", "TERM", "HUP"))
 now = 100.0
 time.monotonic = lambda: now
@@ -28,11 +28,11 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_is_noted_and_a_later_one_ends(number: int) -> None:
-    """Not one that comes soon after it, which is of the same wish."""
+    """Not one that comes soon after it, which is part of the same request."""
     done = run(f"""
 with noting_signals(noted.append) as wish:
     send({number}); send(2); send(15); print(wish.number, noted, flush=True)
-    now += SAME_WISH_S + 0.1; send({number}); print("not reached")
+    now += SAME_REQUEST_S + 0.1; send({number}); print("not reached")
 """)
     assert (done.returncode, done.stdout) == (128 + number, f"{number} [{number}]\n")
 
@@ -47,7 +47,7 @@ print(noted, as_before())
 
 @pytest.mark.parametrize(("earlier", "expected"), [("pass", "[] False [] True"), ("send(15)", "[15] True")])
 def test_an_error_lets_one_signal_pass(earlier: str, expected: str) -> None:
-    """So that its reason is said; a launcher's wish that came before the error was that signal."""
+    """So that its reason is said; a launcher's request that came before the error was that signal."""
     done = run(f"""
 try:
     with noting_signals(noted.append):
@@ -67,7 +67,7 @@ def test_a_signal_long_after_an_error_acts_as_before() -> None:
 try:
     with noting_signals(noted.append): raise RuntimeError
 except RuntimeError:
-    now += LAST_WORDS_S + 0.1; print(as_before(), flush=True)
+    now += ERROR_TIME_S + 0.1; print(as_before(), flush=True)
 try:
     send(2); print("not reached")
 except KeyboardInterrupt:

@@ -12,12 +12,13 @@ import torch
 from train.runs import run_job, tiny, write_config
 
 from hybridpar.cli import main
-from hybridpar.config import Launch, from_mapping
+from hybridpar.config import Launch, from_mapping, to_toml
 from hybridpar.errors import ConfigError, DataError
 from hybridpar.train import loop
 from hybridpar.train.engine import StepResult
 from hybridpar.train.run import Run
-from hybridpar.verify.replay import replay
+from hybridpar.verify import replay as replay_module
+from hybridpar.verify.replay import bundle_of_step, replay
 
 ALONE = Launch(0, 0, 1, 1)
 
@@ -44,6 +45,32 @@ def test_a_weight_that_is_not_finite_is_named_by_replay(tmp_path: Path, monkeypa
     assert found["first_not_finite"]["weight"] == f"{name} of version 3"
     assert found["first_not_finite"]["activation"] == "blocks.2, micro-batch 0"
     assert found["first_not_finite"]["gradient"].startswith("blocks.3.")
+
+
+class Row(dict[str, Any]):
+    """A row of metrics; counts those that are in memory."""
+
+    alive = most = 0
+
+    def __init__(self, step: int):
+        super().__init__(step=step, loss=float(step), grad_norm=1.0, skipped=step % 1000 == 0)
+        Row.alive += 1
+        Row.most = max(Row.most, Row.alive)
+
+    def __del__(self) -> None:
+        Row.alive -= 1
+
+
+def test_the_metrics_of_a_long_run_are_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny(tmp_path, train={"num_steps": 10_000})
+    config.run.folder.mkdir(parents=True)
+    (config.run.folder / "config.toml").write_text(to_toml(config))
+    monkeypatch.setattr(replay_module, "stream_metrics", lambda path: map(Row, range(1, 10_001)))
+    bundle = bundle_of_step(config.run.folder, 2500)
+    assert (bundle.step, bundle.loss, bundle.skipped) == (2500, 2500.0, (1000, 2000))
+    with pytest.raises(ConfigError, match="has no such step; try 1 to 10000"):
+        bundle_of_step(config.run.folder, 10_001)
+    assert Row.most < 10
 
 
 @pytest.mark.parametrize(("schedule", "sections"), [

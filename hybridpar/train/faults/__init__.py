@@ -1,1 +1,1 @@
-"""What becomes of a job whose ranks fail: seen, explained, started again; and faults made to happen, to test that."""
+"""Ranks that fail: they are noticed, explained and started again; faults are made to happen to test that."""

@@ -1,4 +1,6 @@
-"""Which rank failed, what it was doing, and who waited for it: from the flight records and exit codes of all.
+"""Diagnosis of a failed job: which rank failed, in which action, and who waited for it.
+
+It is made from the flight records and exit codes of all ranks.
 
     rank 3 died                     the first one that ended otherwise than by losing another
     all gave up                     they agreed on an error, and ended
@@ -22,9 +24,12 @@ _ASKED = {128 + signal.Signals[f"SIG{name}"] for name in STOP_SIGNALS}
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a rank. `record`: None where it has opened no recorder yet. `exit_code`: None while it lives,
-    the negative signal where one has ended it. `idle_s`: how long its record has not changed. `saving`: the same of its
-    thread that writes a checkpoint, while it does."""
+    """The state of a rank as the supervisor sees it.
+
+    record: None where it has opened no recorder yet. exit_code: None while it lives, the negative signal where one has
+    ended it. idle_s: how long its record has not changed. saving: the state of its thread that writes a checkpoint,
+    while it does.
+    """
 
     rank: int
     record: Record | None = None
@@ -43,7 +48,7 @@ class Seen:
 
     @property
     def is_victim(self) -> bool:
-        """It ended because another one had, or NCCL's watchdog has ended it while it waited for another."""
+        """Whether it ended because another one had, or by NCCL's watchdog while it waited for another."""
         lost = self.record is not None and self.record.phase == LOST
         return lost or (self.exit_code == -signal.SIGABRT and self.waits)
 
@@ -53,7 +58,7 @@ class Seen:
 
     @property
     def error(self) -> str:
-        """Why it has ended of itself, the first line; empty where it has not."""
+        """First line of the error with which it has ended itself; empty where it has not."""
         return self.record.error.partition("\n")[0] if self.record is not None else ""
 
     @property
@@ -67,14 +72,17 @@ class Seen:
 
     @property
     def was_refused(self) -> bool:
-        """It ended in good order, before it could begin or because an anomaly is to stop it; it would end so again."""
+        """Whether it ended in good order, before it could begin or to stop at an anomaly, and would end so again."""
         return (self.exit_code or 0) > 0 and (self.record is None or self.record.phase == REFUSED)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`kind`: died, gave up, hangs, link, refused (what was asked for cannot work), stopped (by a signal to a rank).
-    `text`: for people. `rank`: which failed first; of a link, the one that waits; -1: all together."""
+    """The reason why a job has failed.
+
+    kind: died, gave up, hangs, link, refused (the request cannot work), stopped (by a signal to a rank). text: for
+    people. rank: the one that failed first; of a link the one that waits; -1: all together.
+    """
 
     kind: str
     rank: int
@@ -89,7 +97,7 @@ class Diagnosis:
         return self.kind in ("refused", "stopped")
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; those of an action only where the rank was in one."""
+        """The diagnosis in plain values; those of an action only where the rank was in one."""
         plain: dict[str, Any] = {"kind": self.kind, "rank": self.rank, "text": self.text, "exit_code": self.exit_code,
                                  "victims": list(self.victims)}
         if self.record is not None and self.record.error:
@@ -113,7 +121,7 @@ def _savers(ranks: Sequence[Seen]) -> list[Seen]:
 
 
 def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
-    """What is wrong with a job of which a rank has ended, or that stands still."""
+    """Finds out why a rank of a job has ended, or why the job stands still."""
     dead = [seen for seen in ranks if seen.failed and not seen.is_victim]
     if asked := [seen for seen in dead if seen.exit_code in _ASKED]:
         return _of("stopped", asked[0], f"{asked[0].who} was asked to stop", ranks)
@@ -138,9 +146,9 @@ def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
 
 
 def _lost_link(ranks: Sequence[Seen]) -> tuple[Seen, Sequence[int]]:
-    """Of the ranks that wait for each other in a circle the one that began first, and for whom it waits.
+    """The rank that began to wait first of those that wait for each other in a circle, and for whom it waits.
 
-    Whoever waits outside of the circle waits for one in it, and may have begun before.
+    Ranks outside of the circle wait for one in it, and may have begun before.
     """
     seen = {one.rank: one for one in ranks}
     waits = {one.rank: one.record for one in ranks if one.record is not None and one.record.waits}
@@ -158,7 +166,7 @@ def _lost_link(ranks: Sequence[Seen]) -> tuple[Seen, Sequence[int]]:
 
 
 def _wanted(mine: Record, waits: Mapping[int, Record]) -> int | None:
-    """A rank that waits for something else, where this one waits for it."""
+    """A rank that this one waits for, and that waits for something else."""
     peers = [peer for peer in mine.peers if peer in waits]
     return next((peer for peer in peers if len(mine.peers) == 1 or (
         waits[peer].operation, waits[peer].axis) != (mine.operation, mine.axis)), None)

@@ -56,8 +56,11 @@ _ANYWHERE = ("kill", "lose", "hang")
 
 @dataclass(frozen=True)
 class Fault:
-    """One of those above. `rank`: where it happens; of a link the sender, and `peer` the receiver. `microbatch`: of the
-    step; -1: the first thing in it. `seconds`: that a link is slow for."""
+    """One of the faults above.
+
+    rank: where it happens; of a link the sender, and `peer` the receiver. microbatch: of the step; -1: its first
+    action. seconds: how long a link is slow.
+    """
 
     text: str
     kind: str
@@ -69,7 +72,7 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """Of its mark in the run folder."""
+        """Name of its mark in the run folder."""
         return re.sub(r"[^a-z0-9.]+", "-", self.text)
 
 
@@ -90,7 +93,7 @@ def parse_faults(texts: Sequence[str], config: Config) -> tuple[Fault, ...]:
 
 
 def parse_fault(text: str, config: Config) -> Fault:
-    """One of them. Raises: ConfigError."""
+    """The fault that a text describes. Raises: ConfigError."""
     match = next((match for form in _FORMS if (match := form.fullmatch(" ".join(text.split())))), None)
     if match is None:
         raise config_error(
@@ -102,23 +105,21 @@ def parse_fault(text: str, config: Config) -> Fault:
     ranks, stages = parallel.tp * parallel.pp * parallel.dp, parallel.pp * config.pipeline.num_chunks
     rank = number = int(parts["rank"] or 0)
     if parts.get("where") == "stage":
-        if number >= stages:
-            rule = f"the pipeline has {stages} stages, 0 to {stages - 1}"
-            raise config_error("inject", text, rule, f"stage {stages - 1}")
         rank = number % parallel.pp * parallel.tp * parallel.dp
     fault = Fault(text, parts["kind"], rank, int(parts["step"]), int(parts.get("microbatch") or -1),
                   int(parts.get("peer") or -1), float(parts.get("seconds") or math.inf))
-    if rank >= ranks or fault.peer >= ranks:
-        rule = f"the job has {ranks} ranks, 0 to {ranks - 1}, on {parallel.pp} stages"
-        raise config_error("inject", text, rule, "rank 0")
-    if "link" in fault.kind and rank == fault.peer:
-        raise config_error("inject", text, "a link is between two ranks", f"{fault.kind} 0-1")
-    first = 0 if fault.kind in _ANYWHERE and fault.microbatch < 0 else 1
-    if not first <= fault.step <= config.train.num_steps:
-        rule = f"steps are {first} to train.num_steps = {config.train.num_steps}"
-        raise config_error("inject", text, rule, f"step {config.train.num_steps}")
-    if fault.microbatch >= m:
-        raise config_error("inject", text, f"micro-batches of a step are 0 to {m - 1}", f"micro-batch {m - 1}")
+    first, last = 0 if fault.kind in _ANYWHERE and fault.microbatch < 0 else 1, config.train.num_steps
+    for is_wrong, rule, works in (
+        (parts.get("where") == "stage" and number >= stages, f"the pipeline has {stages} stages, 0 to {stages - 1}",
+         f"stage {stages - 1}"),
+        (max(rank, fault.peer) >= ranks, f"the job has {ranks} ranks, 0 to {ranks - 1}, on {parallel.pp} stages",
+         "rank 0"),
+        ("link" in fault.kind and rank == fault.peer, "a link is between two ranks", f"{fault.kind} 0-1"),
+        (not first <= fault.step <= last, f"steps are {first} to train.num_steps = {last}", f"step {last}"),
+        (fault.microbatch >= m, f"micro-batches of a step are 0 to {m - 1}", f"micro-batch {m - 1}"),
+    ):
+        if is_wrong:
+            raise config_error("inject", text, rule, works)
     sizes = sizes_of(parallel)
     if fault.kind in _SAVING and place_of(rank, sizes) not in writers(sizes, parallel.zero):
         raise config_error("inject", text, f"rank {rank} writes no file: replica 0 does", "rank 0")
@@ -126,25 +127,19 @@ def parse_fault(text: str, config: Config) -> Fault:
 
 
 class Injector:
-    """Makes those of one rank happen, which have not happened yet."""
+    """Makes the faults of one rank happen that have not happened yet."""
 
-    def __init__(self, faults: Iterable[Fault], folder: Path, flight: Flight):
-        self.pending, self._folder, self._flight = list(faults), folder, flight
-
-    @staticmethod
-    def of(faults: Iterable[Fault], folder: Path, rank: int, flight: Flight) -> Injector:
-        """The one of a rank, which ends here where it was lost for good."""
-        mine = [fault for fault in faults if fault.rank == rank]
-        pending = []
-        for fault in mine:
+    def __init__(self, faults: Iterable[Fault], folder: Path, rank: int, flight: Flight):
+        self.pending: list[Fault] = []
+        self._folder, self._flight = folder, flight
+        for fault in (fault for fault in faults if fault.rank == rank):
             if not (folder / INJECTED / fault.name).exists():
-                pending.append(fault)
-            elif fault.kind == "lose":
+                self.pending.append(fault)
+            elif fault.kind == "lose":  # for good
                 os.kill(os.getpid(), signal.SIGKILL)
-        return Injector(pending, folder, flight)
 
     def attach(self, engine: Engine, saver: Saver) -> None:
-        """From now on they happen, where there are any; those of step 0 at once."""
+        """Lets faults happen from now on; those of step 0 at once."""
         if self.pending:
             self._engine = engine
             engine.tamper, saver.wrap = self._tamper, self._wrap
@@ -174,7 +169,7 @@ class Injector:
         return action.kind in (Kind.B, Kind.I) if fault.kind == "nan gradient" else True
 
     def _happen(self, fault: Fault, action: Action) -> list[Any]:
-        """What is to be removed after the action."""
+        """Makes a fault happen; returns the hooks to be removed after the action."""
         if fault.kind == "nan gradient":
             return [leaf.register_hook(_not_finite) for leaf in self._engine.weights.leaves_of(action.version).values()]
         if "link" in fault.kind:
@@ -185,7 +180,7 @@ class Injector:
 
     @staticmethod
     def _stop_here(fault: Fault) -> None:
-        """This process ends, or this thread stands still."""
+        """Ends this process, or lets this thread stand still."""
         if fault.kind in ("kill", "lose"):
             os.kill(os.getpid(), signal.SIGKILL)
         end = time.monotonic() + fault.seconds
@@ -219,7 +214,7 @@ class Injector:
         return {"corrupt shard": corrupt, "disk full": fail, "hang save": hang}[fault.kind]
 
     def _mark(self, fault: Fault) -> None:
-        """Notes in the run folder that it happens now, and what was saved by then; it will not happen again."""
+        """Notes in the run folder that a fault happens now, and what was saved by then; it will not happen again."""
         self.pending.remove(fault)
         path = self._folder / INJECTED / fault.name
         path.parent.mkdir(exist_ok=True)
@@ -232,7 +227,7 @@ class Injector:
 
 
 def _kinds_of_link(grid: ProcessGrid, is_ring: bool, peer: int) -> tuple[Kind, ...]:
-    """The actions in which this rank sends something to another one. `is_ring`: the last stage's rank to the first."""
+    """The actions in which this rank sends to another one. is_ring: the last stage's rank sends to the first."""
     axis = grid.pp
     if peer == axis.next and (is_ring or not axis.is_last):
         return (Kind.SEND_F,)

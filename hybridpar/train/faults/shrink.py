@@ -1,4 +1,4 @@
-"""The same training on fewer ranks: fewer replicas, each with more micro-batches."""
+"""Continuation of a training on fewer ranks: fewer replicas, each with more micro-batches."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hybridpar.validate import problems
 
 
 def shrink(config: Config, num_ranks: int) -> Config | None:
-    """The resolved `config` on as many as it can use of `num_ranks` ranks, with the same global batch.
+    """The resolved `config` on as many of `num_ranks` ranks as it can use, with the same global batch.
 
-    Tensor parts and stages stay, so every rank keeps its memory. None: not even one replica of them fits, or no number
-    of micro-batches keeps the batch, or there would be fewer ranks than faults.min_ranks.
+    Tensor parts and stages stay, so every rank keeps its memory. None: not even one replica fits, or no number of
+    micro-batches keeps the batch, or there would be fewer ranks than faults.min_ranks.
     """
     parallel, pipeline = config.parallel, config.pipeline
     one, microbatches = parallel.tp * parallel.pp, pipeline.num_microbatches * parallel.dp

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from hybridpar import flight
 from hybridpar.checkpoint import saved_steps
@@ -60,28 +61,32 @@ def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Seque
     """
     config = resolve(config, num_ranks)
     agent = Supervisor(config, args, parse_faults(inject, config))
-    for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
     handled = {"INT", "TERM", "QUIT", "HUP", *config.train.stop_signals}  # ranks are never left behind
     pass_on_signals(number.name for number in numbers_of(sorted(handled)))
     try:
-        result = agent.run()
-    except SignalException as stopped:
-        return 128 + stopped.sigval.value
+        code = _run(agent, logging.ERROR)
     finally:
         agent.close()
-    return agent.exit_code if result.is_failed() else 0
+    return agent.exit_code if code == 1 else code
 
 
 def run_ranks(num_ranks: int, args: Sequence[str]) -> int:
     """Runs `python -m hybridpar *args` on so many ranks of this machine, once; the exit code."""
-    spec = WorkerSpec(
+    return _run(LocalElasticAgent(_spec(num_ranks, args, restarts=0), DefaultLogsSpecs()), logging.CRITICAL)
+
+
+def _spec(num_ranks: int, args: Sequence[str], restarts: int) -> WorkerSpec:
+    return WorkerSpec(
         role="rank", local_world_size=num_ranks, rdzv_handler=Loopback(), entrypoint=sys.executable,
-        args=("-m", "hybridpar", *args), max_restarts=0, monitor_interval=_LOOK_EVERY_S)
-    for name in ("agent.server.api", "multiprocessing.api"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+        args=("-m", "hybridpar", *args), max_restarts=restarts, monitor_interval=_LOOK_EVERY_S)
+
+
+def _run(agent: LocalElasticAgent, log_level: int) -> int:
+    """Runs an agent to its end; 0, 1 where its ranks have failed, 128 + n where signal n has ended them."""
+    for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(log_level)
     try:
-        return 1 if LocalElasticAgent(spec, DefaultLogsSpecs()).run().is_failed() else 0
+        return 1 if agent.run().is_failed() else 0
     except SignalException as stopped:
         return 128 + stopped.sigval.value
 
@@ -93,14 +98,11 @@ class Supervisor(LocalElasticAgent):
         self._config, self._args, self._faults = config, tuple(args), faults
         self._folder, self._ranks = config.run.folder, _size(config)
         self._watch = Watch(self._folder)
-        self._records = Records(self._say)
-        self._records.begin(self._folder / FAILURES)
+        self._records = Records(self._folder, self._say)
+        self._records.begin(FAILURES)
         self._newest, self._blamed = self._saved(), -1
         self.exit_code = 1
-        spec = WorkerSpec(
-            role="rank", local_world_size=self._ranks, rdzv_handler=Loopback(), entrypoint=sys.executable,
-            args=("-m", "hybridpar", *args), max_restarts=config.faults.restarts, monitor_interval=_LOOK_EVERY_S)
-        super().__init__(spec, DefaultLogsSpecs())
+        super().__init__(_spec(self._ranks, args, config.faults.restarts), DefaultLogsSpecs())
 
     def close(self) -> None:
         """Waits some seconds where failures.jsonl cannot be written."""
@@ -136,7 +138,7 @@ class Supervisor(LocalElasticAgent):
         return self._watch.look({rank: one.proc for rank, one in self._pcontext.subprocess_handlers.items()})
 
     def _account(self, found: Diagnosis) -> Config | None:
-        """How many restarts are left; the configuration of a smaller job, where a rank does not come back."""
+        """Counts the restarts that are left; returns the configuration of a smaller job where a rank stays away."""
         newest, before, smaller = self._saved(), self._newest, None
         if newest > before:
             self._newest, self._remaining_restarts = newest, self._worker_group.spec.max_restarts
@@ -158,7 +160,7 @@ class Supervisor(LocalElasticAgent):
         spec.args = ("-m", "hybridpar", *self._args, *map(str, flags))  # of a flag that is there twice the last counts
 
     def _note(self, found: Diagnosis, began: float, smaller: Config | None) -> None:
-        """Says what has happened, and writes it down."""
+        """Reports a failure on stderr and in failures.jsonl."""
         left = self._remaining_restarts
         what = "" if found.is_final else (
             f"; starting again after step {self._saved()}" if left else "; no restarts are left (faults.restarts)")
@@ -172,10 +174,10 @@ class Supervisor(LocalElasticAgent):
         line = found.as_json() | {"time": began, "saved": self._saved(), "ranks": self._ranks, "restarts_left": left}
         begun = found.kind != "refused" or found.record is not None  # else the folder may be another job's
         if begun and self._folder.is_dir():
-            self._records.append(self._folder / FAILURES, f"{json.dumps(line)}\n".encode())
+            self._records.append(FAILURES, f"{json.dumps(line)}\n".encode())
 
     def _await_save(self) -> None:
-        """A checkpoint that ranks which live are writing may still be published."""
+        """Gives ranks that live some seconds to publish the checkpoint that they are writing."""
         end = time.monotonic() + _LAST_SAVE_S
         while time.monotonic() < end and list((self._folder / CHECKPOINTS).glob(".step_*.part")):
             time.sleep(_LOOK_EVERY_S)
@@ -197,11 +199,10 @@ def _size(config: Config) -> int:
 
 @dataclass
 class Watch:
-    """The flight records of the processes that run now and of their threads that save, and since when they have not
-    changed.
+    """Reads the flight records of the running processes and of their threads that save, and how long they stand still.
 
-    Where it has not looked for long, the machine was perhaps asleep, or whoever has stopped this process has stopped
-    the ranks, too: then their time begins anew.
+    After a long pause that time begins anew: the machine was perhaps asleep, or this process was stopped together with
+    its ranks.
     """
 
     folder: Path
@@ -209,7 +210,7 @@ class Watch:
     _last: dict[Path, tuple[int, int, float]] = field(default_factory=dict)
 
     def look(self, processes: Mapping[int, Popen[Any]]) -> list[Seen]:
-        """What there is to see of them, by rank."""
+        """The state of all processes, in the order of their ranks."""
         now, found = time.monotonic(), []
         if now - self._looked > _ASLEEP_S:
             self._last.clear()
@@ -223,7 +224,7 @@ class Watch:
         return found
 
     def _read(self, path: Path, pid: int, now: float) -> tuple[flight.Record | None, float]:
-        """What the process of that number says there, and for how long it has said the same."""
+        """The record that the process `pid` has written to a file, and for how long it has not changed."""
         record = flight.read(path)
         if record is not None and record.who.get("pid") != pid:  # of an earlier process
             record = None
@@ -234,18 +235,11 @@ class Watch:
         return record, now - last[2]
 
 
-class Loopback(RendezvousHandler):
-    """One agent, on this machine: every round has a store of its own, on the loopback interface."""
+class Loopback(StaticTCPRendezvous):
+    """The rendezvous of one agent on this machine: every round has a store of its own, on the loopback interface."""
 
     def __init__(self) -> None:
-        self._store: dist.Store | None = None
-
-    def get_backend(self) -> str:
-        return "loopback"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
+        super().__init__(LOOPBACK, 0, 0, 1, "hybridpar", timeout=0)
 
     def next_rendezvous(self) -> RendezvousInfo:
         listening = socket.create_server((LOOPBACK, 0), backlog=1024)
@@ -253,19 +247,3 @@ class Loopback(RendezvousHandler):
         self._store = dist.TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return "hybridpar"
-
-    def shutdown(self) -> bool:
-        self._store = None
-        return True

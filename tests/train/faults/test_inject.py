@@ -79,8 +79,8 @@ def test_a_fault_that_has_happened_is_no_more(tmp_path: Path) -> None:
     faults = [Fault("kill rank 0 at step 2", "kill", 0, 2), Fault("hang rank 0 at step 3", "hang", 0, 3)]
     (tmp_path / "injected").mkdir()
     (tmp_path / "injected" / faults[0].name).touch()
-    assert Injector.of(faults, tmp_path, 0, NO_FLIGHT).pending == faults[1:]
-    assert Injector.of(faults, tmp_path, 1, NO_FLIGHT).pending == []
+    assert Injector(faults, tmp_path, 0, NO_FLIGHT).pending == faults[1:]
+    assert Injector(faults, tmp_path, 1, NO_FLIGHT).pending == []
 
 
 def test_a_lost_rank_does_not_start_again(tmp_path: Path) -> None:
@@ -88,6 +88,6 @@ def test_a_lost_rank_does_not_start_again(tmp_path: Path) -> None:
     (tmp_path / "injected").mkdir()
     (tmp_path / "injected" / lost.name).touch()
     if (pid := os.fork()) == 0:
-        Injector.of([lost], tmp_path, 0, NO_FLIGHT)
+        Injector([lost], tmp_path, 0, NO_FLIGHT)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL

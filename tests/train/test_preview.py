@@ -1,4 +1,4 @@
-"""What a run says of plan.svg and executed.svg."""
+"""Differences between a run and its preview, and the costs that explain them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.train.costs import RunCosts, run_costs
-from hybridpar.train.differences import differences
-from hybridpar.train.preview import stage_costs
+from hybridpar.train.preview import differences, stage_costs
 from hybridpar.train.trace import Host
 
 CONFIG = Config(model=ModelConfig(num_layers=6, vocab_size=1000), parallel=ParallelConfig(pp=2, dp=1),

@@ -1,4 +1,4 @@
-"""What a run does about anomalies, once its pipeline is drained: all ranks the same.
+"""Anomalies of a run are dealt with here once its pipeline has drained: all ranks do the same.
 
     step b is an anomaly   skip: nothing more        roll_back: load the newest checkpoint before b, go on with b + 1
     replicas differ        roll_back: load the newest checkpoint, go on with the same batches
@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,30 +22,31 @@ from hybridpar.train.bundle import Bundle, content_hash
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.errors import AnomalyError
 from hybridpar.train.log import RunLog
-from hybridpar.train.progress import Reporter
 
 
-class Trouble:
+class AnomalyHandler:
     """Takes note of anomalies, writes their replay bundles, and deals with those that are not just skipped.
 
-    `is_open`: one waits to be dealt with. Collectives: audit and settle, on all ranks of the grid.
+    Collectives: audit and resolve, on all ranks of the grid.
     """
 
-    def __init__(self, engine: Engine, samples: Blend, reporter: Reporter, log: RunLog):
-        self._engine, self._samples, self._reporter, self._log = engine, samples, reporter, log
+    def __init__(self, engine: Engine, samples: Blend, log: RunLog, say: Callable[[str], None]):
+        self._engine, self._samples, self._log, self._say = engine, samples, log, say
         self._folder = engine.config.run.folder
+        self._checkpoints = self._folder / run_folder.CHECKPOINTS
         self._found: tuple[int, Anomaly] | None = None
         self._skipped: list[int] = []
-        self._gone_over = (0, 0)
+        self._last_rollback = (0, 0)
         """The step of the checkpoint that was last rolled back to, and the step that training went on after."""
         self._divergences = 0
 
     @property
     def is_open(self) -> bool:
+        """Whether an anomaly waits for `resolve`."""
         return self._found is not None
 
     def note(self, result: StepResult) -> dict[str, Any]:
-        """What metrics say of a step besides its numbers."""
+        """Looks for an anomaly in a step; what metrics.jsonl is to say of it besides its numbers."""
         if result.skipped:
             self._skipped.append(result.step)
         if (anomaly := result.anomaly) is None:
@@ -52,20 +54,18 @@ class Trouble:
         if anomaly.policy != "skip":
             self._found = result.step, anomaly
         where = self._write(result, anomaly) if self._engine.grid.rank == 0 else ""
-        self._reporter.say(f"step {result.step}: {anomaly.what}: {anomaly.policy.replace('_', ' ')}; "
-                           f"hybridpar replay {where}")
+        self._say(f"step {result.step}: {anomaly.what}: {anomaly.policy.replace('_', ' ')}; hybridpar replay {where}")
         return {"anomaly": anomaly.kind, "policy": anomaly.policy}
 
     def _write(self, result: StepResult, anomaly: Anomaly) -> str:
-        """The replay bundle of a step, on rank 0; where it is."""
+        """Writes the replay bundle of a step, on rank 0; returns its path."""
         engine, batch = self._engine, result.step - 1
         size = engine.config.global_batch_size
         first = engine.data_start.position(batch, size)
-        steps = [step for step in checkpoint.saved_steps(self._folder / run_folder.CHECKPOINTS) if step <= batch]
-        saved = steps[0] if steps else None
+        saved = next((step for step in checkpoint.saved_steps(self._checkpoints) if step <= batch), None)
         start = saved or 0
-        if saved == self._gone_over[0]:
-            start = max(start, self._gone_over[1])
+        if saved == self._last_rollback[0]:
+            start = max(start, self._last_rollback[1])
         bundle = Bundle(
             engine.config, result.step, result.losses, result.grad_norm, self._samples.fingerprint, saved, start,
             tuple(step for step in self._skipped if start < step < result.step), anomaly.kind, anomaly.what,
@@ -84,27 +84,25 @@ class Trouble:
             policy = "stop" if too_many else settings.on_divergence
             what = f"replicas differ: {found}" + " again (anomalies.limit)" * too_many
             self._found = self._engine.batches_done, Anomaly(DIVERGENCE, what, policy)
-            self._reporter.say(f"step {self._engine.batches_done}: {what}: {policy.replace('_', ' ')}")
+            self._say(f"step {self._engine.batches_done}: {what}: {policy.replace('_', ' ')}")
 
-    def settle(self) -> dict[str, Any]:
-        """Deals with what has been found; what metrics say of that. Saves must be over.
+    def resolve(self) -> dict[str, Any]:
+        """Deals with the anomaly; returns what metrics.jsonl is to say of that. Saves must be over.
 
         Raises: AnomalyError to stop, CheckpointError if there is nothing to roll back to; on all ranks.
         """
         assert self._found is not None
         (step, anomaly), self._found = self._found, None
-        saved = checkpoint.saved_steps(self._folder / run_folder.CHECKPOINTS)
+        saved = checkpoint.saved_steps(self._checkpoints)
         if anomaly.policy == "stop":
             newest = f"the newest checkpoint is of step {saved[0]}" if saved else "there is no checkpoint"
             raise AnomalyError(f"step {step}: {anomaly.what}; stopped, {newest}")
         same_batches = anomaly.kind == DIVERGENCE
-        root = self._folder / run_folder.CHECKPOINTS
-        back = checkpoint.resume(root, self._engine, self._samples.fingerprint, self._reporter.say,
+        back = checkpoint.resume(self._checkpoints, self._engine, self._samples.fingerprint, self._say,
                                  up_to=step if same_batches else step - 1, go_on_at=0 if same_batches else step)
         if back not in saved:
-            raise CheckpointError(f"step {step}: {anomaly.what}; {root} has no checkpoint to roll back to")
-        self._gone_over = back, self._engine.batches_done
+            raise CheckpointError(f"step {step}: {anomaly.what}; {self._checkpoints} has no checkpoint to roll back to")
+        self._last_rollback = back, self._engine.batches_done
         self._skipped = [s for s in self._skipped if s > self._engine.batches_done]
-        self._reporter.say(f"rolled back to the checkpoint of step {back}; going on with step "
-                           f"{self._engine.batches_done + 1}")
+        self._say(f"rolled back to the checkpoint of step {back}; going on with step {self._engine.batches_done + 1}")
         return {"anomaly": anomaly.kind, "rolled_back_to": back}

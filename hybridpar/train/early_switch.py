@@ -1,4 +1,4 @@
-"""What a configuration leaves to be measured on the machines it is to run on."""
+"""pipeline.early_switch = "auto": the value is measured on the machines that the run is on."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hybridpar.train.engine import Engine
 _BATCHES = 8
 
 
-def settle_early_switch(config: Config, grid: ProcessGrid, device: torch.device) -> Config:
-    """`config` with "auto" replaced by the smallest pipeline.early_switch that costs no time here.
+def measure_early_switch(config: Config, grid: ProcessGrid, device: torch.device) -> Config:
+    """Replaces "auto" in `config` by the smallest pipeline.early_switch that costs no time here.
 
     A few batches of random tokens are trained by the paper's rule on weights that are then thrown away, and their
     measured costs simulated with every L. Collectives: on all ranks of the grid.

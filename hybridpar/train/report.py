@@ -1,0 +1,158 @@
+"""A run's report about itself: plan and trace as pictures, a row of numbers a step, and what it came to at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from statistics import median
+from typing import Any
+
+from hybridpar.models.cost import training_flops_per_token, training_flops_rule
+from hybridpar.pipeline.plan.svg import draw_svg
+from hybridpar.train import folder as run_folder
+from hybridpar.train import trace
+from hybridpar.train.costs import RunCosts, describe, run_costs, write_costs
+from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.log import RunLog
+from hybridpar.train.metrics import peak_memory_mib, read_curves
+from hybridpar.train.peak import Peak
+from hybridpar.train.plot import can_plot, plot_loss
+from hybridpar.train.preview import differences, preview
+from hybridpar.train.progress import Reporter
+
+_DRAWN_MICROBATCHES = 12
+_TRACED_STEPS = 5
+"""A stretch of so many steps has a steady state."""
+
+
+class RunReport:
+    """The report of a run on this rank; only rank 0 writes and says anything.
+
+    loss, val_loss: the last ones of this run; None where it had none.
+    Collectives: the constructor and `end_stretch`, on all ranks of the grid.
+    """
+
+    def __init__(self, engine: Engine, reporter: Reporter, resumed: int):
+        config = self.config = engine.config
+        self.engine, self.reporter = engine, reporter
+        self.writes = engine.grid.rank == 0
+        self.log = RunLog(config.run.folder, resumed, reporter, writes=self.writes)
+        self.loss: float | None = None
+        self.val_loss: float | None = None
+        self._step_seconds: list[float] = []
+        self._recorder: trace.Recorder | None = None
+        self._traced = False
+        self._costs: RunCosts | None = None
+        self._flops_per_token = training_flops_per_token(config.model)
+        self._peak = Peak(config, engine.device, engine.grid.world, reporter.say, goes_on=resumed > 0)
+        reporter.say(f"MFU = tokens/s x {self._flops_per_token:,} FLOP/token ({training_flops_rule(config.model)}) / "
+                     f"{self._peak.flops / 1e9:,.0f} GFLOP/s ({self._peak.source})")
+        if self.writes:
+            self._draw_plan()
+
+    def begin_stretch(self, stop: int) -> None:
+        """Training goes on up to step `stop` without a drain: the first stretch with a steady state is recorded.
+
+        The last stretch must do where all are shorter.
+        """
+        engine = self.engine
+        num_batches = stop - engine.batches_done
+        skip = max(engine.schedule.sync_steps - engine.batches_done, 0)
+        least = _TRACED_STEPS if stop < self.config.train.num_steps else 1
+        if not self._traced and num_batches - skip >= least:
+            self._recorder = trace.Recorder(engine.executor, engine.batches_done, num_batches, skip=skip)
+
+    def end_stretch(self) -> None:
+        """The pipeline has drained: what was recorded is gathered and written."""
+        if self._recorder is not None:
+            self._recorder.close()
+            self._write_trace(self._recorder)
+            self._recorder, self._traced = None, True
+
+    def after_update(self, step: int) -> None:
+        """To be called after every update, also of steps that will not count."""
+        if self._recorder is not None:
+            self._recorder.after_step(step)
+
+    def step(self, result: StepResult, seconds: float, notes: dict[str, Any]) -> None:
+        """Reports a step that took so long. notes: values besides its numbers; with some it is logged in any case."""
+        self._step_seconds.append(seconds)
+        self.loss, settings = result.loss, self.config.train
+        logged = notes or result.step % settings.log_interval == 0 or result.step == settings.num_steps
+        if self.writes and logged:
+            row = self._row(result, seconds) | notes
+            self.log.write(row)
+            self.reporter.step(row)
+
+    def evaluation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Reports the partial losses of an evaluation."""
+        self.val_loss = sum(losses.values())
+        if self.writes:
+            row: dict[str, Any] = {"step": step, "val_loss": self.val_loss}
+            self.log.write(row, {"val_losses": losses} if len(losses) > 1 else {})
+            self.reporter.evaluation(step, self.val_loss)
+
+    def finish(self, stopped_by: int) -> None:
+        """Says what the run came to, and draws its loss. stopped_by: the signal that ended it early (0: none)."""
+        if not self.writes:
+            return
+        say, config = self.reporter.say, self.config
+        self._compare_with_plan()
+        if self._costs is not None:
+            for line in [*describe(self._costs), *differences(config, self._costs)]:
+                say(line)
+        elif self._traced:
+            say(f"no {run_folder.COSTS}: that takes {_TRACED_STEPS} steps in a row without an evaluation or a "
+                "checkpoint")
+        self.log.finish()
+        rows = read_curves(config.run.folder / run_folder.METRICS)
+        if can_plot():
+            self.log.put("loss.png", lambda path: plot_loss(rows, path, config.run.name))
+        else:
+            say("no loss.png: matplotlib is not installed (pip install 'hybridpar[plot]')")
+        if stopped_by:
+            say(f"stopped after step {self.engine.batches_done}; the same command goes on from there")
+
+    def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
+        config, tokens = self.config, self.config.batch_tokens
+        samples = self.engine.data_start.consumed(result.step, config.global_batch_size)
+        row: dict[str, Any] = {
+            "step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr,
+            "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds,
+            "consumed_tokens": samples * config.model.seq_length,
+            "mfu": self._peak.share(tokens / seconds * self._flops_per_token),
+            "memory_mib": peak_memory_mib(self.engine.device),
+        }
+        if len(result.losses) > 1:
+            row["losses"] = result.losses
+        if self.engine.scaler.dynamic:
+            row["loss_scale"] = result.loss_scale
+        if result.skipped:
+            row["skipped"] = True
+        return row
+
+    def _draw_plan(self) -> None:
+        schedule, m = self.config.pipeline.schedule, self.config.pipeline.num_microbatches
+        shown = preview(self.config, ceil(_DRAWN_MICROBATCHES / m))
+        title = f"{schedule}, {len(self.engine.split)} stages, {m} micro-batches a batch (simulated)"
+        self.log.draw("plan.svg", lambda: draw_svg(shown.timeline, title=title))
+
+    def _write_trace(self, recorder: trace.Recorder) -> None:
+        ranks = trace.gather(recorder, self.engine.grid)
+        if not self.writes or not any(rank.events for rank in ranks):
+            return
+        shown, gathers = trace.last_batches(ranks, trace.SHOWN), self.engine.partition.is_sharded
+        self.log.put("trace.json", lambda path: trace.write_trace(shown, path, gathers=gathers))
+        title = f"{self.config.pipeline.schedule} as it ran"
+        self.log.draw("executed.svg", lambda: trace.draw_executed(shown, title))
+        self._costs = costs = run_costs(self.config, ranks)
+        if costs is not None:
+            self.log.put(run_folder.COSTS, lambda path: write_costs(costs, path))
+
+    def _compare_with_plan(self) -> None:
+        plan = self.config.plan
+        if plan.step_ms and len(self._step_seconds) >= _TRACED_STEPS:
+            took, taken = 1e3 * median(self._step_seconds), round(100 * plan.cores_taken)
+            busy = f"; other programs took {taken} % of the cores while it was measured" if taken else ""
+            self.reporter.say(f"plan: a step takes {took:.4g} ms (median of {len(self._step_seconds)}), "
+                              f"{plan.step_ms:.4g} ms predicted ({100 * (plan.step_ms / took - 1):+.1f} %){busy}")
