@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,14 @@ from torch import Tensor
 from hybridpar.data.blend import Blend
 
 _KEPT_COUNTS = 8
+
+
+class Loader(Protocol):
+    """Micro-batches as a pure function of (batch, index): any rank may ask for any, in any order."""
+
+    def microbatch(self, batch: int, index: int) -> dict[str, Tensor]: ...
+    def first_sample(self, index: int) -> int: ...
+    def num_targets(self, batch: int) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from math import prod
 from torch import Tensor
 
 from hybridpar.comm import Parts, Works, all_gather_async
-from hybridpar.config import Config
 from hybridpar.grid import Axis
 from hybridpar.nn.placement import Placement, has_shared_rows
 from hybridpar.optim import ParameterSlot, divisible
+from hybridpar.state.chunks import Buffer
 from hybridpar.state.layout import ALIGN_BYTES, Bucket, FlatLayout, Owned
+from hybridpar.state.policy import StatePolicy
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -42,7 +43,7 @@ class Route:
 
 
 def make_routes(
-    config: Config, placements: Mapping[str, Placement], tp_rank: int, dp: Axis, ends: Axis
+    policy: StatePolicy, placements: Mapping[str, Placement], tp_rank: int, dp: Axis, ends: Axis
 ) -> dict[str, Route]:
     """What becomes of the gradients of a stage's parameters.
 
@@ -52,11 +53,11 @@ def make_routes(
     different places there, so everyone updates those.
     """
     def route(name: str, placement: Placement) -> Route:
-        tied, common_rows = placement.tied and config.parallel.pp > 1, has_shared_rows(placement)
-        cuttable = divisible(config.optim, ParameterSlot(name, placement, tp_rank))
+        tied, common_rows = placement.tied and policy.parallel.pp > 1, has_shared_rows(placement)
+        cuttable = divisible(policy.optim, ParameterSlot(name, placement, tp_rank))
         return Route(
             ends if tied else dp, (placement.shard is None, common_rows),
-            sharded=config.parallel.zero > 0 and not common_rows, whole=0 if cuttable else prod(placement.shape))
+            sharded=policy.parallel.zero > 0 and not common_rows, whole=0 if cuttable else prod(placement.shape))
 
     return {name: route(name, placement) for name, placement in placements.items()}
 
@@ -89,7 +90,7 @@ class Partition:
         """Whether this rank leaves anything to others."""
         return any(self.parts)
 
-    def gather(self, flat: Tensor) -> Works:
+    def gather(self, flat: Tensor | Buffer) -> Works:
         """Starts bringing what each rank owns of `flat` to the others. Collectives: over the axes of the buckets."""
         return Works(
             all_gather_async(flat[bucket.start : bucket.stop], parts, axis)

@@ -2,51 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
-from hybridpar.checkpoint.shards import WEIGHTS
 from hybridpar.comm import gather_objects
 from hybridpar.grid import Axis
 from hybridpar.optim import ParameterSlot
 from hybridpar.state import audit_replicas, tp_replicas
+from hybridpar.state.kinds import StateKind
 from hybridpar.train.engine import Engine
 
 
 def find_divergence(engine: Engine) -> str:
     """The first tensor that is not the same on all ranks that hold it, and whose it is; empty where all agree.
 
-    Compared are hashes of the bits: over dp every version of the weights, and the master copy and the optimizer's state
-    where they are not split (ZeRO); over tp what its ranks share; tied weights over the two ends of the pipeline.
+    Compared are hashes of the bits of all kinds of state: over dp those that are not split (ZeRO); of whole parameters
+    over tp what its ranks share, and tied ones over the two ends of the pipeline.
     Collectives: on all ranks of the grid, its pipeline drained.
     """
     grid, mine = engine.grid, ""
-    for axis, tensors in ((grid.dp, _over_dp(engine)), (grid.tp, _over_tp(engine)), (grid.ends, _tied(engine))):
+    over_dp = engine.state.replicated()
+    for axis, tensors in ((grid.dp, over_dp), (grid.tp, _over_tp(engine)), (grid.ends, _tied(engine))):
         if (found := audit_replicas(tensors, axis)) is not None and not mine:
             mine = f"{found.name} of {_ranks(found.ranks, axis)} is not what {_ranks((found.first,), axis)} has"
     return next((text for text in gather_objects(mine, grid.world) if text), "")
 
 
-def _over_dp(engine: Engine) -> dict[str, Tensor]:
-    parts = engine.owned_parts()
-    return {name: tensor for name, tensor in engine.state_tensors().items()
-            if name.startswith(f"{WEIGHTS}/") or not _parameters(name) & parts.keys()}
-
-
-def _parameters(name: str) -> set[str]:
-    """Of which a tensor of the master copy or of the optimizer may be: its name with or without what follows a dot."""
-    rest = name.partition("/")[2]
-    return {rest, rest.rpartition(".")[0]}
-
-
 def _over_tp(engine: Engine) -> dict[str, Tensor]:
-    slots = [ParameterSlot(name, place, engine.grid.tp.rank) for name, place in engine.placements.items()]
-    return {f"{WEIGHTS}/{version}/{name}": tensor for version in engine.weights.live_versions
-            for name, tensor in tp_replicas(engine.weights.leaves_of(version), slots).items()}
+    slots = [ParameterSlot(name, place, engine.grid.tp.rank) for name, place in engine.state.placements.items()]
+    return {kind.key(name, what): tensor for kind, what, tensors in _whole(engine)
+            for name, tensor in tp_replicas(tensors, slots).items()}
 
 
 def _tied(engine: Engine) -> dict[str, Tensor]:
-    return {f"{WEIGHTS}/{version}/{engine.placements[name].tied}": leaf for version in engine.weights.live_versions
-            for name, leaf in engine.weights.leaves_of(version).items() if engine.placements[name].tied}
+    placements = engine.state.placements
+    return {kind.key(placements[name].tied, what): tensor for kind, what, tensors in _whole(engine)
+            for name, tensor in tensors.items() if placements[name].tied}
+
+
+def _whole(engine: Engine) -> Iterator[tuple[StateKind, str, dict[str, Tensor]]]:
+    """The saved tensors of whole local parameters, by kind and by `what`."""
+    return ((kind, what, tensors) for kind in engine.state.kinds if kind.saved and kind.whole
+            for what, tensors in kind.by_parameter().items())
 
 
 def _ranks(of_axis: tuple[int, ...], axis: Axis) -> str:

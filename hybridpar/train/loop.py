@@ -124,7 +124,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
             reporter.say(f"pipeline.early_switch: {config.pipeline.early_switch}, the smallest that costs no time here")
         watched = config.train.measure_memory or bool(config.plan.memory_mib)
         watch = MemoryWatch(config, device) if watched else None
-        engine = Engine(config, grid, device)
+        engine = Engine(config, grid, device, tamper=injector.tamper)
         root = config.run.folder / run_folder.CHECKPOINTS
         flight.phase("loading", limit_s)
         resumed = checkpoint.resume(root, engine, data.train.fingerprint, reporter.say)

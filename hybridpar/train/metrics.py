@@ -19,12 +19,12 @@ from hybridpar.checkpoint import plain
 from hybridpar.checkpoint.files import to_json
 from hybridpar.comm import all_reduce, barrier
 from hybridpar.config import Config
+from hybridpar.data.loader import Loader
 from hybridpar.grid import Axis
+from hybridpar.models.build import DTYPES
 from hybridpar.nn import matmul
 from hybridpar.reading import open_regular
-from hybridpar.train.engine import DTYPES
 from hybridpar.train.records import Records
-from hybridpar.train.source import Loader
 
 # Dense peak FLOP/s of 16-bit matrix products, from NVIDIA's data sheets; the first name in the device's name counts.
 _GPU_PEAKS = (
