@@ -46,7 +46,7 @@ def block_of(name: str) -> int:
 def cut(layout: FlatLayout, chunk_bytes: int) -> tuple[Chunk, ...]:
     """The layout in chunks of at least `chunk_bytes` but for the last; none ends within the parameters of a block."""
     ends = (*layout.offsets[1:], layout.numel)
-    runs = [list(run) for _, run in groupby(range(len(ends)), lambda i: block_of(layout.names[i]))]
+    runs = [list(run) for _, run in groupby(range(len(layout.names)), lambda i: block_of(layout.names[i]))]
     stops, start = [], 0
     for run in runs:
         stop = ends[run[-1]]
