@@ -50,8 +50,8 @@ def grid_to_grid(root: Path, dtype: str, zero: int) -> None:
     taken = Engine(other, ProcessGrid(pp=4), torch.device("cpu"))
     checkpoint.start_from(folder, taken)
     assert taken.batches_done == 0
-    for name, tensor in taken.weights.full_weights().items():
-        assert torch.equal(tensor, full["blocks.0.tokens.weight" if taken.placements[name].tied else name]), name
+    for name, tensor in taken.state.weights.full_weights().items():
+        assert torch.equal(tensor, full["blocks.0.tokens.weight" if taken.state.placements[name].tied else name]), name
 
 
 @pytest.mark.ranks
