@@ -58,8 +58,8 @@ def survey(
         job.end_group()
         return profile
     # forked, they have torch already; CUDA does not survive that
-    device, start = ("cuda", "spawn") if _has_gpus(config) else ("cpu", "fork")
-    backend = choose_backend(config.train, torch.device(device))
+    kind, start = ("cuda", "spawn") if _has_gpus(config) else ("cpu", "fork")
+    backend = choose_backend(config.train, torch.device(kind))
     profile, *_ = run_on_ranks(_measure_in_process, ranks, *request, backend=backend, start=start)
     return profile
 
