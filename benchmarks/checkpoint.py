@@ -97,7 +97,7 @@ class Dcp(Save):
 
     def begin(self, folder: Path) -> None:
         began = time.perf_counter()
-        tensors = self._engine.state_tensors()
+        tensors = self._engine.state.tensors()
         if self._stager is None:
             dcp.save(tensors, checkpoint_id=folder, process_group=self._group)
             self.seconds = time.perf_counter() - began
@@ -142,7 +142,7 @@ def saving(shape: str, folder: Path, rounds: int, steps: int) -> dict[str, dict[
     for name in found:
         found[name] = {key: over_ranks(values, "max") for key, values in found[name].items()}
     _leave_both(ways, folder, grid)
-    size = sum(t.nbytes for t in engine.state_tensors().values())
+    size = sum(t.nbytes for t in engine.state.tensors().values())
     return found | {"": {"bytes": over_ranks([float(size)], "sum")}}
 
 
@@ -226,11 +226,11 @@ def load_ours(shape: str, folder: Path) -> dict[str, Any]:
     forget_peak()
     before = resident()
     engine = Engine(config_of(shape, tp=2), grid, CPU)
-    for gradients in engine.gradients.buffers:
+    for gradients in engine.state.gradients.buffers:
         gradients.fill_(0)  # else not resident yet
     seconds = _timed(lambda: checkpoint.resume(folder / "hybridpar", engine, "corpus", print))
-    peak = resident("VmHWM") - before - sum(gradients.nbytes for gradients in engine.gradients.buffers)
-    tensors = engine.state_tensors()
+    peak = resident("VmHWM") - before - sum(gradients.nbytes for gradients in engine.state.gradients.buffers)
+    tensors = engine.state.tensors()
     return _loaded(seconds, peak, tensors, tensors[COMPARED])
 
 

@@ -83,8 +83,8 @@ def run(config: Config) -> Run:
         engine.train(loader, batches_to_peak(config), lambda step: None)
         engine.executor.losses.clear()
         usage = meter.read()
-    return Run(grid.pp.rank, usage.peak, usage.current, engine.weights.buffers[0].nbytes,
-               sum(buffer.nbytes for buffer in engine.gradients.buffers))
+    return Run(grid.pp.rank, usage.peak, usage.current, engine.state.weights.buffers[0].nbytes,
+               sum(buffer.nbytes for buffer in engine.state.gradients.buffers))
 
 
 def runs(configs: Sequence[Config]) -> list[list[Run]]:

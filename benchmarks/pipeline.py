@@ -164,10 +164,10 @@ class StageAlone:
     def update(self) -> None:
         """The gradient norm and one update, which changes nothing: gradients are emptied before, the rate is 0."""
         engine = self.engine
-        engine.gradients.buffers[0].zero_()
-        gradients = list(engine.gradients.views(0).values())
+        engine.state.gradients.buffers[0].zero_()
+        gradients = list(engine.state.gradients.views(0).values())
         torch.nn.utils.get_total_norm(gradients)
-        engine.optimizer.step(list(engine.weights.parameters_of_optimizer().values()), gradients, lr=0.0)
+        engine.state.optimizer.step(list(engine.state.weights.parameters_of_optimizer().values()), gradients, lr=0.0)
 
 
 Side = Callable[[], tuple[float, float, float]]

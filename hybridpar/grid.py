@@ -148,6 +148,14 @@ class ProcessGrid:
         grid._connect(rank, {name: [x for x in of_name if rank in x] for name, of_name in lines}, group, via_host=False)
         return grid
 
+    @classmethod
+    def of(cls, axis: Axis) -> ProcessGrid:
+        """The grid that is this one line: all other axes have size 1."""
+        grid = cls.imagined({axis.name: axis.size}, axis.rank, lambda _, ranks: axis.group)
+        setattr(grid, axis.name, axis)
+        grid._axes[axis.name] = axis
+        return grid
+
     def _connect(self, rank: int, lines: Mapping[str, list[list[int]]], group: Callable[[str, list[int]], Any],
                  via_host: bool) -> None:
         """Takes this rank's line of each name. Every rank creates every group in the same order, as torch requires."""

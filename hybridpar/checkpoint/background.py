@@ -90,7 +90,7 @@ class Task(threading.Thread):
             self.folder = self._publish(self.given_up)
 
     def failure(self, who: str, num_bytes: int) -> str:
-        """What went wrong (empty: nothing yet) on rank `who`. `num_bytes`: of the whole checkpoint."""
+        """The failure of rank `who` in words (empty: none yet). `num_bytes`: of the whole checkpoint."""
         return "" if self.error is None else explain(self.error, who, num_bytes)
 
 

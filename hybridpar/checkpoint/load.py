@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -32,8 +33,8 @@ def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None],
            go_on_at: int = 0) -> int:
     """Loads the newest checkpoint under `root` that is whole into `engine`; its step, or 0 where there is none.
 
-    `up_to`: of those up to this step (None: all). `go_on_at`: the step that training goes on after, where that is
-    later, as if the batches between had not been in the data.
+    `up_to`: the latest step to load (None: any). `go_on_at`: the step that training goes on after, where that is later,
+    as if the batches between had not been in the data.
 
     It may be of another grid, schedule or ZeRO setting (restate.py). Each rank reads what it needs and compares that
     with its checksums. Where one finds damage all pass over this checkpoint, and `say` is told the file and what is
@@ -56,8 +57,8 @@ def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None],
         outcomes = gather_objects((damage, mismatch), world)
         if wrong := [text for _, text in outcomes if text]:
             raise CheckpointError(wrong[0])
-        damages = [text for text, _ in outcomes if text] or _load_together(
-            folder, manifest, engine, max(go_on_at - step, 0))
+        damages = [text for text, _ in outcomes if text] or failures_together(
+            world, load, Saved(folder, manifest, engine.grid.flight), engine, max(go_on_at - step, 0))
         if not damages:
             return step
         say(f"{damages[0]}: passed over")
@@ -66,14 +67,14 @@ def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None],
     return 0
 
 
-def _load_together(folder: Path, manifest: Manifest, engine: Trainee, ahead: int) -> list[str]:
-    """What went wrong, on all ranks."""
-    damage = ""
+def failures_together(world: Axis, do: Callable[..., None], *args: Any) -> list[str]:
+    """Calls `do(*args)` on every rank; the CheckpointErrors of all as texts, on every rank. Collectives: one gather."""
+    failure = ""
     try:
-        load(Saved(folder, manifest, engine.grid.flight), engine, ahead)
+        do(*args)
     except CheckpointError as error:
-        damage = str(error)
-    return [text for text in gather_objects(damage, engine.grid.world) if text]
+        failure = str(error)
+    return [text for text in gather_objects(failure, world) if text]
 
 
 def load(saved: Saved, engine: Trainee, ahead: int = 0) -> None:
@@ -81,9 +82,8 @@ def load(saved: Saved, engine: Trainee, ahead: int = 0) -> None:
 
     Raises: CheckpointError.
     """
-    slots = {slot.name: slot for slot in engine.slots}
-    state = Restated(saved, engine.weights, slots, engine.grid.place, ahead)
-    engine.load_state(state, state.meta(engine.scaler.state()))
+    state = Restated(saved, engine.state, ahead)
+    engine.load_state(state, state.meta(engine.state_meta()["loss_scaler"]))
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
@@ -101,8 +101,8 @@ def _mismatch(manifest: Manifest, config: Config, corpus: str, folder: Path) -> 
 
 
 def _going_on(manifest: Manifest, config: Config, corpus: str) -> Manifest:
-    """With the next batch's place in the stream: batches of another size go on behind the last sample, and other data
-    begin with their first one, where losses may be others too."""
+    """The manifest with the next batch's place in the stream: batches of another size go on behind the last sample, and
+    other data begin with their first one, where losses may be others too."""
     state, step, size = manifest.state, manifest.step, manifest.config.global_batch_size
     same_data, before = manifest.corpus == corpus, manifest.state.data_start
     if same_data and size == config.global_batch_size:
@@ -155,7 +155,8 @@ class FullWeights:
         self._check_model()
 
     def _check_model(self) -> None:
-        """So that nothing larger than the files is built. Their blocks have been counted."""
+        """Compares the model with the tensors, so that nothing larger than the files is built. Their blocks have been
+        counted."""
         model = self.manifest.config.model
         largest = max(max(place.shape, default=1) for place in self.placements.values())
         for name in ("hidden_size", "num_heads", "kv_heads", "ffn_size", "vocab_size"):
@@ -177,11 +178,11 @@ class FullWeights:
         return self.read_part(ParameterSlot(name, Placement(place.shape, place.init, tied=place.tied)))
 
     def read_part(self, slot: ParameterSlot) -> Tensor:
-        """What a rank has of a parameter, named as here or tied to one. Shapes: slot.shape. Raises: CheckpointError."""
+        """A rank's part of a parameter, named as here or tied to one. Shapes: slot.shape. Raises: CheckpointError."""
         return self._saved.read_newest(slot)
 
     def find_tied(self, name: str, tied: str) -> str | None:
-        """What a parameter is called here: its name, or that of one that is tied to it; None where there is neither."""
+        """The name of a parameter here: its own, or that of one that is tied to it; None where there is neither."""
         if name in self.placements:
             return name
         return next((other for other, place in self.placements.items() if tied and place.tied == tied), None)

@@ -8,7 +8,7 @@
                                                              its own among them
         step_00000200/ ...
 
-A shard's tensors are named as by Engine.state_tensors, and its own header says how they are placed (shards.py); nothing
+A shard's tensors have the keys of state.kinds, and its own header says how they are placed (shards.py); nothing
 is pickled, and no name leads out of the folder.
 """
 

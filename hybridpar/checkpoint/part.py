@@ -1,8 +1,8 @@
-"""What one rank has of a training state, and writes: a file of its own."""
+"""One rank's part of a training state, which it writes to a file of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,43 +13,34 @@ from hybridpar.checkpoint import notes
 from hybridpar.checkpoint.files import forget
 from hybridpar.checkpoint.manifest import ShardFile, TrainingState, file_name, saved_place
 from hybridpar.checkpoint.notes import Written
-from hybridpar.checkpoint.shards import WEIGHTS, header_of
+from hybridpar.checkpoint.shards import header_of
 from hybridpar.checkpoint.tensorfile import TensorFile, write_tensors
 from hybridpar.config import Config
 from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.grid import Place, ProcessGrid
-from hybridpar.nn.placement import Placement
-from hybridpar.optim import ParameterSlot
-from hybridpar.optim.loss_scale import LossScaler
-from hybridpar.state.weights import WeightStore
+from hybridpar.state import RankState
+from hybridpar.state.kinds import StateKind
 
 
 class Trainee(Protocol):
-    """What is saved and loaded here; train.engine.Engine is one.
+    """A rank in training, whose state is saved and loaded: train.engine.Engine.
 
-    `split`: the blocks of each stage, which go round the ranks. `before_change`: called before anything changes what
-    `state_tensors` gives.
+    `split`: the blocks of each stage, which go round the ranks.
     """
 
     config: Config
     grid: ProcessGrid
-    weights: WeightStore
-    scaler: LossScaler
-    slots: list[ParameterSlot]
+    state: RankState
     split: tuple[range, ...]
-    placements: dict[str, Placement]
-    before_change: Callable[[], object]
 
-    def owned_parts(self) -> dict[str, tuple[int, int]]: ...
-    def state_tensors(self) -> dict[str, Tensor]: ...
     def state_meta(self) -> dict[str, Any]: ...
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's file: which, and what goes into it. `blocks`: as in manifest.ShardFile. `versions`: of the weights,
-    those that it has."""
+    """One rank's file: its place on the grid, and its content. `blocks`: as in manifest.ShardFile. `versions`: of the
+    weights that it has."""
 
     where: Place
     blocks: tuple[int, ...]
@@ -59,20 +50,18 @@ class Part:
 
     @staticmethod
     def of(engine: Trainee) -> Part:
-        """What this rank has to write; `tensors` are those that it trains."""
-        grid = engine.grid
+        """The part of this rank; `tensors` are those that it trains, without those that the first replica has, too."""
+        grid, state = engine.grid, engine.state
         held = engine.split[grid.pp.rank :: grid.pp.size]
-        tensors = {name: tensor for name, tensor in engine.state_tensors().items()
-                   if grid.dp.is_first or not name.startswith(f"{WEIGHTS}/")}  # which all replicas have
+        tensors = {key: tensor for kind in writes(engine) for key, tensor in kind.tensors().items()}
         return Part(
             saved_place(engine.config, grid.place),
             tuple(edge for blocks in held for edge in (blocks.start, blocks.stop)),
-            TrainingState.of(engine.state_meta()).versions, tensors,
-            header_of(engine.placements, engine.owned_parts()))
+            TrainingState.of(engine.state_meta()).versions, tensors, header_of(state.placements, state.parts))
 
     @property
     def num_bytes(self) -> int:
-        """Without the header."""
+        """Bytes of the tensors, without the header."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor] | None = None, *,
@@ -91,3 +80,8 @@ class Part:
 def is_writer(engine: Trainee) -> bool:
     """Whether this rank has a file to write."""
     return engine.grid.place in notes.writers(engine.grid.sizes, engine.config.parallel.zero)
+
+
+def writes(engine: Trainee) -> list[StateKind]:
+    """The kinds of state that go into this rank's file: whole parameters into that of the first replica alone."""
+    return [kind for kind in engine.state.kinds if kind.saved and (engine.grid.dp.is_first or not kind.whole)]

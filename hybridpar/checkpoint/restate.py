@@ -9,9 +9,9 @@ After t batches, drained, a checkpoint has W(t), and with schedule 2bw W(t-1), t
     pipedream -> pipedream   W(t) on every stage, which is all that a drained pipeline goes on with
     pipedream <-> others     as from and to one version
 
-The rest is the same set of numbers however it is cut. What the new run has and the old one had not begins as in a new
-run: a master copy equals the weights, an optimizer's state is zero, nothing is predicted of W(t) (staleness). Predicted
-weights are not W: a run that does not predict takes W(t) from the master, for both versions.
+The rest is the same set of numbers however it is cut. State of a kind that the old run had not begins as in a new run
+(StateKind.restate): a master copy equals the weights, an optimizer's state is zero. Predicted weights are not W: a run
+that does not predict takes W(t) from the master, for both versions.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ import torch
 from torch import Tensor
 
 from hybridpar.checkpoint.saved import Saved
-from hybridpar.checkpoint.shards import MASTER, OPTIMIZER, WEIGHTS
-from hybridpar.grid import Place
 from hybridpar.optim import ParameterSlot
-from hybridpar.state.weights import WeightStore
+from hybridpar.state import RankState
+from hybridpar.state.kinds import WeightVersions, parse_key
 
 
 class Restated(Mapping[str, Tensor]):
-    """The tensors that a rank needs, named as by Engine.state_tensors; each is read when it is asked for.
+    """The tensors that a rank needs, by the keys of RankState.tensors; each is read when it is asked for.
 
-    `slots`: what the rank updates. `meta`: the rest of the state, as Engine.load_state takes it. `ahead`: so many
-    batches are gone over: training goes on behind them as it would have from here, had they not been in the data.
+    `state`: of the rank, as it is built. `ahead`: number of batches that are gone over: training goes on behind them
+    as it would have from here, had they not been in the data.
     Raises: CheckpointError where one is missing, damaged or of another shape.
     """
 
-    def __init__(self, saved: Saved, weights: WeightStore, slots: Mapping[str, ParameterSlot], where: Place,
-                 ahead: int = 0):
-        self._saved, self._slots, self._state = saved, slots, saved.manifest.state
+    def __init__(self, saved: Saved, state: RankState, ahead: int = 0):
+        self._saved, self._state, self._here = saved, saved.manifest.state, state
+        self.read, self.keeps, self.newest = saved.read, saved.keeps, saved.read_newest
+        weights = state.weights
         self._unpredicts = saved.manifest.config.optim.staleness == "prediction" and not weights.predicts
-        self._whole = {name: ParameterSlot(name, place, where) for name, place in weights.placements.items()}
-        self._has_master, self._dtype = weights.master is not None, weights.master_dtype
+        self._slots = {slot.name: slot for slot in state.slots}
+        self._whole = state.whole_slots
         self._ahead, newest = ahead, self._state.batches_done + ahead
         self.versions = range(max(newest - weights.num_versions + 1, 0), newest + 1)
 
     def meta(self, scaler: Mapping[str, Any]) -> dict[str, Any]:
-        """`scaler`: the new run's own, for a checkpoint that has none."""
+        """The rest of the state, as Engine.load_state takes it. `scaler`: the new run's own, where none was saved."""
         state = self._state
         scale = state.loss_scales.get(state.batches_done, float(scaler["scale"]))
         scales = {v: state.loss_scales.get(self._stored(v), scale) for v in self.versions}
@@ -61,50 +61,25 @@ class Restated(Mapping[str, Tensor]):
         saved = version - self._ahead
         return saved if saved in self._state.versions and not self._unpredicts else self._state.batches_done
 
-    def __getitem__(self, name: str) -> Tensor:
-        kind, _, rest = name.partition("/")
-        if kind == WEIGHTS:
-            version, _, parameter = rest.partition("/")
-            if self._unpredicts:
-                return self._saved.read_newest(self._whole[parameter])
-            return self._saved.read(self._whole[parameter], WEIGHTS, str(self._stored(int(version))))
-        if kind == MASTER:
-            return self._saved.read_newest(self._slots[rest])
-        parameter, _, state = rest.rpartition(".")
-        slot = self._slots[parameter]
-        if not self._saved.keeps_state(slot, state):
-            return torch.zeros(slot.shape, dtype=self._dtype)
-        return self._saved.read(slot, OPTIMIZER, state)
+    def version(self, slot: ParameterSlot, version: int) -> Tensor:
+        """The weights that the new run takes as that version."""
+        if self._unpredicts:
+            return self.newest(slot)
+        return self.read(slot, WeightVersions.name, str(self._stored(version)))
 
-    def __contains__(self, name: object) -> bool:
-        kind, _, rest = str(name).partition("/")
-        if kind == WEIGHTS:
-            return rest.partition("/")[2] in self._whole
-        return (rest if kind == MASTER else rest.rpartition(".")[0]) in self._slots
+    def __getitem__(self, key: str) -> Tensor:
+        kind, parameter, what = parse_key(key)
+        slot = (self._whole if kind.whole else self._slots)[parameter]
+        tensor = kind.restate(self, slot, what)
+        return torch.zeros(slot.shape, dtype=self._here.weights.master_dtype) if tensor is None else tensor
+
+    def __contains__(self, key: object) -> bool:
+        kind, parameter, _ = parse_key(str(key))
+        return parameter in (self._whole if kind.whole else self._slots)
 
     def __iter__(self) -> Iterator[str]:
-        """Names of weights and master; an optimizer asks for its state by itself."""
-        yield from (f"{WEIGHTS}/{version}/{name}" for version in self.versions for name in self._whole)
-        yield from (f"{MASTER}/{name}" for name in self._slots if self._has_master)
+        """The keys of what the rank has now; an optimizer asks for its state by itself."""
+        return iter(self._here.tensors())
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-class Under(Mapping[str, Tensor]):
-    """Those of `tensors` whose names begin with `prefix`, without it; each is fetched when it is asked for."""
-
-    def __init__(self, prefix: str, tensors: Mapping[str, Tensor]):
-        self._prefix, self._tensors = prefix, tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._prefix + name]
-
-    def __contains__(self, name: object) -> bool:
-        return f"{self._prefix}{name}" in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(self._prefix) for name in self._tensors if name.startswith(self._prefix))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._here.tensors())

@@ -25,14 +25,15 @@ from hybridpar.checkpoint.background import Note, Task, Write, explain
 from hybridpar.checkpoint.folders import begin, discard, prune, publish
 from hybridpar.checkpoint.manifest import Manifest, TrainingState, saved_place
 from hybridpar.checkpoint.notes import Written
-from hybridpar.checkpoint.part import Part, Trainee, is_writer
-from hybridpar.checkpoint.shards import WEIGHTS, header_of
+from hybridpar.checkpoint.part import Part, Trainee, is_writer, writes
+from hybridpar.checkpoint.shards import header_of
 from hybridpar.checkpoint.snapshot import Snapshot
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config
 from hybridpar.errors import CheckpointError
 from hybridpar.flight import NO_FLIGHT, Flight, Waiting
 from hybridpar.nn.placement import Placement
+from hybridpar.state.kinds import WeightVersions
 
 _TURN_S = 1.0  # ranks that wait for each other's files meet so often: no collective runs into its timeout
 _GRACE_S = 10.0
@@ -70,9 +71,7 @@ class Saver:
     def reserve(self) -> None:
         """Takes the memory of a copy now: as much as the state has once the optimizer has made a step."""
         if is_writer(self._engine):
-            rest = [tensor for name, tensor in Part.of(self._engine).tensors.items() if not name.startswith(WEIGHTS)]
-            versions = self._engine.weights.buffers if self._engine.grid.dp.is_first else []
-            self._snapshot.reserve([*versions, *rest])
+            self._snapshot.reserve(tensor for kind in writes(self._engine) for tensor in kind.memory())
 
     def start(self, val_loss: float | None = None, *, beside: bool = True) -> None:
         """Begins to save the engine, its pipeline drained. A save that is under way is waited for.
@@ -93,7 +92,7 @@ class Saver:
             take = self._snapshot.begin(part.tensors) if beside else partial(dict, part.tensors)
             check = partial(part.check, aside, flight=self._flight) if engine.config.checkpoint.read_back else None
             task.writes(take, self.wrap(partial(part.write, aside, flight=self._flight)), check)
-        engine.before_change = task.copied.wait
+        engine.state.hold(task.copied.wait)
         self._task = task
         task.start()
 
@@ -101,7 +100,7 @@ class Saver:
         return self._engine.grid.describe(self._engine.config.pipeline.num_chunks)
 
     def _begin(self, step: int) -> Path:
-        """The folder to write into, on all ranks."""
+        """The folder to write into, the same on all ranks."""
         grid, aside, failure = self._engine.grid, None, ""
         if grid.rank == 0:
             try:
@@ -115,7 +114,7 @@ class Saver:
 
     def _publish(self, aside: Path, state: TrainingState, val_loss: float | None, began: float,
                  given_up: Event) -> Path:
-        """On rank 0, in its thread."""
+        """Makes the files of all ranks a checkpoint; on rank 0, in its thread."""
         config = self._engine.config
         with Waiting(self._flight, "files", "world"):
             written = notes.collect(aside, config, given_up)
@@ -155,7 +154,7 @@ class Saver:
         return everyone[0][2]
 
     def close(self) -> None:
-        """Where training has failed: gives a save under way some seconds to end. No collectives."""
+        """Gives a save under way some seconds to end, where training has failed. No collectives."""
         if self._task is not None:
             self._task.join(_GRACE_S)
 
@@ -177,7 +176,7 @@ def save_weights(root: Path, config: Config, weights: Mapping[str, Tensor],
     It is for train.start_from, generate and export; there is no state of an optimizer to go on from.
     Raises: CheckpointError if it cannot be written.
     """
-    tensors = {f"{WEIGHTS}/0/{name}": tensor for name, tensor in weights.items()}
+    tensors = {WeightVersions.key(name, "0"): tensor for name, tensor in weights.items()}
     part = Part(saved_place(config), (0, config.model.num_blocks), (0,), tensors, header_of(placements, {}))
     try:
         aside = begin(root, 0, part.num_bytes)

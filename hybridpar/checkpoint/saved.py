@@ -12,12 +12,13 @@ from torch import Tensor
 
 from hybridpar.checkpoint.manifest import Manifest, read_manifest
 from hybridpar.checkpoint.reshard import clip, find_pieces
-from hybridpar.checkpoint.shards import MASTER, OPTIMIZER, WEIGHTS, SavedShard
+from hybridpar.checkpoint.shards import SavedShard
 from hybridpar.errors import CheckpointError
 from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.grid import MODEL, sizes_of
 from hybridpar.nn.placement import Placement, Range, Shard
 from hybridpar.optim import ParameterSlot
+from hybridpar.state.kinds import Master, WeightVersions, saved_kind
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,13 @@ class Saved:
                       if place.tied == tied and other != name]
         return found
 
-    def keeps_state(self, slot: ParameterSlot, state: str) -> bool:
-        """Whether the optimizer kept such a state, say 'momentum', of this parameter or of any other one beside it."""
+    def keeps(self, slot: ParameterSlot, kind: str, what: str) -> bool:
+        """Whether such a tensor, say 'momentum', was kept of this parameter or of any other one beside it."""
         holders = self.holders(slot.name, slot.placement.tied)
-        return any(state in shard.optimizer_states for holder in holders for shard in self._files_of(holder.stage))
+        return any((kind, what) in shard.kept for holder in holders for shard in self._files_of(holder.stage))
 
     def read(self, slot: ParameterSlot, kind: str, what: str = "") -> Tensor:
-        """The slot's part of a parameter's weights (`what`: the version), master, or optimizer state (`what`: which).
+        """The part that `slot` names of a parameter's tensor of a kind. `what`: as in StateKind.key.
 
         Shapes: slot.shape, on the CPU, in memory of its own.
         """
@@ -102,18 +103,17 @@ class Saved:
 
     def read_newest(self, slot: ParameterSlot) -> Tensor:
         """The newest weights of a parameter, neither rounded nor predicted: the master's where there is one."""
-        if self._keepers(self.holders(slot.name, slot.placement.tied), 0, MASTER, ""):
-            return self.read(slot, MASTER)
-        return self.read(slot, WEIGHTS, str(self.manifest.step))
+        if self._keepers(self.holders(slot.name, slot.placement.tied), 0, Master.name, ""):
+            return self.read(slot, Master.name)
+        return self.read(slot, WeightVersions.name, str(self.manifest.step))
 
     def _keepers(self, holders: Sequence[Holder], rank: int, kind: str, what: str) -> list[Keeper]:
         """Tensors that make up part `rank` of what the holders split, in the order of their parts."""
-        found = []
+        found, of_kind = [], saved_kind(kind)
         for holder in holders:
-            key = {WEIGHTS: f"{WEIGHTS}/{what}/{holder.name}", MASTER: f"{MASTER}/{holder.name}",
-                   OPTIMIZER: f"{OPTIMIZER}/{holder.name}.{what}"}[kind]
+            key = of_kind.key(holder.name, what)
             whole = 0, prod(holder.placement.local_shape(rank))
-            found += [Keeper(shard, key, whole if kind == WEIGHTS else shard.parts.get(holder.name, whole))
+            found += [Keeper(shard, key, whole if of_kind.whole else shard.parts.get(holder.name, whole))
                       for shard in self._files_of(holder.stage, holder.placement.shard, rank)
                       if key in shard.file.tensors]
         return sorted(found, key=lambda keeper: keeper.part)

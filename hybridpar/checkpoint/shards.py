@@ -15,15 +15,15 @@ from hybridpar.checkpoint.tensorfile import TensorFile, TensorInfo
 from hybridpar.errors import CheckpointError
 from hybridpar.grid import AxisSizes
 from hybridpar.nn.placement import Init, Placement, Range, Shard
-
-WEIGHTS, MASTER, OPTIMIZER = "weights", "master", "optimizer"
+from hybridpar.state.kinds import parse_key
 
 
 class SavedShard:
-    """What one rank has written: tensors named as by Engine.state_tensors, of parameters placed as `placements` say.
+    """The file of one rank: tensors by the keys of state.kinds, of parameters placed as `placements` say.
 
-    `parts`: of parameters that it updates in part, which elements of the local tensor; `master` and `optimizer` tensors
-    of those are vectors. All that is read of `file` is compared with the manifest's checksums.
+    `parts`: elements of the local tensor that the rank updates, of the parameters that it updates in part; tensors of
+    those are vectors, but for kinds of whole parameters. All that is read of `file` is compared with the manifest's
+    checksums.
     Raises: CheckpointError if the file is missing, damaged, or not what the manifest and itself say.
     """
 
@@ -51,7 +51,7 @@ class SavedShard:
         return placement.local_shape(placement.rank_at(self.where.place))
 
     def _check_blocks(self) -> None:
-        """So a model is never larger than its files."""
+        """Counts the parameters' blocks, so that a model is never larger than its files."""
         own = {str(number) for blocks in self.where.spans for number in blocks}
         found = {name.split(".")[1] for name in self.placements if name.startswith("blocks.") and name.count(".") > 1}
         # a tied head is kept with the embedding, and may have nothing else
@@ -61,31 +61,24 @@ class SavedShard:
             raise ValueError(f"it has parameters of {len(found)} blocks, the manifest says {says}")
 
     def _check_tensor(self, name: str, info: TensorInfo) -> None:
-        kind, _, rest = name.partition("/")
-        version, parameter = "", rest
-        if kind == WEIGHTS:
-            version, _, parameter = rest.partition("/")
-        elif kind == OPTIMIZER:
-            parameter = rest.rpartition(".")[0]
-        if kind not in (WEIGHTS, MASTER, OPTIMIZER) or (kind == WEIGHTS and not version.isdecimal()):
-            raise ValueError(f"{name!r} is no tensor of a checkpoint")
+        kind, parameter, _ = parse_key(name)
         if parameter not in self.placements:
             raise ValueError(f"{name} has no placement")
         shape = self._local_shape(parameter)
-        if kind != WEIGHTS and parameter in self.parts:
+        if not kind.whole and parameter in self.parts:
             start, stop = self.parts[parameter]
             shape = (stop - start,)
         if info.shape != shape:
             raise ValueError(f"{name} has shape {list(info.shape)}, its placement says {list(shape)}")
 
     @cached_property
-    def optimizer_states(self) -> frozenset[str]:
-        """What an optimizer has kept of parameters, say 'momentum'."""
-        return frozenset(name.rpartition(".")[2] for name in self.file.tensors if name.startswith(f"{OPTIMIZER}/"))
+    def kept(self) -> frozenset[tuple[str, str]]:
+        """The kinds of state here, and which tensors of each, say ('optimizer', 'momentum')."""
+        return frozenset((kind.name, what) for kind, _, what in map(parse_key, self.file.tensors))
 
 
 def header_of(placements: Mapping[str, Placement], parts: Mapping[str, Range]) -> dict[str, str]:
-    """What a file says of its tensors."""
+    """The header of a file, in which it describes its tensors."""
     return {"placements": json.dumps(placements_to_plain(placements)), "parts": json.dumps(parts)}
 
 
@@ -109,7 +102,7 @@ def _parse_json(file: TensorFile, key: str) -> plain.Object:
 
 
 def _parse_placement(name: str, value: Any, sizes: AxisSizes) -> Placement:
-    """Without how the parameter was initialised, which is not kept. Raises: ValueError."""
+    """The placement without its initialisation, which is not kept. Raises: ValueError."""
     value = plain.mapping(value, name)
     shape = tuple(plain.integer(n, f"{name}: shape") for n in plain.sequence(value.get("shape"), f"{name}: shape"))
     return Placement(

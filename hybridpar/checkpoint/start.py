@@ -9,14 +9,12 @@ from pathlib import Path
 from torch import Tensor
 
 from hybridpar.checkpoint.compatible import FREE
-from hybridpar.checkpoint.load import FullWeights, find
+from hybridpar.checkpoint.load import FullWeights, failures_together, find
 from hybridpar.checkpoint.manifest import read_manifest
 from hybridpar.checkpoint.part import Trainee
-from hybridpar.comm import gather_objects
 from hybridpar.config import ModelConfig
 from hybridpar.data import Tokenizer
 from hybridpar.errors import CheckpointError, ConfigError, Problem, config_error
-from hybridpar.optim import ParameterSlot
 
 
 def find_start(path: str | Path, model: ModelConfig) -> Path:
@@ -55,17 +53,16 @@ def start_from(folder: Path, engine: Trainee) -> None:
     Each rank reads what it needs, one parameter at a time.
     Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any cannot read.
     """
-    grid = engine.grid
-    failure = ""
-    try:
+    grid, state = engine.grid, engine.state
+
+    def load() -> None:
         full = FullWeights(folder, grid.flight)
 
         def write(tensors: Mapping[str, Tensor]) -> None:
             for name, target in tensors.items():
-                target.copy_(full.read_part(ParameterSlot(name, engine.placements[name], grid.place)))
+                target.copy_(full.read_part(state.whole_slots[name]))
 
-        engine.weights.fill(write)
-    except CheckpointError as error:
-        failure = str(error)
-    if failures := [text for text in gather_objects(failure, grid.world) if text]:
+        state.weights.fill(write)
+
+    if failures := failures_together(grid.world, load):
         raise CheckpointError(failures[0])

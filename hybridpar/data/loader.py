@@ -21,6 +21,14 @@ from torch import Tensor
 _KEPT_COUNTS = 8
 
 
+class Loader(Protocol):
+    """Micro-batches as a pure function of (batch, index): any rank may ask for any, in any order."""
+
+    def microbatch(self, batch: int, index: int) -> dict[str, Tensor]: ...
+    def first_sample(self, index: int) -> int: ...
+    def num_targets(self, batch: int) -> int: ...
+
+
 @dataclass(frozen=True)
 class DataStart:
     """Batch `batch` begins at position `sample` of the stream, after `num_consumed` samples of this or other data.

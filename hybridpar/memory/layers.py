@@ -27,7 +27,7 @@ class Footprints:
     def __call__(
         self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
     ) -> Footprint:
-        """As `trace_stage`."""
+        """The footprint that `trace_stage` gives."""
         last = config.model.num_blocks - 1
         first_layer = max(blocks.start, 1)
         layers = range(first_layer, min(blocks.stop, last))
@@ -85,7 +85,7 @@ class _Shape:
 
     @property
     def blocks(self) -> range:
-        """In a model that has these layers only, and one more where the stage has no head."""
+        """Its blocks in a model that has these layers only, and one more where the stage has no head."""
         if self.head and not self.again:
             return range(2, 3)
         return range(0 if self.embedding else 1, 1 + len(self.again) + self.head)
@@ -97,7 +97,7 @@ class _Shape:
 
 
 def _what_counts(config: Config, shape: _Shape) -> Config:
-    """The configuration with all that does not bear on a stage's footprint at its defaults."""
+    """The configuration in which all that does not bear on a stage's footprint is at its defaults."""
     parallel, train = config.parallel, config.train
     return replace(
         config, model=replace(config.model, num_layers=max(1, len(shape.again)) + (not shape.head)),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config
+from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory.meter import CpuMeter, CudaMeter
 from hybridpar.memory.predict import StageMemory, batches_to_peak, predict
@@ -56,14 +57,6 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         """Plain values only."""
         return {"measured": list(self.measured), "predicted": list(self.predicted)}
-
-
-class Loader(Protocol):
-    """As the engine's."""
-
-    def microbatch(self, batch: int, index: int) -> dict[str, Tensor]: ...
-    def first_sample(self, index: int) -> int: ...
-    def num_targets(self, batch: int) -> int: ...
 
 
 class MemoryWatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hybridpar.config import Config, OptimConfig
+from hybridpar.config import OptimConfig
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.optim.adamw import AdamW
@@ -44,8 +44,3 @@ def build_optimizer(settings: OptimConfig, slots: Sequence[ParameterSlot], tp: A
         return NESTEROV[settings.name](slots, replace(settings, nesterov=True), tp, backend)
     optimizer = OPTIMIZERS[settings.name](slots, settings, tp, backend)
     return Extrapolation(optimizer) if settings.staleness == "extrapolation" else optimizer
-
-
-def optimizer_of(config: Config, slots: Sequence[ParameterSlot], tp: Axis) -> Optimizer:
-    """The optimizer of a run with this configuration, its backend included, for who trains, measures or predicts it."""
-    return build_optimizer(config.optim, slots, tp, config.kernels.optimizer)

@@ -24,17 +24,13 @@ from hybridpar.comm import barrier, gather_objects
 from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.memory.footprint import Buffers, sample_microbatch, silent_axis, trace_stage
-from hybridpar.models.build import DTYPES, Recomputation, build_blocks
-from hybridpar.nn.init import initialize
-from hybridpar.nn.placement import reduce_shared_gradients
-from hybridpar.optim import ParameterSlot, optimizer_of, squared_norm
+from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.pipeline.run.recording import Clock, make_clock
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.planner.profile import KINDS, BlockCost, Key
 from hybridpar.random import RandomKey
-from hybridpar.state.gradients import GradientAccumulator
-from hybridpar.state.weights import Ownership, StageParameters, WeightStore
+from hybridpar.state import RankState, StatePolicy
 
 _MOST_LAYERS = 6
 _UPDATES = 3
@@ -43,7 +39,7 @@ _WARMUP_PASSES = 1
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure each tp degree and micro-batch size. `parts`: also the input part of the backward pass."""
+    """Time to spend on each tp degree and micro-batch size. `parts`: also the input part of the backward pass."""
 
     seconds: float = 2.0
     most_passes: int = 100
@@ -55,32 +51,23 @@ FULL = Effort()
 
 
 class Unit:
-    """One block with all that a stage of its own has: weights, gradients, optimizer."""
+    """One block as a stage of its own, with the state of one."""
 
     def __init__(self, config: Config, number: int, tp: Axis, device: torch.device):
-        dtype = DTYPES[config.train.dtype]
-        self.device, self.tp, self.backend = device, tp, config.kernels.optimizer
-        self.stage = Stage(build_blocks(config.model, tp, [number], kernels=config.kernels, dtype=dtype))
-        parameters = StageParameters(self.stage, dtype)
-        versions = 1 if schedule_of(config.pipeline).flush else 2
-        self.weights = WeightStore(parameters, Ownership.of_all(parameters.layout), versions, device,
-                                   predict=config.optim.staleness == "prediction")
-        placements = parameters.placements
-        self.weights.fill(lambda tensors: initialize(
-            [(name, tensors[name], place) for name, place in placements.items()], 0, {"tp": tp.rank}))
-        self.accumulator = GradientAccumulator(parameters.layout, device)
-        self.slots = [ParameterSlot(o.name, placements[o.name], {"tp": tp.rank}, o.part) for o in self.weights.owned]
-        self.optimizer = optimizer_of(config, self.slots, tp)
-        self.optimizer.allocate(device, self.weights.master_dtype)
+        policy = StatePolicy.of(config, 1 if schedule_of(config.pipeline).flush else 2, 1)
+        self.stage = Stage(build_blocks(config.model, tp, [number], kernels=config.kernels, dtype=policy.dtype))
+        self.state = RankState(self.stage, ProcessGrid.of(tp), policy, device)
+        self.state.initialize(0)
+        self.state.allocate()
         self.num_parameters = sum(p.numel() for p in self.stage.parameters())
-        self.accumulator.begin(0)
+        self.state.begin(0)
         self.key = RandomKey.of(config.train.seed, 0, 0, config.train.micro_batch_size, device)
         self._edge: GradientEdge
         self._input: Tensor | None = None
 
     def forward(self, x: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
-        """As an executor's; returns what it sends on."""
-        self.weights.bind(self.weights.newest)
+        """An executor's forward; returns what it would send on."""
+        self.state.weights.bind(self.state.weights.newest)
         self._input = x.detach().requires_grad_() if x is not None else None
         out: Any = self.stage(self._input, batch, self.key)
         if isinstance(out, dict):
@@ -89,34 +76,30 @@ class Unit:
         return out.detach()
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """The gradient of its input."""
-        self.accumulator.bind(self.weights.leaves_of(self.weights.newest), 0)
+        """An executor's backward; returns the gradient of the input."""
+        self.state.bind(0, (self.state.weights.newest,))
         backward_from(self._edge, gradient)
         given, self._input = self._input, None
         del self._edge
         return None if given is None else given.grad
 
     def norm(self) -> None:
-        """As an engine's."""
-        self.accumulator.finish(0)
-        gradients = self.weights.owned_views(self.accumulator.buffers[0])
-        reduce_shared_gradients(
-            ((g, s.placement) for g, s in zip(gradients, self.slots, strict=True) if s.part is None), self.tp)
-        squared_norm(gradients, self.slots, backend=self.backend)
+        """The norm of the gradients, as in training."""
+        self.state.reduce(0)
+        self.state.square_norm(0)
 
     def update(self) -> None:
-        """As an engine's, at a learning rate of 0."""
-        gradients = self.weights.owned_views(self.accumulator.buffers[0])
-        self.weights.advance(lambda parameters: self.optimizer.step(parameters, gradients, lr=0.0, gradient_scale=1.0))
+        """An update at a learning rate of 0."""
+        self.state.update(0, lr=0.0, factor=1.0)
 
     def freeze(self, frozen: bool) -> None:
-        """Whether backward leaves out what only weights need."""
-        for leaf in self.weights.leaves_of(self.weights.newest).values():
+        """Has backward leave out what only weights need, or not any more."""
+        for leaf in self.state.weights.leaves_of(self.state.weights.newest).values():
             leaf.requires_grad_(not frozen)
 
 
 Stamps = list[tuple[str, str, Any, Any]]
-"""What was done, with which kind of block, from when to when."""
+"""Action, kind of block, and the times from and to which it took."""
 
 
 class Bench:

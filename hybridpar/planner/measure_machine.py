@@ -5,27 +5,24 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import tempfile
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from hybridpar import __version__
 from hybridpar.comm import gather_objects
+from hybridpar.comm.ranks import run_on_ranks
 from hybridpar.config import Config, Launch
 from hybridpar.cpu import cpu_name
-from hybridpar.errors import HybridparError, config_error
+from hybridpar.errors import config_error
 from hybridpar.planner.bench import FULL, QUICK, Effort, measure_blocks, world_axis
 from hybridpar.planner.links import QUICK_SIZES, SIZES, measure_links
-from hybridpar.planner.profile import FORMAT, Hardware, Profile, read_profile, settings_of, write_profile
+from hybridpar.planner.profile import FORMAT, Hardware, Profile, settings_of
 from hybridpar.train.launch import Job, choose_backend, choose_device, keep_freed_memory, set_threads
 
 
@@ -37,7 +34,7 @@ def measure_machine(
 
     degrees: of tensor parallelism (none: 1, 2, 4, .. as many as ranks). sizes: of micro-batches (none: the
     configuration's, and twice that). Returns the same on all ranks.
-    Raises: ConfigError; HybridparError with the first traceback where a process fails.
+    Raises: ConfigError; HybridparError with the traceback of a process that failed.
     """
     every = torch.cuda.device_count() if _has_gpus(config) else max(2, _cores())
     ranks = launch.world_size if launch.world_size > 1 else ranks or every
@@ -57,11 +54,15 @@ def measure_machine(
         profile = measure_here(*request, device)
         job.end_group()
         return profile
-    return _in_processes(request, ranks)
+    # forked, they have torch already; CUDA does not survive that
+    kind, start = ("cuda", "spawn") if _has_gpus(config) else ("cpu", "fork")
+    backend = choose_backend(config.train, torch.device(kind))
+    profile, *_ = run_on_ranks(_measure_in_process, ranks, *request, backend=backend, start=start)
+    return profile
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """All that decides what a profile of this machine says; where any of it differs, another profile is needed."""
+    """Identity of this machine and configuration: a profile of another one does not serve."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if _has_gpus(config) else []
     return {
         "settings": settings_of(config), "gpus": gpus,
@@ -118,43 +119,8 @@ def _about(effort: Effort, ranks: int) -> dict[str, Any]:
         "torch": torch.__version__, "python": platform.python_version(), "ranks": ranks, "seconds": effort.seconds}
 
 
-# -- processes of our own ----------------------------------------------------------------------------------------------
-
-
-def _in_processes(request: tuple[Config, Sequence[int], Sequence[int], bool], ranks: int) -> Profile:
-    """Raises: HybridparError with the traceback of a process that failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        # forked, they have torch already; CUDA does not survive that
-        method = "spawn" if _has_gpus(request[0]) else "fork"
-        context = mp.start_processes(_one_process, (ranks, folder, request), ranks, join=False, start_method=method)
-        assert context is not None
-        try:
-            while not context.join(timeout=1):
-                pass
-        except mp.ProcessExitedException:  # the process's own traceback says more
-            pass
-        errors = sorted((p.read_text() for p in Path(folder).glob("error*")), key=lambda text: "Connection" in text)
-        if errors:
-            raise HybridparError(f"a process that measured failed:\n{errors[0]}")
-        return read_profile(Path(folder, "profile.json"))
-
-
-def _one_process(
-    rank: int, ranks: int, folder: str, request: tuple[Config, Sequence[int], Sequence[int], bool]
-) -> None:
-    config = request[0]
-    try:
-        launch = Launch(rank, rank, ranks, ranks)
-        set_threads(config.train.threads, launch)
-        device = choose_device(config.train, launch)
-        dist.init_process_group(
-            choose_backend(config.train, device), store=dist.FileStore(f"{folder}/store", ranks), rank=rank,
-            world_size=ranks, timeout=timedelta(seconds=120))
-        profile = measure_here(*request, device)
-        if rank == 0:
-            write_profile(profile, Path(folder, "profile.json"))
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        Path(folder, f"error{rank}").write_text(traceback.format_exc())
-        os._exit(1)
+def _measure_in_process(config: Config, degrees: Sequence[int], sizes: Sequence[int], quick: bool) -> Profile:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    launch = Launch(rank, rank, ranks, ranks)
+    set_threads(config.train.threads, launch)
+    return measure_here(config, degrees, sizes, quick, choose_device(config.train, launch))

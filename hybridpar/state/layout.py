@@ -1,4 +1,4 @@
-"""Where each parameter lies in a flat buffer, and the buffer cut into ranges that are reduced together."""
+"""Places of parameters in a flat buffer, and the buffer cut into ranges that are reduced together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """What this rank updates of a parameter: elements [start, stop) of the flat buffer.
+    """The part of a parameter that this rank updates: elements [start, stop) of the flat buffer.
 
     `part` is that range in the parameter itself (None: all of it). `shared`: other ranks update it as well.
     """

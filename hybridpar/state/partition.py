@@ -17,11 +17,12 @@ from math import prod
 from torch import Tensor
 
 from hybridpar.comm import Parts, Works, all_gather_async
-from hybridpar.config import Config
 from hybridpar.grid import BATCH, Axis, ProcessGrid
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
 from hybridpar.optim import ParameterSlot, divisible
+from hybridpar.state.chunks import Buffer
 from hybridpar.state.layout import ALIGN_BYTES, Bucket, FlatLayout, Owned
+from hybridpar.state.policy import StatePolicy
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -41,7 +42,7 @@ class Route:
     whole: int = 0
 
 
-def make_routes(config: Config, placements: Mapping[str, Placement], grid: ProcessGrid) -> dict[str, Route]:
+def make_routes(policy: StatePolicy, placements: Mapping[str, Placement], grid: ProcessGrid) -> dict[str, Route]:
     """Routes of the gradients of a stage's parameters.
 
     A weight tied across stages is summed over both its holders and all their replicas at once (`ends`). Replicated
@@ -52,10 +53,10 @@ def make_routes(config: Config, placements: Mapping[str, Placement], grid: Proce
     """
     def route(name: str, placement: Placement) -> Route:
         tied, common_rows = placement.along("pp") is Held.PARTIAL, has_shared_rows(placement)
-        cuttable = divisible(config.optim, ParameterSlot(name, placement, grid.place))
+        cuttable = divisible(policy.optim, ParameterSlot(name, placement, grid.place))
         return Route(
             grid.ends if tied and grid.pp.size > 1 else grid.axis(*BATCH), (placement.shard is None, common_rows),
-            sharded=config.parallel.zero > 0 and not common_rows, whole=0 if cuttable else prod(placement.shape))
+            sharded=policy.parallel.zero > 0 and not common_rows, whole=0 if cuttable else prod(placement.shape))
 
     return {name: route(name, placement) for name, placement in placements.items()}
 
@@ -88,7 +89,7 @@ class Partition:
         """Whether this rank leaves anything to others."""
         return any(self.parts)
 
-    def gather(self, flat: Tensor) -> Works:
+    def gather(self, flat: Tensor | Buffer) -> Works:
         """Starts bringing what each rank owns of `flat` to the others. Collectives: over the axes of the buckets."""
         return Works(
             all_gather_async(flat[bucket.start : bucket.stop], parts, axis)

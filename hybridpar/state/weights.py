@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,9 @@ from hybridpar.comm import Works
 from hybridpar.errors import CheckpointError
 from hybridpar.nn.placement import Placement, has_shared_rows, named_placements
 from hybridpar.ops.update import Weights
-from hybridpar.state.layout import FlatLayout, Owned
+from hybridpar.state.chunks import Buffer, Chunk, Place
+from hybridpar.state.layout import FlatLayout
+from hybridpar.state.partition import Partition
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 Update = Callable[[Weights], None]
@@ -53,48 +54,37 @@ class StageParameters:
         ]
 
 
-@dataclass(frozen=True)
-class Ownership:
-    """What this rank updates, in the order of the layout, and how it gets what others have updated of a flat buffer."""
-
-    owned: Sequence[Owned]
-    gather: Callable[[Tensor], Works] = lambda flat: Works()
-
-    @staticmethod
-    def of_all(layout: FlatLayout) -> Ownership:
-        """That of a rank which updates everything."""
-        where = zip(layout.names, layout.offsets, layout.shapes, strict=True)
-        return Ownership([Owned(name, start, start + shape.numel()) for name, start, shape in where])
-
-
 class WeightStore:
     """Owns every version of a stage's parameters.
 
     bf16 and fp16 add one fp32 master copy, on which the optimizer works. So does `predict`, in any precision: micro-
     batches then run on W + (W - W before the last update), a guess at the weights their gradient will be applied to.
     Source of prediction: PipeOptim, arXiv 2312.00839.
-    `places`: where modules hold which parameter.
+    `partition`: which parts this rank updates, and how it gets the others. `places`: modules that hold each parameter.
+    `chunks`: of the working buffers (none: each is one); no bucket of a shared partition may cross them.
     """
 
-    def __init__(self, parameters: StageParameters, ownership: Ownership, num_versions: int, device: torch.device, *,
-                 predict: bool = False):
+    def __init__(self, parameters: StageParameters, partition: Partition, num_versions: int, device: torch.device, *,
+                 predict: bool = False, chunks: Sequence[Chunk] = ()):
         self.placements, self.layout, self.predicts = parameters.placements, parameters.layout, predict
-        self.dtype, self.master_dtype = parameters.dtype, parameters.master_dtype
-        self.owned, self._gather = ownership.owned, ownership.gather
-        self.is_sharded = len({o.name for o in self.owned if o.part is None}) < len(self.layout.names)
-        self.buffers = [torch.zeros(self.layout.numel, dtype=self.dtype, device=device) for _ in range(num_versions)]
-        views = [self.layout.views(flat) for flat in self.buffers]
-        self.leaves = [{name: view.detach().requires_grad_() for name, view in table.items()} for table in views]
+        self.dtype, self.master_dtype, self._device = parameters.dtype, parameters.master_dtype, device
+        self.partition = partition
+        self.buffers = [Buffer(self.layout, self.dtype, device, chunks) for _ in range(num_versions)]
+        self.leaves = [{name: view.detach().requires_grad_() for name, view in buffer.views().items()}
+                       for buffer in self.buffers]
         self._own_layout = self._layout_of_owned()
-        self.master = self._own_layout.zeros(device) if predict or self.dtype != self.master_dtype else None
+        self.master = None
+        if predict or self.dtype != self.master_dtype:
+            place = Place.SHARDED if partition.is_sharded else Place.DEVICE
+            self.master = Buffer(self._own_layout, self.master_dtype, device, place=place)
         self._spans = list(self._merged_spans())
         if self.master is not None:
-            self._views = [self._own_layout.views(self.master)] * num_versions
+            self._views = [self.master.views()] * num_versions
         else:
-            self._views = [dict(zip(self._own_layout.names, self.owned_views(flat), strict=True))
-                           for flat in self.buffers]
+            self._views = [dict(zip(self._own_layout.names, self.owned_views(buffer), strict=True))
+                           for buffer in self.buffers]
         self._lists = [list(views.values()) for views in self._views]
-        self._working = [self.owned_views(flat) for flat in self.buffers] if self.master is not None else []
+        self._working = [self.owned_views(buffer) for buffer in self.buffers] if self.master is not None else []
         self.places = parameters.places
         self._arriving: dict[int, Works] = {}
         self._bound: int | None = None
@@ -103,14 +93,15 @@ class WeightStore:
 
     def _layout_of_owned(self) -> FlatLayout:
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
-        own = {o.name: shapes[o.name] if o.part is None else (o.stop - o.start,) for o in self.owned}
+        own = {o.name: shapes[o.name] if o.part is None else (o.stop - o.start,) for o in self.partition.owned}
         return FlatLayout(list(own), list(own.values()), self.master_dtype, offset_dtype=self.dtype)
 
     def _merged_spans(self) -> Iterator[tuple[int, int, int]]:
-        """(start, stop, start in the master) of what this rank owns, neighbours in one."""
+        """(start, stop, start in the master) of what this rank owns; neighbours in one chunk are one."""
         start, stop, at = 0, 0, 0
-        for owned, offset in zip(self.owned, self._own_layout.offsets, strict=True):
-            if owned.start - offset != start - at:
+        cuts = {chunk.start for chunk in self.buffers[0].chunks}
+        for owned, offset in zip(self.partition.owned, self._own_layout.offsets, strict=True):
+            if owned.start - offset != start - at or owned.start in cuts:
                 if start < stop:
                     yield start, stop, at
                 start, at = owned.start, offset
@@ -118,10 +109,10 @@ class WeightStore:
         if start < stop:
             yield start, stop, at
 
-    def owned_views(self, flat: Tensor) -> list[Tensor]:
+    def owned_views(self, flat: Tensor | Buffer) -> list[Tensor]:
         """Views of what this rank owns of a flat buffer, in order: parameters, or parts of them as vectors."""
         return [flat[o.start : o.stop].view(shape)
-                for o, shape in zip(self.owned, self._own_layout.shapes, strict=True)]
+                for o, shape in zip(self.partition.owned, self._own_layout.shapes, strict=True)]
 
     @property
     def num_versions(self) -> int:
@@ -156,7 +147,7 @@ class WeightStore:
             arriving.wait()
 
     def parameters_of_optimizer(self) -> dict[str, Tensor]:
-        """What the optimizer works on, by name: what this rank owns of the master, else of the newest version itself
+        """Tensors that the optimizer works on, by name: this rank's parts of the master, else of the newest version
         (no autograd history)."""
         return self._views[self.slot(self.newest)]
 
@@ -165,13 +156,20 @@ class WeightStore:
         """Sets the newest version: `write` fills all parameters of this stage (fp32, or fp64 in an fp64 run)."""
         newest = self.buffers[self.slot(self.newest)]
         if self.master is None:
-            write(self.layout.views(newest))
+            write(newest.views())
             return
-        full = self.master if not self.is_sharded else self.layout.zeros(newest.device)
-        write(self.layout.views(full))
+        full = self._full()
+        write(full.views())
         newest.copy_(full)
         for start, stop, at in self._spans if full is not self.master else ():
             self.master[at : at + stop - start].copy_(full[start:stop])
+
+    def _full(self) -> Buffer:
+        """The master where this rank has all of it, else a new buffer."""
+        assert self.master is not None
+        if not self.partition.is_sharded:
+            return self.master
+        return Buffer(self.layout, self.master_dtype, self._device)
 
     @torch.no_grad()
     def advance(self, update: Update | None, *, predict: bool = True) -> None:
@@ -189,17 +187,18 @@ class WeightStore:
                 new.copy_(old)
             return
         if update is None:
-            assert self.master is not None
-            self._write(new, self.master)
+            self._write(new)
         elif self.master is None:
             update(Weights(self._lists[before], self._lists[after]))
         else:
             update(Weights(self._lists[0], self._lists[0], self._working[after], self.predicts and predict))
-        self._arriving[self.newest] = self._gather(new)
+        self._arriving[self.newest] = self.partition.gather(new)
 
-    def _write(self, flat: Tensor, own: Tensor) -> None:
+    def _write(self, flat: Buffer) -> None:
+        """Copies the master to its places in `flat`."""
+        assert self.master is not None
         for start, stop, at in self._spans:
-            flat[start:stop].copy_(own[at : at + stop - start])
+            flat[start:stop].copy_(self.master[at : at + stop - start])
 
     @torch.no_grad()
     def full_weights(self) -> dict[str, Tensor]:
@@ -209,12 +208,10 @@ class WeightStore:
         """
         if self.master is None:
             return {name: leaf.detach() for name, leaf in self.leaves_of(self.newest).items()}
-        if not self.is_sharded:
-            return self.layout.views(self.master)
-        full = self.layout.zeros(self.master.device)
-        self._write(full, self.master)
-        self._gather(full).wait()
-        return self.layout.views(full)
+        if (full := self._full()) is not self.master:
+            self._write(full)
+            self.partition.gather(full).wait()
+        return full.views()
 
     @contextmanager
     def unpredicted(self) -> Iterator[None]:
@@ -222,16 +219,16 @@ class WeightStore:
         if not self.predicts:
             yield
             return
-        assert self.master is not None
         self.await_version(self.newest)
         flat = self.buffers[self.slot(self.newest)]
-        predicted = flat.clone()
-        self._write(flat.detach(), self.master)
-        self._gather(flat).wait()
+        predicted = [tensor.clone() for tensor in flat.tensors]
+        self._write(flat)
+        self.partition.gather(flat).wait()
         try:
             yield
         finally:
-            flat.copy_(predicted)
+            for tensor, before in zip(flat.tensors, predicted, strict=True):
+                tensor.copy_(before)
 
     @property
     def live_versions(self) -> range:
@@ -247,7 +244,7 @@ class WeightStore:
         for arriving in list(self._arriving):
             self.await_version(arriving)
         self.newest = version
-        _copy_all(self.leaves_of(version), tensors, f"weights of version {version}")
+        copy_all(self.leaves_of(version), tensors, f"weights of version {version}")
         self._bound = None
         self.bind(version)
 
@@ -255,18 +252,19 @@ class WeightStore:
     def restore_master(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes `tensors` as what this rank owns of the master copy, where there is one. Raises: CheckpointError."""
         if self.master is not None:
-            _copy_all(self._own_layout.views(self.master), tensors, "master weights")
+            copy_all(self.master.views(), tensors, "master weights")
 
 
 def _kind(placement: Placement) -> int:
-    """Tied parameters first, then replicated ones, then split ones, those with rows on several tp ranks last: gradients
-    are reduced by kind, each contiguous."""
+    """The place of a parameter in the layout: tied ones first, then replicated ones, then split ones, and last split
+    ones with rows on several tp ranks. Gradients of each of these are reduced apart, so they are contiguous."""
     if placement.tied or placement.shard is None:
         return 0 if placement.tied else 1
     return 3 if has_shared_rows(placement) else 2
 
 
-def _copy_all(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str) -> None:
+def copy_all(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str) -> None:
+    """Copies tensors by name to their targets. Raises: CheckpointError where one is missing or of another shape."""
     for name, target in targets.items():
         if name not in tensors:
             raise CheckpointError(f"{what}: {name} is missing")

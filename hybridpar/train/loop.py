@@ -130,7 +130,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         prove(config)
         watched = config.train.measure_memory or bool(config.plan.memory_mib)
         watch = MemoryWatch(config, place.device) if watched else None
-        engine = Engine(config, grid, place.device)
+        engine = Engine(config, grid, place.device, tamper=injector.tamper)
         resumed = _load(engine, data, reporter, start)
         if rank == 0:
             for line in continued.go_on(config, resumed, data.train.fingerprint, engine.data_start):

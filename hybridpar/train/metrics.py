@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hybridpar.checkpoint import json_values
+from hybridpar.data.loader import Loader
 from hybridpar.reading import open_regular
-from hybridpar.train.source import Loader
 
 _LONGEST_LINE = 1 << 20
 

@@ -125,7 +125,7 @@ class RunReport:
         }
         if len(result.losses) > 1:
             row["losses"] = result.losses
-        if self.engine.scaler.dynamic:
+        if self.engine.policy.scaler.dynamic:
             row["loss_scale"] = result.loss_scale
         if result.skipped:
             row["skipped"] = True
@@ -141,7 +141,7 @@ class RunReport:
         ranks = trace.gather(recorder, self.engine.grid)
         if not self.writes or not any(rank.events for rank in ranks):
             return
-        shown, gathers = trace.last_batches(ranks, trace.SHOWN), self.engine.partition.is_sharded
+        shown, gathers = trace.last_batches(ranks, trace.SHOWN), self.engine.state.partition.is_sharded
         self.log.put("trace.json", lambda path: trace.write_trace(shown, path, gathers=gathers))
         title = f"{self.config.pipeline.schedule} as it ran"
         self.log.draw("executed.svg", lambda: trace.draw_executed(shown, title))

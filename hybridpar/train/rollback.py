@@ -69,7 +69,7 @@ class AnomalyHandler:
         bundle = Bundle(
             engine.config, result.step, result.losses, result.grad_norm, self._samples.fingerprint, saved, start,
             tuple(step for step in self._skipped if start < step < result.step), anomaly.kind, anomaly.what,
-            anomaly.policy, result.lr, result.loss_scale, versions=engine.versions_of(batch),
+            anomaly.policy, result.lr, result.loss_scale, versions=engine.policy.versions_of(batch),
             stage_norms=result.stage_norms, samples=range(first, first + size))
         bundle = replace(bundle, tokens=content_hash(self._samples, bundle.samples))
         self._log.put(bundle.name, lambda path: write_text(path, bundle.to_json()))

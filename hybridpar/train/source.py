@@ -1,23 +1,15 @@
-"""Where the executor's micro-batches come from."""
+"""The source of the executor's micro-batches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hybridpar.config import Config
+from hybridpar.data.loader import Loader
 from hybridpar.random import RandomKey
-
-
-class Loader(Protocol):
-    """Micro-batches as a pure function of (batch, index): any rank may ask for any, in any order."""
-
-    def microbatch(self, batch: int, index: int) -> dict[str, Tensor]: ...
-    def first_sample(self, index: int) -> int: ...
-    def num_targets(self, batch: int) -> int: ...
 
 
 @dataclass(frozen=True)

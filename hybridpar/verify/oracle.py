@@ -1,4 +1,4 @@
-"""What training ought to compute: one process, float64, plain autograd, no engine, no buckets, no flat buffers.
+"""The training that a grid is compared with: one process, float64, plain autograd, no engine, no flat buffers.
 
 It keeps every version of the weights; each micro-batch runs on the version that the schedule's rule gives it, stage by
 stage. Synchronous schedules: W(t). 2bw: W(max(t-1, 0)), the delayed-gradient oracle. The update rules are in rules.py.
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.config import Config
+from hybridpar.data.loader import Loader
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.optim.schedule import learning_rate
 from hybridpar.random import RandomKey
-from hybridpar.train.source import Loader
 from hybridpar.verify.rules import Tensors, build_rule
 
 
@@ -99,7 +99,7 @@ class Oracle:
         return self.rule(self.history[-1], {n: g * clip for n, g in gradients.items()}, lr)
 
     def _weight(self, name: str, version: int) -> Tensor:
-        """What a micro-batch that is given this version runs on: with prediction, the last update once more on top."""
+        """The weight that micro-batches of this version run on: with prediction, the last update once more on top."""
         weight = self.history[version][name]
         if self.config.optim.staleness != "prediction" or version <= self.config.pipeline.sync_steps:
             return weight.clone()

@@ -26,14 +26,16 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import loss_names
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.state.chunks import block_of
 from hybridpar.train import folder as run_folder
 from hybridpar.train.anomalies import DIVERGENCE, KnownJudge
 from hybridpar.train.bundle import Bundle, content_hash, read_bundle
 from hybridpar.train.continued import settings_of
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.metrics import stream_metrics
+from hybridpar.train.policy import BatchPolicy
 from hybridpar.validate import resolve
-from hybridpar.verify.staged import StagedEngine
+from hybridpar.verify.staged import StagedPolicy, staged_engine
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 """Largest relative difference of loss and gradient norm: rounding, in another order, over the steps since the
@@ -45,7 +47,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Report:
-    """What a step came to when it was run again; `recorded`: then.
+    """Outcome of a step that was run again; `recorded`: the outcome then.
 
     `weights`: the first that is not finite (empty: all are). `activation`, `gradient`: the first block output of a
     micro-batch, and the first parameter's gradient in the order of the backward pass, that are not finite.
@@ -123,12 +125,15 @@ def replay(path: Path, step: int, say: Say) -> Report:
     config = alone(bundle.config)
     data = open_data(config.model, config.data, config.cache_folder, seed=config.train.seed)
     _check_data(bundle, data)
-    staged = StagedEngine(config, bundle.config) if _has_versions_by_stage(bundle.config) else None
-    engine = staged or Engine(config, ProcessGrid(), torch.device("cpu"))
-    engine.judge = KnownJudge(bundle.skipped)
+    judge = KnownJudge(bundle.skipped)
+    staged = StagedPolicy(config, bundle.config, judge) if _has_versions_by_stage(bundle.config) else None
+    if staged is not None:
+        engine = staged_engine(config, bundle.config, staged)
+    else:
+        engine = Engine(config, ProcessGrid(), torch.device("cpu"), policy=BatchPolicy(config, judge))
     _load(engine, bundle, folder, data, say)
     if staged is not None:
-        staged.start = staged.batches_done
+        staged.start = engine.batches_done
         _check_versions(bundle, staged.versions_of(bundle.step - 1))
     loader = BatchLoader(data.train, micro_batch_size=config.train.micro_batch_size,
                          num_microbatches=config.pipeline.num_microbatches, start=engine.data_start)
@@ -228,7 +233,7 @@ def _load(engine: Engine, bundle: Bundle, folder: Path, data: Data, say: Say) ->
 
 
 class _Outputs:
-    """Looks at what blocks put out: the first that is not finite, and how large they are."""
+    """Looks at the outputs of blocks: the first that is not finite, and how large they are."""
 
     def __init__(self, blocks: Mapping[str, nn.Module]):
         self.first = ""
@@ -254,8 +259,8 @@ class _Outputs:
 
 def _probe(engine: Engine, loader: BatchLoader, bundle: Bundle) -> Report:
     """Trains the step under observation."""
-    versions = engine.weights.live_versions
-    weights = next((f"{name} of version {v}" for v in versions for name, w in engine.weights.leaves_of(v).items()
+    store = engine.state.weights
+    weights = next((f"{name} of version {v}" for v in store.live_versions for name, w in store.leaves_of(v).items()
                     if not w.isfinite().all()), "")
     outputs = _Outputs(dict(engine.stage.blocks.items()))
     gradients: dict[str, Tensor] = {}
@@ -265,20 +270,16 @@ def _probe(engine: Engine, loader: BatchLoader, bundle: Bundle) -> Report:
     outputs.close()
     result = results[0]
     squares = {name: float(g.double().square().sum()) / result.loss_scale**2 for name, g in gradients.items()}
-    backward = sorted(gradients, key=_block_of, reverse=True)
+    backward = sorted(gradients, key=block_of, reverse=True)
     wrong = next((name for name in backward if not gradients[name].isfinite().all()), "")
     pp, pipeline = bundle.config.parallel.pp, bundle.config.pipeline
     stages = stage_split(bundle.config.model, pp, pipeline.split, pipeline.num_chunks)
     held = [{block for blocks in stages[rank::pp] for block in blocks} for rank in range(pp)]
-    norms = tuple(math.sqrt(sum(square for name, square in squares.items() if _block_of(name) in mine))
+    norms = tuple(math.sqrt(sum(square for name, square in squares.items() if block_of(name) in mine))
                   for mine in held)
     return Report(bundle, result, norms, weights, outputs.first, wrong, {
         "activations": _largest(outputs.sizes),
         "gradient norms": _largest({name: math.sqrt(square) for name, square in squares.items()})})
-
-
-def _block_of(name: str) -> int:
-    return int(name.split(".")[1])
 
 
 def _largest(sizes: Mapping[str, float]) -> dict[str, float]:

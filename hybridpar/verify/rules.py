@@ -18,7 +18,7 @@ Tensors = dict[str, Tensor]
 
 
 class Rule:
-    """What the rules share: the count of updates, running averages, which parameters decay."""
+    """Base of the rules: the count of updates, running averages, which parameters decay."""
 
     def __init__(self, optim: OptimConfig, placements: Mapping[str, Placement]):
         self.optim, self.placements, self.steps = optim, placements, 0

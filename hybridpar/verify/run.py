@@ -7,30 +7,27 @@ clipping), every updated weight; and before the first: that all weights start fr
 from __future__ import annotations
 
 import math
-import os
 import tempfile
-import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from hybridpar import checkpoint
+from hybridpar.comm.ranks import run_on_ranks
 from hybridpar.config import Config
 from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.errors import ConfigError, HybridparError, Problem
+from hybridpar.errors import ConfigError, Problem
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.cost import stage_split
-from hybridpar.nn.placement import Init, Placement, Shard
+from hybridpar.nn.placement import Placement
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.policy import BatchPolicy
 from hybridpar.verify.oracle import Oracle, OracleStep
 
 TOLERANCE = 1e-9
@@ -85,7 +82,7 @@ class Report:
 
 @dataclass
 class GridRun:
-    """What a grid computed: one entry a batch, tensors assembled from their shards."""
+    """The results of a grid: one entry a batch, tensors assembled from their shards."""
 
     initial: Tensors
     losses: list[float]
@@ -98,7 +95,7 @@ class GridRun:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank of a grid computed."""
+    """The results of one rank of a grid."""
 
     tp: int
     placements: dict[str, Placement]
@@ -111,9 +108,9 @@ class _Part:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What happens to the grid's training: the gradient of the batches `nan_batches` becomes NaN on one replica of the
-    last stage, so that all ranks must skip the update; after `resume_at` batches (0: never) everything is saved, thrown
-    away and loaded."""
+    """Events in the grid's training: the gradient of the batches `nan_batches` becomes NaN on one replica of the last
+    stage, so that all ranks must skip the update; after `resume_at` batches (0: never) everything is saved, thrown away
+    and loaded."""
 
     nan_batches: frozenset[int] = frozenset()
     resume_at: int = 0
@@ -142,45 +139,20 @@ def run_grid(config: Config, num_batches: int, disturbance: Disturbance = CALM) 
     """Runs the engine on config.parallel in fresh local Gloo processes. Raises: HybridparError if a rank failed."""
     num_ranks = config.parallel.tp * config.parallel.pp * config.parallel.dp
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (num_ranks, folder, config, num_batches, disturbance)
-        context = mp.start_processes(_rank_main, arguments, num_ranks, join=False, start_method="fork")
-        assert context is not None
-        try:
-            while not context.join():
-                pass
-        except mp.ProcessExitedException:
-            pass
-        errors = sorted(Path(folder).glob("error*"), key=lambda p: ("Connection" in (t := p.read_text()), len(t)))
-        if errors:
-            raise HybridparError(f"verify: {errors[0].name.replace('error', 'rank ')} failed:\n{errors[0].read_text()}")
-        with torch.serialization.safe_globals([_Part, Placement, Init, Shard, torch.Size]):
-            return _merge([torch.load(Path(folder, f"part{r}"), weights_only=True) for r in range(num_ranks)])
+        return _merge(run_on_ranks(_train, num_ranks, config, num_batches, disturbance, Path(folder),
+                                   timeout_s=config.train.timeout_s))
 
 
-def _rank_main(rank: int, num_ranks: int, folder: str, config: Config, num_batches: int,
-               disturbance: Disturbance) -> None:
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks,
-            timeout=timedelta(seconds=config.train.timeout_s))
-        torch.save(_train(config, num_batches, disturbance, Path(folder)), Path(folder, f"part{rank}"))
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        Path(folder, f"error{rank}").write_text(traceback.format_exc())
-        os._exit(1)
+class _Disturbed(BatchPolicy):
+    """A policy whose loss gradient is NaN in some batches."""
 
+    def __init__(self, config: Config, nan_batches: frozenset[int]):
+        super().__init__(config)
+        self._nan_batches = nan_batches
 
-class _Disturbed(Engine):
-    """An engine whose loss gradient is NaN in some batches."""
-
-    nan_batches: frozenset[int] = frozenset()
-
-    def _before_backward(self, action: Action) -> float:
-        factor = super()._before_backward(action)
+    def loss_gradient(self, action: Action) -> float:
         batch, index = divmod(action.microbatch, self.sizes.num_microbatches)
-        return math.nan if batch in self.nan_batches and index == 0 and self.grid.dp.is_last else factor
+        return math.nan if index == 0 and batch in self._nan_batches else super().loss_gradient(action)
 
 
 def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: Path) -> _Part:
@@ -188,9 +160,8 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
     grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
 
     def make_engine() -> Engine:
-        engine = _Disturbed(config, grid, torch.device("cpu"))
-        engine.nan_batches = disturbance.nan_batches
-        return engine
+        policy = _Disturbed(config, disturbance.nan_batches if grid.dp.is_last else frozenset())
+        return Engine(config, grid, torch.device("cpu"), policy=policy)
 
     engine = make_engine()
     loader = SyntheticLoader(
@@ -201,7 +172,7 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
     steps: list[StepResult] = []
 
     def on_gradients(batch: int, tensors: Tensors) -> None:
-        snapshots.append(_copy(engine.weights.full_weights()))
+        snapshots.append(_copy(engine.state.weights.full_weights()))
         gradients.append(_copy(tensors))
 
     if 0 < disturbance.resume_at < num_batches:
@@ -210,8 +181,8 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
         engine = make_engine()
         assert checkpoint.resume(folder / "checkpoints", engine, "", print) == disturbance.resume_at
     engine.train(loader, num_batches - engine.batches_done, steps.append, on_gradients)
-    snapshots.append(_copy(engine.weights.full_weights()))
-    return _Part(grid.tp.rank, engine.weights.placements, snapshots, gradients,
+    snapshots.append(_copy(engine.state.weights.full_weights()))
+    return _Part(grid.tp.rank, engine.state.placements, snapshots, gradients,
                  [step.loss for step in steps], [step.grad_norm for step in steps])
 
 

@@ -20,62 +20,59 @@ from torch import nn
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.cost import stage_split
-from hybridpar.optim.schedule import learning_rate
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.train.anomalies import Judge
 from hybridpar.train.engine import Engine
+from hybridpar.train.policy import BatchPolicy
 from hybridpar.train.run import mark_intervals
 
 
-class StagedEngine(Engine):
-    """Trains as the stages of `original` did; `config`: the same on one process.
+class StagedPolicy(BatchPolicy):
+    """The decisions of the run `original`, for training with `config`, which is the same on one process.
 
     `start`: the batch before which training went on from a checkpoint, to be set once that is loaded.
     """
 
-    def __init__(self, config: Config, original: Config):
-        self._original, self._stages = original, Sizes.of(original)
-        self._rules = schedule_of(original.pipeline)
+    def __init__(self, config: Config, original: Config, judge: Judge):
+        super().__init__(config, judge, schedule=schedule_of(original.pipeline), sizes=Sizes.of(original))
+        self._marks = mark_intervals(original)
         self.start = 0
-        super().__init__(config, ProcessGrid(), torch.device("cpu"))
-        split = stage_split(original.model, original.parallel.pp, original.pipeline.split)
-        for stage, number in ((stage, number) for stage, numbers in enumerate(split) for number in numbers):
-            block = self.stage.blocks[str(number)]
-            tables = {id(module._parameters) for module in block.modules()}
-            places = [place for place in self.weights.places if id(place[0]) in tables]
-            block.register_forward_pre_hook(self._binding(stage, places))
 
-    def _num_versions(self) -> int:
-        return self._rules.max_live_versions(self._stages, 0)
+    def versions_of(self, batch: int) -> tuple[tuple[int, ...], ...]:
+        """Weight version per stage and micro-batch, where the pipeline drained at the marks of the original run."""
+        drained = max(self.start, *(batch // n * n for n in self._marks), 0)
+        return self.schedule.versions_of(self.sizes, batch, drained)
 
-    def _binding(self, stage: int, places: list[tuple[dict[str, Any], str, str]]) -> Callable[..., None]:
+    def versions_by_stage(self, action: Action) -> list[int]:
+        """Weight version per stage of the micro-batch of an action."""
+        batch, index = divmod(action.microbatch, self.sizes.num_microbatches)
+        return [versions[index] for versions in self.versions_of(batch)]
+
+    def versions_in(self, action: Action) -> tuple[int, ...]:
+        return (action.version, *({*self.versions_by_stage(action)} - {action.version}))
+
+
+def staged_engine(config: Config, original: Config, policy: StagedPolicy) -> Engine:
+    """An engine that trains as the stages of `original` did; `config`: the same on one process."""
+    engine = Engine(config, ProcessGrid(), torch.device("cpu"), policy=policy)
+    weights = engine.state.weights
+
+    def binding(stage: int, places: list[tuple[dict[str, Any], str, str]]) -> Callable[..., None]:
         """Points a block's modules at its stage's version."""
         def bind(module: nn.Module, inputs: Any) -> None:
-            assert self.executor.current is not None
-            leaves = self.weights.leaves_of(self._versions_by_stage(self.executor.current)[stage])
+            assert engine.executor.current is not None
+            leaves = weights.leaves_of(policy.versions_by_stage(engine.executor.current)[stage])
             for table, key, name in places:
                 table[key] = leaves[name]
 
         return bind
 
-    def _versions_by_stage(self, action: Action) -> list[int]:
-        batch, index = divmod(action.microbatch, self._stages.num_microbatches)
-        return [versions[index] for versions in self.versions_of(batch)]
-
-    def versions_of(self, batch: int) -> tuple[tuple[int, ...], ...]:
-        """By stage and micro-batch, where the pipeline drained at the marks of the original run."""
-        drained = max(self.start, *(batch // n * n for n in mark_intervals(self._original)), 0)
-        return self._rules.versions_of(self._stages, batch, drained)
-
-    def _before_backward(self, action: Action) -> float:
-        factor = super()._before_backward(action)
-        buffer = self.gradients.buffer_index(action.microbatch // self._stages.num_microbatches)
-        for version in {*self._versions_by_stage(action)} - {action.version}:
-            self.gradients.bind(self.weights.leaves_of(version), buffer)
-        self.gradients.arm(None)  # there is nobody to reduce them with
-        return factor
-
-    def _lr(self, batch: int) -> float:
-        delay = self._rules.mean_delay(self._stages, 0) if batch >= self._rules.sync_steps else 0.0
-        return learning_rate(batch, self.config.optim, self.config.train.num_steps, delay)
+    split = stage_split(original.model, original.parallel.pp, original.pipeline.split)
+    for stage, number in ((stage, number) for stage, numbers in enumerate(split) for number in numbers):
+        block = engine.stage.blocks[str(number)]
+        tables = {id(module._parameters) for module in block.modules()}
+        block.register_forward_pre_hook(
+            binding(stage, [place for place in weights.places if id(place[0]) in tables]))
+    return engine

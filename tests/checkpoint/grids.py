@@ -20,6 +20,7 @@ from hybridpar.checkpoint.saved import Saved
 from hybridpar.config import Config
 from hybridpar.grid import AxisSizes, ProcessGrid, sizes_of
 from hybridpar.nn.placement import Placement
+from hybridpar.state.kinds import parse_key
 from hybridpar.train.engine import Engine
 
 SCALER = {"scale": 1024.0, "good_steps": 3, "overflows": 0}
@@ -44,20 +45,19 @@ class Truth(Mapping[str, Tensor]):
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.parts = engine.owned_parts()
+        self.parts = engine.state.parts
 
     def __getitem__(self, key: str) -> Tensor:
-        kind, _, rest = key.partition("/")
-        version, _, name = rest.partition("/") if kind == "weights" else ("", "", rest)
-        name, _, state = name.rpartition(".") if kind == "optimizer" else (name, "", "")
-        place: Placement = self.engine.placements[name]
-        whole = numbers(f"{kind} {version} {state} {place.tied or name}", place.shape)
+        kind, name, what = parse_key(key)
+        version, state = (what, "") if kind.whole else ("", what)
+        place: Placement = self.engine.state.placements[name]
+        whole = numbers(f"{kind.name} {version} {state} {place.tied or name}", place.shape)
         local = place.take(whole, self.engine.grid.tp.rank)
-        if kind != "weights" and name in self.parts:
+        if not kind.whole and name in self.parts:
             start, stop = self.parts[name]
             local = local.flatten()[start:stop]
-        store = self.engine.weights
-        return local.to(store.dtype if kind == "weights" else store.master_dtype).clone()
+        store = self.engine.state.weights
+        return local.to(store.dtype if kind.name == "weights" else store.master_dtype).clone()
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -71,7 +71,7 @@ class Truth(Mapping[str, Tensor]):
 
 def fill(engine: Engine, step: int) -> None:
     """Gives a rank its part of the state after so many steps."""
-    newest = range(max(step - engine.weights.num_versions + 1, 0), step + 1)
+    newest = range(max(step - engine.state.weights.num_versions + 1, 0), step + 1)
     engine.load_state(Truth(engine), {
         "batches_done": step, "versions": list(newest), "num_updates": step, "loss_scaler": SCALER,
         "loss_scales": {str(v): 2.0**v for v in newest}})
@@ -99,7 +99,7 @@ def load_all(folder: Path, config: Config, sizes: AxisSizes | None = None) -> It
 
 def differing(engine: Engine, *, ignore: tuple[str, ...] = ()) -> list[str]:
     """Names of a rank's tensors that are not what they ought to be."""
-    truth, found = Truth(engine), engine.state_tensors()
-    assert len(found) >= len(engine.placements)  # with ZeRO a rank may own nothing
+    truth, found = Truth(engine), engine.state.tensors()
+    assert len(found) >= len(engine.state.placements)  # with ZeRO a rank may own nothing
     return [name for name, tensor in found.items() if not name.startswith(ignore)
             and (tensor.dtype != truth[name].dtype or not torch.equal(tensor, truth[name]))]

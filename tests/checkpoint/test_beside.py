@@ -181,7 +181,7 @@ def test_a_save_and_a_load_say_how_far_they_have_come(tmp_path: Path) -> None:
     note()
     writing = "writing the checkpoint of step 0", 7.0
     assert [(one.phase, one.limit_s) for one in seen] == [writing, writing, ("idle", 0.0)]
-    num_tensors = len(engine.state_tensors())
+    num_tensors = len(engine.state.tensors())
     assert seen[1].count - seen[0].count >= num_tensors
     assert seen[2].count - seen[1].count >= num_tensors, "it is read back"
     checkpoint.resume(tmp_path / "root", engine, "corpus", print)

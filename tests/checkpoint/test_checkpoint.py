@@ -120,10 +120,10 @@ def test_another_model_is_refused_field_by_field(tmp_path: Path) -> None:
     config = one_rank()
     other = replace(config, model=replace(config.model, hidden_size=24, num_layers=3))
     engine, _ = make_engine(other)
-    before = {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
+    before = {name: tensor.clone() for name, tensor in engine.state.tensors().items()}
     with pytest.raises(CheckpointError, match=r"2 there and 3 here; model.hidden_size is 12 there and 24"):
         checkpoint.resume(tmp_path, engine, "corpus", print)
-    assert all(torch.equal(before[name], tensor) for name, tensor in engine.state_tensors().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.state.tensors().items())
 
 
 def test_other_data_are_refused(tmp_path: Path) -> None:

@@ -172,8 +172,8 @@ def test_every_tensor_and_moment_is_the_same_on_another_grid(
         saved = save_all(Path(folder), sections(before, zero_before, model, kept, dtype, split_before))
         for engine in load_all(saved, sections(after, zero_after, model, kept, dtype, split_after)):
             assert not differing(engine), engine.grid.describe()
-            names |= engine.state_tensors().keys()
-            tied |= {name: place.tied or name for name, place in engine.placements.items()}
+            names |= engine.state.tensors().keys()
+            tied |= {name: place.tied or name for name, place in engine.state.placements.items()}
             meta = engine.state_meta()
             assert (meta["batches_done"], meta["num_updates"]) == (5, 5)
             if dtype == "fp16":
@@ -198,7 +198,7 @@ def test_only_files_with_what_a_rank_needs_are_opened(tmp_path: Path) -> None:
         path.unlink()
     saved = Saved(folder)
     engine = list(engines(make({"pp": 4}, model={"tie_embeddings": False})))[1]
-    for name, place in engine.placements.items():
+    for name, place in engine.state.placements.items():
         assert torch.equal(saved.read(ParameterSlot(name, place), "weights", "5"), numbers(
             f"weights 5  {name}", place.shape).float())
 
@@ -209,8 +209,8 @@ def test_only_files_with_what_a_rank_needs_are_opened(tmp_path: Path) -> None:
 def weights_are(folder: Path, config: Config, **tensors: str) -> None:
     """On all ranks: `weights/<version>` as the checkpoint's tensor of that name."""
     for engine in load_all(folder, config):
-        store = engine.weights
-        for name, place in engine.placements.items():
+        store = engine.state.weights
+        for name, place in engine.state.placements.items():
             for key, value in tensors.items():
                 got = store.leaves_of(int(key[1:]))[name] if key != "master" else store.full_weights()[name]
                 whole = numbers(f"{value} {place.tied or name}", place.shape)
@@ -268,7 +268,7 @@ def test_a_state_that_the_old_run_had_not_begins_as_zero(tmp_path: Path) -> None
     folder = save_all(tmp_path, make({"pp": 2, "zero": 1}, pipeline=TWO))
     for engine in load_all(folder, make({"tp": 2}, pipeline=TWO, optim={"staleness": "extrapolation"})):
         assert all(name.endswith(".previous_update") for name in differing(engine))
-        assert all(not t.any() for n, t in engine.state_tensors().items() if n.endswith(".previous_update"))
+        assert all(not t.any() for n, t in engine.state.tensors().items() if n.endswith(".previous_update"))
 
 
 def test_a_state_that_the_old_run_must_have_had_is_missed(tmp_path: Path) -> None:
@@ -276,8 +276,8 @@ def test_a_state_that_the_old_run_must_have_had_is_missed(tmp_path: Path) -> Non
     config = make({})
     (engine,) = engines(config)
     fill(engine, 5)
-    whole = engine.optimizer.state_tensors()
-    engine.optimizer.state_tensors = lambda: {  # type: ignore[method-assign]
+    whole = engine.state.optimizer.state_tensors()
+    engine.state.optimizer.state_tensors = lambda: {  # type: ignore[method-assign]
         name: t for name, t in whole.items() if name != "blocks.1.mlp.up.weight.exp_avg_sq"}
     aside = begin(tmp_path, 5)
     written = [Part.of(engine).write(aside)]

@@ -59,7 +59,7 @@ def train_in_stretches(config: Config, stretches: tuple[int, ...], root: Path, *
             assert done == sum(stretches[:i])
         engine.train(loader, num_batches, steps.append)
         checkpoint.save(root, engine, "corpus")
-    return steps, {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
+    return steps, {name: tensor.clone() for name, tensor in engine.state.tensors().items()}
 
 
 def compare_stretches(config: Config, folder: Path, parts: tuple[int, ...] = (3, 1, 2)) -> None:
@@ -116,8 +116,8 @@ def save_and_merge(config: Config, root: Path) -> None:
     checkpoint.save(root, engine, "corpus")
     saved, full = checkpoint.load_full(root / "step_00000002")
     assert saved == config
-    for name, newest in engine.weights.full_weights().items():
-        assert torch.equal(engine.placements[name].take(full[name], engine.grid.tp.rank), newest), name
+    for name, newest in engine.state.weights.full_weights().items():
+        assert torch.equal(engine.state.placements[name].take(full[name], engine.grid.tp.rank), newest), name
 
 
 @pytest.mark.ranks

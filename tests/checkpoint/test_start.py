@@ -23,8 +23,8 @@ from hybridpar.train.engine import Engine
 def start(folder: Path, tp: int, pp: int, dp: int) -> None:
     """Every parameter is its part of the one in the checkpoint; tied ones are found under either name."""
     engine = start_engine(folder, tp, pp, dp)
-    for name, tensor in engine.weights.full_weights().items():
-        place = engine.placements[name]
+    for name, tensor in engine.state.weights.full_weights().items():
+        place = engine.state.placements[name]
         whole = random_like("blocks.0.tokens.weight" if place.tied else name, place.shape)
         assert torch.equal(tensor, place.take(whole, engine.grid.tp.rank)), name
 
@@ -50,8 +50,8 @@ def grid_to_grid(root: Path, dtype: str, zero: int) -> None:
     taken = Engine(other, ProcessGrid(pp=4), torch.device("cpu"))
     checkpoint.start_from(folder, taken)
     assert taken.batches_done == 0
-    for name, tensor in taken.weights.full_weights().items():
-        assert torch.equal(tensor, full["blocks.0.tokens.weight" if taken.placements[name].tied else name]), name
+    for name, tensor in taken.state.weights.full_weights().items():
+        assert torch.equal(tensor, full["blocks.0.tokens.weight" if taken.state.placements[name].tied else name]), name
 
 
 @pytest.mark.ranks

@@ -10,17 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.config import ModelConfig
+from hybridpar.config import ModelConfig, OptimConfig, ParallelConfig
 from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.grid import Axis
+from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.memory import Usage, measure
 from hybridpar.memory.ghost import Ghost, Tracker
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.ops.dropout import dropout
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.random import RandomKey
-from hybridpar.state.gradients import GradientAccumulator
-from hybridpar.state.weights import Ownership, StageParameters, WeightStore
+from hybridpar.state import RankState, StatePolicy
 
 CPU = torch.device("cpu")
 
@@ -167,10 +166,8 @@ def stage_memory(model: ModelConfig, dtype: torch.dtype, blocks: range, recomput
         return meter.read().peak
 
     stage = Stage(build_blocks(model, Axis("tp"), blocks, dtype=dtype), recompute)
-    parameters = StageParameters(stage, dtype)
-    store = WeightStore(parameters, Ownership.of_all(parameters.layout), 1, CPU)
-    gradients = GradientAccumulator(store.layout, CPU)
-    gradients.bind(store.leaves_of(0), 0)
+    state = RankState(stage, ProcessGrid(), StatePolicy(dtype, 1, 1, OptimConfig(), ParallelConfig(), "auto"), CPU)
+    state.bind(0, (0,))
     batch = SyntheticLoader(model, 4, 1, padding=False).microbatch(0, 0)
     batch |= {n: torch.ones((), dtype=torch.float64) for n in ("num_targets", "num_samples")}
     rows = []

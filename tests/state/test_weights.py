@@ -8,14 +8,17 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from hybridpar.config import Config, from_mapping
+from hybridpar.config import Config, OptimConfig, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.memory import measure
 from hybridpar.models.build import build_blocks
+from hybridpar.nn.init import initialize
 from hybridpar.optim import ParameterSlot, build_optimizer
 from hybridpar.pipeline.run.stage import Stage
-from hybridpar.state.weights import Ownership, StageParameters, WeightStore
+from hybridpar.state.chunks import cut
+from hybridpar.state.partition import Partition, Route
+from hybridpar.state.weights import StageParameters, WeightStore
 from hybridpar.train.engine import Engine
 
 CPU = torch.device("cpu")
@@ -37,8 +40,8 @@ def static_bytes(config: Config) -> tuple[int, int, int, int]:
         engine.train(SyntheticLoader(config.model, 2, 4), 3, lambda step: None)
         engine.executor.losses.clear()
         current = meter.read().current
-    gradients = engine.gradients.buffers
-    return current, engine.weights.buffers[0].nbytes, gradients[0].nbytes, len(gradients)
+    gradients = engine.state.gradients.buffers
+    return current, engine.state.weights.buffers[0].nbytes, gradients[0].nbytes, len(gradients)
 
 
 @pytest.mark.ranks
@@ -55,10 +58,12 @@ def test_2bw_costs_one_copy_and_one_gradient_buffer_over_1f1b(dtype: str, pp: in
         assert after - before == pytest.approx(copy + (num_buffers - 1) * gradient, abs=NUMBERS)
 
 
-def make_store(dtype: torch.dtype) -> WeightStore:
+def make_store(dtype: torch.dtype, chunk_bytes: int = 0, *, predict: bool = False) -> WeightStore:
     model = make("2bw", "fp32").model
     parameters = StageParameters(Stage(build_blocks(model, Axis("tp"), range(6), dtype=dtype)), dtype)
-    return WeightStore(parameters, Ownership.of_all(parameters.layout), 2, CPU)
+    alone = Partition(parameters.layout, dict.fromkeys(parameters.layout.names, Route(Axis("dp"))))
+    chunks = cut(parameters.layout, chunk_bytes) if chunk_bytes else ()
+    return WeightStore(parameters, alone, 2, CPU, predict=predict, chunks=chunks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -97,3 +102,26 @@ def test_making_a_version_takes_no_memory(dtype: torch.dtype, optim: str) -> Non
         store.advance(None)
         assert meter.read().peak <= NUMBERS
     assert store.newest == 4
+
+
+@pytest.mark.parametrize("predict", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_store_in_chunks_has_the_same_bits(dtype: torch.dtype, predict: bool) -> None:
+    """Started, updated, left as it is, and read."""
+    whole, parts = (make_store(dtype, size, predict=predict) for size in (0, 100_000))
+    assert [len(store.buffers[0].chunks) for store in (whole, parts)] == [1, 6]
+    one, other = used(whole), used(parts)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def used(store: WeightStore) -> dict[str, torch.Tensor]:
+    """All that there is to read after three updates, of which one is skipped."""
+    store.fill(lambda tensors: initialize([(n, t, store.placements[n]) for n, t in tensors.items()], 3, 0))
+    optimizer = build_optimizer(OptimConfig(), [ParameterSlot(*of) for of in store.placements.items()], Axis("tp"))
+    gradients = store.layout.views(store.layout.zeros(CPU).fill_(0.01)).values()
+    for skip in (False, True, False):
+        store.advance(None if skip else lambda weights: optimizer.step(weights, [g.clone() for g in gradients], lr=0.1))
+    with store.unpredicted():
+        seen = {f"unpredicted {name}": leaf.detach().clone() for name, leaf in store.leaves_of(3).items()}
+    seen |= {f"{v} {name}": leaf.detach() for v in (2, 3) for name, leaf in store.leaves_of(v).items()}
+    return seen | {f"full {name}": tensor for name, tensor in store.full_weights().items()}

@@ -20,7 +20,7 @@ import pytest
 from hybridpar.cli import main
 from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.train.engine import Engine
+from hybridpar.train.policy import BatchPolicy
 
 TOML = """
 [model]
@@ -131,10 +131,10 @@ def tiny(folder: Path, schedule: str = "2bw", **sections: dict[str, Any]) -> Con
 
 def poison_gradients(monkeypatch: pytest.MonkeyPatch, batches: set[int]) -> None:
     """Gradients of all micro-batches of these batches are NaN."""
-    healthy = Engine._before_backward
+    healthy = BatchPolicy.loss_gradient
 
-    def poisoned(self: Engine, action: Action) -> float:
+    def poisoned(self: BatchPolicy, action: Action) -> float:
         factor = healthy(self, action)
         return math.nan if action.microbatch // self.sizes.num_microbatches in batches else factor
 
-    monkeypatch.setattr(Engine, "_before_backward", poisoned)
+    monkeypatch.setattr(BatchPolicy, "loss_gradient", poisoned)

@@ -20,6 +20,7 @@ from hybridpar.pipeline.plan.action import Action
 from hybridpar.train.anomalies import RunningJudge
 from hybridpar.train.audit import find_divergence
 from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.policy import BatchPolicy
 from hybridpar.validate import problems
 
 ALONE = Launch(0, 0, 1, 1)
@@ -99,12 +100,11 @@ def make(schedule: str, sections: dict[str, Any] | None = None, **parallel: int)
     } | (sections or {}))
 
 
-class Poisoned(Engine):
-    """Its loss gradient is NaN in batch 4, on the last replica's last stage."""
+class Poisoned(BatchPolicy):
+    """The loss gradient is NaN in batch 4."""
 
-    def _before_backward(self, action: Action) -> float:
-        factor = super()._before_backward(action)
-        return math.nan if action.microbatch == 4 * 3 and self.grid.dp.is_last and self.grid.pp.is_last else factor
+    def loss_gradient(self, action: Action) -> float:
+        return math.nan if action.microbatch == 4 * 3 else super().loss_gradient(action)
 
 
 class Later(SyntheticLoader):
@@ -119,14 +119,16 @@ class Later(SyntheticLoader):
         return super().num_targets(batch + self.behind)
 
 
-def build(config: Config, kind: type[Engine] = Engine) -> tuple[Engine, Later]:
+def build(config: Config, *, poisoned: bool = False) -> tuple[Engine, Later]:
+    """`poisoned`: the last replica is."""
     parallel = config.parallel
     grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
-    return kind(config, grid, CPU), Later(config.model, 2, 3, grid.dp.rank, grid.dp.size)
+    policy = Poisoned(config) if poisoned and grid.dp.is_last else None
+    return Engine(config, grid, CPU, policy=policy), Later(config.model, 2, 3, grid.dp.rank, grid.dp.size)
 
 
 def poisoned_steps(config: Config) -> tuple[int, list[tuple[int, str, bool]]]:
-    engine, loader = build(config, Poisoned)
+    engine, loader = build(config, poisoned=True)
     seen: list[StepResult] = []
     engine.train(loader, 12, seen.append)
     return engine.batches_done, [(s.step, s.anomaly.policy if s.anomaly else "", s.skipped) for s in seen]
@@ -167,8 +169,8 @@ def rolled_back(config: Config, root: Path) -> None:
     wanted: list[StepResult] = []
     other.train(without, 3, wanted.append)
     assert [(s.step, s.losses, s.grad_norm) for s in got] == [(s.step + 3, s.losses, s.grad_norm) for s in wanted]
-    for name, tensor in other.weights.full_weights().items():
-        assert torch.equal(tensor, engine.weights.full_weights()[name])
+    for name, tensor in other.state.weights.full_weights().items():
+        assert torch.equal(tensor, engine.state.weights.full_weights()[name])
 
 
 @pytest.mark.ranks
@@ -183,7 +185,7 @@ def diverged(config: Config, name: str, rank: int) -> list[str]:
     engine, loader = build(config)
     engine.train(loader, 2, lambda step: None)
     found = [find_divergence(engine)]
-    leaf = engine.weights.leaves_of(2).get(name)
+    leaf = engine.state.weights.leaves_of(2).get(name)
     if engine.grid.rank == rank and leaf is not None:
         with torch.no_grad():
             leaf.view(-1)[3] += 1e-6

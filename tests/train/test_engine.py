@@ -67,7 +67,7 @@ def _states(config: Config, grid_device: str) -> list[Any]:
     assert engine.grid.world.via_host == (grid_device != "cpu")
     steps: list[StepResult] = []
     engine.train(loader, 4, steps.append)
-    hashes = {name: int(bit_hash(x)) for name, x in engine.state_tensors().items()}
+    hashes = {name: int(bit_hash(x)) for name, x in engine.state.tensors().items()}
     return [engine.evaluate(loader, 1), hashes, *((s.loss, s.grad_norm) for s in steps)]
 
 
@@ -76,12 +76,12 @@ def test_the_master_is_what_accumulates(dtype: str) -> None:
     """A step far smaller than bf16 can resolve must still add up: lr 1e-5 on weights of 0.02 for 8 steps."""
     engine, loader = build(make(train={"dtype": dtype}, optim={"lr": 1e-5, "decay": "constant"}))
     name = "blocks.1.mlp.up.weight"
-    start = engine.weights.parameters_of_optimizer()[name].clone()
+    start = engine.state.weights.parameters_of_optimizer()[name].clone()
     engine.train(loader, 8, lambda step: None)
-    master = engine.weights.parameters_of_optimizer()[name]
+    master = engine.state.weights.parameters_of_optimizer()[name]
     assert master.dtype == torch.float32
     assert 1e-5 < (master - start).abs().max() <= 1e-4
-    assert torch.equal(engine.weights.leaves_of(8)[name], master.to(engine.weights.dtype))
+    assert torch.equal(engine.state.weights.leaves_of(8)[name], master.to(engine.state.weights.dtype))
 
 
 @pytest.mark.ranks
@@ -102,15 +102,15 @@ def _overflow(config: Config) -> tuple[list[StepResult], list[float]]:
     engine, loader = build(config)
     steps: list[StepResult] = []
     engine.train(loader, 18, steps.append)
-    return steps, [float(w.abs().max()) for w in engine.weights.parameters_of_optimizer().values()]
+    return steps, [float(w.abs().max()) for w in engine.state.weights.parameters_of_optimizer().values()]
 
 
 def test_a_skipped_step_changes_nothing() -> None:
     engine, loader = build(make(train={"dtype": "fp16"}, optim={"loss_scale": 2.0**24}))
-    before = {n: w.clone() for n, w in engine.weights.parameters_of_optimizer().items()}
+    before = {n: w.clone() for n, w in engine.state.weights.parameters_of_optimizer().items()}
     engine.train(loader, 1, lambda step: None)
-    assert engine.optimizer.num_updates == 0
-    assert all(torch.equal(before[n], w) for n, w in engine.weights.parameters_of_optimizer().items())
+    assert engine.state.optimizer.num_updates == 0
+    assert all(torch.equal(before[n], w) for n, w in engine.state.weights.parameters_of_optimizer().items())
 
 
 @pytest.mark.ranks
@@ -167,7 +167,7 @@ def _resume(config: Config) -> tuple[list[StepResult], list[StepResult]]:
     engine, loader = build(config)
     straight: list[StepResult] = []
     engine.train(loader, 3, straight.append)
-    tensors = {n: t.clone() for n, t in engine.state_tensors().items()}
+    tensors = {n: t.clone() for n, t in engine.state.tensors().items()}
     meta = engine.state_meta()
     engine.train(loader, 3, straight.append)
     other, _ = build(config)
@@ -179,7 +179,7 @@ def _resume(config: Config) -> tuple[list[StepResult], list[StepResult]]:
 
 def test_state_of_another_model_is_refused() -> None:
     engine, _ = build(make())
-    tensors, meta = engine.state_tensors(), engine.state_meta()
+    tensors, meta = engine.state.tensors(), engine.state_meta()
     with pytest.raises(CheckpointError, match=r"blocks\.0\.tokens\.weight has shape \(37, 32\), this model needs"):
         build(make(model={"hidden_size": 48}))[0].load_state(tensors, meta)
     del tensors["weights/0/blocks.2.mlp.up.bias"]

@@ -59,7 +59,7 @@ def trained(config: Config, grid: ProcessGrid, device: str) -> Steps:
     loader = SyntheticLoader(config.model, 2, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size)
     steps: list[StepResult] = []
     engine.train(loader, STEPS, steps.append)
-    assert audit_replicas(engine.weights.full_weights(), grid.dp) is None
+    assert audit_replicas(engine.state.weights.full_weights(), grid.dp) is None
     return [(s.loss, s.grad_norm, s.skipped) for s in steps]
 
 

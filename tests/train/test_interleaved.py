@@ -67,7 +67,7 @@ def run(config: Config, root: Path, stop: int) -> tuple[list[StepResult], dict[s
     done = checkpoint.resume(root, engine, "corpus", print)
     engine.train(loader, stop - done, steps.append)
     checkpoint.save(root, engine, "corpus")
-    return steps, {n: t.clone() for n, t in engine.state_tensors().items()}, engine.evaluate(loader, 2)
+    return steps, {n: t.clone() for n, t in engine.state.tensors().items()}, engine.evaluate(loader, 2)
 
 
 def state(results: list[tuple[list[StepResult], dict[str, Tensor], dict[str, float]]]) -> dict[str, Tensor]:

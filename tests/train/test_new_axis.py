@@ -33,7 +33,7 @@ def train(root: Path, sizes: dict[str, int], zero: int = 0, changed: int = -1) -
     assert not find_divergence(engine)
     checkpoint.save(root, engine, "corpus")
     if grid.rank == changed:
-        next(iter(engine.weights.leaves_of(engine.batches_done).values())).detach().view(-1)[3] += 1e-6
+        next(iter(engine.state.weights.leaves_of(engine.batches_done).values())).detach().view(-1)[3] += 1e-6
     return steps, find_divergence(engine)
 
 

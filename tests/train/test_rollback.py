@@ -54,7 +54,7 @@ def test_a_spike_is_rolled_back_and_training_goes_on_behind_it(tmp_path: Path,
         if batch == 8 and not hasattr(self, "broken"):
             self.broken = True  # type: ignore[attr-defined]
             with torch.no_grad():
-                for leaf in self.weights.leaves_of(batch + 1).values():
+                for leaf in self.state.weights.leaves_of(batch + 1).values():
                     leaf.mul_(30.0)
 
     monkeypatch.setattr(Engine, "_apply", broken)
@@ -100,8 +100,8 @@ def test_replicas_that_differ_are_rolled_back_together(tmp_path: Path, monkeypat
         healthy(self, batch, result)
         if batch == 4 and self.grid.rank == 1 and not hasattr(self, "spoiled"):
             self.spoiled = True  # type: ignore[attr-defined]
-            self.before_change()
-            next(iter(self.weights.leaves_of(batch + 1).values())).data.view(-1)[0] += 1.0
+            self.state.await_copy()
+            next(iter(self.state.weights.leaves_of(batch + 1).values())).data.view(-1)[0] += 1.0
 
     monkeypatch.setattr(Engine, "_apply", spoiled)
     out = run_job(2, "train", config, *flags, "--run.name", "spoiled")

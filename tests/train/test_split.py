@@ -36,7 +36,6 @@ def train(config: Config, late: bool = False) -> tuple[list[Any], dict[str, int]
     """Numbers of each step and hashes of the gradients; of the weights; and which kinds of action ran."""
     parallel = config.parallel
     grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
-    engine = Engine(config, grid, torch.device("cpu"))
     loader = SyntheticLoader(config.model, 2, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size)
     steps: list[StepResult] = []
     gradients: list[dict[str, int]] = []
@@ -47,11 +46,11 @@ def train(config: Config, late: bool = False) -> tuple[list[Any], dict[str, int]
             ran.add(action.kind.value)
             yield action
 
-    engine.tamper = watched
+    engine = Engine(config, grid, torch.device("cpu"), tamper=watched)
     engine.train(loader, 4, steps.append, lambda batch, tensors: gradients.append(
         {name: int(bit_hash(x)) for name, x in tensors.items()}))
     numbers = [(s.losses, s.grad_norm, s.stage_norms) for s in steps]
-    return [numbers, gradients], {name: int(bit_hash(x)) for name, x in engine.state_tensors().items()}, ran
+    return [numbers, gradients], {name: int(bit_hash(x)) for name, x in engine.state.tensors().items()}, ran
 
 
 def held_back(actions: Iterator[Action]) -> Iterator[Action]:

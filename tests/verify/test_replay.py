@@ -33,7 +33,7 @@ def test_a_weight_that_is_not_finite_is_named_by_replay(tmp_path: Path, monkeypa
         on_step(run, result)
         if result.step == 4:
             with torch.no_grad():
-                for leaves in run.engine.weights.leaves:
+                for leaves in run.engine.state.weights.leaves:
                     leaves[name].view(-1)[7] = math.inf
 
     monkeypatch.setattr(Run, "_on_step", spoil)

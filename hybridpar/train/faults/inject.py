@@ -142,12 +142,16 @@ class Injector:
         """Lets faults happen from now on; those of step 0 at once."""
         if self.pending:
             self._engine = engine
-            engine.tamper, saver.wrap = self._tamper, self._wrap
+            saver.wrap = self._wrap
         for fault in [fault for fault in self.pending if fault.step == 0]:
             self._mark(fault)
             self._stop_here(fault)
 
-    def _tamper(self, actions: Iterator[Action]) -> Iterator[Action]:
+    def tamper(self, actions: Iterator[Action]) -> Iterator[Action]:
+        """The plan of an engine, in which they happen."""
+        return self._tampered(actions) if self.pending else actions
+
+    def _tampered(self, actions: Iterator[Action]) -> Iterator[Action]:
         for action in actions:
             due = [fault for fault in self.pending if self._is_due(fault, action)]
             hooks: list[Any] = []
@@ -171,7 +175,8 @@ class Injector:
     def _happen(self, fault: Fault, action: Action) -> list[Any]:
         """Makes a fault happen; returns the hooks to be removed after the action."""
         if fault.kind == "nan gradient":
-            return [leaf.register_hook(_not_finite) for leaf in self._engine.weights.leaves_of(action.version).values()]
+            leaves = self._engine.state.weights.leaves_of(action.version)
+            return [leaf.register_hook(_not_finite) for leaf in leaves.values()]
         if "link" in fault.kind:
             self._flight.wait("send", "world", fault.peer)
         self._stop_here(fault)

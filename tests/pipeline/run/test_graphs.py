@@ -74,7 +74,7 @@ def train(engine: Engine, num_batches: int = 7) -> tuple[list[float], dict[str, 
     engine.train(loader, 4, lambda step: losses.append(step.loss))
     losses.append(sum(engine.evaluate(loader, 1).values()))
     engine.train(loader, num_batches - 4, lambda step: losses.append(step.loss))
-    return losses, {name: tensor.cpu() for name, tensor in engine.state_tensors().items()}
+    return losses, {name: tensor.cpu() for name, tensor in engine.state.tensors().items()}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -85,7 +85,7 @@ def test_what_is_replayed_takes_nothing_from_python(name: str, monkeypatch: pyte
     stand_in(monkeypatch)
     engine = Engine(config, ProcessGrid(), CPU)
     graphs = engine.executor.graphs = MicroBatchGraphs(
-        engine.stage, engine.gradients, config.pipeline.num_microbatches, CPU, eager_last=False)
+        engine.stage, engine.state.gradients, config.pipeline.num_microbatches, CPU, eager_last=False)
     losses, weights = train(engine)
     assert graphs.num_replayed > 0
     assert losses == expected_losses

@@ -35,7 +35,7 @@ def measure(schedule: str, p: int, m: int) -> tuple[int, int, int, int, int]:
     current = [0]
     peaks = {"versions": 0, "activations": 0}
     in_flight: dict[int, int] = {}
-    store, table = engine.weights, engine.executor._table
+    store, table = engine.state.weights, engine.executor._table
     forward, backward = table[Kind.F], table[Kind.B]
 
     def observe() -> None:
@@ -64,7 +64,7 @@ def measure(schedule: str, p: int, m: int) -> tuple[int, int, int, int, int]:
         engine.train(SyntheticLoader(config.model, 1, m), 12, lambda step: None)
     assert not alive, "a graph outlived the drain"
     rank = engine.grid.pp.rank
-    buffers = len({flat.data_ptr() for flat in store.buffers})
+    buffers = len({buffer.tensors[0].data_ptr() for buffer in store.buffers})
     return (buffers, peaks["versions"], engine.schedule.max_live_versions(engine.sizes, rank), peaks["activations"],
             engine.schedule.max_live_activations(engine.sizes, rank))
 

@@ -1,0 +1,84 @@
+"""Runs a function on some processes of this machine that form a job of their own."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from hybridpar.errors import HybridparError
+
+
+def run_on_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, backend: str = "gloo", start: str = "fork",
+                 timeout_s: float = 120.0) -> list[Any]:
+    """Calls `fn(*args)`, a function of a module, on every rank of a fresh job; the results in rank order.
+
+    Each rank has one thread. `start`: of the processes; CUDA needs "spawn". `timeout_s`: of the collectives.
+    Raises: HybridparError with the traceback of the first rank that failed; the others are ended.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        readers, writers = zip(*(mp.get_context(start).Pipe(duplex=False) for _ in range(num_ranks)), strict=True)
+        job = (backend, f"{folder}/store", num_ranks, timeout_s)
+        processes = mp.start_processes(
+            _rank_main, (job, writers, fn, args), num_ranks, join=False, start_method=start)
+        assert processes is not None
+        for writer in writers:
+            writer.close()
+        results, failures = _listen(readers)
+        try:
+            while not processes.join():
+                pass
+        except mp.ProcessExitedException:  # the rank's own traceback says more
+            pass
+    if failures:  # a rank that lost its peer is a consequence
+        rank, text = min(failures.items(), key=lambda failure: ("Connection" in failure[1], len(failure[1])))
+        raise HybridparError(f"rank {rank} of {num_ranks} failed:\n{text}")
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def _listen(readers: Sequence[Connection]) -> tuple[dict[int, Any], dict[int, str]]:
+    """The results by rank, up to the first failures; and those."""
+    left = {reader: rank for rank, reader in enumerate(readers)}
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    while left and not failures:
+        for reader in wait(list(left)):
+            assert isinstance(reader, Connection)
+            rank = left.pop(reader)
+            try:
+                result, failure = pickle.loads(reader.recv_bytes())
+            except EOFError:
+                result, failure = None, "the process ended"
+            if failure:
+                failures[rank] = failure
+            else:
+                results[rank] = result
+    return results, failures
+
+
+def _rank_main(rank: int, job: tuple[str, str, int, float], writers: Sequence[Connection], fn: Callable[..., Any],
+               args: tuple[Any, ...]) -> None:
+    backend, path, num_ranks, timeout_s = job
+    for other in {*range(num_ranks)} - {rank}:
+        writers[other].close()  # else nobody would notice that rank's end
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            backend, store=dist.FileStore(path, num_ranks), rank=rank, world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_s))
+        result = pickle.dumps((fn(*args), ""))
+        dist.barrier()
+        dist.destroy_process_group()
+        writers[rank].send_bytes(result)
+    except BaseException:
+        writers[rank].send_bytes(pickle.dumps((None, traceback.format_exc())))
+        os._exit(1)

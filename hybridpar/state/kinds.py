@@ -1,0 +1,221 @@
+"""The kinds of state that a rank keeps: what each is called, where it lies, and how a load restates it.
+
+    key                            tensors                                    a load finds none
+    weights/<version>/<parameter>  whole local parameters, on all replicas    (there always are)
+    master/<parameter>             parts that this rank owns                  the weights
+    optimizer/<parameter>.<state>  parts that this rank owns                  zero
+    gradients                      whole local parameters; never saved
+
+Checkpoints, copies of the state, audits and the prediction of memory go through `KINDS`.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from hybridpar.optim import Optimizer, ParameterSlot
+from hybridpar.state.gradients import GradientAccumulator
+from hybridpar.state.weights import WeightStore, copy_all
+
+
+class Stored(Protocol):
+    """A checkpoint as a load sees it: any part of any tensor, whatever grid has saved it.
+
+    Shapes: slot.shape. Raises: CheckpointError for what is missing or damaged.
+    """
+
+    def read(self, slot: ParameterSlot, kind: str, what: str = "") -> Tensor: ...
+    def keeps(self, slot: ParameterSlot, kind: str, what: str) -> bool:
+        """Whether such a tensor was kept of this parameter or of any other one beside it."""
+    def newest(self, slot: ParameterSlot) -> Tensor:
+        """The newest weights, neither rounded nor predicted."""
+    def version(self, slot: ParameterSlot, version: int) -> Tensor:
+        """The weights that the new run takes as that version."""
+
+
+class Holder(Protocol):
+    """The owner of the state: a RankState."""
+
+    weights: WeightStore
+    gradients: GradientAccumulator
+    optimizer: Optimizer
+
+
+class StateKind(ABC):
+    """One kind of state, of one rank.
+
+    name: first part of its tensors' keys. form: the rest of them. what: pattern of the part that tells several tensors
+    of a parameter apart. whole: its tensors are whole local parameters, which all replicas have; else this rank has
+    those of the parts that it owns. saved: checkpoints have it. column: where the memory report shows it.
+    """
+
+    name: ClassVar[str]
+    form: ClassVar[str] = "{parameter}"
+    what: ClassVar[str] = r"\w+"
+    whole: ClassVar[bool] = False
+    saved: ClassVar[bool] = True
+    column: ClassVar[str] = "optimizer"
+
+    def __init__(self, holder: Holder):
+        self.holder = holder
+
+    @classmethod
+    def key(cls, parameter: str, what: str = "") -> str:
+        """The key of a parameter's tensor. `what`: which, where a parameter has several."""
+        return f"{cls.name}/{cls.form.format(parameter=parameter, what=what)}"
+
+    @classmethod
+    def parse(cls, rest: str) -> tuple[str, str]:
+        """The parameter and `what` of a key without the kind's name. Raises: ValueError where it is no key."""
+        pattern = cls.form.replace(".", r"\.").format(parameter="(?P<parameter>.+)", what=f"(?P<what>{cls.what})")
+        if (match := re.fullmatch(pattern, rest)) is None:
+            raise ValueError(f"{rest!r} is not {cls.form}")
+        return match["parameter"], match.groupdict().get("what", "")
+
+    @classmethod
+    def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
+        """The tensor that a run which goes on from a checkpoint begins with; None: zero."""
+        return stored.read(slot, cls.name, what) if stored.keeps(slot, cls.name, what) else None
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors there are, by key; live."""
+
+    def by_parameter(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors by `what`, then by parameter."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in self.tensors().items():
+            parameter, what = self.parse(key.partition("/")[2])
+            found.setdefault(what, {})[parameter] = tensor
+        return found
+
+    def memory(self) -> list[Tensor]:
+        """The tensors that take its memory: at least as much as `tensors` ever will."""
+        return list(self.tensors().values())
+
+    def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
+        """Takes tensors by key, without the kind's name. `versions`: of the weights, oldest first.
+
+        Raises: CheckpointError.
+        """
+        own = {key.partition("/")[2]: tensor for key, tensor in self.tensors().items()}
+        copy_all(own, tensors, self.name)
+
+
+class WeightVersions(StateKind):
+    """Every live version of the weights, in the working precision."""
+
+    name, column, whole = "weights", "weights", True
+    form, what = "{what}/{parameter}", r"\d+"
+
+    @classmethod
+    def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
+        return stored.version(slot, int(what))
+
+    def tensors(self) -> dict[str, Tensor]:
+        store = self.holder.weights
+        return {self.key(name, str(version)): leaf.detach()
+                for version in store.live_versions for name, leaf in store.leaves_of(version).items()}
+
+    def memory(self) -> list[Tensor]:
+        return [tensor for buffer in self.holder.weights.buffers for tensor in buffer.tensors]
+
+    def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
+        for version in versions:
+            self.holder.weights.restore(version, Under(f"{version}/", tensors))
+
+
+class Gradients(StateKind):
+    """The gradients of the batches that are being accumulated or reduced, by buffer."""
+
+    name, column, whole, saved = "gradients", "gradients", True, False
+    form, what = "{what}/{parameter}", r"\d+"
+
+    def tensors(self) -> dict[str, Tensor]:
+        gradients = self.holder.gradients
+        return {self.key(name, str(i)): view
+                for i in range(len(gradients.buffers)) for name, view in gradients.views(i).items()}
+
+    def memory(self) -> list[Tensor]:
+        return list(self.holder.gradients.buffers)
+
+
+class Master(StateKind):
+    """The newest weights in full precision, where the working ones are rounded or predicted."""
+
+    name, column = "master", "master"
+
+    @classmethod
+    def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
+        return stored.newest(slot)
+
+    def tensors(self) -> dict[str, Tensor]:
+        store = self.holder.weights
+        if store.master is None:
+            return {}
+        return {self.key(name): tensor for name, tensor in store.parameters_of_optimizer().items()}
+
+    def memory(self) -> list[Tensor]:
+        master = self.holder.weights.master
+        return [] if master is None else master.tensors
+
+    def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
+        self.holder.weights.restore_master(tensors)
+
+
+class OptimizerState(StateKind):
+    """Tensors that the optimizer keeps of each parameter, say 'exp_avg'."""
+
+    name, form = "optimizer", "{parameter}.{what}"
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{self.name}/{key}": tensor for key, tensor in self.holder.optimizer.state_tensors().items()}
+
+    def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
+        self.holder.optimizer.load_state_tensors(tensors, num_updates)
+
+
+KINDS: tuple[type[StateKind], ...] = (WeightVersions, Gradients, Master, OptimizerState)
+"""All kinds, in the order in which checkpoints have them."""
+
+
+def saved_kind(name: str) -> type[StateKind]:
+    """The kind of that name, which checkpoints have. Raises: ValueError."""
+    for kind in KINDS:
+        if kind.saved and kind.name == name:
+            return kind
+    raise ValueError(f"{name!r} is no kind of state")
+
+
+def parse_key(key: str) -> tuple[type[StateKind], str, str]:
+    """The kind, the parameter and `what` of a tensor of a checkpoint. Raises: ValueError where it is none."""
+    name, _, rest = key.partition("/")
+    try:
+        kind = saved_kind(name)
+        return kind, *kind.parse(rest)
+    except ValueError:
+        raise ValueError(f"{key!r} is no tensor of a checkpoint") from None
+
+
+class Under(Mapping[str, Tensor]):
+    """The tensors whose names begin with `prefix`, under the rest of their names; each is fetched when asked for."""
+
+    def __init__(self, prefix: str, tensors: Mapping[str, Tensor]):
+        self._prefix, self._tensors = prefix, tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._prefix + name]
+
+    def __contains__(self, name: object) -> bool:
+        return f"{self._prefix}{name}" in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self._prefix) for name in self._tensors if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

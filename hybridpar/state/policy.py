@@ -1,0 +1,39 @@
+"""The few values of a configuration that bear on the state a rank keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hybridpar.config import Config, OptimConfig, ParallelConfig
+from hybridpar.models.build import DTYPES
+
+
+@dataclass(frozen=True)
+class StatePolicy:
+    """How much state a rank keeps, and of which kinds.
+
+    dtype: type that micro-batches compute in. num_versions, num_gradient_buffers: how many the schedule needs.
+    optim: settings of the optimizer. parallel: whether replicas share the update. backend: of the optimizer's passes.
+    defers: whether weights' gradients may be computed later than those of inputs.
+    """
+
+    dtype: torch.dtype
+    num_versions: int
+    num_gradient_buffers: int
+    optim: OptimConfig
+    parallel: ParallelConfig
+    backend: str
+    defers: bool = False
+
+    @staticmethod
+    def of(config: Config, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
+        """The policy of a configuration, for a schedule that needs so many weight versions and gradient buffers."""
+        return StatePolicy(DTYPES[config.train.dtype], num_versions, num_gradient_buffers, config.optim,
+                           config.parallel, config.kernels.optimizer, config.pipeline.split_backward)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether micro-batches run on predicted weights."""
+        return self.optim.staleness == "prediction"

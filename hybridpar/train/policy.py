@@ -1,0 +1,131 @@
+"""Decisions on each batch: versions of the weights, loss scale, learning rate, clipping, and whether to make the step.
+
+All ranks decide alike: they have the same numbers, from the same reductions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridpar.config import Config
+from hybridpar.models.build import DTYPES, loss_names
+from hybridpar.optim.loss_scale import MIN_SCALE, LossScaler
+from hybridpar.optim.norm import clip_scale
+from hybridpar.optim.schedule import learning_rate
+from hybridpar.pipeline.plan.action import Action
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
+from hybridpar.train.anomalies import Anomaly, Judge, RunningJudge
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of one optimizer step, equal on all ranks. `grad_norm` is before clipping.
+
+    `skipped`: its update was not made. `stage_norms`: of the gradients of each stage, tied ones with the first.
+    """
+
+    step: int
+    losses: dict[str, float]
+    grad_norm: float
+    lr: float
+    loss_scale: float
+    skipped: bool
+    stage_norms: tuple[float, ...] = ()
+    anomaly: Anomaly | None = None
+
+    @property
+    def loss(self) -> float:
+        return sum(self.losses.values())
+
+
+class BatchPolicy:
+    """The decisions of a run with this configuration.
+
+    `judge`: says which steps are anomalies (None: the one that the configuration describes). `schedule`, `sizes`:
+    those whose versions count (None: of the configuration). `first`: the batch before which the pipeline was last
+    drained.
+    """
+
+    def __init__(self, config: Config, judge: Judge | None = None, *, schedule: Schedule | None = None,
+                 sizes: Sizes | None = None):
+        self.config, self.judge = config, judge or RunningJudge(config)
+        self.schedule, self.sizes = schedule or schedule_of(config.pipeline), sizes or Sizes.of(config)
+        self.scaler = LossScaler.for_dtype(DTYPES[config.train.dtype], config.optim.loss_scale)
+        self.first = 0
+        self._loss_names = loss_names(config.model)
+        self._scales = {0: self.scaler.scale}  # the loss scale that came with each version of the weights
+
+    def num_versions(self, rank: int) -> int:
+        """Number of weight versions alive at once on a rank of the pipeline."""
+        return self.schedule.max_live_versions(self.sizes, rank)
+
+    def versions_of(self, batch: int) -> tuple[tuple[int, ...], ...]:
+        """Weight version per stage and micro-batch of a batch of the stretch that is being trained."""
+        return self.schedule.versions_of(self.sizes, batch, self.first)
+
+    def versions_in(self, action: Action) -> tuple[int, ...]:
+        """Weight versions that the micro-batch of a forward or backward runs on."""
+        return (action.version,)
+
+    def loss_gradient(self, action: Action) -> float:
+        """The gradient that a backward starts from: the loss scale of its batch."""
+        return self.loss_scale(action.microbatch // self.sizes.num_microbatches)
+
+    def loss_scale(self, batch: int) -> float:
+        """The loss scale that came with the version that the loss of a batch is computed on."""
+        if batch < self.schedule.sync_steps:
+            return self._scales[batch]
+        last, first = self.sizes.num_stages - 1, max(self.first, self.schedule.sync_steps)
+        return self._scales[self.schedule.version(self.sizes, last, batch * self.sizes.num_microbatches, first)]
+
+    def learning_rate(self, batch: int) -> float:
+        """One rate for all stages, by the oldest gradients, those of stage 0: tied weights must move as one."""
+        delay = self.schedule.mean_delay(self.sizes, 0) if batch >= self.schedule.sync_steps else 0.0
+        return learning_rate(batch, self.config.optim, self.config.train.num_steps, delay)
+
+    def result(self, batch: int, squares: Sequence[float], losses: Sequence[float]) -> StepResult:
+        """The outcome of a batch; call it for each, in order.
+
+        `squares`: squared gradient norm of each rank of the pipeline, scaled as the loss. `losses`: partial losses.
+        """
+        scale = self.loss_scale(batch)
+        norm = math.sqrt(sum(squares)) / scale
+        named = dict(zip(self._loss_names, losses, strict=True))
+        cured = self.scaler.dynamic and scale > MIN_SCALE and not math.isfinite(norm)
+        anomaly = self.judge.judge(batch + 1, sum(named.values()), norm, cured=cured)
+        skipped = self.config.norms_first and (anomaly is not None or not math.isfinite(norm))
+        norms = tuple(math.sqrt(square) / scale for square in squares)
+        return StepResult(batch + 1, named, norm, self.learning_rate(batch), scale, skipped, norms, anomaly)
+
+    def factor(self, batch: int, result: StepResult | None) -> float | None:
+        """The factor of the gradients; None: the step is not made. `result` None: not known, no clipping."""
+        if result is None:
+            return 1.0 / self.loss_scale(batch)
+        if result.skipped:
+            return None
+        return clip_scale(result.grad_norm, self.config.optim.clip_grad) / self.loss_scale(batch)
+
+    def predicts(self, batch: int) -> bool:
+        """Whether the weights that a batch makes are predicted, where weights are at all."""
+        return batch >= self.schedule.sync_steps
+
+    def updated(self, batch: int, result: StepResult | None) -> None:
+        """After the update of a batch, made or not."""
+        found_inf = result is not None and not math.isfinite(result.grad_norm)
+        self.scaler.update(found_inf=found_inf, scale=self.loss_scale(batch))
+        self._scales[batch + 1] = self.scaler.scale
+        self._scales.pop(batch - self.sizes.num_stages - 1, None)
+
+    def state(self) -> dict[str, Any]:
+        """The values that a checkpoint keeps; plain JSON."""
+        return {"loss_scaler": self.scaler.state(), "loss_scales": {str(v): s for v, s in self._scales.items()},
+                "recent": self.judge.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restores `state()`."""
+        self.scaler.load_state(state["loss_scaler"])
+        self._scales = {int(v): s for v, s in state["loss_scales"].items()}
+        self.judge.load_state(state.get("recent", {}))

@@ -1,0 +1,41 @@
+"""A function on local ranks: results in order, however large; the rank to blame where one fails."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridpar.comm.ranks import run_on_ranks
+from hybridpar.errors import HybridparError
+
+pytestmark = pytest.mark.ranks
+
+
+def large(value: float) -> tuple[int, torch.Tensor]:
+    return dist.get_rank(), torch.full((1 << 20,), value + dist.get_rank())
+
+
+def test_results_come_in_the_order_of_ranks() -> None:
+    for i, (rank, tensor) in enumerate(run_on_ranks(large, 3, 0.5)):
+        assert rank == i
+        assert tensor.unique().tolist() == [0.5 + i]
+
+
+def fail(how: str) -> None:
+    if dist.get_rank() == 1:
+        if how == "raise":
+            raise ValueError("no such luck")
+        os._exit(3)
+    dist.all_reduce(torch.zeros(1))  # which rank 1 never joins
+
+
+@pytest.mark.parametrize(("how", "says"), [("raise", "ValueError: no such luck"), ("exit", "the process ended")])
+def test_the_rank_that_failed_is_named_and_the_others_are_ended(how: str, says: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(HybridparError, match=rf"(?s)rank 1 of 3 failed:\n.*{says}"):
+        run_on_ranks(fail, 3, how, timeout_s=600.0)
+    assert time.monotonic() - began < 60.0, "long before the collective's time is over"
