@@ -30,7 +30,7 @@ _SAME = 0.1
 """Share of the counted step time, or of all time that a rank is idle, up to which a difference is not reported."""
 _WORTH_SAYING = 0.02
 _KINDS = (
-    ("forward and backward take other times than counted", ("forward", "backward", "variation")),
+    ("forward and backward take other times than counted", ("forward", "backward", "backward_input", "variation")),
     ("updates and communication calls", ("update", "calls")),
     ("transfers and reductions",
      ("transfer", "latency", "reduce", "norm", "gather", "tied", "blocking_norm", "serial_links")),

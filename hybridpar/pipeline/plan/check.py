@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import NO_VERSION, Action, Plan
@@ -42,9 +43,7 @@ class CheckReport:
     peaks: tuple[Live, ...]  # by rank
 
     def __str__(self) -> str:
-        worst = Live()
-        for peak in self.peaks:
-            worst = worst.peak(peak)
+        worst = reduce(Live.peak, self.peaks, Live())
         held = f" on {self.sizes.num_ranks} ranks" if self.sizes.chunks > 1 else ""
         return (
             f"{self.schedule}, {self.sizes.num_stages} stages{held}, {self.sizes.num_microbatches} micro-batches, "

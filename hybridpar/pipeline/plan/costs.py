@@ -69,7 +69,7 @@ class Costs:
         if ROWS[kind].part_of is None:
             return whole
         inputs = [b / 2 for b in whole] if self.backward_input is None else expand(self.backward_input, num_stages)
-        return inputs if kind is Kind.I else [b - i for b, i in zip(whole, inputs, strict=True)]
+        return inputs if kind is Kind.I else [max(0.0, b - i) for b, i in zip(whole, inputs, strict=True)]
 
 
 def expand(cost: PerStage | PerLink, size: int) -> Sequence[float]:

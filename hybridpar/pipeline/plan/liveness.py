@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import BESIDE, ROWS, Kind
@@ -58,7 +59,4 @@ def live_counts(actions: Sequence[Action], num_microbatches: int, keep: Collecti
 
 def peak_live(actions: Sequence[Action], num_microbatches: int, keep: Collection[int] = ()) -> Live:
     """The largest counts that one rank reaches."""
-    peak = Live()
-    for counts in live_counts(actions, num_microbatches, keep):
-        peak = peak.peak(counts)
-    return peak
+    return reduce(Live.peak, live_counts(actions, num_microbatches, keep), Live())

@@ -63,7 +63,7 @@ def enough(schedule: Schedule, sizes: Sizes) -> tuple[Schedule, Sizes]:
         return replace(schedule, early_switch=switch), replace(
             few, num_microbatches=switch + ranks - 1 + min(newer, steady))
     if m < p and not needed:  # the pipeline is never full
-        return schedule, replace(few, num_microbatches=max(1, m * ranks // p))
+        return schedule, replace(few, num_microbatches=max(min(m, 2), m * ranks // p))
     if "chunks" in schedule.options:  # two rounds, a larger and a smaller one if there are both
         rounds, rest = divmod(m, p)
         larger = min(-(-rest // rounds), ranks)
