@@ -112,7 +112,7 @@ _JOIN = " x "
 
 
 class ProcessGrid:
-    """A grid over all processes of the job: `ProcessGrid(tp=2, pp=4)`, or `ProcessGrid({"pp": 4, "x": 2, "tp": 2})`.
+    """A grid over all processes of the job: `ProcessGrid(tp=2, pp=4)`, or `ProcessGrid({"x": 2, "tp": 2})`.
 
     `axis("tp")` is this rank's line along an axis, `axis("dp", "x")` its line along those of `joined` together. By
     attribute: `tp`, `dp`, `pp`; `pp_reverse` (the line of pp with a communicator of its own, for gradients that flow
@@ -237,7 +237,7 @@ def lines_of(sizes: AxisSizes, joined: Sequence[tuple[str, ...]] = ()) -> dict[s
 
 
 def _complete(sizes: AxisSizes) -> dict[str, int]:
-    """AxisSizes with those of pp, dp and tp that are missing. Raises: ConfigError if one is below 1."""
+    """Sizes with those of pp, dp and tp that are missing. Raises: ConfigError if one is below 1."""
     for name, size in sizes.items():
         if size < 1:
             raise config_error(f"parallel.{name}", size, "must be at least 1", "1")

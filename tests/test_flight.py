@@ -93,7 +93,7 @@ def test_without_a_file_nothing_is_noted(tmp_path: Path) -> None:
 def watch_the_other(folder: Path) -> None:
     """Rank 0 waits in an all-reduce until rank 1 has seen that it does."""
     rank = torch.distributed.get_rank()
-    axes = {"dp": lines_of(1, 1, 2)["dp"][0]}
+    axes = {"dp": lines_of({"pp": 1, "dp": 2, "tp": 1})["dp"][0]}
     flight = Flight(folder / f"{rank}", {"rank": rank, "axes": axes})
     grid = ProcessGrid(dp=2, flight=flight)
     while rank == 1:

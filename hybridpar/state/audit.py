@@ -35,8 +35,8 @@ class Mismatch:
 def audit_replicas(tensors: Mapping[str, Tensor], axis: Axis) -> Mismatch | None:
     """The first tensor, by name, that is not the same on all ranks of the axis that pass one of that name.
 
-    Pass it the `replicas_along` that axis. Compares dtype, shape and a hash of the bits: a difference
-    confined to one element is found with certainty, any other but for odds of about 2**-64. All ranks return the same.
+    Pass it the `replicas_along` that axis. Compares dtype, shape and a hash of the bits: a difference confined to one
+    element is found with certainty, any other but for odds of about 2**-64. All ranks return the same.
     Collectives: one gather_objects of some 100 bytes for each tensor; also with no tensors.
     """
     if axis.size == 1:

@@ -127,7 +127,7 @@ def test_tied_weights_are_one_ring_a_tensor_part_over_the_ends_of_all_replicas(t
     model = StepCost(config, machine_of(cluster, profile))
     first, last = model.stages
     assert first.tied == last.tied > 0
-    ends = lines_of(tp, 2, dp)["ends"]
+    ends = lines_of({"pp": 2, "dp": dp, "tp": tp})["ends"]
     assert len(ends) == tp
     assert [*model.ranks_of(0), *model.ranks_of(1)] == ends[0]
     assert all({rank // 4 for rank in ring} == {0, 1} for ring in ends), "each ring takes both servers' cards"
