@@ -89,7 +89,8 @@ def hints_of(kind: type[Any]) -> dict[str, tuple[Any, Rule | None]]:
 
 def broken_rules(settings: Any) -> Iterator[tuple[str, Any, Rule]]:
     """Every field of a dataclass whose value its rule does not allow: name, value, rule."""
-    for name, (_, rule) in hints_of(type(settings)).items():
+    kind: Any = type(settings)
+    for name, (_, rule) in hints_of(kind).items():
         if not _allowed(value := getattr(settings, name), rule) and rule is not None:
             yield name, value, rule
 
