@@ -51,7 +51,7 @@ def test_training_and_planning_need_no_operator_placement(tmp_path):
 import sys
 sys.modules["scipy"] = sys.modules["networkx"] = None
 import hybridpar.cli, hybridpar.train.loop, hybridpar.checkpoint.huggingface, hybridpar.checkpoint.megatron
-import hybridpar.planner.at_hand, hybridpar.planner.search
+import hybridpar.planner.local_profile, hybridpar.planner.search
 print([name for name, module in sys.modules.items() if name.startswith("hybridpar.planner.placement") or (
     module is not None and name.split(".")[0] in ("scipy", "networkx"))])
 """
