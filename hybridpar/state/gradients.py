@@ -109,6 +109,7 @@ class GradientAccumulator:
 
     def finish(self, index: int) -> None:
         """The batch is over: parameters that got no gradient have zero, and backward reports nothing until armed."""
+        assert all(buffer != index for buffer, _ in self._waiting.values()), "parts of this batch still wait"
         self.on_final = None
         for name in self._void[index]:
             self._views[index][name].zero_()

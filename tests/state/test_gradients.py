@@ -155,7 +155,10 @@ def test_what_waits_keeps_no_graph_alive():
     del y
     gc.collect()
     assert gone() is None
+    with pytest.raises(AssertionError, match="still wait"):
+        accumulator.finish(0)
     accumulator.apply(0)
+    accumulator.finish(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
