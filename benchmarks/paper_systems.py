@@ -19,7 +19,7 @@ Legend: b micro-batch, m micro-batches of a batch in a pipeline, d stages, w pip
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -40,8 +40,6 @@ from hybridpar.planner.hardware import (
     Link,
     activation_bytes,
     block_times,
-    stage_time,
-    tensor_parallel_all_reduces,
 )
 from hybridpar.planner.network import pipeline_network, simulate_on
 
@@ -180,6 +178,24 @@ def flush_interval(setting: Setting) -> int:
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
+def stage_time(times: Sequence[BlockTime], blocks: Iterable[int], recomputed: Iterable[int] = ()) -> BlockTime:
+    """A stage of those blocks, of which `recomputed` run forward once more in the backward pass."""
+    blocks, again = tuple(blocks), set(recomputed)
+    return BlockTime(
+        sum(times[i].forward for i in blocks),
+        sum(times[i].backward + times[i].forward * (i in again) for i in blocks))
+
+
+def all_reduce_time(cluster: Cluster, num_bytes: float, devices: Sequence[int], rings: int = 1) -> float:
+    """A ring over `devices`, while `rings` equal ones pass through the same servers (itself included).
+
+    A ring enters and leaves each server once, so its slowest link is `outer` as soon as it has two servers.
+    """
+    if len({cluster.server(device) for device in devices}) == 1:
+        return cluster.inner.ring_time(num_bytes, len(devices))
+    return cluster.outer.ring_time(num_bytes, len(devices), max(rings / cluster.outer_links, 1))
+
+
 def _stage_times(setting: Setting, times: Sequence[BlockTime], stages: Sequence[range]) -> list[BlockTime]:
     return [stage_time(times, blocks, range(1, setting.model.num_layers + 1)) for blocks in stages]
 
@@ -191,7 +207,7 @@ def pipeline_costs(setting: Setting, machine: Machine, system: str) -> Costs:
     stages = setting.stages()
     compute = _stage_times(setting, block_times(model, MICRO_BATCH, device), stages)
     parameters = [setting.parameters(blocks) for blocks in stages]
-    reduce = [cluster.all_reduce_time(HALF * n, group) for n, group in zip(parameters, devices, strict=True)]
+    reduce = [all_reduce_time(cluster, HALF * n, group) for n, group in zip(parameters, devices, strict=True)]
     if system == "2bw":
         switches = [2 * (setting.depth - 1 - r) for r in range(setting.depth)]
         traffic = [UPDATE_TRAFFIC_2BW + SWITCH_TRAFFIC * n for n in switches]
@@ -199,7 +215,7 @@ def pipeline_costs(setting: Setting, machine: Machine, system: str) -> Costs:
         reduce = [t + device.memory_time(n * k) for t, n, k in zip(reduce, traffic, parameters, strict=True)]
         return Costs([t.forward for t in compute], [t.backward for t in compute], reduce=reduce)
     ends = [devices[0][0], devices[-1][0]]
-    tied = cluster.all_reduce_time(HALF * model.vocab_size * model.hidden_size, ends, setting.width)
+    tied = all_reduce_time(cluster, HALF * model.vocab_size * model.hidden_size, ends, setting.width)
     if system == "ours":
         update = [device.memory_time(OURS_TRAFFIC * n) for n in parameters]
     else:
@@ -235,11 +251,11 @@ def _tensor_step(setting: Setting, machine: Machine) -> float:
     cluster = machine.cluster(setting.servers, machine.ring_gbit)
     times = block_times(model, MICRO_BATCH, cluster.device, tp)
     compute = sum(_stage_times(setting, times, [range(model.num_blocks)])[0])
-    message = cluster.all_reduce_time(activation_bytes(model, MICRO_BATCH), range(tp))
-    collectives = tensor_parallel_all_reduces(recompute=True) * model.num_layers + 2  # and embedding and head
+    message = all_reduce_time(cluster, activation_bytes(model, MICRO_BATCH), range(tp))
+    collectives = 6 * model.num_layers + 2  # 4 and recomputed 2 in a layer; and embedding and head
     embedding = model.vocab_size * model.hidden_size
     parameters = (setting.parameters(range(model.num_blocks)) - embedding) / tp
-    reduce = cluster.all_reduce_time(HALF * parameters, range(0, cluster.num_devices, tp), rings=8)
+    reduce = all_reduce_time(cluster, HALF * parameters, range(0, cluster.num_devices, tp), rings=8)
     update = cluster.device.memory_time(UPDATE_TRAFFIC * parameters)
     return setting.num_microbatches * (compute + collectives * message) + reduce + update
 

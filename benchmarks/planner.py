@@ -34,10 +34,10 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch
 from hybridpar.planner.candidates import Request
 from hybridpar.planner.cluster import measured_machine
-from hybridpar.planner.cost import Model
+from hybridpar.planner.cost import StepCost
+from hybridpar.planner.measure_machine import measure_here, measure_machine
 from hybridpar.planner.profile import Profile, read_profile, write_profile
 from hybridpar.planner.search import search
-from hybridpar.planner.survey import measure_here, survey
 from hybridpar.train import trace
 from hybridpar.train.costs import run_costs
 from hybridpar.train.engine import Engine, StepResult
@@ -150,7 +150,7 @@ def plan_cases(
     cases = []
     for config in configs:
         n = config.parallel.tp * config.parallel.pp * config.parallel.dp
-        cases.append(Case(config, Model(config, measured_machine(profile, n)).step_time))
+        cases.append(Case(config, StepCost(config, measured_machine(profile, n)).step_time))
     return cases, chosen
 
 
@@ -185,7 +185,7 @@ def on_one_machine(args: Any) -> list[dict[str, Any]]:
         for schedule in args.schedules:
             base = engine_config(shape, schedule=schedule, num_microbatches=args.batch // shape.micro_batch)
             path = Path(args.profile) if args.profile else None
-            profile = read_profile(path) if path and path.exists() else survey(
+            profile = read_profile(path) if path and path.exists() else measure_machine(
                 base, Launch(0, 0, 1, 1), sizes=(shape.micro_batch,))
             if path:
                 write_profile(profile, path)

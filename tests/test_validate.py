@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 
-from hybridpar.config import from_mapping, load_toml
+from hybridpar.config import Config, Within, from_mapping, load_toml
+from hybridpar.config.typed import hints_of
 from hybridpar.errors import ConfigError
 from hybridpar.validate import problems, resolve
 
@@ -116,3 +119,23 @@ def test_old_gradients_have_their_remedy_but_as_in_the_paper(name: str, grid: tu
 def test_a_number_without_an_end_is_one_problem() -> None:
     (problem,) = problems(from_mapping({"optim": {"lr": float("nan")}}), 1)
     assert (problem.field, problem.rule, problem.suggestion) == ("optim.lr", "must be finite", "0.0003")
+
+
+def outside(rule: Within) -> list[float]:
+    """Numbers just beyond each bound."""
+    bounds = [(rule.least, -1), (rule.most, 1), (rule.above, 0), (rule.below, 0)]
+    return [type(bound)(bound + step) for bound, step in bounds if abs(bound) != math.inf]
+
+
+RULES = [(section.name, name, rule) for section in dataclasses.fields(Config)
+         for name, (kind, rule) in hints_of(type(getattr(Config(), section.name))).items()
+         if isinstance(rule, Within) and kind in (int, float)]
+
+
+@pytest.mark.parametrize(("section", "name", "rule"), RULES, ids=[f"{section}.{name}" for section, name, _ in RULES])
+def test_every_rule_of_a_number_is_checked_and_what_is_suggested_works(section: str, name: str, rule: Within) -> None:
+    for value in outside(rule):
+        settings = dataclasses.replace(getattr(Config(), section), **{name: value})
+        (problem,) = problems(dataclasses.replace(Config(), **{section: settings}), 1)
+        assert (problem.field, problem.value) == (f"{section}.{name}", value)
+        assert rule.allows(float(problem.suggestion))

@@ -173,9 +173,9 @@ class Graph:
         return 0
 
     def _machine(self, launch: Launch) -> Machine:
-        from hybridpar.planner.at_hand import machine_for
         from hybridpar.planner.cluster import estimate, machine_of
         from hybridpar.planner.hardware import Cluster, find_device, find_link
+        from hybridpar.planner.local_profile import machine_for
 
         if self.profile or self.cluster:
             return machine_for(self.config, launch, self.profile, self.cluster, self.accelerators)

@@ -12,12 +12,14 @@ from tyro.conf import FlagConversionOff, Positional, arg
 
 from hybridpar.cli.outputs import check_outputs, write_output
 from hybridpar.cli.values import Devices, MicroBatches, Ranks, Within, parse_grid
-from hybridpar.config import Config, Launch, load_toml, to_toml
+from hybridpar.config import Config, Launch, PipelineConfig, load_toml, to_toml
 
 if TYPE_CHECKING:
     from hybridpar.pipeline.plan.costs import Costs
     from hybridpar.planner.candidates import Candidate
     from hybridpar.planner.machine import Machine
+    from hybridpar.planner.search import Result
+    from hybridpar.train.preview import Preview
 
 ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
 Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
@@ -43,13 +45,13 @@ class Profile:
     json: bool = False
 
     def run(self, launch: Launch) -> int:
+        from hybridpar.planner.measure_machine import measure_machine
         from hybridpar.planner.profile import profile_json
         from hybridpar.planner.report import profile_lines
-        from hybridpar.planner.survey import survey
 
         resolved(self.config)
         check_outputs([self.path], out=self.out)
-        profile = survey(self.config, launch, degrees=self.tp, sizes=self.micro_batch, quick=self.quick,
+        profile = measure_machine(self.config, launch, degrees=self.tp, sizes=self.micro_batch, quick=self.quick,
                          ranks=self.ranks)
         if launch.rank:
             return 0
@@ -92,14 +94,14 @@ class Plan:
 
     def run(self, launch: Launch) -> int:
         from hybridpar.planner import report
-        from hybridpar.planner.at_hand import machine_for
         from hybridpar.planner.candidates import Request
+        from hybridpar.planner.local_profile import machine_for
         from hybridpar.planner.search import search
 
-        resolved(replace(self.config, parallel=replace(self.config.parallel, tp=1, pp=1, dp=1),
-                         pipeline=replace(self.config.pipeline, split=(), recompute="none", schedule="1f1b",
-                                          early_switch="off", warmup="depth", gradient_buffers=0, sync_steps=0),
-                         optim=replace(self.config.optim, staleness="none")))
+        resolved(replace(  # all but what is to be chosen
+            self.config, parallel=replace(self.config.parallel, tp=1, pp=1, dp=1),
+            pipeline=PipelineConfig(num_microbatches=self.config.pipeline.num_microbatches),
+            optim=replace(self.config.optim, staleness="none")))
         check_outputs([self.path, self.profile, self.cluster], out=self.out, svg=self.svg or None)
         if self.brief and (begun := self._begun()) is not None:
             write_output("out", self.out, to_toml(begun))
@@ -107,11 +109,23 @@ class Plan:
             return 0
         request = Request(self._keep(), self.batch_size, self.schedules, self.micro_batches, self.top, quick=self.brief)
         machine = machine_for(self.config, launch, self.profile, self.cluster, self.devices, self._keep())
-        hardware = machine.profile.hardware
-        if not hardware.was_quiet:
+        if not (hardware := machine.profile.hardware).was_quiet:
             print(f"other programs took {100 * hardware.taken:.0f} % of the cores while this machine was measured: the "
                   "plan's times are not to be trusted; plan again when they are done", file=sys.stderr)
         result = search(self.config, machine, request)
+        self._show(result, machine)
+        if not result.ranked:
+            print("hybridpar plan: nothing fits: " + "; ".join(report.failures(result)), file=sys.stderr)
+            return 1
+        write_output("out", self.out, report.plan_toml(result.ranked[0]))
+        if self.svg:
+            self._draw(result.ranked[0])
+        self._show_choice(result, machine)
+        return 0
+
+    def _show(self, result: Result, machine: Machine) -> None:
+        from hybridpar.planner import report
+
         if self.json:
             print(json.dumps(report.as_json(result)))
         elif not self.brief:
@@ -121,24 +135,21 @@ class Plan:
             print(f"{machine.num_devices} x {machine.profile.hardware.name}, {source} times of blocks")
             Console(width=None if sys.stdout.isatty() else 160).print(report.table(result))
             print("\n".join(report.failures(result)))
-        if not result.ranked:
-            print("hybridpar plan: nothing fits: " + "; ".join(report.failures(result)), file=sys.stderr)
-            return 1
-        best = result.ranked[0]
-        write_output("out", self.out, report.plan_toml(best))
-        if self.svg:
-            self._draw(best)
+
+    def _show_choice(self, result: Result, machine: Machine) -> None:
+        from hybridpar.planner import report
+
+        best, hardware = result.ranked[0], machine.profile.hardware
         out = sys.stdout if not self.json and not self.brief else sys.stderr
         share = f"; measured with {hardware.efficiency:.0%} of the cores" if hardware.cores else ""
-        print(f"plan: {report.describe(best.config)}: {1e3 * best.model.step_time:.4g} ms a step, "
-              f"{best.model.tokens_per_s:,.0f} tokens/s predicted; {report.bound_by(best, result.limit)}{share}",
+        print(f"plan: {report.describe(best.config)}: {1e3 * best.cost.step_time:.4g} ms a step, "
+              f"{best.cost.tokens_per_s:,.0f} tokens/s predicted; {report.bound_by(best, result.limit)}{share}",
               file=out)
         if not self.brief:
             print(f"{self.out}: {self._command(machine)}", file=out)
-        return 0
 
     def _command(self, machine: Machine) -> str:
-        """What trains with the plan."""
+        """The command line that trains with the plan."""
         servers = machine.servers(range(machine.num_devices))
         if servers == 1:
             return f"hybridpar train {self.out} --ranks {machine.num_devices}"
@@ -168,8 +179,7 @@ class Plan:
         from hybridpar.pipeline.plan.svg import draw_svg
         from hybridpar.planner.report import describe
 
-        model = best.model
-        timeline = model.ordering.timeline(model.sizes, model.costs, 2)
+        timeline = best.cost.ordering.timeline(best.cost.sizes, best.cost.costs, 2)
         write_output("svg", self.svg,
                      draw_svg(timeline.scaled(1e3), title=describe(best.config), unit="milliseconds"))
 
@@ -196,10 +206,7 @@ class Simulate:
     json: bool = False
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.pipeline.plan.draw import draw
-        from hybridpar.pipeline.plan.perfetto import trace_entries, trace_json
         from hybridpar.pipeline.plan.sizes import Sizes
-        from hybridpar.pipeline.plan.svg import FORWARDS, draw_svg
         from hybridpar.train.preview import costs_of_run, preview
 
         check_outputs([self.path, self.profile, self.cluster], svg=self.svg or None, perfetto=self.perfetto or None)
@@ -209,64 +216,78 @@ class Simulate:
             config, costs = self._planned(launch)
         elif run:
             costs = run.measured.costs
-        pipeline, stages = config.pipeline, config.parallel.pp
         shown = preview(config, self.batches, costs)
-        # a second has so many units of the simulation; what takes one where nothing is measured is drawn as 1 ms
-        per_second = 1.0 if costs else 1e3
-        drawn = shown.timeline.scaled(1e3 / per_second)
-        what, held = Sizes.of(config).rank_name, f" on {stages} ranks" if pipeline.num_chunks > 1 else ""
-        title = (f"{pipeline.schedule}, {stages * pipeline.num_chunks} stages{held}, {pipeline.num_microbatches} "
-                 "micro-batches a batch")
-        if self.svg:
-            unit = "milliseconds" if costs else FORWARDS
-            write_output("svg", self.svg, draw_svg(drawn, title=f"{title} (simulated)", unit=unit))
-        each = config.parallel.tp * max(config.parallel.dp, 1)
-        if self.perfetto:
-            names = {stage: (stage, f"{what} {stage}" + (f", ranks {stage * each}-{stage * each + each - 1}"
-                                                        if each > 1 else "")) for stage in range(stages)}
-            entries = trace_entries(shown.timeline, names, per_second=per_second)
-            write_output("perfetto", self.perfetto, trace_json(entries))
-        out = sys.stderr if self.json else sys.stdout
-        picture = draw(drawn)
-        fits = max(map(len, picture.splitlines())) <= _WIDEST or not costs
-        print(f"{title}\n\n{picture}\n" if fits else title, file=out)
-        time = f"{shown.step_time:.2f} times the forward of the costliest {what}"
+        rank_name = Sizes.of(config).rank_name
+        self._draw(config, shown, rank_name, timed=costs is not None)
+        time = f"{shown.step_time:.2f} times the forward of the costliest {rank_name}"
         if run:
             time = (f"{1e3 * shown.step_time:.4g} ms, from the costs of {self.measured} (where one took "
                     f"{1e3 * run.measured.step_time:.4g} ms with {run.ordering.schedule} and "
                     f"{run.sizes.num_microbatches} micro-batches)")
         elif costs:
-            time = (f"{1e3 * shown.step_time:.4g} ms on {each * stages} ranks, "
+            time = (f"{1e3 * shown.step_time:.4g} ms on {_num_ranks(config)} ranks, "
                     f"{config.batch_tokens / shown.step_time:,.0f} tokens/s")
+        out = sys.stderr if self.json else sys.stdout
         print(f"steady state: a batch takes {time}", file=out)
-        for stage in range(stages):
-            print(f"  {what} {stage}: idle {100 * shown.bubble[stage]:4.1f} %, at most {shown.peak_activations[stage]} "
-                  f"micro-batches in flight, {shown.peak_versions[stage]} weight versions", file=out)
+        for rank, bubble in enumerate(shown.bubble):
+            print(f"  {rank_name} {rank}: idle {100 * bubble:4.1f} %, at most {shown.peak_activations[rank]} "
+                  f"micro-batches in flight, {shown.peak_versions[rank]} weight versions", file=out)
         if self.json:
+            pipeline = config.pipeline
             print(json.dumps({
-                "ok": True, "schedule": pipeline.schedule, "stages": stages, "chunks": pipeline.num_chunks,
-                "ranks": each * stages,
-                "num_microbatches": pipeline.num_microbatches, "step_time": shown.step_time, "bubble": shown.bubble,
-                "peak_activations": shown.peak_activations, "peak_versions": shown.peak_versions,
-                "makespan": shown.timeline.makespan, "unit": "s" if costs else f"forward of the costliest {what}",
+                "ok": True, "schedule": pipeline.schedule, "stages": config.parallel.pp, "chunks": pipeline.num_chunks,
+                "ranks": _num_ranks(config), "num_microbatches": pipeline.num_microbatches,
+                "step_time": shown.step_time, "bubble": shown.bubble, "peak_activations": shown.peak_activations,
+                "peak_versions": shown.peak_versions, "makespan": shown.timeline.makespan,
+                "unit": "s" if costs else f"forward of the costliest {rank_name}",
                 "measured_step_time": run.measured.step_time if run else None, "svg": self.svg or None}))
         return 0
 
-    def _planned(self, launch: Launch) -> tuple[Config, Costs]:
-        """The configuration with its grid filled in, and what its stages cost there. One pipeline stands for all."""
-        from hybridpar.planner.at_hand import machine_for
-        from hybridpar.planner.cost import Model
+    def _draw(self, config: Config, shown: Preview, rank_name: str, timed: bool) -> None:
+        """Draws the pipeline, to a terminal and files; `timed`: its times are seconds."""
+        from hybridpar.pipeline.plan.draw import draw
+        from hybridpar.pipeline.plan.perfetto import trace_entries, trace_json
+        from hybridpar.pipeline.plan.svg import FORWARDS, draw_svg
 
-        parallel = self.config.parallel
-        devices = parallel.tp * parallel.pp * parallel.dp
+        pipeline, ranks = config.pipeline, config.parallel.pp
+        # a second has so many units of the simulation; what takes one where nothing is measured is drawn as 1 ms
+        per_second = 1.0 if timed else 1e3
+        drawn = shown.timeline.scaled(1e3 / per_second)
+        held = f" on {ranks} ranks" if pipeline.num_chunks > 1 else ""
+        title = (f"{pipeline.schedule}, {ranks * pipeline.num_chunks} stages{held}, {pipeline.num_microbatches} "
+                 "micro-batches a batch")
+        if self.svg:
+            unit = "milliseconds" if timed else FORWARDS
+            write_output("svg", self.svg, draw_svg(drawn, title=f"{title} (simulated)", unit=unit))
+        if self.perfetto:
+            each = _num_ranks(config) // ranks
+            held_by = [f", ranks {rank * each}-{rank * each + each - 1}" if each > 1 else "" for rank in range(ranks)]
+            names = {rank: (rank, f"{rank_name} {rank}{processes}") for rank, processes in enumerate(held_by)}
+            entries = trace_entries(shown.timeline, names, per_second=per_second)
+            write_output("perfetto", self.perfetto, trace_json(entries))
+        picture = draw(drawn)
+        fits = max(map(len, picture.splitlines())) <= _WIDEST or not timed
+        print(f"{title}\n\n{picture}\n" if fits else title, file=sys.stderr if self.json else sys.stdout)
+
+    def _planned(self, launch: Launch) -> tuple[Config, Costs]:
+        """The configuration with its grid filled in, and the costs of its stages there. One pipeline stands for all."""
+        from hybridpar.planner.cost import StepCost
+        from hybridpar.planner.local_profile import machine_for
+
+        devices = _num_ranks(self.config) if self.config.parallel.dp else 0
         machine = machine_for(self.config, launch, self.profile, self.cluster, devices)
         config = resolved(self.config, machine.num_devices)
-        return config, Model(config, machine).costs
+        return config, StepCost(config, machine).costs
 
 
 def resolved(config: Config, world_size: int = 0) -> Config:
     """The configuration with its grid filled in (world_size 0: as many processes as it has). Raises: ConfigError."""
     from hybridpar.validate import resolve
 
+    return resolve(config, world_size or max(1, _num_ranks(config)))
+
+
+def _num_ranks(config: Config) -> int:
+    """Ranks of the grid; of one replica, where their number is open."""
     parallel = config.parallel
-    return resolve(config, world_size or max(1, parallel.tp * parallel.pp * max(parallel.dp, 1)))
+    return parallel.tp * parallel.pp * max(parallel.dp, 1)

@@ -92,7 +92,8 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _read_section(name: str, base: Any, table: Mapping[str, Any], problems: list[Problem]) -> Any:
-    hints, values = hints_of(type(base)), {}
+    section: Any = type(base)
+    hints, values = hints_of(section), {}
     for key, value in table.items():
         if key not in hints:
             near = _nearest(key, [*hints])

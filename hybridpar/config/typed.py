@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from hybridpar.errors import shown
 
@@ -76,7 +76,6 @@ NotNegative = Annotated[float, Within(0)]
 Share = Annotated[float, Within(0, below=1)]
 Count = Annotated[int, Within(0)]
 AtLeastOne = Annotated[int, Within(1)]
-T = TypeVar("T")
 
 
 @functools.cache
@@ -90,40 +89,61 @@ def hints_of(kind: type[Any]) -> dict[str, tuple[Any, Rule | None]]:
 
 def broken_rules(settings: Any) -> Iterator[tuple[str, Any, Rule]]:
     """Every field of a dataclass whose value its rule does not allow: name, value, rule."""
-    for name, (_, rule) in hints_of(type(settings)).items():
+    kind: Any = type(settings)
+    for name, (_, rule) in hints_of(kind).items():
         if not _allowed(value := getattr(settings, name), rule) and rule is not None:
             yield name, value, rule
 
 
 def _allowed(value: Any, rule: Rule | None) -> bool:
-    return rule is None or all(map(rule.allows, value if isinstance(value, tuple) else (value,)))
+    if isinstance(value, tuple | dict):
+        return all(_allowed(entry, rule) for entry in (value.values() if isinstance(value, dict) else value))
+    return rule is None or rule.allows(value)
 
 
-def from_plain(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
-    """A dataclass from plain values, of which those with a default may be missing.
+def from_plain(kind: Any, value: Any, where: str) -> Any:
+    """`value`, of JSON, as a dataclass, or a dict or tuple of such, or a plain type. Fields with a default may be
+    missing. Raises: ValueError with the place, the value and the rule that it breaks."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    try:
+        if dataclasses.is_dataclass(kind):
+            return _dataclass_from(kind, convert(value, dict), where)
+        if origin is dict:
+            return {inner[0](key): from_plain(inner[1], entry, f"{where}.{key}")
+                    for key, entry in convert(value, dict).items()}
+        if origin is tuple and dataclasses.is_dataclass(inner[0]):
+            return tuple(from_plain(inner[0], entry, f"{where}[{i}]") for i, entry in enumerate(convert(value, list)))
+        return convert(value, kind)
+    except Misfit:
+        raise
+    except ValueError as error:
+        raise Misfit(f"{where} is {shown(value)}, which {error}") from None
 
-    Raises: ValueError with the name after `where`, the value and the rule that it breaks.
-    """
+
+class Misfit(ValueError):
+    """A value that cannot be converted, with its place."""
+
+
+def _dataclass_from(kind: Any, table: Mapping[str, Any], where: str) -> Any:
     hints, values = hints_of(kind), {}
     for name, value in table.items():
         if name not in hints:
-            raise ValueError(f"{where}{name} is not known; there are {', '.join(hints)}")
+            raise Misfit(f"{where}.{name} is not known; there are {', '.join(hints)}")
         type_, rule = hints[name]
-        try:
-            values[name] = convert(value, type_)
-        except ValueError as error:
-            raise ValueError(f"{where}{name} is {shown(value)}, which {error}") from None
-        if rule is not None and not _allowed(values[name], rule):
-            raise ValueError(f"{where}{name} is {shown(value)}, which {rule.rule}")
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        values[name] = from_plain(type_, value, f"{where}.{name}")
+        if not _allowed(values[name], rule) and rule is not None:
+            raise Misfit(f"{where}.{name} is {shown(value)}, which {rule.rule}")
+    for field in dataclasses.fields(kind):
         if field.name not in table and field.default is field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{where}{field.name!r} is missing")
+            raise Misfit(f"{where}: {field.name!r} is missing")
     return kind(**values)
 
 
 def convert(value: Any, kind: Any) -> Any:
     """`value`, of TOML or JSON, as the annotated type. Raises: ValueError with the rule it breaks."""
     origin = typing.get_origin(kind)
+    if kind is Any:
+        return value
     if origin is Literal:
         options = typing.get_args(kind)
         if value not in options or isinstance(value, bool):

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from hybridpar.config import Config, OptimConfig, PipelineConfig
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.memory import StageMemory
 from hybridpar.models.cost import KEPT_BYTES, even_out
 from hybridpar.pipeline.plan.schedules import WARMUPS, Sizes, find_schedule, schedule_of
-from hybridpar.planner.cost import Model
+from hybridpar.planner.bound import least_time
+from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.split import Matrix, best_split, sums
 
 INTERLEAVED, CHUNKS = "interleaved", (2, 3, 4)
 STALE = frozenset({"2bw", "pipedream"})
 """Schedules that train on older weights: one is considered where it is asked for, beside those on new ones."""
-STALE_GAIN = 0.05
-"""By so much a schedule on older weights must be faster than all others. Old gradients cost loss at equal tokens, and
-of step times that differ by little the planner cannot say which is the shorter (search.ERROR)."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for. keep: sizes of axes that stay. batch_size: samples of a step (0: the configuration's).
+    """Wishes of the user. keep: sizes of axes that stay. batch_size: samples of a step (0: the configuration's).
 
     schedules: names (none: the configuration's, and those on new weights). micro_batches: sizes (none: all profiled
-    ones and powers of two between them). top: how many are to be ranked.
+    ones and powers of two between them). top: number of candidates to rank. quick: memory is predicted of the best
+    alone, and of those that may not fit.
     """
 
     keep: Mapping[str, int] = field(default_factory=dict)
@@ -36,7 +36,6 @@ class Request:
     micro_batches: tuple[int, ...] = ()
     top: int = 5
     quick: bool = False
-    """Memory is predicted of the best alone, and of those that may not fit."""
 
 
 @dataclass
@@ -44,10 +43,15 @@ class Candidate:
     """One configuration under consideration. `reason`: why it cannot run; empty where it can."""
 
     config: Config
-    model: Model
+    cost: StepCost
     memory: list[StageMemory] | None = None
     reason: str = ""
     tried_recomputation: bool = False
+
+    @cached_property
+    def least_time(self) -> float:
+        """A lower bound on its step time."""
+        return least_time(self.cost)
 
     @property
     def peak(self) -> int:
@@ -80,7 +84,7 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
                 same = len(config.pipeline.split) == pp * pipeline.num_chunks
                 if config.pipeline.split and same and request.keep.get("pp"):
                     made = replace(made, pipeline=replace(made.pipeline, split=config.pipeline.split))
-                    yield Candidate(made, Model(made, machine))
+                    yield Candidate(made, StepCost(made, machine))
                 else:
                     yield balanced(made, machine)
 
@@ -162,32 +166,34 @@ def _interleaved(base: PipelineConfig, pp: int, m: int, num_blocks: int) -> Iter
 def balanced(config: Config, machine: Machine) -> Candidate:
     """With the split that makes the slowest stage the fastest, whatever it takes of memory; of equal ones, which many
     are, that which takes the least."""
-    model = Model(config, machine)
-    if model.pp > 1:
-        costs = block_costs(model)
-        found = best_split(*costs, model.sizes.num_stages, lambda stage, again: held(model, stage))
+    cost = StepCost(config, machine)
+    if cost.pp > 1:
+        costs = block_costs(cost)
+        found = best_split(*costs, cost.sizes.num_stages, lambda stage, again: _held(cost, stage))
         assert found is not None, "there are as many blocks as stages"
-        split = even_out(tuple(sum(of_block) for of_block in zip(*costs, strict=True)), found.sizes, model.pp)
+        split = even_out(tuple(sum(of_block) for of_block in zip(*costs, strict=True)), found.sizes, cost.pp)
         config = replace(config, pipeline=replace(config.pipeline, split=split))
-        model = Model(config, machine)
-    return Candidate(config, model)
+        cost = StepCost(config, machine)
+    return Candidate(config, cost)
 
 
-def held(model: Model, stage: int) -> Matrix:
-    """[i, j]: about what blocks i .. j-1 take on that stage: state, and what is kept of micro-batches in flight."""
-    config, sizes, rank = model.config, model.sizes, model.sizes.rank_of(stage)
+def _held(cost: StepCost, stage: int) -> Matrix:
+    """[i, j]: about what blocks i .. j-1 take on that stage, to compare splits by: weights, gradients and Adam's state,
+    and what is kept of micro-batches in flight."""
+    config, sizes, rank = cost.config, cost.sizes, cost.sizes.rank_of(stage)
     schedule = schedule_of(config.pipeline)
+    mixed, moments = config.train.dtype in ("bf16", "fp16"), 2 * (config.optim.name in ("adamw", "lamb"))
+    state = (schedule.max_live_versions(sizes, rank) * cost.item + cost.gradient_bytes * schedule.num_gradient_buffers
+             + 4 * (mixed + moments) / cost.zero_share)
     in_flight = schedule.max_live_activations(sizes, rank) / sizes.chunks
-    kept = {"embedding": 0.0, "layer": KEPT_BYTES / 2 * model.message_bytes / model.tp, "head": 0.0}
-    return sums([model.state_bytes(rank) * model.block(n).parameters
-                 + in_flight * (model.block(n).kept or kept[model.kind(n)]) for n in range(config.model.num_blocks)])
+    kept = {"layer": KEPT_BYTES / 2 * cost.message_bytes / cost.tp}
+    return sums([state * cost.block(n).parameters + in_flight * (cost.block(n).kept or kept.get(cost.kind(n), 0.0))
+                 for n in range(config.model.num_blocks)])
 
 
-def block_costs(model: Model) -> tuple[list[float], list[float], list[float]]:
-    """Of each block: forward, backward, and its share of a batch's norm and update for each micro-batch."""
-    blocks = range(model.config.model.num_blocks)
-    times = [model.block_time(n) for n in blocks]
-    m = model.sizes.num_microbatches
-    share = model.dp if model.config.parallel.zero else 1
-    updates = [(model.block(n).norm + model.block(n).update / share) / m for n in blocks]
+def block_costs(cost: StepCost) -> tuple[list[float], list[float], list[float]]:
+    """Forward and backward of each block, and its share of a batch's norm and update for each micro-batch."""
+    blocks, m = range(cost.config.model.num_blocks), cost.sizes.num_microbatches
+    times = [cost.block_time(n) for n in blocks]
+    updates = [(cost.block(n).norm + cost.block(n).update / cost.zero_share) / m for n in blocks]
     return [f for f, _ in times], [b for _, b in times], updates

@@ -14,14 +14,15 @@ Legend: b micro-batch, s sequence, h hidden, f ffn, n heads, v vocabulary, t tp 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from hybridpar.config import ModelConfig
 from hybridpar.errors import config_error
 from hybridpar.models.cost import LABELLED, forward_flops_per_token
 
+T = TypeVar("T")
 GIB = 2**30
 GIGABIT = 1e9 / 8
 
@@ -114,16 +115,18 @@ LINKS = {
 
 def find_device(name: str) -> Device:
     """Raises: ConfigError if the table has no such device."""
-    if name not in DEVICES:
-        raise config_error("device", name, f"must be one of {', '.join(DEVICES)}", "a100-80gb")
-    return DEVICES[name]
+    return _find("device", name, DEVICES, "a100-80gb")
 
 
 def find_link(name: str) -> Link:
     """Raises: ConfigError if the table has no such link."""
-    if name not in LINKS:
-        raise config_error("link", name, f"must be one of {', '.join(LINKS)}", "nvlink3")
-    return LINKS[name]
+    return _find("link", name, LINKS, "nvlink3")
+
+
+def _find(field: str, name: str, known: Mapping[str, T], works: str) -> T:
+    if name not in known:
+        raise config_error(field, name, f"must be one of {', '.join(known)}", works)
+    return known[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,21 +150,6 @@ class Cluster:
     def server(self, device: int) -> int:
         assert 0 <= device < self.num_devices, f"device {device} of {self.num_devices}"
         return device // self.devices_per_server
-
-    def transfer_time(self, num_bytes: float, source: int, to: int, flows: int = 1) -> float:
-        """A message between two devices, while `flows` equal ones leave that server the same way (itself included)."""
-        if self.server(source) == self.server(to):
-            return self.inner.transfer_time(num_bytes)
-        return self.outer.transfer_time(num_bytes, max(flows / self.outer_links, 1))
-
-    def all_reduce_time(self, num_bytes: float, devices: Sequence[int], rings: int = 1) -> float:
-        """A ring over `devices`, while `rings` equal ones pass through the same servers (itself included).
-
-        A ring enters and leaves each server once, so its slowest link is `outer` as soon as it has two servers.
-        """
-        if len({self.server(device) for device in devices}) == 1:
-            return self.inner.ring_time(num_bytes, len(devices))
-        return self.outer.ring_time(num_bytes, len(devices), max(rings / self.outer_links, 1))
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
@@ -231,19 +219,6 @@ def block_times(model: ModelConfig, micro_batch_size: int, device: Device, tp: i
     return tuple(times)
 
 
-def stage_time(times: Sequence[BlockTime], blocks: Iterable[int], recomputed: Iterable[int] = ()) -> BlockTime:
-    """A stage of those blocks, of which `recomputed` run forward once more in the backward pass."""
-    blocks, again = tuple(blocks), set(recomputed)
-    return BlockTime(
-        sum(times[i].forward for i in blocks),
-        sum(times[i].backward + times[i].forward * (i in again) for i in blocks))
-
-
 def activation_bytes(model: ModelConfig, micro_batch_size: int) -> int:
     """The tensor between two blocks, and so what one stage sends to the next, in half precision."""
     return HALF * micro_batch_size * model.seq_length * model.hidden_size
-
-
-def tensor_parallel_all_reduces(recompute: bool = False) -> int:
-    """All-reduces of `activation_bytes` in one layer, forward and backward; recomputing repeats the forward ones."""
-    return 6 if recompute else 4

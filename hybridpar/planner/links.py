@@ -1,4 +1,4 @@
-"""Links as they were measured: messages between two ranks and all-reduces, against their size.
+"""Measured links: messages between two ranks and all-reduces, against their size.
 
     to and fro between two ranks                        half of a round trip
     all-reduce over two, four, .. ranks of a level      on the rank that takes the longest
@@ -16,6 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from statistics import median
 
 import torch
@@ -53,21 +54,19 @@ class Curve:
 
     @property
     def latency(self) -> float:
-        """What the smallest message takes."""
+        """Time of the smallest message."""
         return self.points[0][1]
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second of what is beyond the last but one size."""
-        if len(self.points) == 1:
-            return self.points[0][0] / max(self.points[0][1], 1e-12)
-        (x0, y0), (x1, y1) = self.points[-2:]
+        """Bytes a second beyond the last but one size."""
+        (x0, y0), (x1, y1) = ((0.0, 0.0), *self.points)[-2:]
         return (x1 - x0) / max(y1 - y0, 1e-12)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """What joins the ranks of one level: those of a server, or servers. `reduce`: all-reduces, by number of ranks.
+    """A link between the ranks of one level: those of a server, or servers. `reduce`: all-reduces, by number of ranks.
 
     `send_work`, `reduce_work`: CPU time, which a rank takes from who computes. `call`: to issue a send or a receive.
     """
@@ -88,7 +87,7 @@ class MeasuredLink:
         return self.send_work(num_bytes)
 
     def ring_time(self, num_bytes: float, ranks: int, rings: float = 1) -> float:
-        """As `hardware.Link.ring_time`. Of more ranks than were measured: as a ring of more steps."""
+        """As `hardware.Link.ring_time`; over more ranks than were measured, as a ring of more steps."""
         if ranks == 1:
             return 0.0
         measured, scale = self._nearest(self.reduce, ranks)
@@ -111,6 +110,10 @@ class MeasuredLink:
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
+Times = tuple[float, float, float]
+"""Of a message: seconds, CPU time, and time to issue it; zeros on ranks that take no part."""
+_NO_PART: Times = (0.0, 0.0, 0.0)
+
 
 def measure_links(world: Axis, device: torch.device, *, sizes: Sequence[int] = SIZES) -> dict[str, MeasuredLink]:
     """By level: `local` between ranks of one host, `network` between hosts. Empty for a single rank.
@@ -119,29 +122,20 @@ def measure_links(world: Axis, device: torch.device, *, sizes: Sequence[int] = S
     """
     if world.size == 1:
         return {}
-    hosts = gather_objects(_host_name(), world)
+    hosts = gather_objects(platform.node(), world)
     levels = {}
     for level, same in (("local", True), ("network", False)):
-        pair = next(((a, b) for a in range(world.size) for b in range(a + 1, world.size)
-                     if (hosts[a] == hosts[b]) == same), None)
-        if pair is None:
-            continue
-        levels[level] = _measure_level(level, pair, _groups_of(level, hosts), world, device, sizes)
+        pairs = [pair for pair in combinations(range(world.size), 2) if (hosts[pair[0]] == hosts[pair[1]]) == same]
+        if pairs:
+            levels[level] = _measure_level(level, pairs[0], _groups_of(level, hosts), world, device, sizes)
     return levels
 
 
-def _host_name() -> str:
-    return platform.node()
-
-
 def _groups_of(level: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
-    """Which ranks reduce together, by size: on the first host that has several, or over the hosts."""
-    everyone = range(len(hosts))
-    if level == "local":
-        fullest = max(set(hosts), key=hosts.count)
-        here = [rank for rank in everyone if hosts[rank] == fullest]
-    else:
-        here = [hosts.index(name) for name in dict.fromkeys(hosts)]
+    """Groups of ranks that reduce together, by size: on the host that has most of them, or over the hosts."""
+    fullest = max(hosts, key=hosts.count)
+    here = ([rank for rank, host in enumerate(hosts) if host == fullest] if level == "local"
+            else [hosts.index(name) for name in dict.fromkeys(hosts)])
     sizes = [n for n in (2, 4, 8, 16, len(here)) if n <= len(here)]
     return [tuple(here[:n]) for n in sorted(set(sizes))]
 
@@ -159,10 +153,6 @@ def _measure_level(
         reduce[len(ranks)], reduce_work[len(ranks)], _ = _sweep(
             sizes, lambda n, k, axis=axis: _reduce(n, k, axis, device), world)  # type: ignore[misc]
     return MeasuredLink(name, send, reduce, send_work, reduce_work, calls)
-
-
-Times = tuple[float, float, float]
-"""Of one message: seconds, CPU time, and time to issue it; zeros on ranks that take no part."""
 
 
 def _sweep(
@@ -188,7 +178,7 @@ def _sweep(
 
 
 def rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Without what took as long as something larger did, as something else held it up."""
+    """The points but for those that took as long as a larger one: something else held them up."""
     kept: list[tuple[float, float]] = []
     for size, seconds in reversed(points):
         if not kept or seconds < kept[-1][1]:
@@ -198,7 +188,7 @@ def rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], 
 
 def _ping(num_bytes: int, repeats: int, pair: tuple[int, int], world: Axis, device: torch.device) -> Times:
     if world.rank not in pair:
-        return 0.0, 0.0, 0.0
+        return _NO_PART
     first = world.rank == pair[0]
     other = pair[1] if first else pair[0]
     message = torch.zeros(num_bytes // 4, device=device)
@@ -223,7 +213,7 @@ def _ping(num_bytes: int, repeats: int, pair: tuple[int, int], world: Axis, devi
 
 def _reduce(num_bytes: int, repeats: int, axis: Axis | None, device: torch.device) -> Times:
     if axis is None:
-        return 0.0, 0.0, 0.0
+        return _NO_PART
     x = torch.zeros(num_bytes // 4, device=device)
     seconds = []
     cpu = time.process_time()

@@ -1,28 +1,26 @@
-"""What is planned for: the profile of its blocks, its devices and the links between them. Units: seconds, bytes."""
+"""A machine to plan for: the profile of its blocks, its devices and the links between them. Units: seconds, bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+import torch
+
+from hybridpar.planner.hardware import Link
+from hybridpar.planner.links import MeasuredLink
 from hybridpar.planner.profile import Profile
 
-
-class AnyLink(Protocol):
-    """A link, measured or estimated."""
-
-    @property
-    def call(self) -> float: ...
-    def transfer_time(self, num_bytes: float, flows: float = 1) -> float: ...
-    def transfer_work(self, num_bytes: float) -> float: ...
-    def ring_time(self, num_bytes: float, ranks: int, rings: float = 1) -> float: ...
-    def ring_work(self, num_bytes: float, ranks: int) -> float: ...
+AnyLink = Link | MeasuredLink
+RESERVED = 1.5 * 2**30
+"""Bytes of an accelerator that its context and communicators take; of a host's memory a tenth is left to others."""
+_FRAGMENTS = 0.04
+"""Share of an accelerator's memory that an allocator cannot hand out. An estimate."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is planned for: the profile of its blocks, and how its devices are joined.
+    """A profile of blocks, and how the devices that have it are joined.
 
     `inner` joins the devices of a server, `outer` the servers (None: there is one). outer_links: of a server, shared by
     its devices. memory: bytes of a device. measured: `inner` is the link that the profile's waits were measured on.
@@ -37,8 +35,20 @@ class Machine:
     outer_links: int = 1
     measured: bool = True
 
+    @property
+    def memory_limit(self) -> float:
+        """Bytes that training may take of a device."""
+        if self.profile.hardware.cores:
+            return 0.9 * self.memory
+        return (self.memory - RESERVED) * (1 - _FRAGMENTS)
+
+    @property
+    def device(self) -> torch.device:
+        """The kind of device, which need not be on this machine."""
+        return torch.device(self.profile.hardware.device_type)
+
     def servers(self, ranks: Sequence[int]) -> int:
-        """How many servers these ranks are on."""
+        """Number of servers that these ranks are on."""
         return len({rank // self.devices_per_server for rank in ranks})
 
     def link(self, ranks: Sequence[int]) -> AnyLink:
@@ -49,7 +59,7 @@ class Machine:
         return self.outer
 
     def all_reduce(self, num_bytes: float, ranks: Sequence[int], rings: int = 1) -> float:
-        """A ring over these ranks, while `rings` equal ones pass through the same servers."""
+        """Seconds of a ring over these ranks, while `rings` equal ones pass through the same servers."""
         if len(ranks) == 1 or not num_bytes:
             return 0.0
         link = self.link(ranks)

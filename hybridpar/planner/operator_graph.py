@@ -35,7 +35,6 @@ from hybridpar.planner.hardware import DEVICES, Device
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.operators import INPUT, block_operators
 from hybridpar.planner.profile import KINDS, Hardware
-from hybridpar.planner.room import memory_limit
 
 CPU_SLOWDOWN = 23.0
 """Of a node on a CPU beside the accelerators, of which nothing is known: as in the paper's operator graphs."""
@@ -83,7 +82,7 @@ def operator_graph(config: Config, machine: Machine, *, training: bool) -> dict[
         rows += backward_rows
         edges += [_edge(v, len(nodes) + v, sent[v]) for v in ends] + backward_edges
     return {
-        "maxSizePerFPGA": max(1, int(memory_limit(machine))), "maxFPGAs": machine.num_devices, "maxCPUs": 0,
+        "maxSizePerFPGA": max(1, int(machine.memory_limit)), "maxFPGAs": machine.num_devices, "maxCPUs": 0,
         "about": {
             "kind": config.model.kind, "layers": config.model.num_layers, "training": training,
             "micro_batch": config.train.micro_batch_size, "dtype": config.train.dtype, "device": hardware.name,

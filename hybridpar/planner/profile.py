@@ -1,4 +1,4 @@
-"""profile.json: what each kind of block, and messages, take: measured on a machine, or estimated for one.
+"""profile.json: times of each kind of block, and of messages, measured on a machine or estimated for one.
 
     blocks    embedding, layer, head; by tp degree and micro-batch size: forward, backward, optimizer, collectives
     links     `local` within a server, `network` between servers: seconds against bytes
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hybridpar.checkpoint.files import write_text
-from hybridpar.config import Config, to_mapping
+from hybridpar.config import Config, Within, from_plain, to_mapping
 from hybridpar.errors import ConfigError, DataError, Problem, config_error, shown
 from hybridpar.planner.links import Curve, MeasuredLink
 from hybridpar.reading import nearest_path, read_limited, reason
@@ -26,16 +27,19 @@ KINDS = ("embedding", "layer", "head")
 _BEARS: dict[str, tuple[str, ...]] = {
     "model": (), "kernels": (), "train": ("dtype",), "optim": ("name", "staleness"),
 }
-"""What of a configuration blocks take their time by; (): the whole section."""
+"""Keys of the configuration that decide how long blocks take, by section; (): the whole section."""
 _QUIET = 0.9
-"""Share of the cores that ranks get where nothing else runs, at least."""
-_MOST, _LARGEST, _MAX_BYTES = 10**6, 1e30, 64 << 20
-"""Of a count, and of a number, in a file that can be read; bytes of such a file."""
+"""Least share of the cores that ranks get where nothing else runs."""
+_MAX_BYTES = 64 << 20
+"""Bytes of a file that is read."""
+Amount = Annotated[float, Within(0, 1e30)]
+Bytes = Annotated[int, Within(0, 10**30)]
+Count = Annotated[int, Within(1, 10**6)]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """One block and one micro-batch on one of `tp` ranks.
+    """Cost of one block and one micro-batch on one of `tp` ranks.
 
     forward, backward: computing, without collectives. forward_wait, backward_wait: what its collectives over tp take
     besides, where they were measured; forward_messages, backward_messages: the bytes of each. norm, update: of its
@@ -43,17 +47,17 @@ class BlockCost:
     measured. kept: bytes between forward and backward.
     """
 
-    forward: float
-    backward: float
-    norm: float
-    update: float
-    forward_wait: float = 0.0
-    backward_wait: float = 0.0
-    forward_messages: tuple[int, ...] = ()
-    backward_messages: tuple[int, ...] = ()
-    backward_input: float = 0.0
-    parameters: int = 0
-    kept: int = 0
+    forward: Amount
+    backward: Amount
+    norm: Amount
+    update: Amount
+    forward_wait: Amount = 0.0
+    backward_wait: Amount = 0.0
+    forward_messages: Annotated[tuple[int, ...], Within(0, 10**30)] = ()
+    backward_messages: Annotated[tuple[int, ...], Within(0, 10**30)] = ()
+    backward_input: Amount = 0.0
+    parameters: Bytes = 0
+    kept: Bytes = 0
 
 
 Key = tuple[str, int, int]
@@ -62,20 +66,20 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where it was measured. cores: of each host, which its ranks share; 0: each rank has a device of its own.
+    """Hardware of a profile. cores: of each host, which its ranks share; 0: each rank has a device of its own.
 
     devices_per_host: how many processes a host is to have. memory: bytes of each device, or of a host's share for each.
     host_memory: bytes of a host's memory for each device that has its own; 0: not known.
     """
 
     name: str
-    devices_per_host: int
-    memory: float
-    cores: int = 0
-    threads: int = 1
-    hosts: int = 1
-    host_memory: float = 0.0
-    efficiency: float = 1.0
+    devices_per_host: Count
+    memory: Annotated[float, Within(above=0, most=1e30)]
+    cores: Annotated[int, Within(0, 10**6)] = 0
+    threads: Count = 1
+    hosts: Count = 1
+    host_memory: Amount = 0.0
+    efficiency: Annotated[float, Within(above=0, most=1e30)] = 1.0
     """Share of the cores that ranks get when all of them compute."""
 
     @property
@@ -96,7 +100,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Profile:
-    """What profile.json holds. `settings`: the sections of the configuration that it depends on."""
+    """Contents of profile.json. `settings`: the sections of the configuration that it depends on."""
 
     hardware: Hardware
     blocks: Mapping[Key, BlockCost]
@@ -104,7 +108,7 @@ class Profile:
     settings: Mapping[str, Any]
     estimated: bool = False
     per_microbatch: float = 0.0
-    """What a forward takes on every stage besides its blocks: the micro-batch is made, weights are bound."""
+    """Time of a forward on every stage besides its blocks: the micro-batch is made, weights are bound."""
     per_batch: float = 0.0
     about: Mapping[str, Any] = field(default_factory=dict)
     """Date, commit, versions."""
@@ -122,37 +126,34 @@ class Profile:
 
         Raises: ConfigError if nothing was measured at this tp degree.
         """
-        sizes = self.micro_batches(tp)
-        if not sizes:
+        if not (sizes := self.micro_batches(tp)):
             known = ", ".join(map(str, self.tp_degrees))
             raise config_error("parallel.tp", tp, f"the profile has tp degrees {known} only", known)
         if b in sizes:
             return self.blocks[kind, tp, b]
         if len(sizes) == 1:
-            return _between(self.blocks[kind, tp, sizes[0]], self.blocks[kind, tp, sizes[0]], b / sizes[0])
+            return _between(None, self.blocks[kind, tp, sizes[0]], b / sizes[0])
         above = next((i for i, size in enumerate(sizes) if size > b), len(sizes) - 1)
         low, high = sizes[max(above - 1, 0)], sizes[max(above, 1)]
-        return _between(self.blocks[kind, tp, low], self.blocks[kind, tp, high], None, (b - low) / (high - low))
+        return _between(self.blocks[kind, tp, low], self.blocks[kind, tp, high], (b - low) / (high - low))
 
 
-_PER_MICROBATCH = ("forward", "backward", "forward_wait", "backward_wait", "backward_input", "kept")
-
-
-def _between(low: BlockCost, high: BlockCost, scale: float | None, share: float = 0.0) -> BlockCost:
-    """`low` times `scale`, or so far from `low` to `high`."""
+def _between(low: BlockCost | None, high: BlockCost, share: float) -> BlockCost:
+    """The cost so far from `low` (None: nothing) to `high`."""
     def at(a: float, b: float) -> float:
-        return a * scale if scale is not None else max(0.0, a + share * (b - a))
+        return max(0.0, a + share * (b - a))
 
-    values = {name: at(getattr(low, name), getattr(high, name)) for name in _PER_MICROBATCH}
-    messages = {
-        name: tuple(round(at(a, b)) for a, b in zip(getattr(low, name), getattr(high, name), strict=True))
-        for name in ("forward_messages", "backward_messages")}
-    return BlockCost(norm=low.norm, update=low.update, parameters=low.parameters,
-                     **{**values, "kept": round(values["kept"])}, **messages)  # type: ignore[arg-type]
+    times = {name: at(getattr(low, name, 0.0), getattr(high, name))
+             for name in ("forward", "backward", "forward_wait", "backward_wait", "backward_input")}
+    messages = {name: tuple(round(at(a, b)) for a, b in zip(
+                    getattr(low, name, repeat(0)), getattr(high, name), strict=low is not None))
+                for name in ("forward_messages", "backward_messages")}
+    kept = round(at(low.kept if low else 0, high.kept))
+    return replace(low or high, **times, **messages, kept=kept)  # type: ignore[arg-type]
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """What a profile of this configuration depends on."""
+    """The part of a configuration that a profile depends on."""
     plain = to_mapping(config)
     return {section: {k: v for k, v in plain[section].items() if not keys or k in keys}
             for section, keys in _BEARS.items()}
@@ -181,7 +182,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def profile_json(profile: Profile) -> str:
-    """What profile.json holds."""
+    """The text of profile.json."""
     document = {
         "format": FORMAT, "estimated": profile.estimated, "about": dict(profile.about),
         "hardware": asdict(profile.hardware), "settings": profile.settings,
@@ -221,91 +222,73 @@ def read_profile(path: Path) -> Profile:
         raise DataError(f"{path}: cannot be read ({reason(error)})") from None
     try:
         return _profile(document)
-    except _Wrong as error:
-        raise DataError(f"{path}: {error}") from None
-    except (AttributeError, KeyError, TypeError, ValueError, AssertionError, IndexError, OverflowError) as error:
-        what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-        raise DataError(f"{path}: is not a profile as `hybridpar profile` writes it: {what}") from None
+    except (ValueError, TypeError, AssertionError) as error:
+        raise DataError(f"{path}: is not a profile as `hybridpar profile` writes it: {error}") from None
 
 
-class _Wrong(Exception):
-    """A value that a profile cannot have."""
+_Points = tuple[tuple[float, float], ...]
+_ALLOWED = Within(0, 1e30)
 
 
-def _profile(document: Mapping[str, Any]) -> Profile:
-    if not isinstance(document, dict):
-        raise _Wrong("is not an object")
-    if (found := document.get("format")) != FORMAT:
-        raise _Wrong(f"format is {shown(found)}, not {FORMAT!r}: profile the machine again")
-    blocks = {_key(row): _block(row) for row in document["blocks"]}
+@dataclass(frozen=True)
+class _Link:
+    """A MeasuredLink as it is written; all-reduces by number of ranks."""
+
+    call: Amount
+    send: Annotated[_Points, _ALLOWED]
+    send_work: Annotated[_Points, _ALLOWED]
+    reduce: Annotated[dict[int, _Points], _ALLOWED]
+    reduce_work: Annotated[dict[int, _Points], _ALLOWED]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block(BlockCost):
+    """A BlockCost as it is written."""
+
+    kind: str
+    tp: Count
+    micro_batch: Count
+
+
+@dataclass(frozen=True)
+class _Document:
+    """profile.json as it is written."""
+
+    format: str
+    estimated: bool
+    about: dict[str, Any]
+    hardware: Hardware
+    settings: dict[str, dict[str, Any]]
+    per_microbatch_s: Amount
+    per_batch_s: Amount
+    blocks: tuple[_Block, ...]
+    links: dict[str, _Link]
+
+
+def _profile(document: Any) -> Profile:
+    """Raises: ValueError, TypeError or AssertionError where the document is no profile."""
+    if isinstance(document, dict) and (found := document.get("format")) != FORMAT:
+        raise ValueError(f"format is {shown(found)}, not {FORMAT!r}: profile the machine again")
+    read: _Document = from_plain(_Document, document, "profile")
+    blocks: dict[Key, BlockCost] = {}
+    for i, (row, given) in enumerate(zip(read.blocks, document["blocks"], strict=True)):
+        values = {f.name: getattr(row, f.name) for f in fields(BlockCost)}
+        if missing := values.keys() - given.keys():
+            raise ValueError(f"profile.blocks[{i}]: {min(missing)!r} is missing")
+        blocks[row.kind, row.tp, row.micro_batch] = BlockCost(**values)
     degrees = {(tp, b) for _, tp, b in blocks}
     if not blocks or any((kind, tp, b) not in blocks for kind in KINDS for tp, b in degrees):
-        raise _Wrong(f"blocks must have {', '.join(KINDS)} at every tp degree and micro-batch size")
+        raise ValueError(f"blocks must have {', '.join(KINDS)} at every tp degree and micro-batch size")
     calls = {(kind, tp, len(cost.forward_messages), len(cost.backward_messages))
              for (kind, tp, _), cost in blocks.items()}
     if len(calls) > len({key[:2] for key in calls}):
-        raise _Wrong("blocks of one kind and tp degree must have equally many messages at every micro-batch size")
-    settings = document["settings"]
-    if not isinstance(settings, dict) or not all(isinstance(section, dict) for section in settings.values()):
-        raise _Wrong("settings must hold the sections of a configuration")
-    return Profile(
-        _hardware(document["hardware"]), blocks, {name: _link(name, row) for name, row in document["links"].items()},
-        settings, bool(document["estimated"]), _positive("per_microbatch_s", document["per_microbatch_s"]),
-        _positive("per_batch_s", document["per_batch_s"]), document["about"])
+        raise ValueError("blocks of one kind and tp degree must have equally many messages at every micro-batch size")
+    return Profile(read.hardware, blocks, {name: _link(name, link) for name, link in read.links.items()},
+                   read.settings, read.estimated, read.per_microbatch_s, read.per_batch_s, read.about)
 
 
-def _hardware(row: Mapping[str, Any]) -> Hardware:
-    hardware = Hardware(**row)
-    if not isinstance(hardware.name, str):
-        raise _Wrong(f"hardware.name is {hardware.name!r}, which is no name")
-    for name, least in (("devices_per_host", 1), ("hosts", 1), ("threads", 1), ("cores", 0)):
-        _count(f"hardware.{name}", getattr(hardware, name), least)
-    _positive("hardware.host_memory", hardware.host_memory)
-    for name in ("memory", "efficiency"):
-        if not _positive(f"hardware.{name}", getattr(hardware, name)):
-            raise _Wrong(f"hardware.{name} is 0, it must be positive")
-    return hardware
-
-
-def _key(row: Mapping[str, Any]) -> Key:
-    return str(row["kind"]), _count("blocks: tp", row["tp"], 1), _count("blocks: micro_batch", row["micro_batch"], 1)
-
-
-def _count(where: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-        raise _Wrong(f"{where} is {shown(value)}, which must be an integer of {least} to {_MOST}")
-    return value
-
-
-def _positive(where: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
-        raise _Wrong(f"{where} is {shown(value)}, which must be a number of 0 or more")
-    return value
-
-
-def _block(row: Mapping[str, Any]) -> BlockCost:
-    values: dict[str, Any] = {}
-    where = f"blocks: {row['kind']} tp={row['tp']} micro_batch={row['micro_batch']}"
-    for name in (f.name for f in fields(BlockCost)):
-        value = row[name]
-        if name.endswith("_messages"):
-            if not isinstance(value, list):
-                raise _Wrong(f"{where}: {name} is {shown(value)}, which must be a list")
-            values[name] = tuple(_positive(f"{where}: {name}", v) for v in value)
-        else:
-            values[name] = _positive(f"{where}: {name}", value)
-    return BlockCost(**values)
-
-
-def _link(name: str, row: Mapping[str, Any]) -> MeasuredLink:
-    def curve(key: str, points: Any) -> Curve:
-        where = f"links.{name}.{key}"
-        return Curve(tuple((_positive(where, x), _positive(where, y)) for x, y in points))
-
-    curves = {
-        key: {_count(f"links.{name}.{key}", int(n), 2): curve(key, points) for n, points in row[key].items()}
-        for key in ("reduce", "reduce_work")}
-    if not curves["reduce"]:
-        raise _Wrong(f"links.{name}.reduce must hold an all-reduce over 2 ranks or more")
-    return MeasuredLink(name, curve("send", row["send"]), curves["reduce"], curve("send_work", row["send_work"]),
-                        curves["reduce_work"], _positive(f"links.{name}.call", row["call"]))
+def _link(name: str, link: _Link) -> MeasuredLink:
+    if not link.reduce or min(*link.reduce, *link.reduce_work, 2) < 2:
+        raise ValueError(f"links.{name}.reduce must hold all-reduces over 2 ranks or more")
+    reduce, work = ({n: Curve(points) for n, points in curves.items()} for curves in (link.reduce, link.reduce_work))
+    return MeasuredLink(name, Curve(link.send), reduce, Curve(link.send_work), work, link.call)

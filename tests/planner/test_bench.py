@@ -16,7 +16,7 @@ from planner import made
 from hybridpar.config import Launch, from_mapping
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.optim import Optimizer
-from hybridpar.planner import at_hand
+from hybridpar.planner import local_profile
 from hybridpar.planner.bench import Bench, Effort, _timed
 from hybridpar.planner.profile import Profile, read_profile, write_profile
 from hybridpar.train.engine import Engine
@@ -76,11 +76,11 @@ def profile(efficiency: float) -> Profile:
 def test_times_of_a_busy_machine_are_neither_kept_nor_taken_from_what_was_kept(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [profile(0.6), profile(0.97), profile(0.5)]
-    monkeypatch.setattr(at_hand, "survey", lambda *args, **options: found.pop(0))
+    monkeypatch.setattr(local_profile, "measure_machine", lambda *args, **options: found.pop(0))
     config = from_mapping({"data": {"cache": str(tmp_path)}})
 
     def cached() -> float:
-        return at_hand.cached_profile(config, Launch(0, 0, 1, 1)).hardware.efficiency
+        return local_profile.cached_profile(config, Launch(0, 0, 1, 1)).hardware.efficiency
 
     assert cached() == 0.6
     assert not list(tmp_path.rglob("*.json"))
@@ -98,8 +98,8 @@ os.sched_setaffinity(0, {int(sys.argv[1])})
 import json
 from planner import made
 from hybridpar.config import Launch
-from hybridpar.planner.survey import survey
-print(json.dumps(survey(made.config(), Launch(0, 0, 1, 1), quick=True, ranks=1).hardware.efficiency))
+from hybridpar.planner.measure_machine import measure_machine
+print(json.dumps(measure_machine(made.config(), Launch(0, 0, 1, 1), quick=True, ranks=1).hardware.efficiency))
 """
 HOG = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint(flush=True)\nwhile True: pass"
 

@@ -11,7 +11,7 @@ from planner import made
 from hybridpar.config import TrainConfig
 from hybridpar.errors import ConfigError
 from hybridpar.planner.cluster import count_parameters, estimate, machine_of, measured_machine, read_cluster
-from hybridpar.planner.cost import Model
+from hybridpar.planner.cost import StepCost
 from hybridpar.planner.hardware import block_times
 
 GOOD = """
@@ -97,4 +97,4 @@ def test_a_measured_machine_has_links_for_all_its_ranks() -> None:
         measured_machine(replace(profile, links={}), 2)
     with pytest.raises(ConfigError, match="devices = 9: the profile is of 8; give a --cluster"):
         measured_machine(made.profile(config), 9)
-    assert Model(config, measured_machine(profile, 1)).step_time > 0
+    assert StepCost(config, measured_machine(profile, 1)).step_time > 0

@@ -12,7 +12,7 @@ from train.runs import write_config
 
 from hybridpar.cli import main
 from hybridpar.config import Launch, from_mapping, load_toml
-from hybridpar.planner import at_hand
+from hybridpar.planner import local_profile
 from hybridpar.planner.profile import read_profile, settings_of, write_profile
 
 CLUSTER = 'servers = 2\ndevices_per_server = 4\ndevice = "a100-80gb"\ninner = "nvlink3"\nouter = "infiniband-hdr"\n'
@@ -66,8 +66,8 @@ def test_a_plan_for_a_cluster_and_its_pictures(tmp_path: Path, capsys: pytest.Ca
 def test_measured_times_that_cannot_be_kept_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     measured, config = made.profile(made.config()), write_config(tmp_path)
-    monkeypatch.setattr(at_hand, "survey", lambda *args, **options: measured)
-    found = at_hand.cached_profile(from_mapping({"data": {"cache": str(config / "x")}}), Launch(0, 0, 1, 1))
+    monkeypatch.setattr(local_profile, "measure_machine", lambda *args, **options: measured)
+    found = local_profile.cached_profile(from_mapping({"data": {"cache": str(config / "x")}}), Launch(0, 0, 1, 1))
     assert found is measured
     assert "cannot be written (Not a directory), so these times are not kept" in capsys.readouterr().err
 

@@ -23,7 +23,6 @@ from hybridpar.planner.operator_graph import operator_graph
 from hybridpar.planner.operators import Operator, block_operators
 from hybridpar.planner.placement import Options, is_contiguous, make_workload, place, report, score
 from hybridpar.planner.profile import KINDS
-from hybridpar.planner.room import memory_limit
 from hybridpar.planner.split import best_split
 from hybridpar.validate import problems
 
@@ -143,7 +142,7 @@ def test_sizes_are_what_memory_predicts(dtype: str) -> None:
     machine = measured(config)
     for training in (False, True):
         document = operator_graph(config, machine, training=training)
-        assert document["maxSizePerFPGA"] == int(memory_limit(machine))
+        assert document["maxSizePerFPGA"] == int(machine.memory_limit)
         for number in (0, 1, config.model.num_blocks - 1):
             rows = [n for n in document["nodes"] if n["layerId"] == number]
             size = sum(n["size"] for n in rows)

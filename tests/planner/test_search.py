@@ -17,14 +17,14 @@ from hybridpar.config import Config, OptimConfig, load_toml
 from hybridpar.errors import ConfigError
 from hybridpar.memory import predict
 from hybridpar.models.cost import stage_split
-from hybridpar.planner import report
-from hybridpar.planner.candidates import STALE_GAIN, Request, balanced, candidates, grids
+from hybridpar.planner import bound, report
+from hybridpar.planner.candidates import Request, balanced, candidates, grids
 from hybridpar.planner.cluster import estimate, machine_of
-from hybridpar.planner.cost import Model
+from hybridpar.planner.cost import StepCost
 from hybridpar.planner.hardware import Cluster, find_device, find_link
 from hybridpar.planner.machine import Machine
-from hybridpar.planner.room import memory_limit, surely_fits
-from hybridpar.planner.search import search
+from hybridpar.planner.memory import MemoryCheck
+from hybridpar.planner.search import STALE_GAIN, search
 from hybridpar.validate import problems
 
 CONFIGS = Path(__file__).parent.parent.parent / "scripts" / "configs"
@@ -42,13 +42,13 @@ def test_finds_the_fastest_of_all(schedule: str) -> None:
     every = list(candidates(config, on, Request()))
     every += [balanced(replace(one.config, parallel=replace(one.config.parallel, zero=1)), on)
               for one in every if one.config.parallel.dp > 1]
-    fastest = min(one.model.step_time for one in every)
+    fastest = min(one.cost.step_time for one in every)
     result = search(config, on, Request(top=3))
     # ZeRO-1 is not preferred where it gains less than two hundredths
-    assert result.ranked[0].model.step_time == pytest.approx(fastest, rel=0.02)
-    times = [one.model.step_time for one in result.ranked]
+    assert result.ranked[0].cost.step_time == pytest.approx(fastest, rel=0.02)
+    times = [one.cost.step_time for one in result.ranked]
     assert all(earlier <= 1.02 * later for earlier, later in pairwise(times))
-    assert all(one.model.bound <= one.model.step_time * (1 + 1e-9) for one in every)
+    assert all(one.least_time <= one.cost.step_time * (1 + 1e-9) for one in every)
 
 
 @pytest.mark.parametrize("latency", [0.1, 1.0, 4.0])
@@ -58,12 +58,12 @@ def test_round_trips_bound_and_change_nothing_else(latency: float, monkeypatch: 
     profile = made.profile(config, layer=1.0, head=2.0, update=0.3, degrees=(1, 2, 4))
     on = made.machine(config, 4, made=profile, inner=made.link(latency=latency, bandwidth=1e6), memory=1e11)
     every = list(candidates(config, on, Request()))
-    assert all(one.model.bound <= one.model.step_time * (1 + 1e-9) for one in every)
-    slow = [one.model for one in every if one.model.pp == 4 and one.is_stale and one.config.pipeline.warmup == "depth"]
-    found = [(one.config, one.model.step_time) for one in search(config, on, Request(top=4)).ranked]
-    tight = [model.bound > 0.9 * model.step_time for model in slow]
-    monkeypatch.setattr(Model, "_round_trips", lambda *_: 0.0)
-    assert found == [(one.config, one.model.step_time) for one in search(config, on, Request(top=4)).ranked]
+    assert all(one.least_time <= one.cost.step_time * (1 + 1e-9) for one in every)
+    slow = [one for one in every if one.cost.pp == 4 and one.is_stale and one.config.pipeline.warmup == "depth"]
+    found = [(one.config, one.cost.step_time) for one in search(config, on, Request(top=4)).ranked]
+    tight = [one.least_time > 0.9 * one.cost.step_time for one in slow]
+    monkeypatch.setattr(bound, "_round_trips", lambda *_: 0.0)
+    assert found == [(one.config, one.cost.step_time) for one in search(config, on, Request(top=4)).ranked]
     assert all(tight)
 
 
@@ -71,8 +71,8 @@ def test_deep_pipelines_with_a_long_warm_up_are_simulated_in_part() -> None:
     """Fewer micro-batches than that warm-up has in flight cannot be: of 7 stages 18."""
     config = made.config(pp=7, m=400, b=1, schedule="2bw")
     config = replace(config, pipeline=replace(config.pipeline, warmup="bandwidth"))
-    model = balanced(config, machine(config, 7)).model
-    assert model.simulated(model.costs) == pytest.approx(model._step(400, model.costs), rel=1e-3)
+    cost = balanced(config, machine(config, 7)).cost
+    assert cost.simulated(cost.costs) == pytest.approx(cost._step(400, cost.costs), rel=1e-3)
 
 
 @pytest.mark.parametrize(("update", "first"), [(1.0, 0), (6.0, 1)])
@@ -80,7 +80,7 @@ def test_zero_is_preferred_where_it_gains_more_than_predictions_err(update: floa
     config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=4))
     profile = made.profile(config, layer=1.0, update=update)
     result = search(config, made.machine(config, 4, made=profile, memory=1e11), Request(keep={"dp": 4}, top=8))
-    times = {zero: min(one.model.step_time for one in result.ranked if one.config.parallel.zero == zero)
+    times = {zero: min(one.cost.step_time for one in result.ranked if one.config.parallel.zero == zero)
              for zero in (0, 1)}
     assert times[1] < times[0]
     assert (times[1] < 0.98 * times[0]) == bool(first)
@@ -135,10 +135,10 @@ def test_recomputes_and_splits_by_memory() -> None:
     result = search(config, tight, request)
     chosen = result.ranked[0]
     assert chosen.config.pipeline.recompute != "none"
-    assert max(stage.total for stage in predict(chosen.config)) <= memory_limit(tight)
+    assert max(stage.total for stage in predict(chosen.config)) <= tight.memory_limit
     assert [stage.total for stage in chosen.memory or []] == pytest.approx(
         [stage.total for stage in predict(chosen.config)], rel=0.01)
-    assert not surely_fits(chosen.model, memory_limit(tight))
+    assert not MemoryCheck(tight.memory_limit).fits(StepCost(plain, tight))
 
 
 def test_says_what_does_not_fit_and_what_would() -> None:
@@ -179,7 +179,7 @@ def test_the_plan_is_a_configuration_that_says_what_to_expect(tmp_path: Path) ->
     (tmp_path / "plan.toml").write_text(report.plan_toml(best))
     plan = load_toml(tmp_path / "plan.toml")
     assert problems(plan, 4) == []
-    assert plan.plan.step_ms == pytest.approx(1e3 * best.model.step_time)
+    assert plan.plan.step_ms == pytest.approx(1e3 * best.cost.step_time)
     assert len(plan.plan.memory_mib) == plan.parallel.pp
     assert replace(plan, plan=Config().plan) == best.config
 
@@ -188,11 +188,11 @@ def test_parts_add_up_and_the_report_is_plain_data() -> None:
     config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=0))
     result = search(config, machine(config, memory=1e10), Request())
     for one in result.ranked:
-        parts = report.parts_of(one.model)
+        parts = report.parts_of(one.cost)
         whole = sum((parts.compute, parts.tensor, parts.optimizer, parts.reduction, parts.transfers, parts.bubble))
-        assert whole == pytest.approx(one.model.step_time, rel=0.1)
+        assert whole == pytest.approx(one.cost.step_time, rel=0.1)
     plain = json.loads(json.dumps(report.as_json(result)))
-    assert plain["ranked"][0]["step_ms"] == pytest.approx(1e3 * result.ranked[0].model.step_time)
+    assert plain["ranked"][0]["step_ms"] == pytest.approx(1e3 * result.ranked[0].cost.step_time)
     assert report.table(result).row_count == len(result.ranked)
 
 
@@ -210,7 +210,7 @@ def test_interleaves_where_that_makes_the_bubble_smaller() -> None:
     """With free links more chunks are better, if blocks allow them; the plan can run and comes out as it is drawn."""
     config, on = even(1e11)
     result = search(config, on, PIPELINE)
-    times = {one.config.pipeline.num_chunks: one.model.step_time for one in result.ranked}
+    times = {one.config.pipeline.num_chunks: one.cost.step_time for one in result.ranked}
     assert times.keys() == {1, 2, 3, 4}
     best = result.ranked[0].config
     assert (best.pipeline.schedule, best.pipeline.num_chunks, best.pipeline.split) == ("interleaved", 4, (1,) * 16)
@@ -237,7 +237,7 @@ def test_chunks_count_with_what_they_hold_in_memory() -> None:
     assert peaks[1] < min(peaks[2], peaks[3], peaks[4])
     limit = 1.02 * peaks[1]
     _, tight = even(limit / 0.96 + 1.5 * 2**30)
-    assert memory_limit(tight) == pytest.approx(limit)
+    assert tight.memory_limit == pytest.approx(limit)
     found = search(config, tight, PIPELINE)
     for one in found.ranked:
         assert max(stage.total for stage in predict(one.config)) <= limit
@@ -252,7 +252,7 @@ def test_chunks_that_were_chosen_stay() -> None:
     assert {one.config.pipeline.num_chunks for one in found} == {1, 3}
     assert {one.config.parallel.pp for one in found if one.config.pipeline.num_chunks == 3} == {2, 4}
     for one in found:
-        assert one.model.bound <= one.model.step_time * (1 + 1e-9)
+        assert one.least_time <= one.cost.step_time * (1 + 1e-9)
         assert len(one.config.pipeline.split) in (0, one.config.parallel.pp * one.config.pipeline.num_chunks)
 
 
@@ -273,7 +273,7 @@ def test_old_gradients_are_taken_for_a_gain_only(m: int, chosen: str) -> None:
     config = replace(config, pipeline=replace(config.pipeline, num_microbatches=m, early_switch=1))
     request = Request(keep={"tp": 1, "pp": 2}, micro_batches=(1,), top=9, schedules=("2bw", "1f1b"))
     result = search(config, on, request)
-    times = {name: min(one.model.step_time for one in result.ranked if one.config.pipeline.schedule == name)
+    times = {name: min(one.cost.step_time for one in result.ranked if one.config.pipeline.schedule == name)
              for name in ("2bw", "1f1b")}
     assert times["2bw"] < times["1f1b"]
     assert (times["2bw"] * (1 + STALE_GAIN) < times["1f1b"]) == (chosen == "2bw")
@@ -341,7 +341,7 @@ def test_equal_stages_leave_room_where_most_micro_batches_are_in_flight() -> Non
     peaks, times = [], []
     for one in (first, chosen, by_default):
         peaks.append(max(stage.total for stage in predict(one, device=torch.device("cuda"))))
-        times.append(Model(one, on).step_time)
+        times.append(StepCost(one, on).step_time)
     assert max(peaks[1:]) < 0.86 * peaks[0]
     assert max(times[1:]) <= times[0] * (1 + 1e-9)
 
@@ -353,7 +353,7 @@ def test_plans_for_gpus_that_are_not_here() -> None:
     on = machine_of(cluster, estimate(config, cluster, (8,)))
     request = Request(keep={"pp": 8}, micro_batches=(8,), schedules=("2bw",), top=1)
     (best,) = search(config, on, request).ranked
-    assert best.peak <= memory_limit(on) < max(stage.total + stage.host for stage in best.memory or ())
+    assert best.peak <= on.memory_limit < max(stage.total + stage.host for stage in best.memory or ())
     assert not any(stage.checkpoint for stage in best.memory or ())
     hardware = replace(on.profile.hardware, host_memory=4e9)
     short = replace(on, profile=replace(on.profile, hardware=hardware), measured=True)

@@ -1,4 +1,4 @@
-"""Finds the machine to plan for: what a file describes, or this one, measured now or before."""
+"""The machine to plan for: one that a file describes, or this one, measured now or before."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from hybridpar.config import Config, Launch
 from hybridpar.planner.cluster import estimate, machine_of, measured_machine, read_cluster
 from hybridpar.planner.machine import Machine
+from hybridpar.planner.measure_machine import identity, measure_machine
 from hybridpar.planner.profile import Profile, check_settings, read_profile, write_profile
-from hybridpar.planner.survey import identity, survey
 
 
 def machine_for(
     config: Config, launch: Launch, profile: str, cluster: str, devices: int, keep: Mapping[str, int] | None = None
 ) -> Machine:
-    """What to plan for: a cluster's description, a profile, both, or the machine at hand, profiled now or before.
+    """The machine of a cluster's description, of a profile, of both, or this one, profiled now or before.
 
-    devices: how many; 0: all, or, on CPUs, as many as go with the sizes of axes to keep.
+    devices: their number; 0: all, or, on CPUs, as many as go with the sizes of axes to keep.
 
     Raises: ConfigError; DataError if a file is damaged.
     """
@@ -47,7 +47,7 @@ def cached_profile(config: Config, launch: Launch) -> Profile:
     if path.exists() and (kept := read_profile(path)).hardware.was_quiet:
         return kept
     print("measuring this machine", file=sys.stderr)
-    profile = survey(config, launch, quick=True)
+    profile = measure_machine(config, launch, quick=True)
     if not profile.hardware.was_quiet:
         return profile  # whoever plans by it says so
     try:

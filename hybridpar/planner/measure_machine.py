@@ -1,4 +1,4 @@
-"""`hybridpar profile`: measures blocks and links of the machine at hand, in a job's ranks or in some of its own."""
+"""`hybridpar profile`: measures blocks and links of this machine, in a job's ranks or in processes of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hybridpar.planner.profile import FORMAT, Hardware, Profile, read_profile, s
 from hybridpar.train.launch import Job, choose_backend, choose_device, keep_freed_memory, set_threads
 
 
-def survey(
+def measure_machine(
     config: Config, launch: Launch, *, degrees: Sequence[int] = (), sizes: Sequence[int] = (), quick: bool = False,
     ranks: int = 0,
 ) -> Profile:
@@ -45,9 +45,6 @@ def survey(
     sizes = tuple(sizes) or ((own,) if quick else (own, 2 * own))
     degrees = tuple(degrees) or tuple(
         t for t in (1, 2, 4, 8, 16) if t <= min(ranks, config.model.num_heads) and ranks % t == 0)
-    for name, values in (("micro_batch", sizes), ("tp", degrees)):
-        if min(values) < 1:
-            raise config_error(name, min(values), "must be at least 1", "1")
     if (most := max(degrees)) > config.model.num_heads:
         raise config_error("tp", most, f"must be at most model.num_heads = {config.model.num_heads}",
                            str(config.model.num_heads))
@@ -64,7 +61,7 @@ def survey(
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """What a profile of this machine and configuration would be of; another one needs another profile."""
+    """All that decides what a profile of this machine says; where any of it differs, another profile is needed."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if _has_gpus(config) else []
     return {
         "settings": settings_of(config), "gpus": gpus,

@@ -1,0 +1,181 @@
+"""Memory of candidates: estimates from footprints of few layers, where recomputation is needed, and copies in hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from hybridpar.config import ParallelConfig
+from hybridpar.memory import Footprints, predict
+from hybridpar.memory.footprint import Buffers, Footprint
+from hybridpar.models.build import Recomputation, recomputed_blocks
+from hybridpar.models.cost import stage_split
+from hybridpar.pipeline.plan.schedules import schedule_of
+from hybridpar.planner.candidates import Candidate, block_costs
+from hybridpar.planner.cost import StepCost
+from hybridpar.planner.split import Matrix, best_split
+
+TIGHT = 0.9
+"""Share of the limit beyond which memory is short: fragments, or longer documents, may need the rest."""
+_HOST_SHARE = 0.9
+"""Share of a host's memory, beside GPUs, that checkpoints' copies may take."""
+_SURELY = 2 / 3
+"""Share of the limit below which a bound from above needs no closer look."""
+_TRIES, _TIGHTER = 4, 0.96
+"""Splits that are made for a limit, each for so much of the one before: an estimate may be too low."""
+
+
+def host_shortage(candidate: Candidate) -> str:
+    """What its checkpoints' copies lack of a server's memory; empty where nothing, or where that is not known."""
+    cost, stages = candidate.cost, [stage.host for stage in candidate.memory or ()]
+    machine, each = cost.machine, cost.tp * cost.dp
+    number, per = each * len(stages), machine.devices_per_server
+    known = machine.profile.hardware.host_memory * per if machine.measured else 0.0
+    needed = max((sum(stages[rank // each] for rank in range(first, min(first + per, number)))
+                  for first in range(0, number, per)), default=0)
+    if not known or needed <= _HOST_SHARE * known:
+        return ""
+    return (f"the copies that checkpoints are written from need {needed / 1e9:.1f} of {_HOST_SHARE * known / 1e9:.1f} "
+            "GB of a host's memory; checkpoint.asynchronous = false saves them")
+
+
+class MemoryCheck:
+    """Peaks of candidates on devices of limited memory, from footprints that are traced once."""
+
+    def __init__(self, limit: float):
+        self.limit, self._footprints = limit, Footprints()
+        self._known: dict[object, Footprint] = {}
+
+    def measure(self, candidate: Candidate) -> None:
+        """Predicts its memory exactly."""
+        candidate.memory = predict(candidate.config, device=candidate.cost.machine.device, trace=self._footprints)
+
+    def fits(self, cost: StepCost) -> bool:
+        """Whether the estimated peak of every rank is within the limit."""
+        if self._most(cost) < _SURELY * self.limit or self.least(cost) > self.limit:
+            return self.least(cost) <= self.limit
+        config, sizes = cost.config, cost.sizes
+        split = stage_split(config.model, cost.pp, config.pipeline.split, sizes.chunks)
+        again = recomputed_blocks(config.pipeline.recompute, config.model, split)
+        return all(sum(self._peak(cost, stage, split[stage], again[stage]) for stage in sizes.stages_of(rank))
+                   <= self.limit for rank in range(cost.pp))
+
+    def least(self, cost: StepCost) -> float:
+        """Bytes of the fullest rank at least: its share of the state, if blocks were divided evenly."""
+        whole, schedule = self._whole(cost), schedule_of(cost.config.pipeline)
+        versions = min(schedule.max_live_versions(cost.sizes, rank) for rank in range(cost.pp))
+        return (versions * whole.weights + schedule.num_gradient_buffers * whole.gradients
+                + (whole.master + whole.optimizer) / cost.zero_share) / (cost.tp * cost.pp)
+
+    def _most(self, cost: StepCost) -> float:
+        """Bytes of the fullest rank at most: all of the model, and as many micro-batches as any rank has in flight."""
+        b, schedule, ranks = cost.config.train.micro_batch_size, schedule_of(cost.config.pipeline), range(cost.pp)
+        whole = self._whole(cost)
+        versions = max(schedule.max_live_versions(cost.sizes, rank) for rank in ranks)
+        in_flight = max(schedule.max_live_activations(cost.sizes, rank) for rank in ranks)
+        activations = in_flight * (whole.kept + whole.message) + 2 * cost.sizes.chunks * whole.message
+        return (versions * whole.weights + schedule.num_gradient_buffers * whole.gradients + whole.master
+                + whole.optimizer + b * (activations + max(whole.forward, whole.first_backward))
+                + max(whole.norm, whole.update))
+
+    def _whole(self, cost: StepCost) -> Footprint:
+        """The footprint of the whole model on one device, with micro-batches of one sample."""
+        train = replace(cost.config.train, micro_batch_size=1)
+        config = replace(cost.config, parallel=ParallelConfig(dp=1), train=train)
+        if (key := config.optim) not in self._known:
+            self._known[key] = self._footprints(config, range(config.model.num_blocks), Recomputation(), Buffers(1, 1),
+                                                cost.machine.device)
+        return self._known[key]
+
+    def recomputed(self, candidate: Candidate, *, exact: bool = True) -> Candidate | None:
+        """A split whose stages fit, recomputed where they must be; None where there is none.
+
+        The stages' peaks are estimated; so what comes out is checked exactly, and tried again with less memory where it
+        is too much.
+        """
+        config, cost, room = candidate.config, candidate.cost, self.limit
+        for _ in range(_TRIES):
+            impossible = True
+            for whole in (False, True):
+                found = best_split(*block_costs(cost), cost.sizes.num_stages, partial(self._peaks, cost, whole),
+                                   room / cost.sizes.chunks)
+                if found is None:
+                    continue
+                impossible = False
+                text = _recompute_text(found.sizes, found.recomputed, config.model.num_layers, whole)
+                made = replace(config, pipeline=replace(config.pipeline, split=found.sizes, recompute=text))
+                again = Candidate(made, StepCost(made, cost.machine), tried_recomputation=True)
+                if exact:
+                    self.measure(again)
+                if not exact or again.peak <= self.limit:
+                    return again
+            if impossible:
+                return None
+            room *= _TIGHTER
+        return None
+
+    def _peaks(self, cost: StepCost, whole: bool, stage: int, again: bool) -> Matrix:
+        """[i, j]: about what blocks i .. j-1 take on that stage; infinite where they cannot be on it: the ends are on
+        the first and the last stage alone."""
+        count, p = cost.config.model.num_blocks, cost.sizes.num_stages
+        found = np.full((count + 1, count + 1), np.inf)
+        for size in range(1, count - p + 2) if p > 1 else (count,):  # every other stage has a block
+            starts = range(1) if stage == 0 else range(count - size, count - size + 1)
+            if 0 < stage < p - 1:
+                starts = range(1, count - size)
+            if starts:
+                blocks = range(starts[0], starts[0] + size)
+                inner = frozenset(blocks if whole else (n for n in blocks if 0 < n < count - 1))
+                peak = self._peak(cost, stage, blocks, Recomputation(inner, whole) if again else Recomputation())
+                for i in starts:
+                    found[i, i + size] = peak
+        return found
+
+    def _peak(self, cost: StepCost, stage: int, blocks: range, recompute: Recomputation) -> float:
+        """About what `memory.predict.walk` finds for these blocks on that stage."""
+        schedule, sizes, rank = schedule_of(cost.config.pipeline), cost.sizes, cost.sizes.rank_of(stage)
+        buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers)
+        fp = self._rough(cost, blocks, recompute, buffers)
+        in_flight = -(-schedule.max_live_activations(sizes, rank) // sizes.chunks)
+        one = fp.kept + (0 if blocks.start == 0 else fp.message)
+        return fp.weights + fp.master + fp.gradients + fp.optimizer + 2 * fp.message + max(
+            in_flight * one + max(fp.backward, fp.first_backward), (in_flight - 1) * one + fp.forward + fp.message,
+            (in_flight - 1) * one + max(fp.norm, fp.update))
+
+    def _rough(self, cost: StepCost, blocks: range, recompute: Recomputation, buffers: Buffers) -> Footprint:
+        """The rough footprint of a stage, which depends neither on where its layers are nor on the other stages."""
+        config, ends = cost.config, (blocks.start == 0, blocks.stop == cost.config.model.num_blocks)
+        key = (config.optim, cost.tp, cost.zero_share, config.train.micro_batch_size, buffers, len(blocks), ends,
+               bool(recompute.blocks), recompute.whole)
+        if key not in self._known:
+            self._known[key] = self._footprints.rough(config, blocks, recompute, buffers, cost.machine.device)
+        return self._known[key]
+
+
+def _recompute_text(sizes: Sequence[int], recomputed: Sequence[bool], num_layers: int, whole: bool) -> str:
+    """`pipeline.recompute` for these stages."""
+    if all(recomputed):
+        return "stage" if whole else "all"
+    if not any(recomputed):
+        return "none"
+    if whole:
+        return "stage:" + _ranges([stage for stage, again in enumerate(recomputed) if again])
+    layers, start = [], 0
+    for size, again in zip(sizes, recomputed, strict=True):
+        layers += [n - 1 for n in range(start, start + size) if again and 0 < n <= num_layers]
+        start += size
+    return _ranges(layers) or "none"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Such as '0,2-5'."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and parts[-1][1] == n - 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
