@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -99,8 +100,7 @@ class MemoryCheck:
         for _ in range(_TRIES):
             impossible = True
             for whole in (False, True):
-                found = best_split(*block_costs(cost), cost.sizes.num_stages,
-                                   lambda stage, again, whole=whole: self._peaks(cost, stage, again, whole),
+                found = best_split(*block_costs(cost), cost.sizes.num_stages, partial(self._peaks, cost, whole),
                                    room / cost.sizes.chunks)
                 if found is None:
                     continue
@@ -117,7 +117,7 @@ class MemoryCheck:
             room *= _TIGHTER
         return None
 
-    def _peaks(self, cost: StepCost, stage: int, again: bool, whole: bool) -> Matrix:
+    def _peaks(self, cost: StepCost, whole: bool, stage: int, again: bool) -> Matrix:
         """[i, j]: about what blocks i .. j-1 take on that stage; infinite where they cannot be on it: the ends are on
         the first and the last stage alone."""
         count, p = cost.config.model.num_blocks, cost.sizes.num_stages

@@ -148,7 +148,8 @@ def _between(low: BlockCost | None, high: BlockCost, share: float) -> BlockCost:
     messages = {name: tuple(round(at(a, b)) for a, b in zip(
                     getattr(low, name, repeat(0)), getattr(high, name), strict=low is not None))
                 for name in ("forward_messages", "backward_messages")}
-    return replace(low or high, **times, **messages, kept=round(at(low.kept if low else 0, high.kept)))
+    kept = round(at(low.kept if low else 0, high.kept))
+    return replace(low or high, **times, **messages, kept=kept)  # type: ignore[arg-type]
 
 
 def settings_of(config: Config) -> dict[str, Any]:
