@@ -25,6 +25,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+_BUFFER_BYTES = 1 << 20
 _MOST_PARTS = 16
 _PART = r"""(?:[A-Za-z0-9_-]+|"(?:\\[^\n]|[^"\\\n])*"|'[^'\n]*')"""
 _TOML = re.compile(
@@ -59,7 +60,7 @@ class BoundedReader(BufferedReader):
     """A reader that takes no more memory than its file has bytes, whatever sizes a damaged file names."""
 
     def __init__(self, raw: FileIO):
-        super().__init__(raw)
+        super().__init__(raw, _BUFFER_BYTES)
         self._size = os.fstat(raw.fileno()).st_size
 
     def read(self, size: int | None = -1, /) -> bytes:

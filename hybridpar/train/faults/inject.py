@@ -33,7 +33,7 @@ from torch import Tensor
 
 from hybridpar.checkpoint import Saver, saved_steps
 from hybridpar.checkpoint.background import Write
-from hybridpar.checkpoint.notes import Written, writers
+from hybridpar.checkpoint.handover import Written, writers
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.flight import Flight
