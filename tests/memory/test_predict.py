@@ -318,9 +318,9 @@ def test_with_tensor_and_data_parallelism(tp: int, pp: int, dp: int, dtype: str)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "none"), ("2bw", "stage"), ("interleaved", "none")])
 def test_where_messages_weigh(schedule: str, recompute: str) -> None:
-    """Few weights, and large activations in slices."""
+    """Few weights, and large activations in slices. Gloo's threads may let go of a gathered one late."""
     agree(make(tp=2, pp=2, model={"vocab_size": 64}, pipeline={"schedule": schedule, "recompute": recompute},
-               train={"micro_batch_size": 16}), 0.02)
+               train={"micro_batch_size": 16}))
 
 
 @pytest.mark.ranks
