@@ -28,6 +28,11 @@ class ParallelConfig:
     zero: Literal[0, 1] = 0
     """1: optimizer state (and the fp32 master weights of bf16 and fp16) is split over the replicas, as in ZeRO-1."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the grid; of one replica where dp is 0."""
+        return self.tp * self.pp * max(self.dp, 1)
+
     def conflicts(self, config: Config) -> Iterator[Problem]:
         """Settings that do not go with those of other sections; the same in every section."""
         if self.tp > (heads := config.model.num_heads):

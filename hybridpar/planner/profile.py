@@ -20,7 +20,7 @@ from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, Within, from_plain, to_mapping
 from hybridpar.errors import ConfigError, DataError, Problem, config_error, shown
 from hybridpar.planner.links import Curve, MeasuredLink
-from hybridpar.reading import nearest_path, read_limited, reason
+from hybridpar.reading import nearest_path, read_json, reason
 
 FORMAT = "hybridpar profile 1"
 KINDS = ("embedding", "layer", "head")
@@ -214,11 +214,11 @@ def read_profile(path: Path) -> Profile:
     Raises: ConfigError if there is no such file; DataError, with the place, if it holds something else.
     """
     try:
-        document = json.loads(read_limited(path, _MAX_BYTES))
+        document = read_json(path, _MAX_BYTES)
     except FileNotFoundError:
         works = nearest_path(path) or f"hybridpar profile CONFIG --out {path}"
         raise config_error("profile", str(path), "does not exist", works) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({reason(error)})") from None
     try:
         return _profile(document)
