@@ -7,7 +7,7 @@ from hybridpar.optim.lamb import Lamb
 from hybridpar.optim.loss_scale import LossScaler
 from hybridpar.optim.muon import Muon
 from hybridpar.optim.nadamw import NAdamW
-from hybridpar.optim.norm import clip_scale, squared_norm
+from hybridpar.optim.norm import clip_scale
 from hybridpar.optim.registry import OPTIMIZERS, build_optimizer, divisible
 from hybridpar.optim.schedule import learning_rate
 from hybridpar.optim.sgd import SGD
@@ -15,5 +15,5 @@ from hybridpar.optim.slots import ParameterSlot
 
 __all__ = [
     "OPTIMIZERS", "SGD", "AdamW", "Extrapolation", "Lamb", "LossScaler", "Muon", "NAdamW", "Optimizer",
-    "ParameterSlot", "build_optimizer", "clip_scale", "divisible", "learning_rate", "squared_norm",
+    "ParameterSlot", "build_optimizer", "clip_scale", "divisible", "learning_rate",
 ]
