@@ -29,7 +29,7 @@ from hybridpar.config import FINITE, Config, Whole, Within, from_mapping, from_p
 from hybridpar.data import FROM_THE_START, DataStart
 from hybridpar.errors import CheckpointError, ConfigError, shown
 from hybridpar.grid import ALONE, BATCH, MODEL, Place, sizes_of, where_of
-from hybridpar.reading import parse_json, read_limited
+from hybridpar.reading import errors_as, parse_json, read_limited
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -149,17 +149,13 @@ def _checksum(document: Mapping[str, Any]) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """Raises: CheckpointError if there is none, or it is damaged or of another format."""
     path = folder / MANIFEST
-    try:
+    with errors_as(CheckpointError, path, "is damaged", ConfigError):
         document = from_plain(dict[str, Any], parse_json(read_limited(path, _MAX_BYTES, follow=False)), "it")
         if (version := document.get("format")) != FORMAT:
             raise CheckpointError(f"{path}: has format {shown(version)}, this version reads {FORMAT}")
         if document.pop(_CHECKSUM, "") != _checksum(document):
             raise ValueError("its checksum is not what it was when it was written")
         return _parse(document)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, ConfigError) as error:
-        raise CheckpointError(f"{path}: is damaged ({error})") from None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hybridpar.config import Whole, Within, from_plain, span
 from hybridpar.errors import CheckpointError, shown
 from hybridpar.grid import AxisSizes
 from hybridpar.nn.placement import Init, Placement, Range, Shard
-from hybridpar.reading import parse_json
+from hybridpar.reading import errors_as, parse_json
 from hybridpar.state.kinds import parse_key
 
 
@@ -32,7 +32,7 @@ class SavedShard:
     def __init__(self, folder: Path, where: ShardFile, sizes: AxisSizes):
         self.where = where
         self.file = TensorFile(folder / where.name, (where.num_bytes, where.checksums))
-        try:
+        with errors_as(CheckpointError, self.file.path, "is damaged"):
             placements, parts = (_parse_json(self.file, key) for key in ("placements", "parts"))
             self.placements = {name: _parse_placement(name, value, sizes) for name, value in placements.items()}
             self.parts = {name: span(value, f"the part of {name}", self._numel(name))
@@ -40,8 +40,6 @@ class SavedShard:
             self._check_blocks()
             for name, info in self.file.tensors.items():
                 self._check_tensor(name, info)
-        except ValueError as error:
-            raise CheckpointError(f"{self.file.path}: is damaged ({error})") from None
 
     def _numel(self, name: str) -> int:
         if name not in self.placements:

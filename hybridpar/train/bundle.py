@@ -20,7 +20,7 @@ from hybridpar.config import FINITE, Config, Within, from_mapping, from_plain, s
 from hybridpar.data import Blend
 from hybridpar.errors import ConfigError, DataError
 from hybridpar.models.build import loss_names
-from hybridpar.reading import parse_json, read_limited
+from hybridpar.reading import errors_as, parse_json, read_limited
 from hybridpar.validate import problems
 
 FORMAT = "hybridpar replay 1"
@@ -74,15 +74,11 @@ class Bundle:
 
 def read_bundle(path: Path) -> Bundle:
     """Raises: DataError if the file is missing, no bundle, or its parts do not fit each other."""
-    try:
+    with errors_as(DataError, path, "is no replay bundle", ConfigError):
         document = from_plain(dict[str, Any], parse_json(read_limited(path, _MAX_BYTES)), "it")
         if document.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
         return _parse(document)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (ValueError, ConfigError) as error:
-        raise DataError(f"{path}: is no replay bundle ({error})") from None
 
 
 def _parse(document: dict[str, Any]) -> Bundle:
