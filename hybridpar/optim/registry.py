@@ -8,12 +8,11 @@ from dataclasses import replace
 from hybridpar.config import OptimConfig
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
-from hybridpar.optim.adamw import AdamW
+from hybridpar.optim.adamw import AdamW, NAdamW
 from hybridpar.optim.base import Optimizer
 from hybridpar.optim.extrapolation import Extrapolation
 from hybridpar.optim.lamb import Lamb
 from hybridpar.optim.muon import Muon
-from hybridpar.optim.nadamw import NAdamW
 from hybridpar.optim.sgd import SGD
 from hybridpar.optim.slots import ParameterSlot
 
