@@ -17,11 +17,11 @@ import torch
 from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, Within, from_plain
 from hybridpar.errors import ConfigError, DataError, config_error, shown
-from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
-from hybridpar.reading import nearest_path, read_json, reason
+from hybridpar.reading import errors_as, nearest_path, read_json
 from hybridpar.train.measure import CALLS, VARYING, Measured, Parts, measure
 from hybridpar.train.trace import RankEvents
 
@@ -97,20 +97,12 @@ def read_costs(path: Path) -> RunCosts:
 
     Raises: ConfigError if there is no such file; DataError, with the place, if it holds something else.
     """
-    try:
-        document = read_json(path, _MAX_BYTES)
-    except FileNotFoundError:
+    if not path.exists():
         if path.parent.is_dir():
-            rule = f"has no {path.name}: that is measured as a run trains"
-            raise config_error("run", str(path.parent), rule) from None
-        raise config_error("run", str(path.parent), "does not exist",
-                           nearest_path(path.parent) or "runs/NAME") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({reason(error)})") from None
-    try:
-        return _run_costs(document)
-    except (ConfigError, ValueError) as error:
-        raise DataError(f"{path}: {error}") from None
+            raise config_error("run", str(path.parent), f"has no {path.name}: that is measured as a run trains")
+        raise config_error("run", str(path.parent), "does not exist", nearest_path(path.parent) or "runs/NAME")
+    with errors_as(DataError, path, "cannot be read", ConfigError):
+        return _run_costs(read_json(path, _MAX_BYTES))
 
 
 @dataclass(frozen=True)
@@ -192,12 +184,9 @@ def describe(run: RunCosts) -> list[str]:
     """A few lines: the step time and idle shares that were measured and those that the costs imply, and where the time
     of a step goes on the slowest stage."""
     measured, costs, m = run.measured, run.measured.costs, run.sizes.num_microbatches
-    timeline = run.timeline()
-    since, until, num_batches = timeline.steady(m)
-    step, simulated = measured.step_time, (until - since) / num_batches
-    ranks = range(run.sizes.num_ranks)
-    idle = [timeline.idle_share(rank, since, until) for rank in ranks]
-    work = [sum(m * (_at(costs.forward, s) + _at(costs.backward, s)) for s in run.sizes.stages_of(r)) for r in ranks]
+    step, (simulated, idle) = measured.step_time, run.timeline().steady_step(m)
+    forward, backward = (expand(cost, run.sizes.num_stages) for cost in (costs.forward, costs.backward))
+    work = [sum(m * (forward[s] + backward[s]) for s in run.sizes.stages_of(r)) for r in range(run.sizes.num_ranks)]
     slowest, name = work.index(max(work)), run.sizes.rank_name
     parts = measured.parts[slowest]
     shares = [
@@ -211,10 +200,6 @@ def describe(run: RunCosts) -> list[str]:
         f"slowest {name} {slowest}: computing {in_ms(parts.compute)} ({parts.compute / step:.0%} of the step; the mean "
         f"{name} {in_ms(fmean(p.compute for p in measured.parts))}){rest}",
     ]
-
-
-def _at(cost: float | Sequence[float], stage: int) -> float:
-    return cost if isinstance(cost, int | float) else cost[stage]
 
 
 def in_ms(seconds: float) -> str:
