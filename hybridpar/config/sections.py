@@ -110,6 +110,10 @@ class OptimConfig:
         if schedule not in (works := remedies.get(self.staleness, (schedule,))):
             yield Problem("optim.staleness", self.staleness, "makes up for old gradients as pipeline.schedule = "
                           f"{' or '.join(works)} has them, not {schedule}", '"none"')
+        if self.staleness == "nesterov" and self.name == "lamb":
+            yield Problem("optim.staleness", "nesterov", "lamb has no Nesterov form", '"extrapolation"')
+        if self.name in ("sgd", "muon") and (self.nesterov or self.staleness == "nesterov") and self.momentum <= 0:
+            yield Problem("optim.momentum", self.momentum, "Nesterov needs momentum above 0", "0.9")
 
 
 @dataclass(frozen=True)
