@@ -156,16 +156,15 @@ def _check_costs(costs: Costs, sizes: Sizes) -> None:
     for name, size in {**lengths, "norm": None}.items():
         if (cost := getattr(costs, name)) is not None:
             _check_row(f"costs_s.{name}", cost, size)
-    for name, kinds in (("calls", CALLS), ("variation", VARYING)):
-        for kind in kinds:
-            if kind not in (found := getattr(costs, name)):
-                raise ValueError(f"costs_s.{name}.{kind.value} is missing")
-            if name == "calls":
-                _check_row(f"costs_s.calls.{kind.value}", found[kind], p)
-            elif len(rows := found[kind]) != sizes.num_stages or not all(rows):
-                raise ValueError(f"costs_s.variation.{kind.value} is not {sizes.num_stages} rows of numbers")
-            else:
-                _check_row(f"costs_s.variation.{kind.value}", [time for row in rows for time in row])
+    for name, found, kinds in (("calls", costs.calls, CALLS), ("variation", costs.variation, VARYING)):
+        if missing := [kind.value for kind in kinds if kind not in found]:
+            raise ValueError(f"costs_s.{name}.{missing[0]} is missing")
+    for kind, cost in costs.calls.items():
+        _check_row(f"costs_s.calls.{kind.value}", cost, p)
+    for kind, rows in costs.variation.items():
+        if len(rows) != sizes.num_stages or not all(rows):
+            raise ValueError(f"costs_s.variation.{kind.value} is not {sizes.num_stages} rows of numbers")
+        _check_row(f"costs_s.variation.{kind.value}", [time for row in rows for time in row])
 
 
 def _check_row(place: str, cost: float | Sequence[float], size: int | None = None) -> None:
