@@ -108,7 +108,8 @@ def _parse(document: dict[str, Any]) -> Bundle:
     stages = parallel.pp * config.pipeline.num_chunks
     if len(versions) not in (0, stages) or len(norms) not in (0, parallel.pp):
         raise ValueError(f"it is not of {stages} stages on {parallel.pp} ranks")
-    numbers = {name: _number(read(name, Annotated[float | None, FINITE])) for name in ("grad_norm", "lr", "loss_scale")}
+    numbers: dict[str, Any] = {
+        name: _number(read(name, Annotated[float | None, FINITE])) for name in ("grad_norm", "lr", "loss_scale")}
     texts = {name: read(name, str) for name in ("corpus", "kind", "what", "policy", "tokens")}
     return Bundle(
         config, step, {key: _number(loss) for key, loss in losses.items()}, checkpoint=checkpoint, start=start,

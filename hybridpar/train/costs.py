@@ -151,9 +151,9 @@ def _check_costs(costs: Costs, sizes: Sizes) -> None:
     p = sizes.num_ranks
     if costs.cores is not None and not 0 < costs.cores <= _MOST_CORES:
         raise ValueError(f"costs_s.cores is {shown(costs.cores)}")
-    lengths = dict.fromkeys(_OF_STAGES, sizes.num_stages) | dict.fromkeys(_OF_RANKS, p)
+    lengths = {"norm": 1} | dict.fromkeys(_OF_STAGES, sizes.num_stages) | dict.fromkeys(_OF_RANKS, p)
     lengths |= dict.fromkeys(_OF_LINKS, p if sizes.is_ring else p - 1)
-    for name, size in {**lengths, "norm": None}.items():
+    for name, size in lengths.items():
         if (cost := getattr(costs, name)) is not None:
             _check_row(f"costs_s.{name}", cost, size)
     for name, found, kinds in (("calls", costs.calls, CALLS), ("variation", costs.variation, VARYING)):
