@@ -5,6 +5,7 @@ import torch
 from optim.cases import ONE, Settings, assemble, local, placements, random_tensors, slots
 from ranks import run_ranks
 
+from hybridpar.config import OptimConfig
 from hybridpar.errors import CheckpointError
 from hybridpar.grid import ProcessGrid
 from hybridpar.nn.placement import Init, Placement
@@ -165,7 +166,7 @@ def test_loading_says_what_is_wrong():
 
 
 def test_the_configuration_names_every_optimizer_and_decay():
-    hints = get_type_hints(Settings)
+    hints = get_type_hints(OptimConfig)
     assert set(OPTIMIZERS) == set(get_args(hints["name"]))
     assert set(DECAYS) == set(get_args(hints["decay"]))
 
