@@ -28,6 +28,11 @@ class ParallelConfig:
     zero: Literal[0, 1] = 0
     """1: optimizer state (and the fp32 master weights of bf16 and fp16) is split over the replicas, as in ZeRO-1."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the grid; of one replica where dp is 0."""
+        return self.tp * self.pp * max(self.dp, 1)
+
     def conflicts(self, config: Config) -> Iterator[Problem]:
         """Settings that do not go with those of other sections; the same in every section."""
         if self.tp > (heads := config.model.num_heads):
@@ -105,6 +110,10 @@ class OptimConfig:
         if schedule not in (works := remedies.get(self.staleness, (schedule,))):
             yield Problem("optim.staleness", self.staleness, "makes up for old gradients as pipeline.schedule = "
                           f"{' or '.join(works)} has them, not {schedule}", '"none"')
+        if self.staleness == "nesterov" and self.name == "lamb":
+            yield Problem("optim.staleness", "nesterov", "lamb has no Nesterov form", '"extrapolation"')
+        if self.name in ("sgd", "muon") and (self.nesterov or self.staleness == "nesterov") and self.momentum <= 0:
+            yield Problem("optim.momentum", self.momentum, "Nesterov needs momentum above 0", "0.9")
 
 
 @dataclass(frozen=True)

@@ -229,9 +229,7 @@ class StepCost:
         """The order of the plan's actions, with early_switch = "auto" settled."""
         ordering = Ordering.of(self.config)
         if self.config.pipeline.early_switch == "auto":
-            return replace(ordering, early_switch=smallest_early_switch(
-                self.costs, self.sizes, warmup=ordering.warmup, gradient_buffers=ordering.gradient_buffers,
-                clip=ordering.clip, gather=ordering.gather))
+            return replace(ordering, early_switch=smallest_early_switch(self.costs, self.sizes, ordering))
         return ordering
 
     @cached_property

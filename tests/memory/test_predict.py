@@ -270,7 +270,7 @@ def peak_of_run(config: Config) -> tuple[int, int]:
 
 def agree(config: Config, tolerance: float = 0.05) -> None:
     predicted, parallel = predict(config), config.parallel
-    for rank, (stage, peak) in enumerate(run_ranks(peak_of_run, parallel.tp * parallel.pp * parallel.dp, config)):
+    for rank, (stage, peak) in enumerate(run_ranks(peak_of_run, parallel.num_ranks, config)):
         assert predicted[stage].total == pytest.approx(peak, rel=tolerance), f"rank {rank}, stage {stage}"
 
 

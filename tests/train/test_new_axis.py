@@ -12,7 +12,7 @@ from hybridpar import checkpoint
 from hybridpar.config import from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
-from hybridpar.train.audit import find_divergence
+from hybridpar.state import find_divergence
 from hybridpar.train.engine import Engine, StepResult
 
 
@@ -30,11 +30,11 @@ def train(root: Path, sizes: dict[str, int], zero: int = 0, changed: int = -1) -
     engine.train(SyntheticLoader(config.model, 2, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size), 2,
                  steps.append)
     assert "x" not in sizes or not grid.axis("x").traffic.calls
-    assert not find_divergence(engine)
+    assert not find_divergence(engine.state.placed(), engine.grid)
     checkpoint.save(root, engine, "corpus")
     if grid.rank == changed:
         next(iter(engine.state.weights.leaves_of(engine.batches_done).values())).detach().view(-1)[3] += 1e-6
-    return steps, find_divergence(engine)
+    return steps, find_divergence(engine.state.placed(), engine.grid)
 
 
 @pytest.mark.ranks
