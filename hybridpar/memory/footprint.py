@@ -21,6 +21,7 @@ from hybridpar.grid import Axis, ProcessGrid, sizes_of
 from hybridpar.memory.ghost import Tracker
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.models.cost import LABELLED
+from hybridpar.nn.sequence import SequencePart
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.random import RandomKey
 from hybridpar.state import RankState, StatePolicy
@@ -96,11 +97,13 @@ class _TracedStage:
         self.config, self.tracker = config, tracker
         grid = ProcessGrid.imagined(sizes_of(config.parallel), 0, lambda _, ranks: _SilentGroup(0, len(ranks)))  # type: ignore[call-arg]
         policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
-        self.stage = Stage(
-            build_blocks(model, grid.tp, blocks, kernels=config.kernels, dtype=policy.dtype), recompute)
+        sequence = config.parallel.sequence
+        self.stage = Stage(build_blocks(
+            model, grid.tp, blocks, kernels=config.kernels, sequence=sequence, dtype=policy.dtype), recompute)
         self.state = RankState(self.stage, grid, policy, device)
         self.state.allocate()
-        shape = (config.train.micro_batch_size, model.seq_length, model.hidden_size)
+        rows = SequencePart.of(model.seq_length, grid.tp, sequence).length
+        shape = (config.train.micro_batch_size, rows, model.hidden_size)
         self.receives, self.sends = 0 not in blocks, model.num_blocks - 1 not in blocks
         self._message = lambda: torch.zeros(shape, dtype=policy.dtype, device=device)
         message = self._message()
@@ -202,6 +205,14 @@ class _SilentGroup(dist.ProcessGroup):
 
     def broadcast(self, *args: Any) -> Any:
         return _Done()
+
+    def reduce(self, *args: Any) -> Any:
+        return _Done()
+
+    def all_gather_single(self, *args: Any) -> Any:
+        return _Done()
+
+    _allgather_base = all_gather_single  # type: ignore[assignment]  # its name before torch 2.13
 
 
 def silent_axis(name: str, size: int) -> Axis:

@@ -22,6 +22,7 @@ from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import build_blocks, loss_names, recomputed_blocks
 from hybridpar.models.cost import stage_split
+from hybridpar.nn.sequence import SequencePart
 from hybridpar.pipeline.plan.action import PER_BATCH, Action, Kind
 from hybridpar.pipeline.plan.passes import forward_actions, lower
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, schedule_of
@@ -64,13 +65,16 @@ class Engine:
         self.loss_names = loss_names(model)
         states = StatePolicy.of(config, self.policy.num_versions(grid.pp.rank), self.schedule.num_gradient_buffers)
         numbers = [number for stage in self._held for number in self.split[stage]]
-        blocks = build_blocks(model, grid.tp, numbers, kernels=config.kernels, dtype=states.dtype)
+        sequence = config.parallel.sequence
+        blocks = build_blocks(
+            model, grid.tp, numbers, kernels=config.kernels, sequence=sequence, dtype=states.dtype)
         again = recomputed_blocks(pipeline.recompute, model, self.split)
         stages = {stage: Stage({n: blocks[n] for n in self.split[stage]}, again[stage]) for stage in self._held}
         self.stage = Stage(blocks)
         self.state = RankState(self.stage, grid, states, device)
         self.state.initialize(config.train.seed)
-        shape = (config.train.micro_batch_size, model.seq_length, model.hidden_size)
+        rows = SequencePart.of(model.seq_length, grid.tp, sequence).length
+        shape = (config.train.micro_batch_size, rows, model.hidden_size)
         self.executor = Executor(
             stages, self.state.weights, Lane(grid.pp, grid.pp_reverse, shape, states.dtype, device),
             pipeline.num_microbatches)
