@@ -43,7 +43,7 @@ GPU_SIZES = {"345M": Size(8, 1024, 1024, 16, 50304), "1.3B": Size(4, 2048, 2048,
              "6.7B": Size(2, 2048, 4096, 32, 50304), "large": Size(16, 2048, 2048, 16, 50304),
              "one": SIZES["345M"], "tiny": SIZES["tiny"]}
 NAMES = {"bias + add + rms_norm": "add_norm", "bias + gelu": "gelu", "bias + swiglu": "swiglu",
-         "causal softmax": "softmax", "causal attention": "attention", "cross-entropy": "cross_entropy",
+         "causal attention": "attention", "cross-entropy": "cross_entropy",
          "AdamW": "optimizer", "embedding backward": "embedding"}
 """What the registry calls them, where it is not their name here."""
 FORWARD = "causal attention forward"

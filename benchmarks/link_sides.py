@@ -43,6 +43,11 @@ class Link:
         """How long its wire is taken by a message."""
         return num_bytes * 8e-6 / self.mbit * PACKET / (PACKET - HEADERS) if self.mbit else 0.0
 
+    def sent_bytes(self) -> int:
+        """Bytes that this host has sent over it, headers included."""
+        lines = (line.partition(":") for line in Path("/proc/net/dev").read_text().splitlines())
+        return next((int(counts.split()[8]) for name, _, counts in lines if name.strip() == self.name), 0)
+
     def cpu_seconds(self) -> float:
         """CPU time that its emulator has used."""
         if not self.pid:
@@ -56,7 +61,7 @@ class Method:
     """A way to use both ranks. overlaps: whether it computes while it sends, as far as bytes are counted.
 
     pace: seconds that forward and backward of a micro-batch take besides what they compute, during which the rank waits
-    as if for an accelerator.
+    as if for an accelerator. slices: whether tp ranks send slices of what goes from stage to stage, not all of it each.
     """
 
     tp: int = 1
@@ -66,6 +71,7 @@ class Method:
     warmup: str = "depth"
     overlaps: bool = True
     pace: float = 0.0
+    slices: bool = True
 
 
 class Paced:
@@ -117,7 +123,7 @@ def _socket_thread(interface: str) -> Any:
 class Rounds:
     """What the rounds of a side gave on this rank: seconds of a batch in the steady state; and shares of the time: CPU
     time used, by the process and by the emulator; waiting, for inputs and for others (the norm, the reduction before
-    it); ready to go on, but other work of the machine had the core."""
+    it); ready to go on, but other work of the machine had the core. link_bytes: that the host sent for each batch."""
 
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
@@ -125,6 +131,7 @@ class Rounds:
     inputs: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
     no_core: list[float] = field(default_factory=list)
+    link_bytes: list[float] = field(default_factory=list)
 
 
 class Side:
@@ -136,6 +143,8 @@ class Side:
         config = replace(config, pipeline=replace(config.pipeline, warmup=method.warmup))  # type: ignore[arg-type]
         self.method, self.link, self.m, self.grid = method, link, m, grid_on(link, method)
         self.engine = Engine(config, self.grid, torch.device("cpu"))
+        if not method.slices:
+            self.engine.executor.lane = replace(self.engine.executor.lane, slicing=None)
         if method.pace:
             stages = self.engine.executor.stages
             self.engine.executor.stages = {  # type: ignore[assignment]
@@ -157,9 +166,11 @@ class Side:
         recording = engine.executor.recording = Recording(HostClock())
         dist.barrier()
         start, cpu, emulator = time.perf_counter(), time.process_time(), self.link.cpu_seconds()
+        sent = self.link.sent_bytes()
         # 2bw updates batch t when batch t + 2 begins, and the last two in the drain
         engine.train(self.loader, batches + (1 if engine.schedule.flush else 3), note)
         wall = time.perf_counter() - start
+        rounds.link_bytes.append((self.link.sent_bytes() - sent) / len(ends))
         rounds.cpu.append((time.process_time() - cpu) / wall)
         rounds.emulator.append((self.link.cpu_seconds() - emulator) / wall)
         steady = ends[batches] - ends[0]
@@ -174,15 +185,20 @@ class Side:
         return over_ranks(self.rounds.seconds, "max")
 
     def sent(self) -> tuple[float, float]:
-        """Bytes and messages of a batch that go each way: those of the rank that sends more.
+        """Bytes and messages of a batch that go each way between the hosts: those of the host that sends more.
 
         Of an all-reduce between two, each sends as much as its payload.
         """
-        traffic = [axis.traffic for axis in (self.grid.tp, self.grid.pp, self.grid.pp_reverse, self.grid.dp)]
+        ranks = dist.get_world_size() // 2
+        traffic = [axis.traffic for axis in (self.grid.tp, self.grid.pp, self.grid.pp_reverse, self.grid.dp)
+                   if len({rank // ranks for rank in axis.ranks}) > 1]
         num_bytes, calls = (
             sum(counts[op] for counts in counters for op in SENDING) / len(self.losses)
             for counters in ([t.num_bytes for t in traffic], [t.calls for t in traffic]))
-        return max(over_ranks([num_bytes], "max")), max(over_ranks([calls], "max"))
+        here = dist.get_rank() // ranks
+        num_bytes, calls = (
+            max(over_ranks([counted * (host == here) for host in range(2)], "sum")) for counted in (num_bytes, calls))
+        return num_bytes, calls
 
     def simulated(self, pair_s: float, wire_s: float) -> float:
         """Seconds of a batch, by simulation of the plan that ran; `pair_s`: of forward and backward of any stage."""
@@ -206,6 +222,7 @@ class Side:
             numbers["share_simulated"] = round(alone / self.simulated(pair, wire), 3)
         return numbers | {
             "bytes_of_a_batch": num_bytes, "messages_of_a_batch": messages, "wire_ms": round(1e3 * wire, 3),
+            "link_bytes_of_a_batch": round(max(over_ranks([statistics.median(rounds.link_bytes)], "max"))),
             "waiting_for_inputs": [middle(shares) for shares in of_ranks(rounds.inputs)],
             "waiting_for_norm": [middle(shares) for shares in of_ranks(rounds.others)],
             "without_a_core": [middle(shares) for shares in of_ranks(rounds.no_core)],

@@ -60,12 +60,6 @@ def rotary_tables(s: int, d: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return angle.cos().to(like), angle.sin().to(like)
 
 
-def softmax_eager(x: Tensor) -> Tensor:
-    """Causal, scaled."""
-    hidden = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
-    return (x * 0.125).masked_fill(hidden, float("-inf")).softmax(-1)
-
-
 def swiglu_eager(x: Tensor, bias: Tensor) -> Tensor:
     gate, up = (x + bias).chunk(2, -1)
     return F.silu(gate) * up
@@ -117,9 +111,6 @@ def operations(size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str,
         "bias + swiglu": Operation(
             [leaf(t, features), leaf(features)], lambda k: lambda x, b: ops.swiglu(x, b, backend=k), swiglu_eager,
             4 * t * features),
-        "causal softmax": Operation(
-            [leaf(size.samples, n, s, s)], lambda k: lambda x: ops.softmax(x, scale=0.125, causal=True, backend=k),
-            softmax_eager, 3.5 * scores),
         "rotary": Operation(
             [heads()], lambda k: lambda x: ops.rotary(x, backend=k), lambda x: rotary_eager(x, *tables), 4 * t * h),
         "causal attention": Operation(

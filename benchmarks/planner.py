@@ -72,7 +72,7 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return self.config.parallel.tp * self.config.parallel.pp * self.config.parallel.dp
+        return self.config.parallel.num_ranks
 
     @property
     def typical(self) -> float:
@@ -149,7 +149,7 @@ def plan_cases(
             configs.append(config)
     cases = []
     for config in configs:
-        n = config.parallel.tp * config.parallel.pp * config.parallel.dp
+        n = config.parallel.num_ranks
         cases.append(Case(config, StepCost(config, measured_machine(profile, n)).step_time))
     return cases, chosen
 

@@ -5,8 +5,8 @@ is faster there than 1f1b, gpipe and tensor parallelism; between replicas it hid
 
 Needs root: the hosts are network namespaces (scripts/testbed). Where they cannot be made it says so and does nothing.
 
-One process of one thread on each of two hosts, Gloo over TCP. The hosts share several links, and every side has a copy
-for each link, in the same two processes, so that all of them run by turns:
+One process of one thread (of `slices` two) on each of two hosts, Gloo over TCP. The hosts share several links, and
+every side has a copy for each link, in the same processes, so that all of them run by turns:
 
     round 0   2bw on free  2bw on lan  2bw on wan   1f1b on free ...        round 1   the other way round ...
 
@@ -29,6 +29,8 @@ What is printed for each side:
     emulator            CPU time of the link's emulator, of one core
 
 Kinds: `pipelines` (2 stages), `tensor` (2bw against tensor parallelism), `replicas` (2bw against a synchronous step),
+`slices` (2 stages of tp=2 each on a host, whose ranks send slices of what goes between stages, or all of it each; the
+result file has the bytes that each host sent over the link, by its own counters and by ours),
 `paced`: pipelines and replicas whose stages wait besides, as if for an accelerator, so that ranks, TCP and emulator do
 not fight for the cores: what schedule and transport do on hosts that have the CPU time to send.
 """
@@ -67,6 +69,9 @@ PIPELINES: Methods = {
     "2bw, bandwidth": Method(pp=2, schedule="2bw", warmup="bandwidth"), "2bw, depth": Method(pp=2, schedule="2bw"),
     "1f1b": Method(pp=2), "gpipe": Method(pp=2, schedule="gpipe")}
 TENSOR: Methods = {"2bw, latency": PIPELINES["2bw, latency"], "tensor": Method(tp=2, overlaps=False)}
+SLICES: Methods = {
+    "slices": Method(tp=2, pp=2, schedule="2bw", warmup="latency"),
+    "copies": Method(tp=2, pp=2, schedule="2bw", warmup="latency", slices=False)}
 REPLICAS: Methods = {"2bw": Method(dp=2, schedule="2bw"), "synchronous": Method(dp=2, overlaps=False)}
 
 
@@ -157,7 +162,7 @@ def on_host(args: argparse.Namespace) -> None:
         cases.append(case.entry())
         if dist.get_rank() == 0:
             print_case(cases[-1])
-            path = write_results("slow_link", cases, args)
+            path = write_results("slow_link_slices" if dist.get_world_size() > 2 else "slow_link", cases, args)
     if dist.get_rank() == 0:
         print(path)
     dist.barrier()
@@ -166,8 +171,8 @@ def on_host(args: argparse.Namespace) -> None:
 
 def plan_cases(args: argparse.Namespace, links: Sequence[Link]) -> Iterator[tuple[Case, int, int]]:
     """Yields the cases one by one, each with its rounds and the batches of a round."""
-    m, rounds = args.microbatches, args.rounds
-    for kind in args.kinds:
+    m, rounds, two_each = args.microbatches, args.rounds, dist.get_world_size() > 2
+    for kind in (kind for kind in args.kinds if (kind == "slices") == two_each):
         if kind == "pipelines":
             for shape, dtype in product(args.shapes, args.dtypes):
                 yield Case(kind, PIPELINES, links, shape, dtype, m), rounds, 2
@@ -177,6 +182,8 @@ def plan_cases(args: argparse.Namespace, links: Sequence[Link]) -> Iterator[tupl
         elif kind == "replicas":
             for m_local in args.replica_microbatches:
                 yield Case(kind, REPLICAS, links, args.replica_shape, args.dtypes[0], m_local), rounds, 2
+        elif kind == "slices":
+            yield Case(kind, _paced(SLICES, PACES_S[0]), links, "light", "fp32", m), rounds, 2
         elif kind == "paced":
             for pace in PACES_S:
                 yield Case(kind, _paced(PIPELINES, pace), links, "light", "fp32", m), rounds, 2
@@ -198,15 +205,18 @@ def launch(args: argparse.Namespace) -> int:
             print("benchmarks.slow_link: skipped, as this machine cannot make the hosts (see above)")
         return 0 if made == CANNOT_RUN else made
     try:
-        command = ["run", "--link", FREE, "1", "-m", "benchmarks.slow_link", *sys.argv[1:]]
-        return subprocess.run([*testbed, *command], cwd=ROOT).returncode
+        for num_procs in sorted({1 + (kind == "slices") for kind in args.kinds}):
+            command = ["run", "--link", FREE, str(num_procs), "-m", "benchmarks.slow_link", *sys.argv[1:]]
+            if status := subprocess.run([*testbed, *command], cwd=ROOT).returncode:
+                return status
+        return 0
     finally:
         subprocess.run([*testbed, "down"])
 
 
 def main() -> int:
     parser = arguments(__doc__, rounds=5, shapes=["small", "thin"])
-    kinds = ["pipelines", "tensor", "replicas", "paced"]
+    kinds = ["pipelines", "tensor", "replicas", "slices", "paced"]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--replica-shape", choices=SHAPES, default="thin")

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader, FileIO
 from pathlib import Path
@@ -25,6 +25,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+_BUFFER_BYTES = 1 << 20
 _MOST_PARTS = 16
 _PART = r"""(?:[A-Za-z0-9_-]+|"(?:\\[^\n]|[^"\\\n])*"|'[^'\n]*')"""
 _TOML = re.compile(
@@ -59,7 +60,7 @@ class BoundedReader(BufferedReader):
     """A reader that takes no more memory than its file has bytes, whatever sizes a damaged file names."""
 
     def __init__(self, raw: FileIO):
-        super().__init__(raw)
+        super().__init__(raw, _BUFFER_BYTES)
         self._size = os.fstat(raw.fileno()).st_size
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -112,10 +113,25 @@ def read_text(path: Path, most: int) -> str:
 
 def read_json(path: Path, most: int) -> Any:
     """The value in a JSON file. Raises: OSError; ValueError, also if it is too large or nests too deep."""
+    return parse_json(read_limited(path, most), dict)
+
+
+def parse_json(text: str | bytes, make: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value of a JSON text; `make` makes its objects.
+
+    Raises: ValueError, also for what nests too deep, and, without `make`, for a key that is there twice.
+    """
     try:
-        return json.loads(read_limited(path, most))
+        return json.loads(text, object_pairs_hook=make or _object)
     except RecursionError:
         raise ValueError("it nests too deep") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has one key twice")
+    return found
 
 
 def read_toml(path: Path, most: int) -> dict[str, Any]:

@@ -15,12 +15,10 @@ from math import isfinite
 from hybridpar.checkpoint.compatible import CONTINUABLE
 from hybridpar.config import Config, broken_rules
 from hybridpar.errors import ConfigError, Problem
-from hybridpar.grid import Axis
 from hybridpar.models.build import parse_recompute
 from hybridpar.models.cost import stage_split
 from hybridpar.nn.attention import rotary_features
 from hybridpar.ops.registry import select
-from hybridpar.optim import build_optimizer
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 
 
@@ -83,7 +81,6 @@ def _refused(config: Config) -> Iterator[Problem]:
     attempts: list[Callable[[], object]] = [
         lambda: stage_split(model, pp, pipeline.split, chunks),
         lambda: parse_recompute(pipeline.recompute, model.num_layers, pp * chunks),
-        lambda: build_optimizer(config.optim, [], Axis("tp")),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
         *(partial(select, op, choice, device) for op, choice in asdict(config.kernels).items())]
     said = {problem.field for problem in model.conflicts()}

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hybridpar.checkpoint import notes
+from hybridpar.checkpoint import handover
 from hybridpar.flight import Flight
 
 _NICE = 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
-Write = Callable[[dict[str, Tensor]], notes.Written]
-Check = Callable[[notes.Written], None]
+Write = Callable[[dict[str, Tensor]], handover.Written]
+Check = Callable[[handover.Written], None]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Task(threading.Thread):
     def run(self) -> None:
         try:
             self._work()
-        except notes.GivenUp:
+        except handover.GivenUp:
             pass
         except Exception as error:
             self.error = error
@@ -84,7 +84,7 @@ class Task(threading.Thread):
             if self._check is not None:
                 self._note.doing("checking")
                 self._check(written)
-            notes.leave(self.aside, written)
+            handover.leave(self.aside, written)
         if self._publish is not None:
             self._note.doing("publishing")
             self.folder = self._publish(self.given_up)

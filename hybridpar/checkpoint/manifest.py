@@ -20,17 +20,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from hybridpar import __version__
-from hybridpar.checkpoint import json_values as plain
-from hybridpar.config import Config, from_mapping, to_mapping
+from hybridpar.config import FINITE, Config, Whole, Within, from_mapping, from_plain, span, to_mapping
 from hybridpar.data import FROM_THE_START, DataStart
 from hybridpar.errors import CheckpointError, ConfigError, shown
 from hybridpar.grid import ALONE, BATCH, MODEL, Place, sizes_of, where_of
-from hybridpar.reading import read_limited
+from hybridpar.reading import errors_as, parse_json, read_limited
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -85,33 +84,24 @@ class TrainingState:
     anomalies by. `data_start`: the place of batches in the stream of data.
     """
 
-    batches_done: int
-    versions: tuple[int, ...]
-    num_updates: int = 0
-    loss_scaler: Mapping[str, float] = field(default_factory=dict)
-    loss_scales: Mapping[int, float] = field(default_factory=dict)
-    recent: Mapping[str, list[float]] = field(default_factory=dict)
+    batches_done: Whole
+    versions: Annotated[tuple[int, ...], Within(0)]
+    num_updates: Whole = 0
+    loss_scaler: Annotated[Mapping[str, float], FINITE] = field(default_factory=dict)
+    loss_scales: Annotated[Mapping[int, float], FINITE] = field(default_factory=dict)
+    recent: Annotated[Mapping[str, tuple[float, ...]], FINITE] = field(default_factory=dict)
     data_start: DataStart = FROM_THE_START
 
     @staticmethod
     def of(meta: Mapping[str, Any]) -> TrainingState:
         """The state in plain values of Engine.state_meta, or of a manifest. Raises: ValueError."""
-        done = plain.integer(meta.get("batches_done"), "batches_done")
-        versions = [plain.integer(v, "versions", 0, done) for v in plain.sequence(meta.get("versions"), "versions")]
-        if not versions or versions != sorted(set(versions)) or versions[-1] != done:
+        state: TrainingState = from_plain(TrainingState, meta, "state", lenient=True)
+        done, versions = state.batches_done, state.versions
+        if not versions or list(versions) != sorted(set(versions)) or versions[-1] != done:
             raise ValueError(f"versions must ascend to batches_done = {done}")
-        scaler = plain.mapping(meta.get("loss_scaler"), "loss_scaler")
-        scales = plain.mapping(meta.get("loss_scales"), "loss_scales")
-        recent = plain.mapping(meta.get("recent", {}), "recent")
-        start = plain.mapping(meta.get("data_start", {}), "data_start")
-        return TrainingState(
-            done, tuple(versions), plain.integer(meta.get("num_updates"), "num_updates", 0, done),
-            {key: plain.number(value, key) for key, value in scaler.items()},
-            {plain.integer(int(key), "loss_scales", 0, done): plain.number(value, "loss_scales")
-             for key, value in scales.items()},
-            {key: [plain.number(v, key) for v in plain.sequence(values, key)] for key, values in recent.items()},
-            DataStart(plain.integer(start.get("batch", 0), "data_start", 0, done), *(
-                plain.integer(start.get(key, 0), "data_start") for key in ("sample", "num_consumed"))))
+        if not all(0 <= step <= done for step in (state.num_updates, state.data_start.batch, *state.loss_scales)):
+            raise ValueError(f"num_updates, data_start and loss_scales must be of steps up to batches_done = {done}")
+        return state
 
     def as_meta(self) -> dict[str, Any]:
         """Plain values, as Engine.load_state takes them."""
@@ -159,50 +149,72 @@ def _checksum(document: Mapping[str, Any]) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """Raises: CheckpointError if there is none, or it is damaged or of another format."""
     path = folder / MANIFEST
-    try:
-        document = plain.mapping(plain.parse(read_limited(path, _MAX_BYTES, follow=False)), "it")
+    with errors_as(CheckpointError, path, "is damaged", ConfigError):
+        document = from_plain(dict[str, Any], parse_json(read_limited(path, _MAX_BYTES, follow=False)), "it")
         if (version := document.get("format")) != FORMAT:
             raise CheckpointError(f"{path}: has format {shown(version)}, this version reads {FORMAT}")
         if document.pop(_CHECKSUM, "") != _checksum(document):
             raise ValueError("its checksum is not what it was when it was written")
         return _parse(document)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, ConfigError) as error:
-        raise CheckpointError(f"{path}: is damaged ({error})") from None
 
 
-def _parse(document: Mapping[str, Any]) -> Manifest:
+@dataclass(frozen=True)
+class _Data:
+    """Where training was in its data, as it is written."""
+
+    corpus: str
+    samples: Whole
+
+
+@dataclass(frozen=True)
+class _Document:
+    """manifest.json as it is written."""
+
+    config: dict[str, Any]
+    data: _Data
+    state: dict[str, Any]
+    step: Whole
+    shards: tuple[Any, ...]
+    val_loss: Annotated[float | None, FINITE] = None
+
+
+def _parse(document: Any) -> Manifest:
     """Raises: ValueError, ConfigError."""
-    config = from_mapping(plain.mapping(document.get("config"), "config"))
-    data = plain.mapping(document.get("data"), "data")
-    state = TrainingState.of(plain.mapping(document.get("state"), "state"))
-    parallel = config.parallel
-    if min(parallel.tp, parallel.pp, parallel.dp) < 1:
+    read: _Document = from_plain(_Document, document, "it", lenient=True)
+    config, state = from_mapping(read.config), TrainingState.of(read.state)
+    if min(sizes_of(config.parallel).values()) < 1:
         raise ValueError("its grid is empty")
-    if document.get("step") != state.batches_done:
+    if read.step != state.batches_done:
         raise ValueError("it names two steps")
-    val_loss = document.get("val_loss")
     manifest = Manifest(
-        config, plain.string(data.get("corpus"), "corpus"), state,
-        tuple(parse_shard(shard, config) for shard in plain.sequence(document.get("shards"), "shards")),
-        None if val_loss is None else plain.number(val_loss, "val_loss"))
-    if data.get("samples") != manifest._position():
+        config, read.data.corpus, state, tuple(parse_shard(shard, config) for shard in read.shards), read.val_loss)
+    if read.data.samples != manifest._position():
         raise ValueError("its step and its position in the data do not agree")
     _check_stages(manifest)
     return manifest
 
 
+@dataclass(frozen=True)
+class _Shard:
+    """A ShardFile as it is written, apart from its place."""
+
+    name: str
+    blocks: tuple[int, ...]
+    num_bytes: Whole
+    checksums: str
+
+
 def parse_shard(entry: Any, config: Config) -> ShardFile:
     """A file of a checkpoint of `config`. Raises: ValueError."""
-    entry, sizes = plain.mapping(entry, "a shard"), sizes_of(config.parallel)
-    place = {name: plain.integer(entry.get(name), name, 0, sizes[name] - 1) for name in saved_place(config)}
-    shard = ShardFile(
-        place, plain.spans(entry.get("blocks"), "blocks", config.model.num_blocks),
-        plain.integer(entry.get("num_bytes"), "num_bytes"), plain.string(entry.get("checksums"), "checksums"))
-    if entry.get("name") != shard.name:
+    read, sizes = from_plain(_Shard, entry, "a shard", lenient=True), sizes_of(config.parallel)
+    place = {name: from_plain(Annotated[int, Within(0, sizes[name] - 1)], entry.get(name), name)
+             for name in saved_place(config)}
+    for i in range(0, max(len(read.blocks), 1), 2):
+        span(read.blocks[i : i + 2], "blocks", config.model.num_blocks)
+    shard = ShardFile(place, read.blocks, read.num_bytes, read.checksums)
+    if read.name != shard.name:
         raise ValueError(f"the file of {where_of([place['pp']], place)} must be called {shard.name}, "
-                         f"not {shown(entry.get('name'))}")
+                         f"not {shown(read.name)}")
     if not re.fullmatch("([0-9a-f]{8})+", shard.checksums):
         raise ValueError(f"{shard.name} has no checksums")
     return shard

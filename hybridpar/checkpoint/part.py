@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hybridpar.checkpoint import notes
+from hybridpar.checkpoint import handover
 from hybridpar.checkpoint.files import forget
+from hybridpar.checkpoint.handover import Written
 from hybridpar.checkpoint.manifest import ShardFile, TrainingState, file_name, saved_place
-from hybridpar.checkpoint.notes import Written
 from hybridpar.checkpoint.shards import header_of
 from hybridpar.checkpoint.tensorfile import TensorFile, write_tensors
 from hybridpar.config import Config
@@ -79,7 +79,7 @@ class Part:
 
 def is_writer(engine: Trainee) -> bool:
     """Whether this rank has a file to write."""
-    return engine.grid.place in notes.writers(engine.grid.sizes, engine.config.parallel.zero)
+    return engine.grid.place in handover.writers(engine.grid.sizes, engine.config.parallel.zero)
 
 
 def writes(engine: Trainee) -> list[StateKind]:

@@ -20,11 +20,11 @@ from threading import Event
 
 from torch import Tensor
 
-from hybridpar.checkpoint import notes
+from hybridpar.checkpoint import handover
 from hybridpar.checkpoint.background import Note, Task, Write, explain
 from hybridpar.checkpoint.folders import begin, discard, prune, publish
+from hybridpar.checkpoint.handover import Written
 from hybridpar.checkpoint.manifest import Manifest, TrainingState, saved_place
-from hybridpar.checkpoint.notes import Written
 from hybridpar.checkpoint.part import Part, Trainee, is_writer, writes
 from hybridpar.checkpoint.shards import header_of
 from hybridpar.checkpoint.snapshot import Snapshot
@@ -117,7 +117,7 @@ class Saver:
         """Makes the files of all ranks a checkpoint; on rank 0, in its thread."""
         config = self._engine.config
         with Waiting(self._flight, "files", "world"):
-            written = notes.collect(aside, config, given_up)
+            written = handover.collect(aside, config, given_up)
         folder = publish(aside, make_manifest(config, self._corpus, state, written, val_loss))
         self._say(f"step {state.batches_done}: saved {folder} ({self._num_bytes / 1e9:.3g} GB in "
                   f"{time.monotonic() - began:.3g} s)")

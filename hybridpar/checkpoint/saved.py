@@ -18,6 +18,7 @@ from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.grid import MODEL, sizes_of
 from hybridpar.nn.placement import Placement, Range, Shard
 from hybridpar.optim import ParameterSlot
+from hybridpar.state.chunks import block_of
 from hybridpar.state.kinds import Master, WeightVersions, saved_kind
 
 
@@ -59,7 +60,7 @@ class Saved:
     def holders(self, name: str, tied: str = "") -> list[Holder]:
         """Stages that have saved a parameter: under this name first, then under another one that is tied to it."""
         found = [Holder(stage, name, self.placements(stage)[name]) for stage, blocks in self.stages.items()
-                 if _block_of(name) in blocks and name in self.placements(stage)]
+                 if block_of(name) in blocks and name in self.placements(stage)]
         for stage in sorted({min(self.stages), max(self.stages)}) if tied else ():  # with the embedding, or the head
             found += [Holder(stage, other, place) for other, place in self.placements(stage).items()
                       if place.tied == tied and other != name]
@@ -126,9 +127,3 @@ class Saved:
                 if file.name not in self._open:
                     self._open[file.name] = SavedShard(self.folder, file, sizes_of(self.manifest.config.parallel))
                 yield self._open[file.name]
-
-
-def _block_of(name: str) -> int:
-    """3 for blocks.3.mlp.up.weight; -1 for what is in no block."""
-    number = name.split(".")[1] if name.startswith("blocks.") else ""
-    return int(number) if number.isdecimal() else -1

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from hybridpar.checkpoint import json_values as plain
 from hybridpar.checkpoint.manifest import ShardFile
 from hybridpar.checkpoint.tensorfile import TensorFile, TensorInfo
-from hybridpar.errors import CheckpointError
+from hybridpar.config import Whole, Within, from_plain, span
+from hybridpar.errors import CheckpointError, shown
 from hybridpar.grid import AxisSizes
 from hybridpar.nn.placement import Init, Placement, Range, Shard
+from hybridpar.reading import errors_as, parse_json
 from hybridpar.state.kinds import parse_key
 
 
@@ -30,16 +32,14 @@ class SavedShard:
     def __init__(self, folder: Path, where: ShardFile, sizes: AxisSizes):
         self.where = where
         self.file = TensorFile(folder / where.name, (where.num_bytes, where.checksums))
-        try:
+        with errors_as(CheckpointError, self.file.path, "is damaged"):
             placements, parts = (_parse_json(self.file, key) for key in ("placements", "parts"))
             self.placements = {name: _parse_placement(name, value, sizes) for name, value in placements.items()}
-            self.parts = {name: plain.span(value, f"the part of {name}", self._numel(name))
+            self.parts = {name: span(value, f"the part of {name}", self._numel(name))
                           for name, value in parts.items()}
             self._check_blocks()
             for name, info in self.file.tensors.items():
                 self._check_tensor(name, info)
-        except ValueError as error:
-            raise CheckpointError(f"{self.file.path}: is damaged ({error})") from None
 
     def _numel(self, name: str) -> int:
         if name not in self.placements:
@@ -95,28 +95,43 @@ def placements_to_plain(placements: Mapping[str, Placement]) -> dict[str, Any]:
     }
 
 
-def _parse_json(file: TensorFile, key: str) -> plain.Object:
+def _parse_json(file: TensorFile, key: str) -> dict[str, Any]:
     if key not in file.metadata:
         raise ValueError(f"its header has no {key}")
-    return plain.mapping(plain.parse(file.metadata[key]), key)
+    return from_plain(dict[str, Any], parse_json(file.metadata[key]), key)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A Shard as it is written."""
+
+    dim: Whole
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    axis: str = "tp"
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A placement as it is written: without its initialisation, which is not kept."""
+
+    shape: Annotated[tuple[int, ...], Within(0, 2**62)]
+    tied: str
+    weight_decay: bool = False
+    shard: _Split | None = None
 
 
 def _parse_placement(name: str, value: Any, sizes: AxisSizes) -> Placement:
-    """The placement without its initialisation, which is not kept. Raises: ValueError."""
-    value = plain.mapping(value, name)
-    shape = tuple(plain.integer(n, f"{name}: shape") for n in plain.sequence(value.get("shape"), f"{name}: shape"))
-    return Placement(
-        shape, Init("zeros"), None if value.get("shard") is None else _parse_split(name, value["shard"], shape, sizes),
-        weight_decay=bool(value.get("weight_decay")), tied=plain.string(value.get("tied"), f"{name}: tied"))
+    """Raises: ValueError."""
+    read: _Placed = from_plain(_Placed, value, name, lenient=True)
+    shard = None if read.shard is None else _parse_split(f"{name}.shard", read.shard, read.shape, sizes)
+    return Placement(read.shape, Init("zeros"), shard, weight_decay=read.weight_decay, tied=read.tied)
 
 
-def _parse_split(name: str, value: Any, shape: tuple[int, ...], sizes: AxisSizes) -> Shard:
-    what = f"{name}: shard"
-    value = plain.mapping(value, what)
-    dim = plain.integer(value.get("dim"), what, 0, len(shape) - 1)
-    ranks = plain.sequence(value.get("ranges"), what)
-    axis = plain.string(value.get("axis", "tp"), what)
-    if len(ranks) != sizes.get(axis, 1):
-        raise ValueError(f"{what}: is split over {len(ranks)} ranks, the grid has {axis} = {sizes.get(axis, 1)}")
-    return Shard(dim, tuple(tuple(plain.span(r, what, shape[dim]) for r in plain.sequence(ranges, what))
-                            for ranges in ranks), axis)
+def _parse_split(what: str, read: _Split, shape: tuple[int, ...], sizes: AxisSizes) -> Shard:
+    if read.dim >= len(shape):
+        raise ValueError(f"{what}.dim is {shown(read.dim)}, the parameter has {len(shape)} dimensions")
+    if len(read.ranges) != sizes.get(read.axis, 1):
+        raise ValueError(f"{what}: is split over {len(read.ranges)} ranks, the grid has {shown(read.axis)} = "
+                         f"{sizes.get(read.axis, 1)}")
+    return Shard(read.dim, tuple(tuple(span(r, what, shape[read.dim]) for r in ranges) for ranges in read.ranges),
+                 read.axis)

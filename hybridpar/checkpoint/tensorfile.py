@@ -24,16 +24,17 @@ from io import FileIO
 from itertools import chain
 from math import prod
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridpar.checkpoint import json_values
+from hybridpar.config import Within, from_plain, span
 from hybridpar.errors import CheckpointError, shown
 from hybridpar.flight import NO_FLIGHT, Flight
-from hybridpar.reading import errors_as, open_regular
+from hybridpar.reading import errors_as, open_regular, parse_json
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -219,19 +220,26 @@ def _fill(file: FileIO, view: memoryview) -> None:
         view = view[count:]
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor in the header."""
+
+    dtype: str
+    shape: Annotated[tuple[int, ...], Within(0, 2**62)]
+    data_offsets: tuple[int, int]
+
+
 def _parse_header(text: bytes, size: int) -> tuple[dict[str, str], dict[str, TensorInfo]]:
     """Texts, and tensors that fill `size` bytes. Raises: ValueError."""
-    header = json_values.mapping(json_values.parse(text), "the header")
-    metadata = {key: json_values.string(value, f"metadata {key}")
-                for key, value in json_values.mapping(header.pop(_METADATA, {}), _METADATA).items()}
+    header = from_plain(dict[str, Any], parse_json(text), "the header")
+    metadata = from_plain(dict[str, str], header.pop(_METADATA, {}), _METADATA)
     found, stops = {}, {}
     for name, entry in header.items():
-        entry = json_values.mapping(entry, name)
-        kind = DTYPES.get(json_values.string(entry.get("dtype"), f"{name}: dtype"))
+        told: _Entry = from_plain(_Entry, entry, name, lenient=True)
+        kind, shape = DTYPES.get(told.dtype), told.shape
         if kind is None:
-            raise ValueError(f"{name} is of type {shown(entry['dtype'])}, not one of {', '.join(DTYPES)}")
-        shape = json_values.integers(entry.get("shape"), f"{name}: shape")
-        start, stop = json_values.span(entry.get("data_offsets"), f"{name}: data_offsets", size)
+            raise ValueError(f"{name} is of type {shown(told.dtype)}, not one of {', '.join(DTYPES)}")
+        start, stop = span(told.data_offsets, f"{name}.data_offsets", size)
         if len(shape) > _MAX_DIMS or prod(shape) * kind.itemsize != stop - start:
             raise ValueError(f"{name} has {stop - start} bytes, which is not shape {list(shape)[:_MAX_DIMS]}")
         found[name], stops[name] = TensorInfo(kind, shape, start), stop

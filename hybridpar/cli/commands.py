@@ -162,7 +162,7 @@ class Check:
         if (chunks := config.pipeline.num_chunks) > 1:
             blocks += f"; each rank holds {chunks}, which are {grid.pp} apart"
         name = Sizes.of(config).rank_name
-        print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}, {grid.tp * grid.pp * grid.dp} processes\n"
+        print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}, {grid.num_ranks} processes\n"
               f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head)\n"
               f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"
               f"\npredicted peak memory of a process of each {name} with train.device = {device.type}, in MiB\n"

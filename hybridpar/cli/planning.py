@@ -225,7 +225,7 @@ class Simulate:
                     f"{1e3 * run.measured.step_time:.4g} ms with {run.ordering.schedule} and "
                     f"{run.sizes.num_microbatches} micro-batches)")
         elif costs:
-            time = (f"{1e3 * shown.step_time:.4g} ms on {_num_ranks(config)} ranks, "
+            time = (f"{1e3 * shown.step_time:.4g} ms on {config.parallel.num_ranks} ranks, "
                     f"{config.batch_tokens / shown.step_time:,.0f} tokens/s")
         out = sys.stderr if self.json else sys.stdout
         print(f"steady state: a batch takes {time}", file=out)
@@ -236,7 +236,7 @@ class Simulate:
             pipeline = config.pipeline
             print(json.dumps({
                 "ok": True, "schedule": pipeline.schedule, "stages": config.parallel.pp, "chunks": pipeline.num_chunks,
-                "ranks": _num_ranks(config), "num_microbatches": pipeline.num_microbatches,
+                "ranks": config.parallel.num_ranks, "num_microbatches": pipeline.num_microbatches,
                 "step_time": shown.step_time, "bubble": shown.bubble, "peak_activations": shown.peak_activations,
                 "peak_versions": shown.peak_versions, "makespan": shown.timeline.makespan,
                 "unit": "s" if costs else f"forward of the costliest {rank_name}",
@@ -260,7 +260,7 @@ class Simulate:
             unit = "milliseconds" if timed else FORWARDS
             write_output("svg", self.svg, draw_svg(drawn, title=f"{title} (simulated)", unit=unit))
         if self.perfetto:
-            each = _num_ranks(config) // ranks
+            each = config.parallel.num_ranks // ranks
             held_by = [f", ranks {rank * each}-{rank * each + each - 1}" if each > 1 else "" for rank in range(ranks)]
             names = {rank: (rank, f"{rank_name} {rank}{processes}") for rank, processes in enumerate(held_by)}
             entries = trace_entries(shown.timeline, names, per_second=per_second)
@@ -274,7 +274,7 @@ class Simulate:
         from hybridpar.planner.cost import StepCost
         from hybridpar.planner.local_profile import machine_for
 
-        devices = _num_ranks(self.config) if self.config.parallel.dp else 0
+        devices = self.config.parallel.num_ranks if self.config.parallel.dp else 0
         machine = machine_for(self.config, launch, self.profile, self.cluster, devices)
         config = resolved(self.config, machine.num_devices)
         return config, StepCost(config, machine).costs
@@ -284,10 +284,4 @@ def resolved(config: Config, world_size: int = 0) -> Config:
     """The configuration with its grid filled in (world_size 0: as many processes as it has). Raises: ConfigError."""
     from hybridpar.validate import resolve
 
-    return resolve(config, world_size or max(1, _num_ranks(config)))
-
-
-def _num_ranks(config: Config) -> int:
-    """Ranks of the grid; of one replica, where their number is open."""
-    parallel = config.parallel
-    return parallel.tp * parallel.pp * max(parallel.dp, 1)
+    return resolve(config, world_size or max(1, config.parallel.num_ranks))

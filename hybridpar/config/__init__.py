@@ -27,11 +27,11 @@ from hybridpar.config.toml import (
     to_mapping,
     to_toml,
 )
-from hybridpar.config.typed import Within, broken_rules, from_plain
+from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_plain, span
 
 __all__ = [
-    "AUTO", "MAX_TOML", "STOP_SIGNALS", "AnomaliesConfig", "CheckpointConfig", "Config", "DataConfig", "FaultsConfig",
-    "KernelsConfig", "Launch", "ModelConfig", "OptimConfig", "ParallelConfig", "PipelineConfig", "PlanConfig",
-    "RunConfig", "TrainConfig", "Within", "broken_rules", "from_mapping", "from_plain", "load_toml", "pass_on_signals",
-    "to_mapping", "to_toml", "triton_is_interpreted",
+    "AUTO", "FINITE", "MAX_TOML", "STOP_SIGNALS", "AnomaliesConfig", "CheckpointConfig", "Config", "DataConfig",
+    "FaultsConfig", "KernelsConfig", "Launch", "ModelConfig", "OptimConfig", "ParallelConfig", "PipelineConfig",
+    "PlanConfig", "RunConfig", "TrainConfig", "Whole", "Within", "broken_rules", "from_mapping", "from_plain",
+    "load_toml", "pass_on_signals", "span", "to_mapping", "to_toml", "triton_is_interpreted",
 ]

@@ -31,6 +31,11 @@ class ParallelConfig:
     """Sequence parallelism over tp: norms, dropout, residuals and messages between stages have seq_length / tp rows on
     each rank, and all-reduces become reduce-scatters and all-gathers. Any seq_length; no effect where tp is 1."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the grid; of one replica where dp is 0."""
+        return self.tp * self.pp * max(self.dp, 1)
+
     def conflicts(self, config: Config) -> Iterator[Problem]:
         """Settings that do not go with those of other sections; the same in every section."""
         if self.tp > (heads := config.model.num_heads):
@@ -108,6 +113,10 @@ class OptimConfig:
         if schedule not in (works := remedies.get(self.staleness, (schedule,))):
             yield Problem("optim.staleness", self.staleness, "makes up for old gradients as pipeline.schedule = "
                           f"{' or '.join(works)} has them, not {schedule}", '"none"')
+        if self.staleness == "nesterov" and self.name == "lamb":
+            yield Problem("optim.staleness", "nesterov", "lamb has no Nesterov form", '"extrapolation"')
+        if self.name in ("sgd", "muon") and (self.nesterov or self.staleness == "nesterov") and self.momentum <= 0:
+            yield Problem("optim.momentum", self.momentum, "Nesterov needs momentum above 0", "0.9")
 
 
 @dataclass(frozen=True)

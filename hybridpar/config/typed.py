@@ -39,6 +39,8 @@ class Within:
             return "must be positive"
         if (self.least, self.most, self.below) == (0, inf, inf):
             return "must not be negative"
+        if self == FINITE:
+            return "must be finite"
         bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
         return "must be " + " and ".join(f"{word} {bound}" for word, bound in bounds.items() if abs(bound) != inf)
 
@@ -76,6 +78,8 @@ NotNegative = Annotated[float, Within(0)]
 Share = Annotated[float, Within(0, below=1)]
 Count = Annotated[int, Within(0)]
 AtLeastOne = Annotated[int, Within(1)]
+Whole = Annotated[int, Within(0, 2**62)]
+FINITE = Within(-sys.float_info.max, sys.float_info.max)
 
 
 @functools.cache
@@ -98,21 +102,29 @@ def broken_rules(settings: Any) -> Iterator[tuple[str, Any, Rule]]:
 def _allowed(value: Any, rule: Rule | None) -> bool:
     if isinstance(value, tuple | dict):
         return all(_allowed(entry, rule) for entry in (value.values() if isinstance(value, dict) else value))
-    return rule is None or rule.allows(value)
+    return rule is None or value is None or rule.allows(value)
 
 
-def from_plain(kind: Any, value: Any, where: str) -> Any:
-    """`value`, of JSON, as a dataclass, or a dict or tuple of such, or a plain type. Fields with a default may be
-    missing. Raises: ValueError with the place, the value and the rule that it breaks."""
+def from_plain(kind: Any, value: Any, where: str, *, lenient: bool = False) -> Any:
+    """`value`, of JSON, as a dataclass, a dict or tuple of such, or a plain type, with a rule (Annotated) or without.
+
+    Fields with a default may be missing. lenient: values that a dataclass has no field for are passed over.
+    Raises: ValueError with the place, the value and the rule that it breaks.
+    """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    read = functools.partial(from_plain, lenient=lenient)
     try:
+        if origin is Annotated:
+            return _checked(read(inner[0], value, where), inner[1], value, where)
         if dataclasses.is_dataclass(kind):
-            return _dataclass_from(kind, convert(value, dict), where)
-        if origin is dict:
-            return {inner[0](key): from_plain(inner[1], entry, f"{where}.{key}")
+            return _dataclass_from(kind, convert(value, dict), where, lenient)
+        if origin in (dict, Mapping):
+            return {inner[0](key): read(inner[1], entry, f"{where}.{key}")
                     for key, entry in convert(value, dict).items()}
         if origin is tuple and dataclasses.is_dataclass(inner[0]):
-            return tuple(from_plain(inner[0], entry, f"{where}[{i}]") for i, entry in enumerate(convert(value, list)))
+            return tuple(read(inner[0], entry, f"{where}[{i}]") for i, entry in enumerate(convert(value, list)))
+        if origin is UnionType and dataclasses.is_dataclass(inner[0]):
+            return None if value is None else read(inner[0], value, where)
         return convert(value, kind)
     except Misfit:
         raise
@@ -120,19 +132,33 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
         raise Misfit(f"{where} is {shown(value)}, which {error}") from None
 
 
+def span(value: Any, where: str, most: int) -> tuple[int, int]:
+    """`value`, of JSON, as the two ends of a range inside [0, most). Raises: ValueError."""
+    start, stop = from_plain(tuple[int, int], value, where)
+    if not 0 <= start <= stop <= most:
+        raise Misfit(f"{where} is {shown(value)}, which must be the ends of a range from 0 to {most}")
+    return start, stop
+
+
 class Misfit(ValueError):
     """A value that cannot be converted, with its place."""
 
 
-def _dataclass_from(kind: Any, table: Mapping[str, Any], where: str) -> Any:
+def _checked(found: Any, rule: Rule | None, value: Any, where: str) -> Any:
+    if rule is not None and not _allowed(found, rule):
+        raise Misfit(f"{where} is {shown(value)}, which {rule.rule}")
+    return found
+
+
+def _dataclass_from(kind: Any, table: Mapping[str, Any], where: str, lenient: bool) -> Any:
     hints, values = hints_of(kind), {}
     for name, value in table.items():
         if name not in hints:
+            if lenient:
+                continue
             raise Misfit(f"{where}.{name} is not known; there are {', '.join(hints)}")
-        type_, rule = hints[name]
-        values[name] = from_plain(type_, value, f"{where}.{name}")
-        if not _allowed(values[name], rule) and rule is not None:
-            raise Misfit(f"{where}.{name} is {shown(value)}, which {rule.rule}")
+        (type_, rule), place = hints[name], f"{where}.{name}"
+        values[name] = _checked(from_plain(type_, value, place, lenient=lenient), rule, value, place)
     for field in dataclasses.fields(kind):
         if field.name not in table and field.default is field.default_factory is dataclasses.MISSING:
             raise Misfit(f"{where}: {field.name!r} is missing")
@@ -149,12 +175,12 @@ def convert(value: Any, kind: Any) -> Any:
         if value not in options or isinstance(value, bool):
             raise ValueError(f"must be one of {', '.join(map(str, options))}")
         return value
-    if origin is tuple:
+    if origin in (tuple, Sequence):
         inner = typing.get_args(kind)
         items = [value] if isinstance(value, str) and inner[0] is str else value
         if not isinstance(items, Sequence) or isinstance(items, str):
             raise ValueError("must be a list")
-        if inner[-1] is not Ellipsis and len(items) != len(inner):
+        if origin is tuple and inner[-1] is not Ellipsis and len(items) != len(inner):
             raise ValueError(f"must have {len(inner)} entries")
         return tuple(convert(v, inner[0]) for v in items)
     if origin in (typing.Union, UnionType):

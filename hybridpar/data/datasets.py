@@ -43,11 +43,6 @@ def open_data(model: ModelConfig, data: DataConfig, folder: str | Path, *, seed:
     Raises: ConfigError if corpora, weights, tokenizer and model do not go together, or a part of a corpus is too small
     for a sample; DataError for files that are damaged or unreadable.
     """
-    if data.weights and len(data.weights) != len(data.corpus):
-        rule = f"must have one weight for each of {len(data.corpus)} corpora"
-        raise config_error("data.weights", data.weights, rule, str([1.0] * len(data.corpus)))
-    if not data.corpus:
-        raise config_error("data.corpus", data.corpus, "names no corpus", '["stdlib"]')
     options: Any = {"kind": model.kind, "text_key": data.text_key, "quiet": quiet}
     tokenized = {name: open_prepared(_prefix(name)) for name in (*data.corpus, *data.valid_corpus)
                  if is_indexed(_prefix(name))}
@@ -95,8 +90,6 @@ def split_tokens(indexed: IndexedDataset, fraction: float, min_tokens: int) -> t
     Raises: ConfigError if either part would have fewer than `min_tokens`.
     """
     total = indexed.num_tokens
-    if not 0 <= fraction < 1:
-        raise config_error("data.split", fraction, "must be a share of the corpus, from 0 to below 1", "0.02")
     if fraction == 0:
         return (0, total), None
     wanted = fraction * total

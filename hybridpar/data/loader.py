@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hybridpar.config import Whole
+
 _KEPT_COUNTS = 8
 
 
@@ -36,9 +38,9 @@ class DataStart:
     All 0 but where a run went on with other data, or with batches of another size.
     """
 
-    batch: int = 0
-    sample: int = 0
-    num_consumed: int = 0
+    batch: Whole = 0
+    sample: Whole = 0
+    num_consumed: Whole = 0
 
     def position(self, batch: int, batch_size: int) -> int:
         """Position in the stream at which batch `batch` begins."""

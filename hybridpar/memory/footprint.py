@@ -21,7 +21,7 @@ from hybridpar.grid import Axis, ProcessGrid, sizes_of
 from hybridpar.memory.ghost import Tracker
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.models.cost import LABELLED
-from hybridpar.nn.sequence import SequencePart
+from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.random import RandomKey
 from hybridpar.state import RankState, StatePolicy
@@ -33,10 +33,11 @@ class Footprint:
 
     weights: all working versions. gradients: all buffers. optimizer: its state, and kinds of state that have no column
     of their own. kept: tensors that a micro-batch leaves between its forward and its backward, besides its input.
-    output: its output, where that is not kept anyway. message: an activation between stages. forward, first_backward
-    (of a batch), backward, norm, update: the most that each takes above what was there when it began. waiting: tensors
-    that a micro-batch keeps between the two parts of a split backward; weight_gradients: the most that the second part
-    takes; first_backward and backward are then the first part's.
+    output: what is sent of its output, where that is not kept anyway. message: an activation between stages; part: as
+    much of it as a rank sends and receives. forward, first_backward (of a batch), backward, norm, update: the most that
+    each takes above what was there when it began. waiting: tensors that a micro-batch keeps between the two parts of a
+    split backward; weight_gradients: the most that the second part takes; first_backward and backward are then the
+    first part's.
     """
 
     weights: int
@@ -46,6 +47,7 @@ class Footprint:
     kept: int
     output: int
     message: int
+    part: int
     forward: int
     first_backward: int
     backward: int
@@ -84,9 +86,9 @@ def trace_stage(
         weight_gradients = max(weight_gradients, traced.apply())
         tracker.ghost_integers = False
         return Footprint(
-            **traced.static(), kept=kept, output=output, message=traced.message_bytes, forward=forward,
-            first_backward=first_backward, backward=backward, norm=traced.norm(), update=traced.update(),
-            waiting=waiting, weight_gradients=weight_gradients)
+            **traced.static(), kept=kept, output=output, message=traced.lane.whole().nbytes,
+            part=traced.lane.room().nbytes, forward=forward, first_backward=first_backward, backward=backward,
+            norm=traced.norm(), update=traced.update(), waiting=waiting, weight_gradients=weight_gradients)
 
 
 class _TracedStage:
@@ -102,12 +104,8 @@ class _TracedStage:
             model, grid.tp, blocks, kernels=config.kernels, sequence=sequence, dtype=policy.dtype), recompute)
         self.state = RankState(self.stage, grid, policy, device)
         self.state.allocate()
-        rows = SequencePart.of(model.seq_length, grid.tp, sequence).length
-        shape = (config.train.micro_batch_size, rows, model.hidden_size)
+        self.lane = Lane.of(config, grid, policy.dtype, device)
         self.receives, self.sends = 0 not in blocks, model.num_blocks - 1 not in blocks
-        self._message = lambda: torch.zeros(shape, dtype=policy.dtype, device=device)
-        message = self._message()
-        self.message_bytes = message.numel() * message.element_size()
         self._input: Tensor | None
         self._empty: int
         self._edge: GradientEdge
@@ -119,14 +117,14 @@ class _TracedStage:
     def forward(self, batch: dict[str, Tensor]) -> tuple[int, int, int]:
         """An executor's forward: bytes kept after it, bytes of the output besides, and the most that it took."""
         self._empty = self.tracker.read().current
-        self._input = self._message().requires_grad_() if self.receives else None
+        self._input = self.lane.whole().requires_grad_() if self.receives else None
         before = self._start()
         key = RandomKey.of(self.config.train.seed, 0, 0, device=self.tracker.device)
         out: Any = self.stage(self._input, batch, key)
         peak = self.tracker.read().peak - before
         if isinstance(out, dict):
             out = sum(out.values())
-        sent = out.detach()
+        sent = self.lane.cut(out.detach())
         self._edge = get_gradient_edge(out)
         del out
         with_output = self.tracker.read().current
@@ -136,7 +134,7 @@ class _TracedStage:
 
     def backward(self, first: bool) -> tuple[int, int]:
         """An executor's backward: the most that it took, and what waits after it. `first`: of a batch."""
-        gradient = self._message() if self.sends else torch.tensor(1.0)
+        gradient = self.lane.whole() if self.sends else torch.tensor(1.0)
         if first:
             self.state.begin(0)
         before = self._start()

@@ -3,7 +3,8 @@
     static          weights (all versions), fp32 master, gradient buffers, optimizer state; on CPUs also the copy of the
                     state that a checkpoint is written from while training goes on, which of a GPU is in host memory
     activations     inputs and kept tensors of the micro-batches in flight
-    communication   posted receives, outputs that wait, sends that have not been waited for
+    communication   posted receives, outputs that wait, sends that have not been waited for: of each what one tp rank
+                    sends; what was received last, whole
     transient       what the action at the peak takes on top: a forward, a backward, the norm, the update
 
 The plan says what is in flight when, so a schedule needs no rule of its own here.
@@ -140,8 +141,8 @@ def walk(
     weights, master, gradients, optimizer, norm, update = (
         sum(getattr(fp, name) for fp in held)
         for name in ("weights", "master", "gradients", "optimizer", "norm", "update"))
-    message, last = held[0].message, sizes.num_stages - 1
-    in_flight = kept = inputs = received = 0  # micro-batches, and what they keep; inputs, and messages posted or held
+    message, part, last = held[0].message, held[0].part, sizes.num_stages - 1
+    in_flight = kept = inputs = posted = 0  # micro-batches, and what they keep; inputs, and receives not yet taken
     waiting: dict[Kind, int] = {}  # outputs to be sent
     sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
     best = StageMemory(weights, master, gradients, optimizer, 0, 0, 0, 0, 0, "")
@@ -151,9 +152,11 @@ def walk(
         if row.met_by:
             sends.append(waiting.pop(kind))
         elif row.side:
-            received += 1
+            posted += 1
+        takes = row.receive is not None and (has_input if row.flow > 0 else has_output)
+        posted -= takes
         activations = kept + inputs * message
-        communication = (received - inputs) * message + sum(waiting.values()) + sum(sends)
+        communication = posted * part + takes * message + sum(waiting.values()) + sum(sends)
         backward = fp.first_backward if action.microbatch % sizes.num_microbatches == 0 else fp.backward
         transient = {Kind.F: fp.forward, Kind.B: backward, Kind.I: backward, Kind.W: fp.weight_gradients,
                      Kind.NORM: norm, Kind.UPDATE: update}.get(kind, 0)
@@ -169,7 +172,6 @@ def walk(
             kept -= fp.waiting
         elif row.receive:
             kept, inputs = kept - fp.kept + fp.waiting * (kind is Kind.I), inputs - has_input
-            received -= has_input + has_output
             if has_input:
-                waiting[Kind.SEND_B] = fp.message
+                waiting[Kind.SEND_B] = fp.part
     return best

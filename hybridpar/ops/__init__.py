@@ -1,7 +1,7 @@
 """Operations on local tensors: public functions with shape checks; registry.py is the table of what runs them."""
 
 from hybridpar.ops.activation import gelu, swiglu
-from hybridpar.ops.attention import attention, softmax
+from hybridpar.ops.attention import attention
 from hybridpar.ops.cross_entropy import cross_entropy
 from hybridpar.ops.dropout import dropout
 from hybridpar.ops.embedding import embedding
@@ -11,5 +11,5 @@ from hybridpar.ops.update import optimizer
 
 __all__ = [
     "add_norm", "attention", "bias_dropout_add", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm",
-    "optimizer", "rms_norm", "rotary", "softmax", "swiglu",
+    "optimizer", "rms_norm", "rotary", "swiglu",
 ]

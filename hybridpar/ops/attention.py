@@ -15,7 +15,7 @@ from torch.autograd.function import Function
 
 from hybridpar.autograd import once_differentiable
 from hybridpar.ops.dropout import KEEP_ALL, Mask, drop, make_mask
-from hybridpar.ops.libraries import Shapes, heads_inside, like, wide_type, without_gaps
+from hybridpar.ops.libraries import Shapes, heads_inside, wide_type, without_gaps
 from hybridpar.ops.registry import resolve
 from hybridpar.random import RandomKey
 
@@ -54,22 +54,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, padding_mask: Te
     return resolve("attention", backend, q)(q, k, v, causal, padding_mask, list(kv_index), mask)
 
 
-def softmax(x: Tensor, *, scale: float = 1.0, causal: bool = False, padding_mask: Tensor | None = None,
-            backend: str = "auto") -> Tensor:
-    """softmax(scale * x) over the keys that may be seen; zeros for the others, and where there are none.
-
-    `causal`: query i sees the keys up to i, counted from the end where there are more keys than queries.
-
-    Shapes: x [b, n, queries, keys], padding_mask bool [b, keys], True = real -> like x.
-    Raises: ValueError for other shapes; ConfigError if the backend cannot run.
-    """
-    if x.dim() != 4:
-        raise ValueError(f"x must be [b, n, queries, keys], got {tuple(x.shape)}")
-    if padding_mask is not None:
-        _check_padding(padding_mask, (x.shape[0], x.shape[3]))
-    return resolve("softmax", backend, x)(x, scale, causal, padding_mask)
-
-
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask: Tensor | None, kv_index: list[int],
                    mask: Mask) -> Tensor:
     """torch's fused kernel (of cuDNN or FlashAttention) where it has one: without dropout or padding; else Triton's.
@@ -98,7 +82,7 @@ def attention_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask:
             k, v = k.index_select(1, index), v.index_select(1, index)
     if mask is not KEEP_ALL:
         scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
-        probabilities = softmax_torch(scores, q.shape[-1] ** -0.5, causal, padding_mask)
+        probabilities = _softmax(scores * q.shape[-1] ** -0.5, causal, padding_mask)
         return drop(probabilities, mask).to(q.dtype) @ v
     if padding_mask is None and (queries in (1, keys) or not causal):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal and queries == keys)
@@ -107,12 +91,12 @@ def attention_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask:
     return y if blind is None else y.masked_fill(blind, 0.0)
 
 
-def softmax_torch(x: Tensor, scale: float, causal: bool, padding_mask: Tensor | None) -> Tensor:
+def _softmax(x: Tensor, causal: bool, padding_mask: Tensor | None) -> Tensor:
+    """Softmax over the keys that each query sees; zeros for the others, and where it sees none."""
     visible, blind = _visible(x.shape[2], x.shape[3], causal, padding_mask, x.device)
-    x = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
     if visible is not None:
         x = x.masked_fill(~visible, float("-inf"))
-    y = x.softmax(-1).to(x.dtype)
+    y = x.softmax(-1)
     return y if blind is None else y.masked_fill(blind, 0.0)
 
 
@@ -143,18 +127,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None) -> None
     if q.shape[0] != k.shape[0] or q.shape[2] > k.shape[2] or q.shape[3] != k.shape[3]:
         raise ValueError("q and k must agree in samples and head dimension, and q have no more positions, got "
                          f"{_shapes(q, k, v)}")
-    if padding_mask is not None:
-        _check_padding(padding_mask, (k.shape[0], k.shape[2]))
+    if padding_mask is not None and (padding_mask.dtype != torch.bool
+                                     or padding_mask.shape != (k.shape[0], k.shape[2])):
+        raise ValueError(f"padding_mask must be bool {[k.shape[0], k.shape[2]]}, got {padding_mask.dtype} "
+                         f"{tuple(padding_mask.shape)}")
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-
-
-def _check_padding(padding_mask: Tensor, shape: tuple[int, int]) -> None:
-    if padding_mask.dtype != torch.bool or padding_mask.shape != shape:
-        raise ValueError(f"padding_mask must be bool {list(shape)}, got {padding_mask.dtype} "
-                         f"{tuple(padding_mask.shape)}")
 
 
 class _Attention(Function):
@@ -178,32 +158,13 @@ class _Attention(Function):
         return None, *(grad.transpose(1, 2) for grad in grads), None, None, None, None
 
 
-class _Softmax(Function):
-    @staticmethod
-    def forward(ctx: Any, library: Any, x: Tensor, scale: float, causal: bool, padding_mask: Tensor | None) -> Tensor:
-        real = None if padding_mask is None else padding_mask.contiguous()
-        y = library.masked_softmax(x.contiguous(), real, scale, causal)
-        ctx.save_for_backward(y)
-        ctx.library, ctx.settings = library, (scale, causal)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (y,) = ctx.saved_tensors
-        return None, ctx.library.masked_softmax_backward(dy.contiguous(), y, *ctx.settings), None, None, None
-
-
 def _output_and_sums(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return heads_inside(q), q.new_empty(q.shape[:-1], dtype=wide_type(q))
 
 
 attention_fused = _Attention.apply
-softmax_fused = _Softmax.apply
 PASSES: Shapes = {
     "attention": _output_and_sums,
     "attention_backward": lambda dout, q, k, *_: (heads_inside(q), heads_inside(k), heads_inside(k)),
     "attention_hopper": _output_and_sums,
-    "masked_softmax": like,
-    "masked_softmax_backward": like,
 }

@@ -107,7 +107,6 @@ TABLE = (
     Backend("attention", "sdpa", f"{_HERE}attention:attention_sdpa", "cuda", (torch.bfloat16, torch.float16),
             f"{_HERE}libraries:triton_missing"),
     *_rows("attention", "attention", cuda=_HOPPER),
-    *_rows("softmax", "attention"),
     *_rows("cross_entropy", "cross_entropy", "Compiled Passes", cuda=_CUDA),
     *_rows("dropout", "dropout"),
     *_rows("embedding", "embedding", "Compiled Passes", triton=_ALL),

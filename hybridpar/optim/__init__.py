@@ -1,13 +1,12 @@
 """Optimizers over placed parameters, gradient norm and clipping, loss scaling, learning-rate schedules."""
 
-from hybridpar.optim.adamw import AdamW
+from hybridpar.optim.adamw import AdamW, NAdamW
 from hybridpar.optim.base import Optimizer
 from hybridpar.optim.extrapolation import Extrapolation
 from hybridpar.optim.lamb import Lamb
 from hybridpar.optim.loss_scale import LossScaler
 from hybridpar.optim.muon import Muon
-from hybridpar.optim.nadamw import NAdamW
-from hybridpar.optim.norm import clip_scale, squared_norm
+from hybridpar.optim.norm import clip_scale
 from hybridpar.optim.registry import OPTIMIZERS, build_optimizer, divisible
 from hybridpar.optim.schedule import learning_rate
 from hybridpar.optim.sgd import SGD
@@ -15,5 +14,5 @@ from hybridpar.optim.slots import ParameterSlot
 
 __all__ = [
     "OPTIMIZERS", "SGD", "AdamW", "Extrapolation", "Lamb", "LossScaler", "Muon", "NAdamW", "Optimizer",
-    "ParameterSlot", "build_optimizer", "clip_scale", "divisible", "learning_rate", "squared_norm",
+    "ParameterSlot", "build_optimizer", "clip_scale", "divisible", "learning_rate",
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.config import OptimConfig
-from hybridpar.errors import CheckpointError, config_error
+from hybridpar.errors import CheckpointError
 from hybridpar.grid import Axis
 from hybridpar.ops import optimizer as passes_for
 from hybridpar.ops.update import Weights
@@ -126,9 +126,3 @@ class Optimizer(ABC):
 
     def _state_parts(self, name: str) -> list[Tensor]:
         return self._parts(self._state[name])
-
-
-def require_momentum(settings: OptimConfig) -> None:
-    """Raises: ConfigError if Nesterov momentum is asked for without momentum."""
-    if settings.nesterov and settings.momentum <= 0:
-        raise config_error("optim.momentum", settings.momentum, "Nesterov needs momentum above 0", "0.9")

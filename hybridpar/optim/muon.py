@@ -12,7 +12,7 @@ from hybridpar.config import OptimConfig
 from hybridpar.grid import Axis
 from hybridpar.ops.update import Weights
 from hybridpar.optim.adamw import AdamW
-from hybridpar.optim.base import Optimizer, require_momentum
+from hybridpar.optim.base import Optimizer
 from hybridpar.optim.matrices import gather, hidden_matrices, plan_rounds, scatter
 from hybridpar.optim.newton_schulz import newton_schulz
 from hybridpar.optim.slots import ParameterSlot
@@ -39,7 +39,6 @@ class Muon(Optimizer):
     ranks. Precision: that of the parameters; on CUDA, float32 is orthogonalised in bfloat16, as published.
     Collectives: over tp, two all-to-alls a round of matrices (see matrices.py).
     Source: Jordan et al., github.com/KellerJordan/Muon; the factor: Moonlight, arXiv 2502.16982, section 2.2.
-    Raises: ConfigError if `nesterov` is asked for without momentum.
     """
 
     def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"):
@@ -65,7 +64,6 @@ class OrthogonalMomentum(Optimizer):
 
     def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"):
         super().__init__(slots, settings, tp, backend)
-        require_momentum(settings)
         self._rounds = plan_rounds(hidden_matrices(self.slots, tp.size), tp.size)
 
     def _update(self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:

@@ -12,23 +12,20 @@ from hybridpar.ops import optimizer as passes_for
 from hybridpar.optim.slots import ParameterSlot
 
 
-def squared_norm(gradients: Sequence[Tensor], slots: Sequence[ParameterSlot], backend: str = "auto") -> Tensor:
-    """This rank's contribution to the squared norm of the global gradient: sum it over the `world` axis.
-
-    Call it on reduced gradients (over dp, shared rows, tied parameters). Shapes: gradients as the slots' local shapes;
-    the result is a float64 scalar. Inf and NaN propagate: the caller skips the update where the norm is not finite.
-    """
-    return sum_of_squares(counted(gradients, slots), backend)
-
-
 def counted(gradients: Sequence[Tensor], slots: Sequence[ParameterSlot]) -> list[Tensor]:
-    """Views of those parts of the gradients that this rank counts: each element is counted once over the grid."""
+    """Views of those parts of the gradients that this rank counts: each element is counted once over the grid.
+
+    Gradients are reduced ones (over dp, shared rows, tied parameters). Shapes: as the slots' local shapes.
+    """
     return [part for gradient, slot in zip(gradients, slots, strict=True) if slot.counts
             for part in slot.counted_parts(gradient)]
 
 
 def sum_of_squares(tensors: Sequence[Tensor], backend: str = "auto") -> Tensor:
-    """The sum of all elements' squares; a float64 scalar."""
+    """The sum of all elements' squares; a float64 scalar.
+
+    Inf and NaN propagate: the caller skips the update where the norm is not finite.
+    """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     return passes_for(tensors[0], backend).sum_squares(tensors).sum()

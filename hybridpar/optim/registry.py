@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hybridpar.config import OptimConfig
-from hybridpar.errors import config_error
 from hybridpar.grid import Axis
-from hybridpar.optim.adamw import AdamW
+from hybridpar.optim.adamw import AdamW, NAdamW
 from hybridpar.optim.base import Optimizer
 from hybridpar.optim.extrapolation import Extrapolation
 from hybridpar.optim.lamb import Lamb
 from hybridpar.optim.muon import Muon
-from hybridpar.optim.nadamw import NAdamW
 from hybridpar.optim.sgd import SGD
 from hybridpar.optim.slots import ParameterSlot
 
@@ -33,14 +31,8 @@ def build_optimizer(settings: OptimConfig, slots: Sequence[ParameterSlot], tp: A
 
     `backend`: of its elementwise passes, as kernels.optimizer names it.
     Staleness "lr_rescale" is left to `learning_rate`, "prediction" to whoever keeps the weights.
-    Raises: ConfigError if there is none of that name, or what it is asked for does not go together.
     """
-    if settings.name not in OPTIMIZERS:
-        raise config_error("optim.name", settings.name, f"must be one of {', '.join(OPTIMIZERS)}", "adamw")
     if settings.staleness == "nesterov":
-        if settings.name not in NESTEROV:
-            raise config_error("optim.staleness", "nesterov", f"{settings.name} has no Nesterov form",
-                               '"extrapolation"')
         return NESTEROV[settings.name](slots, replace(settings, nesterov=True), tp, backend)
     optimizer = OPTIMIZERS[settings.name](slots, settings, tp, backend)
     return Extrapolation(optimizer) if settings.staleness == "extrapolation" else optimizer

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridpar.config import OptimConfig
 from hybridpar.grid import Axis
 from hybridpar.ops.update import Weights, by_decay, divisor_of
-from hybridpar.optim.base import Optimizer, require_momentum
+from hybridpar.optim.base import Optimizer
 from hybridpar.optim.slots import ParameterSlot
 
 
@@ -18,12 +18,10 @@ class SGD(Optimizer):
     """Stochastic gradient descent as torch.optim.SGD: (Nesterov) momentum without dampening, no state without it.
 
     Weight decay is L2: it is added to the gradient before the momentum, not decoupled.
-    Raises: ConfigError if `nesterov` is asked for without momentum.
     """
 
     def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"):
         super().__init__(slots, settings, tp, backend)
-        require_momentum(settings)
         if settings.momentum > 0:
             self.state_names = ("momentum",)  # type: ignore[misc]
 

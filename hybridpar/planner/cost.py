@@ -1,8 +1,10 @@
 """Cost of a configuration on a machine: of its stages and links, and its step time by simulation.
 
     stage        its blocks' times at this tp degree and micro-batch size; recomputed ones forward once more
-    tp           collectives of every block, on the slowest link within a tp group
-    pp           messages, on links that all pipelines which cross them share; CPU time that goes into them
+    tp           collectives of every block, and gathers of what comes from other stages, on the slowest link within a
+                 tp group
+    pp           messages, of which each tp rank sends its slice, on links that all pipelines which cross them share;
+                 CPU time that goes into them
     dp           ring all-reduce of the stage's gradients (ZeRO-1: half of it, the gather is the other); tied weights
                  over both ends; hidden or not as the schedule has it
     update       norm and optimizer of the stage's own parameters; ZeRO-1: a share of it
@@ -76,6 +78,8 @@ class StepCost:
         self.item, self.gradient_bytes = DTYPES[config.train.dtype].itemsize, GRADIENT_BYTES[config.train.dtype]
         self.message_bytes = self.item * b * config.model.seq_length * config.model.hidden_size
         """Bytes of an activation between two stages."""
+        self.sent_bytes = -(-self.message_bytes // self.tp)
+        """Bytes of it that a rank of tp sends."""
         self.is_cpu = profile.hardware.cores > 0
 
     # -- blocks and stages ---------------------------------------------------------------------------------------------
@@ -93,15 +97,26 @@ class StepCost:
         if was_measured and machine.measured and machine.link(group) is machine.inner:
             return cost.forward_wait, cost.backward_wait
         own = machine.profile.links.get("local") or machine.profile.links.get("network")
-        groups = min(machine.devices_per_server, self.tp * self.dp * self.pp)  # that leave a server at the same time
 
         def on_this_machine(wait: float, messages: Sequence[int]) -> float:
-            here = sum(machine.all_reduce(n, group, groups) for n in messages)
+            here = sum(machine.all_reduce(n, group, self._groups) for n in messages)
             there = sum(own.ring_time(n, self.tp) for n in messages) if own and was_measured else 0.0
             return max(here, wait + here - there)
 
         return (on_this_machine(cost.forward_wait, cost.forward_messages),
                 on_this_machine(cost.backward_wait, cost.backward_messages))
+
+    @property
+    def _groups(self) -> int:
+        """Number of tp groups that leave a server at the same time."""
+        return min(self.machine.devices_per_server, self.tp * self.dp * self.pp)
+
+    def gathers(self, blocks: Sequence[int]) -> tuple[float, float]:
+        """Time in which tp ranks gather a stage's input, and the gradient of its output: of a ring, the second half."""
+        if self.config.parallel.sequence:  # ranks work on the part that they receive
+            return 0.0, 0.0
+        once = self.machine.all_reduce(self.message_bytes, range(self.tp), self._groups) / 2
+        return once * (0 not in blocks), once * (self.config.model.num_blocks - 1 not in blocks)
 
     def kind(self, number: int) -> str:
         """The kind of a block, by its number in the model."""
@@ -131,6 +146,7 @@ class StepCost:
         model, profile, last = self.config.model, self.machine.profile, self.config.model.num_blocks - 1
         costs = [self.block(n) for n in blocks]
         times = [self.block_time(n) for n in blocks]
+        gather_input, gather_gradient = self.gathers(blocks)
         embedding = self.kinds["embedding"]
         tied = embedding.parameters if model.tie_embeddings else 0
         if model.position == "learned":
@@ -138,8 +154,8 @@ class StepCost:
         both, ends = 0 in blocks and last in blocks, 0 in blocks or last in blocks
         twice = embedding if both and model.tie_embeddings else None  # held once
         return StageCost(
-            blocks, sum(f for f, _ in times) + profile.per_microbatch,
-            sum(b for _, b in times) + sum(times[n - blocks.start][0] for n in again),
+            blocks, sum(f for f, _ in times) + profile.per_microbatch + gather_input,
+            sum(b for _, b in times) + sum(times[n - blocks.start][0] for n in again) + gather_gradient,
             sum(c.norm for c in costs) - (twice.norm if twice else 0.0),
             (sum(c.update for c in costs) - (twice.update if twice else 0.0)) / self.zero_share + profile.per_batch,
             sum(c.parameters for c in costs) - (tied if twice else 0),
@@ -185,8 +201,8 @@ class StepCost:
             link = machine.outer if crosses and machine.outer else machine.link(of_link[0])
             most = max(leaving[source // per] for source, _ in of_link) or 1
             flows = max(most / machine.outer_links, 1) if crosses else 1
-            latency, work = link.transfer_time(1), link.transfer_work(self.message_bytes)
-            whole = link.transfer_time(self.message_bytes, flows)
+            latency, work = link.transfer_time(1), link.transfer_work(self.sent_bytes)
+            whole = link.transfer_time(self.sent_bytes, flows)
             found.append((max(0.0, whole - latency - work), min(latency, max(0.0, whole - work)), work))
         return found
 
@@ -215,9 +231,7 @@ class StepCost:
         """The order of the plan's actions, with early_switch = "auto" settled."""
         ordering = Ordering.of(self.config)
         if self.config.pipeline.early_switch == "auto":
-            return replace(ordering, early_switch=smallest_early_switch(
-                self.costs, self.sizes, warmup=ordering.warmup, gradient_buffers=ordering.gradient_buffers,
-                clip=ordering.clip, gather=ordering.gather))
+            return replace(ordering, early_switch=smallest_early_switch(self.costs, self.sizes, ordering))
         return ordering
 
     @cached_property

@@ -18,7 +18,7 @@ from hybridpar import __version__
 from hybridpar.comm import gather_objects
 from hybridpar.comm.ranks import run_on_ranks
 from hybridpar.config import Config, Launch
-from hybridpar.cpu import cpu_name
+from hybridpar.cpu import available_cores, cpu_name
 from hybridpar.errors import config_error
 from hybridpar.planner.bench import FULL, QUICK, Effort, measure_blocks, world_axis
 from hybridpar.planner.links import QUICK_SIZES, SIZES, measure_links
@@ -36,7 +36,7 @@ def measure_machine(
     configuration's, and twice that). Returns the same on all ranks.
     Raises: ConfigError; HybridparError with the traceback of a process that failed.
     """
-    every = torch.cuda.device_count() if _has_gpus(config) else max(2, _cores())
+    every = torch.cuda.device_count() if _has_gpus(config) else max(2, available_cores())
     ranks = launch.world_size if launch.world_size > 1 else ranks or every
     own = config.train.micro_batch_size
     sizes = tuple(sizes) or ((own,) if quick else (own, 2 * own))
@@ -67,16 +67,12 @@ def identity(config: Config) -> dict[str, Any]:
     return {
         "settings": settings_of(config), "gpus": gpus,
         "train": [config.train.micro_batch_size, config.train.threads, config.train.share_gpus],
-        "cpu": cpu_name(), "cores": _cores(), "torch": torch.__version__, "hybridpar": __version__,
+        "cpu": cpu_name(), "cores": available_cores(), "torch": torch.__version__, "hybridpar": __version__,
         "schedule": config.pipeline.schedule, "format": FORMAT}
 
 
 def _has_gpus(config: Config) -> bool:
     return config.train.device != "cpu" and torch.cuda.is_available()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def measure_here(
@@ -104,7 +100,7 @@ def _hardware(device: torch.device, hosts: Sequence[str]) -> Hardware:
         return Hardware(properties.name, devices, properties.total_memory * gpus / devices, hosts=number,
                         host_memory=memory / devices)
     return Hardware(
-        cpu_name(), here, memory / here, _cores(), torch.get_num_threads(), number)
+        cpu_name(), here, memory / here, available_cores(), torch.get_num_threads(), number)
 
 
 def _about(effort: Effort, ranks: int) -> dict[str, Any]:

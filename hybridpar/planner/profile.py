@@ -20,7 +20,7 @@ from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, Within, from_plain, to_mapping
 from hybridpar.errors import ConfigError, DataError, Problem, config_error, shown
 from hybridpar.planner.links import Curve, MeasuredLink
-from hybridpar.reading import nearest_path, read_limited, reason
+from hybridpar.reading import errors_as, nearest_path, read_json
 
 FORMAT = "hybridpar profile 1"
 KINDS = ("embedding", "layer", "head")
@@ -213,17 +213,13 @@ def read_profile(path: Path) -> Profile:
 
     Raises: ConfigError if there is no such file; DataError, with the place, if it holds something else.
     """
-    try:
-        document = json.loads(read_limited(path, _MAX_BYTES))
-    except FileNotFoundError:
+    if not path.exists():
         works = nearest_path(path) or f"hybridpar profile CONFIG --out {path}"
-        raise config_error("profile", str(path), "does not exist", works) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read ({reason(error)})") from None
-    try:
+        raise config_error("profile", str(path), "does not exist", works)
+    with errors_as(DataError, path, "cannot be read"):
+        document = read_json(path, _MAX_BYTES)
+    with errors_as(DataError, path, "is not a profile as `hybridpar profile` writes it", TypeError, AssertionError):
         return _profile(document)
-    except (ValueError, TypeError, AssertionError) as error:
-        raise DataError(f"{path}: is not a profile as `hybridpar profile` writes it: {error}") from None
 
 
 _Points = tuple[tuple[float, float], ...]

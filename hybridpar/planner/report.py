@@ -75,7 +75,9 @@ def parts_of(cost: StepCost) -> Parts:
 
     reduction = saved([Kind.REDUCE], reduce=0.0, gather=0.0, norm=0.0) if cost.dp > 1 or costs.tied else 0.0
     transfers = saved(TRANSFERS, transfer=0.0, latency=0.0, transfer_work=0.0) if cost.pp > 1 else 0.0
-    tensor, optimizer = m * sum(sum(cost.waits[cost.kind(n)]) for n in rank.blocks), rank.norm + rank.update
+    gathers = sum(sum(cost.gathers(cost.stages[stage].blocks)) for stage in cost.sizes.stages_of(slowest))
+    tensor = m * (sum(sum(cost.waits[cost.kind(n)]) for n in rank.blocks) + gathers)
+    optimizer = rank.norm + rank.update
     compute = m * rank.compute - tensor
     rest = step - compute - tensor - optimizer - reduction - transfers
     return Parts(compute, tensor, optimizer, reduction, transfers, max(0.0, rest),

@@ -1,6 +1,6 @@
 """What a rank keeps of training: versions of the weights, gradients, optimizer state, and who updates which part."""
 
-from hybridpar.state.audit import Mismatch, audit_replicas, replicas_along
+from hybridpar.state.audit import Mismatch, audit_replicas, find_divergence, replicas_along
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.partition import Partition, Route
 from hybridpar.state.policy import StatePolicy
@@ -8,4 +8,4 @@ from hybridpar.state.rank import RankState
 from hybridpar.state.reducer import GradientReducer
 
 __all__ = ["GradientAccumulator", "GradientReducer", "Mismatch", "Partition", "RankState", "Route", "StatePolicy",
-           "audit_replicas", "replicas_along"]
+           "audit_replicas", "find_divergence", "replicas_along"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.collectives import gather_objects
-from hybridpar.grid import Axis
+from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn.placement import has_shared_rows
 from hybridpar.optim.slots import ParameterSlot
 
@@ -30,6 +30,25 @@ class Mismatch:
 
     def __str__(self) -> str:
         return f"{self.name} on ranks {', '.join(map(str, self.ranks))} differs from that on rank {self.first}"
+
+
+def find_divergence(tensors: Iterable[tuple[str, Tensor, ParameterSlot]], grid: ProcessGrid) -> str:
+    """The first tensor that is not the same on all ranks that hold it, and whose it is; empty where all agree.
+
+    Compared are hashes of the bits along every axis on which the parameter is a copy. `tensors`: all kinds of state, as
+    RankState.placed gives them, which has the master copy and the optimizer's state where they are not shared out
+    (ZeRO). Collectives: on all ranks of the grid, its pipeline drained.
+    """
+    mine, held = "", list(tensors)
+    lines = {name: grid.axis(name) for name in grid.sizes if name != "pp"} | {"pp": grid.ends}
+    for name, axis in lines.items():
+        if (found := audit_replicas(replicas_along(name, held), axis)) is not None and not mine:
+            mine = f"{found.name} of {_ranks(found.ranks, axis)} is not what {_ranks((found.first,), axis)} has"
+    return next((text for text in gather_objects(mine, grid.world) if text), "")
+
+
+def _ranks(of_axis: tuple[int, ...], axis: Axis) -> str:
+    return f"rank {', '.join(str(axis.ranks[rank]) for rank in of_axis)}"
 
 
 def audit_replicas(tensors: Mapping[str, Tensor], axis: Axis) -> Mismatch | None:

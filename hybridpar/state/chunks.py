@@ -20,8 +20,8 @@ from torch import Tensor
 from hybridpar.state.layout import FlatLayout
 
 
-class Place(Enum):
-    """Place of a chunk's elements: on the device, in host memory, nowhere; SHARDED: this rank has its part of them."""
+class Location(Enum):
+    """Memory that holds a chunk: of the device, of the host, none. SHARDED: this rank has its part of the elements."""
 
     DEVICE = "device"
     HOST = "host"
@@ -63,7 +63,7 @@ class Buffer:
     """
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device,
-                 chunks: Sequence[Chunk] = (), place: Place = Place.DEVICE):
+                 chunks: Sequence[Chunk] = (), place: Location = Location.DEVICE):
         self.layout, self.chunks = layout, tuple(chunks) or (Chunk(0, layout.numel),)
         self.tensors = [torch.zeros(c.stop - c.start, dtype=dtype, device=device) for c in self.chunks]
         self.places = [place] * len(self.chunks)

@@ -86,14 +86,6 @@ class StateKind(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """The tensors there are, by key; live."""
 
-    def by_parameter(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors by `what`, then by parameter."""
-        found: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in self.tensors().items():
-            parameter, what = self.parse(key.partition("/")[2])
-            found.setdefault(what, {})[parameter] = tensor
-        return found
-
     def memory(self) -> list[Tensor]:
         """The tensors that take its memory: at least as much as `tensors` ever will."""
         return list(self.tensors().values())

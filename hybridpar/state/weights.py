@@ -24,7 +24,7 @@ from hybridpar.comm import Works
 from hybridpar.errors import CheckpointError
 from hybridpar.nn.placement import Placement, has_shared_rows, named_placements
 from hybridpar.ops.update import Weights
-from hybridpar.state.chunks import Buffer, Chunk, Place
+from hybridpar.state.chunks import Buffer, Chunk, Location
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.partition import Partition
 
@@ -75,7 +75,7 @@ class WeightStore:
         self._own_layout = self._layout_of_owned()
         self.master = None
         if predict or self.dtype != self.master_dtype:
-            place = Place.SHARDED if partition.is_sharded else Place.DEVICE
+            place = Location.SHARDED if partition.is_sharded else Location.DEVICE
             self.master = Buffer(self._own_layout, self.master_dtype, device, place=place)
         self._spans = list(self._merged_spans())
         if self.master is not None:

@@ -11,17 +11,16 @@ import hashlib
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from hybridpar.checkpoint import json_values as plain
 from hybridpar.checkpoint.files import to_json
-from hybridpar.config import Config, from_mapping, to_mapping
+from hybridpar.config import FINITE, Config, Within, from_mapping, from_plain, span, to_mapping
 from hybridpar.data import Blend
 from hybridpar.errors import ConfigError, DataError
 from hybridpar.models.build import loss_names
-from hybridpar.reading import read_limited
+from hybridpar.reading import errors_as, parse_json, read_limited
 from hybridpar.validate import problems
 
 FORMAT = "hybridpar replay 1"
@@ -75,56 +74,51 @@ class Bundle:
 
 def read_bundle(path: Path) -> Bundle:
     """Raises: DataError if the file is missing, no bundle, or its parts do not fit each other."""
-    try:
-        document = plain.mapping(plain.parse(read_limited(path, _MAX_BYTES)), "it")
+    with errors_as(DataError, path, "is no replay bundle", ConfigError):
+        document = from_plain(dict[str, Any], parse_json(read_limited(path, _MAX_BYTES)), "it")
         if document.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
         return _parse(document)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (ValueError, ConfigError) as error:
-        raise DataError(f"{path}: is no replay bundle ({error})") from None
 
 
-def _parse(document: plain.Object) -> Bundle:
+def _parse(document: dict[str, Any]) -> Bundle:
     """Raises: ValueError, ConfigError."""
-    config = from_mapping(plain.mapping(document.get("config"), "config"))
+    def read(name: str, kind: Any) -> Any:
+        return from_plain(kind, document.get(name), name)
+
+    config = from_mapping(read("config", dict))
     parallel = config.parallel
     if min(parallel.tp, parallel.pp, parallel.dp) < 1:
         raise ValueError("its grid is empty")
-    if found := problems(config, parallel.tp * parallel.pp * parallel.dp):
+    if found := problems(config, parallel.num_ranks):
         raise ConfigError(*found)
-    step = plain.integer(document.get("step"), "step", 1, _MOST)
-    start = plain.integer(document.get("start"), "start", 0, step - 1)
-    saved = document.get("checkpoint")
-    checkpoint = None if saved is None else plain.integer(saved, "checkpoint", 0, start)
+    step = read("step", Annotated[int, Within(1, _MOST)])
+    start = read("start", Annotated[int, Within(0, step - 1)])
+    checkpoint = read("checkpoint", Annotated[int | None, Within(0, start)])
     if checkpoint is None and start:
         raise ValueError("it starts with no checkpoint behind the first step")
-    losses = {key: _number(value, key) for key, value in plain.mapping(document.get("losses"), "losses").items()}
+    losses = read("losses", Annotated[dict[str, float | None], FINITE])
     if set(losses) != set(loss_names(config.model)):
         raise ValueError(f"its losses are not {', '.join(loss_names(config.model))}")
-    versions, norms, skipped = (plain.sequence(document.get(k), k) for k in ("versions", "stage_norms", "skipped"))
-    samples = plain.span(document.get("samples"), "samples", _MOST_SAMPLES)
+    samples = span(document.get("samples"), "samples", _MOST_SAMPLES)
     if samples[1] - samples[0] != config.global_batch_size:
         raise ValueError(f"its samples are not a batch of {config.global_batch_size}")
+    versions = read("versions", Annotated[tuple[tuple[int, ...], ...], Within(0, step)])
+    norms = read("stage_norms", Annotated[tuple[float | None, ...], FINITE])
     stages = parallel.pp * config.pipeline.num_chunks
     if len(versions) not in (0, stages) or len(norms) not in (0, parallel.pp):
         raise ValueError(f"it is not of {stages} stages on {parallel.pp} ranks")
+    numbers: dict[str, Any] = {
+        name: _number(read(name, Annotated[float | None, FINITE])) for name in ("grad_norm", "lr", "loss_scale")}
+    texts = {name: read(name, str) for name in ("corpus", "kind", "what", "policy", "tokens")}
     return Bundle(
-        config, step, losses, _number(document.get("grad_norm"), "grad_norm"),
-        plain.string(document.get("corpus"), "corpus"), checkpoint, start,
-        tuple(plain.integer(s, "skipped", 0, step) for s in skipped),
-        plain.string(document.get("kind"), "kind"), plain.string(document.get("what"), "what"),
-        plain.string(document.get("policy"), "policy"),
-        _number(document.get("lr"), "lr"), _number(document.get("loss_scale"), "loss_scale"),
-        plain.string(document.get("tokens"), "tokens"),
-        tuple(tuple(plain.integer(v, "versions", 0, step) for v in plain.sequence(of_stage, "versions"))
-              for of_stage in versions),
-        tuple(_number(norm, "stage_norms") for norm in norms), range(*samples))
+        config, step, {key: _number(loss) for key, loss in losses.items()}, checkpoint=checkpoint, start=start,
+        skipped=read("skipped", Annotated[tuple[int, ...], Within(0, step)]), versions=versions,
+        stage_norms=tuple(map(_number, norms)), samples=range(*samples), **numbers, **texts)
 
 
-def _number(value: Any, what: str) -> float:
-    return math.nan if value is None else plain.number(value, what)
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def content_hash(samples: Blend, numbers: range) -> str:

@@ -14,11 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridpar.checkpoint import json_values as plain
 from hybridpar.checkpoint import read_manifest, saved_steps
 from hybridpar.checkpoint.compatible import changes, setting
 from hybridpar.checkpoint.folders import folder_of
-from hybridpar.config import Config, load_toml
+from hybridpar.config import Config, from_plain, load_toml
 from hybridpar.data import DataStart
 from hybridpar.errors import config_error
 from hybridpar.optim import learning_rate
@@ -55,10 +54,9 @@ def _recorded(path: Path) -> dict[int, dict[str, Any]]:
     rows = {}
     for row in read_metrics(path):
         with contextlib.suppress(ValueError):
-            plain.mapping(row.get("settings"), "settings")
-            corpora = [plain.string(corpus, "corpus") for corpus in plain.sequence(row.get("corpus"), "corpus")]
-            if len(corpora) == 2:
-                rows[row["step"]] = row
+            from_plain(dict, row.get("settings"), "settings")
+            from_plain(tuple[str, str], row.get("corpus"), "corpus")
+            rows[row["step"]] = row
     return rows
 
 

@@ -7,28 +7,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from hybridpar.checkpoint.files import write_text
-from hybridpar.config import Config
+from hybridpar.config import Config, Within, from_plain
 from hybridpar.errors import ConfigError, DataError, config_error, shown
-from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
-from hybridpar.reading import nearest_path, read_limited, reason
+from hybridpar.reading import errors_as, nearest_path, read_json
 from hybridpar.train.measure import CALLS, VARYING, Measured, Parts, measure
 from hybridpar.train.trace import RankEvents
 
 FORMAT = "hybridpar costs 3"
-_MAX_BYTES, _LONGEST_S, _MOST_CORES = 256 << 20, 1e9, 1e6
-_OF_STAGES = ("forward", "backward")
+_MAX_BYTES, _MOST_CORES = 256 << 20, 1e6
+_TIME = Within(0, 1e9)
 _OF_SPLIT = "backward_input"  # is there where backwards were split
+_OF_STAGES = ("forward", "backward", _OF_SPLIT)
 _OF_RANKS = ("update", "reduce", "gather")
 _OF_LINKS = ("transfer", "latency", "transfer_work")
 
@@ -96,111 +97,83 @@ def read_costs(path: Path) -> RunCosts:
 
     Raises: ConfigError if there is no such file; DataError, with the place, if it holds something else.
     """
-    try:
-        document = json.loads(read_limited(path, _MAX_BYTES))
-    except FileNotFoundError:
+    if not path.exists():
         if path.parent.is_dir():
-            rule = f"has no {path.name}: that is measured as a run trains"
-            raise config_error("run", str(path.parent), rule) from None
-        raise config_error("run", str(path.parent), "does not exist",
-                           nearest_path(path.parent) or "runs/NAME") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read ({reason(error)})") from None
-    try:
-        return _run_costs(_Reader(document))
-    except (ConfigError, ValueError) as error:
-        raise DataError(f"{path}: {error}") from None
+            raise config_error("run", str(path.parent), f"has no {path.name}: that is measured as a run trains")
+        raise config_error("run", str(path.parent), "does not exist", nearest_path(path.parent) or "runs/NAME")
+    with errors_as(DataError, path, "cannot be read", ConfigError):
+        return _run_costs(read_json(path, _MAX_BYTES))
 
 
-class _Reader:
-    """A JSON object, and where it stands in the document, for messages."""
+@dataclass(frozen=True)
+class _Measured:
+    """A Measured as it is written."""
 
-    def __init__(self, value: Any, where: str = ""):
-        if not isinstance(value, dict):
-            raise ValueError(f"{where or 'the document'} is not an object")
-        self._value, self._where = value, where
-
-    def get(self, key: str, kind: type | tuple[type, ...]) -> Any:
-        """Raises: ValueError if it is not there, or not of that kind."""
-        place = f"{self._where}.{key}".lstrip(".")
-        if key not in self._value:
-            raise ValueError(f"{place} is missing")
-        value = self._value[key]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"{place} is {shown(value)}")
-        return value
-
-    def section(self, key: str) -> _Reader:
-        return _Reader(self.get(key, dict), f"{self._where}.{key}".lstrip("."))
-
-    def seconds(self, key: str) -> float:
-        return self._positive(self.get(key, (int, float)), key)
-
-    def row(self, key: str, size: int) -> tuple[float, ...]:
-        values = self.get(key, list)
-        if len(values) != size:
-            raise ValueError(f"{self._where}.{key} has {len(values)} numbers, not {size}")
-        return tuple(self._positive(value, key) for value in values)
-
-    def rows(self, key: str, size: int) -> tuple[tuple[float, ...], ...]:
-        """So many rows of at least one number each."""
-        rows = self.get(key, list)
-        if len(rows) != size or not all(isinstance(row, list) and row for row in rows):
-            raise ValueError(f"{self._where}.{key} is not {size} rows of numbers")
-        return tuple(tuple(self._positive(value, key) for value in row) for row in rows)
-
-    def cost(self, key: str, size: int) -> float | tuple[float, ...]:
-        """One number, or one for each stage or link."""
-        return self.row(key, size) if isinstance(self._value.get(key), list) else self.seconds(key)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._value
-
-    def _positive(self, value: Any, key: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST_S:
-            raise ValueError(f"{self._where}.{key} has {shown(value)}, which is no length of time")
-        return float(value)
+    batches: int
+    step_s: Annotated[float, _TIME]
+    idle_share: Annotated[tuple[float, ...], _TIME]
+    parts_s: tuple[Parts, ...]
 
 
-def _run_costs(document: _Reader) -> RunCosts:
-    if (found := document.get("format", str)) != FORMAT:
+@dataclass(frozen=True)
+class _Document:
+    """costs.json as it is written."""
+
+    format: str
+    schedule: Ordering
+    sizes: Sizes
+    costs_s: Costs
+    measured: _Measured
+    hardware: dict[str, Any]
+
+
+def _run_costs(document: Any) -> RunCosts:
+    """Raises: ValueError, ConfigError."""
+    if isinstance(document, dict) and (found := document.get("format")) != FORMAT:
         raise ValueError(f"format is {shown(found)}, not {FORMAT!r}: a run writes the file anew as it trains on")
-    options, size = document.section("schedule"), document.section("sizes")
-    sizes = Sizes(size.get("num_ranks", int), size.get("num_microbatches", int), size.get("chunks", int))
-    ordering = Ordering(
-        options.get("schedule", str), options.get("warmup", str), options.get("early_switch", (int, type(None))),
-        options.get("gradient_buffers", int), options.get("clip", bool), options.get("gather", bool),
-        "split" in options and options.get("split", bool))
-    ordering.make().check_sizes(sizes)
-    measured, p = document.section("measured"), sizes.num_ranks
-    parts = measured.get("parts_s", list)
-    if len(parts) != p:
-        raise ValueError(f"measured.parts_s has {len(parts)} entries, not {p}")
-    return RunCosts(ordering, sizes, Measured(
-        _costs(document.section("costs_s"), sizes), measured.get("batches", int), measured.seconds("step_s"),
-        measured.row("idle_share", p), tuple(_parts(_Reader(one, "measured.parts_s")) for one in parts),
-    ), document.get("hardware", dict))
+    read: _Document = from_plain(_Document, document, "it")
+    sizes, measured, p = read.sizes, read.measured, read.sizes.num_ranks
+    read.schedule.make().check_sizes(sizes)
+    if missing := {f.name for f in fields(Costs)} - {_OF_SPLIT} - document["costs_s"].keys():
+        raise ValueError(f"costs_s.{min(missing)} is missing")
+    _check_costs(read.costs_s, sizes)
+    _check_row("measured.idle_share", measured.idle_share, p)
+    if len(measured.parts_s) != p:
+        raise ValueError(f"measured.parts_s has {len(measured.parts_s)} entries, not {p}")
+    for parts in measured.parts_s:
+        _check_row("measured.parts_s", astuple(parts))
+    return RunCosts(read.schedule, sizes, Measured(
+        read.costs_s, measured.batches, measured.step_s, measured.idle_share, measured.parts_s), read.hardware)
 
 
-def _costs(section: _Reader, sizes: Sizes) -> Costs:
+def _check_costs(costs: Costs, sizes: Sizes) -> None:
+    """Every cost is there for each stage, rank or link, and a length of time. Raises: ValueError."""
     p = sizes.num_ranks
-    cores = section.get("cores", (int, float, type(None)))
-    if cores is not None and not 0 < cores <= _MOST_CORES:
-        raise ValueError(f"costs_s.cores is {shown(cores)}")
-    calls, variation = section.section("calls"), section.section("variation")
-    costs: dict[str, Any] = {name: section.cost(name, sizes.num_stages) for name in _OF_STAGES}
-    if _OF_SPLIT in section:
-        costs[_OF_SPLIT] = section.cost(_OF_SPLIT, sizes.num_stages)
-    costs |= {name: section.cost(name, p) for name in _OF_RANKS}
-    costs |= {name: section.cost(name, p if sizes.is_ring else p - 1) for name in _OF_LINKS}
-    costs |= {name: section.get(name, bool) for name in ("tied", "blocking_norm", "serial_links")}
-    return Costs(
-        **costs, calls={kind: calls.cost(kind.value, p) for kind in CALLS}, norm=section.seconds("norm"), cores=cores,
-        variation={kind: variation.rows(kind.value, sizes.num_stages) for kind in VARYING})
+    if costs.cores is not None and not 0 < costs.cores <= _MOST_CORES:
+        raise ValueError(f"costs_s.cores is {shown(costs.cores)}")
+    lengths = {"norm": 1} | dict.fromkeys(_OF_STAGES, sizes.num_stages) | dict.fromkeys(_OF_RANKS, p)
+    lengths |= dict.fromkeys(_OF_LINKS, p if sizes.is_ring else p - 1)
+    for name, size in lengths.items():
+        if (cost := getattr(costs, name)) is not None:
+            _check_row(f"costs_s.{name}", cost, size)
+    for name, found, kinds in (("calls", costs.calls, CALLS), ("variation", costs.variation, VARYING)):
+        if missing := [kind.value for kind in kinds if kind not in found]:
+            raise ValueError(f"costs_s.{name}.{missing[0]} is missing")
+    for kind, cost in costs.calls.items():
+        _check_row(f"costs_s.calls.{kind.value}", cost, p)
+    for kind, rows in costs.variation.items():
+        if len(rows) != sizes.num_stages or not all(rows):
+            raise ValueError(f"costs_s.variation.{kind.value} is not {sizes.num_stages} rows of numbers")
+        _check_row(f"costs_s.variation.{kind.value}", [time for row in rows for time in row])
 
 
-def _parts(section: _Reader) -> Parts:
-    return Parts(*(section.seconds(f.name) for f in fields(Parts)))
+def _check_row(place: str, cost: float | Sequence[float], size: int | None = None) -> None:
+    """`cost` is one length of time, or `size` of them. Raises: ValueError."""
+    values = [cost] if isinstance(cost, float) else cost
+    if not isinstance(cost, float) and size not in (None, len(cost)):
+        raise ValueError(f"{place} has {len(cost)} numbers, not {size}")
+    if wrong := [value for value in values if not _TIME.allows(value)]:
+        raise ValueError(f"{place} has {shown(wrong[0])}, which is no length of time")
 
 
 # -- what it says ------------------------------------------------------------------------------------------------------
@@ -210,12 +183,9 @@ def describe(run: RunCosts) -> list[str]:
     """A few lines: the step time and idle shares that were measured and those that the costs imply, and where the time
     of a step goes on the slowest stage."""
     measured, costs, m = run.measured, run.measured.costs, run.sizes.num_microbatches
-    timeline = run.timeline()
-    since, until, num_batches = timeline.steady(m)
-    step, simulated = measured.step_time, (until - since) / num_batches
-    ranks = range(run.sizes.num_ranks)
-    idle = [timeline.idle_share(rank, since, until) for rank in ranks]
-    work = [sum(m * (_at(costs.forward, s) + _at(costs.backward, s)) for s in run.sizes.stages_of(r)) for r in ranks]
+    step, (simulated, idle) = measured.step_time, run.timeline().steady_step(m)
+    forward, backward = (expand(cost, run.sizes.num_stages) for cost in (costs.forward, costs.backward))
+    work = [sum(m * (forward[s] + backward[s]) for s in run.sizes.stages_of(r)) for r in range(run.sizes.num_ranks)]
     slowest, name = work.index(max(work)), run.sizes.rank_name
     parts = measured.parts[slowest]
     shares = [
@@ -229,10 +199,6 @@ def describe(run: RunCosts) -> list[str]:
         f"slowest {name} {slowest}: computing {in_ms(parts.compute)} ({parts.compute / step:.0%} of the step; the mean "
         f"{name} {in_ms(fmean(p.compute for p in measured.parts))}){rest}",
     ]
-
-
-def _at(cost: float | Sequence[float], stage: int) -> float:
-    return cost if isinstance(cost, int | float) else cost[stage]
 
 
 def in_ms(seconds: float) -> str:

@@ -33,9 +33,6 @@ def measure_early_switch(config: Config, grid: ProcessGrid, device: torch.device
     recorder.close()
     run = run_costs(trial, trace.gather(recorder, grid))
     assert run is not None, "too few batches were recorded"
-    ordering = run.ordering
-    switch = smallest_early_switch(
-        run.measured.costs, engine.sizes, warmup=ordering.warmup, gradient_buffers=ordering.gradient_buffers,
-        clip=ordering.clip, gather=ordering.gather)
+    switch = smallest_early_switch(run.measured.costs, engine.sizes, run.ordering)
     agreed = gather_objects(switch, grid.world)[0]
     return replace(config, pipeline=replace(config.pipeline, early_switch=agreed))

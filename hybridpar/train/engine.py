@@ -22,12 +22,12 @@ from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import build_blocks, loss_names, recomputed_blocks
 from hybridpar.models.cost import stage_split
-from hybridpar.nn.sequence import SequencePart
 from hybridpar.pipeline.plan.action import PER_BATCH, Action, Kind
 from hybridpar.pipeline.plan.passes import forward_actions, lower
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, schedule_of
 from hybridpar.pipeline.run import graphs
-from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor, Lane
+from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
+from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.train.policy import BatchPolicy, StepResult
@@ -73,11 +73,8 @@ class Engine:
         self.stage = Stage(blocks)
         self.state = RankState(self.stage, grid, states, device)
         self.state.initialize(config.train.seed)
-        rows = SequencePart.of(model.seq_length, grid.tp, sequence).length
-        shape = (config.train.micro_batch_size, rows, model.hidden_size)
         self.executor = Executor(
-            stages, self.state.weights, Lane(grid.pp, grid.pp_reverse, shape, states.dtype, device),
-            pipeline.num_microbatches)
+            stages, self.state.weights, Lane.of(config, grid, states.dtype, device), pipeline.num_microbatches)
         if config.train.cuda_graphs and device.type == "cuda":
             self.executor.graphs = graphs.recorder(
                 config, stages[self._held[0]], self.state.gradients, device, eager_last=grid.dp.size > 1)

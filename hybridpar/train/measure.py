@@ -41,13 +41,13 @@ class Parts:
     beside: CPU time of its other threads, which carry the transfers.
     """
 
-    compute: float = 0.0
-    optimizer: float = 0.0
-    calls: float = 0.0
-    between: float = 0.0
-    waiting: float = 0.0
-    no_core: float = 0.0
-    beside: float = 0.0
+    compute: float
+    optimizer: float
+    calls: float
+    between: float
+    waiting: float
+    no_core: float
+    beside: float
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.checkpoint import json_values
+from hybridpar.config import Whole, from_plain
 from hybridpar.data.loader import Loader
-from hybridpar.reading import open_regular
+from hybridpar.reading import open_regular, parse_json
 
 _LONGEST_LINE = 1 << 20
 
@@ -84,8 +84,8 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         with BufferedReader(open_regular(path)) as file:
             end = 0
             while line := file.readline(_LONGEST_LINE):
-                row = json_values.mapping(json_values.parse(line), "a line")
-                json_values.integer(row.get("step"), "step")
+                row = from_plain(dict[str, Any], parse_json(line), "a line")
+                from_plain(Whole, row.get("step"), "step")
                 end += len(line) if line.endswith(b"\n") else 0  # else nothing may follow it
                 yield row, end
     except (OSError, ValueError):

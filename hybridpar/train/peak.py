@@ -17,18 +17,18 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 import torch
 
-from hybridpar.checkpoint import json_values as plain
 from hybridpar.checkpoint.files import write_text
 from hybridpar.comm import all_reduce, barrier, gather_objects
-from hybridpar.config import Config
+from hybridpar.config import FINITE, Config, from_plain
 from hybridpar.cpu import cpu_name
 from hybridpar.grid import Axis
 from hybridpar.models.build import DTYPES
 from hybridpar.nn import matmul
-from hybridpar.reading import read_limited
+from hybridpar.reading import read_json
 
 PEAKS = "peaks.json"
 _MAX_BYTES = 1 << 20
@@ -90,8 +90,8 @@ class Peak:
 def read_peaks(path: Path) -> dict[str, float]:
     """Known peaks by machine and job; none where the file is not there, or holds something else."""
     try:
-        found = plain.mapping(plain.parse(read_limited(path, _MAX_BYTES)), path.name)
-        return {key: flops for key, value in found.items() if (flops := plain.number(value, key)) > 0}
+        found = from_plain(Annotated[dict[str, float], FINITE], read_json(path, _MAX_BYTES), path.name)
+        return {key: flops for key, flops in found.items() if flops > 0}
     except (OSError, ValueError):
         return {}
 

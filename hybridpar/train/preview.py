@@ -74,21 +74,12 @@ def preview(config: Config, num_batches: int, costs: Costs | None = None) -> Pre
     costs = costs or stage_costs(config)
     ordering = Ordering.of(config)
     if config.pipeline.early_switch == "auto":
-        switch = smallest_early_switch(
-            costs, sizes, warmup=ordering.warmup, gradient_buffers=ordering.gradient_buffers, gather=ordering.gather)
-        ordering = replace(ordering, early_switch=switch)
+        ordering = replace(ordering, early_switch=smallest_early_switch(costs, sizes, ordering))
     steady = ordering.timeline(sizes, costs)
     live = [steady.peak_live(rank, sizes.num_microbatches) for rank in range(sizes.num_ranks)]
     return Preview(
-        ordering.timeline(sizes, costs, num_batches), *_steady_step(steady, sizes),
+        ordering.timeline(sizes, costs, num_batches), *steady.steady_step(sizes.num_microbatches),
         tuple(one.activations for one in live), tuple(one.versions for one in live))
-
-
-def _steady_step(timeline: Timeline, sizes: Sizes) -> tuple[float, tuple[float, ...]]:
-    """The time of a step in the steady state, and the idle share of each rank."""
-    since, until, batches = timeline.steady(sizes.num_microbatches)
-    idle = tuple(timeline.idle_share(rank, since, until) for rank in range(sizes.num_ranks))
-    return (until - since) / batches, idle
 
 
 def costs_of_run(folder: Path, config: Config) -> RunCosts:
@@ -114,7 +105,7 @@ def costs_of_run(folder: Path, config: Config) -> RunCosts:
 def differences(config: Config, run: RunCosts) -> list[str]:
     """A line that says how a step differs from the counted one, and by which costs; nothing where it does not."""
     costs, measured = _counted(config, run), run.measured
-    counted, counted_idle = step, idle = _steady_step(run.ordering.timeline(run.sizes, costs), run.sizes)
+    counted, counted_idle = step, idle = _steady_step(run, costs)
     apart = max(abs(a - b) for a, b in zip(measured.idle, counted_idle, strict=True))
     if abs(measured.step_time / counted - 1) <= _SAME and apart <= _SAME:
         return []
@@ -122,7 +113,7 @@ def differences(config: Config, run: RunCosts) -> list[str]:
     for what, names in _KINDS:
         costs = replace(costs, **{name: getattr(measured.costs, name) for name in names})
         before, idle_before = step, idle
-        step, idle = _steady_step(run.ordering.timeline(run.sizes, costs), run.sizes)
+        step, idle = _steady_step(run, costs)
         points = [a - b for a, b in zip(idle, idle_before, strict=True)]
         effect = max(abs(step - before) / counted, *map(abs, points))
         if effect > _WORTH_SAYING:
@@ -134,6 +125,10 @@ def differences(config: Config, run: RunCosts) -> list[str]:
     return [f"executed.svg and plan.svg differ: a step took {in_ms(measured.step_time)}, "
             f"{in_ms(counted)} by counted operations; idle {percent(measured.idle)}, "
             f"{percent(counted_idle)} as counted. " + (f"Why: {why}" if why else "The measured costs do not say why")]
+
+
+def _steady_step(run: RunCosts, costs: Costs) -> tuple[float, tuple[float, ...]]:
+    return run.ordering.timeline(run.sizes, costs).steady_step(run.sizes.num_microbatches)
 
 
 def _counted(config: Config, run: RunCosts) -> Costs:

@@ -15,9 +15,9 @@ from hybridpar import checkpoint
 from hybridpar.checkpoint.files import write_text
 from hybridpar.data import Blend
 from hybridpar.errors import CheckpointError
+from hybridpar.state import find_divergence
 from hybridpar.train import folder as run_folder
 from hybridpar.train.anomalies import DIVERGENCE, Anomaly
-from hybridpar.train.audit import find_divergence
 from hybridpar.train.bundle import Bundle, content_hash
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.errors import AnomalyError
@@ -77,7 +77,7 @@ class AnomalyHandler:
 
     def audit(self) -> None:
         """Compares replicas."""
-        if found := find_divergence(self._engine):
+        if found := find_divergence(self._engine.state.placed(), self._engine.grid):
             settings = self._engine.config.anomalies
             self._divergences += 1
             too_many = 0 < settings.limit <= self._divergences

@@ -199,7 +199,7 @@ def bundle_of_step(folder: Path, step: int) -> Bundle:
                            "not there any more", "a larger checkpoint.keep next time")
     skipped = tuple(at for at in unused if at > start)
     config, corpus = settings_of(folder, step, start)
-    config = resolve(config, config.parallel.tp * config.parallel.pp * max(config.parallel.dp, 1))
+    config = resolve(config, config.parallel.num_ranks)
     names = loss_names(config.model)
     values = {name: _number(row.get("losses", {}).get(name) if len(names) > 1 else row["loss"]) for name in names}
     return Bundle(config, step, values, _number(row.get("grad_norm")), corpus, saved, start, skipped,

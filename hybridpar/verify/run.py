@@ -137,9 +137,8 @@ def verify(config: Config, grid: Mapping[str, int], num_batches: int = 4, distur
 
 def run_grid(config: Config, num_batches: int, disturbance: Disturbance = CALM) -> GridRun:
     """Runs the engine on config.parallel in fresh local Gloo processes. Raises: HybridparError if a rank failed."""
-    num_ranks = config.parallel.tp * config.parallel.pp * config.parallel.dp
     with tempfile.TemporaryDirectory() as folder:
-        return _merge(run_on_ranks(_train, num_ranks, config, num_batches, disturbance, Path(folder),
+        return _merge(run_on_ranks(_train, config.parallel.num_ranks, config, num_batches, disturbance, Path(folder),
                                    timeout_s=config.train.timeout_s))
 
 

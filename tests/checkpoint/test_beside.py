@@ -19,7 +19,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from hybridpar import checkpoint
-from hybridpar.checkpoint import background, folders, notes, part, snapshot
+from hybridpar.checkpoint import background, folders, handover, part, snapshot
 from hybridpar.checkpoint.manifest import ShardFile
 from hybridpar.checkpoint.snapshot import Snapshot
 from hybridpar.comm import barrier
@@ -166,7 +166,7 @@ def test_a_save_and_a_load_say_how_far_they_have_come(tmp_path: Path) -> None:
         return record
 
     def noted(write: background.Write) -> background.Write:
-        def write_and_note(tensors: dict[str, Tensor]) -> notes.Written:
+        def write_and_note(tensors: dict[str, Tensor]) -> handover.Written:
             note()
             written = write(tensors)
             note()
@@ -192,11 +192,11 @@ def test_without_the_note_of_a_rank_nothing_is_published(tmp_path: Path) -> None
     """As when it was killed. The others leave their notes and go on."""
     config = make({"pp": 2, "dp": 2, "zero": 1})
     shards = [ShardFile(where, (2 * where["pp"], 2 * where["pp"] + 2), 8, "00" * 4)
-              for where in notes.writers(sizes_of(config.parallel), config.parallel.zero)]
+              for where in handover.writers(sizes_of(config.parallel), config.parallel.zero)]
     assert len(shards) == 4
     for shard in shards[:-1]:
-        notes.leave(tmp_path, (shard, (4, 5)))
-    task = background.Task(tmp_path, lambda stop: Path(str(notes.collect(tmp_path, config, stop))),
+        handover.leave(tmp_path, (shard, (4, 5)))
+    task = background.Task(tmp_path, lambda stop: Path(str(handover.collect(tmp_path, config, stop))),
                            background.Note(NO_FLIGHT, 1, 60.0), gives_way=True)
     task.start()
     task.join(0.3)
@@ -204,6 +204,6 @@ def test_without_the_note_of_a_rank_nothing_is_published(tmp_path: Path) -> None
     task.given_up.set()
     task.join()
     assert (task.error, task.folder) == (None, None)
-    notes.leave(tmp_path, (shards[-1], (4, 5)))
-    assert notes.collect(tmp_path, config, Event()) == [(shard, (4, 5)) for shard in shards]
+    handover.leave(tmp_path, (shards[-1], (4, 5)))
+    assert handover.collect(tmp_path, config, Event()) == [(shard, (4, 5)) for shard in shards]
     assert not list(tmp_path.iterdir())

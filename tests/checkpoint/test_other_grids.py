@@ -55,7 +55,7 @@ def run(config: Config, root: Path, stop: int, dtype: str = "") -> list[StepResu
 
 def on_grid(config: Config, root: Path, stop: int) -> list[StepResult]:
     parallel = config.parallel
-    return run_ranks(run, parallel.tp * parallel.pp * parallel.dp, config, root, stop)[0]
+    return run_ranks(run, parallel.num_ranks, config, root, stop)[0]
 
 
 def close(steps: list[StepResult], expected: list[StepResult]) -> None:

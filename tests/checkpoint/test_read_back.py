@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridpar import checkpoint
 from hybridpar.checkpoint.background import Write
-from hybridpar.checkpoint.notes import Written
+from hybridpar.checkpoint.handover import Written
 from hybridpar.config import from_mapping
 from hybridpar.errors import CheckpointError
 

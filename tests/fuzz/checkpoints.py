@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hybridpar import checkpoint
-from hybridpar.checkpoint import notes
+from hybridpar.checkpoint import handover
 from hybridpar.checkpoint.folders import best_steps, saved_steps
 from hybridpar.checkpoint.load import FullWeights, check_files, load
 from hybridpar.checkpoint.manifest import MANIFEST
@@ -112,7 +112,7 @@ def read_tensors(folder: Path) -> None:
 def make_notes(folder: Path) -> list[Path]:
     shard = checkpoint.read_manifest(make_checkpoints(folder)[0]).shards[0]
     (folder / "aside").mkdir()
-    notes.leave(folder / "aside", (shard, (2, 3)))
+    handover.leave(folder / "aside", (shard, (2, 3)))
     return [folder / "aside"]
 
 
@@ -121,5 +121,5 @@ TARGETS = (
     Target("tensor file", make_checkpoints, read_tensors, {SHARD: mutate_tensors}, share=0.5),
     Target("checkpoint", make_checkpoints, read_checkpoint, {SHARD: mutate_tensors, MANIFEST: mutate_manifest}, resum,
            share=0.1),
-    Target("note", make_notes, lambda folder: notes._read(folder / f"{SHARD}.json", TINY), {".json": mutate_json}),
+    Target("note", make_notes, lambda folder: handover._read(folder / f"{SHARD}.json", TINY), {".json": mutate_json}),
 )

@@ -71,14 +71,6 @@ def cases() -> Iterator[Case]:
         yield Case("rotary", f"{s}x{d}-positions", (shape,),
                    lambda x, k, each=each: ops.rotary(x, positions=each.to(x.device), backend=k))
     yield Case("rotary", "first-features", ((2, 3, 5, 16),), lambda x, k: ops.rotary(x[..., :4], offset=500, backend=k))
-    for b, n, s, kv in ((2, 3, 5, 7), (1, 2, 40, 40), (1, 1, 3, 1100), (0, 1, 3, 4)):
-        real = torch.arange(b * kv).view(b, kv) % 3 != 1
-        for causal in (False, True):
-            for padded in (False, True):
-                mask = real if padded else None
-                yield Case("softmax", f"{s}x{kv}{'-causal' * causal}{'-padded' * padded}", ((b, n, s, kv),),
-                           lambda x, k, c=causal, m=mask: ops.softmax(
-                               x, scale=0.7, causal=c, padding_mask=on(m, x), backend=k))
     for b, n, n_kv, s, d, index in ((2, 3, 3, 5, 7, None), (1, 4, 2, 131, 32, None), (1, 2, 1, 70, 40, None),
                                     (2, 3, 2, 33, 5, [1, 0, 1]), (1, 1, 1, 260, 64, None), (1, 1, 1, 1, 1, None)):
         real = torch.arange(b * s).view(b, s) % 4 != 1
@@ -162,7 +154,7 @@ def test_any_number_of_threads_gives_the_same_bits(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # 1e4 is beyond float16
-@pytest.mark.parametrize("case", [c for c in CASES if c.op in ("gelu", "swiglu", "softmax", "attention", "layer_norm")
+@pytest.mark.parametrize("case", [c for c in CASES if c.op in ("gelu", "swiglu", "attention", "layer_norm")
                                   and ("7x41" in str(c) or "5x7" in str(c))], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_large_values_stay_finite(case, dtype, device):
@@ -175,7 +167,7 @@ def test_large_values_stay_finite(case, dtype, device):
         assert (got[0].double() - exact[0]).abs().max() <= 3 * TOLERANCE[torch.bfloat16] * exact[0].abs().max()
 
 
-@pytest.mark.parametrize("op", ["gelu", "swiglu", "layer_norm", "rms_norm", "softmax", "attention"])
+@pytest.mark.parametrize("op", ["gelu", "swiglu", "layer_norm", "rms_norm", "attention"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("device", DEVICES)

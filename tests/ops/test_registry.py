@@ -62,7 +62,7 @@ def test_every_pass_says_what_it_returns():
 
 
 def test_the_configuration_has_every_operation_of_a_model():
-    assert {field.name for field in fields(KernelsConfig)} == set(registry.ops()) - {"softmax"}  # attention has its own
+    assert {field.name for field in fields(KernelsConfig)} == set(registry.ops())
 
 
 def test_every_op_is_public_and_ends_with_its_reference():

@@ -6,7 +6,6 @@ from optim.cases import INIT, ONE, Settings, assemble, local, placements, random
 from ranks import run_ranks
 
 from hybridpar.config import OptimConfig
-from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn import HeadLayout, ParallelAttention, ParallelMLP, Placement, Shard, named_placements
 from hybridpar.optim import AdamW, ParameterSlot, build_optimizer, divisible
@@ -253,10 +252,3 @@ def test_matrices_must_cover_the_parameter():
     slot = ParameterSlot("w", Placement((6, 4), INIT, matrices=(((0, 5),),)))
     with pytest.raises(AssertionError, match="5 rows"):
         Muon([slot], Settings(name="muon"), ONE)
-
-
-def test_nesterov_needs_momentum():
-    with pytest.raises(ConfigError, match=r"optim\.momentum"):
-        build_optimizer(Settings(name="muon", momentum=0.0, nesterov=True), slots(1, 0), ONE)
-    with pytest.raises(ConfigError, match=r"optim\.momentum"):
-        build_optimizer(Settings(name="muon", momentum=0.0, staleness="nesterov"), [], ONE)

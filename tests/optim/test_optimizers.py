@@ -1,13 +1,17 @@
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 from optim.cases import ONE, Settings, assemble, local, placements, random_tensors, slots
 from ranks import run_ranks
 
-from hybridpar.errors import CheckpointError, ConfigError
+from hybridpar.config import OptimConfig
+from hybridpar.errors import CheckpointError
 from hybridpar.grid import ProcessGrid
 from hybridpar.nn.placement import Init, Placement
 from hybridpar.ops.update import BLOCK
 from hybridpar.optim import OPTIMIZERS, ParameterSlot, build_optimizer
+from hybridpar.optim.schedule import DECAYS
 
 STEPS = 20
 VARIANTS = {
@@ -161,12 +165,10 @@ def test_loading_says_what_is_wrong():
     optimizer.load_state_tensors({}, 0)
 
 
-def test_unknown_optimizer_and_nesterov_without_momentum_are_refused():
-    with pytest.raises(ConfigError, match=r"optim\.name = 'adam'"):
-        build_optimizer(Settings(name="adam"), [], ONE)
-    with pytest.raises(ConfigError, match=r"optim\.momentum"):
-        build_optimizer(Settings(name="sgd", momentum=0.0, nesterov=True), [], ONE)
-    assert set(OPTIMIZERS) == {"adamw", "sgd", "lamb", "muon"}
+def test_the_configuration_names_every_optimizer_and_decay():
+    hints = get_type_hints(OptimConfig)
+    assert set(OPTIMIZERS) == set(get_args(hints["name"]))
+    assert set(DECAYS) == set(get_args(hints["decay"]))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from optim.cases import Settings
 
-from hybridpar.errors import ConfigError
 from hybridpar.optim import learning_rate
 from hybridpar.optim.schedule import delay_factor
 
@@ -85,8 +84,3 @@ def test_rescaling_multiplies_the_schedule():
     for step in range(20):
         factor = delay_factor(step, rescaled, 20, 0.5)
         assert learning_rate(step, rescaled, 20, 0.5) == learning_rate(step, plain, 20) * factor
-
-
-def test_unknown_decay_is_refused():
-    with pytest.raises(ConfigError, match=r"optim\.decay = 'exp'.*cosine"):
-        rates(1, decay="exp")

@@ -13,6 +13,7 @@ from hybridpar.planner.bound import least_time
 from hybridpar.planner.cluster import estimate, machine_of
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.hardware import DEVICES, Cluster, Link, find_device, find_link
+from hybridpar.planner.report import parts_of
 from hybridpar.state.partition import BUCKET_BYTES
 
 
@@ -65,6 +66,23 @@ def test_pipelines_that_leave_a_server_share_what_it_has() -> None:
     assert sum(model.links[0]) == pytest.approx(outer.transfer_time(n, 2))
     inside = StepCost(config, made.machine(config, 4))
     assert sum(inside.links[0]) == pytest.approx(made.link().transfer_time(n))
+
+
+def test_ranks_of_tensor_parallelism_send_slices_and_gather_them() -> None:
+    config = made.config(tp=2, pp=2, m=4, b=1, split=(4, 4))
+    outer, inner = made.link(latency=0.001, bandwidth=1e6), made.link(latency=0.01, bandwidth=1e5)
+    model = StepCost(config, made.machine(config, 4, per_server=2, inner=inner, outer=outer))
+    n = model.message_bytes
+    assert n == 4 * 32 * 64
+    assert sum(model.links[0]) == pytest.approx(outer.transfer_time(n / 2, 2))
+    first, last = model.stages
+    gather = inner.ring_time(n, 2) / 2
+    layer, head = (model.block_time(number) for number in (1, 7))
+    assert (first.forward, first.backward) == pytest.approx((3 * layer[0], 3 * layer[1] + gather))
+    assert (last.forward, last.backward) == pytest.approx(
+        (3 * layer[0] + head[0] + gather, 3 * layer[1] + head[1]))
+    assert parts_of(model).tensor == pytest.approx(4 * (3 * sum(model.waits["layer"]) + gather))
+    assert model.gathers(range(8)) == (0.0, 0.0), "between no stages"
 
 
 def test_zero_shares_the_update_and_halves_the_reduction() -> None:

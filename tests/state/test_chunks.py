@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridpar.state.chunks import Buffer, Chunk, Place, block_of, cut
+from hybridpar.state.chunks import Buffer, Chunk, Location, block_of, cut
 from hybridpar.state.layout import FlatLayout
 
 NAMES = ["blocks.0.tokens.weight", *(f"blocks.{n}.{part}" for n in range(4) for part in ("norm", "bias")),
@@ -40,9 +40,9 @@ def test_an_empty_layout_is_one_chunk_of_nothing() -> None:
 
 def test_a_buffer_in_chunks() -> None:
     chunks = cut(LAYOUT, 700)
-    whole, parts = Buffer(LAYOUT, torch.float32, CPU), Buffer(LAYOUT, torch.float32, CPU, chunks, Place.SHARDED)
-    assert whole.places == [Place.DEVICE]
-    assert parts.places == [Place.SHARDED] * len(chunks)
+    whole, parts = Buffer(LAYOUT, torch.float32, CPU), Buffer(LAYOUT, torch.float32, CPU, chunks, Location.SHARDED)
+    assert whole.places == [Location.DEVICE]
+    assert parts.places == [Location.SHARDED] * len(chunks)
     assert whole.nbytes == parts.nbytes == 4 * LAYOUT.numel
     for i, view in enumerate(whole.views().values()):
         view.fill_(i)

@@ -14,9 +14,8 @@ from hybridpar.config import Config, from_mapping
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory.footprint import Buffers, trace_stage
 from hybridpar.models.build import Recomputation
-from hybridpar.state import kinds
+from hybridpar.state import find_divergence, kinds
 from hybridpar.state.kinds import Holder, StateKind, parse_key
-from hybridpar.train.audit import find_divergence
 from hybridpar.train.engine import Engine
 from hybridpar.verify.run import Disturbance, verify
 
@@ -86,10 +85,10 @@ def test_a_new_kind_is_verified_through_a_resume() -> None:
 def spoiled(config: Config) -> str:
     parallel = config.parallel
     engine = Engine(config, ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp), CPU)
-    assert find_divergence(engine) == ""
+    assert find_divergence(engine.state.placed(), engine.grid) == ""
     if engine.grid.rank == 1:
         next(tensor for key, tensor in engine.state.tensors().items() if key.startswith("residual/")).view(-1)[0] = 1.0
-    return find_divergence(engine)
+    return find_divergence(engine.state.placed(), engine.grid)
 
 
 @pytest.mark.ranks

@@ -17,8 +17,8 @@ from hybridpar.config import Config, Launch, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.plan.action import Action
+from hybridpar.state import find_divergence
 from hybridpar.train.anomalies import RunningJudge
-from hybridpar.train.audit import find_divergence
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.policy import BatchPolicy
 from hybridpar.validate import problems
@@ -184,12 +184,12 @@ def test_batches_that_are_gone_over_have_never_been(tmp_path: Path, schedule: st
 def diverged(config: Config, name: str, rank: int) -> list[str]:
     engine, loader = build(config)
     engine.train(loader, 2, lambda step: None)
-    found = [find_divergence(engine)]
+    found = [find_divergence(engine.state.placed(), engine.grid)]
     leaf = engine.state.weights.leaves_of(2).get(name)
     if engine.grid.rank == rank and leaf is not None:
         with torch.no_grad():
             leaf.view(-1)[3] += 1e-6
-    return [*found, find_divergence(engine)]
+    return [*found, find_divergence(engine.state.placed(), engine.grid)]
 
 
 @pytest.mark.ranks

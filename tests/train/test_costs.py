@@ -64,7 +64,7 @@ def delete(document: dict[str, Any], key: str) -> None:
         ("schedule.schedule", "3bw", "must be one of"),
         ("schedule.clip", 1, "schedule.clip is 1"),
         ("costs_s.forward", [0.1], r"costs_s\.forward has 1 numbers, not 2"),
-        ("costs_s.forward", [0.1, -1], "has -1, which is no length of time"),
+        ("costs_s.forward", [0.1, -1], "has -1.0, which is no length of time"),
         ("costs_s.norm", "1", r"costs_s\.norm is '1'"),
         ("costs_s.norm", None, r"costs_s\.norm is None"),
         ("costs_s.cores", 0, r"costs_s\.cores is 0"),
@@ -72,11 +72,11 @@ def delete(document: dict[str, Any], key: str) -> None:
         ("costs_s.variation", {"F": [[1.0], [1.0]]}, r"costs_s\.variation\.B is missing"),
         ("costs_s.variation", {"F": [[1.0]], "B": [[1.0]]}, r"costs_s\.variation\.F is not 2 rows of numbers"),
         ("costs_s.variation", {"F": [[1.0], []], "B": [[1.0]]}, r"costs_s\.variation\.F is not 2 rows of numbers"),
-        ("costs_s.variation", {"F": [[1.0], [-1]], "B": [[1.0], [1]]}, "has -1, which is no length of time"),
+        ("costs_s.variation", {"F": [[1.0], [-1]], "B": [[1.0], [1]]}, "has -1.0, which is no length of time"),
         ("costs_s.calls", {}, r"costs_s\.calls\.SEND_F is missing"),
         ("measured", [], "measured is"),
         ("measured.idle_share", [0.1], "has 1 numbers, not 2"),
-        ("measured.parts_s", [{}, {}], r"measured\.parts_s\.compute is missing"),
+        ("measured.parts_s", [{}, {}], r"measured\.parts_s\[0\]: 'compute' is missing"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, place: str, value: Any, message: str) -> None:

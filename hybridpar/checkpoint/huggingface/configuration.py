@@ -10,12 +10,12 @@ from typing import Any
 from hybridpar.checkpoint.huggingface.families import EVERYWHERE, FAMILIES, REQUIRED, SAYS_NOTHING, Family, Key
 from hybridpar.checkpoint.huggingface.source import CONFIG
 from hybridpar.config import ModelConfig
+from hybridpar.config.typed import FINITE, convert, hints_of
 from hybridpar.errors import ConfigError, Problem, config_error
 
 Plain = Mapping[str, Any]
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 _ROPE_PARAMETERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_LARGEST = 2**31 - 1
 
 
 def family_of(plain: Plain, tensors: Iterable[str]) -> Family:
@@ -98,24 +98,17 @@ def _read(plain: Plain, key: Key) -> Any:
         if not isinstance(value, str) or value not in key.words:
             raise ValueError(f"hybridpar has only {', '.join(key.words)}")
         return key.words[value]
-    kind = type(getattr(ModelConfig(), key.ours))
     if value is None and key.default is None:
         return 0
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise ValueError("must be true or false")
-    elif kind is int:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _LARGEST:
-            raise ValueError(f"must be a whole number from 1 to {_LARGEST}")
-    elif not _is_number(value):
-        raise ValueError("must be a finite number of at least 0")
-    elif key.ours == "norm_eps" and not value:
+    kind, rule = hints_of(ModelConfig)[key.ours]
+    value = convert(value, kind)
+    if kind is float and not FINITE.allows(value):
+        raise ValueError(FINITE.rule)
+    if not value and (kind is int or key.ours == "norm_eps"):  # 0 stands for another number here
         raise ValueError("must be above 0")
-    elif key.ours == "rotary_fraction" and not 0 < value <= 1:
-        raise ValueError("must be above 0 and at most 1")
-    elif key.ours.endswith("dropout") and value >= 1:
-        raise ValueError("must be below 1")
-    return kind(value)
+    if rule is not None and not rule.allows(value):
+        raise ValueError(rule.rule)
+    return value
 
 
 def _read_rotary(plain: Plain, values: dict[str, Any], family: Family) -> Iterator[Problem]:

@@ -69,15 +69,12 @@ def _plan(ordering: Ordering, sizes: Sizes, num_batches: int) -> Plan:
         ordering.make(), sizes, 0, num_batches, clip=ordering.clip, gather=ordering.gather, split=ordering.split)
 
 
-def smallest_early_switch(
-    costs: Costs, sizes: Sizes, *, warmup: str = "depth", gradient_buffers: int = 0, clip: bool = True,
-    gather: bool = False,
-) -> int:
+def smallest_early_switch(costs: Costs, sizes: Sizes, ordering: Ordering) -> int:
     """The smallest L of 2bw's early switch that costs no time: its simulated step takes within 1 % of the paper's rule.
 
-    Raises: ConfigError where 2bw cannot run on these sizes.
+    ordering: of 2bw; its own early switch does not count. Raises: ConfigError where it cannot run on these sizes.
     """
-    rule = Ordering("2bw", warmup, None, gradient_buffers, clip, gather)
+    rule = replace(ordering, early_switch=None)
     m = sizes.num_microbatches
     paper = rule.timeline(sizes, costs).step_time(m)
     for switch in range(m):

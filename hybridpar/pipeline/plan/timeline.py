@@ -91,6 +91,11 @@ class Timeline:
         since, until, num_batches = self.steady(num_microbatches)
         return (until - since) / num_batches
 
+    def steady_step(self, num_microbatches: int) -> tuple[float, tuple[float, ...]]:
+        """Steady-state time of a batch, and the idle share of each rank meanwhile."""
+        since, until, num_batches = self.steady(num_microbatches)
+        return (until - since) / num_batches, tuple(self.idle_share(rank, since, until) for rank in sorted(self.plan))
+
     def period(self, num_microbatches: int) -> float | None:
         """The time of a batch, if every forward and backward of the last batch but one began as long after its
         counterpart in the batch before, on all ranks: then all that follows does. None: they did not.

@@ -22,11 +22,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
 from hybridpar.comm import Work, irecv, isend
-from hybridpar.grid import Axis
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import ROWS, Kind
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs
+from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.recording import Recording
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.random import RandomKey
@@ -63,17 +63,6 @@ def max_unfinished_sends(num_ranks: int) -> int:
 
 
 NO_HOOKS = BatchHooks(*[_refuse] * len(fields(BatchHooks)))
-
-
-@dataclass(frozen=True)
-class Lane:
-    """The pipeline's neighbours and what travels between them: one activation [b, s, h]."""
-
-    pp: Axis
-    reverse: Axis
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 @dataclass(slots=True)
@@ -161,7 +150,7 @@ class Executor:
             self._add_losses(k // self.num_microbatches, out)
             out = sum(out.values())
         else:
-            self._outputs[Kind.SEND_F, stage, k] = out.detach()
+            self._outputs[Kind.SEND_F, stage, k] = self.lane.cut(out.detach())
         if grad:
             self._flight[stage, k] = InFlight(x, get_gradient_edge(out))
 
@@ -178,7 +167,7 @@ class Executor:
         backward_from(flight.edge, gradient)
         if flight.input is not None:
             assert flight.input.grad is not None
-            self._outputs[Kind.SEND_B, stage, k] = flight.input.grad
+            self._outputs[Kind.SEND_B, stage, k] = self.lane.cut(flight.input.grad)
 
     def _add_losses(self, batch: int, losses: Losses) -> None:
         total = self.losses.setdefault(batch, {})
@@ -187,20 +176,21 @@ class Executor:
             self._loss_dtype = value.dtype
 
     def _post_receive(self, action: Action) -> None:
-        lane = self.lane
-        buffer = torch.empty(lane.shape, dtype=lane.dtype, device=lane.device)
-        row = ROWS[action.kind]
+        lane, row, buffer = self.lane, ROWS[action.kind], self.lane.room()
         axis = lane.pp if row.flow > 0 else lane.reverse
         work = irecv(buffer, (axis.rank + row.side) % axis.size, axis, tag=action.stage)
         self._received[action.kind, action.stage, action.microbatch] = (work, buffer)
 
     def _take(self, kind: Kind, stage: int, k: int) -> Tensor | None:
-        """The received tensor, once it is here; None where this stage receives nothing of that kind."""
+        """The received tensor, once it is here; None where this stage receives nothing of that kind.
+
+        Time of the gathering counts like that of the stage's own collectives, as the action's: it is no transfer.
+        """
         if (entry := self._received.pop((kind, stage, k), None)) is None:
             return None
         work, buffer = entry
         self.wait(work.wait)
-        return buffer
+        return self.lane.join(buffer)
 
     def _send(self, action: Action) -> None:
         lane, row = self.lane, ROWS[action.kind]

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from hybridpar.checkpoint import Saver, saved_steps
 from hybridpar.checkpoint.background import Write
-from hybridpar.checkpoint.notes import Written, writers
+from hybridpar.checkpoint.handover import Written, writers
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.flight import Flight
@@ -102,7 +102,7 @@ def parse_fault(text: str, config: Config) -> Fault:
             '"kill rank 0 at step 2"')
     parts: dict[str, Any] = match.groupdict()
     parallel, m = config.parallel, config.pipeline.num_microbatches
-    ranks, stages = parallel.tp * parallel.pp * parallel.dp, parallel.pp * config.pipeline.num_chunks
+    ranks, stages = parallel.num_ranks, parallel.pp * config.pipeline.num_chunks
     rank = number = int(parts["rank"] or 0)
     if parts.get("where") == "stage":
         rank = number % parallel.pp * parallel.tp * parallel.dp

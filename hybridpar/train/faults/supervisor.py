@@ -96,7 +96,7 @@ class Supervisor(LocalElasticAgent):
 
     def __init__(self, config: Config, args: Sequence[str], faults: Sequence[Fault]):
         self._config, self._args, self._faults = config, tuple(args), faults
-        self._folder, self._ranks = config.run.folder, _size(config)
+        self._folder, self._ranks = config.run.folder, config.parallel.num_ranks
         self._watch = Watch(self._folder)
         self._records = Records(self._folder, self._say)
         self._records.begin(FAILURES)
@@ -151,7 +151,7 @@ class Supervisor(LocalElasticAgent):
         return smaller if self._remaining_restarts else None
 
     def _resize(self, config: Config) -> None:
-        self._config, self._ranks, self._blamed = config, _size(config), -1
+        self._config, self._ranks, self._blamed = config, config.parallel.num_ranks, -1
         fitting = [fault.text for fault in self._faults if max(fault.rank, fault.peer) < self._ranks]
         flags = ("--parallel.dp", config.parallel.dp, "--pipeline.num_microbatches", config.pipeline.num_microbatches,
                  "--inject", *fitting)
@@ -167,8 +167,9 @@ class Supervisor(LocalElasticAgent):
         lines = [f"{found.text}{what}", *(f"  meanwhile {victim}" for victim in found.victims)]
         if smaller is not None:
             lines.append(
-                f"  without rank {found.rank}, which has failed twice and saved nothing: on {_size(smaller)} ranks, "
-                f"parallel.dp = {smaller.parallel.dp}, pipeline.num_microbatches = {smaller.pipeline.num_microbatches}")
+                f"  without rank {found.rank}, which has failed twice and saved nothing: on "
+                f"{smaller.parallel.num_ranks} ranks, parallel.dp = {smaller.parallel.dp}, "
+                f"pipeline.num_microbatches = {smaller.pipeline.num_microbatches}")
         if found.kind != "refused" or found.rank > 0:  # the first rank has said it, as that of all
             self._say("\n".join(lines))
         line = found.as_json() | {"time": began, "saved": self._saved(), "ranks": self._ranks, "restarts_left": left}
@@ -191,10 +192,6 @@ class Supervisor(LocalElasticAgent):
     @staticmethod
     def _say(text: str) -> None:
         print(f"hybridpar: {text}", file=sys.stderr, flush=True)
-
-
-def _size(config: Config) -> int:
-    return config.parallel.tp * config.parallel.pp * config.parallel.dp
 
 
 @dataclass

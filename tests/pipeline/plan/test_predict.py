@@ -15,7 +15,7 @@ def step_time(switch, sizes, costs):
 @pytest.mark.parametrize("reduce", [0, 2, 6, 20])
 def test_the_smallest_early_switch_that_costs_no_time(p, m, reduce):
     sizes, costs = Sizes(p, m), Costs(1, 2, update=0.25, reduce=reduce, norm=0.5, blocking_norm=True)
-    found = smallest_early_switch(costs, sizes)
+    found = smallest_early_switch(costs, sizes, Ordering("2bw"))
     paper = step_time(None, sizes, costs)
     assert step_time(found, sizes, costs) <= 1.01 * paper
     assert 0 <= found <= m - p + 1
@@ -24,7 +24,8 @@ def test_the_smallest_early_switch_that_costs_no_time(p, m, reduce):
 
 
 def test_more_to_hide_needs_more_stale_micro_batches():
-    switches = [smallest_early_switch(Costs(1, 2, reduce=r, norm=0.5), Sizes(4, 16)) for r in (0, 4, 8, 12, 40)]
+    switches = [smallest_early_switch(Costs(1, 2, reduce=r, norm=0.5), Sizes(4, 16), Ordering("2bw"))
+                for r in (0, 4, 8, 12, 40)]
     assert switches == sorted(switches)
     assert switches[0] <= 1
     assert switches[-1] > 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_array
 
-from hybridpar.planner.placement import Options, highs, make_workload, model, place, problems
+from hybridpar.planner.placement import Options, highs, make_workload, place, problems, program
 from hybridpar.planner.placement.highs import OUT_OF_TIME, Highs, Program
 
 from .graphs import document, layered_training
@@ -123,7 +123,7 @@ def test_it_ends_with_its_parent(started: bool, capfd: pytest.CaptureFixture[str
 
 
 def test_programs_too_large_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "MAX_NUMBERS", 500)
+    monkeypatch.setattr(program, "MAX_NUMBERS", 500)
     w = layered_training(3, 3, 3, k=3)
     placement = place(w, "milp", Options(time_limit=1.0))
     assert placement.note == "the graph is too large for integer programming on so many devices"

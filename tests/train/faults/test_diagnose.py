@@ -87,6 +87,21 @@ def test_where_all_wait_a_link_is_lost() -> None:
     assert found.as_json()["peers"] == [0]
 
 
+def test_a_tensor_part_that_waits_for_anothers_slice_is_not_to_blame() -> None:
+    """Rank 1 has its slice and waits for that of rank 0 over tp, which a lost link keeps from it."""
+    axes = {"pp": [0, 2], "tp": [0, 1]}
+
+    def over(rank: int, *where: object, **changes: object) -> Seen:
+        seen = waiting(rank, *where, **changes)  # type: ignore[arg-type]
+        return Seen(rank, replace(seen, who=seen.who | {"axes": seen.who["axes"] | axes}), None, 9.0)
+
+    found = diagnose([over(0, "recv", "pp", 2, time=60.0), over(1, "all_gather", "tp", time=50.0), Seen(
+        2, waiting(2, "recv", "pp_reverse", 0, time=70.0), None, 9.0), Seen(3, waiting(3), None, 9.0)])
+    assert (found.kind, found.rank) == ("link", 0)
+    assert "rank 1 (stage 0, replica 1, tensor part 0) in step 4 during F7@0v3, waiting for all_gather over tp" in (
+        found.victims[0])
+
+
 def test_whoever_waits_for_the_ends_of_a_lost_link_may_have_begun_before() -> None:
     ranks = [Seen(0, waiting(0, "send", "pp", 2), None, 7.0), Seen(1, waiting(1, "reduce", "dp", time=1.0), None, 9.0),
              Seen(2, waiting(2, "recv", "pp", 0), None, 7.0), Seen(3, waiting(3, "all_reduce", "dp"), None, 7.0)]

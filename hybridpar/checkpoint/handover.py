@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from threading import Event
+from typing import Any
 
-from hybridpar.checkpoint import json_values as plain
 from hybridpar.checkpoint.manifest import ShardFile, file_name, parse_shard
-from hybridpar.config import Config
+from hybridpar.config import Config, from_plain
 from hybridpar.errors import CheckpointError
 from hybridpar.grid import BATCH, MODEL, AxisSizes, Place, sizes_of
-from hybridpar.reading import read_limited
+from hybridpar.reading import errors_as, parse_json, read_limited
 
 _MAX_BYTES = 64 << 20
 _FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.001, 0.2
@@ -68,12 +68,9 @@ def _as_they_come(paths: list[Path], given_up: Event) -> Iterator[Path]:
 
 
 def _read(path: Path, config: Config) -> Written:
-    try:
-        entry = plain.mapping(plain.parse(read_limited(path, _MAX_BYTES, follow=False)), path.name)
-        versions = plain.sequence(entry.get("versions"), "versions")
-        return parse_shard(entry, config), tuple(plain.integer(v, "versions") for v in versions)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: is damaged ({error})") from None
+    with errors_as(CheckpointError, path, "is damaged"):
+        entry = from_plain(dict[str, Any], parse_json(read_limited(path, _MAX_BYTES, follow=False)), path.name)
+        return parse_shard(entry, config), from_plain(tuple[int, ...], entry.get("versions"), "versions")
 
 
 def _note(folder: Path, shard: str) -> Path:

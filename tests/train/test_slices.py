@@ -1,0 +1,155 @@
+"""Tensor-parallel ranks that send their slices of what goes from stage to stage: to the bit what they do when each
+sends all of it, for a t-th of the bytes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, fields, replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+
+from hybridpar.config import Config, from_mapping
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.grid import ProcessGrid, Traffic
+from hybridpar.models.build import DTYPES
+from hybridpar.nn.placement import split_sizes
+from hybridpar.pipeline.plan.kinds import Kind
+from hybridpar.pipeline.run.lane import Lane
+from hybridpar.pipeline.run.recording import HostClock, Recording
+from hybridpar.state.audit import bit_hash
+from hybridpar.train.engine import Engine, StepResult
+
+DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
+ODD = {"hidden_size": 21, "num_heads": 3, "seq_length": 11, "num_layers": 4}
+STEPS = 3
+
+
+def make(tp: int, pp: int, dp: int = 1, **sections: dict[str, Any]) -> Config:
+    return from_mapping({
+        "model": {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "seq_length": 12, "vocab_size": 37,
+                  **DROPOUT, **sections.get("model", {})},
+        "parallel": {"tp": tp, "pp": pp, "dp": dp, **sections.get("parallel", {})},
+        "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
+        "train": {"micro_batch_size": 1, "num_steps": 20, **sections.get("train", {})},
+        "optim": {"lr": 1e-2, "clip_grad": 0.5, **sections.get("optim", {})},
+    })
+
+
+@dataclass(frozen=True)
+class Whole(Lane):
+    """A lane on which each rank sends all that it holds; `sent`: hashes of that."""
+
+    sent: list[int] = field(default_factory=list)
+
+    def cut(self, x: Tensor) -> Tensor:
+        self.sent.append(int(bit_hash(x)))
+        return super().cut(x)
+
+
+def train(config: Config) -> list[tuple[Any, dict[str, Traffic], list[int]]]:
+    """Numbers, weights and evaluation; traffic of training by axis; hashes of what was sent: sliced, and whole."""
+    parallel = config.parallel
+    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
+    found = []
+    for sliced in (True, False):
+        engine = Engine(config, grid, torch.device("cpu"))
+        lane, sent = engine.executor.lane, []
+        if not sliced:
+            whole = replace(lane, slicing=None)
+            engine.executor.lane = Whole(**{f.name: getattr(whole, f.name) for f in fields(whole)}, sent=sent)
+        loader = SyntheticLoader(config.model, config.train.micro_batch_size, config.pipeline.num_microbatches,
+                                 grid.dp.rank, grid.dp.size)
+        steps: list[StepResult] = []
+        gradients: list[dict[str, int]] = []
+        for name in ("tp", "pp", "pp_reverse"):
+            grid.axis(name).traffic.clear()
+        engine.train(loader, STEPS, steps.append, lambda batch, tensors, kept=gradients: kept.append(  # type: ignore[misc]
+            {name: int(bit_hash(x)) for name, x in tensors.items()}))
+        traffic = {name: replace(one, calls=one.calls.copy(), num_bytes=one.num_bytes.copy())
+                   for name in ("tp", "pp", "pp_reverse") for one in [grid.axis(name).traffic]}
+        weights = {name: int(bit_hash(x)) for name, x in engine.state.tensors().items()}
+        numbers = [(s.losses, s.grad_norm, s.stage_norms) for s in steps]
+        found.append(((numbers, gradients, weights, engine.evaluate(loader, 1)), traffic, sent))
+    return found
+
+
+def same(config: Config) -> None:
+    """Equal bits; of the bytes over links each rank has its share, and its gathers over tp are of what it received."""
+    parallel, train_ = config.parallel, config.train
+    t = parallel.tp
+    numel = prod((train_.micro_batch_size, config.model.seq_length, config.model.hidden_size))
+    item = DTYPES[train_.dtype].itemsize
+    ranks = run_ranks(train, t * parallel.pp * parallel.dp, config)
+    for rank, ((numbers, traffic, _), (expected, before, sent)) in enumerate(ranks):
+        assert numbers == expected
+        part = item * split_sizes(numel, t)[rank % t]
+        received = 0
+        for axis in ("pp", "pp_reverse"):
+            assert traffic[axis].calls == before[axis].calls
+            for op, calls in before[axis].calls.items():
+                assert before[axis].num_bytes[op] == calls * item * numel
+                assert traffic[axis].num_bytes[op] == calls * part
+                received += calls * (op == "recv")
+        assert traffic["tp"].calls - before["tp"].calls == {"all_gather": received}
+        assert traffic["tp"].num_bytes - before["tp"].num_bytes == {"all_gather": received * part}
+        assert sent
+        assert sent == ranks[rank - rank % t][1][2], "activations and gradients are equal on all ranks of tp"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("schedule", "options"), [
+    ("naive", {}), ("gpipe", {}), ("1f1b", {"recompute": "stage"}), ("1f1b", {"split_backward": True}),
+    ("interleaved", {}), ("2bw", {}), ("2bw", {"warmup": "bandwidth"}), ("2bw", {"gradient_buffers": 1}),
+    ("pipedream", {}),
+], ids=str)
+def test_on_every_schedule(schedule: str, options: dict[str, Any]) -> None:
+    same(make(2, 2, pipeline={"schedule": schedule, **options}))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("tp", "pp", "model", "dtype"), [
+    (2, 2, ODD, "fp32"), (3, 2, {"hidden_size": 20}, "bf16"), (3, 2, ODD | {"kind": "bert"}, "fp32"),
+    (2, 3, {"norm": "rms_norm", "position": "rotary", "num_kv_heads": 1, "hidden_size": 24}, "fp16"),
+], ids=str)
+def test_of_odd_sizes(tp: int, pp: int, model: dict[str, Any], dtype: str) -> None:
+    """Slices of unequal length, heads that several ranks have, and the two together."""
+    same(make(tp, pp, model=model, train={"dtype": dtype}, pipeline={"schedule": "2bw"}))
+
+
+@pytest.mark.ranks
+def test_beside_replicas() -> None:
+    same(make(2, 2, 2, parallel={"zero": 1}, pipeline={"schedule": "interleaved", "num_microbatches": 4}))
+
+
+@dataclass(frozen=True)
+class Slow(Lane):
+    """A lane on which gathering takes a while."""
+
+    def join(self, part: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return super().join(part)
+
+
+@pytest.mark.ranks
+def test_gathering_is_the_actions_own_time_and_no_transfer() -> None:
+    for rank, computing in enumerate(run_ranks(_recorded, 2, make(1, 2))):
+        kind = (Kind.B, Kind.F)[rank]
+        assert len(computing[kind]) == 3 * STEPS
+        assert all(own > 0.045 for own, _ in computing[kind])
+        assert min(waited for _, waited in computing[kind]) < 0.04, "the input that is there is not waited for"
+
+
+def _recorded(config: Config) -> dict[Kind, list[tuple[float, float]]]:
+    """Own time and waits of each action by kind."""
+    grid = ProcessGrid(pp=2)
+    engine = Engine(config, grid, torch.device("cpu"))
+    lane = engine.executor.lane
+    engine.executor.lane = Slow(**{f.name: getattr(lane, f.name) for f in fields(lane)})
+    recording = engine.executor.recording = Recording(HostClock())
+    engine.train(SyntheticLoader(config.model, 1, 3, 0, 1), STEPS, lambda step: None)
+    return {kind: [(e.own, e.waited) for e in recording.events() if e.action.kind is kind] for kind in (Kind.F, Kind.B)}
