@@ -1,6 +1,14 @@
 """Communication over one axis: functions of (tensor, axis). Size 1 is the identity; every call is counted."""
 
-from hybridpar.comm.autograd import copy_to, gather_from, reduce_from, reduce_from_, scatter_to
+from hybridpar.comm.autograd import (
+    copy_to,
+    gather_from,
+    gather_sequence,
+    reduce_from,
+    reduce_from_,
+    scatter_sequence,
+    scatter_to,
+)
 from hybridpar.comm.collectives import (
     Parts,
     Work,
@@ -13,12 +21,16 @@ from hybridpar.comm.collectives import (
     barrier,
     broadcast,
     gather_objects,
+    reduce_scatter,
     reduce_scatter_async,
+    start_all_gather,
+    start_reduce_scatter,
 )
 from hybridpar.comm.p2p import irecv, isend
 
 __all__ = [
     "Parts", "Work", "Works", "all_gather", "all_gather_async", "all_reduce", "all_reduce_async", "all_to_all",
-    "barrier", "broadcast", "copy_to", "gather_from", "gather_objects", "irecv", "isend", "reduce_from", "reduce_from_",
-    "reduce_scatter_async", "scatter_to",
+    "barrier", "broadcast", "copy_to", "gather_from", "gather_objects", "gather_sequence", "irecv", "isend",
+    "reduce_from", "reduce_from_", "reduce_scatter", "reduce_scatter_async", "scatter_sequence", "scatter_to",
+    "start_all_gather", "start_reduce_scatter",
 ]

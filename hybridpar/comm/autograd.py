@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from hybridpar.autograd import once_differentiable
-from hybridpar.comm.collectives import all_gather, all_reduce
+from hybridpar.comm.collectives import all_gather, all_reduce, reduce_scatter
 from hybridpar.grid import Axis
 
 
@@ -62,6 +62,24 @@ def scatter_to(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = No
         sizes = [x.shape[dim] // axis.size] * axis.size
     assert sum(sizes) == x.shape[dim], f"scatter_to of extent {x.shape[dim]} into sizes {sizes}"
     return _ScatterTo.apply(x, axis, dim, sizes)
+
+
+def gather_sequence(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
+    """The parts of all ranks along dimension 1, handed to computations that differ from rank to rank.
+
+    Shapes: [b, sizes[rank], ..] -> [b, sum(sizes), ..].
+    Collectives: forward one all-gather, backward one reduce_scatter.
+    """
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis, sizes)
+
+
+def scatter_sequence(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
+    """This rank's part along dimension 1 of the sum over ranks.
+
+    Shapes: [b, sum(sizes), ..] -> [b, sizes[rank], ..].
+    Collectives: forward one reduce_scatter, backward one all-gather.
+    """
+    return x if axis.size == 1 else _ScatterSequence.apply(x, axis, sizes)
 
 
 class _CopyTo(Function):
@@ -112,3 +130,27 @@ class _ScatterTo(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return all_gather(grad, ctx.axis, ctx.dim, ctx.sizes), None, None, None
+
+
+class _GatherSequence(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.sizes = axis, sizes
+        return all_gather(x, axis, 1, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return reduce_scatter(grad, ctx.axis, 1, ctx.sizes), None, None
+
+
+class _ScatterSequence(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.sizes = axis, sizes
+        return reduce_scatter(x, axis, 1, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return all_gather(grad, ctx.axis, 1, ctx.sizes), None, None

@@ -9,6 +9,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -155,8 +157,13 @@ def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = No
     largest.
     Shapes: [.., sizes[rank], ..] -> [.., sum(sizes), ..]. Collectives: one all-gather.
     """
+    return start_all_gather(x, axis, dim, sizes)()
+
+
+def start_all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Callable[[], Tensor]:
+    """Starts `all_gather`; the function that it returns waits for the result. `x` may change meanwhile."""
     if axis.size == 1:
-        return x
+        return lambda: x
     dim %= x.dim()
     sizes = [x.shape[dim]] * axis.size if sizes is None else list(sizes)
     assert len(sizes) == axis.size, f"all_gather over {axis.size} ranks with sizes {sizes}"
@@ -167,13 +174,44 @@ def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = No
     padded = room_for((longest, *front.shape[1:]), x, axis)
     padded[: sizes[axis.rank]] = front
     gathered = room_for((axis.size * longest, *front.shape[1:]), x, axis)
-    if gathered.numel():
-        with waiting:
-            _all_gather(gathered, padded, group=axis.group)
-    gathered = gathered.to(x.device, non_blocking=True)
-    if min(sizes) < longest:
-        gathered = torch.cat([part[:size] for part, size in zip(gathered.split(longest), sizes, strict=True)])
-    return gathered.movedim(0, dim).contiguous()
+    handle = _all_gather(gathered, padded, group=axis.group, async_op=True) if gathered.numel() else None
+    work, device = Work(handle, padded, waiting=waiting), x.device
+
+    def finish() -> Tensor:
+        work.wait()
+        whole = gathered.to(device, non_blocking=True)
+        if min(sizes) < longest:
+            whole = torch.cat([part[:size] for part, size in zip(whole.split(longest), sizes, strict=True)])
+        return whole.movedim(0, dim).contiguous()
+
+    return finish
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This rank's slice along `dim` of the sum of `x` over the axis. `sizes`: extents of all ranks' slices.
+
+    Shapes: [.., sum(sizes), ..], the same on every rank -> [.., sizes[rank], ..]; extents may differ, and be 0.
+    Collectives: one reduce for each slice that is not empty.
+    """
+    return start_reduce_scatter(x, axis, dim, sizes)()
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Callable[[], Tensor]:
+    """Starts `reduce_scatter`; the function that it returns waits for the slice. `x` may change meanwhile."""
+    assert x.shape[dim] == sum(sizes), f"reduce_scatter of extent {x.shape[dim]} into sizes {list(sizes)}"
+    if axis.size == 1:
+        return lambda: x
+    front = x.movedim(dim, 0).clone(memory_format=torch.contiguous_format)
+    each, ends = prod(front.shape[1:]), (0, *accumulate(sizes))
+    parts = [(owner, ends[owner] * each, ends[owner + 1] * each) for owner in range(axis.size)]
+    work = reduce_scatter_async(front.view(-1), parts, axis)
+
+    def finish() -> Tensor:
+        work.wait()
+        mine = front[ends[axis.rank] : ends[axis.rank + 1]]
+        return mine.movedim(0, dim).clone(memory_format=torch.contiguous_format)  # a view would keep all of it
+
+    return finish
 
 
 def all_to_all(x: Tensor, axis: Axis, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Tensor:

@@ -27,6 +27,9 @@ class ParallelConfig:
     """0: whatever fills the job, number of processes / (tp * pp)."""
     zero: Literal[0, 1] = 0
     """1: optimizer state (and the fp32 master weights of bf16 and fp16) is split over the replicas, as in ZeRO-1."""
+    sequence: bool = False
+    """Sequence parallelism over tp: norms, dropout, residuals and messages between stages have seq_length / tp rows on
+    each rank, and all-reduces become reduce-scatters and all-gathers. Any seq_length; no effect where tp is 1."""
 
     @property
     def num_ranks(self) -> int:

@@ -99,8 +99,9 @@ class _TracedStage:
         self.config, self.tracker = config, tracker
         grid = ProcessGrid.imagined(sizes_of(config.parallel), 0, lambda _, ranks: _SilentGroup(0, len(ranks)))  # type: ignore[call-arg]
         policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
-        self.stage = Stage(
-            build_blocks(model, grid.tp, blocks, kernels=config.kernels, dtype=policy.dtype), recompute)
+        sequence = config.parallel.sequence
+        self.stage = Stage(build_blocks(
+            model, grid.tp, blocks, kernels=config.kernels, sequence=sequence, dtype=policy.dtype), recompute)
         self.state = RankState(self.stage, grid, policy, device)
         self.state.allocate()
         self.lane = Lane.of(config, grid, policy.dtype, device)
@@ -202,6 +203,14 @@ class _SilentGroup(dist.ProcessGroup):
 
     def broadcast(self, *args: Any) -> Any:
         return _Done()
+
+    def reduce(self, *args: Any) -> Any:
+        return _Done()
+
+    def all_gather_single(self, *args: Any) -> Any:
+        return _Done()
+
+    _allgather_base = all_gather_single  # type: ignore[assignment]  # its name before torch 2.13
 
 
 def silent_axis(name: str, size: int) -> Axis:

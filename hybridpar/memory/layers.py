@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from hybridpar.config import Config, DataConfig, ParallelConfig, PipelineConfig, RunConfig, TrainConfig
+from hybridpar.config import Config, DataConfig, PipelineConfig, RunConfig, TrainConfig
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
 from hybridpar.models.build import Recomputation
 
@@ -101,8 +101,7 @@ def _what_counts(config: Config, shape: _Shape) -> Config:
     parallel, train = config.parallel, config.train
     return replace(
         config, model=replace(config.model, num_layers=max(1, len(shape.again)) + (not shape.head)),
-        parallel=ParallelConfig(
-            parallel.tp, min(parallel.pp, 2), parallel.dp if parallel.zero else 1, parallel.zero),
+        parallel=replace(parallel, pp=min(parallel.pp, 2), dp=parallel.dp if parallel.zero else 1),
         pipeline=PipelineConfig(split_backward=config.pipeline.split_backward), data=DataConfig(), run=RunConfig(),
         train=TrainConfig(
             micro_batch_size=train.micro_batch_size, dtype=train.dtype, device=train.device, seed=train.seed))

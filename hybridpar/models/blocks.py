@@ -5,6 +5,9 @@ micro-batch, key the RandomKey of its dropout (None: no dropout). A model of any
 splitting it into stages is slicing the list. For text that grows, a layer also takes a KeyValueCache; x is of new
 tokens then, and batch["positions"] ([s] or [b, s] int64) says where in their texts they stand.
 
+With `sequence` (over tp) the x between blocks is this rank's part of every sample's rows, [b, s_local, h]; batch is
+whole. Where tp is 1 that is all of them.
+
 Legend: b samples, s sequence, h hidden, v vocabulary.
 """
 
@@ -35,6 +38,7 @@ from hybridpar.nn import (
 )
 from hybridpar.nn.mlp import activation_function
 from hybridpar.nn.placement import Init, ParallelModule, Placement, split_ranges, split_sizes
+from hybridpar.nn.sequence import SequencePart
 from hybridpar.random import RandomKey
 
 MicroBatch = Mapping[str, Tensor]
@@ -44,44 +48,52 @@ TIED = "word_embeddings"
 IGNORE_INDEX = -100
 
 
-def make_norm(model: ModelConfig, axis: Axis, kernels: KernelsConfig, **factory: Any) -> LayerNorm | RMSNorm:
+def make_norm(model: ModelConfig, axis: Axis, kernels: KernelsConfig, **options: Any) -> LayerNorm | RMSNorm:
     """The norm over hidden_size that a configuration names."""
     norms: dict[str, type[LayerNorm | RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
-    return norms[model.norm](model.hidden_size, axis, eps=model.norm_epsilon, kernels=kernels, **factory)
+    return norms[model.norm](model.hidden_size, axis, eps=model.norm_epsilon, kernels=kernels, **options)
+
+
+def part_of(batch: MicroBatch, axis: Axis, sequence: bool) -> SequencePart:
+    """The rows of each sample that this rank holds between blocks."""
+    return SequencePart.of(batch["tokens"].shape[1], axis, sequence)
 
 
 class Embedding(nn.Module):
     """Token, position (learned) and segment (BERT) embeddings; BERT normalises their sum (arXiv 1810.04805, A.2).
 
     Shapes: tokens, token_types [b, s] -> [b, s, h], replicated.
-    Collectives: forward one all-reduce over tp, backward none.
+    Collectives: forward one all-reduce over tp, backward none. With `sequence`: one reduce_scatter, one all-gather.
     Raises: DataError for an id outside the vocabulary, on the CPU; ConfigError for more positions than the table has.
     """
 
-    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, **factory: Any):
+    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, *, sequence: bool = False,
+                 **factory: Any):
         super().__init__()
+        self.axis, self.sequence = axis, sequence
         h, std = model.hidden_size, model.init_std
         self.tokens = VocabParallelEmbedding(
             model.vocab_size, h, axis, init_std=std, tied=TIED if model.tie_embeddings else "",
             kernels=kernels, **factory)
         self.positions = (
-            LearnedPositionEmbedding(model.num_positions, h, axis, init_std=std, **factory)
+            LearnedPositionEmbedding(model.num_positions, h, axis, init_std=std, sequence=sequence, **factory)
             if model.position == "learned" else None)
         bert = model.kind == "bert"
-        self.segments = SegmentEmbedding(h, axis, std, **factory) if bert else None
-        self.norm = make_norm(model, axis, kernels, **factory) if bert else None
+        self.segments = SegmentEmbedding(h, axis, std, sequence=sequence, **factory) if bert else None
+        self.norm = make_norm(model, axis, kernels, sequence=sequence, **factory) if bert else None
         self.dropout = Dropout(model.dropout, f"{name}.dropout", kernels)
 
     def forward(self, x: None, batch: MicroBatch, key: RandomKey | None) -> Tensor:
-        out = self.tokens(batch["tokens"])
+        part = part_of(batch, self.axis, self.sequence)
+        out = self.tokens(batch["tokens"], part.sizes)
         if self.positions is not None:
             at = batch.get("positions")
-            out = out + (self.positions(batch["tokens"].shape[1]) if at is None else self.positions.at(at))
+            out = out + (self.positions(part.length, part.start) if at is None else self.positions.at(at))
         if self.segments is not None:
-            out = out + self.segments(batch["token_types"])
+            out = out + self.segments(batch["token_types"].narrow(1, part.start, part.length))
         if self.norm is not None:
             out = self.norm(out)
-        return self.dropout(out, key)
+        return self.dropout(out, key, part.start)
 
 
 class SegmentEmbedding(ParallelModule):
@@ -89,8 +101,8 @@ class SegmentEmbedding(ParallelModule):
 
     weight: Tensor
 
-    def __init__(self, hidden: int, axis: Axis, init_std: float, **factory: Any):
-        super().__init__(axis)
+    def __init__(self, hidden: int, axis: Axis, init_std: float, *, sequence: bool = False, **factory: Any):
+        super().__init__(axis, sequence)
         self.add_parameter("weight", Placement((2, hidden), Init("normal", init_std)), **factory)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -103,11 +115,14 @@ class TransformerLayer(nn.Module):
     Pre-norm normalises what enters them (GPT-2), post-norm the sum they leave (BERT, arXiv 1810.04805). With
     `parallel_residual` both read the layer's input, each through its own norm (pre-norm; GPT-NeoX, arXiv 2204.06745).
     Shapes: x [b, s, h], padding_mask [b, s] bool (True = real) -> [b, s, h], both replicated.
-    Collectives: two all-reduces over tp forward, two backward.
+    Collectives: two all-reduces over tp forward, two backward. With `sequence`: two all-gathers and two reduce_scatters
+    forward, four and two backward.
     """
 
-    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, **factory: Any):
+    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, *, sequence: bool = False,
+                 **factory: Any):
         super().__init__()
+        self.axis, self.sequence = axis, sequence
         self.post_norm, self.parallel_residual = model.post_norm, model.parallel_residual
         # GPT-2: projections onto the residual stream start smaller, by the number of residual additions
         out_std = model.init_std if self.post_norm else model.init_std / (2 * model.num_layers) ** 0.5
@@ -115,34 +130,36 @@ class TransformerLayer(nn.Module):
             model.hidden_size, model.num_heads, axis, num_kv_heads=model.kv_heads, causal=model.kind == "gpt",
             rotary_base=model.rotary_base if model.position == "rotary" else None,
             rotary_fraction=model.rotary_fraction, attention_dropout=model.attention_dropout, kernels=kernels,
-            bias=model.bias, init_std=model.init_std, out_init_std=out_std, name=f"{name}.attention", **factory)
+            bias=model.bias, init_std=model.init_std, out_init_std=out_std, name=f"{name}.attention",
+            sequence=sequence, **factory)
         self.mlp = ParallelMLP(
             model.hidden_size, model.ffn_size, axis, activation=model.activation, bias=model.bias,
-            init_std=model.init_std, out_init_std=out_std, kernels=kernels, **factory)
-        self.attention_norm = make_norm(model, axis, kernels, **factory)
-        self.mlp_norm = make_norm(model, axis, kernels, **factory)
+            init_std=model.init_std, out_init_std=out_std, kernels=kernels, sequence=sequence, **factory)
+        self.attention_norm = make_norm(model, axis, kernels, sequence=sequence, **factory)
+        self.mlp_norm = make_norm(model, axis, kernels, sequence=sequence, **factory)
         self.attention_dropout = Dropout(model.dropout, f"{name}.attention_dropout", kernels)
         self.mlp_dropout = Dropout(model.dropout, f"{name}.mlp_dropout", kernels)
 
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None,
                 cache: KeyValueCache | None = None) -> Tensor:
-        how = batch.get("padding_mask"), key, cache, batch.get("positions")
+        start, _, sizes = part_of(batch, self.axis, self.sequence)
+        how = batch.get("padding_mask"), key, cache, batch.get("positions"), sizes
         if self.post_norm:
-            x, _ = self.attention_norm.add(*self.attention.without_bias(x, *how), x, self.attention_dropout, key)
-            return self.mlp_norm.add(*self.mlp.without_bias(x), x, self.mlp_dropout, key)[0]
+            x, _ = self.attention_norm.add(*self.attention.without_bias(x, *how), x, self.attention_dropout, key, start)
+            return self.mlp_norm.add(*self.mlp.without_bias(x, sizes), x, self.mlp_dropout, key, start)[0]
         attended = self.attention.without_bias(self.attention_norm(x), *how)
         if self.parallel_residual:
-            fed = self.mlp.without_bias(self.mlp_norm(x))
-            return self.mlp_dropout.add(*fed, self.attention_dropout.add(*attended, x, key), key)
-        y, x = self.mlp_norm.add(*attended, x, self.attention_dropout, key)
-        return self.mlp_dropout.add(*self.mlp.without_bias(y), x, key)
+            fed = self.mlp.without_bias(self.mlp_norm(x), sizes)
+            return self.mlp_dropout.add(*fed, self.attention_dropout.add(*attended, x, key, start), key, start)
+        y, x = self.mlp_norm.add(*attended, x, self.attention_dropout, key, start)
+        return self.mlp_dropout.add(*self.mlp.without_bias(y, sizes), x, key, start)
 
 
 class LanguageModelHead(nn.Module):
     """Projection to the vocabulary and its cross-entropy, split by vocabulary rows.
 
     Collectives: forward three small all-reduces over tp (see vocab_parallel_cross_entropy), backward one of the
-    gradient of x.
+    gradient of x. With `sizes`: those of column_linear instead of that one.
     """
 
     def __init__(self, model: ModelConfig, axis: Axis, kernels: KernelsConfig, *, bias: bool, **factory: Any):
@@ -158,10 +175,11 @@ class LanguageModelHead(nn.Module):
         """One parameter for both where one stage holds both (across stages their gradients are summed instead)."""
         self.projection.weight = embedding.weight
 
-    def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Tensor:
+    def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None,
+                sizes: tuple[int, ...] | None = None) -> Tensor:
         """Sums the loss of the labels that count, over their number in all; without label smoothing in evaluations.
 
-        Shapes: x [.., h], labels [..] -> 0-d.
+        Shapes: x [.., h], labels [..] -> 0-d; with `sizes` x is this rank's part of the sequence, [b, sizes[rank], h].
         """
         smoothing = 0.0 if key is None else self.label_smoothing
         options: dict[str, Any] = {
@@ -170,10 +188,10 @@ class LanguageModelHead(nn.Module):
         if self.logits_chunk:
             weight, bias = self.projection.weight, self.projection.bias
             loss = vocab_parallel_linear_cross_entropy(
-                x, weight, bias, batch["labels"], self.axis, chunk=self.logits_chunk, **options)
+                x, weight, bias, batch["labels"], self.axis, chunk=self.logits_chunk, sizes=sizes, **options)
         else:
             loss = vocab_parallel_cross_entropy(
-                self.projection(x), batch["labels"], self.axis, overwrite=True, **options)
+                self.projection(x, sizes), batch["labels"], self.axis, overwrite=True, **options)
         return loss.sum() / batch["num_targets"].to(loss.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -187,13 +205,17 @@ class GPTHead(nn.Module):
     Shapes: x [b, s, h], labels [b, s] -> {"lm": 0-d}. Collectives: as LanguageModelHead.
     """
 
-    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, **factory: Any):
+    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, *, sequence: bool = False,
+                 **factory: Any):
         super().__init__()
-        self.norm = nn.Identity() if model.post_norm else make_norm(model, axis, kernels, **factory)
+        self.axis, self.sequence = axis, sequence
+        self.norm = nn.Identity() if model.post_norm else make_norm(
+            model, axis, kernels, sequence=sequence, **factory)
         self.language_model = LanguageModelHead(model, axis, kernels, bias=False, **factory)
 
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:
-        return {"lm": self.language_model(self.norm(x), batch, key)}
+        sizes = part_of(batch, self.axis, self.sequence).sizes
+        return {"lm": self.language_model(self.norm(x), batch, key, sizes)}
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits of the words. Shapes: x [b, s, h] -> [b, s, v], gathered from all tp ranks."""
@@ -224,14 +246,17 @@ class BertHead(nn.Module):
 
     Only positions that have a label are transformed and projected: about 15 % of them.
     Shapes: x [b, s, h], labels [b, s], sentence_labels [b] -> {"mlm": 0-d, "nsp" or "sop": 0-d}.
-    Collectives: as LanguageModelHead.
+    Collectives: as LanguageModelHead. With `sequence`: one all-gather more, forward.
     Source: arXiv 1810.04805 (MLM, NSP), arXiv 1909.11942 (SOP).
     """
 
-    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, **factory: Any):
+    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, *, sequence: bool = False,
+                 **factory: Any):
         super().__init__()
+        self.axis, self.sequence = axis, sequence
         h, std = model.hidden_size, model.init_std
-        self.final_norm = nn.Identity() if model.post_norm else make_norm(model, axis, kernels, **factory)
+        self.final_norm = nn.Identity() if model.post_norm else make_norm(
+            model, axis, kernels, sequence=sequence, **factory)
         self.activation = activation_function("gelu" if model.activation == "swiglu" else model.activation, kernels)
         self.transform = ReplicatedLinear(h, h, axis, std, **factory)
         self.norm = make_norm(model, axis, kernels, **factory)
@@ -243,6 +268,8 @@ class BertHead(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:
         x = self.final_norm(x)
+        if (sizes := part_of(batch, self.axis, self.sequence).sizes) is not None:
+            x = gather_from(x, self.axis, 1, sizes)
         labels = rearrange(batch["labels"], "b s -> (b s)")
         labelled = (labels != IGNORE_INDEX).nonzero().squeeze(1)
         rows = self.transformed(rearrange(x, "b s h -> (b s) h").index_select(0, labelled))

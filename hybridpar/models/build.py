@@ -28,10 +28,11 @@ def loss_names(model: ModelConfig) -> tuple[str, ...]:
 
 def build_blocks(
     model: ModelConfig, axis: Axis, numbers: Iterable[int], *, kernels: KernelsConfig = AUTO,
-    device: str | torch.device = "meta", dtype: torch.dtype = torch.float32,
+    sequence: bool = False, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32,
 ) -> dict[int, nn.Module]:
     """The blocks with these numbers (0 the embedding, 1..num_layers the layers, num_layers + 1 the head) of `model`.
 
+    `sequence`: between the layers' split parts, each rank holds part of every sample's rows (parallel.sequence).
     Built on the meta device unless told otherwise: nothing is allocated for blocks that live elsewhere. Where the
     embedding and the head are both here and tied, they share one parameter.
 
@@ -45,7 +46,8 @@ def build_blocks(
             kind = TransformerLayer
         else:
             kind = HEADS[model.kind]
-        blocks[number] = kind(model, axis, f"blocks.{number}", kernels, device=device, dtype=dtype)
+        blocks[number] = kind(
+            model, axis, f"blocks.{number}", kernels, sequence=sequence, device=device, dtype=dtype)
     first, last = blocks.get(0), blocks.get(model.num_layers + 1)
     if model.tie_embeddings and isinstance(first, Embedding) and isinstance(last, GPTHead | BertHead):
         last.language_model.tie(first.tokens)

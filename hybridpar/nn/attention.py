@@ -5,6 +5,7 @@ Letters: b samples, s sequence, h hidden, n local query heads, g local groups (k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,13 +117,14 @@ class ParallelAttention(ParallelModule):
     gradients are partial: see `placement.reduce_shared_gradients`.
     `rotary_base`: the base of the rotary position embedding, commonly 10000; None: no such embedding. It turns
     the first `rotary_fraction` of a head's features. `name` tells the dropout of one layer from another's.
-    `out_init_std`: the standard deviation of `out` at the start (None: init_std).
+    `out_init_std`: the standard deviation of `out` at the start (None: init_std). `sequence`: it is called with
+    `sizes`.
 
     With a cache, x is of new positions, which see those that are kept there as well: `positions` says where they stand
     (see KeyValueCache.extend), and the padding mask is of all positions up to the last of them.
 
     Shapes: x [b, s, h] replicated, padding_mask [b, s] bool (True = real) -> [b, s, h] replicated.
-    Collectives: forward one all-reduce, backward one.
+    Collectives: forward one all-reduce, backward one. With `sizes`: those of column_linear and row_linear.
     Raises: ConfigError where the counts do not fit (see HeadLayout), or for an odd number of rotary features.
     Source: arXiv 1909.08053 section 3 (split), 2305.13245 (grouped queries), 2104.09864 (rotary).
     """
@@ -131,7 +133,7 @@ class ParallelAttention(ParallelModule):
                  causal: bool = True, rotary_base: float | None = None, rotary_fraction: float = 1.0,
                  attention_dropout: float = 0.0, kernels: KernelsConfig = AUTO, bias: bool = True,
                  init_std: float = 0.02, out_init_std: float | None = None, name: str = "attention",
-                 device: Device = None, dtype: torch.dtype | None = None):
+                 sequence: bool = False, device: Device = None, dtype: torch.dtype | None = None):
         super().__init__(axis)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.layout = layout = HeadLayout(hidden, num_heads, num_kv_heads, axis.size)
@@ -148,17 +150,18 @@ class ParallelAttention(ParallelModule):
                                         matrices=layout.qkv_matrices(), device=device, dtype=dtype)
         self.out = RowParallelLinear(hidden, hidden, axis, bias=bias, shard=layout.out_shard(),
                                      init_std=init_std if out_init_std is None else out_init_std,
-                                     matrices=(((0, hidden),),), device=device, dtype=dtype)
+                                     matrices=(((0, hidden),),), sequence=sequence, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, padding_mask: Tensor | None = None, key: RandomKey | None = None) -> Tensor:
-        y, bias = self.without_bias(x, padding_mask, key)
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None, key: RandomKey | None = None,
+                sizes: Sequence[int] | None = None) -> Tensor:
+        y, bias = self.without_bias(x, padding_mask, key, sizes=sizes)
         return y if bias is None else y + bias
 
     def without_bias(self, x: Tensor, padding_mask: Tensor | None, key: RandomKey | None,
-                     cache: KeyValueCache | None = None,
-                     positions: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+                     cache: KeyValueCache | None = None, positions: Tensor | None = None,
+                     sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
         """The output without the bias of `out`, and that bias, for who adds it with something else."""
-        q, k, v = (rearrange(t, "b s n d -> b n s d") for t in self.split_heads(self.qkv(x)))
+        q, k, v = (rearrange(t, "b s n d -> b n s d") for t in self.split_heads(self.qkv(x, sizes)))
         if self.rotary_base is not None:
             q, k = (self._turned(t, self.rotary_base, positions) for t in (q, k))
         if cache is not None:
@@ -167,7 +170,7 @@ class ParallelAttention(ParallelModule):
         y = ops.attention(q, k, v, causal=self.causal, padding_mask=padding_mask, kv_index=self.kv_index,
                           dropout_p=self.dropout, key=key, site=self.site, head_start=self.head_start,
                           backend=self.kernels.attention)
-        return self.out.without_bias(rearrange(y, "b n s d -> b s (n d)")), self.out.bias
+        return self.out.without_bias(rearrange(y, "b n s d -> b s (n d)"), sizes), self.out.bias
 
     def _turned(self, x: Tensor, base: float, positions: Tensor | None) -> Tensor:
         """`x` at its positions. Shapes: [b, n, s, d] -> same."""

@@ -5,6 +5,7 @@ Letters: v_local this rank's columns, V the vocabulary (real rows, all ranks), e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch.autograd.function import Function
 
 from hybridpar import ops
 from hybridpar.autograd import once_differentiable
-from hybridpar.comm import all_reduce
+from hybridpar.comm import all_reduce, gather_sequence
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.nn import matmul
@@ -69,21 +70,24 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, 
 def vocab_parallel_linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, axis: Axis, *,
                                         chunk: int, vocab_start: int = 0, valid_vocab: int | None = None,
                                         label_smoothing: float = 0.0, ignore_index: int = -100,
-                                        backend: str = "auto") -> Tensor:
+                                        sizes: Sequence[int] | None = None, backend: str = "auto") -> Tensor:
     """vocab_parallel_cross_entropy of x W^T + b, of which only `chunk` rows exist at a time, and are computed twice.
 
     Four matrix products instead of three, and memory for `chunk` rows of logits instead of all.
 
-    Shapes: x [.., h], replicated; weight [v_local, h], bias [v_local], labels int64 [..] -> [..], as there.
-    Collectives: forward three all-reduces, as there; backward one of the gradient of x.
+    Shapes: x [.., h], replicated; weight [v_local, h], bias [v_local], labels int64 [..] -> [..], as there. With
+    `sizes` x is [b, sizes[rank], h], this rank's part of the sequence.
+    Collectives: forward three all-reduces, as there; backward one of the gradient of x. With `sizes`: forward one
+    all-gather more, backward one reduce_scatter instead.
     Raises: as there.
     """
     valid_vocab = _checked(axis, weight.shape[0], valid_vocab, label_smoothing)
     assert chunk > 0, f"chunk must be positive, not {chunk}"
+    x = x if sizes is None else gather_sequence(x, axis, sizes)
     assert labels.shape == x.shape[:-1], f"labels {tuple(labels.shape)} for x {tuple(x.shape)}"
     labels, ignored = _without_ignored(labels, ignore_index, valid_vocab)
     columns = _Columns.of(axis, vocab_start, weight.shape[0], valid_vocab, label_smoothing)
-    return _LinearCrossEntropy.apply(x, weight, bias, labels, ignored, columns, chunk, backend)
+    return _LinearCrossEntropy.apply(x, weight, bias, labels, ignored, columns, chunk, sizes is None, backend)
 
 
 def _checked(axis: Axis, v_local: int, valid_vocab: int | None, label_smoothing: float) -> int:
@@ -175,7 +179,7 @@ class _CrossEntropy(Function):
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignored: Tensor | None,
-                columns: _Columns, chunk: int, backend: str) -> Tensor:
+                columns: _Columns, chunk: int, sums: bool, backend: str) -> Tensor:
         flat, column = x.detach().reshape(labels.numel(), x.shape[-1]), columns.column(labels)
         passes = ops.cross_entropy(flat, backend)
         statistics = [passes.statistics(matmul.linear(part, weight, bias), at, columns.num_real, columns.smoothing > 0)
@@ -184,6 +188,7 @@ class _LinearCrossEntropy(Function):
         ctx.save_for_backward(flat, weight, bias, *rows)
         # the leaf itself: recomputation would bring back a copy, without its .grad
         ctx.columns, ctx.passes, ctx.shape, ctx.chunk, ctx.leaf = columns, passes, x.shape, chunk, weight
+        ctx.sums = sums
         return loss
 
     @staticmethod
@@ -209,6 +214,5 @@ class _LinearCrossEntropy(Function):
                 total = gradient.sum(0)
                 db = total if db is None else db.add_(total)
         if dx is not None:
-            all_reduce(dx, ctx.columns.axis)
-            dx = dx.view(ctx.shape)
-        return dx, dw, db, None, None, None, None, None
+            dx = (all_reduce(dx, ctx.columns.axis) if ctx.sums else dx).view(ctx.shape)
+        return dx, dw, db, None, None, None, None, None, None

@@ -15,7 +15,8 @@ class Dropout(nn.Module):
 
     `name` tells this place in the model from others, e.g. 'blocks.3.mlp.dropout'. It does not ask `self.training`.
 
-    Shapes: x [b, ..], replicated over tp -> same; b counts samples from key.sample.
+    `first_row`: the row of each sample that x starts with, where a rank holds part of the rows.
+    Shapes: x [b, ..], replicated over tp, or [b, rows, h] -> same; b counts samples from key.sample.
     Raises: ConfigError for p outside [0, 1).
     """
 
@@ -25,10 +26,11 @@ class Dropout(nn.Module):
             raise config_error("model.dropout", p, "must be at least 0 and below 1", "0.1")
         self.p, self.site, self.kernels = p, site(name), kernels
 
-    def forward(self, x: Tensor, key: RandomKey | None) -> Tensor:
-        return ops.dropout(x, self.p, key, self.site, backend=self.kernels.dropout)
+    def forward(self, x: Tensor, key: RandomKey | None, first_row: int = 0) -> Tensor:
+        return ops.dropout(x, self.p, key, self.site, first_row=first_row, backend=self.kernels.dropout)
 
-    def add(self, x: Tensor, bias: Tensor | None, residual: Tensor, key: RandomKey | None) -> Tensor:
+    def add(self, x: Tensor, bias: Tensor | None, residual: Tensor, key: RandomKey | None,
+            first_row: int = 0) -> Tensor:
         """residual + dropout(x + bias). Shapes: x and residual [b, .., h], bias [h] -> [b, .., h]."""
-        return ops.bias_dropout_add(x, residual, bias, p=self.p, key=key, site=self.site,
+        return ops.bias_dropout_add(x, residual, bias, p=self.p, key=key, site=self.site, first_row=first_row,
                                     backend=self.kernels.bias_dropout_add)

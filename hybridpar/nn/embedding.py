@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.function import Function
 
 from hybridpar import ops
 from hybridpar.autograd import once_differentiable
-from hybridpar.comm import reduce_from_
+from hybridpar.comm import reduce_from_, scatter_sequence
 from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.errors import DataError, config_error
 from hybridpar.grid import Axis
@@ -27,7 +28,9 @@ class VocabParallelEmbedding(ParallelModule):
     `check_ids`: whether ids outside the table are looked for, which waits for the device; None: on the CPU only.
     Unchecked ones give a zero row where tp > 1.
 
-    Shapes: ids int64 [..] -> [.., hidden], replicated. Collectives: forward one all-reduce, backward none.
+    Shapes: ids int64 [..] -> [.., hidden], replicated; with `sizes` [b, s] -> [b, sizes[rank], hidden].
+    Collectives: forward one all-reduce, backward none. With `sizes`: forward one reduce_scatter, backward one
+    all-gather.
     Raises: DataError for an id that is not in the table. Source: arXiv 1909.08053, section 3.
     """
 
@@ -43,16 +46,18 @@ class VocabParallelEmbedding(ParallelModule):
         weight = Placement((num_embeddings, hidden), Init("normal", init_std), shard, tied=tied)
         self.add_parameter("weight", weight, device=device, dtype=dtype)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         if ids.device.type == "cpu" if self.check_ids is None else self.check_ids:
             check_range(ids, self.num_embeddings, "token id")
         start = None if self.axis.size == 1 else self.start
         rows = _LocalRows.apply(ids, self.weight, start, self.kernels.embedding)
+        if sizes is not None:
+            return scatter_sequence(rows, self.axis, sizes)
         return rows if start is None else reduce_from_(rows, self.axis)
 
 
 class LearnedPositionEmbedding(ParallelModule):
-    """A vector for each position, replicated.
+    """A vector for each position, replicated. `sequence`: it is asked for this rank's rows only.
 
     Shapes: forward(s, start=0) -> [s, hidden], the positions start to start + s.
     Raises: ConfigError beyond `num_positions`.
@@ -60,9 +65,9 @@ class LearnedPositionEmbedding(ParallelModule):
 
     weight: Tensor
 
-    def __init__(self, num_positions: int, hidden: int, axis: Axis, *, init_std: float = 0.02, device: Device = None,
-                 dtype: torch.dtype | None = None):
-        super().__init__(axis)
+    def __init__(self, num_positions: int, hidden: int, axis: Axis, *, init_std: float = 0.02,
+                 sequence: bool = False, device: Device = None, dtype: torch.dtype | None = None):
+        super().__init__(axis, sequence)
         self.add_parameter("weight", Placement((num_positions, hidden), Init("normal", init_std)), device=device,
                            dtype=dtype)
 

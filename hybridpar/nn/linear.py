@@ -1,11 +1,16 @@
 """Linear layers split over the tp axis by output features (column) or by input features (row).
 
 Column then row needs no communication in between: one all-reduce forward (row), one backward (column).
-Source: Megatron-LM (arXiv 1909.08053), section 3.
+
+With sequence parallelism (`sizes`) x before column and y after row are this rank's part of the sequence, dimension 1,
+of these extents on each rank. Column gathers x, and again in its backward, as only the part is kept; row's sum is
+reduce-scattered.
+Sources: Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: arXiv 2205.05198, section 4.2.2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +19,16 @@ from torch.autograd.function import Function
 from torch.nn import functional as F
 
 from hybridpar.autograd import once_differentiable
-from hybridpar.comm import all_reduce, all_reduce_async, gather_from, scatter_to
+from hybridpar.comm import (
+    all_gather,
+    all_reduce,
+    all_reduce_async,
+    gather_from,
+    reduce_scatter,
+    scatter_to,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from hybridpar.grid import Axis
 from hybridpar.nn import matmul
 from hybridpar.nn.placement import Init, Matrices, ParallelModule, Placement, Shard
@@ -32,7 +46,7 @@ class ColumnParallelLinear(ParallelModule):
 
     Shapes: [.., in_features] replicated -> [.., out_local], or [.., out_features] if gathered.
     Collectives: forward none (gather_output: one all-gather); backward one all-reduce of the input's gradient, while
-    the weight's is computed; none if the input requires no gradient.
+    the weight's is computed; none if the input requires no gradient. With `sizes`: as column_linear.
     """
 
     weight: Tensor
@@ -52,13 +66,13 @@ class ColumnParallelLinear(ParallelModule):
             self.add_parameter("bias", Placement((out_features,), Init("zeros"), shard, weight_decay=False),
                                device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = column_linear(x, self.weight, self.bias, self.axis)
+    def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        y = column_linear(x, self.weight, self.bias, self.axis, sizes)
         return y if self.gather_sizes is None else gather_from(y, self.axis, -1, self.gather_sizes)
 
-    def without_bias(self, x: Tensor) -> Tensor:
+    def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """x W^T, for who adds the bias with something else. Shapes: [.., in_features] -> [.., out_local]."""
-        return column_linear(x, self.weight, None, self.axis)
+        return column_linear(x, self.weight, None, self.axis, sizes)
 
 
 class RowParallelLinear(ParallelModule):
@@ -66,10 +80,11 @@ class RowParallelLinear(ParallelModule):
 
     `input_is_parallel`: x holds this rank's features already, else its part is taken from a replicated x.
     `shard`: which columns each rank holds, where not `Shard.even(1, ..)`; such an input must be parallel.
-    `matrices`: the hidden matrices that the weight is made of (see Placement).
+    `matrices`: the hidden matrices that the weight is made of (see Placement). `sequence`: it is called with `sizes`.
 
     Shapes: [.., in_local] (or [.., in_features]) -> [.., out_features], replicated.
-    Collectives: forward one all-reduce; backward none (replicated input: one all-gather of its gradient).
+    Collectives: forward one all-reduce; backward none (replicated input: one all-gather of its gradient). With `sizes`:
+    as row_linear.
     """
 
     weight: Tensor
@@ -77,8 +92,9 @@ class RowParallelLinear(ParallelModule):
 
     def __init__(self, in_features: int, out_features: int, axis: Axis, *, bias: bool = True,
                  input_is_parallel: bool = True, shard: Shard | None = None, init_std: float = 0.02,
-                 matrices: Matrices = (), device: Device = None, dtype: torch.dtype | None = None):
-        super().__init__(axis)
+                 matrices: Matrices = (), sequence: bool = False, device: Device = None,
+                 dtype: torch.dtype | None = None):
+        super().__init__(axis, sequence)
         assert input_is_parallel or shard is None, "a replicated input is split evenly"
         shard = shard or Shard.even(1, in_features, axis.size)
         self.scatter_sizes = None if input_is_parallel else tuple(map(shard.local_size, range(axis.size)))
@@ -89,49 +105,77 @@ class RowParallelLinear(ParallelModule):
             self.add_parameter("bias", Placement((out_features,), Init("zeros"), weight_decay=False),
                                device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return row_linear(self._local(x), self.weight, self.bias, self.axis)
+    def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        return row_linear(self._local(x), self.weight, self.bias, self.axis, sizes)
 
-    def without_bias(self, x: Tensor) -> Tensor:
+    def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """x W^T, summed over the axis, for who adds the bias with something else. Shapes: as for forward."""
-        return row_linear(self._local(x), self.weight, None, self.axis)
+        return row_linear(self._local(x), self.weight, None, self.axis, sizes)
 
     def _local(self, x: Tensor) -> Tensor:
         return x if self.scatter_sizes is None else scatter_to(x, self.axis, -1, self.scatter_sizes)
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis,
+                  sizes: Sequence[int] | None = None) -> Tensor:
     """x W^T + b for a replicated `x` and this rank's rows of W and b; see ColumnParallelLinear.
 
-    Shapes: x [.., i], weight [o_local, i], bias [o_local] -> [.., o_local].
-    Collectives: forward none, backward one all-reduce if x requires a gradient.
+    Shapes: x [.., i], weight [o_local, i], bias [o_local] -> [.., o_local]; with `sizes` x [b, sizes[rank], i].
+    Collectives: forward none, backward one all-reduce if x requires a gradient. With `sizes`: forward one all-gather;
+    backward another one, and one reduce_scatter.
     """
     if not torch.is_grad_enabled():  # autograd's call takes 9 us, a product of one row some 20
-        return matmul.linear(x, weight, bias)
-    if _is_ours(weight) or (axis.size > 1 and x.requires_grad):
-        return _Linear.apply(x, weight, bias, axis, None)
+        return matmul.linear(_gathered(x, axis, sizes), weight, bias)
+    if _is_ours(weight) or (axis.size > 1 and (x.requires_grad or sizes is not None)):
+        return _Linear.apply(x, weight, bias, axis, None, sizes)
     return F.linear(x, weight, bias)
 
 
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis,
+               sizes: Sequence[int] | None = None) -> Tensor:
     """x W^T + b, summed over the axis, for this rank's features of `x` and columns of W; see RowParallelLinear.
 
-    Shapes: x [.., i_local], weight [o, i_local], bias [o] -> [.., o].
-    Collectives: forward one all-reduce, backward none.
+    Shapes: x [.., i_local], weight [o, i_local], bias [o] -> [.., o]; with `sizes` -> [b, sizes[rank], o].
+    Collectives: forward one all-reduce, backward none. With `sizes`: forward one reduce_scatter, backward one
+    all-gather.
     """
     if not torch.is_grad_enabled():
-        return _row_linear(x, weight, bias, axis)
+        return _row_linear(x, weight, bias, axis, sizes)
     if _is_ours(weight) or axis.size > 1:
-        return _Linear.apply(x, weight, bias, None, axis)
+        return _Linear.apply(x, weight, bias, None, axis, sizes)
     return F.linear(x, weight, bias)
 
 
-def _row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+def _row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sizes: Sequence[int] | None) -> Tensor:
     """Outside of autograd."""
     if axis.size == 1:
         return matmul.linear(x, weight, bias)
-    y = all_reduce(matmul.linear(x, weight), axis)
+    y = matmul.linear(x, weight)
+    y = all_reduce(y, axis) if sizes is None else reduce_scatter(y, axis, 1, sizes)
     return y if bias is None else y.add_(bias)
+
+
+def _gathered(x: Tensor, axis: Axis, sizes: Sequence[int] | None) -> Tensor:
+    """The whole sequence, of which each rank holds a part where there are `sizes`."""
+    return x if sizes is None else all_gather(x, axis, 1, sizes)
+
+
+def _start_sum(dx: Tensor, axis: Axis, sizes: Sequence[int] | None) -> Callable[[], Tensor]:
+    """Starts the sum of `dx` over ranks; the function that it returns waits for it, or for this rank's part of it."""
+    if sizes is not None:
+        return start_reduce_scatter(dx, axis, 1, sizes)
+    work = all_reduce_async(dx, axis)
+
+    def finish() -> Tensor:
+        work.wait()
+        return dx
+
+    return finish
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Shapes: [.., n] -> [rows, n]."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _is_ours(weight: Tensor) -> bool:
@@ -141,34 +185,45 @@ def _is_ours(weight: Tensor) -> bool:
 
 
 class _Linear(Function):
-    """Starts the all-reduce of dx as soon as it is known, and computes dW and db meanwhile.
+    """Starts the sum of dx over ranks as soon as this rank's share is known, and computes dW and db meanwhile.
+
+    The rest of a split x arrives while dx is computed.
 
     `dx_axis`: what dx is summed over (None: it is whole). `y_axis`: the same for y, to which b is added afterwards.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dx_axis: Axis | None,
-                y_axis: Axis | None) -> Tensor:
+                y_axis: Axis | None, sizes: Sequence[int] | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         # the leaf itself: recomputation would bring back a copy, without its .grad
-        ctx.axis, ctx.leaf = dx_axis, weight
-        return matmul.linear(x, weight, bias) if y_axis is None else _row_linear(x, weight, bias, y_axis)
+        ctx.axes, ctx.sizes, ctx.leaf = (dx_axis, y_axis), sizes, weight
+        if y_axis is not None:
+            return _row_linear(x, weight, bias, y_axis, sizes)
+        assert dx_axis is not None
+        return matmul.linear(_gathered(x, dx_axis, sizes), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        num_rows = x.shape[:-1].numel()
-        dy2 = dy.reshape(num_rows, dy.shape[-1])
-        factor = matmul.factor(dy2)
-        dx = dw = db = work = None
-        if ctx.needs_input_grad[0]:
-            dx = matmul.input_gradient(factor, weight).view(x.shape)
-            work = None if ctx.axis is None else all_reduce_async(dx, ctx.axis)
-        if ctx.needs_input_grad[1]:
-            dw = matmul.weight_gradient(factor, x.reshape(num_rows, x.shape[-1]), ctx.leaf)
-        if ctx.needs_input_grad[2]:
-            db = dy2.sum(0)
-        if work is not None:
-            work.wait()
-        return dx, dw, db, None, None
+        (x, weight), (dx_axis, y_axis), sizes = ctx.saved_tensors, ctx.axes, ctx.sizes
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        own, dy = dy, dy if y_axis is None else _gathered(dy, y_axis, sizes)
+        factor = matmul.factor(_rows(dy))
+        gather = None
+        if wants_weight and dx_axis is not None and sizes is not None:
+            gather = start_all_gather(x, dx_axis, 1, sizes)
+        dx = dw = db = finish = None
+        if wants_x:
+            dx = matmul.input_gradient(factor, weight).view(*dy.shape[:-1], weight.shape[1])
+            if dx_axis is not None:
+                finish, dx = _start_sum(dx, dx_axis, sizes), None
+        if wants_weight:
+            if gather is not None:
+                x, gather = gather(), None
+            dw = matmul.weight_gradient(factor, _rows(x), ctx.leaf)
+        if wants_bias:
+            db = _rows(own).sum(0)
+        if finish is not None:
+            dx = finish()
+        return dx, dw, db, None, None, None

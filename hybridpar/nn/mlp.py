@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -33,16 +33,17 @@ class ParallelMLP(ParallelModule):
 
     'gelu' is the tanh form, 'gelu_exact' that by the error function. With 'swiglu' the weight `up` holds first the ffn
     rows of gate, then those of up; every rank holds the same rows of both. `out_init_std`: the standard deviation of
-    `down` at the start (None: init_std), often made smaller with depth.
+    `down` at the start (None: init_std), often made smaller with depth. `sequence`: it is called with `sizes`.
 
     Shapes: [.., hidden] -> [.., hidden], both replicated.
-    Collectives: forward one all-reduce, backward one.
+    Collectives: forward one all-reduce, backward one. With `sizes`: those of column_linear and row_linear.
     Source: swiglu: arXiv 2002.05202; the split: Megatron-LM, arXiv 1909.08053, section 3.
     """
 
     def __init__(self, hidden: int, ffn: int, axis: Axis, *, activation: Activation = "gelu",
                  bias: bool = True, init_std: float = 0.02, out_init_std: float | None = None,
-                 kernels: KernelsConfig = AUTO, device: Device = None, dtype: torch.dtype | None = None):
+                 kernels: KernelsConfig = AUTO, sequence: bool = False, device: Device = None,
+                 dtype: torch.dtype | None = None):
         super().__init__(axis)
         self.activation = activation_function(activation, kernels)
         ranges = split_ranges(ffn, axis.size)
@@ -53,13 +54,13 @@ class ParallelMLP(ParallelModule):
                                        matrices=matrices, device=device, dtype=dtype)
         self.down = RowParallelLinear(ffn, hidden, axis, bias=bias,
                                       init_std=init_std if out_init_std is None else out_init_std,
-                                      matrices=(((0, hidden),),), device=device, dtype=dtype)
+                                      matrices=(((0, hidden),),), sequence=sequence, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y, bias = self.without_bias(x)
+    def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        y, bias = self.without_bias(x, sizes)
         return y if bias is None else y + bias
 
-    def without_bias(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
         """The output without the bias of `down`, and that bias, for who adds it with something else."""
-        y = self.activation(self.up.without_bias(x), self.up.bias)
-        return self.down.without_bias(y), self.down.bias
+        y = self.activation(self.up.without_bias(x, sizes), self.up.bias)
+        return self.down.without_bias(y, sizes), self.down.bias

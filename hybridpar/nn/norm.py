@@ -1,4 +1,7 @@
-"""Normalisation layers, replicated over the tp axis: no communication, and equal gradients on every rank."""
+"""Normalisation layers, replicated over the tp axis: no communication, and equal gradients on every rank.
+
+With `sequence` each rank has its own rows, and a partial sum of the gradients.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ class LayerNorm(ParallelModule):
     bias: Tensor
 
     def __init__(self, hidden: int, axis: Axis, *, eps: float = 1e-5, kernels: KernelsConfig = AUTO,
-                 device: Device = None, dtype: torch.dtype | None = None):
-        super().__init__(axis)
+                 sequence: bool = False, device: Device = None, dtype: torch.dtype | None = None):
+        super().__init__(axis, sequence)
         self.eps, self.kernels = eps, kernels
         for name, init in (("weight", Init("ones")), ("bias", Init("zeros"))):
             self.add_parameter(name, Placement((hidden,), init, weight_decay=False), device=device, dtype=dtype)
@@ -34,10 +37,10 @@ class LayerNorm(ParallelModule):
         return ops.layer_norm(x, self.weight, self.bias, self.eps, backend=self.kernels.layer_norm)
 
     def add(self, x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout,
-            key: RandomKey | None) -> tuple[Tensor, Tensor]:
+            key: RandomKey | None, first_row: int = 0) -> tuple[Tensor, Tensor]:
         """The norm of residual + dropout(x + bias), and that sum. Shapes: [b, .., hidden], bias [hidden] -> same."""
         return ops.add_norm(x, residual, self.weight, self.bias, self.eps, bias_of_x=bias, p=dropout.p, key=key,
-                            site=dropout.site, backend=self.kernels.add_norm)
+                            site=dropout.site, first_row=first_row, backend=self.kernels.add_norm)
 
 
 class RMSNorm(ParallelModule):
@@ -49,8 +52,8 @@ class RMSNorm(ParallelModule):
     weight: Tensor
 
     def __init__(self, hidden: int, axis: Axis, *, eps: float = 1e-6, kernels: KernelsConfig = AUTO,
-                 device: Device = None, dtype: torch.dtype | None = None):
-        super().__init__(axis)
+                 sequence: bool = False, device: Device = None, dtype: torch.dtype | None = None):
+        super().__init__(axis, sequence)
         self.eps, self.kernels = eps, kernels
         self.add_parameter("weight", Placement((hidden,), Init("ones"), weight_decay=False), device=device, dtype=dtype)
 
@@ -58,7 +61,7 @@ class RMSNorm(ParallelModule):
         return ops.rms_norm(x, self.weight, self.eps, backend=self.kernels.rms_norm)
 
     def add(self, x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout,
-            key: RandomKey | None) -> tuple[Tensor, Tensor]:
+            key: RandomKey | None, first_row: int = 0) -> tuple[Tensor, Tensor]:
         """The norm of residual + dropout(x + bias), and that sum. Shapes: [b, .., hidden], bias [hidden] -> same."""
         return ops.add_norm(x, residual, self.weight, None, self.eps, centre=False, bias_of_x=bias, p=dropout.p,
-                            key=key, site=dropout.site, backend=self.kernels.add_norm)
+                            key=key, site=dropout.site, first_row=first_row, backend=self.kernels.add_norm)

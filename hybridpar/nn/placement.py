@@ -171,11 +171,14 @@ def has_shared_rows(placement: Placement) -> bool:
 
 
 class ParallelModule(nn.Module):
-    """A module that states the placement of every parameter it owns directly, in `placements`."""
+    """A module that states the placement of every parameter it owns directly, in `placements`.
 
-    def __init__(self, axis: Axis):
+    `sequence`: it sees this rank's part of the sequence only, so gradients of what it holds whole are partial sums.
+    """
+
+    def __init__(self, axis: Axis, sequence: bool = False):
         super().__init__()
-        self.axis = axis
+        self.axis, self._partial = axis, (axis.name,) if sequence else ()
         self.placements: dict[str, Placement] = {}
 
     def add_parameter(self, name: str, placement: Placement, *, device: str | torch.device | None = None,
@@ -187,6 +190,8 @@ class ParallelModule(nn.Module):
         """
         if self.axis.size == 1:
             placement = replace(placement, shard=None, partial=())
+        elif self._partial and placement.shard is None:
+            placement = replace(placement, partial=self._partial)
         shape = placement.local_shape(self.axis.rank)
         self.placements[name] = placement
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))

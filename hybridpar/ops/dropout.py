@@ -21,18 +21,20 @@ from hybridpar.random import RandomKey
 
 
 def dropout(x: Tensor, p: float, key: RandomKey | None, site: int, *, inner_size: int | None = None,
-            inner_start: int = 0, backend: str = "auto") -> Tensor:
+            inner_start: int = 0, first_row: int = 0, backend: str = "auto") -> Tensor:
     """Sets elements to 0 with probability p and multiplies the others by 1 / (1 - p).
 
     The first dimension counts samples. Within one, an element of the global tensor has index
     row * inner_size + inner_start + column: a rank that holds part of the last dimension states the global size of
-    that dimension and where its part starts. No key (evaluation) or p = 0: returns x itself.
+    that dimension and where its part starts, one that holds part of the rows its `first_row`. No key (evaluation) or
+    p = 0: returns x itself.
 
     Shapes: x [b, ..., inner_local] -> the same. Nothing but the key is kept for the backward pass.
     Raises: ConfigError if p is not in [0, 1), or the backend cannot run; ValueError if x has less than two dimensions.
     Source: JMLR 15 (2014) 1929, Srivastava et al.
     """
-    mask = make_mask(x.shape, x.device, p, key, site, inner_size=inner_size, inner_start=inner_start)
+    mask = make_mask(
+        x.shape, x.device, p, key, site, inner_size=inner_size, inner_start=inner_start, first_row=first_row)
     return x if mask is KEEP_ALL else drop(x, mask, backend)
 
 
@@ -52,7 +54,7 @@ KEEP_ALL = Mask(0, 0, None, 0, 1.0, 0, 0)
 
 
 def make_mask(shape: Sequence[int], device: torch.device, p: float, key: RandomKey | None, site: int, *,
-              inner_size: int | None = None, inner_start: int = 0) -> Mask:
+              inner_size: int | None = None, inner_start: int = 0, first_row: int = 0) -> Mask:
     """The mask of dropout(x, p, key, site, ..) for such an x; KEEP_ALL where that is x. Raises: see dropout.
 
     A counter that lies elsewhere is copied to `device`: a GPU is waited for then.
@@ -65,12 +67,13 @@ def make_mask(shape: Sequence[int], device: torch.device, p: float, key: RandomK
         raise ValueError(f"x must be [samples, ..., inner], got {tuple(shape)}")
     words = random.philox_key(key.seed, site)
     stride = shape[-1] if inner_size is None else inner_size
-    random.check_counters(0, 0, shape[0], 1, shape[-1], stride, inner_start)
+    start = first_row * stride + inner_start
+    random.check_counters(0, 0, shape[0], 1, shape[-1], stride, start)
     threshold = min(round(p * 2.0**32), (1 << 32) - 1)
     if threshold == 0:
         return KEEP_ALL
     counter = key.counter.to(device)
-    return Mask(words[0], words[1], counter, threshold, 1.0 / (1.0 - p), stride, inner_start)
+    return Mask(words[0], words[1], counter, threshold, 1.0 / (1.0 - p), stride, start)
 
 
 def drop(x: Tensor, mask: Mask, backend: str = "auto") -> Tensor:

@@ -40,10 +40,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str = "au
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, *,
              centre: bool = True, bias_of_x: Tensor | None = None, p: float = 0.0, key: RandomKey | None = None,
-             site: int = 0, backend: str = "auto") -> tuple[Tensor, Tensor]:
+             site: int = 0, first_row: int = 0, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """Layer norm (`centre`) or RMS norm of total = residual + dropout(x + bias_of_x); returns it and the total.
 
-    The mask of dropout is that of `dropout(x, p, key, site)`; no key: nothing is dropped.
+    The mask of dropout is that of `dropout(x, p, key, site, first_row=first_row)`; no key: nothing is dropped.
 
     Shapes: x and residual [b, .., h], weight, bias, bias_of_x [h] -> both [b, .., h].
     Raises: ValueError for other shapes, or a bias without `centre`; ConfigError if p is not in [0, 1), or the backend
@@ -53,20 +53,22 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = 
     _check_residual(x, residual)
     if (bias is None) == centre:
         raise ValueError("a layer norm has a bias, an RMS norm has none")
-    mask = make_mask(x.shape, x.device, p, key, site)
+    mask = make_mask(x.shape, x.device, p, key, site, first_row=first_row)
     return resolve("add_norm", backend, x)(x, bias_of_x, residual, weight, bias, eps, centre, mask)
 
 
 def bias_dropout_add(x: Tensor, residual: Tensor, bias: Tensor | None = None, *, p: float = 0.0,
-                     key: RandomKey | None = None, site: int = 0, backend: str = "auto") -> Tensor:
-    """residual + dropout(x + bias), with the mask of `dropout(x, p, key, site)`; no key: nothing is dropped.
+                     key: RandomKey | None = None, site: int = 0, first_row: int = 0, backend: str = "auto") -> Tensor:
+    """residual + dropout(x + bias), with the mask of `dropout(x, p, key, site, first_row=first_row)`; no key: nothing
+    is dropped.
 
     Shapes: x and residual [b, .., h], bias [h] -> [b, .., h].
     Raises: ValueError for other shapes; ConfigError if p is not in [0, 1), or the backend cannot run.
     """
     check_vectors(x, bias=bias)
     _check_residual(x, residual)
-    return resolve("bias_dropout_add", backend, x)(x, bias, residual, make_mask(x.shape, x.device, p, key, site))
+    mask = make_mask(x.shape, x.device, p, key, site, first_row=first_row)
+    return resolve("bias_dropout_add", backend, x)(x, bias, residual, mask)
 
 
 def layer_norm_torch(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

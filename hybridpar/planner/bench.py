@@ -55,7 +55,8 @@ class Unit:
 
     def __init__(self, config: Config, number: int, tp: Axis, device: torch.device):
         policy = StatePolicy.of(config, 1 if schedule_of(config.pipeline).flush else 2, 1)
-        self.stage = Stage(build_blocks(config.model, tp, [number], kernels=config.kernels, dtype=policy.dtype))
+        self.stage = Stage(build_blocks(config.model, tp, [number], kernels=config.kernels,
+                                        sequence=config.parallel.sequence, dtype=policy.dtype))
         self.state = RankState(self.stage, ProcessGrid.of(tp), policy, device)
         self.state.initialize(0)
         self.state.allocate()
@@ -143,14 +144,19 @@ class Bench:
             stamps += [("norm", kind, start, middle), ("update", kind, middle, now())]
 
     def messages(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """The collectives over tp of one forward and backward of each kind: their bytes, evenly shared."""
+        """The collectives over tp of one forward and backward of each kind, each as the bytes of an all-reduce that
+        moves as much, evenly shared: half of what is reduced to its owners, or of what a gather makes.
+        """
         axis = self.tp
         x: Tensor | None = None
         found: dict[tuple[str, str], tuple[int, ...]] = {}
 
         def note(what: str, kind: str) -> None:
-            calls, size = axis.traffic.calls["all_reduce"], axis.traffic.num_bytes["all_reduce"]
-            found[what, kind] = (size // calls,) * calls if calls else ()
+            sizes: tuple[int, ...] = ()
+            for op, share in (("all_reduce", 1.0), ("reduce", 0.5), ("all_gather", axis.size / 2)):
+                if calls := axis.traffic.calls[op]:
+                    sizes += (int(axis.traffic.num_bytes[op] * share) // calls,) * calls
+            found[what, kind] = sizes
             axis.traffic.clear()
 
         axis.traffic.clear()

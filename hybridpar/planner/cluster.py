@@ -164,8 +164,11 @@ def estimate(config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT) -> 
         for b in sizes:
             times = block_times(model, b, device, tp)
             message = activation_bytes(model, b)
+            half = (message // 2,)  # a gather, or a reduce_scatter
             # embedding, layer and head: their all-reduces over tp, forward and backward
-            calls = {"embedding": ((message,), ()), "layer": ((message,) * 2, (message,) * 2), "head": ((), (message,))}
+            calls = {"embedding": (half, half), "layer": (half * 4, half * 6), "head": (half, half * 2),
+                     } if config.parallel.sequence else {
+                "embedding": ((message,), ()), "layer": ((message,) * 2, (message,) * 2), "head": ((), (message,))}
             for kind, time in zip(KINDS, (times[0], times[1], times[-1]), strict=True):
                 forward, backward = calls[kind] if tp > 1 else ((), ())
                 n = parameters[kind]

@@ -113,6 +113,8 @@ class StepCost:
 
     def gathers(self, blocks: Sequence[int]) -> tuple[float, float]:
         """Time in which tp ranks gather a stage's input, and the gradient of its output: of a ring, the second half."""
+        if self.config.parallel.sequence:  # ranks work on the part that they receive
+            return 0.0, 0.0
         once = self.machine.all_reduce(self.message_bytes, range(self.tp), self._groups) / 2
         return once * (0 not in blocks), once * (self.config.model.num_blocks - 1 not in blocks)
 

@@ -65,7 +65,9 @@ class Engine:
         self.loss_names = loss_names(model)
         states = StatePolicy.of(config, self.policy.num_versions(grid.pp.rank), self.schedule.num_gradient_buffers)
         numbers = [number for stage in self._held for number in self.split[stage]]
-        blocks = build_blocks(model, grid.tp, numbers, kernels=config.kernels, dtype=states.dtype)
+        sequence = config.parallel.sequence
+        blocks = build_blocks(
+            model, grid.tp, numbers, kernels=config.kernels, sequence=sequence, dtype=states.dtype)
         again = recomputed_blocks(pipeline.recompute, model, self.split)
         stages = {stage: Stage({n: blocks[n] for n in self.split[stage]}, again[stage]) for stage in self._held}
         self.stage = Stage(blocks)

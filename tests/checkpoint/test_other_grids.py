@@ -91,6 +91,8 @@ def moves(tmp_path: Path, before: Config, after: Config, expected: Config) -> No
     ({"tp": 2, "pp": 2}, {"pp": 3}, {"optim": {"staleness": "extrapolation"}, "pipeline": {"schedule": "2bw"}}),
     ({"pp": 2, "dp": 2, "zero": 1}, {"tp": 3}, {
         "optim": {"staleness": "prediction", "name": "muon"}, "pipeline": {"schedule": "2bw"}}),
+    ({"tp": 2, "pp": 2, "sequence": True}, {"tp": 2, "pp": 2}, {"pipeline": {"schedule": "2bw"}}),
+    ({"tp": 3}, {"tp": 3, "zero": 1, "sequence": True}, {"model": BERT}),
 ], ids=str)
 def test_another_grid(tmp_path: Path, before: dict[str, int], after: dict[str, int],
                       sections: dict[str, dict[str, Any]]) -> None:

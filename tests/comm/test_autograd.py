@@ -87,9 +87,38 @@ def scatter_to(axis: Axis) -> None:
             comm.scatter_to(torch.zeros(1), axis, 0)
 
 
+def gather_sequence(axis: Axis) -> None:
+    sizes = [2, 0, 3, 1][: axis.size]
+    whole = values("x", 4, sum(sizes), 2)
+    x = whole.split(sizes, 1)[axis.rank].clone().requires_grad_()
+    with traffic(axis, all_gather=1):
+        y = comm.gather_sequence(x, axis, sizes)
+    assert torch.equal(y, whole)
+    with traffic(axis, reduce=sum(size > 0 for size in sizes)):
+        (y * values(f"w{axis.rank}", *y.shape)).sum().backward()
+    total = sum(values(f"w{r}", *y.shape) for r in range(axis.size))
+    torch.testing.assert_close(x.grad, total.split(sizes, 1)[axis.rank])
+
+
+def scatter_sequence(axis: Axis) -> None:
+    sizes = [2, 0, 3, 1][: axis.size]
+    shape = 4, sum(sizes), 2
+    x = values(f"x{axis.rank}", *shape).requires_grad_()
+    kept = x.detach().clone()
+    with traffic(axis, reduce=sum(size > 0 for size in sizes)):
+        y = comm.scatter_sequence(x, axis, sizes)
+    total = sum(values(f"x{r}", *shape) for r in range(axis.size))
+    torch.testing.assert_close(y, total.split(sizes, 1)[axis.rank])
+    assert torch.equal(x, kept)
+    w = values("w", *shape)
+    with traffic(axis, all_gather=1):
+        (y * w.split(sizes, 1)[axis.rank]).sum().backward()
+    assert torch.equal(x.grad, w)
+
+
 def run_cases(tp: int) -> None:
     axis = ProcessGrid(tp=tp).tp
-    for case in (copy_to, reduce_from, gather_from, scatter_to):
+    for case in (copy_to, reduce_from, gather_from, scatter_to, gather_sequence, scatter_sequence):
         case(axis)
 
 

@@ -114,12 +114,30 @@ def parts(axis: Axis) -> None:
     assert n == 1 or all((x[a:b] == 10.0 + owner).all() for owner, a, b in cut)
 
 
+def scattered_sums(axis: Axis) -> None:
+    """Along any dimension, into slices that differ and may be empty; the argument stays as it is."""
+    n, r = axis.size, axis.rank
+    sizes = [2, 0, 3, 1][:n]
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for dim, shape in ((1, (3, sum(sizes), 2)), (0, (sum(sizes), 2)), (1, (1, sum(sizes), 2))):
+            base = (torch.arange(float(sum(sizes) * 6)) % 5).view(-1)[: torch.Size(shape).numel()].view(shape).to(dtype)
+            x = base * (r + 1)
+            with traffic(axis, reduce=sum(size > 0 for size in sizes)):
+                got = comm.reduce_scatter(x, axis, dim, sizes)
+            assert torch.equal(got, (base * (n * (n + 1) // 2)).split(sizes, dim)[r])
+            assert torch.equal(x, base * (r + 1))
+            assert got.is_contiguous()
+            assert axis.traffic.num_bytes["reduce"] == (x.nbytes if n > 1 else 0)
+    with pytest.raises(AssertionError, match="reduce_scatter of extent 2"):
+        comm.reduce_scatter(torch.zeros(3, 2), axis, 1, [3] * n)
+
+
 def run_cases(tp: int, device: str, computes_on: str = "cpu") -> None:
     """`device`: what the grid believes; on Gloo, other than the CPU means through host memory, wherever tensors are."""
     axis = ProcessGrid(tp=tp, device_type=device).tp
     assert axis.via_host == (tp > 1 and device != "cpu")
     with torch.device(computes_on):
-        for case in (reductions, asynchronous, gathers, exchanges, others, parts):
+        for case in (reductions, asynchronous, gathers, exchanges, others, parts, scattered_sums):
             case(axis)
 
 

@@ -316,6 +316,27 @@ def test_with_tensor_and_data_parallelism(tp: int, pp: int, dp: int, dtype: str)
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(("tp", "pp", "model", "pipeline"), [
+    (2, 1, DROPOUT, {}), (2, 2, {"kind": "bert"} | DROPOUT, {"schedule": "2bw"}),
+    (4, 1, {"logits_chunk": 100, "seq_length": 126}, {"split_backward": True})], ids=str)
+def test_with_sequence_parallelism(tp: int, pp: int, model: dict[str, Any], pipeline: dict[str, Any]) -> None:
+    sections = {"model": model, "pipeline": pipeline}
+    split = make(tp=tp, pp=pp, parallel={"sequence": True}, **sections)
+    agree(split)
+    for less, more in zip(predict(split), predict(make(tp=tp, pp=pp, **sections)), strict=True):
+        assert less.activations < more.activations
+        assert less.total < more.total or "split_backward" in pipeline, "whose second part waits with gathered inputs"
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_sequence_parallelism_keeps_a_part_of_what_every_rank_kept(tp: int) -> None:
+    """A layer keeps the outputs of both its norms and the sum between them, besides its input, the stage's own."""
+    more, less = (trace_stage(make(tp=tp, model=DROPOUT, parallel={"sequence": on}), range(1, 2), Recomputation(),
+                              Buffers(1, 1), CPU) for on in (False, True))
+    u = 4 * 128 * 256 * 4
+    assert more.kept - less.kept == pytest.approx(3 * u * (tp - 1) / tp, rel=0.02)
+    assert (less.message, less.part) == (u // tp, u // tp)
+    assert (more.message, more.part) == (u, u // tp)
 @pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "none"), ("2bw", "stage"), ("interleaved", "none")])
 def test_where_messages_weigh(schedule: str, recompute: str) -> None:
     """Few weights, and large activations in slices. Gloo's threads may let go of a gathered one late."""

@@ -70,7 +70,7 @@ def test_what_the_mlp_of_a_layer_reads(parallel: bool) -> None:
     for key in (None, RandomKey.of(seed=3, step=1, sample=5)):
         attended = x + layer.attention_dropout(layer.attention(layer.attention_norm(x), None, key), key)
         fed = layer.mlp_dropout(layer.mlp(layer.mlp_norm(x if parallel else attended)), key)
-        torch.testing.assert_close(layer(x, {}, key), attended + fed)
+        torch.testing.assert_close(layer(x, {"tokens": torch.zeros(2, 5)}, key), attended + fed)
 
 
 def test_partial_rotary_positions_of_a_layer() -> None:

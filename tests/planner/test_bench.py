@@ -15,6 +15,7 @@ from planner import made
 
 from hybridpar.config import Launch, from_mapping
 from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.memory.footprint import silent_axis
 from hybridpar.optim import Optimizer
 from hybridpar.planner import local_profile
 from hybridpar.planner.bench import Bench, Effort, _timed
@@ -43,6 +44,19 @@ def test_the_optimizer_is_that_of_a_run(staleness: str) -> None:
         assert {part[:2] for part in parts} == {run[kind][:2]}
         # the head's copy of the tied embedding is one parameter of a run
         assert sum(number for *_, number in parts) - run[kind][2] in (0, 1)
+
+
+def test_messages_are_those_that_the_blocks_send() -> None:
+    """As all-reduces: a layer's gathers and reductions to owners are ten halves, where there were four all-reduces."""
+    config = from_mapping({"parallel": {"tp": 2}}, made.config())
+    u = 2 * config.model.seq_length * config.model.hidden_size * 4
+    totals = {}
+    for sequence in (False, True):
+        at = from_mapping({"parallel": {"sequence": sequence}}, config)
+        bench = Bench(at, 2, silent_axis("tp", 2), CPU)
+        totals[sequence] = {(what, kind): sum(sizes) for what, kind, sizes in bench.messages() if kind == "layer"}
+    assert totals[False] == {("forward", "layer"): 2 * u, ("backward", "layer"): 2 * u}
+    assert totals[True] == {("forward", "layer"): 2 * u, ("backward", "layer"): 3 * u}
 
 
 class FakeClock:

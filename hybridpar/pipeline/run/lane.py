@@ -17,6 +17,7 @@ from hybridpar.comm import all_gather
 from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn.placement import Range, split_ranges, split_sizes
+from hybridpar.nn.sequence import SequencePart
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,14 @@ class Lane:
 
     @classmethod
     def of(cls, config: Config, grid: ProcessGrid, dtype: torch.dtype, device: torch.device) -> Lane:
-        """The lane of a rank of `grid`. Shapes: an activation is [b, s, h], equal on all ranks of tp."""
-        shape = (config.train.micro_batch_size, config.model.seq_length, config.model.hidden_size)
-        return cls(grid.pp, grid.pp_reverse, shape, dtype, device, grid.tp)
+        """The lane of a rank of `grid`.
+
+        Shapes: an activation is [b, s, h], equal on all ranks of tp; with parallel.sequence each has its own rows.
+        """
+        sequence = config.parallel.sequence
+        rows = SequencePart.of(config.model.seq_length, grid.tp, sequence).length
+        shape = (config.train.micro_batch_size, rows, config.model.hidden_size)
+        return cls(grid.pp, grid.pp_reverse, shape, dtype, device, None if sequence else grid.tp)
 
     def whole(self) -> Tensor:
         """An empty activation."""

@@ -1,0 +1,62 @@
+"""Sequence parallelism is the same training: tensors equal the single-process oracle's, on every grid and schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch._dynamo  # recomputation imports it: here once, else in every rank of every test  # noqa: F401
+
+from hybridpar.config import Config, from_mapping
+from hybridpar.verify.run import verify
+
+pytestmark = pytest.mark.ranks
+
+BERT = {"kind": "bert", "vocab_size": 67, "sentence_head": "nsp", "num_kv_heads": 0}
+DROPOUT = {"dropout": 0.1, "attention_dropout": 0.2}
+LLAMA = {"position": "rotary", "norm": "rms_norm", "activation": "swiglu", "bias": False, "tie_embeddings": False}
+
+
+def make(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+    """4 layers, 6 heads in 3 groups, 37 tokens: nothing divides."""
+    return from_mapping({
+        "model": {"num_layers": 4, "hidden_size": 24, "num_heads": 6, "num_kv_heads": 3, "seq_length": 37,
+                  "vocab_size": 61, **(model or {})},
+        "parallel": {"sequence": True, **sections.get("parallel", {})},
+        "pipeline": {"num_microbatches": 4, **sections.get("pipeline", {})},
+        "train": {"micro_batch_size": 2, "num_steps": 10, **sections.get("train", {})},
+        "optim": {"lr": 1e-2, "warmup_steps": 2, "clip_grad": 0.5, **sections.get("optim", {})},
+    })
+
+
+def holds(grid: dict[str, int], config: Config, num_batches: int = 3) -> None:
+    report = verify(config, grid, num_batches)
+    assert report.ok, report.first_divergence
+
+
+@pytest.mark.parametrize("model", [DROPOUT, LLAMA, BERT | DROPOUT], ids=["gpt", "llama", "bert"])
+@pytest.mark.parametrize("grid", [{"tp": 2}, {"tp": 3}, {"tp": 4}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}],
+                         ids=lambda g: "-".join(f"{a}{n}" for a, n in g.items()))
+def test_models_on_grids(grid: dict[str, int], model: dict[str, Any]) -> None:
+    holds(grid, make(model), num_batches=2)
+
+
+@pytest.mark.parametrize("model", [DROPOUT, BERT], ids=["gpt", "bert"])
+def test_fewer_rows_than_ranks(model: dict[str, Any]) -> None:
+    """Two tokens on three ranks, the last of which has no row at all, and sends empty messages."""
+    holds({"tp": 3, "pp": 2}, make({**model, "seq_length": 2 if model is DROPOUT else 4, "max_positions": 8}))
+
+
+@pytest.mark.parametrize("pipeline", [
+    {"schedule": "1f1b", "split_backward": True}, {"schedule": "2bw", "recompute": "all"},
+    {"schedule": "interleaved", "recompute": "stage"}, {"schedule": "pipedream"}, {"schedule": "gpipe"},
+], ids=str)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_schedules(pipeline: dict[str, Any], zero: int) -> None:
+    holds({"tp": 2, "pp": 2, "dp": 1 + zero},
+          make(DROPOUT | {"num_layers": 4}, pipeline=pipeline, parallel={"zero": zero}))
+
+
+@pytest.mark.parametrize("optim", ["lamb", "muon"])
+def test_optimizers_that_look_at_whole_parameters(optim: str) -> None:
+    holds({"tp": 3}, make(BERT, optim={"name": optim}))
