@@ -43,10 +43,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, room: int = 0) -> Path:
-    """A file that leaves so many bytes free."""
+    """A file that leaves so many bytes free, or fewer where a job has written meanwhile."""
     ballast = disk / "ballast"
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
-    with ballast.open("wb") as file:
+    with ballast.open("wb", buffering=0) as file:
         file.write(bytes(free - room))
     return ballast
 
