@@ -1,0 +1,198 @@
+"""Memory events: what happens to blocks of memory, in order; and the file of them, a line for each action.
+
+    malloc   a block is handed out          read     an operator reads it
+    free     it is given back               write    an operator writes it
+
+A block is the memory of one storage. Views share it, and making one is no access.
+
+    {"format": "hybridpar memory 1", "rank": 0, "device": "cpu", ...}
+    {"step": 1, "action": "F3@0v1", "start": 0.013, "end": 0.021, "events": [["malloc", 17, 4096, "aten::mm", 0.0131, 2, ""],
+                                                                     ["write", 17, 4096, "aten::mm", 0.0131, 2, ""], ..]}
+
+Source of the four behaviours: Li et al., ISPASS 2021, arXiv 2104.00258.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybridpar.errors import DataError
+from hybridpar.pipeline.plan.action import parse_action
+from hybridpar.pipeline.plan.kinds import ROWS, Kind
+
+FORMAT = "hybridpar memory 1"
+
+
+class What(str, Enum):
+    """Behaviour of a block."""
+
+    MALLOC = "malloc"
+    FREE = "free"
+    READ = "read"
+    WRITE = "write"
+
+
+class MemoryEvent(NamedTuple):
+    """One behaviour of one block.
+
+    block: its number; blocks count from 0 in the order in which they are first seen. op: operator, such as "aten::mm";
+    "" of a block that was there before, and of a free. time: seconds since the trace began. layer: number of the
+    model's block that runs; -1: none. name: of a block that was there before, what it is: "weights 0", "batch".
+    """
+
+    what: What
+    block: int
+    num_bytes: int
+    op: str
+    time: float
+    layer: int = -1
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The events of one action, or between two. step: from 1. action: as it prints; "" between two. Units: seconds."""
+
+    step: int
+    action: str
+    start: float
+    end: float
+    events: list[MemoryEvent]
+
+
+@dataclass(frozen=True)
+class Header:
+    """The subject of a trace. place: the rank's index on each axis. predicted: nothing ran; times are of no meaning.
+
+    `more`: plain values that the writer wants to keep (the configuration).
+    """
+
+    rank: int = 0
+    device: str = "cpu"
+    place: dict[str, int] = field(default_factory=dict)
+    predicted: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+class Category(str, Enum):
+    """Purpose of a block."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    MASTER = "master"
+    OPTIMIZER = "optimizer"
+    INPUTS = "stashed inputs"
+    ACTIVATIONS = "activations"
+    FACTORS = "waiting factors"
+    TEMPORARIES = "temporaries"
+    COMMUNICATION = "communication"
+    BATCH = "batch"
+    OTHER = "other"
+
+
+class Access(NamedTuple):
+    """A read or a write. Units: seconds."""
+
+    time: float
+    writes: bool
+    op: str
+    action: str
+    step: int
+
+
+@dataclass(slots=True)
+class Life:
+    """A block from malloc to free. died: None while it lives. layer: number of the model's block that made it; -1: none.
+
+    Actions are those in which it was made and given back; steps count from 1. Units: bytes, seconds.
+    """
+
+    block: int
+    num_bytes: int
+    op: str
+    layer: int
+    name: str
+    born: float
+    born_in: str
+    born_step: int
+    died: float | None = None
+    died_in: str = ""
+    died_step: int = 0
+    accesses: list[Access] = field(default_factory=list)
+
+    @property
+    def category(self) -> Category:
+        """Purpose of the block, from where it was made and where it was given back."""
+        if self.name:
+            column = self.name.partition(" ")[0]
+            return _COLUMNS.get(column, Category.OTHER)
+        if self.born_in == self.died_in and self.born_step == self.died_step and self.died is not None:
+            return Category.TEMPORARIES
+        born, died = _kind(self.born_in), _kind(self.died_in)
+        if born is None:
+            return Category.OTHER
+        if born is Kind.F and (died in _BACKWARDS or self.died is None):
+            return Category.INPUTS if self.layer < 0 and self.op in _MESSAGES else Category.ACTIVATIONS
+        if born is Kind.I and died in (Kind.W, None):
+            return Category.FACTORS
+        if born is Kind.RECV_F and died in _BACKWARDS:
+            return Category.INPUTS
+        return Category.COMMUNICATION if born in (*_BACKWARDS, Kind.F) or ROWS[born].side else Category.OTHER
+
+
+_COLUMNS = {category.value: category for category in Category}
+_BACKWARDS = (Kind.B, Kind.I, Kind.W)
+_MESSAGES = frozenset({"aten::empty", "aten::new_empty"})
+
+
+def _kind(action: str) -> Kind | None:
+    return parse_action(action).kind if action else None
+
+
+def lives(spans: Iterable[Span]) -> Iterator[Life]:
+    """Yields every block's life: those that end in their order, then those that do not. Memory: of living blocks."""
+    living: dict[int, Life] = {}
+    for span in spans:
+        for event in span.events:
+            if event.what is What.MALLOC:
+                living[event.block] = Life(event.block, event.num_bytes, event.op, event.layer, event.name, event.time,
+                                           span.action, span.step)
+            elif event.what is What.FREE:
+                life = living.pop(event.block)
+                life.died, life.died_in, life.died_step = event.time, span.action, span.step
+                yield life
+            else:
+                living[event.block].accesses.append(
+                    Access(event.time, event.what is What.WRITE, event.op, span.action, span.step))
+    yield from living.values()
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def header_line(header: Header) -> str:
+    """The first line of a file."""
+    return json.dumps({"format": FORMAT, **asdict(header)}) + "\n"
+
+
+def span_line(span: Span) -> str:
+    """The line of an action."""
+    return json.dumps({"step": span.step, "action": span.action, "start": span.start, "end": span.end,
+                       "events": span.events}, separators=(",", ":")) + "\n"
+
+
+def read_trace(path: Path) -> tuple[Header, Iterator[Span]]:
+    """The subject of a file, and its actions, read as they are asked for.
+
+    Raises: DataError for what is not such a file, at once or while it is read; OSError.
+    """
+    raise NotImplementedError(path)
+
+
+__all__ = ["FORMAT", "Access", "Category", "DataError", "Header", "Life", "MemoryEvent", "Span", "What", "header_line",
+           "lives", "read_trace", "span_line"]
