@@ -83,9 +83,9 @@ class Rank:
                 self.read(*(self.state[name, stage] for name in ("weights 0", "gradients 0", "optimizer 0")))
                 self.free(scratch)
         elif kind in (Kind.RECV_F, Kind.RECV_B):
-            self.held[kind.value, *key] = [self.new(16, "aten::empty")]
+            self.held[(kind.value, *key)] = [self.new(16, "aten::empty")]
         elif kind in (Kind.SEND_F, Kind.SEND_B):
-            self.read(*self.held[kind.value, *key], op="send")
+            self.read(*self.held[(kind.value, *key)], op="send")
             self.free(*self.held.pop((kind.value, *key)))
         elif kind is Kind.F:
             self._forward(stage, key)
@@ -107,24 +107,25 @@ class Rank:
     def _forward(self, stage: int, key: tuple[int, int]) -> None:
         x = self.held.pop(("RECV_F", *key), None) or [self.new(16, "aten::embedding")]
         kept = [x]
-        for self.layer in range(self.num_layers):
+        for layer in range(self.num_layers):
+            self.layer = layer
             self.read(self.state["weights 0", stage], kept[-1][-1])
             made = self._layer()
             if self.recompute:
-                self.free(*made[:-1])
-                self.free(made.pop())
+                self.free(*made)
                 made = [self.new(16, "aten::add")]
             kept.append(made)
-        self.held["kept", *key] = [block for made in kept for block in made]
+        self.held[("kept", *key)] = [block for made in kept for block in made]
         if stage < self.sizes.num_stages - 1:
-            self.held["SEND_F", *key] = [self.new(16, "aten::add")]
+            self.held[("SEND_F", *key)] = [self.new(16, "aten::add")]
 
     def _backward(self, kind: Kind, stage: int, key: tuple[int, int]) -> None:
         kept = self.held.pop(("kept", *key))
         gradient = self.held.pop(("RECV_B", *key), None) or [self.new(16, "aten::loss")]
         factors = []
         per_layer = 1 if self.recompute else len(KEPT)
-        for self.layer in reversed(range(self.num_layers)):
+        for layer in reversed(range(self.num_layers)):
+            self.layer = layer
             mine, kept = kept[-per_layer:], kept[:-per_layer]
             made = self._layer() if self.recompute else []
             for block in reversed(made or mine):
@@ -141,9 +142,9 @@ class Rank:
             gradient = [self.new(16, "aten::mm")]
         self.free(*kept, *gradient)
         if kind is Kind.I:
-            self.held["factors", *key] = factors
+            self.held[("factors", *key)] = factors
         if stage:
-            self.held["SEND_B", *key] = [self.new(16, "aten::mm")]
+            self.held[("SEND_B", *key)] = [self.new(16, "aten::mm")]
 
 
 def random_spans(random: Random, num_steps: int, *, num_actions: int = 4) -> Iterator[Span]:
