@@ -1,0 +1,109 @@
+"""Account of a rank's memory: all that a report and its pictures say, from one trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from hybridpar.errors import DataError
+from hybridpar.memory.arena import Arena, plan
+from hybridpar.memory.behaviour import Behaviour, analyse
+from hybridpar.memory.events import Category, Header, Life, Span, lives
+from hybridpar.memory.excerpt import excerpt
+from hybridpar.memory.fragmentation import Usage, replay
+from hybridpar.memory.swap import LINKS, feasible, saved_at_peak
+from hybridpar.pipeline.plan.svg import FORWARDS
+
+
+class Interval(NamedTuple):
+    """Time between two accesses of a block, one after the other."""
+
+    seconds: float
+    num_bytes: int
+    category: Category
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """Number of intervals in which a block could leave over a link and come back in time, and bytes saved at the peak.
+    """
+
+    link: str
+    num_intervals: int
+    saves: int
+
+
+@dataclass(frozen=True)
+class Account:
+    """Memory of a rank over a trace; blocks one by one over two of its steps, the peak's and the next.
+
+    timed: times are seconds; otherwise they are forwards of the costliest rank, as counted.
+    """
+
+    header: Header
+    behaviour: Behaviour
+    spans: Sequence[Span]
+    lives: Sequence[Life]
+    intervals: Sequence[Interval]
+    swaps: Sequence[Swapped]
+    usage: Usage
+    arena: Arena
+    timed: bool
+    first_step: int
+
+    @property
+    def name(self) -> str:
+        """The rank, and its place on the grid."""
+        place = " ".join(f"{axis}={index}" for axis, index in self.header.place.items())
+        return f"rank {self.header.rank}" + (f" ({place})" if place else "")
+
+    @property
+    def steps(self) -> str:
+        """The steps that are shown, and where they come from."""
+        first, last = self.first_step, self.spans[-1].step
+        which = f"steps {first} and {last}" if last > first else f"step {first}"
+        times = "" if not self.header.predicted else ", times simulated" if self.timed else ", times counted"
+        return f"{which} of {self.behaviour.num_steps}, {'predicted' if self.header.predicted else 'recorded'}{times}"
+
+    @property
+    def start(self) -> float:
+        """When the steps that are shown begin."""
+        return next(span.start for span in self.spans if span.step >= self.first_step)
+
+    @property
+    def end(self) -> float:
+        """When they end."""
+        return self.spans[-1].end
+
+    @property
+    def time_unit(self) -> str:
+        """Unit of time in pictures."""
+        return "milliseconds" if self.timed else FORWARDS
+
+
+def examine(header: Header, read: Callable[[], Iterable[Span]], *, timed: bool = True) -> Account:
+    """The account of a trace, which is read several times. Memory: of living blocks, and of two steps.
+
+    Raises: DataError for a trace without a block.
+    """
+    behaviour = analyse(read())
+    if not behaviour.peak.num_bytes:
+        raise DataError(f"the trace of rank {header.rank} has no block")
+    first = behaviour.peak.step
+    shown = excerpt(read(), first, first + 1)
+    if shown[-1].step == first:
+        before = excerpt(read(), first - 1, first)
+        first, shown = next((span.step, before) for span in before if span.step >= first - 1)
+    blocks = list(lives(shown))
+    swaps = [Swapped(link.name, len(feasible(blocks, link)), saved_at_peak(blocks, link, behaviour.peak))
+             for link in LINKS] if timed else []
+    usage = replay(event for span in read() for event in span.events)
+    return Account(header, behaviour, shown, blocks, list(_intervals(blocks)), swaps, usage, plan(blocks), timed, first)
+
+
+def _intervals(blocks: Iterable[Life]) -> Iterator[Interval]:
+    for life in blocks:
+        for before, after in pairwise(life.accesses):
+            yield Interval(after.time - before.time, life.num_bytes, life.category)

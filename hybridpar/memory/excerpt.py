@@ -1,0 +1,54 @@
+"""Parts of a trace to look at: a few of its steps, and the times that a simulation gives to a trace that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from hybridpar.memory.events import Span, What
+from hybridpar.pipeline.plan.action import Kind, parse_action
+from hybridpar.pipeline.plan.timeline import Timeline
+
+Times = Mapping[tuple[Kind, int, int], tuple[float, float]]
+"""Start and end of an action, by its kind, stage and micro-batch."""
+
+
+def excerpt(spans: Iterable[Span], first: int, last: int) -> list[Span]:
+    """The spans of steps `first` to `last`. Before them are the mallocs of blocks that earlier spans leave alive.
+
+    These mallocs stay in the spans that made them, at their times. Memory: the events of the steps, and living blocks.
+    """
+    born: dict[int, Span] = {}
+    shown: list[Span] = []
+    for span in spans:
+        if span.step > last:
+            break
+        if span.step >= first:
+            shown.append(span)
+            continue
+        for event in span.events:
+            if event.what is What.MALLOC:
+                born[event.block] = Span(span.step, span.action, span.start, span.end, [event])
+            elif event.what is What.FREE:
+                del born[event.block]
+    return [*born.values(), *shown]
+
+
+def simulated_times(timeline: Timeline, rank: int) -> Times:
+    """The times of a pipeline rank's actions."""
+    return {(action.kind, action.stage, action.microbatch): (start, done)
+            for action, start, done, _ in timeline.actions(rank)}
+
+
+def retimed(spans: Iterable[Span], times: Times) -> Iterator[Span]:
+    """The same spans at these times, each action's events evenly over it. What has no time takes none."""
+    now = 0.0
+    for span in spans:
+        start, end = now, now
+        if span.action:
+            action = parse_action(span.action)
+            start, end = times.get((action.kind, action.stage, action.microbatch), (now, now))
+        start, now = max(start, now), max(end, now)
+        each = (now - start) / max(1, len(span.events))
+        yield replace(span, start=start, end=now, events=[
+            event._replace(time=start + (i + 0.5) * each) for i, event in enumerate(span.events)])
