@@ -23,10 +23,13 @@ _LINKS = ("#1f2733", "#b93a3a", "#2c6ab1", "#35843a", "#c7680f", "#774aae")
 _SHADES = {Kind.F: ("#bdd5f3", ""), Kind.B: ("#2c6ab1", "on-dark"), Kind.I: ("#2c6ab1", "on-dark"),
            Kind.W: ("#6fa3dc", ""), Kind.UPDATE: (INK, "on-dark")}
 _BESIDE = "#c9d0d8"
+_LEGEND = "actions: forward light, backward dark, update black, others grey"
 """Actions in the row above a picture: colour, and style of the number in it; of all others, grey."""
 _WIDTH, _LEFT, _RIGHT, _TOP, _PLOT = 1200, 96, 24, 96, 420
 _BOXES, _TICKS, _CELL = 1500, 20_000, 4
 """Most blocks and accesses that are drawn one by one; pixels of a cell in which intervals are one dot."""
+_SEEN = 0.3
+"""Least pixels of an action's width."""
 _SMALL = 1.5
 """Pixels of height below which blocks are drawn together with their neighbours of the same category."""
 
@@ -64,7 +67,7 @@ def draw_blocks(account: Account) -> Picture:
                    key=lambda box: -box.height * box.width)
     seen = [box for box in boxes if box.height >= _SMALL][:_BOXES]
     alone = {id(box) for box in seen}
-    shapes = [*_heading("blocks in a planned arena", account), *axes(time, bytes_axis), *_actions(account, time)]
+    shapes = [*_heading("blocks in a planned arena", account, _LEGEND), *axes(time, bytes_axis), *_actions(account, time)]
     shapes += _merged([box for box in boxes if id(box) not in alone])
     for box in seen:
         shapes.append(rect(box.x, box.y, box.width, round(box.height, 2), COLOURS[box.life.category],
@@ -76,7 +79,7 @@ def draw_blocks(account: Account) -> Picture:
     marks = [f'<path d="M{_LEFT + 3} {bottom - 6} v6" stroke="{INK}"/>', note("read", _LEFT + 12, bottom + 2),
              f'<path d="M{_LEFT + 63} {bottom - 6} v10" stroke="#fff" stroke-width="4"/>'
              f'<path d="M{_LEFT + 63} {bottom - 8} v12" stroke="{INK}" stroke-width="2"/>',
-             note("write; blocks that are less than a pixel or two high have none", _LEFT + 72, bottom + 2)]
+             note("write, in blocks large enough to show them", _LEFT + 72, bottom + 2)]
     return Picture(bottom + 24, [*shapes, *items, *marks])
 
 
@@ -86,7 +89,7 @@ def draw_strip(account: Account) -> Picture:
     held = _columns(account, time)
     most = max((sum(numbers.values()) for numbers in held), default=0)
     bytes_axis = _bytes_axis("bytes", max(most, peak.num_bytes, 1) * 1.06, _TOP + _PLOT, _TOP)
-    shapes = [*_heading("memory by category", account), *axes(time, bytes_axis), *_actions(account, time)]
+    shapes = [*_heading("memory by category", account, _LEGEND), *axes(time, bytes_axis), *_actions(account, time)]
     below = [0] * len(held)
     for category in Category:
         above = [low + numbers.get(category, 0) for low, numbers in zip(below, held, strict=True)]
@@ -137,16 +140,18 @@ def draw_intervals(account: Account) -> Picture:
 def _swap_lines(points: Sequence[Interval], x: Axis, y: Axis, top: float) -> tuple[list[str], float]:
     """The lines S = ATI / (1/B_d2h + 1/B_h2d), and a row of text for each: how many intervals are under it."""
     shapes = []
-    for link, colour in zip(LINKS, _LINKS, strict=False):
-        a, b = (max(swappable(x.low, link), y.low), min(swappable(x.high, link), y.high))
+    for number, (link, colour) in enumerate(zip(LINKS, _LINKS, strict=False)):
+        per_second = swappable(1.0, link)
+        low, high = max(per_second * x.low, y.low), min(per_second * x.high, y.high)
         under = sum(p.num_bytes <= swappable(p.seconds, link) for p in points)
-        if a < b:
-            per_second = swappable(1.0, link)
-            shapes.append(f'<path d="M{x(a / per_second):.1f} {y(a):.1f} L{x(b / per_second):.1f} {y(b):.1f}" '
-                          f'stroke="{colour}" stroke-width="1.5" fill="none"><title>{link.name}</title></path>')
+        if low < high:
+            end = x(high / per_second)
+            shapes += [f'<path d="M{x(low / per_second):.1f} {y(low):.1f} L{end:.1f} {y(high):.1f}" stroke="{colour}" '
+                       f'stroke-width="1.5" fill="none"><title>{link.name}</title></path>',
+                       f'<text class="mid" x="{end:.1f}" y="{y(high) - 6 - number % 2 * 13:.1f}">{link.name}</text>']
         shapes += [rect(_LEFT, top + 4, 22, 2, colour),
-                   note(f"{link.name}: below its line {under:,} blocks could leave and be back without costing time, "
-                        f"{len(points) - under:,} above it could not", _LEFT + 30, top + 9)]
+                   note(f"{link.name}: in {under:,} intervals, below its line, a block could leave and be back without "
+                        f"costing time; in {len(points) - under:,}, above it, not", _LEFT + 30, top + 9)]
         top += 20
     return shapes, top
 
@@ -175,20 +180,17 @@ def _within(time: float, account: Account) -> float:
 
 
 def _actions(account: Account, time: Axis) -> Iterator[str]:
-    """The row of actions above a picture: forwards light, backwards dark, updates black, all else grey."""
+    """Yields the row of actions above a picture."""
     y, height = _TOP - 30, 18
     yield rect(_LEFT, y, _WIDTH - _RIGHT - _LEFT, height, IDLE)
-    drawn = [(span, time(_within(span.start, account)), time(_within(span.end, account)))
-             for span in account.spans if span.action and span.end > account.start]
-    drawn = [(span, left, right) for span, left, right in drawn if right - left > 0.3]
-    kinds = [(parse_action(span.action), left, right) for span, left, right in drawn]
-    digits = max((len(str(action.microbatch)) for action, _, _ in kinds if action.kind in _SHADES), default=1)
-    narrowest = min((right - left for action, left, right in kinds if action.kind in _SHADES), default=0.0)
-    for action, left, right in kinds:
+    drawn = [(parse_action(span.action), left, right) for span in account.spans
+             if span.action and (right := time(_within(span.end, account))) - (
+                 left := time(_within(span.start, account))) > _SEEN]
+    for action, left, right in drawn:
         colour, css = _SHADES.get(action.kind, (_BESIDE, ""))
         yield rect(left, y, max(right - left - 0.6, 0.3), height, colour, str(action))
-        if narrowest > 7 * digits + 3 and action.kind in _SHADES:
-            yield f'<text class="mid {css}" x="{(left + right) / 2:.1f}" y="{y + 13.5}">{action.microbatch}</text>'
+        if right - left > 7.5 * len(text := str(action.microbatch)) + 3 and action.kind in _SHADES:
+            yield f'<text class="mid {css}" x="{(left + right) / 2:.1f}" y="{y + 13.5}">{text}</text>'
     yield f'<text class="muted end" x="{_LEFT - 8}" y="{y + 13.5}">actions</text>'
 
 
@@ -249,7 +251,7 @@ def _accesses(boxes: Sequence[_Box], time: Axis) -> Iterator[str]:
     paths: dict[bool, list[str]] = {False: [], True: []}
     left = _TICKS
     for box in boxes:
-        if box.height < 5 or left <= 0:
+        if box.height < 5 or box.width < 5 or left <= 0:
             continue
         marks = {(round(time(access.time), 1), access.writes) for access in box.life.accesses
                  if time.low <= access.time <= time.high}
