@@ -6,8 +6,8 @@
 A block is the memory of one storage. Views share it, and making one is no access.
 
     {"format": "hybridpar memory 1", "rank": 0, "device": "cpu", ...}
-    {"step": 1, "action": "F3@0v1", "start": 0.013, "end": 0.021, "events": [["malloc", 17, 4096, "aten::mm", 0.0131, 2, ""],
-                                                                     ["write", 17, 4096, "aten::mm", 0.0131, 2, ""], ..]}
+    {"step": 1, "action": "F3@0v1", "start": 0.013, "end": 0.021, "events": [
+        ["malloc", 17, 4096, "aten::mm", 0.0131, 2, ""], ["write", 17, 4096, "aten::mm", 0.0131, 2, ""], ..]}
 
 Source of the four behaviours: Li et al., ISPASS 2021, arXiv 2104.00258.
 """
@@ -109,7 +109,7 @@ class Access(NamedTuple):
 
 @dataclass(slots=True)
 class Life:
-    """A block from malloc to free. died: None while it lives. layer: number of the model's block that made it; -1: none.
+    """A block from malloc to free. died: None while it lives. layer: number of the model's block that made it, or -1.
 
     Actions are those in which it was made and given back; steps count from 1. Units: bytes, seconds.
     """
@@ -149,7 +149,7 @@ class Life:
 
 _COLUMNS = {category.value: category for category in Category}
 _BACKWARDS = (Kind.B, Kind.I, Kind.W)
-_MESSAGES = frozenset({"aten::empty", "aten::new_empty"})
+_MESSAGES = frozenset({"aten::empty", "aten::new_empty", "aten::cat"})
 
 
 def _kind(action: str) -> Kind | None:

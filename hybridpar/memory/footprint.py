@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
 from hybridpar.config import Config
-from hybridpar.grid import Axis, ProcessGrid, sizes_of
 from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.silent import silent_grid
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.models.cost import LABELLED
 from hybridpar.pipeline.run.lane import Lane
@@ -97,7 +96,7 @@ class _TracedStage:
     def __init__(self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, tracker: Tracker):
         model, device = config.model, tracker.device
         self.config, self.tracker = config, tracker
-        grid = ProcessGrid.imagined(sizes_of(config.parallel), 0, lambda _, ranks: _SilentGroup(0, len(ranks)))  # type: ignore[call-arg]
+        grid = silent_grid(config)
         policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
         sequence = config.parallel.sequence
         self.stage = Stage(build_blocks(
@@ -184,35 +183,3 @@ def sample_microbatch(config: Config) -> dict[str, Tensor]:
         batch["padding_mask"] = torch.ones(shape, dtype=torch.bool)
         batch["sentence_labels"] = torch.zeros(b, dtype=torch.int64)
     return batch
-
-
-class _Done(dist.Work):
-    def wait(self, *args: Any) -> bool:
-        """Returns at once."""
-        return True
-
-
-class _SilentGroup(dist.ProcessGroup):
-    """Collectives that do nothing, in memory that they have been given."""
-
-    def allreduce(self, *args: Any) -> Any:
-        return _Done()
-
-    def alltoall_base(self, *args: Any) -> Any:
-        return _Done()
-
-    def broadcast(self, *args: Any) -> Any:
-        return _Done()
-
-    def reduce(self, *args: Any) -> Any:
-        return _Done()
-
-    def all_gather_single(self, *args: Any) -> Any:
-        return _Done()
-
-    _allgather_base = all_gather_single  # type: ignore[assignment]  # its name before torch 2.13
-
-
-def silent_axis(name: str, size: int) -> Axis:
-    """An axis of `size` ranks, of which this is the first, whose collectives send nothing and change nothing."""
-    return Axis(name, 0, tuple(range(size)), _SilentGroup(0, size) if size > 1 else None)  # type: ignore[call-arg]
