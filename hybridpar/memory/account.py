@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from hybridpar.errors import DataError
-from hybridpar.memory.arena import Arena, plan
+from hybridpar.memory.arena import Arena, blocks_of, plan
 from hybridpar.memory.behaviour import Behaviour, analyse
-from hybridpar.memory.events import Category, Header, Life, Span, lives
-from hybridpar.memory.excerpt import excerpt
+from hybridpar.memory.events import Category, Header, Life, Span, What, lives
+from hybridpar.memory.excerpt import Level, excerpt, levels
 from hybridpar.memory.fragmentation import Usage, replay
 from hybridpar.memory.swap import LINKS, feasible, saved_at_peak
 from hybridpar.pipeline.plan.svg import FORWARDS
 
 
-class Interval(NamedTuple):
+class Gap(NamedTuple):
     """Time between two accesses of a block, one after the other."""
 
     seconds: float
@@ -46,7 +46,8 @@ class Account:
     behaviour: Behaviour
     spans: Sequence[Span]
     lives: Sequence[Life]
-    intervals: Sequence[Interval]
+    gaps: Sequence[Gap]
+    levels: Sequence[Level]
     swaps: Sequence[Swapped]
     usage: Usage
     arena: Arena
@@ -96,14 +97,20 @@ def examine(header: Header, read: Callable[[], Iterable[Span]], *, timed: bool =
     if shown[-1].step == first:
         before = excerpt(read(), first - 1, first)
         first, shown = next((span.step, before) for span in before if span.step >= first - 1)
-    blocks = list(lives(shown))
+    order = {block: i for i, block in enumerate(_handed_out(shown))}
+    blocks = sorted(lives(shown), key=lambda life: order[life.block])
     swaps = [Swapped(link.name, len(feasible(blocks, link)), saved_at_peak(blocks, link, behaviour.peak))
-             for link in LINKS] if timed else []
+             for link in LINKS.values()] if timed else []
     usage = replay(event for span in read() for event in span.events)
-    return Account(header, behaviour, shown, blocks, list(_intervals(blocks)), swaps, usage, plan(blocks), timed, first)
+    categories = {life.block: life.category for life in blocks}
+    return Account(header, behaviour, shown, blocks, _gaps(blocks, categories), list(levels(shown, categories)), swaps,
+                   usage, plan(blocks_of(shown)), timed, first)
 
 
-def _intervals(blocks: Iterable[Life]) -> Iterator[Interval]:
-    for life in blocks:
-        for before, after in pairwise(life.accesses):
-            yield Interval(after.time - before.time, life.num_bytes, life.category)
+def _handed_out(spans: Iterable[Span]) -> Iterator[int]:
+    return (event.block for span in spans for event in span.events if event.what is What.MALLOC)
+
+
+def _gaps(blocks: Iterable[Life], categories: Mapping[int, Category]) -> list[Gap]:
+    return [Gap(after.time - before.time, life.num_bytes, categories[life.block])
+            for life in blocks for before, after in pairwise(life.accesses)]

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hybridpar.memory.account import Account, Interval
+from hybridpar.memory.account import Account, Gap
 from hybridpar.memory.chart import Axis, axes, byte_unit, lasting, legend, note, sized
-from hybridpar.memory.events import Category, Life, Span
+from hybridpar.memory.events import Category, Life
 from hybridpar.memory.swap import LINKS, swappable
 from hybridpar.pipeline.plan.action import Kind, parse_action
 from hybridpar.pipeline.plan.shapes import IDLE, INK, page, rect
@@ -55,6 +55,11 @@ def stacked(pictures: Iterable[Picture]) -> str:
     return page(_WIDTH, y, "\n".join(parts))
 
 
+def pictures(account: Account) -> list[Picture]:
+    """All pictures of an account."""
+    return [draw_blocks(account), draw_strip(account), draw_intervals(account)]
+
+
 def draw_blocks(account: Account) -> Picture:
     """Blocks over time at their offsets in the planned arena, with their reads and writes.
 
@@ -67,7 +72,8 @@ def draw_blocks(account: Account) -> Picture:
                    key=lambda box: -box.height * box.width)
     seen = [box for box in boxes if box.height >= _SMALL][:_BOXES]
     alone = {id(box) for box in seen}
-    shapes = [*_heading("blocks in a planned arena", account, _LEGEND), *axes(time, bytes_axis), *_actions(account, time)]
+    shapes = [*_heading("blocks in a planned arena", account, _LEGEND), *axes(time, bytes_axis),
+              *_actions(account, time)]
     shapes += _merged([box for box in boxes if id(box) not in alone])
     for box in seen:
         shapes.append(rect(box.x, box.y, box.width, round(box.height, 2), COLOURS[box.life.category],
@@ -112,7 +118,7 @@ def draw_strip(account: Account) -> Picture:
 
 def draw_intervals(account: Account) -> Picture:
     """Access intervals by length and bytes of the block; below a link's line the block could leave meanwhile."""
-    points = [p for p in account.intervals if p.seconds > 0 and p.num_bytes > 0]
+    points = [p for p in account.gaps if p.seconds > 0 and p.num_bytes > 0]
     unit = "time" if account.timed else f"time in {account.time_unit}"
     shortest, longest = (f((p.seconds for p in points), default=1.0) for f in (min, max))
     least, most = (f((p.num_bytes for p in points), default=1) for f in (min, max))
@@ -137,10 +143,10 @@ def draw_intervals(account: Account) -> Picture:
     return Picture(bottom + 12, shapes)
 
 
-def _swap_lines(points: Sequence[Interval], x: Axis, y: Axis, top: float) -> tuple[list[str], float]:
+def _swap_lines(points: Sequence[Gap], x: Axis, y: Axis, top: float) -> tuple[list[str], float]:
     """The lines S = ATI / (1/B_d2h + 1/B_h2d), and a row of text for each: how many intervals are under it."""
     shapes = []
-    for number, (link, colour) in enumerate(zip(LINKS, _LINKS, strict=False)):
+    for number, (link, colour) in enumerate(zip(LINKS.values(), _LINKS, strict=False)):
         per_second = swappable(1.0, link)
         low, high = max(per_second * x.low, y.low), min(per_second * x.high, y.high)
         under = sum(p.num_bytes <= swappable(p.seconds, link) for p in points)
@@ -270,7 +276,7 @@ def _columns(account: Account, time: Axis) -> list[dict[Category, int]]:
     """Bytes by category in each column of pixels, when they are the most in it."""
     most: list[dict[Category, int]] = [{} for _ in range(_WIDTH - _RIGHT - _LEFT)]
     column, held = 0, most[0]
-    for when, numbers in account.behaviour.timeline:
+    for when, numbers in account.levels:
         if when > account.end:
             break
         now = min(int(time(_within(when, account))) - _LEFT, len(most) - 1)

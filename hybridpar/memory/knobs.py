@@ -82,13 +82,17 @@ def _all(config: Config, memory: StageMemory) -> Iterator[Knob]:
         yield Knob({"checkpoint": {"asynchronous": False}}, memory.checkpoint)
 
 
-def savings(config: Config, rank: int, knobs: Iterable[Knob], device: torch.device | None = None) -> list[Saving]:
-    """The savings of those knobs that make the predicted peak of pipeline rank `rank` smaller; the largest first."""
-    before = predict(config, device=device, ranks=[rank])[0].total
+def savings(
+    config: Config, rank: int, memory: StageMemory, knobs: Iterable[Knob], device: torch.device | None = None
+) -> list[Saving]:
+    """The savings of those knobs that make the predicted peak of pipeline rank `rank` smaller; the largest first.
+
+    memory: predicted without them.
+    """
     found = []
     for knob in knobs:
         after = predict(from_mapping(knob.changes, config), device=device, ranks=[rank])[0].total
-        found.append(Saving(str(knob), before - after, after))
+        found.append(Saving(str(knob), memory.total - after, after))
     return _sorted(found)
 
 
@@ -100,7 +104,7 @@ def offloading(timeline: Iterable[tuple[float, Mapping[Category, int]]]) -> list
         peak = max(peak, total)
         for category in Category:
             without[category] = max(without[category], total - held.get(category, 0))
-    return _sorted(Saving(f"{category.value} offloaded", peak - left, left) for category, left in without.items())
+    return _sorted(Saving(category.value, peak - left, left) for category, left in without.items())
 
 
 def _sorted(found: Iterable[Saving]) -> list[Saving]:

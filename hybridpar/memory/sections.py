@@ -1,83 +1,78 @@
-"""The report on a rank's memory as tables, and these as text or HTML."""
+"""The report on a rank's memory, as tables."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from hybridpar.memory.account import Account
+from hybridpar.memory.behaviour import Behaviour, Distribution
 from hybridpar.memory.chart import lasting, sized
-from hybridpar.memory.events import Category
-from hybridpar.memory.knobs import Saving
-from hybridpar.memory.predict import StageMemory
-from hybridpar.memory.report import aligned
+from hybridpar.memory.events import Category, Header
+from hybridpar.memory.knobs import Saving, offloading
+from hybridpar.memory.report import aligned, shares
 
 _MIB = 2**20
 _MOST = 8
 """Rows of a table of blocks or layers; what is left over is one more."""
-_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report. rows: of a table, the first its heading; notes: lines below it."""
+    """A part of a report. rows: of a table, the first its heading. num_left: columns of texts. notes: lines below."""
 
     title: str
     rows: Sequence[Sequence[str]] = ()
+    num_left: int = 1
     notes: Sequence[str] = ()
 
 
 def report(account: Account, savings: Sequence[Saving] = ()) -> list[Section]:
-    """Who owns the peak and when it is, how long blocks live, what could leave, fragmentation, stability, knobs.
+    """Who owns the peak and when it is, knobs, how long blocks live, what could leave, fragmentation, stability.
 
-    savings: of the knobs; those of offloading included.
+    savings: of the knobs; those of offloading come after them.
     """
-    return [*_peak(account), _lifetimes(account), _swaps(account), _fragmentation(account), _stability(account),
-            *_knobs(savings)]
+    return [*_peak(account), *_knobs(account, savings), _lifetimes(account), *_swaps(account), _fragmentation(account),
+            _stability(account.behaviour)]
+
+
+def ranks_section(traces: Iterable[tuple[Header, Behaviour]]) -> Section:
+    """The peaks of ranks."""
+    rows = []
+    for header, behaviour in traces:
+        peak = behaviour.peak
+        owner = max(peak.by_category, key=lambda category: peak.by_category[category]).value
+        place = " ".join(f"{axis}={index}" for axis, index in header.place.items())
+        rows.append([str(header.rank), place, peak.action or "-", owner, str(peak.step), _mib(peak.num_bytes)])
+    return Section("peaks", [["rank", "place", "in", "most are", "of step", "MiB"], *rows], 4)
+
+
+def as_json(account: Account, savings: Sequence[Saving]) -> dict[str, Any]:
+    """The report as plain values. Units: bytes."""
+    behaviour, usage = account.behaviour, account.usage
+    peak = behaviour.peak
+    return {
+        "ok": True, "rank": account.header.rank, "place": account.header.place, "device": account.header.device,
+        "predicted": account.header.predicted, "num_steps": behaviour.num_steps, "stable_from": behaviour.stable_from,
+        "peak": {"bytes": peak.num_bytes, "step": peak.step, "action": peak.action,
+                 "by_category": {c.value: n for c, n in peak.by_category.items()}, "by_block": peak.by_layer},
+        "knobs": [saving.as_json() for saving in savings],
+        "offloaded": [saving.as_json() for saving in offloading(account.levels)],
+        "swaps": [asdict(swap) for swap in account.swaps],
+        "fragmentation": {"largest_live": usage.largest_live, "reserved": usage.reserved,
+                          "arena": account.arena.num_bytes},
+    }
 
 
 def as_text(sections: Iterable[Section]) -> str:
     """Sections below each other, columns aligned."""
-    return "\n\n".join("\n".join([section.title, *([aligned(section.rows)] if section.rows else []), *section.notes])
-                       for section in sections)
+    return "\n\n".join("\n".join(_lines(section)) for section in sections)
 
 
-def as_html(sections: Iterable[Section]) -> Iterator[str]:
-    """Yields a heading, a table and paragraphs for each section."""
-    for section in sections:
-        yield f"<h2>{escape(section.title)}</h2>"
-        if section.rows:
-            head, *rows = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
-                           for row, tag in zip(section.rows, ("th", *["td"] * len(section.rows)), strict=False))
-            yield f"<table><thead><tr>{head}</tr></thead><tbody>"
-            yield from (f"<tr>{row}</tr>" for row in rows)
-            yield "</tbody></table>"
-        yield from (f"<p>{escape(text)}</p>" for text in section.notes)
-
-
-def shares(parts: Mapping[_Key, int]) -> dict[_Key, float]:
-    """The percentage of each part, in tenths that add up to 100."""
-    total = sum(parts.values()) or 1
-    tenths = {key: 1000 * part // total for key, part in parts.items()}
-    by_rest = sorted(parts, key=lambda key: -(1000 * parts[key] % total))
-    for key in by_rest[: 1000 - sum(tenths.values())]:
-        tenths[key] += 1
-    return {key: count / 10 for key, count in tenths.items()}
-
-
-def short_form(memory: Sequence[StageMemory], rank_name: str, saving: Saving | None) -> list[str]:
-    """The fullest rank of a prediction, who owns its peak, and what a knob saves there."""
-    rank = max(range(len(memory)), key=lambda number: memory[number].total)
-    stage = memory[rank]
-    owners = sorted(shares(stage.columns).items(), key=lambda item: -item[1])
-    whose = ", ".join(f"{name} {share:.0f} %" for name, share in owners[:4] if share >= 1)
-    lines = [f"the fullest is {rank_name} {rank}, {stage.total / _MIB:,.1f} MiB in {stage.during}: {whose}"]
-    if saving is not None:
-        lines.append(f"{saving.knob} would save {saving.saves / _MIB:,.1f} MiB of it; "
-                     "`hybridpar memory` says what all knobs save")
-    return lines
+def _lines(section: Section) -> list[str]:
+    return [section.title, *([aligned(section.rows, section.num_left)] if section.rows else []), *section.notes]
 
 
 def _mib(num_bytes: float) -> str:
@@ -94,17 +89,70 @@ def _parts(title: str, what: str, parts: Mapping[str, int]) -> Section:
 def _peak(account: Account) -> Iterator[Section]:
     peak = account.behaviour.peak
     where = f"in {peak.action}" if peak.action else "between two actions"
-    when = f" ({lasting(peak.time)} into the trace)" if account.timed else ""
+    when = f", {lasting(peak.time)} into the trace" if account.timed else ""
     categories = {c.value: peak.by_category[c] for c in Category if peak.by_category.get(c)}
-    yield _parts(f"{account.name}: a peak of {sized(peak.num_bytes)}, {where} of step {peak.step}{when}", "category",
+    yield _parts(f"{account.name}: a peak of {sized(peak.num_bytes)} {where} of step {peak.step}{when}", "category",
                  dict(sorted(categories.items(), key=lambda item: -item[1])))
     layers = sorted(peak.by_layer.items(), key=lambda item: -item[1])
     named = {"none" if layer < 0 else str(layer): part for layer, part in layers[:_MOST]}
     if rest := sum(part for _, part in layers[_MOST:]):
         named[f"{len(layers) - _MOST} others"] = rest
-    yield _parts("at the peak, by the model's block that made it", "block", named)
-    owners = sorted(peak.owners, key=lambda life: -life.num_bytes)[:_MOST]
-    yield Section("the largest there", [
-        ["MiB", "category", "made by", "in", "of step", "model's block"],
-        *([_mib(life.num_bytes), life.category.value, life.op or life.name, life.born_in or "-", str(life.born_step),
-           "-" if life.layer < 0 else str(life.layer)] for life in owners)])
+    if named:
+        yield _parts("its activations, by the model's block that made them", "block", named)
+    yield Section("its largest blocks", [
+        ["category", "made by", "in", "of step", "model's block", "MiB"],
+        *([life.category.value, life.op or life.name, life.born_in or "-", str(life.born_step),
+           "-" if life.layer < 0 else str(life.layer), _mib(life.num_bytes)] for life in peak.owners[:_MOST])], 3)
+
+
+def _knobs(account: Account, savings: Sequence[Saving]) -> Iterator[Section]:
+    for title, found in (("knobs, by what they save of the predicted peak", savings),
+                         ("categories, by what the peak loses if they are offloaded", offloading(account.levels))):
+        if found:
+            yield Section(title, [["", "saves MiB", "leaves MiB"],
+                                  *([one.knob, _mib(one.saves), _mib(one.peak)] for one in found)])
+
+
+def _lifetimes(account: Account) -> Section:
+    """Times are percentiles; a gap is the time between two accesses of a block."""
+    gaps: dict[Category, Distribution] = defaultdict(Distribution)
+    for gap in account.gaps:
+        gaps[gap.category].add(gap.seconds)
+    behaviour, time = account.behaviour, lasting if account.timed else "{:.3g}".format
+    rows = [["category", "blocks", "MiB in all", "reads", "writes", "lives 50 %", "90 %", "interval 50 %", "90 %"]]
+    for category in (c for c in Category if c in behaviour.breakdown):
+        totals = behaviour.breakdown[category]
+        cells = [f"{totals.num_blocks:,}", _mib(totals.num_bytes), f"{totals.reads:,}", f"{totals.writes:,}"]
+        for table in (behaviour.lifetimes, gaps):
+            found = table.get(category)
+            cells += [time(found.percentile(p)) for p in (50, 90)] if found and found.count else ["-", "-"]
+        rows.append([category.value, *cells])
+    unit = "" if account.timed else f" Times are in {account.time_unit}."
+    return Section("lifetimes and access intervals", rows, notes=[
+        f"Half of the blocks live no longer, 90 % no longer; intervals are between two accesses of a block.{unit}"])
+
+
+def _swaps(account: Account) -> Iterator[Section]:
+    if not account.timed:
+        yield Section("what could be swapped", notes=[
+            "Nothing ran, so no time is known: --profile or --cluster gives estimated times, a run measured ones."])
+        return
+    yield Section("what could leave over a link and be back without costing time", [
+        ["link", "intervals", "of", "saves MiB of the peak"],
+        *([swap.link, f"{swap.num_intervals:,}", f"{len(account.gaps):,}", _mib(swap.saves)]
+          for swap in account.swaps)])
+
+
+def _fragmentation(account: Account) -> Section:
+    usage, arena = account.usage, account.arena
+    rows = [("largest living set", usage.largest_live), ("planned arena", arena.num_bytes),
+            ("modelled caching allocator", usage.reserved)]
+    return Section("fragmentation", [["", "MiB", "of the largest set"], *(
+        [name, _mib(part), f"{part / max(1, usage.largest_live):.3f}"] for name, part in rows)])
+
+
+def _stability(behaviour: Behaviour) -> Section:
+    steps, since = behaviour.num_steps, behaviour.stable_from
+    text = (f"Every step from step {since} on does the same" if since is not None else
+            "No two steps are known to do the same" if steps > 1 else "One step only: nothing to compare it with")
+    return Section("stability", notes=[f"{text} ({steps} step{'s' * (steps != 1)} in the trace)."])

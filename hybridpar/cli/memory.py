@@ -1,0 +1,143 @@
+"""The command that looks into the memory of a run, before or after: `memory`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import arg
+
+from hybridpar.cli.outputs import check_outputs, write_output
+from hybridpar.cli.planning import ConfigFile, Overrides, planned, resolved
+from hybridpar.cli.values import Within
+from hybridpar.config import Config, Launch
+from hybridpar.errors import config_error
+
+if TYPE_CHECKING:
+    from hybridpar.memory.account import Account
+    from hybridpar.memory.events import Header, Span
+    from hybridpar.memory.knobs import Saving
+    from hybridpar.memory.sections import Section
+    from hybridpar.pipeline.plan.costs import Costs
+
+MEMORY = "memory"
+"""Folder of a run's traces."""
+_TRACE, _SVG, _HTML, _PERFETTO = "trace.jsonl", "memory.svg", "memory.html", "memory.perfetto.json"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Say which blocks make up a rank's memory, when they are used, and what each knob saves; predicted or recorded."""
+
+    path: ConfigFile
+    config: Overrides
+    measured: Annotated[str, arg(name="run")] = ""
+    """A run folder: look at what it recorded (train.record_memory). Stands for its configuration, too."""
+    rank: Annotated[int, Within(-1, 2**40)] = -1
+    """A rank of the job; -1: the one whose peak is the largest, of all that recorded, or of the first pipeline."""
+    world_size: Annotated[int, Within(0, 2**20)] = 0
+    """Processes of the pretended job; 0: as many as the grid has."""
+    steps: Annotated[int, Within(1, 1000)] = 2
+    """Steps to predict."""
+    profile: str = ""
+    """Predict with the times of blocks and links that `hybridpar profile` has measured."""
+    cluster: str = ""
+    """A cluster.toml: predict with estimated times on those machines (or those of the profile)."""
+    output: str = ""
+    """A folder for memory.html, memory.svg, memory.perfetto.json and, of what is predicted, trace.jsonl."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.memory.account import examine
+        from hybridpar.memory.sections import as_json, as_text, report
+
+        names = (_SVG, _HTML, _PERFETTO, *([] if self.measured else [_TRACE]))
+        for name in names if self.output else ():
+            check_outputs([self.path, self.profile, self.cluster], output=str(Path(self.output, name)))
+        config, costs = resolved(self.config, self.world_size), None
+        if self.profile or self.cluster:
+            config, costs = planned(self.config, self.profile, self.cluster, launch)
+        trace = self._recorded() if self.measured else self._predicted(config, costs)
+        account = examine(trace.header, trace.read, timed=trace.timed)
+        saved = _savings(config, trace.header)
+        sections = report(account, saved)
+        if self.output:
+            self._write(trace, account, sections)
+        print(json.dumps(as_json(account, saved)) if self.json else as_text([*trace.others, *sections]))
+        return 0
+
+    def _predicted(self, config: Config, costs: Costs | None) -> _Trace:
+        from hybridpar.grid import lines_of, sizes_of
+        from hybridpar.memory import predict
+        from hybridpar.memory.excerpt import retimed, simulated_times
+        from hybridpar.train.memory_trace import predict_trace
+        from hybridpar.train.preview import preview
+
+        if self.rank >= (number := config.parallel.num_ranks):
+            raise config_error("rank", self.rank, f"the grid has {number} ranks, from 0 on", str(number - 1))
+        rank = self.rank
+        if rank < 0:
+            peaks = [stage.total for stage in predict(config)]
+            rank = lines_of(sizes_of(config.parallel))["pp"][0][peaks.index(max(peaks))]
+        header, spans = predict_trace(config, rank, steps=self.steps)
+        timeline = preview(config, self.steps, costs).timeline
+        spans = list(retimed(spans, simulated_times(timeline, header.place["pp"])))
+        return _Trace(header, lambda: spans, costs is not None)
+
+    def _recorded(self) -> _Trace:
+        from hybridpar.memory.behaviour import analyse
+        from hybridpar.memory.events import read_trace
+        from hybridpar.memory.sections import ranks_section
+
+        folder = Path(self.measured, MEMORY)
+        paths = {int(match[1]): path for path in folder.glob("rank*.jsonl")
+                 if (match := re.fullmatch(r"rank(\d+).jsonl", path.name))}
+        if not paths:
+            raise config_error("run", self.measured, "recorded no memory, as train.record_memory = 0",
+                               "a run with train.record_memory = 3")
+        if self.rank >= 0 and self.rank not in paths:
+            known = ", ".join(map(str, sorted(paths)))
+            raise config_error("rank", self.rank, f"{folder} has the ranks {known}", str(min(paths)))
+        ranks = [self.rank] if self.rank >= 0 else sorted(paths)
+        traces = [(read_trace(paths[rank])[0], analyse(read_trace(paths[rank])[1])) for rank in ranks]
+        fullest = max(range(len(ranks)), key=lambda i: traces[i][1].peak.num_bytes)
+        path = paths[ranks[fullest]]
+        others = [ranks_section(traces)] if len(traces) > 1 else []
+        return _Trace(traces[fullest][0], lambda: read_trace(path)[1], True, others)
+
+    def _write(self, trace: _Trace, account: Account, sections: Sequence[Section]) -> None:
+        from hybridpar.memory.drawing import pictures, stacked
+        from hybridpar.memory.events import header_line, span_line
+        from hybridpar.memory.page import html_page, perfetto
+
+        files = {_SVG: stacked(pictures(account)), _HTML: html_page(account, sections), _PERFETTO: perfetto(account)}
+        if not self.measured:
+            files[_TRACE] = header_line(trace.header) + "".join(map(span_line, trace.read()))
+        for name, text in files.items():
+            write_output("output", str(Path(self.output, name)), text)
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """Memory events of a rank. timed: times are seconds. others: what is to be said of other ranks."""
+
+    header: Header
+    read: Callable[[], Iterable[Span]]
+    timed: bool
+    others: Sequence[Section] = ()
+
+
+def _savings(config: Config, header: Header) -> list[Saving]:
+    """The savings of all knobs on a rank."""
+    import torch
+
+    from hybridpar.memory import predict
+    from hybridpar.memory.knobs import knobs, savings
+
+    rank, device = header.place.get("pp", 0), torch.device(torch.device(header.device).type)
+    memory = predict(config, device=device, ranks=[rank])[0]
+    return savings(config, rank, memory, knobs(config, memory), device)
