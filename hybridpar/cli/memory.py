@@ -19,8 +19,10 @@ from hybridpar.errors import config_error
 
 if TYPE_CHECKING:
     from hybridpar.memory.account import Account
+    from hybridpar.memory.behaviour import Behaviour
     from hybridpar.memory.events import Header, Span
     from hybridpar.memory.knobs import Saving
+    from hybridpar.memory.predict import StageMemory
     from hybridpar.memory.sections import Section
     from hybridpar.pipeline.plan.costs import Costs
 
@@ -41,7 +43,7 @@ class Memory:
     """A rank of the job; -1: the one whose peak is the largest, of all that recorded, or of the first pipeline."""
     world_size: Annotated[int, Within(0, 2**20)] = 0
     """Processes of the pretended job; 0: as many as the grid has."""
-    steps: Annotated[int, Within(1, 1000)] = 2
+    steps: Annotated[int, Within(1, 1000)] = 3
     """Steps to predict."""
     profile: str = ""
     """Predict with the times of blocks and links that `hybridpar profile` has measured."""
@@ -62,9 +64,9 @@ class Memory:
         if self.profile or self.cluster:
             config, costs = planned(self.config, self.profile, self.cluster, launch)
         trace = self._recorded() if self.measured else self._predicted(config, costs)
-        account = examine(trace.header, trace.read, timed=trace.timed)
-        saved = _savings(config, trace.header)
-        sections = report(account, saved)
+        account = examine(trace.header, trace.behaviour, trace.read, timed=trace.timed)
+        memory, saved = _savings(config, trace.header)
+        sections = report(account, memory, saved)
         if self.output:
             self._write(trace, account, sections)
         print(json.dumps(as_json(account, saved)) if self.json else as_text([*trace.others, *sections]))
@@ -73,6 +75,7 @@ class Memory:
     def _predicted(self, config: Config, costs: Costs | None) -> _Trace:
         from hybridpar.grid import lines_of, sizes_of
         from hybridpar.memory import predict
+        from hybridpar.memory.behaviour import analyse
         from hybridpar.memory.excerpt import retimed, simulated_times
         from hybridpar.train.memory_trace import predict_trace
         from hybridpar.train.preview import preview
@@ -86,7 +89,7 @@ class Memory:
         header, spans = predict_trace(config, rank, steps=self.steps)
         timeline = preview(config, self.steps, costs).timeline
         spans = list(retimed(spans, simulated_times(timeline, header.place["pp"])))
-        return _Trace(header, lambda: spans, costs is not None)
+        return _Trace(header, analyse(spans), lambda: spans, costs is not None)
 
     def _recorded(self) -> _Trace:
         from hybridpar.memory.behaviour import analyse
@@ -107,7 +110,7 @@ class Memory:
         fullest = max(range(len(ranks)), key=lambda i: traces[i][1].peak.num_bytes)
         path = paths[ranks[fullest]]
         others = [ranks_section(traces)] if len(traces) > 1 else []
-        return _Trace(traces[fullest][0], lambda: read_trace(path)[1], True, others)
+        return _Trace(*traces[fullest], lambda: read_trace(path)[1], True, others)
 
     def _write(self, trace: _Trace, account: Account, sections: Sequence[Section]) -> None:
         from hybridpar.memory.drawing import pictures, stacked
@@ -126,13 +129,14 @@ class _Trace:
     """Memory events of a rank. timed: times are seconds. others: what is to be said of other ranks."""
 
     header: Header
+    behaviour: Behaviour
     read: Callable[[], Iterable[Span]]
     timed: bool
     others: Sequence[Section] = ()
 
 
-def _savings(config: Config, header: Header) -> list[Saving]:
-    """The savings of all knobs on a rank."""
+def _savings(config: Config, header: Header) -> tuple[StageMemory, list[Saving]]:
+    """The predicted peak of a rank, and the savings of all knobs."""
     import torch
 
     from hybridpar.memory import predict
@@ -140,4 +144,4 @@ def _savings(config: Config, header: Header) -> list[Saving]:
 
     rank, device = header.place.get("pp", 0), torch.device(torch.device(header.device).type)
     memory = predict(config, device=device, ranks=[rank])[0]
-    return savings(config, rank, memory, knobs(config, memory), device)
+    return memory, savings(config, rank, memory, knobs(config, memory), device)

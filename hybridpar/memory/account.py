@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hybridpar.errors import DataError
 from hybridpar.memory.arena import Arena, blocks_of, plan
-from hybridpar.memory.behaviour import Behaviour, analyse
+from hybridpar.memory.behaviour import Behaviour
 from hybridpar.memory.events import Category, Header, Life, Span, What, lives
 from hybridpar.memory.excerpt import Level, excerpt, levels
 from hybridpar.memory.fragmentation import Usage, replay
@@ -65,8 +65,10 @@ class Account:
         """The steps that are shown, and where they come from."""
         first, last = self.first_step, self.spans[-1].step
         which = f"steps {first} and {last}" if last > first else f"step {first}"
-        times = "" if not self.header.predicted else ", times simulated" if self.timed else ", times counted"
-        return f"{which} of {self.behaviour.num_steps}, {'predicted' if self.header.predicted else 'recorded'}{times}"
+        source = "recorded"
+        if self.header.predicted:
+            source = "predicted, times " + ("simulated" if self.timed else "from counted operations")
+        return f"{which} of {self.behaviour.num_steps}, {source}"
 
     @property
     def start(self) -> float:
@@ -84,12 +86,13 @@ class Account:
         return "milliseconds" if self.timed else FORWARDS
 
 
-def examine(header: Header, read: Callable[[], Iterable[Span]], *, timed: bool = True) -> Account:
+def examine(
+    header: Header, behaviour: Behaviour, read: Callable[[], Iterable[Span]], *, timed: bool = True
+) -> Account:
     """The account of a trace, which is read several times. Memory: of living blocks, and of two steps.
 
-    Raises: DataError for a trace without a block.
+    behaviour: of the trace. Raises: DataError for a trace without a block.
     """
-    behaviour = analyse(read())
     if not behaviour.peak.num_bytes:
         raise DataError(f"the trace of rank {header.rank} has no block")
     first = behaviour.peak.step

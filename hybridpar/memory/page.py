@@ -12,6 +12,8 @@ from hybridpar.pipeline.plan.action import parse_action
 from hybridpar.pipeline.plan.perfetto import Slice, counter_entries, process_entries, trace_json
 from hybridpar.pipeline.plan.shapes import INK, MUTED
 
+_SEEN = 500
+"""A change is shown from one part of so many of the peak on."""
 _HTML = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -57,7 +59,8 @@ def _lines(section: Section) -> Iterator[str]:
 
 def _row(cells: Sequence[str], num_left: int, tag: str) -> str:
     parts = (f"{tag} class='text'" if i < num_left else tag for i in range(len(cells)))
-    return "<tr>" + "".join(f"<{part}>{escape(cell)}</{tag}>" for part, cell in zip(parts, cells, strict=True)) + "</tr>"
+    row = "".join(f"<{part}>{escape(cell)}</{tag}>" for part, cell in zip(parts, cells, strict=True))
+    return f"<tr>{row}</tr>"
 
 
 def perfetto(account: Account) -> str:
@@ -65,7 +68,15 @@ def perfetto(account: Account) -> str:
     rank, per_second = account.header.rank, 1.0 if account.timed else 1e3
     slices = (Slice(span.action, parse_action(span.action).kind.value, span.start, span.end)
               for span in account.spans if span.action)
-    held = ((time, {category.value: numbers.get(category, 0) for category in account.behaviour.breakdown})
-            for time, numbers in account.levels)
     return trace_json([*process_entries(rank, account.name, slices, per_second),
-                       *counter_entries(rank, "memory", held, per_second)])
+                       *counter_entries(rank, "memory", _samples(account), per_second)])
+
+
+def _samples(account: Account) -> Iterator[tuple[float, dict[str, int]]]:
+    """Yields bytes by category where they change by what can be seen."""
+    least, last = account.behaviour.peak.num_bytes / _SEEN, 0
+    for time, numbers in account.levels:
+        total = sum(numbers.values())
+        if abs(total - last) >= least or time == account.behaviour.peak.time:
+            last = total
+            yield time, {category.value: numbers.get(category, 0) for category in account.behaviour.breakdown}

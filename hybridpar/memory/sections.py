@@ -12,11 +12,14 @@ from hybridpar.memory.behaviour import Behaviour, Distribution
 from hybridpar.memory.chart import lasting, sized
 from hybridpar.memory.events import Category, Header
 from hybridpar.memory.knobs import Saving, offloading
+from hybridpar.memory.predict import StageMemory
 from hybridpar.memory.report import aligned, shares
 
 _MIB = 2**20
 _MOST = 8
 """Rows of a table of blocks or layers; what is left over is one more."""
+_SAID = 1000
+"""A saving is said from one part of so many of the peak on."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,13 @@ class Section:
     notes: Sequence[str] = ()
 
 
-def report(account: Account, savings: Sequence[Saving] = ()) -> list[Section]:
+def report(account: Account, memory: StageMemory, savings: Sequence[Saving]) -> list[Section]:
     """Who owns the peak and when it is, knobs, how long blocks live, what could leave, fragmentation, stability.
 
-    savings: of the knobs; those of offloading come after them.
+    memory: predicted of the rank. savings: of the knobs, of its peak.
     """
-    return [*_peak(account), *_knobs(account, savings), _lifetimes(account), *_swaps(account), _fragmentation(account),
-            _stability(account.behaviour)]
+    return [*_peak(account), *_knobs(memory, savings), *_offloading(account), _lifetimes(account), *_swaps(account),
+            _fragmentation(account), _stability(account.behaviour)]
 
 
 def ranks_section(traces: Iterable[tuple[Header, Behaviour]]) -> Section:
@@ -105,12 +108,23 @@ def _peak(account: Account) -> Iterator[Section]:
            "-" if life.layer < 0 else str(life.layer), _mib(life.num_bytes)] for life in peak.owners[:_MOST])], 3)
 
 
-def _knobs(account: Account, savings: Sequence[Saving]) -> Iterator[Section]:
-    for title, found in (("knobs, by what they save of the predicted peak", savings),
-                         ("categories, by what the peak loses if they are offloaded", offloading(account.levels))):
-        if found:
-            yield Section(title, [["", "saves MiB", "leaves MiB"],
-                                  *([one.knob, _mib(one.saves), _mib(one.peak)] for one in found)])
+def _knobs(memory: StageMemory, savings: Sequence[Saving]) -> Iterator[Section]:
+    copy = (f"{_mib(memory.checkpoint)} MiB of it are the copy of the state that a checkpoint is written from, which is "
+            "in no trace.")
+    if savings:
+        yield Section(f"knobs, by what they save of the predicted peak of {_mib(memory.total)} MiB",
+                      [["", "saves MiB", "leaves MiB"], *map(_saving, savings)], notes=[copy] * (memory.checkpoint > 0))
+
+
+def _offloading(account: Account) -> Iterator[Section]:
+    least = account.behaviour.peak.num_bytes / _SAID
+    if found := [one for one in offloading(account.levels) if one.saves >= least]:
+        yield Section("categories, by what the peak loses if they are offloaded",
+                      [["", "saves MiB", "leaves MiB"], *map(_saving, found)])
+
+
+def _saving(one: Saving) -> list[str]:
+    return [one.knob, _mib(one.saves), _mib(one.peak)]
 
 
 def _lifetimes(account: Account) -> Section:

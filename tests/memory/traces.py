@@ -40,9 +40,13 @@ class _Writer:
         return Span(step, str(action or ""), start, self.now, events)
 
 
-def trace(steps: int = 2, *, layers: int = 3, schedule: str = "1f1b", sizes: Sizes = Sizes(2, 4), rank: int = 1,
+def trace(steps: int = 2, *, layers: int = 3, schedule: str = "1f1b", ranks: int = 2, rank: int = 1,
           unit: int = 256 * KIB) -> list[Span]:
-    """A rank with so many layers. A layer keeps 2 units of a micro-batch and has temporaries of 3."""
+    """A rank with so many layers, 4 micro-batches a step. A layer keeps 2 units of one and has temporaries of 3.
+
+    Weights and gradients have 4 units a layer, the optimizer's state 8.
+    """
+    sizes = Sizes(ranks, 4)
     write = _Writer()
     weights, gradients, moments = (write.make(n * unit * layers, "", name=name)
                                    for n, name in ((4, "weights 0"), (4, "gradients 0"), (8, "optimizer 0")))
