@@ -1,0 +1,358 @@
+"""Memory behaviours of a trace, in one pass over its actions, in memory that does not grow with its length.
+
+    peak          who owns the memory when it is the most
+    timeline      bytes alive by category over time
+    intervals     access time intervals: time between two consecutive accesses (reads, writes) of the same block
+    reuse         bytes of distinct other blocks that are accessed between two consecutive accesses of the same block
+    lifetimes     free - malloc, of blocks that are freed
+    breakdown     blocks, bytes and accesses by category
+    stability     from which step on every step does the same
+
+A block's category is known when its life ends, so what depends on it is added then.
+
+Source: Li et al., ISPASS 2021, arXiv 2104.00258; reuse distance: Mattson et al., IBM Systems Journal 9(2), 1970.
+Units: bytes, seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import heappush, heappushpop
+
+import numpy as np
+
+from hybridpar.memory.events import Access, Category, Life, MemoryEvent, Span, What
+from hybridpar.memory.reuse import ReuseDistances
+from hybridpar.pipeline.plan.action import parse_action
+
+MOST_POINTS = 4096
+MOST_OUTLIERS = 2048
+NUM_OWNERS = 20
+PER_DECADE = 8
+"""Bins of a histogram for each factor of ten."""
+_FINE = 32
+"""Counts for each bin, from which percentiles are taken: neighbours are less than one percent apart."""
+
+
+class Distribution:
+    """Counts of values of at least 0, by their logarithm. Zeros are counted apart. Memory: of a few thousand counts."""
+
+    def __init__(self) -> None:
+        self.count = self.zeros = 0
+        self.total = 0.0
+        self.least, self.most = math.inf, 0.0
+        self._counts: dict[int, int] = defaultdict(int)
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.least, self.most = min(self.least, value), max(self.most, value)
+        if value > 0:
+            self._counts[math.floor(math.log10(value) * PER_DECADE * _FINE)] += 1
+        else:
+            self.zeros += 1
+
+    @property
+    def mean(self) -> float:
+        """Mean value; 0 of none."""
+        return self.total / self.count if self.count else 0.0
+
+    def percentile(self, percent: float) -> float:
+        """The value that so many percent of all values do not exceed, to one percent of it; 0 of none."""
+        wanted = percent / 100 * self.count
+        seen = self.zeros
+        if seen >= wanted:
+            return 0.0
+        for key in sorted(self._counts):
+            seen += self._counts[key]
+            if seen >= wanted:
+                return min(max(10 ** ((key + 0.5) / (PER_DECADE * _FINE)), self.least), self.most)
+        return self.most
+
+    def histogram(self) -> list[tuple[float, float, int]]:
+        """(from, to, count) of bins of an eighth of a decade, from the first that counts any to the last; no zeros."""
+        bins: dict[int, int] = defaultdict(int)
+        for key, count in self._counts.items():
+            bins[key // _FINE] += count
+        return [(10 ** (i / PER_DECADE), 10 ** ((i + 1) / PER_DECADE), bins.get(i, 0))
+                for i in range(min(bins), max(bins) + 1)] if bins else []
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which most bytes are alive, the first one. by_layer: activations alone. owners: the largest blocks.
+
+    Owners' accesses are not kept.
+    """
+
+    num_bytes: int
+    time: float
+    step: int
+    action: str
+    by_category: dict[Category, int]
+    by_layer: dict[int, int]
+    owners: tuple[Life, ...]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Time between two consecutive accesses of a block. before, after: those accesses. life: without its accesses."""
+
+    life: Life
+    before: Access
+    after: Access
+
+    @property
+    def seconds(self) -> float:
+        return self.after.time - self.before.time
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Access time intervals. outliers: those with the largest seconds x bytes, the largest first."""
+
+    distribution: Distribution
+    outliers: list[Interval]
+
+
+@dataclass
+class Totals:
+    """Blocks of a category over the whole trace: number, bytes handed out, reads and writes."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    reads: int = 0
+    writes: int = 0
+
+    @property
+    def accesses(self) -> int:
+        """Reads and writes."""
+        return self.reads + self.writes
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """Memory behaviours of a trace. timeline: (time, bytes alive by category) after actions, and at the peak.
+
+    stable_from: the first step from which on every step has the same row of (behaviour, bytes, operator, action
+    relative to the step); None: there are no two such steps. changes: steps that differ from the one before, the first
+    ones. num_events: of all kinds.
+    """
+
+    peak: Peak
+    timeline: list[tuple[float, dict[Category, int]]]
+    intervals: Intervals
+    reuse: Distribution
+    lifetimes: dict[Category, Distribution]
+    breakdown: dict[Category, Totals]
+    stable_from: int | None
+    num_steps: int
+    changes: tuple[int, ...] = ()
+    num_events: int = 0
+
+
+def analyse(spans: Iterable[Span]) -> Behaviour:
+    """Memory behaviours of a trace, from one pass. Memory: of living blocks and of samples of a fixed number.
+
+    Raises: what reading the actions raises.
+    """
+    found = _Pass()
+    for span in spans:
+        for event in span.events:
+            found.event(span, event)
+        found.end(span)
+    return found.result()
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A living block. born_at: number of the action."""
+
+    life: Life
+    born_at: int
+    reads: int = 0
+    writes: int = 0
+    last: Access | None = None
+
+
+class _Pass:
+    def __init__(self) -> None:
+        self._living: dict[int, _Block] = {}
+        self._live = self._num_events = 0
+        self._best, self._best_at = (0, 0.0, 0, ""), 0
+        self._at_peak: list[Life] = []
+        self._is_peak = False
+        self._timeline, self._steps = _Timeline(), _Steps()
+        self._distances = ReuseDistances()
+        self._intervals, self._reuse = Distribution(), Distribution()
+        self._outliers: list[tuple[float, int, Interval]] = []
+        self._lifetimes: dict[Category, Distribution] = defaultdict(Distribution)
+        self._breakdown: dict[Category, Totals] = defaultdict(Totals)
+
+    def event(self, span: Span, event: MemoryEvent) -> None:
+        self._num_events += 1
+        self._steps.add(span, event)
+        if event.what is What.MALLOC:
+            life = Life(event.block, event.num_bytes, event.op, event.layer, event.name, event.time, span.action,
+                        span.step)
+            self._living[event.block] = _Block(life, self._timeline.now)
+            self._live += event.num_bytes
+            if self._live > self._best[0]:
+                self._best, self._best_at = (self._live, event.time, span.step, span.action), self._timeline.now
+                self._is_peak = True
+        elif event.what is What.FREE:
+            self._note_peak()
+            block = self._living.pop(event.block)
+            block.life.died, block.life.died_in, block.life.died_step = event.time, span.action, span.step
+            self._live -= event.num_bytes
+            self._lifetimes[self._ended(block, self._timeline.now)].add(max(event.time - block.life.born, 0.0))
+            self._distances.remove(event.block)
+        else:
+            self._access(self._living[event.block], span, event)
+
+    def _access(self, block: _Block, span: Span, event: MemoryEvent) -> None:
+        writes = event.what is What.WRITE
+        access = Access(event.time, writes, event.op, span.action, span.step)
+        block.reads, block.writes = block.reads + (not writes), block.writes + writes
+        distance = self._distances.access(event.block, event.num_bytes)
+        if block.last is not None and distance is not None:
+            seconds = max(event.time - block.last.time, 0.0)
+            self._intervals.add(seconds)
+            self._reuse.add(distance)
+            product = seconds * event.num_bytes
+            if product and (len(self._outliers) < MOST_OUTLIERS or product > self._outliers[0][0]):
+                push = heappush if len(self._outliers) < MOST_OUTLIERS else heappushpop
+                push(self._outliers, (product, -self._num_events, Interval(block.life, block.last, access)))
+        block.last = access
+
+    def end(self, span: Span) -> None:
+        self._timeline.end(span.end)
+
+    def _note_peak(self) -> None:
+        """Keeps the blocks that are alive, if they are the most so far: before the first one goes."""
+        if self._is_peak:
+            self._at_peak, self._is_peak = [block.life for block in self._living.values()], False
+
+    def _ended(self, block: _Block, died_at: int | None) -> Category:
+        """Adds to the sums of a category what a block did in its life."""
+        category, num_bytes = block.life.category, block.life.num_bytes
+        self._timeline.add(category, num_bytes, block.born_at, died_at)
+        totals = self._breakdown[category]
+        totals.num_blocks, totals.num_bytes = totals.num_blocks + 1, totals.num_bytes + num_bytes
+        totals.reads, totals.writes = totals.reads + block.reads, totals.writes + block.writes
+        return category
+
+    def result(self) -> Behaviour:
+        self._note_peak()
+        for block in self._living.values():
+            self._ended(block, None)
+        peak = self._peak()
+        outliers = [interval for _, _, interval in sorted(self._outliers, key=lambda one: (-one[0], -one[1]))]
+        return Behaviour(peak, self._timeline.points(peak, self._best_at),
+                         Intervals(self._intervals, outliers), self._reuse, dict(self._lifetimes),
+                         dict(self._breakdown), self._steps.stable_from, self._steps.count, self._steps.changes,
+                         self._num_events)
+
+    def _peak(self) -> Peak:
+        by_category: dict[Category, int] = defaultdict(int)
+        by_layer: dict[int, int] = defaultdict(int)
+        for life in self._at_peak:
+            by_category[category := life.category] += life.num_bytes
+            if category is Category.ACTIVATIONS:
+                by_layer[life.layer] += life.num_bytes
+        owners = sorted(self._at_peak, key=lambda life: (-life.num_bytes, life.block))[:NUM_OWNERS]
+        return Peak(*self._best, dict(by_category), dict(by_layer), tuple(owners))
+
+
+class _Timeline:
+    """Bytes alive by category at the ends of actions; of more than MOST_POINTS at every second end, or fourth, .."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._every = 1
+        self._times: list[float] = []
+        self._changes: dict[Category, np.ndarray] = defaultdict(lambda: np.zeros(MOST_POINTS, np.int64))
+
+    def end(self, time: float) -> None:
+        """Ends an action. A point of several actions is the last one's."""
+        if self.now // self._every == MOST_POINTS - 1:  # the last place is the peak's
+            self._times = self._times[1::2] + self._times[len(self._times) & ~1 :]
+            for category, changes in self._changes.items():
+                joined = changes.reshape(-1, 2).sum(1)
+                self._changes[category] = np.concatenate([joined, np.zeros_like(joined)])
+            self._every *= 2
+        place = self.now // self._every
+        self._times[place:] = [time]
+        self.now += 1
+
+    def add(self, category: Category, num_bytes: int, born_at: int, died_at: int | None) -> None:
+        """Adds a block to all points of its life."""
+        changes = self._changes[category]
+        changes[born_at // self._every] += num_bytes
+        if died_at is not None:
+            changes[died_at // self._every] -= num_bytes
+
+    def points(self, peak: Peak, peak_at: int) -> list[tuple[float, dict[Category, int]]]:
+        """All points, and the peak in its place, which is in the action of that number."""
+        sums = {category: changes.cumsum() for category, changes in self._changes.items()}
+        points = [(time, {category: int(sums[category][i]) for category in sums if sums[category][i]})
+                  for i, time in enumerate(self._times)]
+        if peak.num_bytes:
+            points.insert(peak_at // self._every, (peak.time, peak.by_category))
+        return points
+
+
+class _Steps:
+    """What steps do: a number for each, made of its row of events."""
+
+    _MOST_CHANGES, _MOST_FIRSTS, _UNDER_WAY = 64, 1 << 13, 64
+
+    def __init__(self) -> None:
+        self._rows: dict[int, int] = {}
+        self._firsts: dict[tuple[int, str, int], tuple[int, int]] = {}
+        self._action: tuple[int, str, object] = (0, "", None)
+
+    def add(self, span: Span, event: MemoryEvent) -> None:
+        if self._action[:2] != (span.step, span.action) or self._action[2] is None:
+            self._action = (span.step, span.action, self._relative(span))
+        before = self._rows.get(span.step, 0)
+        self._rows[span.step] = hash((before, event.what.value, event.num_bytes, event.op, self._action[2]))
+
+    def _relative(self, span: Span) -> object:
+        """The action, its micro-batch and version counted from the first ones of its kind and stage in the step."""
+        if not span.action:
+            return ""
+        if len(self._firsts) > self._MOST_FIRSTS:
+            self._firsts = {key: first for key, first in self._firsts.items() if key[0] > span.step - self._UNDER_WAY}
+        action = parse_action(span.action)
+        first = self._firsts.setdefault((span.step, action.kind.value, action.stage),
+                                        (action.microbatch, action.version))
+        return action.kind.value, action.stage, action.microbatch - first[0], action.version - first[1]
+
+    @property
+    def count(self) -> int:
+        return len(self._numbered())
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        return tuple(step for step, same in self._pairs() if not same)[: self._MOST_CHANGES]
+
+    @property
+    def stable_from(self) -> int | None:
+        steps = self._numbered()
+        last = next((step for step, same in reversed(list(self._pairs())) if not same), steps[0] if steps else 0)
+        return last if steps and last != steps[-1] else None
+
+    def _numbered(self) -> list[int]:
+        return sorted(step for step in self._rows if step > 0)
+
+    def _pairs(self) -> Iterator[tuple[int, bool]]:
+        """Each step but the first, and whether it does what the one before did."""
+        steps = self._numbered()
+        return ((b, self._rows[a] == self._rows[b]) for a, b in zip(steps, steps[1:], strict=False))
+
+
+__all__ = ["Behaviour", "Distribution", "Interval", "Intervals", "Peak", "Totals", "analyse"]
