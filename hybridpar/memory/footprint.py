@@ -108,6 +108,7 @@ class _TracedStage:
         self._input: Tensor | None
         self._empty: int
         self._edge: GradientEdge
+        self._loss_dtype: torch.dtype
 
     def static(self) -> dict[str, int]:
         """The bytes that are there all the time, by name."""
@@ -118,14 +119,16 @@ class _TracedStage:
         self._empty = self.tracker.read().current
         self._input = self.lane.whole().requires_grad_() if self.receives else None
         before = self._start()
+        batch = {name: tensor.clone() for name, tensor in batch.items()}
         key = RandomKey.of(self.config.train.seed, 0, 0, device=self.tracker.device)
         out: Any = self.stage(self._input, batch, key)
-        peak = self.tracker.read().peak - before
         if isinstance(out, dict):
             out = sum(out.values())
+            self._loss_dtype = out.dtype
         sent = self.lane.cut(out.detach())
         self._edge = get_gradient_edge(out)
-        del out
+        peak = self.tracker.read().peak - before
+        del out, batch, key
         with_output = self.tracker.read().current
         del sent
         kept = self.tracker.read().current
@@ -133,10 +136,12 @@ class _TracedStage:
 
     def backward(self, first: bool) -> tuple[int, int]:
         """An executor's backward: the most that it took, and what waits after it. `first`: of a batch."""
-        gradient = self.lane.whole() if self.sends else torch.tensor(1.0)
+        gradient = self.lane.whole() if self.sends else None
         if first:
             self.state.begin(0)
         before = self._start()
+        if gradient is None:
+            gradient = torch.full((), 1.0, dtype=self._loss_dtype, device=self.tracker.device)
         self.state.bind(0, (0,))
         if self.config.pipeline.split_backward:
             self.state.collect(None)

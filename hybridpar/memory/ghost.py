@@ -111,7 +111,7 @@ class Tracker(TorchDispatchMode):
             out = self._wrap(func(*args, **{**kwargs, "device": _META}), [])
         else:
             out = func(*args, **kwargs)
-            self._note_real(out, found)
+            self._note_real(out, [] if func is torch.ops.aten.lift_fresh.default else found)  # torch.tensor's last step
         if not is_in_place_without_a_mode(func):
             self._forget_dead()
             scratch = 0 if self.is_cuda else cast_bytes(func, ghosts)

@@ -113,6 +113,8 @@ class Recorder(TorchDispatchMode):
         made = tensors_in(out)
         if in_place:
             self._move(args[0], made[0], _name(func))
+        elif func is torch.ops.aten.lift_fresh.default:  # the last step of torch.tensor
+            self._access(_name(func), _Use([], []), made)
         else:
             self._access(_name(func), _use(func, args, kwargs), made, cast_bytes(func, tensors_in(args)),
                          fresh=_operation(func) in _FRESH)

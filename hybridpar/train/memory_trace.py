@@ -132,12 +132,12 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
         if recorder is not None:
             recorder.communicate(op, reads, writes)
 
-    grid = silent_grid(config, rank, note)
+    grid, loader = silent_grid(config, rank, note), SampleLoader(config)
     with Tracker(device) as tracker:
         engine = Engine(config, grid, tracker.device)
         recorder = EngineRecorder(engine, spans.append)
         with recorder.active():
             tracker.ghost_integers = True
-            engine.train(recorder.loader(SampleLoader(config)), steps, lambda result: None)
+            engine.train(recorder.loader(loader), steps, lambda result: None)
         recorder.close()
     return Header(rank, str(device), dict(grid.place), predicted=True), spans
