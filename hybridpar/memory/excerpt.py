@@ -16,21 +16,24 @@ Level = tuple[float, dict[Category, int]]
 
 
 def excerpt(spans: Iterable[Span], first: int, last: int) -> list[Span]:
-    """The spans of steps `first` to `last`. Before them are the mallocs of blocks that earlier spans leave alive.
+    """The spans from the first of step `first` to the update of step `last`, also those of steps that begin meanwhile.
 
-    These mallocs stay in the spans that made them, at their times. Memory: the events of the steps, and living blocks.
+    Before them are the mallocs of blocks that earlier spans leave alive, each in a span of its own, as it was.
+    Memory: of these spans, and of living blocks.
     """
     born: dict[int, Span] = {}
     shown: list[Span] = []
+    updated = False
     for span in spans:
-        if span.step > last:
+        if (updated and span.action) or (span.step > last and not span.action):
             break
-        if span.step >= first:
+        updated = updated or (span.step == last and span.action.startswith(Kind.UPDATE.value))
+        if shown or span.step >= first:
             shown.append(span)
             continue
         for event in span.events:
             if event.what is What.MALLOC:
-                born[event.block] = Span(span.step, span.action, span.start, span.end, [event])
+                born[event.block] = replace(span, events=[event])
             elif event.what is What.FREE:
                 del born[event.block]
     return [*born.values(), *shown]
