@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hybridpar.memory.sections import Section
     from hybridpar.pipeline.plan.costs import Costs
 
-MEMORY = "memory"
+FOLDER = "memory"
 """Folder of a run's traces."""
 _TRACE, _SVG, _HTML, _PERFETTO = "trace.jsonl", "memory.svg", "memory.html", "memory.perfetto.json"
 
@@ -96,15 +96,16 @@ class Memory:
         from hybridpar.memory.events import read_trace
         from hybridpar.memory.sections import ranks_section
 
-        folder = Path(self.measured, MEMORY)
+        folder = Path(self.measured, FOLDER)
         paths = {int(match[1]): path for path in folder.glob("rank*.jsonl")
                  if (match := re.fullmatch(r"rank(\d+).jsonl", path.name))}
+        if not Path(self.measured).is_dir():
+            raise config_error("run", self.measured, "is not a run folder", "runs/NAME")
         if not paths:
-            raise config_error("run", self.measured, "recorded no memory, as train.record_memory = 0",
-                               "a run with train.record_memory = 3")
+            raise config_error("run", self.measured, "recorded no memory", "a run with train.record_memory = 3")
         if self.rank >= 0 and self.rank not in paths:
             known = ", ".join(map(str, sorted(paths)))
-            raise config_error("rank", self.rank, f"{folder} has the ranks {known}", str(min(paths)))
+            raise config_error("rank", self.rank, f"was not recorded, but {known} were", str(min(paths)))
         ranks = [self.rank] if self.rank >= 0 else sorted(paths)
         traces = [(read_trace(paths[rank])[0], analyse(read_trace(paths[rank])[1])) for rank in ranks]
         fullest = max(range(len(ranks)), key=lambda i: traces[i][1].peak.num_bytes)

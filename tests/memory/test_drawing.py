@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from itertools import combinations
 
 import pytest
-from memory.traces import HEADER, KIB, trace
+from memory.pipeline_trace import HEADER, KIB, trace
 
 from hybridpar.memory.account import Account, examine
 from hybridpar.memory.behaviour import analyse

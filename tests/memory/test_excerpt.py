@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from memory.traces import KIB, trace
+from memory.pipeline_trace import KIB, trace
 
 from hybridpar.memory.events import Category, MemoryEvent, Span, What, lives
 from hybridpar.memory.excerpt import excerpt, levels, retimed, simulated_times

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory.traces import HEADER, KIB, trace
+from memory.pipeline_trace import HEADER, KIB, trace
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.memory.account import Account, examine
@@ -139,7 +139,7 @@ def test_the_numbers_of_a_report_add_up(account: Account) -> None:
         "weights": "1", "gradients": "1", "optimizer": "1", "activations": "36", "temporaries": "72"}
     offloaded = found["categories, by what the peak loses if they are offloaded"].rows[1:]
     assert all(float(saves) + float(leaves) == pytest.approx(57) for _, saves, leaves in offloaded)
-    assert dict((row[0], row[1]) for row in offloaded)["optimizer"] == "24.00"
+    assert {row[0]: row[1] for row in offloaded}["optimizer"] == "24.00"
     fragments = {row[0]: row[1:] for row in found["fragmentation"].rows}
     assert fragments["largest living set"] == ["57.00", "1.000"]
     assert float(fragments["planned arena"][0]) >= 57
