@@ -1,8 +1,9 @@
 """A planned arena: an offset for every block of a trace, such that no two that are alive at once overlap.
 
 Blocks are placed one after the other, each at the lowest offset where it fits between those already placed whose
-lives overlap with its own: first in the order of size x lifetime, then of size. Then blocks that reach the top come
-earlier in the best order so far, and all is placed again, a few times. What is always there lies at the bottom.
+lives overlap with its own. Orders are tried: by size x lifetime; by lifetime to a factor of two, then by size; by size.
+Then blocks that reach the top come earlier in the best order so far, and all is placed again, a few times. What is
+always there lies at the bottom.
 
 Source: offline dynamic storage allocation, as in idealloc (arXiv 2504.04874); the order is changed as in "squeaky
 wheel" optimization (Joslin and Clements, 1999). Units: bytes; times are any numbers that order events.
@@ -130,15 +131,14 @@ def _best(sizes: _Ints, starts: _Ints, stops: _Ints, bound: int) -> _Ints:
         return found
     some, begin, end = sizes[places], starts[places], stops[places]
     length = end - begin
-    order = np.lexsort((begin, -some * length))
+    orders = [np.lexsort((begin, -some * length)), np.lexsort((begin, -some, -np.log2(length).round())),
+              np.lexsort((begin, -length, -some))]
     best = np.empty(0, np.int64)
     rounds = min(max(_WORK // len(places), _ROUNDS[0]), _ROUNDS[1])
-    lowest, best_order = 0, order
+    lowest, best_order = 0, orders[0]
     for number in range(rounds):
-        if number == 1:
-            order = np.lexsort((begin, -length, -some))
-        elif number:
-            order = _raised(best_order, best + some >= _GUILTY * lowest, _RAISE[number % len(_RAISE)])
+        order = orders[number] if number < len(orders) else _raised(
+            best_order, best + some >= _GUILTY * lowest, _RAISE[number % len(_RAISE)])
         layout = _place(order, some, begin, end)
         top = int((layout + some).max())
         if not number or top <= lowest:

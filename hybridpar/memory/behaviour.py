@@ -16,9 +16,10 @@ Units: bytes, seconds.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heappush, heappushpop
 
@@ -137,9 +138,10 @@ class Totals:
 class Behaviour:
     """Memory behaviours of a trace. timeline: (time, bytes alive by category) after actions, and at the peak.
 
-    stable_from: the first step from which on every step has the same row of (behaviour, bytes, operator, action
-    relative to the step); None: there are no two such steps. changes: steps that differ from the one before, the first
-    ones. num_events: of all kinds.
+    stable_from, stable_until: the longest row of steps that do the same, which is the same row of (behaviour, bytes,
+    operator, action relative to the step); None: no two steps in succession do. The first steps make what is then
+    kept, and the last ones drain the pipeline. changes: steps that differ from the one before, the first 64 of them.
+    num_events: of all kinds.
     """
 
     peak: Peak
@@ -149,9 +151,10 @@ class Behaviour:
     lifetimes: dict[Category, Distribution]
     breakdown: dict[Category, Totals]
     stable_from: int | None
+    stable_until: int | None
     num_steps: int
-    changes: tuple[int, ...] = ()
-    num_events: int = 0
+    changes: tuple[int, ...]
+    num_events: int
 
 
 def analyse(spans: Iterable[Span]) -> Behaviour:
@@ -253,7 +256,7 @@ class _Pass:
         outliers = [interval for _, _, interval in sorted(self._outliers, key=lambda one: (-one[0], -one[1]))]
         return Behaviour(peak, self._timeline.points(peak, self._best_at),
                          Intervals(self._intervals, outliers), self._reuse, dict(self._lifetimes),
-                         dict(self._breakdown), self._steps.stable_from, self._steps.count, self._steps.changes,
+                         dict(self._breakdown), *self._steps.stable, self._steps.count, self._steps.changes,
                          self._num_events)
 
     def _peak(self) -> Peak:
@@ -334,25 +337,24 @@ class _Steps:
 
     @property
     def count(self) -> int:
-        return len(self._numbered())
+        return sum(step > 0 for step in self._rows)
 
     @property
     def changes(self) -> tuple[int, ...]:
-        return tuple(step for step, same in self._pairs() if not same)[: self._MOST_CHANGES]
+        """Steps that differ from the one before."""
+        return tuple(first for first, _ in self._runs()[1 : self._MOST_CHANGES + 1])
 
     @property
-    def stable_from(self) -> int | None:
-        steps = self._numbered()
-        last = next((step for step, same in reversed(list(self._pairs())) if not same), steps[0] if steps else 0)
-        return last if steps and last != steps[-1] else None
+    def stable(self) -> tuple[int | None, int | None]:
+        """The first and the last of the longest row of two or more steps that do the same, the first such row."""
+        first, last = max(self._runs(), key=lambda run: run[1] - run[0], default=(0, 0))
+        return (first, last) if first < last else (None, None)
 
-    def _numbered(self) -> list[int]:
-        return sorted(step for step in self._rows if step > 0)
-
-    def _pairs(self) -> Iterator[tuple[int, bool]]:
-        """Each step but the first, and whether it does what the one before did."""
-        steps = self._numbered()
-        return ((b, self._rows[a] == self._rows[b]) for a, b in zip(steps, steps[1:], strict=False))
+    def _runs(self) -> list[tuple[int, int]]:
+        """The first and the last of each row of steps that do the same."""
+        groups = itertools.groupby(sorted(step for step in self._rows if step > 0), self._rows.__getitem__)
+        runs = [list(steps) for _, steps in groups]
+        return [(steps[0], steps[-1]) for steps in runs]
 
 
 __all__ = ["Behaviour", "Distribution", "Interval", "Intervals", "Peak", "Totals", "analyse"]

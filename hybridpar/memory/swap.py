@@ -90,11 +90,12 @@ def away_at_peak(lives: Iterable[Life], link: Link, peak: Peak) -> list[Swap]:
     if not swaps:
         return []
     sizes = np.array([swap.num_bytes for swap in swaps], np.float64)
-    out = _Queue(sizes / link.d2h, np.array([peak.time - swap.start for swap in swaps]))
-    back = _Queue(sizes / link.h2d, np.array([swap.end - peak.time for swap in swaps]))
+    back_in = np.array([swap.end - peak.time for swap in swaps])
     best: list[int] = []
-    for order in (np.argsort(back.deadlines, kind="stable"), np.argsort(-sizes, kind="stable")):
-        chosen = _choose(order.tolist(), out, back)
+    for order in (np.argsort(back_in, kind="stable"), np.argsort(-sizes, kind="stable")):
+        out = _Queue(sizes / link.d2h, np.array([peak.time - swap.start for swap in swaps]))
+        back = _Queue(sizes / link.h2d, back_in)
+        chosen = [i for i in order.tolist() if out.takes(i) and (back.takes(i) or out.drops(i))]
         if sizes[chosen].sum() > sizes[best].sum():
             best = chosen
     return [swaps[i] for i in best]
@@ -106,30 +107,29 @@ def _candidates(lives: Iterable[Life], link: Link, peak: Peak) -> list[Swap]:
             if swap.start + swap.num_bytes / link.d2h <= peak.time <= swap.end - swap.num_bytes / link.h2d]
 
 
-@dataclass(frozen=True, slots=True)
 class _Queue:
-    """Copies in one direction, one at a time. seconds: of each; deadlines: from the peak on, in which each must be over.
+    """Copies in one direction, one at a time. seconds: of each; deadlines: in which it must be over, from the peak on.
 
     Copies to the host all end by the peak, and none begins before its block's last access: seen backwards in time, they
     are such a queue, too. In the order of their deadlines all are in time if any order is (Jackson, 1955).
     """
 
-    seconds: _Floats
-    deadlines: _Floats
+    def __init__(self, seconds: _Floats, deadlines: _Floats):
+        order = np.argsort(deadlines, kind="stable")
+        self._seconds, self._deadlines = seconds, deadlines[order]
+        self._place = np.argsort(order)
+        self._taken = np.zeros(len(order))
 
-    def bears(self, chosen: list[int]) -> bool:
-        """Whether all of these copies are in time."""
-        order = sorted(chosen, key=self.deadlines.__getitem__)
-        return bool((self.seconds[order].cumsum() <= self.deadlines[order]).all())
+    def takes(self, i: int) -> bool:
+        """Takes a copy, if it and all that were taken are in time."""
+        self._taken[self._place[i]] = self._seconds[i]
+        late = (self._taken.cumsum() > self._deadlines) & (self._taken > 0)
+        return not late.any() or self.drops(i)
 
-
-def _choose(order: list[int], *queues: _Queue) -> list[int]:
-    """Those that both queues bear, taken one after the other."""
-    chosen: list[int] = []
-    for i in order:
-        if all(queue.bears([*chosen, i]) for queue in queues):
-            chosen.append(i)
-    return chosen
+    def drops(self, i: int) -> bool:
+        """Drops a copy. Returns False."""
+        self._taken[self._place[i]] = 0.0
+        return False
 
 
 __all__ = ["LINKS", "Link", "Swap", "away_at_peak", "feasible", "saved_at_peak", "swappable"]
