@@ -2,8 +2,7 @@
 
 Blocks are placed one after the other, each at the lowest offset where it fits between those already placed whose
 lives overlap with its own. Orders are tried: by size x lifetime; by lifetime to a factor of two, then by size; by size.
-Then blocks that reach the top come earlier in the best order so far, and all is placed again, a few times. What is
-always there lies at the bottom.
+Then blocks that reach the top come earlier in the best order so far, and all is placed again, a few times.
 
 Source: offline dynamic storage allocation, as in idealloc (arXiv 2504.04874); the order is changed as in "squeaky
 wheel" optimization (Joslin and Clements, 1999). Units: bytes; times are any numbers that order events.
@@ -42,8 +41,10 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Arena:
-    """num_bytes: of the arena. offsets: of the blocks, in the order in which they were given. bound: the largest set
-    of blocks that are alive at once, which no arena is smaller than."""
+    """A place for each block. num_bytes: of the arena. offsets: of the blocks, in the order in which they were given.
+
+    bound: bytes of the largest set of blocks that are alive at once; no arena is smaller.
+    """
 
     num_bytes: int
     offsets: Sequence[int]
@@ -51,7 +52,7 @@ class Arena:
 
 
 def blocks_of(spans: Iterable[Span]) -> list[Block]:
-    """The blocks of a trace, in the order in which they are handed out; times are numbers of events, so exact."""
+    """The blocks of a trace, in the order in which they are handed out. Times are numbers of events, and so exact."""
     found: list[Block] = []
     living: dict[int, int] = {}
     for now, event in enumerate(event for span in spans for event in span.events):
@@ -74,7 +75,7 @@ def plan(blocks: Iterable[Life | tuple[int, float, float | None]]) -> Arena:
     bound = _largest(sizes, starts, stops)
     layout = _best(sizes, starts, stops, bound) if len(sizes) else sizes
     top = int((layout + sizes).max(initial=0))
-    return Arena(top * ALIGNMENT, [int(offset) * ALIGNMENT for offset in layout], bound * ALIGNMENT)
+    return Arena(top * ALIGNMENT, (layout * ALIGNMENT).tolist(), bound * ALIGNMENT)
 
 
 def check(arena: Arena, blocks: Iterable[Life | tuple[int, float, float | None]]) -> None:
@@ -87,6 +88,7 @@ def check(arena: Arena, blocks: Iterable[Life | tuple[int, float, float | None]]
         raise ValueError("a block is not aligned, or not in the arena")
     offsets //= ALIGNMENT
     order = np.lexsort((stops, starts))
+    order = order[sizes[order] > 0]
     offsets, ends, starts, stops = offsets[order], (offsets + sizes)[order], starts[order], stops[order]
     alive = np.empty(0, np.int64)
     for i in range(len(order)):
@@ -122,31 +124,21 @@ def _largest(sizes: _Ints, starts: _Ints, stops: _Ints) -> int:
 
 def _best(sizes: _Ints, starts: _Ints, stops: _Ints, bound: int) -> _Ints:
     """Offsets of the best round of all."""
-    always = (starts == starts.min()) & (stops == stops.max())
-    base = np.where(always, sizes, 0).cumsum() - sizes  # what is always there lies at the bottom
-    floor = int(sizes[always].sum())
-    places = (~always & (sizes > 0)).nonzero()[0]
-    found = np.where(always, base, 0)
-    if not len(places):
-        return found
-    some, begin, end = sizes[places], starts[places], stops[places]
-    length = end - begin
-    orders = [np.lexsort((begin, -some * length)), np.lexsort((begin, -some, -np.log2(length).round())),
-              np.lexsort((begin, -length, -some))]
-    best = np.empty(0, np.int64)
-    rounds = min(max(_WORK // len(places), _ROUNDS[0]), _ROUNDS[1])
-    lowest, best_order = 0, orders[0]
+    length = stops - starts
+    orders = [np.lexsort((starts, -sizes * length)), np.lexsort((starts, -sizes, -np.log2(length).round())),
+              np.lexsort((starts, -length, -sizes))]
+    best, best_order, lowest = sizes, orders[0], 0
+    rounds = min(max(_WORK // len(sizes), _ROUNDS[0]), _ROUNDS[1])
     for number in range(rounds):
         order = orders[number] if number < len(orders) else _raised(
-            best_order, best + some >= _GUILTY * lowest, _RAISE[number % len(_RAISE)])
-        layout = _place(order, some, begin, end)
-        top = int((layout + some).max())
+            best_order, best + sizes >= _GUILTY * lowest, _RAISE[number % len(_RAISE)])
+        layout = _place(order, sizes, starts, stops)
+        top = int((layout + sizes).max())
         if not number or top <= lowest:
-            best, lowest, best_order = layout, top, order
-        if lowest + floor <= _ENOUGH * bound:
+            best, best_order, lowest = layout, order, top
+        if lowest <= _ENOUGH * bound:
             break
-    found[places] = best + floor
-    return found
+    return best
 
 
 def _raised(order: _Ints, chosen: NDArray[np.bool_], factor: float) -> _Ints:

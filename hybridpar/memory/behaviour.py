@@ -17,14 +17,14 @@ Units: bytes, seconds.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappush, heappushpop
 
 import numpy as np
 
+from hybridpar.memory.distribution import Distribution
 from hybridpar.memory.events import Access, Category, Life, MemoryEvent, Span, What
 from hybridpar.memory.reuse import ReuseDistances
 from hybridpar.pipeline.plan.action import parse_action
@@ -32,54 +32,6 @@ from hybridpar.pipeline.plan.action import parse_action
 MOST_POINTS = 4096
 MOST_OUTLIERS = 2048
 NUM_OWNERS = 20
-PER_DECADE = 8
-"""Bins of a histogram for each factor of ten."""
-_FINE = 32
-"""Counts for each bin, from which percentiles are taken: neighbours are less than one percent apart."""
-
-
-class Distribution:
-    """Counts of values of at least 0, by their logarithm. Zeros are counted apart. Memory: of a few thousand counts."""
-
-    def __init__(self) -> None:
-        self.count = self.zeros = 0
-        self.total = 0.0
-        self.least, self.most = math.inf, 0.0
-        self._counts: dict[int, int] = defaultdict(int)
-
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.total += value
-        self.least, self.most = min(self.least, value), max(self.most, value)
-        if value > 0:
-            self._counts[math.floor(math.log10(value) * PER_DECADE * _FINE)] += 1
-        else:
-            self.zeros += 1
-
-    @property
-    def mean(self) -> float:
-        """Mean value; 0 of none."""
-        return self.total / self.count if self.count else 0.0
-
-    def percentile(self, percent: float) -> float:
-        """The value that so many percent of all values do not exceed, to one percent of it; 0 of none."""
-        wanted = percent / 100 * self.count
-        seen = self.zeros
-        if seen >= wanted:
-            return 0.0
-        for key in sorted(self._counts):
-            seen += self._counts[key]
-            if seen >= wanted:
-                return min(max(10 ** ((key + 0.5) / (PER_DECADE * _FINE)), self.least), self.most)
-        return self.most
-
-    def histogram(self) -> list[tuple[float, float, int]]:
-        """(from, to, count) of bins of an eighth of a decade, from the first that counts any to the last; no zeros."""
-        bins: dict[int, int] = defaultdict(int)
-        for key, count in self._counts.items():
-            bins[key // _FINE] += count
-        return [(10 ** (i / PER_DECADE), 10 ** ((i + 1) / PER_DECADE), bins.get(i, 0))
-                for i in range(min(bins), max(bins) + 1)] if bins else []
 
 
 @dataclass(frozen=True)
@@ -164,9 +116,7 @@ def analyse(spans: Iterable[Span]) -> Behaviour:
     """
     found = _Pass()
     for span in spans:
-        for event in span.events:
-            found.event(span, event)
-        found.end(span)
+        found.add(span)
     return found.result()
 
 
@@ -195,9 +145,14 @@ class _Pass:
         self._lifetimes: dict[Category, Distribution] = defaultdict(Distribution)
         self._breakdown: dict[Category, Totals] = defaultdict(Totals)
 
-    def event(self, span: Span, event: MemoryEvent) -> None:
-        self._num_events += 1
-        self._steps.add(span, event)
+    def add(self, span: Span) -> None:
+        self._steps.add(span)
+        for event in span.events:
+            self._num_events += 1
+            self._add(span, event)
+        self._timeline.end(span.end)
+
+    def _add(self, span: Span, event: MemoryEvent) -> None:
         if event.what is What.MALLOC:
             life = Life(event.block, event.num_bytes, event.op, event.layer, event.name, event.time, span.action,
                         span.step)
@@ -230,9 +185,6 @@ class _Pass:
                 push = heappush if len(self._outliers) < MOST_OUTLIERS else heappushpop
                 push(self._outliers, (product, -self._num_events, Interval(block.life, block.last, access)))
         block.last = access
-
-    def end(self, span: Span) -> None:
-        self._timeline.end(span.end)
 
     def _note_peak(self) -> None:
         """Keeps the blocks that are alive, if they are the most so far: before the first one goes."""
@@ -316,13 +268,12 @@ class _Steps:
     def __init__(self) -> None:
         self._rows: dict[int, int] = {}
         self._firsts: dict[tuple[int, str, int], tuple[int, int]] = {}
-        self._action: tuple[int, str, object] = (0, "", None)
 
-    def add(self, span: Span, event: MemoryEvent) -> None:
-        if self._action[:2] != (span.step, span.action) or self._action[2] is None:
-            self._action = (span.step, span.action, self._relative(span))
-        before = self._rows.get(span.step, 0)
-        self._rows[span.step] = hash((before, event.what.value, event.num_bytes, event.op, self._action[2]))
+    def add(self, span: Span) -> None:
+        action, row = self._relative(span), self._rows.get(span.step, 0)
+        for event in span.events:
+            row = hash((row, event.what.value, event.num_bytes, event.op, action))
+        self._rows[span.step] = row
 
     def _relative(self, span: Span) -> object:
         """The action, its micro-batch and version counted from the first ones of its kind and stage in the step."""

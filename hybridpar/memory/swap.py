@@ -85,7 +85,7 @@ def saved_at_peak(lives: Iterable[Life], link: Link, peak: Peak, *, shared: bool
 
 
 def away_at_peak(lives: Iterable[Life], link: Link, peak: Peak) -> list[Swap]:
-    """The swaps that `saved_at_peak` counts: copies on one link in each direction, all out and none back at the peak."""
+    """The swaps that `saved_at_peak` counts: at the peak all copies out are over, and none back has begun."""
     swaps = _candidates(lives, link, peak)
     if not swaps:
         return []

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from memory.traces import Rank, random_spans
 
 from hybridpar.memory.arena import ALIGNMENT, Arena, Block, blocks_of, check, plan
 from hybridpar.memory.events import lives
 from hybridpar.memory.fragmentation import replay
 from hybridpar.pipeline.plan.sizes import Sizes
-from memory.traces import Rank, random_spans
 
 BLOCKS = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 12), st.integers(0, 8) | st.none()).map(
     lambda b: Block(b[0], b[1], None if b[2] is None else b[1] + b[2])), max_size=30)

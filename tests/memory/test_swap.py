@@ -7,11 +7,11 @@ from itertools import combinations, permutations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from memory.traces import Rank
 
 from hybridpar.memory.behaviour import Peak, analyse
 from hybridpar.memory.events import Access, Life, lives
 from hybridpar.memory.swap import LINKS, Link, away_at_peak, feasible, saved_at_peak, swappable
-from memory.traces import Rank
 
 SLOW = Link("slow", 1.0, 2.0)
 
