@@ -12,10 +12,10 @@ from test_cli import fails
 from train.runs import write_config
 
 from hybridpar.cli import main
-from hybridpar.cli.memory import FOLDER
 from hybridpar.config import from_mapping, load_toml, to_toml
 from hybridpar.memory import predict
 from hybridpar.memory.events import Header, Span, header_line, read_trace, span_line
+from hybridpar.train.folder import MEMORY
 
 
 @pytest.fixture
@@ -26,11 +26,11 @@ def config(tmp_path: Path) -> Path:
 def recorded(folder: Path, config: Path, traces: dict[int, list[Span]]) -> Path:
     """A run folder with these ranks' memory in it; rank r is stage r."""
     resolved = from_mapping({"parallel": {"pp": 2, "dp": 1}}, load_toml(config))
-    (folder / FOLDER).mkdir(parents=True)
+    (folder / MEMORY).mkdir(parents=True)
     (folder / "config.toml").write_text(to_toml(resolved))
     for rank, spans in traces.items():
         header = replace(HEADER, rank=rank, place={"pp": rank, "dp": 0, "tp": 0})
-        (folder / FOLDER / f"rank{rank}.jsonl").write_text(header_line(header) + "".join(map(span_line, spans)))
+        (folder / MEMORY / f"rank{rank}.jsonl").write_text(header_line(header) + "".join(map(span_line, spans)))
     return folder
 
 
@@ -108,7 +108,7 @@ def test_what_cannot_be(run: Path, config: Path, capsys: pytest.CaptureFixture[s
     assert "empty': recorded no memory; try a run with train.record_memory = 3" in message
     none = recorded(tmp_path / "none", config, {0: []})
     assert "the trace of rank 0 has no block" in fails(capsys, "memory", "--run", none)
-    path = run / FOLDER / "rank0.jsonl"
+    path = run / MEMORY / "rank0.jsonl"
     path.write_text(path.read_text().replace('"malloc"', '"mallok"', 1))
     assert "rank0.jsonl, line 2" in fails(capsys, "memory", "--run", run)
     assert "steps = 0: must be at least 1" in fails(capsys, "memory", config, "--steps", "0")
@@ -136,7 +136,7 @@ def test_check_says_the_short_form(config: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_header_without_a_place(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = run / FOLDER / "rank0.jsonl"
+    path = run / MEMORY / "rank0.jsonl"
     path.write_text(header_line(Header()) + "".join(map(span_line, trace(1))))
     assert main(["memory", "--run", str(run), "--rank", "0"]) == 0
     assert "rank 0: a peak of" in capsys.readouterr().out

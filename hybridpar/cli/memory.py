@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from hybridpar.memory.sections import Section
     from hybridpar.pipeline.plan.costs import Costs
 
-FOLDER = "memory"
-"""Folder of a run's traces."""
 _TRACE, _SVG, _HTML, _PERFETTO = "trace.jsonl", "memory.svg", "memory.html", "memory.perfetto.json"
 
 
@@ -95,8 +93,9 @@ class Memory:
         from hybridpar.memory.behaviour import analyse
         from hybridpar.memory.events import read_trace
         from hybridpar.memory.sections import ranks_section
+        from hybridpar.train.folder import MEMORY
 
-        folder = Path(self.measured, FOLDER)
+        folder = Path(self.measured, MEMORY)
         paths = {int(match[1]): path for path in folder.glob("rank*.jsonl")
                  if (match := re.fullmatch(r"rank(\d+).jsonl", path.name))}
         if not Path(self.measured).is_dir():

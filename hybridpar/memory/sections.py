@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybridpar.memory.account import Account
-from hybridpar.memory.behaviour import Behaviour, Distribution
+from hybridpar.memory.behaviour import Behaviour
 from hybridpar.memory.chart import lasting, sized
+from hybridpar.memory.distribution import Distribution
 from hybridpar.memory.events import Category, Header
 from hybridpar.memory.knobs import Saving, offloading
 from hybridpar.memory.predict import StageMemory
@@ -109,8 +110,8 @@ def _peak(account: Account) -> Iterator[Section]:
 
 
 def _knobs(memory: StageMemory, savings: Sequence[Saving]) -> Iterator[Section]:
-    copy = (f"{_mib(memory.checkpoint)} MiB of it are the copy of the state that a checkpoint is written from, which is "
-            "in no trace.")
+    copy = (f"{_mib(memory.checkpoint)} MiB of it are the copy of the state that a checkpoint is written from, which "
+            "is in no trace.")
     if savings:
         yield Section(f"knobs, by what they save of the predicted peak of {_mib(memory.total)} MiB",
                       [["", "saves MiB", "leaves MiB"], *map(_saving, savings)], notes=[copy] * (memory.checkpoint > 0))

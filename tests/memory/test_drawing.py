@@ -1,5 +1,4 @@
-"""Pictures of memory: they parse, say what is on their axes, no text lies on another, and there are not too many shapes.
-"""
+"""Pictures of memory: they parse, say what is on their axes, no text lies on another, and shapes are bounded."""
 
 from __future__ import annotations
 
