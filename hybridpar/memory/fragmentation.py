@@ -7,9 +7,9 @@
     a free      joins the block with free neighbours in its segment; segments stay reserved
     a limit     where a new segment would pass it, all segments without a used block are given back first
 
-One stream, and the allocator's default settings (no largest block to split, no expandable segments).
+One stream, and the allocator's default settings: without max_split_size_mb and expandable segments.
 
-Source: c10/cuda/CUDACachingAllocator.cpp of torch 2.5 to 2.13. Units: bytes.
+Source: torch's c10/cuda/CUDACachingAllocator.cpp, and c10/core/AllocatorConfig.h of torch 2.13. Units: bytes.
 """
 
 from __future__ import annotations

@@ -126,6 +126,7 @@ class Recorder(TorchDispatchMode):
 
     def adopt(self, name: str, tensors: Iterable[Tensor]) -> None:
         """Names blocks that are there, from now on in the trace."""
+        self._look()
         for tensor in tensors:
             if _key(tensor) not in self._numbers:
                 self._malloc(tensor, "", self._clock.now(), name)

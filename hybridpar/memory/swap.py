@@ -64,7 +64,10 @@ def swappable(seconds: float, link: Link) -> int:
 
 
 def feasible(lives: Iterable[Life], link: Link) -> list[Swap]:
-    """All swaps that fit between two consecutive accesses, each with the link to itself."""
+    """All swaps that fit between two consecutive accesses, each with the link to itself.
+
+    lives: of a long trace with the accesses of few steps, such as those around the peak (`events.lives`).
+    """
     found = []
     for life in lives:
         needed = link.round_trip(life.num_bytes)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from memory.traces import random_spans
 
+from hybridpar.memory import fragmentation
 from hybridpar.memory.events import MemoryEvent, What
 from hybridpar.memory.fragmentation import replay
 
@@ -47,6 +51,19 @@ def test_known_answers(steps: tuple[int, ...], reserved: int, live: int) -> None
     usage = replay(events(*steps))
     assert (usage.reserved, usage.largest_live, usage.fits) == (reserved, live, True)
     assert usage.waste == reserved - live
+
+
+def test_the_sizes_are_those_of_the_torch_that_is_installed() -> None:
+    header = Path(torch.__file__).parent / "include" / "c10" / "core" / "AllocatorConfig.h"
+    if not header.is_file():
+        pytest.skip("no headers are installed")
+    found = {name: int(value) for name, value in re.findall(r"(k\w+) = (\d+);", header.read_text())}
+    assert found["kMinBlockSize"] == fragmentation.ROUND
+    assert found["kSmallSize"] == fragmentation.SMALL
+    assert found["kSmallBuffer"] == fragmentation.SMALL_SEGMENT
+    assert found["kMinLargeAlloc"] == fragmentation.LEAST_OWN_SEGMENT
+    assert found["kRoundLarge"] == fragmentation.SEGMENT_STEP
+    assert f"large_segment_size_{{{fragmentation.LARGE_SEGMENT}}}" in header.read_text()
 
 
 def test_under_a_limit_cached_segments_are_given_back() -> None:
