@@ -135,8 +135,21 @@ def test_check_says_the_short_form(config: Path, capsys: pytest.CaptureFixture[s
     assert "would save" in said
 
 
-def test_a_header_without_a_place(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_of_another_grid_is_refused_and_one_beyond_the_grid_is_old(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = run / MEMORY / "rank2.jsonl"
+    old.write_text("old")
+    assert main(["memory", "--run", str(run), "--json"]) == 0
+    capsys.readouterr()
     path = run / MEMORY / "rank0.jsonl"
-    path.write_text(header_line(Header()) + "".join(map(span_line, trace(1))))
-    assert main(["memory", "--run", str(run), "--rank", "0"]) == 0
-    assert "rank 0: a peak of" in capsys.readouterr().out
+    path.write_text(header_line(Header(place={"pp": 0, "dp": 1, "tp": 0})) + "".join(map(span_line, trace(1))))
+    message = fails(capsys, "memory", "--run", run)
+    assert "rank0.jsonl: is of rank 0 at {'pp': 0, 'dp': 1, 'tp': 0}; rank 0 of this run is at" in message
+
+
+def test_a_rank_that_recorded_nothing_yet(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run / MEMORY / "rank1.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    assert main(["memory", "--run", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[3].split() == ["1", "pp=1", "dp=0", "tp=0", "-", "-", "0", "0.00"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from hybridpar.cli.outputs import check_outputs, write_output
 from hybridpar.cli.planning import ConfigFile, Overrides, planned, resolved
 from hybridpar.cli.values import Within
 from hybridpar.config import Config, Launch
-from hybridpar.errors import config_error
+from hybridpar.errors import DataError, config_error
 
 if TYPE_CHECKING:
     from hybridpar.memory.account import Account
@@ -61,7 +60,7 @@ class Memory:
         config, costs = resolved(self.config, self.world_size), None
         if self.profile or self.cluster:
             config, costs = planned(self.config, self.profile, self.cluster, launch)
-        trace = self._recorded() if self.measured else self._predicted(config, costs)
+        trace = self._recorded(config) if self.measured else self._predicted(config, costs)
         account = examine(trace.header, trace.behaviour, trace.read, timed=trace.timed)
         memory, saved = _savings(config, trace.header)
         sections = report(account, memory, saved)
@@ -89,28 +88,35 @@ class Memory:
         spans = list(retimed(spans, simulated_times(timeline, header.place["pp"])))
         return _Trace(header, analyse(spans), lambda: spans, costs is not None)
 
-    def _recorded(self) -> _Trace:
+    def _recorded(self, config: Config) -> _Trace:
         from hybridpar.memory.behaviour import analyse
         from hybridpar.memory.events import read_trace
         from hybridpar.memory.sections import ranks_section
+
+        paths = self._paths(config)
+        traces = [(_header(path, rank, config), analyse(read_trace(path)[1])) for rank, path in paths.items()]
+        header, behaviour = max(traces, key=lambda trace: trace[1].peak.num_bytes)
+        path = paths[header.rank]
+        return _Trace(header, behaviour, lambda: read_trace(path)[1], True,
+                      [ranks_section(traces)] if len(traces) > 1 else [])
+
+    def _paths(self, config: Config) -> dict[int, Path]:
+        """What ranks of the run recorded, or the one that was asked for."""
         from hybridpar.train.folder import MEMORY
 
-        folder = Path(self.measured, MEMORY)
-        paths = {int(match[1]): path for path in folder.glob("rank*.jsonl")
-                 if (match := re.fullmatch(r"rank(\d+).jsonl", path.name))}
         if not Path(self.measured).is_dir():
             raise config_error("run", self.measured, "is not a run folder", "runs/NAME")
+        # ranks beyond the grid are of an earlier job, on another grid
+        paths = {rank: path for rank in range(config.parallel.num_ranks)
+                 if (path := Path(self.measured, MEMORY, f"rank{rank}.jsonl")).exists()}
         if not paths:
             raise config_error("run", self.measured, "recorded no memory", "a run with train.record_memory = 3")
-        if self.rank >= 0 and self.rank not in paths:
-            known = ", ".join(map(str, sorted(paths)))
+        if self.rank < 0:
+            return paths
+        if self.rank not in paths:
+            known = ", ".join(map(str, paths))
             raise config_error("rank", self.rank, f"was not recorded, but {known} were", str(min(paths)))
-        ranks = [self.rank] if self.rank >= 0 else sorted(paths)
-        traces = [(read_trace(paths[rank])[0], analyse(read_trace(paths[rank])[1])) for rank in ranks]
-        fullest = max(range(len(ranks)), key=lambda i: traces[i][1].peak.num_bytes)
-        path = paths[ranks[fullest]]
-        others = [ranks_section(traces)] if len(traces) > 1 else []
-        return _Trace(*traces[fullest], lambda: read_trace(path)[1], True, others)
+        return {self.rank: paths[self.rank]}
 
     def _write(self, trace: _Trace, account: Account, sections: Sequence[Section]) -> None:
         from hybridpar.memory.drawing import pictures, stacked
@@ -135,6 +141,17 @@ class _Trace:
     others: Sequence[Section] = ()
 
 
+def _header(path: Path, rank: int, config: Config) -> Header:
+    """Raises: DataError for a trace of another rank, or on another grid."""
+    from hybridpar.grid import place_of, sizes_of
+    from hybridpar.memory.events import read_trace
+
+    header, place = read_trace(path)[0], place_of(rank, sizes_of(config.parallel))
+    if (header.rank, header.place) != (rank, place):
+        raise DataError(f"{path}: is of rank {header.rank} at {header.place}; rank {rank} of this run is at {place}")
+    return header
+
+
 def _savings(config: Config, header: Header) -> tuple[StageMemory, list[Saving]]:
     """The predicted peak of a rank, and the savings of all knobs."""
     import torch
@@ -142,6 +159,6 @@ def _savings(config: Config, header: Header) -> tuple[StageMemory, list[Saving]]
     from hybridpar.memory import predict
     from hybridpar.memory.knobs import knobs, savings
 
-    rank, device = header.place.get("pp", 0), torch.device(torch.device(header.device).type)
+    rank, device = header.place["pp"], torch.device("cuda" if header.device.startswith("cuda") else "cpu")
     memory = predict(config, device=device, ranks=[rank])[0]
     return memory, savings(config, rank, memory, knobs(config, memory), device)

@@ -39,6 +39,8 @@ class Swapped:
 class Account:
     """Memory of a rank over a trace; blocks one by one over two of its steps, the peak's and the next.
 
+    behaviour, usage: of the whole trace. spans, and lives, gaps, levels and arena, which follow from them: of these
+    steps, first_step and the next. lives: in the order in which they are handed out, as arena.offsets are.
     timed: times are seconds; otherwise they are forwards of the costliest rank, as counted.
     """
 
@@ -57,8 +59,7 @@ class Account:
     @property
     def name(self) -> str:
         """The rank, and its place on the grid."""
-        place = " ".join(f"{axis}={index}" for axis, index in self.header.place.items())
-        return f"rank {self.header.rank}" + (f" ({place})" if place else "")
+        return f"rank {self.header.rank}" + (f" ({place_text(self.header)})" if self.header.place else "")
 
     @property
     def steps(self) -> str:
@@ -68,7 +69,7 @@ class Account:
         source = "recorded"
         if self.header.predicted:
             source = "predicted, times " + ("simulated" if self.timed else "from counted operations")
-        return f"{which} of {self.behaviour.num_steps}, {source}"
+        return f"{which} of {self.behaviour.num_steps} {source}"
 
     @property
     def start(self) -> float:
@@ -84,6 +85,11 @@ class Account:
     def time_unit(self) -> str:
         """Unit of time in pictures."""
         return "milliseconds" if self.timed else FORWARDS
+
+
+def place_text(header: Header) -> str:
+    """Such as pp=1 dp=0 tp=0."""
+    return " ".join(f"{axis}={index}" for axis, index in header.place.items())
 
 
 def examine(

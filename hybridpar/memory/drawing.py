@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 from hybridpar.memory.account import Account, Gap
 from hybridpar.memory.chart import Axis, axes, byte_unit, lasting, legend, note, sized
@@ -22,9 +23,10 @@ COLOURS = {
 _LINKS = ("#1f2733", "#b93a3a", "#2c6ab1", "#35843a", "#c7680f", "#774aae")
 _SHADES = {Kind.F: ("#bdd5f3", ""), Kind.B: ("#2c6ab1", "on-dark"), Kind.I: ("#2c6ab1", "on-dark"),
            Kind.W: ("#6fa3dc", ""), Kind.UPDATE: (INK, "on-dark")}
+"""Actions in the row above a picture: colour, and style of the number in it."""
 _BESIDE = "#c9d0d8"
+"""All other actions."""
 _LEGEND = "actions: forward light, backward dark, update black, others grey"
-"""Actions in the row above a picture: colour, and style of the number in it; of all others, grey."""
 _WIDTH, _LEFT, _RIGHT, _TOP, _PLOT = 1200, 96, 24, 96, 420
 _BOXES, _TICKS, _CELL = 1500, 20_000, 4
 """Most blocks and accesses that are drawn one by one; pixels of a cell in which intervals are one dot."""
@@ -36,7 +38,7 @@ _SMALL = 1.5
 
 @dataclass(frozen=True)
 class Picture:
-    """Shapes of a picture as wide as all others. Units: pixels."""
+    """A picture as shapes; all are equally wide. Units: pixels."""
 
     height: float
     shapes: Sequence[str]
@@ -129,8 +131,7 @@ def draw_intervals(account: Account) -> Picture:
     cells = Counter((int(x(p.seconds) // _CELL), int(y(p.num_bytes) // _CELL), p.category) for p in points)
     for (column, row, category), count in sorted(cells.items(), key=lambda item: -item[1]):
         radius = min(3 + count ** 0.5 / 3, 9)
-        times = f"{count:,} intervals" if count > 1 else "1 interval"
-        tip = f"{times} of {category.value}"
+        tip = f"{count:,} interval{'s' * (count > 1)} of {category.value}"
         shapes.append(f'<circle cx="{(column + 0.5) * _CELL:.1f}" cy="{(row + 0.5) * _CELL:.1f}" r="{radius:.1f}" '
                       f'fill="{COLOURS[category]}" fill-opacity="0.7"><title>{tip}</title></circle>')
     used = {p.category for p in points}
@@ -146,7 +147,7 @@ def draw_intervals(account: Account) -> Picture:
 def _swap_lines(points: Sequence[Gap], x: Axis, y: Axis, top: float) -> tuple[list[str], float]:
     """The lines S = ATI / (1/B_d2h + 1/B_h2d), and a row of text for each: how many intervals are under it."""
     shapes = []
-    for number, (link, colour) in enumerate(zip(LINKS.values(), _LINKS, strict=False)):
+    for number, (link, colour) in enumerate(zip(LINKS.values(), cycle(_LINKS), strict=False)):
         per_second = swappable(1.0, link)
         low, high = max(per_second * x.low, y.low), min(per_second * x.high, y.high)
         under = sum(p.num_bytes <= swappable(p.seconds, link) for p in points)
@@ -220,7 +221,7 @@ def _box(life: Life, offset: int, account: Account, time: Axis, place: Axis) -> 
 
 def _block_tip(life: Life, account: Account) -> str:
     writes = sum(access.writes for access in life.accesses)
-    made = f"{life.op or life.name or 'there before'}" + (f" in {life.born_in}" if life.born_in else "")
+    made = (life.op or life.name or "there before") + (f" in {life.born_in}" if life.born_in else "")
     layer = f", block {life.layer} of the model" if life.layer >= 0 else ""
     until = f", until {life.died_in}" if life.died_in else ""
     return (f"{life.category.value}, {sized(life.num_bytes)}: {made}{until}{layer}; "
@@ -228,7 +229,7 @@ def _block_tip(life: Life, account: Account) -> str:
 
 
 def _merged(boxes: Sequence[_Box]) -> Iterator[str]:
-    """Boxes that are too small to be seen, by category and row of pixels; near ones are one shape."""
+    """Yields boxes that are too small to be seen, by category and row of pixels; near ones are one shape."""
     rows: dict[tuple[Category, int], list[tuple[float, float]]] = {}
     for box in boxes:
         rows.setdefault((box.life.category, int((box.y + box.height / 2) // 2)), []).append((box.x, box.x + box.width))
@@ -253,7 +254,7 @@ def _joined(spans: Iterable[tuple[float, float]], gap: float) -> list[tuple[floa
 
 
 def _accesses(boxes: Sequence[_Box], time: Axis) -> Iterator[str]:
-    """Ticks of reads, in the upper half of a box, and of writes, over all of it; the largest boxes first."""
+    """Yields ticks of reads, in the upper half of a box, and of writes, over all of it; the largest boxes first."""
     paths: dict[bool, list[str]] = {False: [], True: []}
     left = _TICKS
     for box in boxes:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybridpar.memory.account import Account
+from hybridpar.memory.account import Account, place_text
 from hybridpar.memory.behaviour import Behaviour
 from hybridpar.memory.chart import lasting, sized
 from hybridpar.memory.distribution import Distribution
@@ -47,9 +47,9 @@ def ranks_section(traces: Iterable[tuple[Header, Behaviour]]) -> Section:
     rows = []
     for header, behaviour in traces:
         peak = behaviour.peak
-        owner = max(peak.by_category, key=lambda category: peak.by_category[category]).value
-        place = " ".join(f"{axis}={index}" for axis, index in header.place.items())
-        rows.append([str(header.rank), place, peak.action or "-", owner, str(peak.step), _mib(peak.num_bytes)])
+        owner, _ = max(peak.by_category.items(), key=lambda item: item[1], default=(None, 0))
+        rows.append([str(header.rank), place_text(header), peak.action or "-", owner.value if owner else "-",
+                     str(peak.step), _mib(peak.num_bytes)])
     return Section("peaks", [["rank", "place", "in", "most are", "of step", "MiB"], *rows], 4)
 
 
@@ -61,7 +61,8 @@ def as_json(account: Account, savings: Sequence[Saving]) -> dict[str, Any]:
         "ok": True, "rank": account.header.rank, "place": account.header.place, "device": account.header.device,
         "predicted": account.header.predicted, "num_steps": behaviour.num_steps, "stable_from": behaviour.stable_from,
         "peak": {"bytes": peak.num_bytes, "step": peak.step, "action": peak.action,
-                 "by_category": {c.value: n for c, n in peak.by_category.items()}, "by_block": peak.by_layer},
+                 "by_category": {c.value: n for c, n in peak.by_category.items()},
+                 "activations_by_block": peak.by_layer},
         "knobs": [saving.as_json() for saving in savings],
         "offloaded": [saving.as_json() for saving in offloading(account.levels)],
         "swaps": [asdict(swap) for swap in account.swaps],
