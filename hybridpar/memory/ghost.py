@@ -111,7 +111,7 @@ class Tracker(TorchDispatchMode):
             out = self._wrap(func(*args, **{**kwargs, "device": _META}), [])
         else:
             out = func(*args, **kwargs)
-            self._note_real(out, [] if func is torch.ops.aten.lift_fresh.default else found)  # torch.tensor's last step
+            self._note_real(out, [] if _is_fresh(func, out) else found)
         if not is_in_place_without_a_mode(func):
             self._forget_dead()
             scratch = 0 if self.is_cuda else cast_bytes(func, ghosts)
@@ -259,6 +259,11 @@ def _operation(func: Any) -> str:
 @cache
 def _is_fused_in_place(func: Any) -> bool:
     return "::_fused_" in func.name() and not func._schema.returns
+
+
+def _is_fresh(func: Any, out: Any) -> bool:
+    """Whether it is the last step of torch.tensor, which takes memory of torch's, and not of torch.from_numpy."""
+    return func is torch.ops.aten.lift_fresh.default and bool(out.untyped_storage().resizable())
 
 
 def is_in_place_without_a_mode(func: Any) -> bool:
