@@ -162,7 +162,7 @@ class Check:
             print(json.dumps(plain))
             return 0
         fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
-        likeliest = knobs(config, memory[fullest])[:1]
+        likeliest = knobs(config, fullest, memory[fullest])[:1]
         saving = next(iter(savings(config, fullest, memory[fullest], likeliest, device)), None)
         blocks = ", ".join(f"{b.start}-{b.stop - 1}" for b in stages)
         if (chunks := config.pipeline.num_chunks) > 1:

@@ -161,4 +161,4 @@ def _savings(config: Config, header: Header) -> tuple[StageMemory, list[Saving]]
 
     rank, device = header.place["pp"], torch.device("cuda" if header.device.startswith("cuda") else "cpu")
     memory = predict(config, device=device, ranks=[rank])[0]
-    return memory, savings(config, rank, memory, knobs(config, memory), device)
+    return memory, savings(config, rank, memory, knobs(config, rank, memory), device)

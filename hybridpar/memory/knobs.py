@@ -16,6 +16,7 @@ import torch
 from hybridpar.config import Config, from_mapping
 from hybridpar.memory.events import Category
 from hybridpar.memory.predict import StageMemory, predict
+from hybridpar.pipeline.plan.action import COMPUTE, parse_action
 from hybridpar.validate import problems
 
 Changes = Mapping[str, Mapping[str, Any]]
@@ -49,19 +50,20 @@ class Knob:
                          for key, value in keys.items())
 
 
-def knobs(config: Config, memory: StageMemory) -> list[Knob]:
+def knobs(config: Config, rank: int, memory: StageMemory) -> list[Knob]:
     """The knobs that change `config` and leave it valid; first those that may save most of a rank's predicted peak.
 
-    `config`: resolved.
+    `config`: resolved. rank: of the pipeline. memory: its prediction.
     """
-    found = [knob for knob in _all(config, memory) if (changed := from_mapping(knob.changes, config)) != config
+    found = [knob for knob in _all(config, rank, memory) if (changed := from_mapping(knob.changes, config)) != config
              and not problems(changed, changed.parallel.num_ranks)]
     return sorted(found, key=lambda knob: -knob.bound)
 
 
-def _all(config: Config, memory: StageMemory) -> Iterator[Knob]:
+def _all(config: Config, rank: int, memory: StageMemory) -> Iterator[Knob]:
     train, parallel, micro_batches = config.train, config.parallel, config.pipeline.num_microbatches
-    moving = memory.activations + memory.communication + memory.transient
+    computing = memory.transient if memory.during and parse_action(memory.during).kind in COMPUTE else 0
+    moving = memory.activations + memory.communication + computing
     if train.micro_batch_size % 2 == 0:
         yield Knob({"train": {"micro_batch_size": train.micro_batch_size // 2},
                     "pipeline": {"num_microbatches": 2 * micro_batches}}, moving // 2)
@@ -71,8 +73,8 @@ def _all(config: Config, memory: StageMemory) -> Iterator[Knob]:
         yield Knob({"parallel": {"zero": 1}}, state - state // parallel.dp)
     tokens = train.micro_batch_size * config.model.seq_length
     chunk = min(_CHUNK, tokens // 4)
-    if 0 < chunk < (config.model.logits_chunk or tokens):
-        yield Knob({"model": {"logits_chunk": chunk}}, memory.transient)
+    if rank == parallel.pp - 1 and 0 < chunk < (config.model.logits_chunk or tokens):  # it has the head
+        yield Knob({"model": {"logits_chunk": chunk}}, computing)
     if parallel.tp > 1:
         yield Knob({"parallel": {"sequence": True}}, moving - moving // parallel.tp)
     if config.pipeline.schedule == "2bw":
@@ -85,13 +87,16 @@ def _all(config: Config, memory: StageMemory) -> Iterator[Knob]:
 def savings(
     config: Config, rank: int, memory: StageMemory, knobs: Iterable[Knob], device: torch.device | None = None
 ) -> list[Saving]:
-    """The savings of those knobs that make the predicted peak of pipeline rank `rank` smaller; the largest first.
+    """The savings of those knobs that make a rank's predicted peak smaller; the largest first.
 
-    memory: predicted without them.
+    rank: of the pipeline. memory: its prediction without them.
     """
     found = []
     for knob in knobs:
-        after = predict(from_mapping(knob.changes, config), device=device, ranks=[rank])[0].total
+        if knob.changes.keys() == {"checkpoint"}:  # a column of its own, whatever runs
+            after = memory.total - memory.checkpoint
+        else:
+            after = predict(from_mapping(knob.changes, config), device=device, ranks=[rank])[0].total
         found.append(Saving(str(knob), memory.total - after, after))
     return _sorted(found)
 

@@ -34,7 +34,7 @@ def make(**sections: dict[str, Any]) -> Config:
 
 
 def offered(**sections: dict[str, Any]) -> list[str]:
-    return [str(knob) for knob in knobs(make(**sections), STAGE)]
+    return [str(knob) for knob in knobs(make(**sections), 0, STAGE)]
 
 
 HALVED = "train.micro_batch_size = 2, pipeline.num_microbatches = 8"
@@ -67,7 +67,7 @@ def test_a_knob_that_is_not_valid_is_not_offered() -> None:
     """A micro-batch of one sample cannot be halved, and whatever leaves other settings wrong is none."""
     assert not any("micro_batch_size" in text for text in offered(train={"micro_batch_size": 1}))
     broken = replace(make(), train=replace(make().train, num_steps=0))
-    assert not knobs(broken, STAGE)
+    assert not knobs(broken, 0, STAGE)
 
 
 @pytest.mark.parametrize(("rank", "sections"), [
@@ -78,7 +78,7 @@ def test_savings_are_differences_of_predicted_peaks_on_that_rank(rank: int, sect
     config = make(**sections)
     memory = predict(config, device=CPU)[rank]
     assert predict(config, device=CPU, ranks=[rank]) == [memory]
-    offered = knobs(config, memory)
+    offered = knobs(config, rank, memory)
     found = {saving.knob: saving for saving in savings(config, rank, memory, offered, CPU)}
     assert HALVED in found
     assert "parallel.zero = 1" in found
