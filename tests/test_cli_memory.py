@@ -48,7 +48,7 @@ def test_the_peak_before_a_run_is_the_predicted_one(config: Path, capsys: pytest
     plain = json.loads(capsys.readouterr().out)
     assert (plain["rank"], plain["place"]) == (fullest, {"pp": fullest, "dp": 0, "tp": 0})
     assert plain["predicted"]
-    assert plain["num_steps"] == 3
+    assert plain["num_steps"] == 4
     assert plain["peak"]["bytes"] == memory[fullest].total
     assert sum(plain["peak"]["by_category"].values()) == memory[fullest].total
     assert plain["swaps"] == []

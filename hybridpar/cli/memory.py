@@ -40,8 +40,8 @@ class Memory:
     """A rank of the job; -1: the one whose peak is the largest, of all that recorded, or of the first pipeline."""
     world_size: Annotated[int, Within(0, 2**20)] = 0
     """Processes of the pretended job; 0: as many as the grid has."""
-    steps: Annotated[int, Within(1, 1000)] = 3
-    """Steps to predict."""
+    steps: Annotated[int, Within(1, 1000)] = 4
+    """Steps to predict; the first and the last one may be unlike the others."""
     profile: str = ""
     """Predict with the times of blocks and links that `hybridpar profile` has measured."""
     cluster: str = ""

@@ -59,7 +59,8 @@ def as_json(account: Account, savings: Sequence[Saving]) -> dict[str, Any]:
     peak = behaviour.peak
     return {
         "ok": True, "rank": account.header.rank, "place": account.header.place, "device": account.header.device,
-        "predicted": account.header.predicted, "num_steps": behaviour.num_steps, "stable_from": behaviour.stable_from,
+        "predicted": account.header.predicted, "num_steps": behaviour.num_steps,
+        "stable": [behaviour.stable_from, behaviour.stable_until],
         "peak": {"bytes": peak.num_bytes, "step": peak.step, "action": peak.action,
                  "by_category": {c.value: n for c, n in peak.by_category.items()},
                  "activations_by_block": peak.by_layer},
@@ -168,7 +169,7 @@ def _fragmentation(account: Account) -> Section:
 
 
 def _stability(behaviour: Behaviour) -> Section:
-    steps, since = behaviour.num_steps, behaviour.stable_from
-    text = (f"Every step from step {since} on does the same" if since is not None else
-            "No two steps are known to do the same" if steps > 1 else "One step only: nothing to compare it with")
-    return Section("stability", notes=[f"{text} ({steps} step{'s' * (steps != 1)} in the trace)."])
+    number, first, last = behaviour.num_steps, behaviour.stable_from, behaviour.stable_until
+    text = ("One step only: nothing to compare it with" if number == 1 else "No two steps in a row do the same"
+            if first is None else f"Steps {first} to {last} do the same, event by event")
+    return Section("stability", notes=[f"{text} (of {number})."])

@@ -144,7 +144,7 @@ def test_the_numbers_of_a_report_add_up(account: Account) -> None:
     assert fragments["largest living set"] == ["57.00", "1.000"]
     assert float(fragments["planned arena"][0]) >= 57
     assert float(fragments["modelled caching allocator"][0]) >= 57
-    assert any("on does the same (3 steps" in text for text in found["stability"].notes)
+    assert found["stability"].notes == ["Steps 2 to 3 do the same, event by event (of 3)."]
 
 
 def test_the_report_says_what_can_leave_and_what_knobs_save(account: Account) -> None:
@@ -160,6 +160,9 @@ def test_the_report_says_what_can_leave_and_what_knobs_save(account: Account) ->
     untimed = examine(replace(HEADER, predicted=True), analyse(spans), lambda: spans, timed=False)
     assert "no time is known" in as_text(report(untimed, STAGE, []))
     assert not untimed.swaps
+    once = trace(1)
+    alone = examine(HEADER, analyse(once), lambda: once)
+    assert sections_of(alone)["stability"].notes == ["One step only: nothing to compare it with (of 1)."]
 
 
 def test_a_report_as_json(account: Account) -> None:
