@@ -22,11 +22,7 @@ from hybridpar.memory.predict import default_device
 from hybridpar.memory.recorder import HOST_CLOCK, DeviceClock, Recorder
 from hybridpar.memory.silent import silent_grid
 from hybridpar.nn.placement import partial_rows
-from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.kinds import COMPUTE
-from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.sizes import Sizes
-from hybridpar.pipeline.plan.timeline import Timeline
 from hybridpar.train.engine import Actions, Engine
 from hybridpar.train.folder import MEMORY
 from hybridpar.train.records import Records
@@ -178,12 +174,12 @@ class SampleLoader:
         return self._targets
 
 
-def predict_trace(config: Config, rank: int = 0, *, steps: int = 2, device: torch.device | None = None,
-                  costs: Costs | None = None) -> tuple[Header, list[Span]]:
+def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
+                  device: torch.device | None = None) -> tuple[Header, list[Span]]:
     """The memory events of the first steps of training on a rank of the configuration's grid. Nothing is computed.
 
-    `config`: resolved. `device`: need not be on this machine; None: the one that the configuration names. `costs`: of
-    the schedule's steps, in seconds, by which times are simulated; None: times have no meaning.
+    Times have no meaning (see memory.excerpt.retimed).
+    `config`: resolved. `device`: need not be on this machine; None: the one that the configuration names.
     """
     device = device or default_device(config)
     config = replace(config, train=replace(config.train, cuda_graphs=False))
@@ -207,22 +203,4 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2, device: torc
         with recorder.active():
             engine.train(recorder.loader(loader), steps, lambda result: None)
         recorder.close()
-    if costs is not None:
-        timeline = Ordering.of(config).timeline(Sizes.of(config), costs, steps)
-        spans = list(at_times_of(timeline, grid.pp.rank, spans))
     return Header(rank, str(device), dict(grid.place), predicted=True), spans
-
-
-def at_times_of(timeline: Timeline, rank: int, spans: Iterable[Span]) -> Iterator[Span]:
-    """The spans at the times of their actions on a rank of the pipeline; events are spread over them evenly.
-
-    What happens between two actions happens at the end of the first.
-    """
-    times = {str(action): (start, done) for action, start, done, _ in timeline.actions(rank)}
-    now = 0.0
-    for span in spans:
-        start, end = times.get(span.action, (now, now))
-        now = max(now, end)
-        each = (end - start) / len(span.events)
-        events = [event._replace(time=start + i * each) for i, event in enumerate(span.events)]
-        yield Span(span.step, span.action, start, end, events)

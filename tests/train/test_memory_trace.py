@@ -17,7 +17,6 @@ from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory import predict
 from hybridpar.memory.events import Category, Span, What, lives, read_trace
 from hybridpar.memory.predict import batches_to_peak
-from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.train.engine import Engine
 from hybridpar.train.memory_trace import EngineRecorder, SampleLoader, predict_trace
 from hybridpar.validate import resolve
@@ -108,22 +107,6 @@ def test_the_peak_is_that_of_predicted_memory(case: tuple[dict[str, Any], ...]) 
             peak = max(peak, now)
         assert peak == memory.total - memory.checkpoint
         assert max(life.num_bytes for life in lives(spans) if life.block in numbers) < 100
-
-
-@pytest.mark.parametrize("case", CASES[5:8], ids=str)
-def test_a_predicted_trace_can_have_the_times_of_a_simulation(case: tuple[dict[str, Any], ...]) -> None:
-    config = config_of(case)
-    costs = Costs(forward=0.1, backward=0.2, update=0.3, transfer=0.01)
-    for rank in range(2):
-        _, spans = predict_trace(config, rank, steps=3, costs=costs)
-        assert all(a.end <= b.start for a, b in pairwise(spans))
-        assert all(span.start <= e.time <= span.end for span in spans for e in span.events)
-        length = {span.action[:1]: span.end - span.start for span in spans}
-        assert (length["F"], length["U"]) == (pytest.approx(0.1), pytest.approx(0.3))
-        assert told(spans) == told(predict_trace(config, rank, steps=3)[1])
-        kept = [life for life in lives(spans) if life.category is Category.ACTIVATIONS]
-        stays = max(life.accesses[-1].time - life.born for life in kept)
-        assert stays > 0.25, "from a forward to its backward"
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
