@@ -1,8 +1,14 @@
 """A planned arena: an offset for every block of a trace, such that no two that are alive at once overlap.
 
-Blocks are placed one after the other, each at the lowest offset where it fits between those already placed whose
-lives overlap with its own. Orders are tried: by size x lifetime; by lifetime to a factor of two, then by size; by size.
-Then blocks that reach the top come earlier in the best order so far, and all is placed again, a few times.
+First sweeps: blocks take their places in the order of time, in the free gap that fits best, and leave them at their
+ends. Blocks that live long are placed from the bottom, those that live shortly from the top; tiny blocks have a
+region of their own. In a pipeline's staircase of micro-batches, one's blocks so take the places of another's.
+A few arena sizes and lengths of a short life are tried.
+
+Where no sweep comes near the bound, placements in any order follow: each block at the lowest offset where it fits
+between those already placed whose lives overlap with its own. Orders are tried: by size x lifetime; by lifetime to a
+factor of two, then by size; by size. Then blocks that reach the top come earlier in the best order so far, and all
+is placed again, a few times. The smallest arena of all is the plan.
 
 Source: offline dynamic storage allocation, as in idealloc (arXiv 2504.04874); the order is changed as in "squeaky
 wheel" optimization (Joslin and Clements, 1999). Units: bytes; times are any numbers that order events.
@@ -11,6 +17,7 @@ wheel" optimization (Joslin and Clements, 1999). Units: bytes; times are any num
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,13 +28,20 @@ from numpy.typing import NDArray
 from hybridpar.memory.events import Life, Span, What
 
 ALIGNMENT = 512
-_WORK, _ROUNDS = 40_000, (2, 16)
+_WORK, _ROUNDS = 60_000, (2, 16)
 """Placements in all rounds together, and least and most rounds."""
-_ENOUGH = 1.001
+_ROOMS = (1.0, 1.001, 1.0025, 1.01)
+"""Arenas in which sweeps are tried, in sizes of the bound."""
+_SWEEPS = ((128, True), (1024, True), (512, False), (0, True))
+"""Times that a short life lasts, and whether the gap that fits best is taken, or the first."""
+_TINY = 10_000
+"""Blocks that are smaller than one part of so many of the bound have a region of their own."""
+_ENOUGH = 1.0005
 """An arena of so many times the bound is not improved."""
 _GUILTY, _RAISE = 0.99, (0.25, 0.5, 0.75)
 """Blocks that end above this share of the arena come earlier, by these factors in turn."""
 _BUCKET_BLOCKS = 400
+_NEVER = np.iinfo(np.int64).max
 _Ints = NDArray[np.int64]
 
 
@@ -123,22 +137,117 @@ def _largest(sizes: _Ints, starts: _Ints, stops: _Ints) -> int:
 
 
 def _best(sizes: _Ints, starts: _Ints, stops: _Ints, bound: int) -> _Ints:
-    """Offsets of the best round of all."""
+    """Offsets of the best sweep or round of all."""
+    best, lowest = _swept(sizes, starts, stops, bound)
+    if lowest <= _ENOUGH * bound:
+        return best
     length = stops - starts
     orders = [np.lexsort((starts, -sizes * length)), np.lexsort((starts, -sizes, -np.log2(length).round())),
               np.lexsort((starts, -length, -sizes))]
-    best, best_order, lowest = sizes, orders[0], 0
+    best_order, least = best.argsort(kind="stable"), None
     rounds = min(max(_WORK // len(sizes), _ROUNDS[0]), _ROUNDS[1])
     for number in range(rounds):
-        order = orders[number] if number < len(orders) else _raised(
-            best_order, best + sizes >= _GUILTY * lowest, _RAISE[number % len(_RAISE)])
+        order = orders[number] if number < len(orders) else _raised(best_order, guilty, _RAISE[number % len(_RAISE)])
         layout = _place(order, sizes, starts, stops)
         top = int((layout + sizes).max())
-        if not number or top <= lowest:
-            best, best_order, lowest = layout, order, top
+        if least is None or top <= least:
+            best_order, least, guilty = order, top, layout + sizes >= _GUILTY * top
+        if top < lowest:
+            best, lowest = layout, top
         if lowest <= _ENOUGH * bound:
             break
     return best
+
+
+def _swept(sizes: _Ints, starts: _Ints, stops: _Ints, bound: int) -> tuple[_Ints, int]:
+    """Offsets of the best sweep, and its arena's size."""
+    tiny = sizes * _TINY < bound
+    (large,), (small,) = np.nonzero(~tiny & (sizes > 0)), np.nonzero(tiny & (sizes > 0))
+    offsets = np.zeros(len(sizes), np.int64)
+    offsets[small], rest = _Sweep(sizes[small], starts[small], stops[small]).run(0, 0, True)
+    sweep, least = _Sweep(sizes[large], starts[large], stops[large]), _largest(sizes[large], starts[large], stops[large])
+    lowest: int | None = None
+    for room in _ROOMS:
+        for short, best_fit in _SWEEPS:
+            if lowest is not None and (lowest + rest <= _ENOUGH * bound or lowest <= least * room):
+                break
+            found, top = sweep.run(int(least * room), short, best_fit)
+            if lowest is None or top < lowest:
+                offsets[large], lowest = found, top
+    offsets[small] += lowest
+    return offsets, lowest + rest
+
+
+class _Sweep:
+    """Blocks that take their places in the order of time. Those that are always there lie at the bottom."""
+
+    def __init__(self, sizes: _Ints, starts: _Ints, stops: _Ints):
+        always = (starts < stops.min(initial=_NEVER)) & (stops == stops.max(initial=0))
+        self._offsets = np.zeros(len(sizes), np.int64)
+        self._offsets[always] = sizes[always].cumsum() - sizes[always]
+        self._bottom = int(sizes[always].sum())
+        (others,) = np.nonzero(~always)
+        times = np.concatenate([stops[others] * 2, starts[others] * 2 + 1])  # what ends goes first
+        self._events = np.concatenate([~others, others])[times.argsort(kind="stable")].tolist()
+        self._sizes, self._lengths = sizes.tolist(), (stops - starts).tolist()
+
+    def run(self, top: int, short: int, best_fit: bool) -> tuple[_Ints, int]:
+        """Offsets, and the size of the arena, which is `top` and grows where a block finds no gap."""
+        sizes, offsets, gaps = self._sizes, self._offsets.tolist(), _Gaps(self._bottom, max(top, self._bottom))
+        for i in self._events:
+            if i >= 0:
+                offsets[i] = gaps.take(sizes[i], self._lengths[i] < short, best_fit)
+            else:
+                gaps.give(offsets[~i], sizes[~i])
+        return np.array(offsets, np.int64), gaps.top
+
+
+class _Gaps:
+    """Free gaps of an arena in order of their offsets: where they begin, and where they end."""
+
+    def __init__(self, bottom: int, top: int):
+        self.top = top
+        self._lows, self._highs = ([bottom], [top]) if top > bottom else ([], [])
+
+    def take(self, size: int, from_top: bool, best_fit: bool) -> int:
+        """The offset of a new block: at the end of a gap, or at its beginning. The arena grows if there is no gap."""
+        lows, highs = self._lows, self._highs
+        chosen, least = -1, self.top + 1
+        for gap in range(len(lows) - 1, -1, -1) if from_top else range(len(lows)):
+            length = highs[gap] - lows[gap]
+            if size <= length < least:
+                chosen, least = gap, length
+                if not best_fit or length == size:
+                    break
+        if chosen < 0:
+            if not highs or highs[-1] < self.top:
+                lows.append(self.top)
+                highs.append(self.top)
+            self.top = highs[-1] = lows[-1] + size
+        if from_top:
+            highs[chosen] -= size
+            offset = highs[chosen]
+        else:
+            offset = lows[chosen]
+            lows[chosen] += size
+        if lows[chosen] == highs[chosen]:
+            del lows[chosen], highs[chosen]
+        return offset
+
+    def give(self, offset: int, size: int) -> None:
+        """Frees a block."""
+        lows, highs, end = self._lows, self._highs, offset + size
+        after = bisect_left(lows, offset)
+        joins = after < len(lows) and lows[after] == end
+        if after and highs[after - 1] == offset:
+            highs[after - 1] = highs[after] if joins else end
+            if joins:
+                del lows[after], highs[after]
+        elif joins:
+            lows[after] = offset
+        else:
+            lows.insert(after, offset)
+            highs.insert(after, end)
 
 
 def _raised(order: _Ints, chosen: NDArray[np.bool_], factor: float) -> _Ints:
