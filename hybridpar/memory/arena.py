@@ -6,9 +6,9 @@ region of their own. In a pipeline's staircase of micro-batches, one's blocks so
 A few arena sizes and lengths of a short life are tried.
 
 Where no sweep comes near the bound, placements in any order follow: each block at the lowest offset where it fits
-between those already placed whose lives overlap with its own. Orders are tried: by size x lifetime; by lifetime to a
-factor of two, then by size; by size. Then blocks that reach the top come earlier in the best order so far, and all
-is placed again, a few times. The smallest arena of all is the plan.
+between those already placed whose lives overlap with its own. Orders are tried: by size x lifetime; lasting and huge
+blocks, then by ends, the last first; by lifetime to a factor of two, then by size; by size. Then blocks that
+reach the top come earlier in the best order so far, and all is placed again, a few times. The smallest arena is the plan.
 
 Source: offline dynamic storage allocation, as in idealloc (arXiv 2504.04874); the order is changed as in "squeaky
 wheel" optimization (Joslin and Clements, 1999). Units: bytes; times are any numbers that order events.
@@ -17,7 +17,6 @@ wheel" optimization (Joslin and Clements, 1999). Units: bytes; times are any num
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpar.memory.events import Life, Span, What
+from hybridpar.memory.sweep import Ints, Sweep
 
 ALIGNMENT = 512
-_WORK, _ROUNDS = 60_000, (2, 16)
+_WORK, _ROUNDS = 80_000, (2, 16)
 """Placements in all rounds together, and least and most rounds."""
 _ROOMS = (1.0, 1.001, 1.0025, 1.01)
 """Arenas in which sweeps are tried, in sizes of the bound."""
@@ -36,13 +36,13 @@ _SWEEPS = ((128, True), (1024, True), (512, False), (0, True))
 """Times that a short life lasts, and whether the gap that fits best is taken, or the first."""
 _TINY = 10_000
 """Blocks that are smaller than one part of so many of the bound have a region of their own."""
+_HUGE, _LASTING = 16, 0.9
+"""What comes first in one order: blocks above this share of the longest life, then one part of so many of the bound."""
 _ENOUGH = 1.0005
 """An arena of so many times the bound is not improved."""
 _GUILTY, _RAISE = 0.99, (0.25, 0.5, 0.75)
 """Blocks that end above this share of the arena come earlier, by these factors in turn."""
 _BUCKET_BLOCKS = 400
-_NEVER = np.iinfo(np.int64).max
-_Ints = NDArray[np.int64]
 
 
 class Block(NamedTuple):
@@ -118,7 +118,7 @@ def _block(block: Life | tuple[int, float, float | None]) -> Block:
     return Block(block.num_bytes, block.born, None if block.died is None else math.nextafter(block.died, math.inf))
 
 
-def _arrays(blocks: Sequence[Block]) -> tuple[_Ints, _Ints, _Ints]:
+def _arrays(blocks: Sequence[Block]) -> tuple[Ints, Ints, Ints]:
     """Sizes in units of the alignment; starts and stops as places in the row of all times."""
     sizes = np.array([-(-block.num_bytes // ALIGNMENT) for block in blocks], np.int64)
     begin = np.array([block.start for block in blocks], np.float64)
@@ -128,7 +128,7 @@ def _arrays(blocks: Sequence[Block]) -> tuple[_Ints, _Ints, _Ints]:
     return sizes, starts, np.maximum(stops, starts + 1)
 
 
-def _largest(sizes: _Ints, starts: _Ints, stops: _Ints) -> int:
+def _largest(sizes: Ints, starts: Ints, stops: Ints) -> int:
     """Most units that are alive at once."""
     change = np.zeros(int(stops.max(initial=0)) + 1, np.int64)
     np.add.at(change, starts, sizes)
@@ -136,21 +136,23 @@ def _largest(sizes: _Ints, starts: _Ints, stops: _Ints) -> int:
     return int(change.cumsum().max(initial=0))
 
 
-def _best(sizes: _Ints, starts: _Ints, stops: _Ints, bound: int) -> _Ints:
+def _best(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> Ints:
     """Offsets of the best sweep or round of all."""
     best, lowest = _swept(sizes, starts, stops, bound)
     if lowest <= _ENOUGH * bound:
         return best
     length = stops - starts
-    orders = [np.lexsort((starts, -sizes * length)), np.lexsort((starts, -sizes, -np.log2(length).round())),
-              np.lexsort((starts, -length, -sizes))]
-    best_order, least = best.argsort(kind="stable"), None
+    groups = np.select([length > _LASTING * length.max(), sizes * _HUGE >= bound, sizes * _TINY >= bound], [0, 1, 2], 3)
+    orders = [np.lexsort((starts, -sizes * length)), np.lexsort((-stops, groups)),
+              np.lexsort((starts, -sizes, -np.log2(length).round())), np.lexsort((starts, -length, -sizes))]
+    best_order, least, guilty = orders[0], 0, sizes > 0
     rounds = min(max(_WORK // len(sizes), _ROUNDS[0]), _ROUNDS[1])
     for number in range(rounds):
-        order = orders[number] if number < len(orders) else _raised(best_order, guilty, _RAISE[number % len(_RAISE)])
+        order = orders[number] if number < len(orders) else _raised(
+            best_order, guilty, _RAISE[number % len(_RAISE)])
         layout = _place(order, sizes, starts, stops)
         top = int((layout + sizes).max())
-        if least is None or top <= least:
+        if not number or top <= least:
             best_order, least, guilty = order, top, layout + sizes >= _GUILTY * top
         if top < lowest:
             best, lowest = layout, top
@@ -159,105 +161,34 @@ def _best(sizes: _Ints, starts: _Ints, stops: _Ints, bound: int) -> _Ints:
     return best
 
 
-def _swept(sizes: _Ints, starts: _Ints, stops: _Ints, bound: int) -> tuple[_Ints, int]:
+def _swept(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> tuple[Ints, int]:
     """Offsets of the best sweep, and its arena's size."""
     tiny = sizes * _TINY < bound
     (large,), (small,) = np.nonzero(~tiny & (sizes > 0)), np.nonzero(tiny & (sizes > 0))
     offsets = np.zeros(len(sizes), np.int64)
-    offsets[small], rest = _Sweep(sizes[small], starts[small], stops[small]).run(0, 0, True)
-    sweep, least = _Sweep(sizes[large], starts[large], stops[large]), _largest(sizes[large], starts[large], stops[large])
-    lowest: int | None = None
+    offsets[small], rest = Sweep(sizes[small], starts[small], stops[small]).run(0, 0, True)
+    sweep = Sweep(sizes[large], starts[large], stops[large])
+    least = _largest(sizes[large], starts[large], stops[large])
+    offsets[large], lowest = sweep.run(0, 0, True)
     for room in _ROOMS:
         for short, best_fit in _SWEEPS:
-            if lowest is not None and (lowest + rest <= _ENOUGH * bound or lowest <= least * room):
+            if lowest + rest <= _ENOUGH * bound or lowest <= least * room:
                 break
             found, top = sweep.run(int(least * room), short, best_fit)
-            if lowest is None or top < lowest:
+            if top < lowest:
                 offsets[large], lowest = found, top
     offsets[small] += lowest
     return offsets, lowest + rest
 
 
-class _Sweep:
-    """Blocks that take their places in the order of time. Those that are always there lie at the bottom."""
-
-    def __init__(self, sizes: _Ints, starts: _Ints, stops: _Ints):
-        always = (starts < stops.min(initial=_NEVER)) & (stops == stops.max(initial=0))
-        self._offsets = np.zeros(len(sizes), np.int64)
-        self._offsets[always] = sizes[always].cumsum() - sizes[always]
-        self._bottom = int(sizes[always].sum())
-        (others,) = np.nonzero(~always)
-        times = np.concatenate([stops[others] * 2, starts[others] * 2 + 1])  # what ends goes first
-        self._events = np.concatenate([~others, others])[times.argsort(kind="stable")].tolist()
-        self._sizes, self._lengths = sizes.tolist(), (stops - starts).tolist()
-
-    def run(self, top: int, short: int, best_fit: bool) -> tuple[_Ints, int]:
-        """Offsets, and the size of the arena, which is `top` and grows where a block finds no gap."""
-        sizes, offsets, gaps = self._sizes, self._offsets.tolist(), _Gaps(self._bottom, max(top, self._bottom))
-        for i in self._events:
-            if i >= 0:
-                offsets[i] = gaps.take(sizes[i], self._lengths[i] < short, best_fit)
-            else:
-                gaps.give(offsets[~i], sizes[~i])
-        return np.array(offsets, np.int64), gaps.top
-
-
-class _Gaps:
-    """Free gaps of an arena in order of their offsets: where they begin, and where they end."""
-
-    def __init__(self, bottom: int, top: int):
-        self.top = top
-        self._lows, self._highs = ([bottom], [top]) if top > bottom else ([], [])
-
-    def take(self, size: int, from_top: bool, best_fit: bool) -> int:
-        """The offset of a new block: at the end of a gap, or at its beginning. The arena grows if there is no gap."""
-        lows, highs = self._lows, self._highs
-        chosen, least = -1, self.top + 1
-        for gap in range(len(lows) - 1, -1, -1) if from_top else range(len(lows)):
-            length = highs[gap] - lows[gap]
-            if size <= length < least:
-                chosen, least = gap, length
-                if not best_fit or length == size:
-                    break
-        if chosen < 0:
-            if not highs or highs[-1] < self.top:
-                lows.append(self.top)
-                highs.append(self.top)
-            self.top = highs[-1] = lows[-1] + size
-        if from_top:
-            highs[chosen] -= size
-            offset = highs[chosen]
-        else:
-            offset = lows[chosen]
-            lows[chosen] += size
-        if lows[chosen] == highs[chosen]:
-            del lows[chosen], highs[chosen]
-        return offset
-
-    def give(self, offset: int, size: int) -> None:
-        """Frees a block."""
-        lows, highs, end = self._lows, self._highs, offset + size
-        after = bisect_left(lows, offset)
-        joins = after < len(lows) and lows[after] == end
-        if after and highs[after - 1] == offset:
-            highs[after - 1] = highs[after] if joins else end
-            if joins:
-                del lows[after], highs[after]
-        elif joins:
-            lows[after] = offset
-        else:
-            lows.insert(after, offset)
-            highs.insert(after, end)
-
-
-def _raised(order: _Ints, chosen: NDArray[np.bool_], factor: float) -> _Ints:
+def _raised(order: Ints, chosen: NDArray[np.bool_], factor: float) -> Ints:
     """An order in which the chosen blocks come earlier: their places are multiplied by the factor."""
     place = np.arange(len(order), dtype=np.float64)
     place[chosen[order]] *= factor
     return order[np.argsort(place, kind="stable")]
 
 
-def _place(order: _Ints, sizes: _Ints, starts: _Ints, stops: _Ints) -> _Ints:
+def _place(order: Ints, sizes: Ints, starts: Ints, stops: Ints) -> Ints:
     """Offsets: first fit, in this order."""
     placed = _Placed(len(sizes), int(stops.max()))
     offsets = np.zeros(len(sizes), np.int64)

@@ -106,6 +106,23 @@ def test_predicted_traces_come_within_a_twentieth(schedule: str, recompute: str)
     is_little_larger(predict_trace(config, steps=2)[1])
 
 
+@pytest.mark.parametrize("pipeline", [
+    {"schedule": "2bw"}, {"schedule": "pipedream"}, {"schedule": "interleaved"}, {"schedule": "1f1b", "recompute": "all"},
+    {"schedule": "interleaved", "recompute": "all", "split_backward": True}, {"schedule": "2bw", "recompute": "0,2-4"}],
+    ids=str)
+def test_many_microbatches_are_no_larger_than_in_a_cache(pipeline: dict[str, object]) -> None:
+    config = from_mapping({
+        "model": {"num_layers": 8, "hidden_size": 512, "num_heads": 8, "seq_length": 1024, "vocab_size": 8192},
+        "parallel": {"pp": 4, "dp": 1}, "train": {"micro_batch_size": 8, "num_steps": 10, "device": "cpu"},
+        "pipeline": {"num_microbatches": 16, **pipeline}})
+    spans = predict_trace(config, steps=2)[1]
+    blocks = blocks_of(spans)
+    arena = plan(blocks)
+    check(arena, blocks)
+    cached = replay(event for span in spans for event in span.events)
+    assert arena.num_bytes <= min(1.05 * arena.bound, cached.reserved)
+
+
 def is_little_larger(spans: list[Span]) -> None:
     """The arena is at most a twentieth larger than what is alive, and wastes a fifth of what a cache does."""
     blocks = blocks_of(spans)
