@@ -8,7 +8,7 @@ A few arena sizes and lengths of a short life are tried.
 Where no sweep comes near the bound, placements in any order follow: each block at the lowest offset where it fits
 between those already placed whose lives overlap with its own. Orders are tried: by size x lifetime; lasting and huge
 blocks, then by ends, the last first; by lifetime to a factor of two, then by size; by size. Then blocks that
-reach the top come earlier in the best order so far, and all is placed again, a few times. The smallest arena is the plan.
+reach the top come earlier in the best order so far, and all is placed again, a few times. The best is kept.
 
 Source: offline dynamic storage allocation, as in idealloc (arXiv 2504.04874); the order is changed as in "squeaky
 wheel" optimization (Joslin and Clements, 1999). Units: bytes; times are any numbers that order events.
