@@ -71,14 +71,13 @@ class DeviceClock:
 HOST_CLOCK: Clock = _HostClock()
 
 
-class _Block:
-    """Memory that is there, of a number and a size. ref: watches it."""
+class _Block(weakref.ref[Any]):
+    """Watches the owner of memory. key: identity of that owner. number, num_bytes: as in the trace."""
 
-    __slots__ = ("num_bytes", "number", "ref")
-
-    def __init__(self, number: int, num_bytes: int):
-        self.number, self.num_bytes = number, num_bytes
-        self.ref: weakref.ref[Any] | None = None
+    __slots__ = ("key", "num_bytes", "number")
+    key: int
+    number: int
+    num_bytes: int
 
 
 _Raw = tuple[What, int, int, str, Any, int, str]
@@ -240,33 +239,32 @@ class Recorder(TorchDispatchMode):
         block = self._blocks[key]
         if key != other:
             del self._blocks[key]
-            self._watch(block, other, new)
+            self._watch(block.number, block.num_bytes, other, new)
         if reads:
             for what in (What.READ, What.WRITE):
                 self._events.append((what, block.number, block.num_bytes, op, now, self.layer, ""))
 
     def _malloc(self, key: int, tensor: Tensor, num_bytes: int, op: str, now: Any, name: str = "") -> None:
-        block = _Block(self._next, num_bytes)
+        self._watch(self._next, num_bytes, key, tensor)
+        self._events.append((What.MALLOC, self._next, num_bytes, op, now, self.layer, name))
         self._next += 1
-        self._watch(block, key, tensor)
-        self._events.append((What.MALLOC, block.number, num_bytes, op, now, self.layer, name))
 
     def _free(self, block: _Block, now: Any) -> None:
         self._events.append((What.FREE, block.number, block.num_bytes, "", now, self.layer, ""))
 
-    def _watch(self, block: _Block, key: int, tensor: Tensor) -> None:
-        def gone(_: object) -> None:
-            if self._blocks.get(key) is not block:
-                return
-            del self._blocks[key]
-            if get_ident() == self._thread:
-                self._look()
-                self._free(block, self._now())
-            else:
-                self._freed.append(block)
+    def _watch(self, number: int, num_bytes: int, key: int, tensor: Tensor) -> None:
+        block = self._blocks[key] = _Block(_owner(tensor), self._gone)
+        block.key, block.number, block.num_bytes = key, number, num_bytes
 
-        self._blocks[key] = block
-        block.ref = weakref.ref(_owner(tensor), gone)
+    def _gone(self, block: _Block) -> None:
+        if self._blocks.get(block.key) is not block:
+            return
+        del self._blocks[block.key]
+        if get_ident() == self._thread:
+            self._look()
+            self._free(block, self._now())
+        else:
+            self._freed.append(block)
 
     def _enter(self) -> None:
         """An operator begins."""
