@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory.user_models import alexnet, mlp, resnet
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -20,7 +20,6 @@ from hybridpar.memory import measure
 from hybridpar.memory.behaviour import analyse
 from hybridpar.memory.events import Category, MemoryEvent, Span, What, lives
 from hybridpar.memory.recorder import Recorder
-from memory.user_models import alexnet, mlp, resnet
 
 CPU = torch.device("cpu")
 ITERATIONS = 5
@@ -90,14 +89,13 @@ def test_every_iteration_but_the_first_does_the_same(name: str, optimizer: str, 
     if "Adam" in optimizer:
         kept[4] += len(grads)  # counts of steps
     assert more == kept, "gradients and the optimizer's state"
-    mallocs = sum(what is What.MALLOC and size in kept for what, size, _ in second)
-    assert to_none == (mallocs >= len(grads)) or mallocs > 0
 
 
 def test_an_iteration_of_the_paper_s_mlp() -> None:
+    """Known by hand: 11 operators of forward and backward make 15 blocks of which none is left."""
     _, row, *_ = behaviours(train("mlp", "SGD", batch=16))
-    assert Counter(what for what, _, _ in row) == {What.MALLOC: 14, What.FREE: 14, What.READ: 32, What.WRITE: 18} or (
-        len(row), Counter(what for what, _, _ in row)) == (0, 0)
+    assert Counter(what for what, _, _ in row) == {What.MALLOC: 15, What.FREE: 15, What.READ: 34, What.WRITE: 19}
+    assert [(what.value, op) for what, _, op in row[-3:]] == [(what, "aten::add_") for what in ("read", "read", "write")]
 
 
 def breakdown(spans: list[Span]) -> dict[str, int]:
@@ -111,13 +109,13 @@ def breakdown(spans: list[Span]) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", ["alexnet", "resnet"])
 def test_intermediates_dominate_and_grow_with_the_batch(name: str) -> None:
-    small, large = (breakdown(train(name, batch=batch)) for batch in (16, 64))
+    small, large = (breakdown(train(name, batch=batch)) for batch in (64, 256))
     parameters = sum(t.numel() * t.element_size() for t in MODELS[name]()[0].state_dict().values())
     assert small["weights"] == large["weights"] == parameters
     assert small["optimizer"] == large["optimizer"] > 0
     assert large["batch"] == 4 * small["batch"]
-    assert 3.5 < large["intermediates"] / small["intermediates"] <= 4.5
-    assert large["intermediates"] > 0.5 * sum(large.values())
+    assert large["intermediates"] / small["intermediates"] == pytest.approx(4, rel=0.1)
+    assert large["intermediates"] > 0.75 * (sum(large.values()) - large["batch"])  # images are large, layers thin here
 
 
 def test_parameters_and_intermediates_grow_with_depth() -> None:
@@ -128,29 +126,36 @@ def test_parameters_and_intermediates_grow_with_depth() -> None:
     assert len({one["batch"] for one in found}) == 1
 
 
-@pytest.mark.parametrize("name", ["mlp", "resnet"])
-def test_the_peak_is_the_allocator_s(name: str) -> None:
-    """A training without scratch space, on blocks made in it."""
-    def run(recorder: Recorder | None) -> None:
+class Residual(nn.Module):
+    """Adds what it computes to its input, whose gradient is then a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize("make", [mlp, lambda: nn.Sequential(nn.Linear(32, 64), Residual(), Residual(), nn.Linear(64, 10))])
+def test_the_peak_is_the_allocator_s(make: Callable[[], nn.Module]) -> None:
+    def run() -> None:
         torch.manual_seed(0)
-        x, y = torch.randn(8, *MODELS[name]()[1]), torch.randint(10, (8,))
-        model = MODELS[name]()[0]
+        x, y = torch.randn(128, 32), torch.randint(10, (128,))
+        model = make()
         sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
         for _ in range(2):
             sgd.zero_grad()
             cross_entropy(model(x), y).backward()
             sgd.step()
 
-    with torch.backends.mkldnn.flags(enabled=False):
-        spans, recorder = [], Recorder(lambda span: spans.append(span))
-        with recorder:
-            run(recorder)
-        recorder.close()
-        gc.collect()
-        with measure(CPU) as meter:
-            run(None)
-            measured = meter.read().peak
-    assert 0.97 * measured <= analyse(spans).peak.num_bytes <= 1.03 * measured
+    spans, recorder = recording()
+    with recorder:
+        run()
+    recorder.close()
+    with measure(CPU) as meter:
+        run()
+    assert analyse(spans).peak.num_bytes == meter.read().peak
 
 
 # -- categories --------------------------------------------------------------------------------------------------------
@@ -266,9 +271,8 @@ def test_scratch_of_mixed_arithmetic_is_the_allocator_s(
     with recorder:
         operator(a, b)
     recorder.close()
-    new = [span for span in spans]
     now = peak = 0
-    for event in events(new):
+    for event in events(spans):
         if not event.name:
             now += event.num_bytes * ((event.what is What.MALLOC) - (event.what is What.FREE))
             peak = max(peak, now)
@@ -292,13 +296,18 @@ def test_a_resized_block_is_another_one() -> None:
 
     assert told(by_storage, b)[-2:] == ["read 1", "write 1"]
     empty = torch.empty(0)
-    assert told(lambda: torch.add(x(4), 1, out=empty))[-1:] != []
+    assert "write 1" in told(lambda: torch.add(a, 1, out=empty), a)
 
 
 def test_sparse_tensors_are_their_parts() -> None:
     dense, sparse = x(3, 3), torch.eye(3).to_sparse()
-    assert told(lambda: torch.sparse.mm(sparse, dense), dense) == [
-        "malloc 1", "malloc 2", "malloc 3", "read 1", "read 2", "read 0", "write 3"]
+    spans, recorder = recording()
+    recorder.adopt("x", [dense, sparse])
+    with recorder:
+        product = torch.sparse.mm(sparse, dense)
+    recorder.close()
+    assert product.sum() == 9
+    assert {e.block for e in events(spans) if (e.what, e.op) == (What.READ, "aten::_sparse_addmm")} >= {0, 1, 2}
     table = nn.Embedding(10, 4, sparse=True)
     sgd = torch.optim.SGD(table.parameters(), lr=0.1)
 
@@ -310,20 +319,18 @@ def test_sparse_tensors_are_their_parts() -> None:
     assert Counter(what.split()[0] for what in told(step, table.weight))["malloc"] > 3
     assert "write 0" in told(step, table.weight)
     csr = torch.eye(3).to_sparse_csr()
-    assert told(lambda: csr @ dense, dense) == ["malloc 1", "read 0", "write 1"]
+    assert "read 0" in told(lambda: csr @ dense, dense)
 
 
 def test_recomputed_blocks_are_made_twice() -> None:
     layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     a = x(5, 8)
     for again in (False, True):
-        rows = told(lambda: (checkpoint(layers, a, use_reentrant=False) if again else layers(a)).sum().backward(), a)
         spans, recorder = recording()
         with recorder:
             (checkpoint(layers, a, use_reentrant=False) if again else layers(a)).sum().backward()
         recorder.close()
         assert sum(e.op == "aten::tanh" and e.what is What.MALLOC for e in events(spans)) == 1 + again
-        assert rows
 
 
 def test_an_error_inside_an_operator_leaves_the_trace_whole() -> None:
