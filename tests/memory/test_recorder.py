@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from memory.user_models import alexnet, mlp, resnet
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.user_models import alexnet, mlp, resnet
 from hybridpar.memory import measure
 from hybridpar.memory.behaviour import analyse
 from hybridpar.memory.events import Category, MemoryEvent, Span, What, lives
@@ -95,7 +95,7 @@ def test_an_iteration_of_the_paper_s_mlp() -> None:
     """Known by hand: 11 operators of forward and backward make 15 blocks of which none is left."""
     _, row, *_ = behaviours(train("mlp", "SGD", batch=16))
     assert Counter(what for what, _, _ in row) == {What.MALLOC: 15, What.FREE: 15, What.READ: 34, What.WRITE: 19}
-    assert [(what.value, op) for what, _, op in row[-3:]] == [(what, "aten::add_") for what in ("read", "read", "write")]
+    assert [(what.value, op) for what, _, op in row[-2:]] == [("read", "aten::add_"), ("write", "aten::add_")]
 
 
 def breakdown(spans: list[Span]) -> dict[str, int]:
@@ -137,7 +137,11 @@ class Residual(nn.Module):
         return x + self.inner(x)
 
 
-@pytest.mark.parametrize("make", [mlp, lambda: nn.Sequential(nn.Linear(32, 64), Residual(), Residual(), nn.Linear(64, 10))])
+def residual() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), Residual(), Residual(), nn.Linear(64, 10))
+
+
+@pytest.mark.parametrize("make", [mlp, residual])
 def test_the_peak_is_the_allocator_s(make: Callable[[], nn.Module]) -> None:
     def run() -> None:
         torch.manual_seed(0)
@@ -336,9 +340,16 @@ def test_recomputed_blocks_are_made_twice() -> None:
 def test_an_error_inside_an_operator_leaves_the_trace_whole() -> None:
     spans, recorder = recording()
     a = x()
-    with pytest.raises(RuntimeError), recorder:
-        kept = a * 2
-        kept @ torch.ones(3, 3)
+    kept = a
+
+    def fails() -> None:
+        nonlocal kept
+        with recorder:
+            kept = a * 2
+            kept @ torch.ones(3, 3)
+
+    with pytest.raises(RuntimeError):
+        fails()
     assert _get_current_dispatch_mode() is None
     assert not recorder.is_active
     with recorder, torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ def alexnet(width: int = 64, size: int = 224, classes: int = 10) -> nn.Module:
     channels = [width * n for n in (1, 3, 6, 4, 4)]
     layers: list[nn.Module] = [nn.Conv2d(3, width, 11, 4, 2), nn.ReLU(), nn.MaxPool2d(3, 2),
                                nn.Conv2d(channels[0], channels[1], 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)]
-    for before, after in zip(channels[1:], channels[2:], strict=False):
+    for before, after in pairwise(channels[1:]):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
     features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(6 if size > 200 else 2), nn.Flatten())
     with torch.no_grad():
