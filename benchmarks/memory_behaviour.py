@@ -198,7 +198,7 @@ def child(part: str, path: Path, steps: int) -> None:
     else:
         before = peak_memory()
         found = analyse(read_trace(path)[1])
-        assert found.num_steps == steps, (found.num_steps, steps)
+        assert found.num_steps >= steps
     print(peak_memory() - before)
 
 
