@@ -38,7 +38,7 @@ NUM_OWNERS = 20
 class Peak:
     """The moment at which most bytes are alive. by_layer: activations alone. owners: the largest blocks.
 
-    It is the first such moment; where the first step, which sets up, is not alone, that of the second step that has one.
+    It is the first such moment; where the first step, which sets up, is not alone, the second step's that has one.
     Owners' accesses are not kept.
     """
 
