@@ -178,6 +178,7 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
                   device: torch.device | None = None) -> tuple[Header, list[Span]]:
     """The memory events of the first steps of training on a rank of the configuration's grid. Nothing is computed.
 
+    Times have no meaning (see memory.excerpt.retimed).
     `config`: resolved. `device`: need not be on this machine; None: the one that the configuration names.
     """
     device = device or default_device(config)
