@@ -318,17 +318,18 @@ def _num_bytes(tensor: Tensor) -> int:
 
 def _owned(tensors: Iterable[Tensor]) -> dict[int, tuple[Tensor, int]]:
     """A tensor for each block that takes memory, in order, by the block's owner, and its bytes."""
-    found = {}
+    found: dict[int, tuple[Tensor, int]] = {}
     for tensor in tensors:
-        if type(tensor) is Ghost:
-            found[id(tensor.block)] = tensor, tensor.block.num_bytes
+        if isinstance(tensor, Ghost):
+            if tensor.block.num_bytes:
+                found[id(tensor.block)] = tensor, tensor.block.num_bytes
         elif tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             if (num_bytes := storage.nbytes()) and not tensor.is_meta:
                 found[id(storage)] = tensor, num_bytes
         elif tensor.layout is torch.sparse_coo:
             found |= _owned([tensor._indices(), tensor._values()])
-    return {key: one for key, one in found.items() if one[1]}
+    return found
 
 
 def _is_on_cpu(args: Any) -> bool:
