@@ -248,7 +248,7 @@ def foreach(a: Tensor, b: Tensor) -> None:
     (lambda a, b: a.max(dim=0), ["malloc 2", "malloc 3", "read 0", "write 2", "write 3"]),
     (lambda a, b: a.index_put_((torch.tensor(0),), b[0]),
      ["malloc 2", "write 2", "read 0", "read 2", "read 1", "write 0", "free 2"]),
-], ids=str)
+])
 def test_what_an_operator_does(run: Callable[[Tensor, Tensor], Any], expected: list[str]) -> None:
     a, b = x(), x()
     assert told(lambda: run(a, b), a, b) == expected
