@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, UseAppendAction, arg
 
 from hybridpar.cli.exchange import Export, Import
+from hybridpar.cli.memory import Memory
 from hybridpar.cli.placing import Graph, Place
 from hybridpar.cli.planning import ConfigFile, Overrides, Plan, Profile, Simulate, resolved
 from hybridpar.cli.values import Ranks, Threads, Within, parse_grid
@@ -138,7 +139,9 @@ class Check:
 
         from hybridpar.grid import Axis
         from hybridpar.memory import predict, table
+        from hybridpar.memory.knobs import knobs, savings
         from hybridpar.memory.predict import default_device
+        from hybridpar.memory.report import short_form
         from hybridpar.models.build import build_blocks
         from hybridpar.models.cost import stage_split, training_flops_per_token
         from hybridpar.pipeline.plan.sizes import Sizes
@@ -158,6 +161,9 @@ class Check:
         if self.json:
             print(json.dumps(plain))
             return 0
+        fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
+        likeliest = knobs(config, fullest, memory[fullest])[:1]
+        saving = next(iter(savings(config, fullest, memory[fullest], likeliest, device)), None)
         blocks = ", ".join(f"{b.start}-{b.stop - 1}" for b in stages)
         if (chunks := config.pipeline.num_chunks) > 1:
             blocks += f"; each rank holds {chunks}, which are {grid.pp} apart"
@@ -166,7 +172,7 @@ class Check:
               f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head)\n"
               f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"
               f"\npredicted peak memory of a process of each {name} with train.device = {device.type}, in MiB\n"
-              f"{table(memory, name)}")
+              f"{table(memory, name)}\n" + "\n".join(short_form(memory, name, saving)))
         for text in absent:
             print(f"\nnot on this machine, or of no use: {text}")
         return 0
@@ -295,6 +301,6 @@ class Doctor:
 
 COMMANDS: dict[str, type[Any]] = {
     kind.__name__.lower(): kind for kind in (
-        Train, Verify, Replay, Check, Profile, Plan, Simulate, Graph, Place, Preprocess, Generate, Export, Import,
-        Doctor)
+        Train, Verify, Replay, Check, Memory, Profile, Plan, Simulate, Graph, Place, Preprocess, Generate, Export,
+        Import, Doctor)
 }

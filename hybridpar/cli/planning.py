@@ -213,7 +213,7 @@ class Simulate:
         config, costs = resolved(self.config), None
         run = costs_of_run(Path(self.measured), config) if self.measured else None
         if self.profile or self.cluster:
-            config, costs = self._planned(launch)
+            config, costs = planned(self.config, self.profile, self.cluster, launch)
         elif run:
             costs = run.measured.costs
         shown = preview(config, self.batches, costs)
@@ -269,15 +269,17 @@ class Simulate:
         fits = max(map(len, picture.splitlines())) <= _WIDEST or not timed
         print(f"{title}\n\n{picture}\n" if fits else title, file=sys.stderr if self.json else sys.stdout)
 
-    def _planned(self, launch: Launch) -> tuple[Config, Costs]:
-        """The configuration with its grid filled in, and the costs of its stages there. One pipeline stands for all."""
-        from hybridpar.planner.cost import StepCost
-        from hybridpar.planner.local_profile import machine_for
 
-        devices = self.config.parallel.num_ranks if self.config.parallel.dp else 0
-        machine = machine_for(self.config, launch, self.profile, self.cluster, devices)
-        config = resolved(self.config, machine.num_devices)
-        return config, StepCost(config, machine).costs
+def planned(config: Config, profile: str, cluster: str, launch: Launch) -> tuple[Config, Costs]:
+    """The configuration with its grid filled in, and the costs of its stages on the machine that a profile or a cluster
+    describes. One pipeline stands for all."""
+    from hybridpar.planner.cost import StepCost
+    from hybridpar.planner.local_profile import machine_for
+
+    devices = config.parallel.num_ranks if config.parallel.dp else 0
+    machine = machine_for(config, launch, profile, cluster, devices)
+    config = resolved(config, machine.num_devices)
+    return config, StepCost(config, machine).costs
 
 
 def resolved(config: Config, world_size: int = 0) -> Config:

@@ -139,6 +139,9 @@ class TrainConfig:
     log_interval: AtLeastOne = 1
     measure_memory: bool = False
     """Say at the end how the allocator's peak compares with the predicted one; slows the first batches down on CPUs."""
+    record_memory: Count = 0
+    """Number of steps of which every malloc, free, read and write of a block of memory is written down, by each rank,
+    in memory/ of the run folder, for `hybridpar memory --run`; without CUDA graphs."""
     keep_memory: bool = True
     """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system and taken anew."""
     cuda_graphs: bool = True

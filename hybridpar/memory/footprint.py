@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
 from hybridpar.config import Config
-from hybridpar.grid import Axis, ProcessGrid, sizes_of
 from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.silent import silent_grid
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.models.cost import LABELLED
 from hybridpar.pipeline.run.lane import Lane
@@ -97,7 +96,7 @@ class _TracedStage:
     def __init__(self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, tracker: Tracker):
         model, device = config.model, tracker.device
         self.config, self.tracker = config, tracker
-        grid = ProcessGrid.imagined(sizes_of(config.parallel), 0, lambda _, ranks: _SilentGroup(0, len(ranks)))  # type: ignore[call-arg]
+        grid = silent_grid(config)
         policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
         sequence = config.parallel.sequence
         self.stage = Stage(build_blocks(
@@ -109,6 +108,7 @@ class _TracedStage:
         self._input: Tensor | None
         self._empty: int
         self._edge: GradientEdge
+        self._loss_dtype: torch.dtype
 
     def static(self) -> dict[str, int]:
         """The bytes that are there all the time, by name."""
@@ -119,14 +119,16 @@ class _TracedStage:
         self._empty = self.tracker.read().current
         self._input = self.lane.whole().requires_grad_() if self.receives else None
         before = self._start()
+        batch = {name: tensor.clone() for name, tensor in batch.items()}
         key = RandomKey.of(self.config.train.seed, 0, 0, device=self.tracker.device)
         out: Any = self.stage(self._input, batch, key)
-        peak = self.tracker.read().peak - before
         if isinstance(out, dict):
             out = sum(out.values())
+            self._loss_dtype = out.dtype
         sent = self.lane.cut(out.detach())
         self._edge = get_gradient_edge(out)
-        del out
+        peak = self.tracker.read().peak - before
+        del out, batch, key
         with_output = self.tracker.read().current
         del sent
         kept = self.tracker.read().current
@@ -134,10 +136,12 @@ class _TracedStage:
 
     def backward(self, first: bool) -> tuple[int, int]:
         """An executor's backward: the most that it took, and what waits after it. `first`: of a batch."""
-        gradient = self.lane.whole() if self.sends else torch.tensor(1.0)
+        gradient = self.lane.whole() if self.sends else None
         if first:
             self.state.begin(0)
         before = self._start()
+        if gradient is None:
+            gradient = torch.full((), 1.0, dtype=self._loss_dtype, device=self.tracker.device)
         self.state.bind(0, (0,))
         if self.config.pipeline.split_backward:
             self.state.collect(None)
@@ -184,35 +188,3 @@ def sample_microbatch(config: Config) -> dict[str, Tensor]:
         batch["padding_mask"] = torch.ones(shape, dtype=torch.bool)
         batch["sentence_labels"] = torch.zeros(b, dtype=torch.int64)
     return batch
-
-
-class _Done(dist.Work):
-    def wait(self, *args: Any) -> bool:
-        """Returns at once."""
-        return True
-
-
-class _SilentGroup(dist.ProcessGroup):
-    """Collectives that do nothing, in memory that they have been given."""
-
-    def allreduce(self, *args: Any) -> Any:
-        return _Done()
-
-    def alltoall_base(self, *args: Any) -> Any:
-        return _Done()
-
-    def broadcast(self, *args: Any) -> Any:
-        return _Done()
-
-    def reduce(self, *args: Any) -> Any:
-        return _Done()
-
-    def all_gather_single(self, *args: Any) -> Any:
-        return _Done()
-
-    _allgather_base = all_gather_single  # type: ignore[assignment]  # its name before torch 2.13
-
-
-def silent_axis(name: str, size: int) -> Axis:
-    """An axis of `size` ranks, of which this is the first, whose collectives send nothing and change nothing."""
-    return Axis(name, 0, tuple(range(size)), _SilentGroup(0, size) if size > 1 else None)  # type: ignore[call-arg]

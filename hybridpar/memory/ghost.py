@@ -18,7 +18,7 @@ With `ghost_integers`, only those are real that come from outside, and what is c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -30,14 +30,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridpar.memory.meter import Usage
 
 _META = torch.device("meta")
-_ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
+ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
 _CUDA_ROUNDING = 512  # the caching allocator hands out multiples of this many bytes
 
 
 class _Block:
     """The bytes of one storage, given back when the last tensor on it is gone. key: tells storages apart."""
 
-    __slots__ = ("key", "num_bytes", "tracker")
+    __slots__ = ("__weakref__", "key", "num_bytes", "tracker")
 
     def __init__(self, tracker: Tracker, key: int, num_bytes: int):
         self.tracker, self.key, self.num_bytes = tracker, key, num_bytes
@@ -103,8 +103,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found: list[Tensor] = []
-        _visit((args, tuple(kwargs.values())), found)
+        found = tensors_in((args, tuple(kwargs.values())))
         ghosts = [t for t in found if isinstance(t, Ghost)]
         if ghosts:
             out = self._run_on_ghosts(func, args, kwargs, ghosts, found)
@@ -112,10 +111,11 @@ class Tracker(TorchDispatchMode):
             out = self._wrap(func(*args, **{**kwargs, "device": _META}), [])
         else:
             out = func(*args, **kwargs)
-            self._note_real(out, found)
-        if not _is_in_place_without_a_mode(func):
+            self._note_real(out, [] if _is_fresh(func, out) else found)
+        if not is_in_place_without_a_mode(func):
             self._forget_dead()
-            self.peak = max(self.peak, self.current + self._cast_bytes(func, ghosts))
+            scratch = 0 if self.is_cuda else cast_bytes(func, ghosts)
+            self.peak = max(self.peak, self.current + scratch)
         return out
 
     def _run_on_ghosts(self, func: Any, args: Any, kwargs: Any, ghosts: list[Ghost], found: list[Tensor]) -> Any:
@@ -154,16 +154,8 @@ class Tracker(TorchDispatchMode):
     def _rounded(self, num_bytes: int) -> int:
         return -(-num_bytes // _CUDA_ROUNDING) * _CUDA_ROUNDING if self.is_cuda else num_bytes
 
-    def _cast_bytes(self, func: Any, ghosts: list[Ghost]) -> int:
-        """Bytes of the copies that CPUs make of tensors of the narrower type for arithmetic on two of them."""
-        if self.is_cuda or _operation(func) not in _ARITHMETIC:
-            return 0
-        common = max((ghost.dtype.itemsize for ghost in ghosts), default=0)
-        return sum(g.numel() * common for g in ghosts if g.dim() and g.dtype.itemsize < common)
-
     def _note_real(self, out: Any, arguments: list[Tensor]) -> None:
-        made: list[Tensor] = []
-        _visit(out, made)
+        made = tensors_in(out)
         known = {t.untyped_storage()._cdata for t in arguments if t.layout is torch.strided}
         for tensor in made:
             if tensor.layout is torch.strided and (storage := tensor.untyped_storage())._cdata not in known:
@@ -188,13 +180,28 @@ def _zeros(shape: tuple[int, ...]) -> Any:
     return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0.0
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples and lists."""
+    found: list[Tensor] = []
+    _visit(value, found)
+    return found
+
+
 def _visit(value: Any, found: list[Tensor]) -> None:
-    """Collects the tensors in nested tuples and lists."""
     if isinstance(value, Tensor):
         found.append(value)
     elif isinstance(value, (tuple, list)):
         for item in value:
             _visit(item, found)
+
+
+def cast_bytes(func: Any, tensors: Sequence[Tensor]) -> int:
+    """Bytes of the copies that CPUs make of tensors of the narrower type for arithmetic on two of them."""
+    if _operation(func) not in ARITHMETIC:
+        return 0
+    tensors = [t for t in tensors if t.is_floating_point()]
+    common = max((t.dtype.itemsize for t in tensors), default=0)
+    return sum(t.numel() * common for t in tensors if t.dim() and t.dtype.itemsize < common)
 
 
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -254,7 +261,12 @@ def _is_fused_in_place(func: Any) -> bool:
     return "::_fused_" in func.name() and not func._schema.returns
 
 
-def _is_in_place_without_a_mode(func: Any) -> bool:
+def _is_fresh(func: Any, out: Any) -> bool:
+    """Whether it is the last step of torch.tensor, which takes memory of torch's, and not of torch.from_numpy."""
+    return func is torch.ops.aten.lift_fresh.default and bool(out.untyped_storage().resizable())
+
+
+def is_in_place_without_a_mode(func: Any) -> bool:
     """Whether autograd makes this sum of a backward in place of its first argument, but not while a mode is active.
 
     These are the sums of two gradients of one tensor, and of index_select. The argument is dropped right after.

@@ -70,9 +70,9 @@ Tracer = Callable[[Config, range, Recomputation, Buffers, torch.device], Footpri
 
 def predict(
     config: Config, schedule: Schedule | None = None, device: torch.device | None = None, *,
-    trace: Tracer = trace_stage,
+    trace: Tracer = trace_stage, ranks: Iterable[int] | None = None,
 ) -> list[StageMemory]:
-    """The peak memory of a process of each pipeline rank, as the allocator of `device` will count it.
+    """The peak memory of a process of each pipeline rank (or of `ranks`), as the allocator of `device` will count it.
 
     `config`: resolved. `schedule`, `device`: None: those that the configuration names (`default_device`). The device
     need not be on this machine. On a CPU, what kernels need inside is not in it: up to some megabytes a thread.
@@ -96,7 +96,7 @@ def predict(
         return traced[pattern]
 
     found = []
-    for rank in range(sizes.num_ranks):
+    for rank in range(sizes.num_ranks) if ranks is None else ranks:
         buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers)
         held = {stage: footprint(stage, buffers) for stage in sizes.stages_of(rank)}
         actions = lower(schedule, walked, rank, schedule.sync_steps, batches_to_peak(config), gather=gather,

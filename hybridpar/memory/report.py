@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from hybridpar.comm import gather_objects
 from hybridpar.config import Config
 from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
+from hybridpar.memory.knobs import Saving
 from hybridpar.memory.meter import CpuMeter, CudaMeter
 from hybridpar.memory.predict import StageMemory, batches_to_peak, predict
 from hybridpar.pipeline.plan.sizes import Sizes
@@ -20,6 +21,8 @@ from hybridpar.pipeline.plan.sizes import Sizes
 _COLUMNS = ("weights", "master", "gradients", "optimizer", "checkpoint", "activations", "communication", "transient",
             "total")
 _MIB = 2**20
+_WORTH_SAYING = 5
+"""Percent of a peak."""
 
 
 def table(stages: Sequence[StageMemory], rank_name: str = "stage") -> str:
@@ -29,8 +32,39 @@ def table(stages: Sequence[StageMemory], rank_name: str = "stage") -> str:
     for number, stage in enumerate(stages):
         parts = [f"{getattr(stage, name) / _MIB:,.1f}" for name in (*_COLUMNS, *["host"] * host)]
         rows.append([str(number), *parts, f"{stage.in_flight} in flight, {stage.during.partition('v')[0]}"])
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]], num_left: int = 0) -> str:
+    """Rows of a table as lines. num_left: columns, the first ones, that are texts; others are numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join("  ".join(
+        cell.ljust(width) if i < num_left else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows)
+
+
+def shares(parts: Mapping[str, int]) -> dict[str, float]:
+    """The percentage of each part, in tenths that add up to 100."""
+    total = sum(parts.values()) or 1
+    tenths = {key: 1000 * part // total for key, part in parts.items()}
+    by_rest = sorted(parts, key=lambda key: -(1000 * parts[key] % total))
+    for key in by_rest[: 1000 - sum(tenths.values())]:
+        tenths[key] += 1
+    return {key: count / 10 for key, count in tenths.items()}
+
+
+def short_form(stages: Sequence[StageMemory], rank_name: str, saving: Saving | None) -> list[str]:
+    """The fullest rank of a prediction, who owns its peak, and what a knob saves of it."""
+    rank = max(range(len(stages)), key=lambda number: stages[number].total)
+    stage = stages[rank]
+    owners = shares({name: getattr(stage, name) for name in _COLUMNS[:-1]})
+    whose = ", ".join(f"{name} {owners[name]:.0f} %" for name in sorted(owners, key=lambda n: -owners[n])
+                      if owners[name] >= _WORTH_SAYING)
+    lines = [f"{rank_name} {rank} takes the most, {stage.total / _MIB:,.1f} MiB in {stage.during}: {whose}"]
+    if saving is not None:
+        lines.append(f"{saving.knob} would save {saving.saves / _MIB:,.1f} MiB of it; `hybridpar memory` says what "
+                     "each knob saves")
+    return lines
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ def reduce_shared_gradients(grads: Iterable[tuple[Tensor, Placement]], axis: Axi
     """
     pieces: dict[torch.dtype, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
     for grad, placement in grads:
-        num_partial, local, slot = _partial_rows(placement, axis.name, axis.rank)
+        num_partial, local, slot = partial_rows(placement, axis.name, axis.rank)
         if num_partial:
             split = placement.shard if axis.name not in placement.partial else None
             rows = grad.movedim(split.dim, 0) if split else grad.view(1, -1)  # a view
@@ -240,7 +240,7 @@ def reduce_shared_gradients(grads: Iterable[tuple[Tensor, Placement]], axis: Axi
 
 
 @cache
-def _partial_rows(placement: Placement, axis: str, rank: int) -> tuple[int, Tensor, Tensor]:
+def partial_rows(placement: Placement, axis: str, rank: int) -> tuple[int, Tensor, Tensor]:
     """Number of slices with partial gradients; of those on `rank`: local indices, positions among all of them.
 
     A parameter that is partial as a whole is one slice.

@@ -23,7 +23,8 @@ from hybridpar.autograd import backward_from
 from hybridpar.comm import barrier, gather_objects
 from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid
-from hybridpar.memory.footprint import Buffers, sample_microbatch, silent_axis, trace_stage
+from hybridpar.memory.footprint import Buffers, sample_microbatch, trace_stage
+from hybridpar.memory.silent import silent_axis
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.pipeline.run.recording import Clock, make_clock

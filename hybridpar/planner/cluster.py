@@ -19,7 +19,7 @@ from typing import Any
 
 from hybridpar.config import MAX_TOML, Config, ModelConfig
 from hybridpar.errors import ConfigError, Problem, config_error
-from hybridpar.memory.footprint import silent_axis
+from hybridpar.memory.silent import silent_axis
 from hybridpar.models.build import build_blocks
 from hybridpar.planner.hardware import (
     GIB,

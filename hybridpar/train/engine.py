@@ -75,7 +75,7 @@ class Engine:
         self.state.initialize(config.train.seed)
         self.executor = Executor(
             stages, self.state.weights, Lane.of(config, grid, states.dtype, device), pipeline.num_microbatches)
-        if config.train.cuda_graphs and device.type == "cuda":
+        if config.train.cuda_graphs and device.type == "cuda" and not config.train.record_memory:
             self.executor.graphs = graphs.recorder(
                 config, stages[self._held[0]], self.state.gradients, device, eager_last=grid.dp.size > 1)
         self._pending: dict[int, tuple[Tensor, Work]] = {}

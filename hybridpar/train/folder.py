@@ -33,6 +33,7 @@ from hybridpar.pipeline.plan.sizes import Sizes
 CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
 COSTS, FLIGHT, FAILURES, INJECTED = "costs.json", "flight", "failures.jsonl", "injected"
 NOTES, CHANGES = "notes.jsonl", "changes.jsonl"
+MEMORY = "memory"
 SAVING = "saving"
 """Name of the thread of a rank that writes checkpoints."""
 

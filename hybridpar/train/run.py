@@ -10,6 +10,7 @@ whether it went well. The last one is waited for. report.py writes and says how 
 from __future__ import annotations
 
 import signal
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hybridpar.flight import EVALUATING
 from hybridpar.memory import MemoryWatch
 from hybridpar.train import folder as run_folder
 from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.memory_trace import MemoryLog
 from hybridpar.train.metrics import BatchClock
 from hybridpar.train.progress import Reporter
 from hybridpar.train.report import RunReport
@@ -76,7 +78,9 @@ class Run:
         self.resumed = resumed
         self.train_loader = self._loader(data.train)
         self.train_loader.start = engine.data_start
-        self.clock = BatchClock(self.train_loader if watch is None else watch.loader(self.train_loader))
+        loader = self.train_loader if watch is None else watch.loader(self.train_loader)
+        self.memory = MemoryLog(engine, resumed, reporter.say) if config.train.record_memory else None
+        self.clock = BatchClock(loader if self.memory is None else self.memory.loader(loader))
         self.valid_loader = None if data.valid is None else self._loader(data.valid)
         self.report = RunReport(engine, reporter, resumed)
         self.anomalies = AnomalyHandler(engine, data.train, self.report.log, reporter.say)
@@ -99,6 +103,8 @@ class Run:
     def close(self) -> None:
         """Closes the files. Where training has failed, a checkpoint that is nearly there may still come."""
         self.saver.close()
+        if self.memory is not None:
+            self.memory.close()
         self.report.log.close()
 
     def go(self) -> Outcome:
@@ -149,7 +155,8 @@ class Run:
     def _train_until(self, stop: int) -> None:
         self.flight.phase("training", self._limit_s)
         self.report.begin_stretch(stop)
-        self.engine.train(self.clock, stop - self.engine.batches_done, self._on_step)
+        with nullcontext() if self.memory is None else self.memory.active():
+            self.engine.train(self.clock, stop - self.engine.batches_done, self._on_step)
         self.flight.phase("settling", self.faults.start_timeout_s)
         self.clock.stop()
         self.report.end_stretch()
@@ -162,6 +169,8 @@ class Run:
             self.saver.reserve()
             self.reserved = True
         self.report.after_update(result.step)
+        if self.memory is not None:
+            self.memory.after_step(result.step)
         if not self.anomalies.is_open:  # else the batches that were under way will not count
             notes = self.anomalies.note(result)
             self.report.step(result, self.clock.seconds(result.step - 1), notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from hybridpar.config import Config, from_mapping
+from hybridpar.memory.events import Header, MemoryEvent, Span, What, header_line, span_line
 from hybridpar.planner.links import Curve, MeasuredLink
 from hybridpar.planner.profile import KINDS, BlockCost, Hardware, Profile, settings_of
 
@@ -33,6 +34,12 @@ num_steps = 10
 TEXT = "".join(f"The {word} stands by the river. It is {word}.\n" for word in ("stone", "lamp", "cloud", "bird") * 6)
 METRICS = "".join(f"{json.dumps({'step': step, 'loss': 3 - 0.1 * step, 'grad_norm': 1.0})}\n" for step in range(1, 6))
 CHANGES = f"{json.dumps({'step': 4, 'settings': {'model.dropout': [0.1, 0.0]}, 'corpus': ['a', 'b'], 'sample': 0})}\n"
+MEMORY = header_line(Header(1, "cpu", {"pp": 1}, more={"a": 1})) + "".join(
+    span_line(Span(step, f"F{step - 1}@1v0" if step else "", float(step), step + 0.5, [
+        MemoryEvent(What.MALLOC, step, 64, "aten::mm", step + 0.1, 2), MemoryEvent(What.READ, 0, 8, "aten::mm", 1.5, 2),
+        MemoryEvent(What.WRITE, step, 64, "aten::mm", step + 0.1, 2), MemoryEvent(What.FREE, step, 64, "", step + 0.3)]
+        if step else [MemoryEvent(What.MALLOC, 0, 8, "", 0.0, name="weights 0")]))
+    for step in range(4))
 DOCUMENTS = "".join(f"{json.dumps({'text': text})}\n" for text in ("a river", "two\nlines", "", "\u00e9t\u00e9"))
 
 CURVE = Curve(((1.0, 1e-6), (1e6, 1e-3)))

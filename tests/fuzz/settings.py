@@ -13,6 +13,7 @@ from hybridpar.config import Config, load_toml, to_toml
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
+from hybridpar.memory.events import read_trace
 from hybridpar.planner.cluster import read_cluster
 from hybridpar.planner.placement import make_workload, read_document, read_split
 from hybridpar.planner.placement.piper import is_instance, make_instance
@@ -28,7 +29,7 @@ from hybridpar.train.peak import read_peaks
 from hybridpar.validate import problems
 
 from .mutate import mutate_json, mutate_lines, mutate_toml
-from .samples import CHANGES, CLUSTER, INSTANCE, METRICS, PROFILE, RUN, SPLIT, TINY, WORKLOAD
+from .samples import CHANGES, CLUSTER, INSTANCE, MEMORY, METRICS, PROFILE, RUN, SPLIT, TINY, WORKLOAD
 from .target import Target, folder_with
 
 
@@ -110,6 +111,12 @@ def make_clusters(folder: Path) -> list[Path]:
     return [folder_with(folder / str(i), cluster__toml=text) for i, text in enumerate(CLUSTER)]
 
 
+def read_memory(folder: Path) -> None:
+    _, spans = read_trace(folder / "memory.jsonl")
+    for _ in spans:
+        pass
+
+
 TARGETS = (
     Target("configuration", make_configs, read_config, {".toml": mutate_toml}, share=0.5),
     Target("run folder", make_runs, read_run, {
@@ -120,4 +127,6 @@ TARGETS = (
     Target("profile", make_profiles, lambda folder: read_profile(folder / "profile.json"), {".json": mutate_json}),
     Target("graph", make_graphs, read_graph, {"graph.json": mutate_json, "split.json": mutate_json}),
     Target("cluster", make_clusters, lambda folder: read_cluster(folder / "cluster.toml"), {".toml": mutate_toml}),
+    Target("memory trace", lambda folder: [folder_with(folder / "m", memory__jsonl=MEMORY)], read_memory, {
+        ".jsonl": mutate_lines}),
 )

@@ -15,7 +15,7 @@ from planner import made
 
 from hybridpar.config import Launch, from_mapping
 from hybridpar.grid import Axis, ProcessGrid
-from hybridpar.memory.footprint import silent_axis
+from hybridpar.memory.silent import silent_axis
 from hybridpar.optim import Optimizer
 from hybridpar.planner import local_profile
 from hybridpar.planner.bench import Bench, Effort, _timed

@@ -44,15 +44,28 @@ def trace_entries(
     """
     scale = 1e6 / per_second
     for rank, (pid, name) in ranks.items():
-        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": 0, "args": {"name": "actions"}}
-        for one in waits(timeline, rank) if idle is None else idle[rank]:
-            yield _entry(pid, 0, one, scale)
+        yield from process_entries(pid, name, waits(timeline, rank) if idle is None else idle[rank], per_second)
         for action, start, done, _ in timeline.actions(rank):
             yield _entry(pid, 0, Slice(str(action), action.kind.value, start, done), scale) | {"args": _args(action)}
         yield from _beside(timeline, rank, pid, scale)
     yield from _arrows(timeline, ranks, scale)
+
+
+def process_entries(pid: int, name: str, slices: Iterable[Slice], per_second: float = 1.0) -> Iterator[Entry]:
+    """Yields a process, and slices of its track of actions."""
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+    yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": 0, "args": {"name": "actions"}}
+    for one in slices:
+        yield _entry(pid, 0, one, 1e6 / per_second)
+
+
+def counter_entries(
+    pid: int, name: str, samples: Iterable[tuple[float, Mapping[str, int]]], per_second: float = 1.0
+) -> Iterator[Entry]:
+    """Yields a track of numbers, stacked, beside a process's actions: from each time on, the numbers by name."""
+    for time, numbers in samples:
+        yield {"ph": "C", "name": name, "pid": pid, "ts": time * 1e6 / per_second, "args": dict(numbers)}
 
 
 def waits(timeline: Timeline, rank: int) -> Iterator[Slice]:

@@ -9,13 +9,13 @@ from html import escape
 from hybridpar.pipeline.plan.action import Action, Plan
 from hybridpar.pipeline.plan.draw import as_timeline, number_of
 from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
+from hybridpar.pipeline.plan.shapes import IDLE, INK, MUTED, page, rect
 from hybridpar.pipeline.plan.timeline import Timeline
 
 _COLOURS = (  # by weight version: forward, backward
     ("#bdd5f3", "#2c6ab1"), ("#fcd9ae", "#c7680f"), ("#c4e6c1", "#35843a"), ("#dfcef2", "#774aae"),
     ("#f7c8c5", "#b93a3a"), ("#b8e4e4", "#1c7d7d"), ("#f6cbe3", "#b23c83"), ("#e6d6c3", "#7d5636"),
 )
-_INK, _MUTED, _IDLE = "#1f2733", "#6a7482", "#eceff3"
 _LEFT, _RIGHT, _TOP, _HEIGHT, _PITCH = 74, 92, 58, 30, 50  # pixels; _PITCH from one row to the next
 _LINES = {Kind.SEND_F: (9, "#6fa3dc"), Kind.SEND_B: (12, "#1d4f8b")}
 """Transfers that a stage sends: pixels below its row, colour."""
@@ -85,28 +85,7 @@ def draw_svg(
         *rows, *_svg_axis(scale, span, axis),
         f'<text class="muted" x="{_LEFT}" y="{axis + 28}">time in {escape(unit)}</text>', *legend,
     ])
-    return _SVG.format(width=round(full_width), height=round(bottom), ink=_INK, muted=_MUTED, body=body)
-
-
-_SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">
-<style>
-text {{ font: 12px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: {ink}; }}
-.title {{ font-size: 17px; font-weight: 600; }}
-.muted {{ fill: {muted}; }}
-.mid {{ text-anchor: middle; pointer-events: none; }}
-.end {{ text-anchor: end; }}
-.on-dark {{ fill: #fff; }}
-.small {{ font-size: 9px; }}
-</style>
-<rect width="100%" height="100%" fill="#fbfcfd"/>
-{body}
-</svg>
-"""
-
-
-def _rect(x: float, y: float, width: float, height: float, fill: str, tip: str = "", more: str = "") -> str:
-    shape = f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0.1):.2f}" height="{height}" fill="{fill}"{more}'
-    return f"{shape}><title>{escape(tip)}</title></rect>" if tip else f"{shape}/>"
+    return page(full_width, bottom, body)
 
 
 def _colours(version: int) -> tuple[str, str]:
@@ -116,7 +95,7 @@ def _colours(version: int) -> tuple[str, str]:
 def _svg_row(timeline: Timeline, rank: int, what: str, scale: _Scale) -> Iterator[str]:
     y = scale.y(rank)
     yield f'<text class="end" x="{_LEFT - 12}" y="{y + 20}">{what} {rank}</text>'
-    yield _rect(scale.x(0), y, timeline.makespan * scale.per_unit, _HEIGHT, _IDLE)
+    yield rect(scale.x(0), y, timeline.makespan * scale.per_unit, _HEIGHT, IDLE)
     idle = f"{100 * timeline.idle_share(rank):.1f} %"
     yield f'<text class="muted" x="{scale.x(timeline.makespan) + 12:.1f}" y="{y + 20}">{idle}</text>'
     reduced: dict[int, float] = {}  # batch: when its reduction began
@@ -143,7 +122,7 @@ def _svg_compute(action: Action, start: float, end: float, scale: _Scale) -> Ite
     gap = min(1.0, width / 8)
     forward = action.kind is Kind.F
     shade = ' rx="2"' + ' fill-opacity="0.7"' * (action.kind is Kind.W)
-    yield _rect(x, y, width - gap, _HEIGHT, _colours(action.version)[not forward], tip, shade)
+    yield rect(x, y, width - gap, _HEIGHT, _colours(action.version)[not forward], tip, shade)
     if action.kind in scale.labels:
         css = f"mid {scale.labels[action.kind]} {'' if forward else 'on-dark'}".strip()
         label = number_of(action, scale.num_ranks)
@@ -155,7 +134,7 @@ def _svg_transfer(action: Action, start: float, end: float, scale: _Scale) -> It
     if (width := (end - start) * scale.per_unit) >= _SHOWN_PIXELS:
         tip = f"{action}: {ROWS[action.kind].name} of micro-batch {action.microbatch} on its way, " \
               f"{start:.6g} to {end:.6g}"
-        yield _rect(scale.x(start), scale.y(action.stage) + _HEIGHT + below, width, 2, colour, tip)
+        yield rect(scale.x(start), scale.y(action.stage) + _HEIGHT + below, width, 2, colour, tip)
 
 
 def _svg_update(
@@ -164,16 +143,16 @@ def _svg_update(
     """The way of a batch's gradients into the weights: a bar below the row, then a mark in it."""
     y, batch = scale.y(action.stage), action.microbatch
     light, dark = _colours(action.version)
-    yield _rect(
+    yield rect(
         scale.x(reduced), y + _HEIGHT + 3, (start - reduced) * scale.per_unit, 4, light,
         f"batch {batch} could make W{action.version} from {normed:.6g} on; it is needed at {start:.6g}",
     )
-    yield _rect(
+    yield rect(
         scale.x(reduced), y + _HEIGHT + 3, (normed - reduced) * scale.per_unit, 4, dark,
         f"gradients and norm of batch {batch} are reduced, {reduced:.6g} to {normed:.6g}",
     )
     if end > start:
-        yield _rect(scale.x(start), y, (end - start) * scale.per_unit, _HEIGHT, _INK,
+        yield rect(scale.x(start), y, (end - start) * scale.per_unit, _HEIGHT, INK,
                     f"{action}: makes W{action.version}, {start:.6g} to {end:.6g}", ' rx="2"')
     x = scale.x(start)
     yield f'<path d="M{x - 5:.1f} {y - 5} h10 l-5 9 z" fill="{dark}" stroke="#fff" stroke-width="1"><title>' \
@@ -209,13 +188,13 @@ def _svg_legend(timeline: Timeline, y: float, full_width: float, visible: set[Ki
         items.append(([], "... and so on"))
     items += [
         (_swatch(0), "forward, backward"),
-        ([f'<path d="M8 3 h10 l-5 9 z" fill="{_INK}"/>'], "update"),
-        *[([_rect(0, 0, 26, 14, _INK)], "optimizer makes the new weights")] * (Kind.UPDATE in visible),
-        ([_rect(0, 5, 13, 4, _MUTED), _rect(13, 5, 13, 4, "#c9d0d8")], "gradients reduced, then ready for the update"),
-        ([_rect(0, 0, 26, 14, _IDLE)], "idle"),
+        ([f'<path d="M8 3 h10 l-5 9 z" fill="{INK}"/>'], "update"),
+        *[([rect(0, 0, 26, 14, INK)], "optimizer makes the new weights")] * (Kind.UPDATE in visible),
+        ([rect(0, 5, 13, 4, MUTED), rect(13, 5, 13, 4, "#c9d0d8")], "gradients reduced, then ready for the update"),
+        ([rect(0, 0, 26, 14, IDLE)], "idle"),
     ]
     if visible & _LINES.keys():
-        lines = [_rect(0, 4 + 4 * i, 26, 2, colour) for i, (_, colour) in enumerate(_LINES.values())]
+        lines = [rect(0, 4 + 4 * i, 26, 2, colour) for i, (_, colour) in enumerate(_LINES.values())]
         items.append((lines, "activation, gradient on its way"))
     parts, x = [f'<text class="muted" x="{_LEFT}" y="{y}">weights: micro-batches that use them</text>'], float(_LEFT)
     y += 10
@@ -230,4 +209,4 @@ def _svg_legend(timeline: Timeline, y: float, full_width: float, visible: set[Ki
 
 def _swatch(version: int) -> list[str]:
     light, dark = _colours(version)
-    return [_rect(0, 0, 13, 14, light), _rect(13, 0, 13, 14, dark)]
+    return [rect(0, 0, 13, 14, light), rect(13, 0, 13, 14, dark)]

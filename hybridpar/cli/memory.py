@@ -1,0 +1,164 @@
+"""The command that looks into the memory of a run, before or after: `memory`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import arg
+
+from hybridpar.cli.outputs import check_outputs, write_output
+from hybridpar.cli.planning import ConfigFile, Overrides, planned, resolved
+from hybridpar.cli.values import Within
+from hybridpar.config import Config, Launch
+from hybridpar.errors import DataError, config_error
+
+if TYPE_CHECKING:
+    from hybridpar.memory.account import Account
+    from hybridpar.memory.behaviour import Behaviour
+    from hybridpar.memory.events import Header, Span
+    from hybridpar.memory.knobs import Saving
+    from hybridpar.memory.predict import StageMemory
+    from hybridpar.memory.sections import Section
+    from hybridpar.pipeline.plan.costs import Costs
+
+_TRACE, _SVG, _HTML, _PERFETTO = "trace.jsonl", "memory.svg", "memory.html", "memory.perfetto.json"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Say which blocks make up a rank's memory, when they are used, and what each knob saves; predicted or recorded."""
+
+    path: ConfigFile
+    config: Overrides
+    measured: Annotated[str, arg(name="run")] = ""
+    """A run folder: look at what it recorded (train.record_memory). Stands for its configuration, too."""
+    rank: Annotated[int, Within(-1, 2**40)] = -1
+    """A rank of the job; -1: the one whose peak is the largest, of all that recorded, or of the first pipeline."""
+    world_size: Annotated[int, Within(0, 2**20)] = 0
+    """Processes of the pretended job; 0: as many as the grid has."""
+    steps: Annotated[int, Within(1, 1000)] = 4
+    """Steps to predict; the first and the last one may be unlike the others."""
+    profile: str = ""
+    """Predict with the times of blocks and links that `hybridpar profile` has measured."""
+    cluster: str = ""
+    """A cluster.toml: predict with estimated times on those machines (or those of the profile)."""
+    output: str = ""
+    """A folder for memory.html, memory.svg, memory.perfetto.json and, of what is predicted, trace.jsonl."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.memory.account import examine
+        from hybridpar.memory.sections import as_json, as_text, report
+
+        names = (_SVG, _HTML, _PERFETTO, *([] if self.measured else [_TRACE]))
+        for name in names if self.output else ():
+            check_outputs([self.path, self.profile, self.cluster], output=str(Path(self.output, name)))
+        config, costs = resolved(self.config, self.world_size), None
+        if self.profile or self.cluster:
+            config, costs = planned(self.config, self.profile, self.cluster, launch)
+        trace = self._recorded(config) if self.measured else self._predicted(config, costs)
+        account = examine(trace.header, trace.behaviour, trace.read, timed=trace.timed)
+        memory, saved = _savings(config, trace.header)
+        sections = report(account, memory, saved)
+        if self.output:
+            self._write(trace, account, sections)
+        print(json.dumps(as_json(account, saved)) if self.json else as_text([*trace.others, *sections]))
+        return 0
+
+    def _predicted(self, config: Config, costs: Costs | None) -> _Trace:
+        from hybridpar.grid import lines_of, sizes_of
+        from hybridpar.memory import predict
+        from hybridpar.memory.behaviour import analyse
+        from hybridpar.memory.excerpt import retimed, simulated_times
+        from hybridpar.train.memory_trace import predict_trace
+        from hybridpar.train.preview import preview
+
+        if self.rank >= (number := config.parallel.num_ranks):
+            raise config_error("rank", self.rank, f"the grid has {number} ranks, from 0 on", str(number - 1))
+        rank = self.rank
+        if rank < 0:
+            peaks = [stage.total for stage in predict(config)]
+            rank = lines_of(sizes_of(config.parallel))["pp"][0][peaks.index(max(peaks))]
+        header, spans = predict_trace(config, rank, steps=self.steps)
+        timeline = preview(config, self.steps, costs).timeline
+        spans = list(retimed(spans, simulated_times(timeline, header.place["pp"])))
+        return _Trace(header, analyse(spans), lambda: spans, costs is not None)
+
+    def _recorded(self, config: Config) -> _Trace:
+        from hybridpar.memory.behaviour import analyse
+        from hybridpar.memory.events import read_trace
+        from hybridpar.memory.sections import ranks_section
+
+        paths = self._paths(config)
+        traces = [(_header(path, rank, config), analyse(read_trace(path)[1])) for rank, path in paths.items()]
+        header, behaviour = max(traces, key=lambda trace: trace[1].peak.num_bytes)
+        path = paths[header.rank]
+        return _Trace(header, behaviour, lambda: read_trace(path)[1], True,
+                      [ranks_section(traces)] if len(traces) > 1 else [])
+
+    def _paths(self, config: Config) -> dict[int, Path]:
+        """What ranks of the run recorded, or the one that was asked for."""
+        from hybridpar.train.folder import MEMORY
+
+        if not Path(self.measured).is_dir():
+            raise config_error("run", self.measured, "is not a run folder", "runs/NAME")
+        # ranks beyond the grid are of an earlier job, on another grid
+        paths = {rank: path for rank in range(config.parallel.num_ranks)
+                 if (path := Path(self.measured, MEMORY, f"rank{rank}.jsonl")).exists()}
+        if not paths:
+            raise config_error("run", self.measured, "recorded no memory", "a run with train.record_memory = 3")
+        if self.rank < 0:
+            return paths
+        if self.rank not in paths:
+            known = ", ".join(map(str, paths))
+            raise config_error("rank", self.rank, f"was not recorded, but {known} were", str(min(paths)))
+        return {self.rank: paths[self.rank]}
+
+    def _write(self, trace: _Trace, account: Account, sections: Sequence[Section]) -> None:
+        from hybridpar.memory.drawing import pictures, stacked
+        from hybridpar.memory.events import header_line, span_line
+        from hybridpar.memory.page import html_page, perfetto
+
+        files = {_SVG: stacked(pictures(account)), _HTML: html_page(account, sections), _PERFETTO: perfetto(account)}
+        if not self.measured:
+            files[_TRACE] = header_line(trace.header) + "".join(map(span_line, trace.read()))
+        for name, text in files.items():
+            write_output("output", str(Path(self.output, name)), text)
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """Memory events of a rank. timed: times are seconds. others: what is to be said of other ranks."""
+
+    header: Header
+    behaviour: Behaviour
+    read: Callable[[], Iterable[Span]]
+    timed: bool
+    others: Sequence[Section] = ()
+
+
+def _header(path: Path, rank: int, config: Config) -> Header:
+    """Raises: DataError for a trace of another rank, or on another grid."""
+    from hybridpar.grid import place_of, sizes_of
+    from hybridpar.memory.events import read_trace
+
+    header, place = read_trace(path)[0], place_of(rank, sizes_of(config.parallel))
+    if (header.rank, header.place) != (rank, place):
+        raise DataError(f"{path}: is of rank {header.rank} at {header.place}; rank {rank} of this run is at {place}")
+    return header
+
+
+def _savings(config: Config, header: Header) -> tuple[StageMemory, list[Saving]]:
+    """The predicted peak of a rank, and the savings of all knobs."""
+    import torch
+
+    from hybridpar.memory import predict
+    from hybridpar.memory.knobs import knobs, savings
+
+    rank, device = header.place["pp"], torch.device("cuda" if header.device.startswith("cuda") else "cpu")
+    memory = predict(config, device=device, ranks=[rank])[0]
+    return memory, savings(config, rank, memory, knobs(config, rank, memory), device)

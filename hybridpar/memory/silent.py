@@ -1,0 +1,79 @@
+"""One process as one rank of many: its collectives and messages go nowhere, and use the memory they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridpar.config import Config
+from hybridpar.grid import Axis, ProcessGrid, sizes_of
+
+Note = Callable[[str, Iterable[Tensor], Iterable[Tensor]], object]
+"""Takes a call: its operator, the tensors that it reads, and those that it writes."""
+
+
+def _nobody(op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+    """Takes no notice."""
+
+
+class _Done(dist.Work):
+    def wait(self, *args: Any) -> bool:
+        """Returns at once."""
+        return True
+
+
+class SilentGroup(dist.ProcessGroup):
+    """Communicator whose calls change nothing, and are noted by torch's names of their operators."""
+
+    note: Note = staticmethod(_nobody)
+
+    def allreduce(self, tensors: Any, *args: Any) -> Any:
+        self.note("c10d::allreduce_", tensors, tensors)
+        return _Done()
+
+    def alltoall_base(self, output: Tensor, input: Tensor, *args: Any) -> Any:
+        self.note("c10d::alltoall_base_", [input], [output])
+        return _Done()
+
+    def broadcast(self, tensors: Any, *args: Any) -> Any:
+        self.note("c10d::broadcast_", tensors, tensors)
+        return _Done()
+
+    def reduce(self, tensors: Any, *args: Any) -> Any:
+        self.note("c10d::reduce_", tensors, tensors)
+        return _Done()
+
+    def all_gather_single(self, output: Tensor, input: Tensor, *args: Any) -> Any:
+        self.note("c10d::_allgather_base_", [input], [output])
+        return _Done()
+
+    _allgather_base = all_gather_single  # type: ignore[assignment]  # its name before torch 2.13
+
+    def send(self, tensors: Any, *args: Any) -> Any:
+        self.note("c10d::send", tensors, [])
+        return _Done()
+
+    def recv(self, tensors: Any, *args: Any) -> Any:
+        self.note("c10d::recv_", [], tensors)
+        return _Done()
+
+
+def silent_group(rank: int, size: int, note: Note = _nobody) -> SilentGroup:
+    """The communicator of rank `rank` of `size`."""
+    group = SilentGroup(rank, size)  # type: ignore[call-arg]
+    group.note = note  # type: ignore[method-assign]
+    return group
+
+
+def silent_axis(name: str, size: int) -> Axis:
+    """An axis of `size` ranks, of which this is the first, whose collectives send nothing and change nothing."""
+    return Axis(name, 0, tuple(range(size)), silent_group(0, size) if size > 1 else None)
+
+
+def silent_grid(config: Config, rank: int = 0, note: Note = _nobody) -> ProcessGrid:
+    """The grid of a configuration as its rank `rank` sees it."""
+    return ProcessGrid.imagined(
+        sizes_of(config.parallel), rank, lambda _, ranks: silent_group(ranks.index(rank), len(ranks), note))

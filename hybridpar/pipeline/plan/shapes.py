@@ -1,0 +1,33 @@
+"""Parts that all SVG pictures of ours are made of: the page, its colours and text styles, and boxes with tooltips."""
+
+from __future__ import annotations
+
+from html import escape
+
+INK, MUTED, IDLE = "#1f2733", "#6a7482", "#eceff3"
+
+_SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">
+<style>
+text {{ font: 12px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: {ink}; }}
+.title {{ font-size: 17px; font-weight: 600; }}
+.muted {{ fill: {muted}; }}
+.mid {{ text-anchor: middle; pointer-events: none; }}
+.end {{ text-anchor: end; }}
+.on-dark {{ fill: #fff; }}
+.small {{ font-size: 9px; }}
+</style>
+<rect width="100%" height="100%" fill="#fbfcfd"/>
+{body}
+</svg>
+"""
+
+
+def page(width: float, height: float, body: str) -> str:
+    """A self-contained SVG file. Units: pixels."""
+    return _SVG.format(width=round(width), height=round(height), ink=INK, muted=MUTED, body=body)
+
+
+def rect(x: float, y: float, width: float, height: float, fill: str, tip: str = "", more: str = "") -> str:
+    """A box, with `tip` as its tooltip. more: further attributes, each after a blank."""
+    shape = f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0.1):.2f}" height="{height}" fill="{fill}"{more}'
+    return f"{shape}><title>{escape(tip)}</title></rect>" if tip else f"{shape}/>"

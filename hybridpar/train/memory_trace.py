@@ -1,0 +1,206 @@
+"""Memory events of training, recorded while an engine runs, or predicted by an engine that runs on ghosts.
+
+The prediction is the engine's own code, schedule and all, on tensors without memory, with neighbours that are silent.
+So it is what a rank of any grid would record, on whatever machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.config import Config
+from hybridpar.data.loader import Loader
+from hybridpar.memory.events import Header, Span, header_line, span_line
+from hybridpar.memory.footprint import sample_microbatch
+from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.predict import default_device
+from hybridpar.memory.recorder import HOST_CLOCK, DeviceClock, Recorder
+from hybridpar.memory.silent import silent_grid
+from hybridpar.nn.placement import partial_rows
+from hybridpar.pipeline.plan.kinds import COMPUTE
+from hybridpar.train.engine import Actions, Engine
+from hybridpar.train.folder import MEMORY
+from hybridpar.train.records import Records
+
+Write = Callable[[Span], object]
+_MOST_SPANS = 256
+"""Actions that wait in memory at most while the disk is full."""
+
+
+class EngineRecorder:
+    """Records what an engine's training does to memory, whatever the number of stretches.
+
+        recorder = EngineRecorder(engine, write)
+        with recorder.active():
+            engine.train(recorder.loader(loader), ...)
+        recorder.close()
+
+    Takes the memory of the optimizer's state now. Micro-batches are made unseen.
+    """
+
+    def __init__(self, engine: Engine, write: Write):
+        self.is_open = True
+        clock = DeviceClock() if engine.device.type == "cuda" and torch.cuda.is_available() else HOST_CLOCK
+        self._recorder = Recorder(write, lambda: engine.executor.current, engine.sizes.num_microbatches, clock)
+        state, tp = engine.state, engine.grid.tp
+        state.allocate()
+        for slot in state.slots:
+            partial_rows(slot.placement, tp.name, tp.rank)  # which it remembers
+        for kind in state.kinds:
+            for i, tensor in enumerate(kind.memory()):
+                self._recorder.adopt(f"{kind.column} {i}", [tensor])
+        self._hooks = [hook for number, block in _blocks(engine) for hook in (
+            block.register_forward_pre_hook(lambda *_, number=number: self._enter(number)),  # type: ignore[misc]
+            block.register_forward_hook(lambda *_: self._enter(-1)))]
+
+    def _enter(self, layer: int) -> None:
+        self._recorder.layer = layer
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Records while in it, or until `close`."""
+        if not self.is_open:
+            yield
+            return
+        self._recorder.__enter__()
+        try:
+            yield
+        finally:
+            if self._recorder.is_active:
+                self._recorder.__exit__(None, None, None)
+
+    def loader(self, loader: Loader) -> Loader:
+        """`loader`, whose micro-batches are told by name."""
+        return _Unseen(loader, self._recorder)
+
+    def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """A message that dispatch does not see."""
+        self._recorder.communicate(op, reads, writes)
+
+    def close(self) -> None:
+        """Ends the recording, also in the middle of training; operators cost what they did before."""
+        if self.is_open:
+            self.is_open = False
+            if self._recorder.is_active:
+                self._recorder.__exit__(None, None, None)
+            for hook in self._hooks:
+                hook.remove()
+            self._recorder.close()
+
+
+class MemoryLog:
+    """The file of a run's memory events on this rank: of `train.record_memory` steps, from its first one on.
+
+    `say`: told where it cannot be written.
+    """
+
+    def __init__(self, engine: Engine, resumed: int, say: Callable[[str], None]):
+        grid, config = engine.grid, engine.config
+        self._last = resumed + config.train.record_memory
+        self._name = f"rank{grid.rank}.jsonl"
+        self._records = Records(config.run.folder / MEMORY, say)
+        self._records.begin(self._name, 0, most=_MOST_SPANS)
+        header = Header(grid.rank, str(engine.device), dict(grid.place), more={"first_step": resumed + 1})
+        self._append(header_line(header))
+        self._recorder = EngineRecorder(engine, lambda span: self._append(span_line(span)))
+        self.loader, self.active = self._recorder.loader, self._recorder.active
+
+    def _append(self, line: str) -> None:
+        self._records.append(self._name, line.encode())
+
+    def after_step(self, step: int) -> None:
+        """To be called after every update."""
+        if step >= self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the recording, if it has not ended."""
+        if self._recorder.is_open:
+            self._recorder.close()
+            self._records.close()
+
+
+def _blocks(engine: Engine) -> Iterator[tuple[int, nn.Module]]:
+    """The model's blocks on this rank, with their numbers."""
+    return ((int(number), block) for number, block in engine.stage.blocks.items())
+
+
+class _Unseen:
+    """A loader of which only the results are recorded."""
+
+    def __init__(self, inner: Loader, recorder: Recorder):
+        self._inner, self._recorder = inner, recorder
+
+    def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
+        if not self._recorder.is_active:
+            return self._inner.microbatch(batch, index)
+        self._recorder.paused = True
+        try:
+            made = self._inner.microbatch(batch, index)
+        finally:
+            self._recorder.paused = False
+        self._recorder.adopt("batch", made.values())
+        return made
+
+    def first_sample(self, index: int) -> int:
+        return self._inner.first_sample(index)
+
+    def num_targets(self, batch: int) -> int:
+        return self._inner.num_targets(batch)
+
+
+class SampleLoader:
+    """Micro-batches of full sequences, all alike."""
+
+    def __init__(self, config: Config):
+        self._sample = sample_microbatch(config)
+        del self._sample["num_targets"], self._sample["num_samples"]  # which its source tells
+        self._samples = config.train.micro_batch_size * config.parallel.dp
+        self._targets = max(1, int((self._sample["labels"] >= 0).sum())) * config.pipeline.num_microbatches
+        self._num_microbatches = config.pipeline.num_microbatches
+
+    def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self._sample.items()}
+
+    def first_sample(self, index: int) -> int:
+        return index * self._samples
+
+    def num_targets(self, batch: int) -> int:
+        return self._targets
+
+
+def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
+                  device: torch.device | None = None) -> tuple[Header, list[Span]]:
+    """The memory events of the first steps of training on a rank of the configuration's grid. Nothing is computed.
+
+    Times have no meaning (see memory.excerpt.retimed).
+    `config`: resolved. `device`: need not be on this machine; None: the one that the configuration names.
+    """
+    device = device or default_device(config)
+    config = replace(config, train=replace(config.train, cuda_graphs=False))
+    spans: list[Span] = []
+    recorder: EngineRecorder | None = None
+
+    def note(op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        if recorder is not None:
+            recorder.communicate(op, reads, writes)
+
+    grid, loader = silent_grid(config, rank, note), SampleLoader(config)
+    with Tracker(device) as tracker:
+
+        def watched(actions: Actions) -> Actions:
+            for action in actions:
+                tracker.ghost_integers = action.kind in COMPUTE  # which look into the micro-batch only
+                yield action
+
+        engine = Engine(config, grid, tracker.device, tamper=watched)
+        recorder = EngineRecorder(engine, spans.append)
+        with recorder.active():
+            engine.train(recorder.loader(loader), steps, lambda result: None)
+        recorder.close()
+    return Header(rank, str(device), dict(grid.place), predicted=True), spans

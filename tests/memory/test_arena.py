@@ -1,0 +1,130 @@
+"""Arenas: nothing overlaps, nothing is smaller than it can be, and little is larger than it must be."""
+
+from __future__ import annotations
+
+import time
+from itertools import permutations
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from memory.traces import Rank, random_spans
+
+from hybridpar.config import from_mapping
+from hybridpar.memory.arena import ALIGNMENT, Arena, Block, blocks_of, check, plan
+from hybridpar.memory.events import Span, lives
+from hybridpar.memory.fragmentation import replay
+from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.train.memory_trace import predict_trace
+
+BLOCKS = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 12), st.integers(0, 8) | st.none()).map(
+    lambda b: Block(b[0], b[1], None if b[2] is None else b[1] + b[2])), max_size=30)
+
+
+def largest(blocks: list[Block]) -> int:
+    """The most aligned bytes that are alive at once, moment by moment."""
+    rounded = [(-(-b.num_bytes // ALIGNMENT) * ALIGNMENT, b.start,
+                float("inf") if b.end is None else max(b.end, b.start + 0.5)) for b in blocks]
+    return max((sum(size for size, start, end in rounded if start <= now < end) for _, now, _ in rounded), default=0)
+
+
+@given(BLOCKS)
+def test_nothing_overlaps(blocks: list[Block]) -> None:
+    arena = plan(blocks)
+    check(arena, blocks)
+    assert arena.bound == largest(blocks) <= arena.num_bytes
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4), st.integers(1, 4)), min_size=1, max_size=5))
+def test_small_cases_against_all_orders(triples: list[tuple[int, int, int]]) -> None:
+    blocks = [Block(size * ALIGNMENT, start, start + length) for size, start, length in triples]
+    best = min(first_fit(blocks, order) for order in permutations(range(len(blocks))))
+    assert best <= plan(blocks).num_bytes <= best * 4 / 3
+
+
+def first_fit(blocks: list[Block], order: tuple[int, ...]) -> int:
+    """Top of the arena where blocks come in this order; the best order of all is the smallest arena there is."""
+    placed: list[tuple[int, Block]] = []
+    for block in (blocks[i] for i in order):
+        near = sorted((o, o + b.num_bytes) for o, b in placed if b.start < block.end and block.start < b.end)
+        offset = 0
+        for low, high in near:
+            if low - offset >= block.num_bytes:
+                break
+            offset = max(offset, high)
+        placed.append((offset, block))
+    return max(offset + block.num_bytes for offset, block in placed)
+
+
+def test_known_answers() -> None:
+    assert plan([]) == Arena(0, [], 0)
+    assert plan([(0, 0, 1)]).num_bytes == 0
+    assert plan([(1, 0, 1), (1, 1, 2)]).num_bytes == 512  # one ends when the other begins
+    assert plan([(513, 0, 2), (1, 1, None)]).num_bytes == 1536
+    assert plan([(512, 0, None), (1024, 0, 1), (1024, 1, None)]).offsets == [0, 512, 512]
+
+
+def test_lives_that_meet_are_apart() -> None:
+    """Of two lives with one time in common nobody knows which was first."""
+    spans = list(random_spans(Random(3), 40))
+    check(plan(lives(spans)), [Block(life.num_bytes, life.born, life.died) for life in lives(spans)])
+    assert plan(lives(spans)).bound >= plan(blocks_of(spans)).bound
+
+
+@pytest.mark.parametrize(("offsets", "num_bytes", "what"), [
+    ([0, 0], 2048, "overlaps"), ([0, 256], 2048, "aligned"), ([0, -512], 2048, "arena"), ([0, 512], 600, "arena"),
+    ([0], 2048, "1 offsets for 2"),
+])
+def test_check_finds_faults(offsets: list[int], num_bytes: int, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        check(Arena(num_bytes, offsets, 1024), [(512, 0, 2), (512, 1, 3)])
+
+
+RANKS = {
+    "interleaved": Rank(), "interleaved recomputed": Rank(recompute=True),
+    "three chunks recomputed": Rank(rank=2, recompute=True, sizes=Sizes(4, 8, 3)),
+    "interleaved zero bubble": Rank(split=True), "1f1b": Rank("1f1b", Sizes(4, 8)),
+    "2bw": Rank("2bw", Sizes(4, 8), num_batches=4), "gpipe": Rank("gpipe", Sizes(2, 6), rank=1),
+    "deep": Rank(recompute=True, num_layers=8, sizes=Sizes(4, 16, 2)),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_pipelines_come_within_a_twentieth(name: str) -> None:
+    is_little_larger(list(RANKS[name].spans()))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "2bw"])
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_predicted_traces_come_within_a_twentieth(schedule: str, recompute: str) -> None:
+    config = from_mapping({
+        "model": {"num_layers": 8, "hidden_size": 768, "num_heads": 12, "seq_length": 1024, "vocab_size": 50257},
+        "parallel": {"pp": 4, "dp": 1}, "train": {"micro_batch_size": 2, "num_steps": 10, "device": "cpu"},
+        "pipeline": {"num_microbatches": 8, "schedule": schedule, "recompute": recompute}})
+    is_little_larger(predict_trace(config, steps=2)[1])
+
+
+def is_little_larger(spans: list[Span]) -> None:
+    """The arena is at most a twentieth larger than what is alive, and wastes a fifth of what a cache does."""
+    blocks = blocks_of(spans)
+    arena = plan(blocks)
+    check(arena, blocks)
+    cached = replay(event for span in spans for event in span.events)
+    assert arena.num_bytes <= 1.05 * cached.largest_live
+    assert arena.num_bytes - cached.largest_live <= 0.21 * cached.waste
+
+
+def test_many_blocks_take_seconds() -> None:
+    """Ten thousand; the limit bears a busy machine."""
+    random = np.random.default_rng(1)
+    starts = random.integers(0, 20_000, 10_000)
+    ends = starts + random.integers(1, 40, 10_000) * random.choice((1, 1, 1, 20), 10_000)
+    blocks = [Block(512 * int(size), int(start), int(end)) for size, start, end in
+              zip(random.integers(1, 200, 10_000), starts, ends, strict=True)]
+    before = time.process_time()
+    arena = plan(blocks)
+    assert time.process_time() - before < 5
+    assert arena.num_bytes <= 1.05 * arena.bound
+    check(arena, blocks)

@@ -1,0 +1,162 @@
+"""Predicted memory events are those that a run records; and peak where predicted memory does, to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from train.runs import run_job, write_config
+
+from hybridpar.comm.ranks import run_on_ranks
+from hybridpar.config import Config, from_plain, load_toml
+from hybridpar.grid import ProcessGrid, sizes_of
+from hybridpar.memory import predict
+from hybridpar.memory.events import Category, Span, What, lives, read_trace
+from hybridpar.memory.predict import batches_to_peak
+from hybridpar.train.engine import Engine
+from hybridpar.train.memory_trace import EngineRecorder, SampleLoader, predict_trace
+from hybridpar.validate import resolve
+
+CPU = torch.device("cpu")
+MODEL = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 15, "vocab_size": 96}
+DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
+SPLIT, STAGE = {"split_backward": True}, {"recompute": "stage"}
+
+CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    # parallel, pipeline, model, train
+    ({}, {}, {}, {}),
+    ({}, {"recompute": "all"}, DROPOUT, {"dtype": "bf16"}),
+    ({"pp": 2}, {"schedule": "naive"}, {}, {}),
+    ({"pp": 2}, {"schedule": "gpipe", "recompute": "0,2"}, {}, {}),
+    ({"pp": 2}, {"schedule": "1f1b"}, {"kind": "bert", **DROPOUT}, {}),
+    ({"pp": 2}, {"schedule": "2bw"}, {"tie_embeddings": False}, {"dtype": "bf16"}),
+    ({"pp": 2}, {"schedule": "2bw", **SPLIT}, {"logits_chunk": 10}, {}),
+    ({"pp": 2}, {"schedule": "pipedream"}, DROPOUT, {}),
+    ({"pp": 2}, {"schedule": "interleaved", **STAGE}, {}, {}),
+    ({"tp": 2}, {}, {"kind": "bert"}, {}),
+    ({"tp": 2, "sequence": True}, STAGE, DROPOUT, {}),
+    ({"dp": 2, "zero": 1}, {}, {}, {"dtype": "bf16"}),
+    ({"tp": 2, "pp": 2}, {"schedule": "2bw"}, {}, {}),
+    ({"dp": 2, "pp": 2, "zero": 1}, {"schedule": "interleaved", **SPLIT}, {}, {}),
+]
+
+
+def config_of(case: tuple[dict[str, Any], ...]) -> Config:
+    parallel, pipeline, model, train = case
+    num_ranks = parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("dp", 1)
+    plain = {"model": MODEL | model, "parallel": parallel, "pipeline": {"num_microbatches": 4} | pipeline,
+             "train": {"micro_batch_size": 2, "num_steps": 10, "device": "cpu"} | train}
+    return resolve(from_plain(Config, plain, "config"), num_ranks)
+
+
+def record(config: Config, steps: int) -> list[Span]:
+    """The events of the first steps on this rank."""
+    torch.set_num_threads(1)
+    spans: list[Span] = []
+    engine, loader = Engine(config, ProcessGrid(sizes_of(config.parallel)), CPU), SampleLoader(config)
+    recorder = EngineRecorder(engine, spans.append)
+    with recorder.active():
+        engine.train(recorder.loader(loader), steps, lambda result: None)
+    recorder.close()
+    return spans
+
+
+def told(spans: list[Span]) -> tuple[list[tuple[object, ...]], set[int]]:
+    """All that is to be equal: events without times; and of blocks that a collective of Gloo's threads may still hold,
+    where they were given back, to a step."""
+    held = {e.block for s in spans for e in s.events if e.op.startswith("c10d::") and e.op not in _MESSAGES}
+    events = [(s.step, s.action, *e._replace(time=0.0)) for s in spans for e in s.events
+              if e.what is not What.FREE or e.block not in held]
+    freed = {e.block for s in spans for e in s.events if e.what is What.FREE and e.block in held}
+    return events, freed
+
+
+_MESSAGES = ("c10d::send", "c10d::recv_")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_predicted_is_what_a_run_records(case: tuple[dict[str, Any], ...]) -> None:
+    config = config_of(case)
+    num_ranks = config.parallel.tp * config.parallel.pp * config.parallel.dp
+    measured = run_on_ranks(record, num_ranks, config, 3)
+    for rank in range(num_ranks):
+        _, predicted = predict_trace(config, rank, steps=3)
+        (events, freed), (expected, also) = told(measured[rank]), told(predicted)
+        for i, (one, other) in enumerate(zip(events, expected, strict=False)):
+            assert one == other, (rank, i)
+        assert len(events) == len(expected)
+        last = {life.block for life in lives(predicted) if life.born_step == 3}  # which may be on its way still
+        assert freed <= also <= freed | last
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_peak_is_that_of_predicted_memory(case: tuple[dict[str, Any], ...]) -> None:
+    config = config_of(case)
+    for stage, memory in enumerate(predict(config)):
+        rank = stage * config.parallel.tp * config.parallel.dp
+        _, spans = predict_trace(config, rank, steps=batches_to_peak(config))
+        numbers = {life.block for life in lives(spans) if life.category is Category.OTHER}  # losses, norms
+        now = peak = 0
+        for event in (e for span in spans for e in span.events if e.block not in numbers):
+            now += event.num_bytes * ((event.what is What.MALLOC) - (event.what is What.FREE))
+            peak = max(peak, now)
+        assert peak == memory.total - memory.checkpoint
+        assert max(life.num_bytes for life in lives(spans) if life.block in numbers) < 100
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_recording_changes_no_number(dtype: str) -> None:
+    config = config_of(({}, {"recompute": "1"}, DROPOUT, {"dtype": dtype}))
+    loader = SampleLoader(config)
+    plain, recorded = (Engine(config, ProcessGrid(), CPU) for _ in range(2))
+    plain.train(loader, 4, lambda result: None)
+    recorder = EngineRecorder(recorded, lambda span: None)
+    with recorder.active():
+        recorded.train(recorder.loader(loader), 2, lambda result: None)
+    recorder.close()
+    recorded.train(loader, 2, lambda result: None)
+    expected = plain.state.tensors()
+    for name, tensor in recorded.state.tensors().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_off_leaves_nothing_behind() -> None:
+    config = config_of(({}, {}, {}, {}))
+    engine = Engine(config, ProcessGrid(), CPU)
+    recorder = EngineRecorder(engine, lambda span: None)
+    with recorder.active():
+        engine.train(recorder.loader(SampleLoader(config)), 1, lambda result: None)
+        assert _get_current_dispatch_mode() is not None
+    recorder.close()
+    assert _get_current_dispatch_mode() is None
+    assert not any(module._forward_hooks or module._forward_pre_hooks
+                   for block in engine.stage.blocks.values() for module in block.modules())
+
+
+def test_a_batch_of_another_size_is_another_trace() -> None:
+    config = config_of(({}, {}, {}, {}))
+    larger = replace(config, train=replace(config.train, micro_batch_size=3))
+    assert told(predict_trace(config)[1]) != told(predict_trace(larger)[1])
+
+
+@pytest.mark.ranks
+def test_a_run_writes_what_is_predicted(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    flags = ("--parallel.pp", "2", "--train.record_memory", "4", "--train.save_interval", "0")
+    run_job(2, "train", path, *flags)  # evaluates after 3 of 6 steps
+    config = resolve(load_toml(path), 2)
+    config = replace(config, parallel=replace(config.parallel, pp=2, dp=1))
+    for rank in range(2):
+        header, spans = read_trace(tmp_path / "runs" / "run" / "memory" / f"rank{rank}.jsonl")
+        measured = list(spans)
+        assert (header.rank, header.place, header.predicted) == (rank, {"pp": rank, "dp": 0, "tp": 0}, False)
+        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(measured))
+        expected = told(predict_trace(config, rank, steps=3)[1])[0]  # whose end is a drain, too
+        assert told(measured)[0][: len(expected)] == expected
+        assert {span.step for span in measured if span.action.startswith("UPDATE")} == {1, 2, 3, 4}
