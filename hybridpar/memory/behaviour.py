@@ -137,7 +137,7 @@ class _Pass:
         self._living: dict[int, _Block] = {}
         self._live = self._num_events = 0
         self._best, self._best_at = (0, 0.0, 0, ""), 0
-        self._first: int | None = None
+        self._first = -1
         self._at_peak: list[Life] = []
         self._is_peak = False
         self._timeline, self._steps = _Timeline(), _Steps()
@@ -148,7 +148,7 @@ class _Pass:
         self._breakdown: dict[Category, Totals] = defaultdict(Totals)
 
     def add(self, span: Span) -> None:
-        self._first = span.step if self._first is None else self._first
+        self._first = span.step if self._first < 0 else self._first
         self._steps.add(span)
         for event in span.events:
             self._num_events += 1
