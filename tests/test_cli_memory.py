@@ -86,7 +86,7 @@ def test_a_run_shows_the_fullest_rank_or_one(run: Path, capsys: pytest.CaptureFi
     assert main(["memory", "--run", str(run)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("peaks\nrank  place")
-    assert "rank 0 (pp=0 dp=0 tp=0): a peak of 15.8 MiB in F1@0v0 of step 1" in said
+    assert "rank 0 (pp=0 dp=0 tp=0): a peak of 15.8 MiB in F5@0v1 of step 2" in said
     assert main(["memory", "--run", str(run), "--rank", "1", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert (plain["rank"], plain["predicted"], plain["num_steps"]) == (1, False, 3)

@@ -36,8 +36,9 @@ NUM_OWNERS = 20
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most bytes are alive, the first one. by_layer: activations alone. owners: the largest blocks.
+    """The moment at which most bytes are alive. by_layer: activations alone. owners: the largest blocks.
 
+    It is the first such moment; where the first step, which sets up, is not alone, the second step's that has one.
     Owners' accesses are not kept.
     """
 
@@ -136,6 +137,7 @@ class _Pass:
         self._living: dict[int, _Block] = {}
         self._live = self._num_events = 0
         self._best, self._best_at = (0, 0.0, 0, ""), 0
+        self._first = -1
         self._at_peak: list[Life] = []
         self._is_peak = False
         self._timeline, self._steps = _Timeline(), _Steps()
@@ -146,6 +148,7 @@ class _Pass:
         self._breakdown: dict[Category, Totals] = defaultdict(Totals)
 
     def add(self, span: Span) -> None:
+        self._first = span.step if self._first < 0 else self._first
         self._steps.add(span)
         for event in span.events:
             self._num_events += 1
@@ -158,7 +161,8 @@ class _Pass:
                         span.step)
             self._living[event.block] = _Block(life, self._timeline.now)
             self._live += event.num_bytes
-            if self._live > self._best[0]:
+            again = self._live == self._best[0] and self._best[2] == self._first < span.step
+            if self._live > self._best[0] or again:
                 self._best, self._best_at = (self._live, event.time, span.step, span.action), self._timeline.now
                 self._is_peak = True
         elif event.what is What.FREE:

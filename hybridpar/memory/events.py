@@ -190,7 +190,7 @@ def header_line(header: Header) -> str:
 def span_line(span: Span) -> str:
     """The line of an action."""
     return json.dumps({"step": span.step, "action": span.action, "start": span.start, "end": span.end,
-                       "events": span.events}, separators=(",", ":")) + "\n"
+                       "events": span.events}, separators=(",", ":"), check_circular=False) + "\n"
 
 
 def read_trace(path: Path) -> tuple[Header, Iterator[Span]]:

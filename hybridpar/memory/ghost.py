@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridpar.memory.meter import Usage
 
 _META = torch.device("meta")
-_ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
+ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
 _CUDA_ROUNDING = 512  # the caching allocator hands out multiples of this many bytes
 
 
@@ -197,7 +197,7 @@ def _visit(value: Any, found: list[Tensor]) -> None:
 
 def cast_bytes(func: Any, tensors: Sequence[Tensor]) -> int:
     """Bytes of the copies that CPUs make of tensors of the narrower type for arithmetic on two of them."""
-    if _operation(func) not in _ARITHMETIC:
+    if _operation(func) not in ARITHMETIC:
         return 0
     tensors = [t for t in tensors if t.is_floating_point()]
     common = max((t.dtype.itemsize for t in tensors), default=0)

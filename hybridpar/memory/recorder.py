@@ -17,26 +17,21 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
-from typing import Any, NamedTuple, Protocol
+from collections import deque
+from collections.abc import Callable, Iterable
+from threading import get_ident
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar.memory.events import MemoryEvent, Span, What
 from hybridpar.memory.ghost import Ghost, cast_bytes, is_in_place_without_a_mode, tensors_in
+from hybridpar.memory.operators import Operator, Use, adds_nothing
 from hybridpar.pipeline.plan.action import PER_BATCH, Action
 from hybridpar.pipeline.run import recording
-
-_FRESH = frozenset({
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "resize",
-})
-"""Operators that write nothing to what they make."""
-_OVERWRITES = frozenset({"copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "_foreach_copy",
-                         "_foreach_zero"})
-"""Operators that write over their first argument without reading it."""
 
 
 class Clock(Protocol):
@@ -76,11 +71,17 @@ class DeviceClock:
 HOST_CLOCK: Clock = _HostClock()
 
 
-class _Use(NamedTuple):
-    """The tensors that an operator reads and writes."""
+class _Block(weakref.ref[Any]):
+    """Watches the owner of memory. key: identity of that owner. number, num_bytes: as in the trace."""
 
-    reads: list[Tensor]
-    writes: list[Tensor]
+    __slots__ = ("key", "num_bytes", "number")
+    key: int
+    number: int
+    num_bytes: int
+
+
+_Raw = tuple[What, int, int, str, Any, int, str]
+"""A memory event whose time is a clock's stamp."""
 
 
 class Recorder(TorchDispatchMode):
@@ -89,6 +90,8 @@ class Recorder(TorchDispatchMode):
     `action`: says what runs, asked at each event. None: nothing that has a name, and `step` says in which step.
     `num_microbatches`: of a step; an action tells its step by it. `clock`: a device's tells when an operator's turn
     came; its spans are handed over once that is known, as nobody waits for it.
+
+    Operators of the thread that enters it, and of the backwards that this one starts, are recorded.
     """
 
     def __init__(self, write: Callable[[Span], object], action: Callable[[], Action | None] = lambda: None,
@@ -101,13 +104,15 @@ class Recorder(TorchDispatchMode):
         self._write, self._action, self._num_microbatches = write, action, num_microbatches
         self._step = 1
         self._running: Action | None = None
-        self._spans: list[Span] = []
-        self._numbers: dict[int, int] = {}  # block by storage
-        self._sizes: dict[int, int] = {}
-        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._spans: list[tuple[int, str, Any, Any, list[_Raw]]] = []
+        self._operators: dict[int, Operator] = {}  # by identity: torch hashes them in Python
+        self._blocks: dict[int, _Block] = {}  # by owner
+        self._freed: deque[_Block] = deque()  # by other threads
+        self._thread = get_ident()
         self._next = 0
-        self._events: list[MemoryEvent] = []
-        self._clock = clock
+        self._events: list[_Raw] = []
+        self._hooks: list[Any] = []
+        self._clock, self._now = clock, clock.now
         self._begun = self._start = clock.now()
 
     @classmethod
@@ -117,6 +122,7 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         self.is_active = True
+        self._thread = get_ident()
         super().__enter__()
         return self
 
@@ -125,15 +131,38 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*args)
 
     def adopt(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Names blocks that are there, from now on in the trace."""
+        """Names blocks: from now on in the trace those that were there, from their birth those made in this span."""
         self._look()
-        for tensor in tensors:
-            if _key(tensor) not in self._numbers:
-                self._malloc(tensor, "", self._clock.now(), name)
+        now = self._now()
+        born: dict[int, int] | None = None
+        for key, (tensor, num_bytes) in _owned(tensors).items():
+            if key not in self._blocks:
+                self._malloc(key, tensor, num_bytes, "", now, name)
+                continue
+            if born is None:
+                born = {event[1]: i for i, event in enumerate(self._events) if event[0] is What.MALLOC}
+            if (place := born.get(self._blocks[key].number)) is not None:
+                self._events[place] = (*self._events[place][:-1], name)
+
+    def adopt_model(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Names weights (buffers among them), gradients and the optimizer's state, after each of its steps again.
+
+        What a step of the optimizer is the first to see has its name if it was made since `step` was last set.
+        """
+        def name(*_: object) -> None:
+            self.adopt("weights", (*model.parameters(), *model.buffers()))
+            self.adopt("gradients", (p.grad for p in model.parameters() if p.grad is not None))
+            self.adopt("optimizer", tensors_in([tuple(state.values()) for state in optimizer.state.values()]))
+
+        name()
+        self._hooks.append(optimizer.register_step_post_hook(name))
 
     def close(self) -> None:
         """Hands over what is left. Blocks are not watched any more."""
-        self._watched.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._blocks.clear()
+        self._note_freed()
         self._end_span()
         self._hand_over(finish=True)
 
@@ -151,83 +180,91 @@ class Recorder(TorchDispatchMode):
         """An operator on tensors that dispatch does not see."""
         if not self.paused:
             self._enter()
-            self._access(op, _Use(list(reads), list(writes)), [])
+            self._access(op, Use(list(reads), list(writes)), [])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
+        operator = self._operators.get(id(func))
+        if operator is None:
+            operator = self._operators[id(func)] = Operator(func)
+        if operator.is_view:
+            return func(*args, **kwargs)
         self._enter()
-        in_place = is_in_place_without_a_mode(func)
+        in_place = operator.is_sum and args[0].layout is torch.strided and is_in_place_without_a_mode(func)
         out = func(*args, **kwargs)
-        made = tensors_in(out)
-        given = tensors_in(args)
-        dense = [t for t in given if t.layout is torch.strided]
-        if in_place or (dense and len(dense) < len(given)):  # a sum; a sparse part of it is empty (nn.matmul.nothing)
-            self._move(dense[0], made[0], _name(func), reads=len(dense) == len(given))
-        elif func is torch.ops.aten.lift_fresh.default:  # the last step of torch.tensor
-            self._access(_name(func), _Use([], []), made)
+        made = [out] if isinstance(out, Tensor) else tensors_in(out)
+        if in_place or (operator.is_sum and adds_nothing(*args[:2])):
+            self._move(args[0], made[0], operator.name, reads=in_place)
         else:
-            self._access(_name(func), _use(func, args, kwargs), made, cast_bytes(func, given),
-                         fresh=_operation(func) in _FRESH)
+            scratch = cast_bytes(func, tensors_in(args)) if operator.casts and _is_on_cpu(args) else 0
+            self._access(operator.name, operator.use(args, kwargs), made, scratch, fresh=operator.is_fresh)
         return out
 
-    def _access(self, op: str, use: _Use, made: list[Tensor], scratch: int = 0, *, fresh: bool = False) -> None:
-        now, reads, writes = self._clock.now(), _blocks(use.reads), _blocks(use.writes)
-        for key, tensor in [*reads.items(), *writes.items()]:
-            if key not in self._numbers:
-                self._malloc(tensor, "", now, "other")
-        new = {key: tensor for key, tensor in _blocks(made).items() if key not in self._numbers}
+    def _access(self, op: str, use: Use, made: list[Tensor], scratch: int = 0, *, fresh: bool = False) -> None:
+        now, reads, writes, made_here = self._now(), _owned(use.reads), _owned(use.writes), _owned(made)
+        blocks, layer = self._blocks, self.layer
+        for given in (reads, writes, made_here):
+            for key, (tensor, num_bytes) in given.items():
+                block = blocks.get(key)
+                if block is None:
+                    if given is not made_here:
+                        self._malloc(key, tensor, num_bytes, "", now, "other")
+                elif block.num_bytes != num_bytes:  # the storage was resized
+                    self._free(blocks.pop(key), now)
+                    self._malloc(key, tensor, num_bytes, op, now)
+        new = [key for key in made_here if key not in blocks]
         if not new and not writes and made:
             return  # a view
-        for tensor in new.values():
-            self._malloc(tensor, op, now)
+        for key in new:
+            self._malloc(key, *made_here[key], op, now)
         if scratch:
-            self._scratch(scratch, op, now)
+            for what in (What.MALLOC, What.WRITE, What.READ, What.FREE):  # a block that only this operator has
+                self._events.append((what, self._next, scratch, op, now, layer, ""))
+            self._next += 1
+        note = self._events.append
         for key in reads:
-            self._note(What.READ, key, op, now)
+            block = blocks[key]
+            note((What.READ, block.number, block.num_bytes, op, now, layer, ""))
         for key in [*writes, *(() if fresh else new)]:
-            self._note(What.WRITE, key, op, now)
+            block = blocks[key]
+            note((What.WRITE, block.number, block.num_bytes, op, now, layer, ""))
 
     def _move(self, old: Tensor, new: Tensor, op: str, *, reads: bool) -> None:
         """`new` is `old`, written over; without `reads`, nothing was added."""
-        now, key, other = self._clock.now(), _key(old), _key(new)
-        if key not in self._numbers:
-            self._malloc(old, "", now, "other")
+        now, key, other = self._now(), id(_owner(old)), id(_owner(new))
+        if key not in self._blocks:
+            self._malloc(key, old, _num_bytes(old), "", now, "other")
+        block = self._blocks[key]
         if key != other:
-            number, size = self._numbers.pop(key), self._sizes.pop(key)
-            del self._watched[key]
-            self._numbers[other], self._sizes[other] = number, size
-            self._watch(other, new)
+            del self._blocks[key]
+            self._watch(block.number, block.num_bytes, other, new)
         if reads:
-            self._note(What.READ, other, op, now)
-            self._note(What.WRITE, other, op, now)
+            for what in (What.READ, What.WRITE):
+                self._events.append((what, block.number, block.num_bytes, op, now, self.layer, ""))
 
-    def _malloc(self, tensor: Tensor, op: str, now: Any, name: str = "") -> None:
-        key = _key(tensor)
-        self._numbers[key], self._sizes[key] = self._next, _num_bytes(tensor)
-        self._next += 1
-        self._watch(key, tensor)
-        self._note(What.MALLOC, key, op, now, name)
-
-    def _scratch(self, num_bytes: int, op: str, now: Any) -> None:
-        """A block that only this operator has."""
-        for what in (What.MALLOC, What.WRITE, What.READ, What.FREE):
-            self._events.append(MemoryEvent(what, self._next, num_bytes, op, now, self.layer))
+    def _malloc(self, key: int, tensor: Tensor, num_bytes: int, op: str, now: Any, name: str = "") -> None:
+        self._watch(self._next, num_bytes, key, tensor)
+        self._events.append((What.MALLOC, self._next, num_bytes, op, now, self.layer, name))
         self._next += 1
 
-    def _watch(self, key: int, tensor: Tensor) -> None:
-        def gone(_: object) -> None:
-            if key in self._watched:
-                del self._watched[key]
-                self._look()
-                self._events.append(MemoryEvent(
-                    What.FREE, self._numbers.pop(key), self._sizes.pop(key), "", self._clock.now(), self.layer))
+    def _free(self, block: _Block, now: Any) -> None:
+        self._events.append((What.FREE, block.number, block.num_bytes, "", now, self.layer, ""))
 
-        self._watched[key] = weakref.ref(_owner(tensor), gone)
+    def _watch(self, number: int, num_bytes: int, key: int, tensor: Tensor) -> None:
+        block = self._blocks[key] = _Block(_owner(tensor), self._gone)
+        block.key, block.number, block.num_bytes = key, number, num_bytes
 
-    def _note(self, what: What, key: int, op: str, now: Any, name: str = "") -> None:
-        self._events.append(MemoryEvent(what, self._numbers[key], self._sizes[key], op, now, self.layer, name))
+    def _gone(self, block: _Block) -> None:
+        if self._blocks.get(block.key) is not block:
+            return
+        del self._blocks[block.key]
+        if get_ident() == self._thread:
+            self._look()
+            self._free(block, self._now())
+        else:
+            self._freed.append(block)
 
     def _enter(self) -> None:
         """An operator begins."""
@@ -237,28 +274,37 @@ class Recorder(TorchDispatchMode):
 
     def _look(self) -> None:
         """Ends the span, if another action runs now. Writes nothing: it is also called where a block is given back."""
+        if self._freed:
+            self._note_freed()
         if (action := self._action()) is not self._running:
-            self._end_span()
-            self._running = action
+            self._end_span(action)
             if action is not None:
                 number = action.microbatch
                 self._step = 1 + (number if action.kind in PER_BATCH else number // self._num_microbatches)
 
-    def _end_span(self) -> None:
-        now = self._clock.now()
-        if self._events:
-            events, self._events = self._events, []
-            name = "" if self._running is None else str(self._running)
-            self._spans.append(Span(self._step, name, self._start, now, events))
-        self._start = now
+    def _note_freed(self) -> None:
+        """Tells what other threads gave back since."""
+        while self._freed:
+            self._free(self._freed.popleft(), self._now())
+
+    def _end_span(self, following: Action | None = None) -> None:
+        """Blocks may be given back at any point of it, and say so."""
+        action, self._running = self._running, following
+        start, self._start = self._start, self._now()
+        events, self._events = self._events, []
+        if events:
+            self._spans.append((self._step, "" if action is None else str(action), start, self._start, events))
 
     def _hand_over(self, *, finish: bool = False) -> None:
-        read = self._clock.read
-        while self._spans and (finish or self._clock.is_over(self._spans[0].end)):
-            span = self._spans.pop(0)
-            begun = read(self._begun)
-            events = [event._replace(time=read(event.time) - begun) for event in span.events]
-            self._write(Span(span.step, span.action, read(span.start) - begun, read(span.end) - begun, events))
+        read, begun = self._clock.read, self._clock.read(self._begun)
+        while self._spans and (finish or self._clock.is_over(self._spans[0][3])):
+            step, action, start, end, events = self._spans.pop(0)
+            stamp, seconds, found = None, 0.0, []
+            for what, block, num_bytes, op, time_, layer, name in events:
+                if time_ is not stamp:
+                    stamp, seconds = time_, read(time_) - begun
+                found.append(MemoryEvent(what, block, num_bytes, op, seconds, layer, name))
+            self._write(Span(step, action, read(start) - begun, read(end) - begun, found))
 
 
 def _owner(tensor: Tensor) -> Any:
@@ -266,65 +312,27 @@ def _owner(tensor: Tensor) -> Any:
     return tensor.block if isinstance(tensor, Ghost) else tensor.untyped_storage()
 
 
-def _key(tensor: Tensor) -> int:
-    """A number of the tensor's memory, while that lives."""
-    return id(tensor.block) if isinstance(tensor, Ghost) else tensor.untyped_storage()._cdata
-
-
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.block.num_bytes if isinstance(tensor, Ghost) else tensor.untyped_storage().nbytes()
 
 
-def _blocks(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """A tensor for each block that takes memory, in order."""
-    return {_key(t): t for t in tensors if t.layout is torch.strided and t.device.type != "meta" and _num_bytes(t)}
+def _owned(tensors: Iterable[Tensor]) -> dict[int, tuple[Tensor, int]]:
+    """A tensor for each block that takes memory, in order, by the block's owner, and its bytes."""
+    found: dict[int, tuple[Tensor, int]] = {}
+    for tensor in tensors:
+        if isinstance(tensor, Ghost):
+            if tensor.block.num_bytes:
+                found[id(tensor.block)] = tensor, tensor.block.num_bytes
+        elif tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if (num_bytes := storage.nbytes()) and not tensor.is_meta:
+                found[id(storage)] = tensor, num_bytes
+        elif tensor.layout is torch.sparse_coo:
+            found |= _owned([tensor._indices(), tensor._values()])
+    return found
 
 
-@cache
-def _name(func: Any) -> str:
-    name: str = func.name().partition(".")[0]
-    return name
-
-
-@cache
-def _operation(func: Any) -> str:
-    return _name(func).partition("::")[2].rstrip("_")
-
-
-@cache
-def _roles(func: Any) -> tuple[tuple[str, bool, bool], ...]:
-    """For each argument: its name, whether the operator reads it, and whether it writes it."""
-    found = []
-    for position, argument in enumerate(func._schema.arguments):
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        reads = not (writes and (argument.is_out or (position == 0 and _operation(func) in _OVERWRITES)))
-        found.append((argument.name, reads, writes))
-    return tuple(found)
-
-
-def _use(func: Any, args: Any, kwargs: Mapping[str, Any]) -> _Use:
-    if func.namespace == "c10d":
-        return message_use(_operation(func), args)
-    use = _Use([], [])
-    for i, (name, reads, writes) in enumerate(_roles(func)):
-        value = args[i] if i < len(args) else kwargs.get(name)
-        if value is None or isinstance(value, (int, float, str)):
-            continue
-        tensors = tensors_in(value)
-        if reads:
-            use.reads.extend(tensors)
-        if writes:
-            use.writes.extend(tensors)
-    return use
-
-
-def message_use(operation: str, args: Any) -> _Use:
-    """The use of torch's own collectives and messages, whose schemas do not say it."""
-    first = tensors_in(args[0])
-    if operation == "send":
-        return _Use(first, [])
-    if operation.startswith("recv"):
-        return _Use([], first)
-    if operation in ("_allgather_base", "alltoall_base"):
-        return _Use(tensors_in(args[1]), first)
-    return _Use(first, first)
+def _is_on_cpu(args: Any) -> bool:
+    """Whether an operator makes copies for its arithmetic as a CPU does."""
+    first = args[0]
+    return not first.block.tracker.is_cuda if isinstance(first, Ghost) else first.device.type == "cpu"

@@ -58,6 +58,13 @@ def test_known_answers() -> None:
     assert (found.num_steps, found.stable_from, found.num_events) == (1, None, 14)
 
 
+def test_a_first_step_that_reaches_no_more_than_others_is_not_the_one_that_is_shown() -> None:
+    steps = [span(step, f"F{step - 1}@0v0", step, (M, step, 40, step), (F, step, 40, step)) for step in (1, 2, 3)]
+    assert analyse(steps).peak.step == 2
+    assert analyse([*steps, span(4, "F3@0v0", 4.0, (M, 4, 41, 4.0))]).peak.step == 4
+    assert analyse([span(1, "F0@0v0", 1.0, (M, 9, 41, 0.5), (F, 9, 41, 0.6)), *steps[1:]]).peak.step == 1
+
+
 def test_nothing_at_all() -> None:
     found = analyse([])
     assert (found.peak.num_bytes, found.timeline, found.num_steps, found.reuse.percentile(50)) == (0, [], 0, 0.0)

@@ -75,7 +75,7 @@ def test_every_picture_has_a_title_axes_with_units_and_a_legend(account: Account
         assert found[0].startswith("rank 1 (pp=1 dp=0 tp=0): ")
         assert any(text.startswith("activations") for text in found)
     for draw in (draw_blocks, draw_strip):
-        assert "time in milliseconds, from the beginning of step 1" in said[draw]
+        assert "time in milliseconds, from the beginning of step 2" in said[draw]
     assert "offset in the planned arena in MiB" in said[draw_blocks]
     assert "bytes in MiB" in said[draw_strip]
     assert {"time between two accesses of a block", "bytes of the block"} <= set(said[draw_intervals])
@@ -104,7 +104,7 @@ def test_blocks_are_drawn_at_their_offsets_and_none_overlap(account: Account) ->
         apart = x + w <= x2 + 0.2 or x2 + w2 <= x + 0.2 or y + h <= y2 + 0.1 or y2 + h2 <= y + 0.1
         assert apart, "up to the rounding of pixels"
     tips = [e.findtext(f"{SVG}title", "") for e in drawn]
-    assert any(re.match(r"activations, 512 KiB: aten::gelu in F0@1v0, until B0@1v0, block 2 of the model; 1 reads, "
+    assert any(re.match(r"activations, 512 KiB: aten::gelu in F4@1v1, until B4@1v1, block 2 of the model; 1 reads, "
                         r"1 writes", tip) for tip in tips)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from train.runs import run_job, write_config
 
 from hybridpar.comm.ranks import run_on_ranks
@@ -123,6 +124,19 @@ def test_recording_changes_no_number(dtype: str) -> None:
     expected = plain.state.tensors()
     for name, tensor in recorded.state.tensors().items():
         assert torch.equal(tensor, expected[name]), name
+
+
+def test_off_leaves_nothing_behind() -> None:
+    config = config_of(({}, {}, {}, {}))
+    engine = Engine(config, ProcessGrid(), CPU)
+    recorder = EngineRecorder(engine, lambda span: None)
+    with recorder.active():
+        engine.train(recorder.loader(SampleLoader(config)), 1, lambda result: None)
+        assert _get_current_dispatch_mode() is not None
+    recorder.close()
+    assert _get_current_dispatch_mode() is None
+    assert not any(module._forward_hooks or module._forward_pre_hooks
+                   for block in engine.stage.blocks.values() for module in block.modules())
 
 
 def test_a_batch_of_another_size_is_another_trace() -> None:

@@ -1,0 +1,247 @@
+"""Claim: the behaviours that Li et al. (ISPASS 2021) found are found here, and recording them costs less than 5 %.
+
+    python -m benchmarks.memory_behaviour                     # all parts
+    python -m benchmarks.memory_behaviour --parts overhead    # two minutes; on a quiet machine
+
+    tables      MLP, and AlexNet- and ResNet-shaped users' models: access time intervals, breakdown, outliers
+    overhead    the engine's step with its memory events written to a file, over the same step without
+    memory      growth of a process that records 10,000 steps, and of one that analyses them
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.common import (
+    OURS,
+    SHAPES,
+    OurStep,
+    arguments,
+    engine_config,
+    parse,
+    race,
+    ratios,
+    write_results,
+)
+from benchmarks.user_models import alexnet, mlp, resnet
+from hybridpar.grid import ProcessGrid
+from hybridpar.memory.behaviour import Behaviour, analyse
+from hybridpar.memory.events import Category, Header, Span, header_line, read_trace, span_line
+from hybridpar.memory.recorder import Recorder
+from hybridpar.memory.swap import LINKS, swappable
+from hybridpar.train.memory_trace import EngineRecorder
+from hybridpar.train.records import Records
+
+ITERATIONS = 5
+BOUND = 1.05
+SHORT = 25e-6
+RECORDED = "recorded"
+MOST_GROWTH = 200 << 20
+
+Models = dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]]
+
+
+def models(size: int) -> Models:
+    """Model, shape of a sample, and batch sizes."""
+    image = (3, size, size)
+    found: Models = {
+        "MLP 32-64-10": (mlp, (32,), (16, 64, 256)),
+        "AlexNet": (lambda: alexnet(size=size), image, (16, 32, 64)),
+    }
+    for depth, blocks in {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}.items():
+        batches = (2, 4, 8) if depth == 50 else (4,)
+        found[f"ResNet-{depth}"] = (lambda blocks=blocks: resnet(blocks=blocks)), image, batches  # type: ignore[misc]
+    return found
+
+
+def record(make: Callable[[], nn.Module], shape: tuple[int, ...], batch: int) -> list[Span]:
+    """The events of five iterations with SGD and momentum."""
+    torch.manual_seed(0)
+    model, x, y = make(), torch.randn(batch, *shape), torch.randint(10, (batch,))
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    spans: list[Span] = []
+    recorder = Recorder(spans.append)
+    recorder.adopt("batch", [x, y])
+    recorder.adopt_model(model, sgd)
+    with recorder:
+        for iteration in range(ITERATIONS):
+            recorder.step = iteration + 1
+            sgd.zero_grad()
+            cross_entropy(model(x), y).backward()
+            sgd.step()
+    recorder.close()
+    return spans
+
+
+def tables(size: int) -> Iterator[dict[str, Any]]:
+    for name, (make, shape, batches) in models(size).items():
+        for batch in batches:
+            spans = record(make, shape, batch)
+            entry = {"case": f"{name} batch {batch}", "settings": {"shape": "tiny", "part": "tables", "size": size}}
+            yield entry | described(analyse(spans), spans)
+
+
+def described(found: Behaviour, spans: list[Span]) -> dict[str, Any]:
+    link = LINKS["paper"]
+    own = (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER, Category.BATCH)
+    peak = found.peak.by_category
+    breakdown = {category.value: peak.get(category, 0) for category in own}
+    breakdown["intermediates"] = found.peak.num_bytes - sum(breakdown.values())
+    intervals = found.intervals.distribution
+    swaps = [one for one in found.intervals.outliers if one.life.num_bytes <= swappable(one.seconds, link)]
+    return {
+        "stable_from": found.stable_from, "events_per_iteration": round(found.num_events / ITERATIONS),
+        "intervals_under_25us": round(share_under(intervals, SHORT), 4),
+        "intervals_us": {f"p{p}": round(1e6 * intervals.percentile(p), 1) for p in (10, 50, 90, 99, 100)},
+        "peak_bytes": found.peak.num_bytes,
+        "breakdown": {name: round(n / found.peak.num_bytes, 4) for name, n in breakdown.items()},
+        "breakdown_bytes": breakdown,
+        "swappable_outliers": len(swaps),
+        "largest_outliers": [
+            {"us": round(1e6 * one.seconds), "bytes": one.life.num_bytes, "category": one.life.category.value,
+             "could_leave": swappable(one.seconds, link)} for one in found.intervals.outliers[:3]],
+        "seconds_an_iteration": round((spans[-1].end - spans[-1].start), 4),
+    }
+
+
+def share_under(intervals: Any, seconds: float) -> float:
+    """The share of values below a number of seconds, by bisection of the percentiles."""
+    low, high = 0.0, 100.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if intervals.percentile(middle) < seconds else (low, middle)
+    return low / 100
+
+
+# -- overhead ----------------------------------------------------------------------------------------------------------
+
+
+def overhead(shape: str, dtype: str, num_microbatches: int, rounds: int) -> dict[str, Any]:
+    """The engine's step, recorded and not, by turns in one process, each its own engine."""
+    torch.set_num_threads(1)
+    config = engine_config(SHAPES[shape], dtype=dtype, num_microbatches=num_microbatches)
+    plain, recorded = (OurStep(config, SHAPES[shape], ProcessGrid()) for _ in range(2))
+    counts = {"events": 0, "bytes": 0, "steps": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        records = Records(Path(folder), print)
+        records.begin("rank0.jsonl", 0)
+
+        def write(span: Span) -> None:
+            line = span_line(span).encode()
+            counts["events"] += len(span.events)
+            counts["bytes"] += len(line)
+            records.append("rank0.jsonl", line)
+
+        recorder = EngineRecorder(recorded.engine, write)
+        recorded.loader = recorder.loader(recorded.loader)  # type: ignore[arg-type, assignment]
+
+        def step() -> float:
+            counts["steps"] += 1
+            with recorder.active():
+                return recorded()
+
+        result = race({OURS: plain, RECORDED: step}, rounds, tolerance=0.0)
+        recorder.close()
+        records.close()
+    steps = counts.pop("steps")
+    entry = {"case": f"overhead {shape} {dtype}", "settings": {
+        "shape": shape, "part": "overhead", "dtype": dtype, "microbatches": num_microbatches}, "rounds": rounds,
+        "ratio": ratios(result, RECORDED), "ratio_cpu_time": ratios(result, RECORDED, times="cpu"),
+        "wall_ms": {side: [round(1e3 * t, 3) for t in times] for side, times in result.wall.items()},
+        **{f"{name}_a_step": n // steps for name, n in counts.items()}}
+    print(f"{entry['case']:<28} {entry['ratio']['median']:.3f} of the time without, "
+          f"{entry['ratio_cpu_time']['median']:.3f} of its CPU time", flush=True)
+    return entry
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def grown(part: str, path: Path, steps: int) -> dict[str, Any]:
+    """What a process of its own grows by."""
+    command = [sys.executable, "-m", "benchmarks.memory_behaviour", "--child", part, str(path), str(steps)]
+    growth = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    print(f"{part} {steps} steps: {growth >> 20} MiB more", flush=True)
+    return {"case": f"{part} {steps} steps", "settings": {"shape": "tiny", "part": "memory", "steps": steps},
+            "growth_bytes": growth, "file_bytes": path.stat().st_size}
+
+
+def child(part: str, path: Path, steps: int) -> None:
+    """Prints the bytes by which the peak of this process grows after the first steps."""
+    torch.set_num_threads(1)
+    if part == "record":
+        shape = SHAPES["tiny"]
+        step = OurStep(engine_config(shape), shape, ProcessGrid())
+        records = Records(path.parent, print)
+        records.begin(path.name, 0)
+        records.append(path.name, header_line(Header()).encode())
+        step()
+        recorder = EngineRecorder(step.engine, lambda span: records.append(path.name, span_line(span).encode()))
+        step.loader = recorder.loader(step.loader)  # type: ignore[arg-type, assignment]
+        before = peak_memory()
+        with recorder.active():
+            for _ in range(steps):
+                step()
+        recorder.close()
+        records.close()
+    else:
+        before = peak_memory()
+        found = analyse(read_trace(path)[1])
+        assert found.num_steps >= steps
+    print(peak_memory() - before)
+
+
+def peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        return child(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    parser = arguments(__doc__, rounds=7, shapes=["ref"])
+    parser.add_argument("--parts", nargs="+", choices=["tables", "overhead", "memory"],
+                        default=["tables", "overhead", "memory"])
+    parser.add_argument("--size", type=int, default=224, help="pixels of an image's side")
+    parser.add_argument("--steps", type=int, default=10_000, help="of the long trace")
+    parser.add_argument("--microbatches", type=int, default=2)
+    args = parse(parser)
+    entries = list(cases(args))
+    print(write_results("memory_behaviour", entries, args, meaning=(
+        "intervals: between accesses of a block; breakdown: shares of the peak; swappable: by 6.3 and 6.4 GB/s; ratio: "
+        "time of a recorded step over one that is not")))
+    worst = [one["case"] for one in entries if one.get("ratio", {}).get("median", 0) > BOUND
+             or one.get("growth_bytes", 0) > MOST_GROWTH]
+    if worst:
+        raise SystemExit(f"over the bound: {', '.join(worst)}")
+    return None
+
+
+def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if "tables" in args.parts:
+        for entry in tables(args.size):
+            print(f"{entry['case']:<26} {entry['intervals_under_25us']:.0%} of intervals under 25 us, "
+                  f"peak {entry['peak_bytes'] >> 20} MiB, {entry['breakdown']}", flush=True)
+            yield entry
+    if "overhead" in args.parts:
+        for shape in args.shapes:
+            for dtype in args.dtypes:
+                yield overhead(shape, dtype, args.microbatches, args.rounds)
+    if "memory" in args.parts:
+        with tempfile.TemporaryDirectory() as folder:
+            for part in ("record", "analyse"):
+                yield grown(part, Path(folder, "rank0.jsonl"), args.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Models as a user would write them, of the shapes that Li et al. (ISPASS 2021) trained: MLP, AlexNet, ResNet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+
+def mlp() -> nn.Module:
+    """The paper's: 32 to 64 to 10."""
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def alexnet(width: int = 64, size: int = 224, classes: int = 10) -> nn.Module:
+    """AlexNet without dropout. width: channels of its first layer, 64 of the published one. size: of a square image."""
+    channels = [width * n for n in (1, 3, 6, 4, 4)]
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 11, 4, 2), nn.ReLU(), nn.MaxPool2d(3, 2),
+                               nn.Conv2d(channels[0], channels[1], 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)]
+    for before, after in pairwise(channels[1:]):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
+    features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(6 if size > 200 else 2), nn.Flatten())
+    with torch.no_grad():
+        inputs = features(torch.zeros(1, 3, size, size)).shape[1]
+    hidden = 64 * width
+    return nn.Sequential(features, nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
+                         nn.Linear(hidden, classes))
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions beside the input."""
+
+    def __init__(self, inputs: int, width: int, stride: int):
+        super().__init__()
+        outputs = 4 * width
+        self.inner = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+        self.beside: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.beside = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.inner(x) + self.beside(x))
+
+
+def resnet(width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3), classes: int = 10) -> nn.Module:
+    """ResNet of bottleneck blocks; the published one with 50 layers by default."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+                               nn.MaxPool2d(3, 2, 1)]
+    inputs = width
+    for level, count in enumerate(blocks):
+        for i in range(count):
+            layers.append(Bottleneck(inputs, width << level, 2 if level and not i else 1))
+            inputs = 4 * width << level
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))

@@ -1,0 +1,500 @@
+"""Recorder on plain PyTorch: the experiment of Li et al. (ISPASS 2021) on users' models, and operators one by one."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.user_models import alexnet, mlp, resnet
+from hybridpar.memory import measure
+from hybridpar.memory.behaviour import analyse
+from hybridpar.memory.events import Category, MemoryEvent, Span, What, lives
+from hybridpar.memory.recorder import Recorder
+
+CPU = torch.device("cpu")
+ITERATIONS = 5
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
+    "mlp": lambda: (mlp(), (32,)),
+    "alexnet": lambda: (alexnet(width=4, size=63), (3, 63, 63)),
+    "resnet": lambda: (resnet(width=4, blocks=(1, 1)), (3, 32, 32)),
+}
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9, foreach=False),
+    "momentum foreach": partial(torch.optim.SGD, momentum=0.9, foreach=True),
+    "momentum fused": partial(torch.optim.SGD, momentum=0.9, fused=True),
+    "Adam": partial(torch.optim.Adam, foreach=False),
+    "Adam foreach": partial(torch.optim.Adam, foreach=True),
+    "Adam fused": partial(torch.optim.Adam, fused=True),
+}
+
+
+def train(name: str, optimizer: str = "momentum", *, batch: int = 4, to_none: bool = True,
+          model: nn.Module | None = None) -> list[Span]:
+    """The events of five iterations of training."""
+    torch.manual_seed(0)
+    made, shape = MODELS[name]()
+    model = model or made
+    x, y = torch.randn(batch, *shape), torch.randint(10, (batch,))
+    sgd = OPTIMIZERS[optimizer](model.parameters(), lr=1e-3)
+    spans: list[Span] = []
+    recorder = Recorder(spans.append)
+    recorder.adopt("batch", [x, y])
+    recorder.adopt_model(model, sgd)
+    with recorder:
+        for iteration in range(ITERATIONS):
+            recorder.step = iteration + 1
+            sgd.zero_grad(set_to_none=to_none)
+            cross_entropy(model(x), y).backward()
+            sgd.step()
+    recorder.close()
+    return spans
+
+
+def behaviours(spans: list[Span]) -> list[list[tuple[What, int, str]]]:
+    """(kind, bytes, operator) of each iteration; the first is without what was there before."""
+    rows: dict[int, list[tuple[What, int, str]]] = {}
+    for span in spans:
+        rows.setdefault(span.step, []).extend(
+            (e.what, e.num_bytes, e.op) for e in span.events if not (e.name and not e.op))
+    return [rows[step] for step in sorted(rows)]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_iteration_but_the_first_does_the_same(name: str, optimizer: str, to_none: bool) -> None:
+    spans = train(name, optimizer, to_none=to_none)
+    first, second, *others = behaviours(spans)
+    assert all(row == second for row in others)
+    assert analyse(spans).stable_until == ITERATIONS
+    assert analyse(spans).stable_from in ((1, 2) if optimizer == "SGD" else (2,))
+    grads = sorted(p.numel() * 4 for p in MODELS[name]()[0].parameters())
+    born, freed = (Counter(size for what, size, _ in second if what is kind) for kind in (What.MALLOC, What.FREE))
+    assert born == freed, "an iteration gives back what it takes"
+    frees = Counter(size for what, size, _ in first if what is What.FREE)
+    more = Counter(size for what, size, _ in first if what is What.MALLOC) - frees
+    state = 0 if optimizer == "SGD" else 2 if "Adam" in optimizer else 1
+    kept = Counter(grads * (1 + state))
+    if "Adam" in optimizer:
+        kept[4] += len(grads)  # counts of steps
+    assert more == kept, "gradients and the optimizer's state"
+
+
+def test_an_iteration_of_the_paper_s_mlp() -> None:
+    """Known by hand: 11 operators of forward and backward make 15 blocks of which none is left."""
+    _, row, *_ = behaviours(train("mlp", "SGD", batch=16))
+    assert Counter(what for what, _, _ in row) == {What.MALLOC: 15, What.FREE: 15, What.READ: 34, What.WRITE: 19}
+    assert [(what.value, op) for what, _, op in row[-2:]] == [("read", "aten::add_"), ("write", "aten::add_")]
+
+
+def breakdown(spans: list[Span]) -> dict[str, int]:
+    """Bytes at the peak: parameters, gradients, optimizer, inputs, and intermediates, which are all the others."""
+    found: Counter[str] = Counter()
+    for category, num_bytes in analyse(spans).peak.by_category.items():
+        plain = (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER, Category.BATCH)
+        found[category.value if category in plain else "intermediates"] += num_bytes
+    return found
+
+
+@pytest.mark.parametrize("name", ["alexnet", "resnet"])
+def test_intermediates_dominate_and_grow_with_the_batch(name: str) -> None:
+    small, large = (breakdown(train(name, batch=batch)) for batch in (64, 256))
+    parameters = sum(t.numel() * t.element_size() for t in MODELS[name]()[0].state_dict().values())
+    assert small["weights"] == large["weights"] == parameters
+    assert small["optimizer"] == large["optimizer"] > 0
+    assert large["batch"] == 4 * small["batch"]
+    assert large["intermediates"] / small["intermediates"] == pytest.approx(4, rel=0.1)
+    assert large["intermediates"] > 0.75 * (sum(large.values()) - large["batch"])  # images are large, layers thin here
+
+
+def test_parameters_and_intermediates_grow_with_depth() -> None:
+    found = [breakdown(train("resnet", batch=16, model=resnet(width=4, blocks=(n, n)))) for n in (1, 2, 3)]
+    intermediates = [one["intermediates"] for one in found]
+    assert intermediates[2] - intermediates[1] == pytest.approx(intermediates[1] - intermediates[0], rel=0.02)
+    assert found[0]["weights"] < found[1]["weights"] < found[2]["weights"]
+    assert len({one["batch"] for one in found}) == 1
+
+
+class Residual(nn.Module):
+    """Adds what it computes to its input, whose gradient is then a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+def residual() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), Residual(), Residual(), nn.Linear(64, 10))
+
+
+@pytest.mark.parametrize("make", [mlp, residual])
+def test_the_peak_is_the_allocator_s(make: Callable[[], nn.Module]) -> None:
+    def run() -> None:
+        torch.manual_seed(0)
+        x, y = torch.randn(128, 32), torch.randint(10, (128,))
+        model = make()
+        sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            sgd.zero_grad()
+            cross_entropy(model(x), y).backward()
+            sgd.step()
+
+    spans, recorder = recording()
+    with recorder:
+        run()
+    recorder.close()
+    with measure(CPU) as meter:
+        run()
+    assert analyse(spans).peak.num_bytes == meter.read().peak
+
+
+# -- categories --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["momentum fused", "Adam foreach"])
+def test_a_user_s_blocks_have_categories(optimizer: str) -> None:
+    model = MODELS["resnet"]()[0]
+    spans = train("resnet", optimizer, model=model)
+    sizes: dict[Category, Counter[int]] = {}
+    for life in lives(spans):
+        sizes.setdefault(life.category, Counter())[life.num_bytes] += 1
+    parameters = Counter(p.numel() * 4 for p in model.parameters())
+    buffers = Counter(b.numel() * b.element_size() for b in model.buffers())
+    assert sizes[Category.WEIGHTS] == parameters + buffers
+    assert sizes[Category.GRADIENTS] == Counter({size: n * ITERATIONS for size, n in parameters.items()})
+    moments = 2 if "Adam" in optimizer else 1
+    counts = Counter({4: len(list(model.parameters()))} if "Adam" in optimizer else {})
+    assert sizes[Category.OPTIMIZER] == Counter({size: n * moments for size, n in parameters.items()}) + counts
+    assert sum(sizes[Category.BATCH].values()) == 2
+
+
+def test_what_this_span_made_is_named_from_its_birth() -> None:
+    spans, recorder = recording()
+    with recorder:
+        a = torch.ones(3)
+        recorder.step = 2
+        b = torch.ones(4)
+        recorder.adopt("gradients", [a, b, torch.empty(0)])
+    recorder.close()
+    assert [(e.num_bytes, e.op, e.name) for e in events(spans) if e.what is What.MALLOC] == [
+        (12, "aten::ones", ""), (16, "aten::ones", "gradients")]
+    assert a.sum() + b.sum() == 7
+
+
+# -- operators one by one ----------------------------------------------------------------------------------------------
+
+
+def recording() -> tuple[list[Span], Recorder]:
+    spans: list[Span] = []
+    return spans, Recorder(spans.append)
+
+
+def events(spans: list[Span]) -> list[MemoryEvent]:
+    return [event for span in spans for event in span.events]
+
+
+def told(run: Callable[[], Any], *before: Tensor) -> list[str]:
+    """Events of a call, such as "read 0"; blocks of `before` have the first numbers. What it returns lives."""
+    spans, recorder = recording()
+    recorder.adopt("x", before)
+    with recorder:
+        kept = run()
+    recorder.close()
+    del kept
+    return [f"{e.what.value} {e.block}" for e in events(spans)][sum(t.layout is torch.strided for t in before):]
+
+
+def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape or (4, 4), dtype=dtype)
+
+
+def foreach(a: Tensor, b: Tensor) -> None:
+    torch._foreach_add_([a, b], [b, a])
+
+
+@pytest.mark.parametrize(("run", "expected"), [
+    (lambda a, b: (a.t(), a[1:].view(-1), a.detach(), a.expand(2, 4, 4), a.unbind()), []),
+    (lambda a, b: a.squeeze_().t_().unsqueeze_(0), []),
+    (lambda a, b: torch.empty_like(a), ["malloc 2"]),
+    (lambda a, b: (a.new_zeros(3)), ["malloc 2", "write 2"]),
+    (lambda a, b: torch.ones_like(a), ["malloc 2", "write 2"]),
+    (lambda a, b: a + b, ["malloc 2", "read 0", "read 1", "write 2"]),
+    (lambda a, b: a * a, ["malloc 2", "read 0", "write 2"]),
+    (lambda a, b: a[0].add_(b[0]), ["read 0", "read 1", "write 0"]),
+    (lambda a, b: a.copy_(b), ["read 1", "write 0"]),
+    (lambda a, b: a.zero_(), ["write 0"]),
+    (lambda a, b: a.exponential_(), ["write 0"]),
+    (lambda a, b: torch.add(a, a, out=b), ["read 0", "write 1"]),
+    (lambda a, b: a.sum().item(), ["malloc 2", "read 0", "write 2", "read 2", "free 2"]),
+    (foreach, ["read 0", "read 1", "write 0", "write 1"]),
+    (lambda a, b: torch._foreach_zero_([a, b]), ["write 0", "write 1"]),
+    (lambda a, b: torch.cat([a, b, a]), ["malloc 2", "read 0", "read 1", "write 2"]),
+    (lambda a, b: torch.tensor([1.0, 2.0]), ["malloc 2", "write 2"]),
+    (lambda a, b: torch.empty(0) + torch.ones(0), []),
+    (lambda a, b: a.max(dim=0), ["malloc 2", "malloc 3", "read 0", "write 2", "write 3"]),
+    (lambda a, b: a.index_put_((torch.tensor(0),), b[0]),
+     ["malloc 2", "write 2", "read 0", "read 2", "read 1", "write 0", "free 2"]),
+])
+def test_what_an_operator_does(run: Callable[[Tensor, Tensor], Any], expected: list[str]) -> None:
+    a, b = x(), x()
+    assert told(lambda: run(a, b), a, b) == expected
+
+
+def test_a_block_from_before_is_seen_at_its_first_access() -> None:
+    a = x()
+    spans, recorder = recording()
+    with recorder:
+        view = a[0]
+        kept = view * 2
+    recorder.close()
+    assert [(e.what.value, e.block, e.num_bytes, e.name) for e in events(spans)] == [
+        ("malloc", 0, 64, "other"), ("malloc", 1, 16, ""), ("read", 0, 64, ""), ("write", 1, 16, "")]
+    del kept
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("operator", [torch.add, torch.mul, torch.sub, torch.div])
+def test_scratch_of_mixed_arithmetic_is_the_allocator_s(
+        operator: Callable[[Tensor, Tensor], Tensor], wide: torch.dtype, narrow: torch.dtype) -> None:
+    a, b = x(64, 64, dtype=wide), x(64, 64, dtype=narrow)
+    spans, recorder = recording()
+    with recorder:
+        operator(a, b)
+    recorder.close()
+    now = peak = 0
+    for event in events(spans):
+        if not event.name:
+            now += event.num_bytes * ((event.what is What.MALLOC) - (event.what is What.FREE))
+            peak = max(peak, now)
+    with measure(CPU) as meter:
+        operator(a, b)
+        assert peak == meter.read().peak
+
+
+def test_a_resized_block_is_another_one() -> None:
+    def grow(a: Tensor) -> Tensor:
+        a.resize_(8)
+        return a.add_(1)
+
+    a, b = x(4), x(4)
+    assert told(lambda: grow(a), a) == ["free 0", "malloc 1", "read 1", "write 1"]
+
+    def by_storage() -> None:
+        b.untyped_storage().resize_(0)
+        b.untyped_storage().resize_(64)
+        b.add_(1)
+
+    assert told(by_storage, b)[-2:] == ["read 1", "write 1"]
+    empty = torch.empty(0)
+    assert "write 1" in told(lambda: torch.add(a, 1, out=empty), a)
+
+
+def test_sparse_tensors_are_their_parts() -> None:
+    dense, sparse = x(3, 3), torch.eye(3).to_sparse()
+    spans, recorder = recording()
+    recorder.adopt("x", [dense, sparse])
+    with recorder:
+        product = torch.sparse.mm(sparse, dense)
+    recorder.close()
+    assert product.sum() == 9
+    assert {e.block for e in events(spans) if (e.what, e.op) == (What.READ, "aten::_sparse_addmm")} >= {0, 1, 2}
+    table = nn.Embedding(10, 4, sparse=True)
+    sgd = torch.optim.SGD(table.parameters(), lr=0.1)
+
+    def step() -> None:
+        table(torch.tensor([1, 2, 1])).sum().backward()
+        sgd.step()
+        sgd.zero_grad()
+
+    assert Counter(what.split()[0] for what in told(step, table.weight))["malloc"] > 3
+    assert "write 0" in told(step, table.weight)
+    csr = torch.eye(3).to_sparse_csr()
+    assert "read 0" in told(lambda: csr @ dense, dense)
+
+
+def test_recomputed_blocks_are_made_twice() -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    a = x(5, 8)
+    for again in (False, True):
+        spans, recorder = recording()
+        with recorder:
+            (checkpoint(layers, a, use_reentrant=False) if again else layers(a)).sum().backward()
+        recorder.close()
+        assert sum(e.op == "aten::tanh" and e.what is What.MALLOC for e in events(spans)) == 1 + again
+
+
+def test_an_error_inside_an_operator_leaves_the_trace_whole() -> None:
+    spans, recorder = recording()
+    a = x()
+    kept = a
+
+    def fails() -> None:
+        nonlocal kept
+        with recorder:
+            kept = a * 2
+            kept @ torch.ones(3, 3)
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert _get_current_dispatch_mode() is None
+    assert not recorder.is_active
+    with recorder, torch.no_grad():
+        with pytest.raises(IndexError):
+            a[9]
+        kept = kept + 1
+    recorder.close()
+    assert check(spans)[-1] == ("free", "")
+
+
+def check(spans: list[Span]) -> list[tuple[str, str]]:
+    """(kind, operator) of all events, of which each has its block between malloc and free, and times that grow."""
+    living: dict[int, int] = {}
+    last = 0.0
+    for event in events(spans):
+        assert event.time >= last - 1e-9
+        last = event.time
+        if event.what is What.MALLOC:
+            assert event.block not in living
+            living[event.block] = event.num_bytes
+        assert living[event.block] == event.num_bytes
+        if event.what is What.FREE:
+            del living[event.block]
+    return [(event.what.value, event.op) for event in events(spans)]
+
+
+def test_a_pause_and_the_end() -> None:
+    spans, recorder = recording()
+    with recorder:
+        a, b, c = x(), x(), x()
+        recorder.paused = True
+        unseen = x()
+        del a
+        recorder.paused = False
+        unseen += 1
+    del b
+    recorder.close()
+    count = len(check(spans))
+    del c, unseen
+    assert len(events(spans)) == count
+    assert [e.name for e in events(spans) if e.what is What.MALLOC] == ["", "", "", "other"]
+    assert sum(e.what is What.FREE for e in events(spans)) == 2
+
+
+def test_off_costs_nothing() -> None:
+    model, _ = MODELS["mlp"]()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = Recorder(lambda span: None)
+    recorder.adopt_model(model, sgd)
+    with recorder:
+        assert _get_current_dispatch_mode() is recorder
+    recorder.close()
+    assert _get_current_dispatch_mode() is None
+    assert not sgd._optimizer_step_post_hooks
+
+
+def test_other_threads() -> None:
+    spans, recorder = recording()
+    box: list[Tensor] = []
+
+    def make() -> None:
+        box.append(x(7))
+
+    def drop(held: list[Tensor]) -> None:
+        held.clear()
+
+    def on_a_thread(target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args)
+        thread.start()
+        thread.join()
+
+    with recorder:
+        on_a_thread(make)
+        held = [x(9)]
+        on_a_thread(drop, held)
+        kept = box[0] + 1
+    recorder.close()
+    assert check(spans) == [("malloc", "aten::ones"), ("write", "aten::ones"), ("free", ""), ("malloc", ""),
+                            ("malloc", "aten::add"), ("read", "aten::add"), ("write", "aten::add")]
+    del kept
+
+
+def test_many_threads_give_back_while_others_are_made() -> None:
+    spans, recorder = recording()
+    handed: list[Tensor] = []
+    done = threading.Event()
+
+    def drop() -> None:
+        while not done.is_set() or handed:
+            if handed:
+                handed.pop()
+
+    threads = [threading.Thread(target=drop) for _ in range(2)]
+    with recorder:
+        for thread in threads:
+            thread.start()
+        for i in range(400):
+            if i % 50 == 0:
+                recorder.step = 1 + i // 50
+            handed.append(torch.ones(16))
+    done.set()
+    for thread in threads:
+        thread.join()
+    recorder.close()
+    check(spans)
+    assert Counter(e.what for e in events(spans)) == {What.MALLOC: 400, What.WRITE: 400, What.FREE: 400}
+
+
+# -- a GPU -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_allocator_s_history_agrees() -> None:
+    def run() -> None:
+        a = torch.ones(100, 100, device="cuda")
+        for _ in range(3):
+            a = (a @ a).tanh() + 1
+
+    run()  # libraries take their space
+    torch.cuda.synchronize()
+    spans, recorder = recording()
+    torch.cuda.memory._record_memory_history(max_entries=10_000)
+    try:
+        with recorder:
+            run()
+        recorder.close()
+        traces = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    history = [(t["action"], t["size"]) for t in traces if t["action"] in ("alloc", "free_requested")]
+    rounded = {What.MALLOC: "alloc", What.FREE: "free_requested"}
+    ours = [(rounded[e.what], -(-e.num_bytes // 512) * 512) for e in events(spans) if e.what in rounded]
+    rest = Counter(history) - Counter(ours)
+    assert not Counter(ours) - Counter(history)
+    scratch = sum(size * n for (action, size), n in rest.items() if action == "alloc")
+    assert peak_of(history) - scratch <= peak_of(ours) <= peak_of(history)
+
+
+def peak_of(rows: list[tuple[str, int]]) -> int:
+    return max(sums(size if action == "alloc" else -size for action, size in rows))
+
+
+def sums(values: Iterator[int]) -> Iterator[int]:
+    total = 0
+    for value in values:
+        total += value
+        yield total
