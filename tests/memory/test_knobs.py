@@ -131,7 +131,7 @@ def test_the_numbers_of_a_report_add_up(account: Account) -> None:
         assert sum(float(row[1].replace(",", "")) for row in parts) == pytest.approx(float(total.replace(",", "")),
                                                                                      abs=0.006 * len(parts))
     peak = account.behaviour.peak
-    assert next(iter(found)).startswith(f"rank 1 (pp=1 dp=0 tp=0): a peak of 57 MiB in {peak.action} of step 1")
+    assert next(iter(found)).startswith(f"rank 1 (pp=1 dp=0 tp=0): a peak of 57 MiB in {peak.action} of step 2")
     blocks = found["its largest blocks"].rows[1:]
     assert [row[-1] for row in blocks[:3]] == ["24.00", "12.00", "12.00"]
     lifetimes = found["lifetimes and access intervals"].rows[1:]
