@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from benchmarks.common import (
     OURS,
@@ -34,16 +33,14 @@ from benchmarks.common import (
     ratios,
     write_results,
 )
-from benchmarks.user_models import alexnet, mlp, resnet
+from benchmarks.user_models import ITERATIONS, alexnet, mlp, recorded, resnet
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory.behaviour import Behaviour, analyse
 from hybridpar.memory.events import Category, Header, Span, header_line, read_trace, span_line
-from hybridpar.memory.recorder import Recorder
 from hybridpar.memory.swap import LINKS, swappable
 from hybridpar.train.memory_trace import EngineRecorder
 from hybridpar.train.records import Records
 
-ITERATIONS = 5
 BOUND = 1.05
 SHORT = 25e-6
 RECORDED = "recorded"
@@ -70,18 +67,7 @@ def record(make: Callable[[], nn.Module], shape: tuple[int, ...], batch: int) ->
     torch.manual_seed(0)
     model, x, y = make(), torch.randn(batch, *shape), torch.randint(10, (batch,))
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    spans: list[Span] = []
-    recorder = Recorder(spans.append)
-    recorder.adopt("batch", [x, y])
-    recorder.adopt_model(model, sgd)
-    with recorder:
-        for iteration in range(ITERATIONS):
-            recorder.step = iteration + 1
-            sgd.zero_grad()
-            cross_entropy(model(x), y).backward()
-            sgd.step()
-    recorder.close()
-    return spans
+    return recorded(model, sgd, x, y)
 
 
 def tables(size: int) -> Iterator[dict[str, Any]]:
@@ -169,7 +155,7 @@ def overhead(shape: str, dtype: str, num_microbatches: int, rounds: int) -> dict
 
 
 def grown(part: str, path: Path, steps: int) -> dict[str, Any]:
-    """What a process of its own grows by."""
+    """Growth of a process of its own that records so many steps, or analyses them. Units: bytes."""
     command = [sys.executable, "-m", "benchmarks.memory_behaviour", "--child", part, str(path), str(steps)]
     growth = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
     print(f"{part} {steps} steps: {growth >> 20} MiB more", flush=True)

@@ -61,7 +61,7 @@ def by_prediction(config: Config) -> Counts:
 
 
 def counts(**found: Any) -> Counts:
-    """What a tool does not show is 0."""
+    """A row of the table; 0 for columns that a tool does not show."""
     return {column: found.get(column, 0) for column in COLUMNS}
 
 

@@ -7,6 +7,13 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from hybridpar.memory.events import Span
+from hybridpar.memory.recorder import Recorder
+
+ITERATIONS = 5
 
 
 def mlp() -> nn.Module:
@@ -57,3 +64,19 @@ def resnet(width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3), classes: int =
             layers.append(Bottleneck(inputs, width << level, 2 if level and not i else 1))
             inputs = 4 * width << level
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+def recorded(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, *, to_none: bool = True) -> list[Span]:
+    """The memory events of ITERATIONS steps of training. Shapes: x [batch, ..], y [batch]. to_none: as in zero_grad."""
+    spans: list[Span] = []
+    recorder = Recorder(spans.append)
+    recorder.adopt("batch", [x, y])
+    recorder.adopt_model(model, optimizer)
+    with recorder:
+        for iteration in range(ITERATIONS):
+            recorder.step = iteration + 1
+            optimizer.zero_grad(set_to_none=to_none)
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    recorder.close()
+    return spans

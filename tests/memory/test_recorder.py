@@ -15,14 +15,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.user_models import alexnet, mlp, resnet
+from benchmarks.user_models import ITERATIONS, alexnet, mlp, recorded, resnet
 from hybridpar.memory import measure
 from hybridpar.memory.behaviour import analyse
 from hybridpar.memory.events import Category, MemoryEvent, Span, What, lives
 from hybridpar.memory.recorder import Recorder
 
 CPU = torch.device("cpu")
-ITERATIONS = 5
 MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
     "mlp": lambda: (mlp(), (32,)),
     "alexnet": lambda: (alexnet(width=4, size=63), (3, 63, 63)),
@@ -47,18 +46,7 @@ def train(name: str, optimizer: str = "momentum", *, batch: int = 4, to_none: bo
     model = model or made
     x, y = torch.randn(batch, *shape), torch.randint(10, (batch,))
     sgd = OPTIMIZERS[optimizer](model.parameters(), lr=1e-3)
-    spans: list[Span] = []
-    recorder = Recorder(spans.append)
-    recorder.adopt("batch", [x, y])
-    recorder.adopt_model(model, sgd)
-    with recorder:
-        for iteration in range(ITERATIONS):
-            recorder.step = iteration + 1
-            sgd.zero_grad(set_to_none=to_none)
-            cross_entropy(model(x), y).backward()
-            sgd.step()
-    recorder.close()
-    return spans
+    return recorded(model, sgd, x, y, to_none=to_none)
 
 
 def behaviours(spans: list[Span]) -> list[list[tuple[What, int, str]]]:
