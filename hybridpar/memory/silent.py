@@ -25,32 +25,31 @@ class _Done(dist.Work):
         return True
 
 
+def _in_place(op: str) -> Callable[..., Any]:
+    """A collective that reads and writes each of its tensors."""
+    def call(self: SilentGroup, tensors: Any, *args: Any) -> Any:
+        self.note(op, tensors, tensors)
+        return _Done()
+
+    return call
+
+
+def _into(op: str) -> Callable[..., Any]:
+    """A collective that reads one tensor and writes another."""
+    def call(self: SilentGroup, output: Tensor, input: Tensor, *args: Any) -> Any:
+        self.note(op, [input], [output])
+        return _Done()
+
+    return call
+
+
 class SilentGroup(dist.ProcessGroup):
     """Communicator whose calls change nothing, and are noted by torch's names of their operators."""
 
     note: Note = staticmethod(_nobody)
-
-    def allreduce(self, tensors: Any, *args: Any) -> Any:
-        self.note("c10d::allreduce_", tensors, tensors)
-        return _Done()
-
-    def alltoall_base(self, output: Tensor, input: Tensor, *args: Any) -> Any:
-        self.note("c10d::alltoall_base_", [input], [output])
-        return _Done()
-
-    def broadcast(self, tensors: Any, *args: Any) -> Any:
-        self.note("c10d::broadcast_", tensors, tensors)
-        return _Done()
-
-    def reduce(self, tensors: Any, *args: Any) -> Any:
-        self.note("c10d::reduce_", tensors, tensors)
-        return _Done()
-
-    def all_gather_single(self, output: Tensor, input: Tensor, *args: Any) -> Any:
-        self.note("c10d::_allgather_base_", [input], [output])
-        return _Done()
-
-    _allgather_base = all_gather_single  # type: ignore[assignment]  # its name before torch 2.13
+    allreduce, broadcast, reduce = map(_in_place, ("c10d::allreduce_", "c10d::broadcast_", "c10d::reduce_"))
+    alltoall_base = _into("c10d::alltoall_base_")
+    _allgather_base = all_gather_single = _into("c10d::_allgather_base_")  # its names before torch 2.13, and since
 
     def send(self, tensors: Any, *args: Any) -> Any:
         self.note("c10d::send", tensors, [])
