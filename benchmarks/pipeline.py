@@ -56,6 +56,7 @@ from benchmarks.common import (
 from benchmarks.plain import PlainGPT, adamw, clip, cross_entropy
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.cost import stage_split
+from hybridpar.ops.update import Weights
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import WARMUPS
 from hybridpar.train import trace
@@ -164,10 +165,12 @@ class StageAlone:
     def update(self) -> None:
         """The gradient norm and one update, which changes nothing: gradients are emptied before, the rate is 0."""
         engine = self.engine
-        engine.state.gradients.buffers[0].zero_()
+        for chunk in engine.state.gradients.buffers[0].tensors:
+            chunk.zero_()
         gradients = list(engine.state.gradients.views(0).values())
         torch.nn.utils.get_total_norm(gradients)
-        engine.state.optimizer.step(list(engine.state.weights.parameters_of_optimizer().values()), gradients, lr=0.0)
+        weights = Weights.in_place(list(engine.state.weights.parameters_of_optimizer().values()))
+        engine.state.optimizer.step(0, weights, gradients, lr=0.0)
 
 
 Side = Callable[[], tuple[float, float, float]]

@@ -3,6 +3,7 @@
 from hybridpar.optim.adamw import AdamW, NAdamW
 from hybridpar.optim.base import Optimizer
 from hybridpar.optim.extrapolation import Extrapolation
+from hybridpar.optim.grouped import GroupedOptimizer
 from hybridpar.optim.lamb import Lamb
 from hybridpar.optim.loss_scale import LossScaler
 from hybridpar.optim.muon import Muon
@@ -13,6 +14,6 @@ from hybridpar.optim.sgd import SGD
 from hybridpar.optim.slots import ParameterSlot
 
 __all__ = [
-    "OPTIMIZERS", "SGD", "AdamW", "Extrapolation", "Lamb", "LossScaler", "Muon", "NAdamW", "Optimizer",
-    "ParameterSlot", "build_optimizer", "clip_scale", "divisible", "learning_rate",
+    "OPTIMIZERS", "SGD", "AdamW", "Extrapolation", "GroupedOptimizer", "Lamb", "LossScaler", "Muon", "NAdamW",
+    "Optimizer", "ParameterSlot", "build_optimizer", "clip_scale", "divisible", "learning_rate",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,14 @@ from hybridpar.grid import Axis
 from hybridpar.ops import optimizer as passes_for
 from hybridpar.ops.update import Weights
 from hybridpar.optim.slots import ParameterSlot
+
+
+class StateMemory(Protocol):
+    """Memory that an optimizer keeps its state in, where it is not the device's own."""
+
+    def state(self, what: str, slots: Sequence[ParameterSlot], dtype: torch.dtype) -> list[Tensor]:
+        """Zeros of the slots' shapes. what: the name of the state."""
+    def writing(self, *views: Tensor) -> AbstractContextManager[object]: ...
 
 
 class Optimizer(ABC):
@@ -35,6 +44,7 @@ class Optimizer(ABC):
         self.tp = tp
         self.backend = backend
         self.num_updates = 0
+        self.memory: StateMemory | None = None
         self._state: dict[str, list[Tensor]] = {}
         self._decays = [settings.weight_decay if slot.placement.weight_decay else 0.0
                         for slot in self.slots for _ in range(slot.num_parts)]
@@ -72,11 +82,14 @@ class Optimizer(ABC):
         """Creates the state that is missing, as zeros; moves what was loaded to where the parameters are."""
         assert dtype in (torch.float32, torch.float64), f"optimizers run on float32 or float64 masters, not {dtype}"
         for name in self.state_names:
-            if name not in self._state:
+            if name not in self._state and self.memory is not None:
+                self._state[name] = self.memory.state(name, self.slots, dtype)
+            elif name not in self._state:
                 self._state[name] = [torch.zeros(slot.shape, device=device, dtype=dtype) for slot in self.slots]
             elif any(t.device != device or t.dtype != dtype for t in self._state[name][:1]):
                 self._state[name] = [t.to(device, dtype) for t in self._state[name]]
         for inner in self.inner:
+            inner.memory = self.memory
             inner.allocate(device, dtype)
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -95,22 +108,21 @@ class Optimizer(ABC):
         """
         for inner in self.inner:
             inner.load_state_tensors(tensors, num_updates)
-        self._state = {}
         self.num_updates = num_updates
-        if num_updates == 0:
-            return
-        loaded: dict[str, list[Tensor]] = {name: [] for name in self.state_names}
-        for name in self.state_names:
-            for slot in self.slots:
-                key = f"{slot.name}.{name}"
-                if key not in tensors:
-                    raise CheckpointError(f"optimizer state {key} is missing")
-                tensor = tensors[key]
-                if tuple(tensor.shape) != slot.shape:
-                    raise CheckpointError(
-                        f"optimizer state {key} has shape {tuple(tensor.shape)}, the parameter {slot.shape}")
-                loaded[name].append(tensor.contiguous())
-        self._state = loaded
+        places, self._state = self._state, {}
+        if num_updates > 0:
+            for name in self.state_names:
+                self._state[name] = [_fitting(tensors, f"{slot.name}.{name}", slot) for slot in self.slots]
+        if self.memory is not None:
+            self._put_back(places, self.memory)
+
+    def _put_back(self, places: dict[str, list[Tensor]], memory: StateMemory) -> None:
+        """Copies what was loaded to where the state has its memory."""
+        loaded, self._state = self._state, places
+        for name, kept in places.items():
+            for i, place in enumerate(kept):
+                with memory.writing(place):
+                    place.copy_(loaded[name][i]) if name in loaded else place.zero_()
 
     def _parts(self, column: Sequence[Tensor]) -> list[Tensor]:
         """Tensors by slot as the elementwise passes take them (see ParameterSlot.elementwise_parts)."""
@@ -126,3 +138,13 @@ class Optimizer(ABC):
 
     def _state_parts(self, name: str) -> list[Tensor]:
         return self._parts(self._state[name])
+
+
+def _fitting(tensors: Mapping[str, Tensor], key: str, slot: ParameterSlot) -> Tensor:
+    """The tensor of that name, contiguous. Raises: CheckpointError if it is missing or not of the slot's shape."""
+    if key not in tensors:
+        raise CheckpointError(f"optimizer state {key} is missing")
+    tensor = tensors[key]
+    if tuple(tensor.shape) != slot.shape:
+        raise CheckpointError(f"optimizer state {key} has shape {tuple(tensor.shape)}, the parameter {slot.shape}")
+    return tensor.contiguous()

@@ -21,14 +21,14 @@ def counted(gradients: Sequence[Tensor], slots: Sequence[ParameterSlot]) -> list
             for part in slot.counted_parts(gradient)]
 
 
-def sum_of_squares(tensors: Sequence[Tensor], backend: str = "auto") -> Tensor:
-    """The sum of all elements' squares; a float64 scalar.
+def sums_of_squares(tensors: Sequence[Tensor], backend: str = "auto") -> Tensor:
+    """The sum of the squares of each tensor's elements; float64 [number of tensors].
 
     Inf and NaN propagate: the caller skips the update where the norm is not finite.
     """
     if not tensors:
-        return torch.zeros((), dtype=torch.float64)
-    return passes_for(tensors[0], backend).sum_squares(tensors).sum()
+        return torch.zeros(0, dtype=torch.float64)
+    return passes_for(tensors[0], backend).sum_squares(tensors)
 
 
 def squares_by_slot(tensors: Sequence[Tensor], slots: Sequence[ParameterSlot], backend: str = "auto") -> Tensor:

@@ -1,32 +1,37 @@
-"""A flat buffer in chunks: contiguous ranges of whole blocks, each with a place of its own.
+"""A flat buffer in chunks: contiguous ranges of whole parameters that are needed at the same times.
 
-    layout   [ tied | 0 1 2 3 | 0 1 2 3 ]      each kind of reduction has its run of blocks
-    chunks   [ a        | b       | c   ]      cuts lie between blocks
+    layout   [ tied | norms, biases | 0 1 2 3 ]      each kind of reduction has its run of parameters
+    chunks   [ a    | b             | c d e f ]      of blocks 0 to 3, in parts of one block each
 
-Today every buffer is one chunk.
+A stage that is not divided into parts has buffers of one chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import Enum
 from itertools import groupby
 from math import prod
 
 import torch
 from torch import Tensor
 
+from hybridpar.optim.base import StateMemory
 from hybridpar.state.layout import FlatLayout
 
 
-class Location(Enum):
-    """Memory that holds a chunk: of the device, of the host, none. SHARDED: this rank has its part of the elements."""
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a chunk is needed for. parts: of the rank, in ascending order, that compute with it; its gradient is final
+    after the backward of the first. group: part of an UPDATE that updates it. stays: it never leaves fast memory."""
 
-    DEVICE = "device"
-    HOST = "host"
-    SHARDED = "sharded"
-    FREE = "free"
+    parts: tuple[int, ...] = (0,)
+    group: int = 0
+    stays: bool = False
+
+
+WHOLE = Use()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,30 @@ class Chunk:
 
     start: int
     stop: int
+    use: Use = WHOLE
+
+
+class Memory:
+    """Memory of a device, taken at once and kept."""
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        self.device = torch.device(device)
+
+    def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        """The flat tensor of a chunk, zeros. kind: of state."""
+        return torch.zeros(chunk.stop - chunk.start, dtype=dtype, device=self.device)
+
+    def for_optimizer(self, uses: Callable[[str], Use]) -> StateMemory | None:
+        """Memory that optimizers are to keep their state in; None: that of the device. uses: of parameters."""
+        return None
+
+    def writing(self, *views: Tensor) -> AbstractContextManager[object]:
+        """While in it, what these are views of is here, and may be written. Only where no plan runs."""
+        return nullcontext()
+
+    def read(self, view: Tensor) -> Tensor:
+        """The view, or an equal one of a copy; to be read at once, and not to be written."""
+        return view
 
 
 def block_of(name: str) -> int:
@@ -43,30 +72,23 @@ def block_of(name: str) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def cut(layout: FlatLayout, chunk_bytes: int) -> tuple[Chunk, ...]:
-    """The layout in chunks of at least `chunk_bytes` but for the last; none ends within the parameters of a block."""
+def cut(layout: FlatLayout, use: Callable[[str], Use]) -> tuple[Chunk, ...]:
+    """The layout in chunks: neighbours of equal use, by the parameter's name, are one."""
     ends = (*layout.offsets[1:], layout.numel)
-    runs = [list(run) for _, run in groupby(range(len(layout.names)), lambda i: block_of(layout.names[i]))]
-    stops, start = [], 0
-    for run in runs:
-        stop = ends[run[-1]]
-        if run is runs[-1] or (stop - start) * layout.dtype.itemsize >= chunk_bytes:
-            stops.append(stop)
-            start = stop
-    return tuple(Chunk(start, stop) for start, stop in zip((0, *stops), stops, strict=False))
+    runs = [(key, list(run)) for key, run in groupby(range(len(layout.names)), lambda i: use(layout.names[i]))]
+    return tuple(Chunk(layout.offsets[run[0]], ends[run[-1]], key) for key, run in runs) or (Chunk(0, 0),)
 
 
 class Buffer:
-    """A flat buffer of a layout: one tensor for each chunk, zeros at first.
+    """A flat buffer of a layout: one tensor for each chunk.
 
-    Slices are of the whole buffer and must lie within one chunk. `places`: one for each chunk.
+    Slices are of the whole buffer and must lie within one chunk. kind: of state, as the memory is told.
     """
 
-    def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device,
-                 chunks: Sequence[Chunk] = (), place: Location = Location.DEVICE):
-        self.layout, self.chunks = layout, tuple(chunks) or (Chunk(0, layout.numel),)
-        self.tensors = [torch.zeros(c.stop - c.start, dtype=dtype, device=device) for c in self.chunks]
-        self.places = [place] * len(self.chunks)
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype, memory: Memory, chunks: Sequence[Chunk] = (),
+                 kind: str = ""):
+        self.layout, self.memory, self.chunks = layout, memory, tuple(chunks) or (Chunk(0, layout.numel),)
+        self.tensors = [memory.zeros(kind, chunk, dtype) for chunk in self.chunks]
 
     def __getitem__(self, where: slice) -> Tensor:
         start, stop = where.start, where.stop
@@ -85,7 +107,11 @@ class Buffer:
         return {name: self[offset : offset + prod(shape)].view(shape)
                 for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=True)}
 
-    def copy_(self, other: Buffer) -> None:
-        """Takes the elements of another buffer of the same offsets, which is one chunk or has the same ones."""
-        for chunk, tensor in zip(self.chunks, self.tensors, strict=True):
-            tensor.copy_(other[chunk.start : chunk.stop])
+    def group(self, group: int) -> list[int]:
+        """Numbers of the chunks that are updated together."""
+        return [i for i, chunk in enumerate(self.chunks) if chunk.use.group == group]
+
+    def take(self, other: Buffer, number: int) -> None:
+        """Takes the elements of a chunk from a buffer of the same offsets, in which they lie in one chunk."""
+        chunk = self.chunks[number]
+        self.tensors[number].copy_(other[chunk.start : chunk.stop])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridpar.nn.matmul import SINK, Part
+from hybridpar.state.chunks import Buffer, Chunk, Memory
 from hybridpar.state.layout import FlatLayout
 
 
@@ -29,16 +30,17 @@ class GradientAccumulator:
     `collect(key)` are added by `apply(key)`, in the same order, to the same bits.
     """
 
-    def __init__(self, layout: FlatLayout, device: torch.device | str | None = None, num_buffers: int = 1, *,
-                 defers: bool = False):
+    def __init__(self, layout: FlatLayout, memory: Memory | None = None, num_buffers: int = 1, *,
+                 chunks: Sequence[Chunk] = (), defers: bool = False):
         assert num_buffers in (1, 2), num_buffers
         self.layout, self.defers = layout, defers
+        self.buffers = tuple(Buffer(layout, layout.dtype, memory or Memory(), chunks, f"gradients/{i}")
+                             for i in range(num_buffers))
         self.collecting: dict[str, list[Part]] | None = None
         """Parts that wait of the backward that runs, by parameter; None: none wait."""
         self._waiting: dict[Hashable, tuple[int, dict[str, list[Part]]]] = {}  # by key: buffer, and parts
-        self.buffers = tuple(layout.zeros(device) for _ in range(num_buffers))
         self.on_final: Callable[[str], None] | None = None
-        self._views = tuple(layout.views(buffer) for buffer in self.buffers)
+        self._views = tuple(buffer.views() for buffer in self.buffers)
         self._void: tuple[set[str], ...] = tuple(set() for _ in self.buffers)  # parameters without a gradient so far
         self._bound_leaves: Mapping[str, Tensor] | None = None
         self._bound_index = 0
@@ -111,9 +113,14 @@ class GradientAccumulator:
         """The batch is over: parameters that got no gradient have zero, and backward reports nothing until armed."""
         assert all(buffer != index for buffer, _ in self._waiting.values()), "parts of this batch still wait"
         self.on_final = None
-        for name in self._void[index]:
+        self.settle(index, self.layout.names)
+
+    def settle(self, index: int, names: Iterable[str]) -> None:
+        """The gradients of these parameters are final: those that got none have zero."""
+        void = self._void[index]
+        for name in void.intersection(names):
             self._views[index][name].zero_()
-        self._void[index].clear()
+        void.difference_update(names)
 
 
 class _Report:

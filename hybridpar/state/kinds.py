@@ -18,7 +18,8 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from hybridpar.optim import Optimizer, ParameterSlot
+from hybridpar.optim import GroupedOptimizer, ParameterSlot
+from hybridpar.state.chunks import Memory
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.weights import WeightStore, copy_all
 
@@ -43,7 +44,8 @@ class Holder(Protocol):
 
     weights: WeightStore
     gradients: GradientAccumulator
-    optimizer: Optimizer
+    optimizer: GroupedOptimizer
+    memory: Memory
 
 
 class StateKind(ABC):
@@ -96,7 +98,7 @@ class StateKind(ABC):
         Raises: CheckpointError.
         """
         own = {key.partition("/")[2]: tensor for key, tensor in self.tensors().items()}
-        copy_all(own, tensors, self.name)
+        copy_all(own, tensors, self.name, self.holder.memory)
 
 
 class WeightVersions(StateKind):
@@ -134,7 +136,7 @@ class Gradients(StateKind):
                 for i in range(len(gradients.buffers)) for name, view in gradients.views(i).items()}
 
     def memory(self) -> list[Tensor]:
-        return list(self.holder.gradients.buffers)
+        return [tensor for buffer in self.holder.gradients.buffers for tensor in buffer.tensors]
 
 
 class Master(StateKind):

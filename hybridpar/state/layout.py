@@ -71,20 +71,20 @@ class FlatLayout:
         return {name: flat[offset : offset + prod(shape)].view(shape)
                 for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True)}
 
-    def joined(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def joined(self, parts: Sequence[Tensor], base: int = 0) -> list[Tensor]:
         """The elements of contiguous parts of a flat buffer, in ascending order, in fewer tensors: neighbours are
-        joined, with the padding between them."""
+        joined, with the padding between them. base: element of the buffer at which the memory of the parts begins."""
         padded: dict[int, int] = {offset + prod(shape): following for offset, shape, following in zip(
             self.offsets, self.shapes, (*self.offsets[1:], self.numel), strict=True)}
         spans: list[list[int]] = []
         for part in parts:
-            start = int(part.storage_offset())
+            start = base + int(part.storage_offset())
             stop = start + part.numel()
             if spans and start in (spans[-1][1], padded.get(spans[-1][1])):
                 spans[-1][1] = stop
             else:
                 spans.append([start, stop])
-        return [parts[0].as_strided((stop - start,), (1,), start) for start, stop in spans if start < stop]
+        return [parts[0].as_strided((stop - start,), (1,), start - base) for start, stop in spans if start < stop]
 
     def buckets(self, bucket_bytes: int, group: Callable[[str], object] = lambda name: None) -> tuple[Bucket, ...]:
         """The buffer cut into contiguous ranges of at least `bucket_bytes`, in the order a backward fills them.

@@ -9,7 +9,7 @@ to the others. Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
@@ -20,7 +20,7 @@ from hybridpar.comm import Parts, Works, all_gather_async
 from hybridpar.grid import BATCH, Axis, ProcessGrid
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
 from hybridpar.optim import ParameterSlot, divisible
-from hybridpar.state.chunks import Buffer
+from hybridpar.state.chunks import WHOLE, Buffer, Use
 from hybridpar.state.layout import ALIGN_BYTES, Bucket, FlatLayout, Owned
 from hybridpar.state.policy import StatePolicy
 
@@ -66,15 +66,18 @@ class Partition:
 
     Whole parameters go to the rank that has least so far, the rest is cut evenly. Both follow from the order of the
     parameters and from global sizes, so tp ranks of one replica own the same whole parameters.
+    `uses`: what a bucket has in common, besides its route.
     """
 
-    def __init__(self, layout: FlatLayout, routes: Mapping[str, Route], bucket_bytes: int = BUCKET_BYTES):
-        self.layout = layout
+    def __init__(self, layout: FlatLayout, routes: Mapping[str, Route], bucket_bytes: int = BUCKET_BYTES,
+                 uses: Callable[[str], Use] = lambda name: WHOLE):
+        self.layout, self.uses = layout, uses
         ends = (*layout.offsets[1:], layout.numel)
         self._ranges = dict(zip(layout.names, zip(layout.offsets, ends, strict=True), strict=True))
         self._routes = routes
-        keys = {name: (route.axis.name, route.sharded, route.group) for name, route in routes.items()}
-        self.buckets = layout.buckets(bucket_bytes, keys.__getitem__)
+        keys = {name: (route.axis.name, route.sharded, route.group, uses(name)) for name, route in routes.items()}
+        # what is final last, and is never given away, goes last: nothing is held back for it
+        self.buckets = tuple(sorted(layout.buckets(bucket_bytes, keys.__getitem__), key=lambda b: self.use_of(b).stays))
         self.axes = [routes[bucket.names[0]].axis for bucket in self.buckets]
         self._owner_of_whole: dict[str, int] = {}
         self._load = {axis.name: [0] * axis.size for axis in self.axes}
@@ -89,11 +92,24 @@ class Partition:
         """Whether this rank leaves anything to others."""
         return any(self.parts)
 
-    def gather(self, flat: Tensor | Buffer) -> Works:
-        """Starts bringing what each rank owns of `flat` to the others. Collectives: over the axes of the buckets."""
+    def is_alone(self, part: int) -> bool:
+        """Whether nobody else has a share in the gradients that a part's backward makes final."""
+        return all(axis.size == 1 for bucket, axis in zip(self.buckets, self.axes, strict=True)
+                   if self.use_of(bucket).parts[0] == part)
+
+    def use_of(self, bucket: Bucket) -> Use:
+        """The use of all its parameters."""
+        return self.uses(bucket.names[0])
+
+    def gather(self, flat: Tensor | Buffer, group: int | None = None) -> Works:
+        """Starts bringing what each rank owns of `flat`, or of a group of it, to the others.
+
+        Collectives: over the axes of the buckets.
+        """
         return Works(
             all_gather_async(flat[bucket.start : bucket.stop], parts, axis)
-            for bucket, parts, axis in zip(self.buckets, self.parts, self.axes, strict=True) if parts)
+            for bucket, parts, axis in zip(self.buckets, self.parts, self.axes, strict=True)
+            if parts and group in (None, self.use_of(bucket).group))
 
     def _cut(self, bucket: Bucket, axis: Axis) -> Iterator[tuple[int, int, int]]:
         load, align = self._load[axis.name], ALIGN_BYTES // self.layout.dtype.itemsize

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from hybridpar.grid import ProcessGrid
 from hybridpar.nn.init import initialize
-from hybridpar.nn.placement import reduce_shared_gradients
-from hybridpar.optim import ParameterSlot, build_optimizer
-from hybridpar.optim.norm import counted, sum_of_squares
+from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, divisible
 from hybridpar.state import kinds
+from hybridpar.state.chunks import Memory, cut
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.partition import Partition, make_routes
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.reducer import GradientReducer
+from hybridpar.state.squares import Squares
+from hybridpar.state.uses import uses_of
 from hybridpar.state.weights import StageParameters, WeightStore
 
 
@@ -30,24 +31,39 @@ class RankState:
 
     `stage`: all blocks of the rank, built on the meta device; its parameters have global names. `partition`: which part
     of them this rank updates. `slots`: those parts. `kinds`: what it keeps, by kind.
+    `parts`: blocks of the rank that are computed with at a time (none: all). An update is then made in `num_groups`
+    parts. `memory`: where the state is kept (None: on `device`).
     Until `initialize`, `weights.fill` or `load` all weights are zero.
     """
 
-    def __init__(self, stage: nn.Module, grid: ProcessGrid, policy: StatePolicy, device: torch.device):
-        self.grid, self._backend = grid, policy.backend
+    def __init__(self, stage: nn.Module, grid: ProcessGrid, policy: StatePolicy, device: torch.device, *,
+                 parts: Sequence[range] = (), memory: Memory | None = None):
+        self.grid, self._backend, self.memory = grid, policy.backend, memory or Memory(device)
         parameters = StageParameters(stage, policy.dtype)
         self.placements = parameters.placements
-        self.partition = Partition(parameters.layout, make_routes(policy, self.placements, grid))
+        elementwise = all(divisible(policy.optim, slot) for slot in self.whole_slots.values())
+        self.uses = uses_of(parts, self.placements, parameters.blocks, elementwise=elementwise)
+        self.partition = Partition(
+            parameters.layout, make_routes(policy, self.placements, grid), uses=self.uses)
         self.slots = [ParameterSlot(o.name, self.placements[o.name], grid.place, o.part, o.shared)
                       for o in self.partition.owned]
-        self.weights = WeightStore(parameters, self.partition, policy.num_versions, device, predict=policy.predicts)
+        self.weights = WeightStore(
+            parameters, self.partition, policy.num_versions, self.memory, predict=policy.predicts, uses=self.uses)
         self.gradients = GradientAccumulator(
-            parameters.layout, device, num_buffers=policy.num_gradient_buffers, defers=policy.defers)
+            parameters.layout, self.memory, policy.num_gradient_buffers,
+            chunks=cut(parameters.layout, self.uses), defers=policy.defers)
         self.reducer = GradientReducer(self.partition)
-        self.optimizer = build_optimizer(policy.optim, self.slots, grid.tp, policy.backend)
+        self.num_parts = max(len(parts), 1)
+        self.num_groups = self.num_parts if elementwise else 1
+        self._groups = [[i for i, slot in enumerate(self.slots) if self.uses(slot.name).group == group]
+                        for group in range(self.num_groups)]
+        self.optimizer = GroupedOptimizer(
+            [build_optimizer(policy.optim, [self.slots[i] for i in group], grid.tp, policy.backend)
+             for group in self._groups], self.memory.for_optimizer(self.uses))
         self.kinds = tuple(kind(self) for kind in kinds.KINDS)
         self._owned = [self.weights.owned_views(buffer) for buffer in self.gradients.buffers]
-        self._counted = [parameters.layout.joined(counted(views, self.slots)) for views in self._owned]
+        self._squares = [Squares(buffer, self.partition, self.slots, views, grid.tp, policy.backend)
+                         for buffer, views in zip(self.gradients.buffers, self._owned, strict=True)]
         self._await_copy: Callable[[], object] = lambda: None
 
     @cached_property
@@ -58,11 +74,11 @@ class RankState:
     def initialize(self, seed: int) -> None:
         """Gives the weights their starting values, which are the same on every grid."""
         self.weights.fill(lambda tensors: initialize(
-            [(name, tensors[name], place) for name, place in self.placements.items()], seed, self.grid.place))
+            [(name, tensor, self.placements[name]) for name, tensor in tensors.items()], seed, self.grid.place))
 
     def allocate(self) -> None:
         """Takes the memory of the optimizer's state now; else its first step does."""
-        self.optimizer.allocate(self.gradients.buffers[0].device, self.weights.master_dtype)
+        self.optimizer.allocate(self.memory.device, self.weights.master_dtype)
 
     # -- a batch -----------------------------------------------------------------------------------------------------
 
@@ -74,60 +90,86 @@ class RankState:
         """Before the last backward of a batch: what is final from now on may be reduced."""
         self.reducer.arm(self.gradients.buffers[self.gradients.buffer_index(batch)])
 
-    def bind(self, batch: int, versions: Sequence[int], *, last: bool = False) -> None:
-        """The next backward, through these versions, adds to the gradients of a batch. `last`: it makes them final."""
+    def bind(self, batch: int, versions: Sequence[int], *, last: bool = False, part: int = 0) -> None:
+        """The next backward, through a part at these versions, adds to the gradients of a batch. `last`: it makes them
+        final."""
         for version in versions:
             self.gradients.bind(self.weights.leaves_of(version), self.gradients.buffer_index(batch))
         # a tied weight may be of two versions, and is final only with both of them
-        self.gradients.arm(self.reducer.ready if last and len(versions) == 1 else None)
+        self.gradients.arm(self._reporter(part) if last and len(versions) == 1 else None)
 
     def collect(self, key: Hashable) -> None:
         """Before a backward without weights' gradients: what these are made of waits for `apply(key)`."""
         self.gradients.collect(key)
 
-    def apply(self, key: Hashable, *, last: bool = False) -> None:
+    def apply(self, key: Hashable, *, last: bool = False, part: int = 0) -> None:
         """Adds the weights' gradients of a backward that waited. `last`: they are final then."""
-        self.gradients.arm(self.reducer.ready if last else None)
+        self.gradients.arm(self._reporter(part) if last else None)
         self.gradients.apply(key)
+
+    def _reporter(self, part: int) -> Callable[[str], None]:
+        """Takes the names of gradients that the last backward of a part has finished."""
+        if self.num_parts == 1:
+            return self.reducer.ready
+        return lambda name: self.reducer.ready(name) if self.uses(name).parts[0] == part else None
+
+    def finish(self, batch: int, part: int) -> None:
+        """After the last backward of a part of a batch, where there are several: no gradient of it is missing."""
+        index = self.gradients.buffer_index(batch)
+        final = [name for name in self.placements if self.uses(name).parts[0] == part]
+        self.gradients.settle(index, final)
+        self.reducer.complete(final)
+        if self.is_alone(part):
+            self._squares[index].add(part)
+
+    def is_alone(self, part: int) -> bool:
+        """Whether the gradients that the last backward of a part makes final are so for all ranks."""
+        return self.partition.is_alone(part) and (part > 0 or self.grid.tp.size == 1)
 
     def reduce(self, batch: int) -> None:
         """After the last backward of a batch: starts what has not been started."""
         self.gradients.finish(self.gradients.buffer_index(batch))
         self.reducer.flush()
 
+    def square(self, batch: int, part: int) -> None:
+        """Notes the squares of a part's reduced gradients, ahead of `square_norm`."""
+        self._squares[self.gradients.buffer_index(batch)].add(part)
+
     def square_norm(self, batch: int) -> Tensor:
         """This rank's share of the squared norm of the reduced gradients of a batch; a float64 scalar.
 
         Collectives: one all-reduce over tp where its ranks share rows.
         """
-        index = self.gradients.buffer_index(batch)
-        reduce_shared_gradients(
-            zip(self._owned[index], (slot.placement for slot in self.slots), strict=True), self.grid.tp)
-        return sum_of_squares(self._counted[index], self._backend)
+        return self._squares[self.gradients.buffer_index(batch)].total()
 
-    def update(self, batch: int, lr: float, factor: float | None, *, predict: bool = True) -> None:
+    def update(self, batch: int, lr: float, factor: float | None, *, predict: bool = True, group: int = 0) -> None:
         """Makes the next version of the weights, from the gradients of a batch times `factor`; None: an equal one.
 
-        `predict`: micro-batches are to run on a prediction of it, where weights are predicted.
+        `predict`: micro-batches are to run on a prediction of it, where weights are predicted. `group`: which part of
+        the update.
         Collectives: as Optimizer.step and WeightStore.advance.
         """
         self.await_copy()
         if factor is None:
-            self.weights.advance(None)
+            self.weights.advance(None, group=group)
             return
-        gradients = self._owned[self.gradients.buffer_index(batch)]
+        owned = self._owned[self.gradients.buffer_index(batch)]
+        gradients = [owned[i] for i in self._groups[group]]
         self.weights.advance(lambda weights: self.optimizer.step(
-            weights, gradients, lr=lr, gradient_scale=factor), predict=predict)
+            group, weights, gradients, lr=lr, gradient_scale=factor), predict=predict, group=group)
 
     def full_gradients(self, batch: int) -> dict[str, Tensor]:
         """The reduced gradients of a batch, of all parameters; read only.
 
         Collectives: an all-gather where replicas share the update.
         """
-        flat = self.gradients.buffers[self.gradients.buffer_index(batch)]
-        if self.partition.is_sharded:
-            flat = flat.clone()
-            self.partition.gather(flat).wait()
+        buffer = self.gradients.buffers[self.gradients.buffer_index(batch)]
+        if not self.partition.is_sharded:
+            return {name: self.memory.read(view) for name, view in buffer.views().items()}
+        flat = self.partition.layout.zeros(self.memory.device)
+        for chunk, tensor in zip(buffer.chunks, buffer.tensors, strict=True):
+            flat[chunk.start : chunk.stop].copy_(self.memory.read(tensor))
+        self.partition.gather(flat).wait()
         return self.partition.layout.views(flat)
 
     # -- copies of it ------------------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from torch import Tensor
 
 from hybridpar.comm import Work, Works, all_reduce_async, reduce_scatter_async
+from hybridpar.state.chunks import Buffer
 from hybridpar.state.partition import Partition
 
 
@@ -27,7 +29,7 @@ class GradientReducer:
     def __init__(self, partition: Partition):
         self.partition, self.layout, self.buckets = partition, partition.layout, partition.buckets
         self._bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
-        self._flat: Tensor | None = None  # the buffer of the armed batch
+        self._flat: Tensor | Buffer | None = None  # the buffer of the armed batch
         self._missing: list[set[str]] = []  # by bucket: parameters whose gradient is not final
         self._next = 0  # the bucket to start next
         self._started: deque[list[Work | Works]] = deque()  # by batch, oldest first
@@ -36,10 +38,9 @@ class GradientReducer:
     def armed(self) -> bool:
         return self._flat is not None
 
-    def arm(self, flat: Tensor) -> None:
+    def arm(self, flat: Tensor | Buffer) -> None:
         """The backward that follows is the last one into `flat`."""
         assert self._flat is None, "the batch before was not flushed"
-        assert flat.shape == (self.layout.numel,), f"expected {self.layout.numel} elements, got {tuple(flat.shape)}"
         self._flat = flat
         self._missing = [set(bucket.names) for bucket in self.buckets]
         self._next = 0
@@ -50,6 +51,13 @@ class GradientReducer:
         missing = self._missing[self._bucket_of[name]]
         missing.remove(name)  # fails if the gradient was called final before
         if not missing:
+            self._start_complete()
+
+    def complete(self, names: Iterable[str]) -> None:
+        """No further gradient of these parameters will come; starts what that completes."""
+        if self._flat is not None:
+            for name in names:
+                self._missing[self._bucket_of[name]].discard(name)
             self._start_complete()
 
     def flush(self) -> None:

@@ -14,7 +14,7 @@ fills in the others' while training goes on; the first micro-batch on the new ve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from hybridpar.comm import Works
 from hybridpar.errors import CheckpointError
-from hybridpar.nn.placement import Placement, has_shared_rows, named_placements
+from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.ops.update import Weights
-from hybridpar.state.chunks import Buffer, Chunk, Location
+from hybridpar.state.chunks import WHOLE, Buffer, Memory, Use, block_of, cut
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.partition import Partition
+from hybridpar.state.uses import layout_run
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 Update = Callable[[Weights], None]
@@ -44,9 +45,15 @@ class StageParameters:
         self.placements: dict[str, Placement] = {}
         by_id: dict[int, str] = {}
         parameters: dict[str, Tensor] = {}
-        for name, parameter, placement in sorted(named_placements(stage), key=lambda item: _kind(item[2])):
+        for name, parameter, placement in sorted(named_placements(stage), key=lambda item: layout_run(item[2])):
             self.placements[name], by_id[id(parameter)], parameters[name] = placement, name, parameter
         self.layout = FlatLayout.of(parameters, self.master_dtype, offset_dtype=dtype)
+        self.blocks: dict[str, list[int]] = {name: [] for name in parameters}
+        """Numbers of the blocks that have a parameter, by its name."""
+        for path, module in stage.named_modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self.blocks[by_id[id(parameter)]].append(block_of(f"{path}."))
         # every place in the module tree that holds a parameter; a tied one has several
         self.places = [
             (module._parameters, key, by_id[id(parameter)])
@@ -61,23 +68,27 @@ class WeightStore:
     batches then run on W + (W - W before the last update), a guess at the weights their gradient will be applied to.
     Source of prediction: PipeOptim, arXiv 2312.00839.
     `partition`: which parts this rank updates, and how it gets the others. `places`: modules that hold each parameter.
-    `chunks`: of the working buffers (none: each is one); no bucket of a shared partition may cross them.
+    `uses`: of parameters, by name; the buffers are cut into chunks by it. An update is made group by group.
     """
 
-    def __init__(self, parameters: StageParameters, partition: Partition, num_versions: int, device: torch.device, *,
-                 predict: bool = False, chunks: Sequence[Chunk] = ()):
+    def __init__(self, parameters: StageParameters, partition: Partition, num_versions: int, memory: Memory, *,
+                 predict: bool = False, uses: Callable[[str], Use] = lambda name: WHOLE):
         self.placements, self.layout, self.predicts = parameters.placements, parameters.layout, predict
-        self.dtype, self.master_dtype, self._device = parameters.dtype, parameters.master_dtype, device
-        self.partition = partition
-        self.buffers = [Buffer(self.layout, self.dtype, device, chunks) for _ in range(num_versions)]
+        self.dtype, self.master_dtype = parameters.dtype, parameters.master_dtype
+        self.partition, self.memory, self._uses = partition, memory, uses
+        chunks = cut(self.layout, uses)
+        self.buffers = [Buffer(self.layout, self.dtype, memory, chunks, f"weights/{i}") for i in range(num_versions)]
         self.leaves = [{name: view.detach().requires_grad_() for name, view in buffer.views().items()}
                        for buffer in self.buffers]
         self._own_layout = self._layout_of_owned()
         self.master = None
         if predict or self.dtype != self.master_dtype:
-            place = Location.SHARDED if partition.is_sharded else Location.DEVICE
-            self.master = Buffer(self._own_layout, self.master_dtype, device, place=place)
+            own_chunks = cut(self._own_layout, uses)
+            self.master = Buffer(self._own_layout, self.master_dtype, memory, own_chunks, "master")
         self._spans = list(self._merged_spans())
+        self._indices: dict[int, list[int]] = {}  # of owned parameters, by group
+        for i, name in enumerate(self._own_layout.names):
+            self._indices.setdefault(self.group_of(name), []).append(i)
         if self.master is not None:
             self._views = [self.master.views()] * num_versions
         else:
@@ -96,18 +107,22 @@ class WeightStore:
         own = {o.name: shapes[o.name] if o.part is None else (o.stop - o.start,) for o in self.partition.owned}
         return FlatLayout(list(own), list(own.values()), self.master_dtype, offset_dtype=self.dtype)
 
-    def _merged_spans(self) -> Iterator[tuple[int, int, int]]:
-        """(start, stop, start in the master) of what this rank owns; neighbours in one chunk are one."""
-        start, stop, at = 0, 0, 0
+    def _merged_spans(self) -> Iterator[tuple[int, int, int, int]]:
+        """(start, stop, start in the master, group) of what this rank owns; neighbours in one chunk are one."""
+        start, stop, at, group = 0, 0, 0, 0
         cuts = {chunk.start for chunk in self.buffers[0].chunks}
         for owned, offset in zip(self.partition.owned, self._own_layout.offsets, strict=True):
             if owned.start - offset != start - at or owned.start in cuts:
                 if start < stop:
-                    yield start, stop, at
-                start, at = owned.start, offset
+                    yield start, stop, at, group
+                start, at, group = owned.start, offset, self.group_of(owned.name)
             stop = owned.stop
         if start < stop:
-            yield start, stop, at
+            yield start, stop, at, group
+
+    def group_of(self, name: str) -> int:
+        """The part of an update that a parameter belongs to."""
+        return self._uses(name).group
 
     def owned_views(self, flat: Tensor | Buffer) -> list[Tensor]:
         """Views of what this rank owns of a flat buffer, in order: parameters, or parts of them as vectors."""
@@ -153,52 +168,54 @@ class WeightStore:
 
     @torch.no_grad()
     def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
-        """Sets the newest version: `write` fills all parameters of this stage (fp32, or fp64 in an fp64 run)."""
-        newest = self.buffers[self.slot(self.newest)]
-        if self.master is None:
-            write(newest.views())
-            return
-        full = self._full()
-        write(full.views())
-        newest.copy_(full)
-        for start, stop, at in self._spans if full is not self.master else ():
-            self.master[at : at + stop - start].copy_(full[start:stop])
-
-    def _full(self) -> Buffer:
-        """The master where this rank has all of it, else a new buffer."""
-        assert self.master is not None
-        if not self.partition.is_sharded:
-            return self.master
-        return Buffer(self.layout, self.master_dtype, self._device)
+        """Sets the newest version: `write` fills all parameters of this stage (fp32, or fp64 in an fp64 run), by name,
+        in as many calls as there are."""
+        masters = {} if self.master is None else self.master.views()
+        owned = {o.name: o for o in self.partition.owned}
+        for name, leaf in self.leaves[self.slot(self.newest)].items():
+            master = masters.get(name)
+            with self.memory.writing(leaf, *() if master is None else (master,)):
+                if self.master is None:
+                    write({name: leaf.detach()})
+                    continue
+                full = torch.empty(leaf.shape, dtype=self.master_dtype, device=leaf.device)
+                write({name: full})
+                leaf.detach().copy_(full)
+                if master is not None:
+                    part = owned[name].part
+                    master.copy_(full if part is None else full.view(-1)[slice(*part)])
 
     @torch.no_grad()
-    def advance(self, update: Update | None, *, predict: bool = True) -> None:
+    def advance(self, update: Update | None, *, predict: bool = True, group: int = 0) -> None:
         """Makes version newest + 1: `update` writes it, from what this rank owns of the newest one; None: it is equal,
         and nothing is predicted of it. `predict`: whether that is wanted of this version, where weights are predicted.
+        `group`: which part of it; part 0 comes first.
 
         Collectives: an all-gather over the owners, which `bind` waits for, where the update is shared.
         """
-        before, after = self.slot(self.newest), self.slot(self.newest + 1)
-        old, new = self.buffers[before], self.buffers[after]
-        self.await_version(self.newest)
-        self.newest += 1
+        self.newest += group == 0
+        before, after = self.slot(self.newest - 1), self.slot(self.newest)
+        old, new, mine = self.buffers[before], self.buffers[after], self._indices.get(group, [])
+        self.await_version(self.newest - 1)
         if update is None and not self.predicts:
-            if new is not old:
-                new.copy_(old)
+            for number in new.group(group) if new is not old else ():
+                new.take(old, number)
             return
         if update is None:
-            self._write(new)
+            self._write(new, group)
         elif self.master is None:
-            update(Weights(self._lists[before], self._lists[after]))
+            update(Weights(self._lists[before], self._lists[after]).only(mine))
         else:
-            update(Weights(self._lists[0], self._lists[0], self._working[after], self.predicts and predict))
-        self._arriving[self.newest] = self.partition.gather(new)
+            update(Weights(self._lists[0], self._lists[0], self._working[after], self.predicts and predict).only(mine))
+        arriving = self._arriving.get(self.newest, Works())
+        self._arriving[self.newest] = Works((arriving, self.partition.gather(new, group)))
 
-    def _write(self, flat: Buffer) -> None:
-        """Copies the master to its places in `flat`."""
+    def _write(self, flat: Buffer, group: int | None = None) -> None:
+        """Copies the master, or a group of it, to its places in `flat`."""
         assert self.master is not None
-        for start, stop, at in self._spans:
-            flat[start:stop].copy_(self.master[at : at + stop - start])
+        for start, stop, at, of_group in self._spans:
+            if group in (None, of_group):
+                flat[start:stop].copy_(self.master[at : at + stop - start])
 
     @torch.no_grad()
     def full_weights(self) -> dict[str, Tensor]:
@@ -206,12 +223,14 @@ class WeightStore:
 
         Collectives: an all-gather where the master is shared.
         """
-        if self.master is None:
-            return {name: leaf.detach() for name, leaf in self.leaves_of(self.newest).items()}
-        if (full := self._full()) is not self.master:
-            self._write(full)
-            self.partition.gather(full).wait()
-        return full.views()
+        if self.master is None or not self.partition.is_sharded:
+            here = self.leaves_of(self.newest) if self.master is None else self.master.views()
+            return {name: self.memory.read(view.detach()) for name, view in here.items()}
+        full = self.layout.zeros(self.memory.device)
+        for start, stop, at, _ in self._spans:
+            full[start:stop].copy_(self.memory.read(self.master[at : at + stop - start]))
+        self.partition.gather(full).wait()
+        return self.layout.views(full)
 
     @contextmanager
     def unpredicted(self) -> Iterator[None]:
@@ -244,7 +263,7 @@ class WeightStore:
         for arriving in list(self._arriving):
             self.await_version(arriving)
         self.newest = version
-        copy_all(self.leaves_of(version), tensors, f"weights of version {version}")
+        copy_all(self.leaves_of(version), tensors, f"weights of version {version}", self.memory)
         self._bound = None
         self.bind(version)
 
@@ -252,18 +271,10 @@ class WeightStore:
     def restore_master(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes `tensors` as what this rank owns of the master copy, where there is one. Raises: CheckpointError."""
         if self.master is not None:
-            copy_all(self.master.views(), tensors, "master weights")
+            copy_all(self.master.views(), tensors, "master weights", self.memory)
 
 
-def _kind(placement: Placement) -> int:
-    """The place of a parameter in the layout: tied ones first, then replicated ones, then split ones, and last split
-    ones with rows on several tp ranks. Gradients of each of these are reduced apart, so they are contiguous."""
-    if placement.tied or placement.shard is None:
-        return 0 if placement.tied else 1
-    return 3 if has_shared_rows(placement) else 2
-
-
-def copy_all(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str) -> None:
+def copy_all(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str, memory: Memory) -> None:
     """Copies tensors by name to their targets. Raises: CheckpointError where one is missing or of another shape."""
     for name, target in targets.items():
         if name not in tensors:
@@ -272,4 +283,5 @@ def copy_all(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what:
         if tensor.shape != target.shape:
             raise CheckpointError(
                 f"{what}: {name} has shape {tuple(tensor.shape)}, this model needs {tuple(target.shape)}")
-        target.copy_(tensor)
+        with memory.writing(target):
+            target.copy_(tensor)

@@ -6,11 +6,11 @@ from optim.cases import local, placements, random_tensors, slots
 
 from hybridpar.nn.placement import Init, Placement
 from hybridpar.optim import ParameterSlot, clip_scale
-from hybridpar.optim.norm import counted, sum_of_squares
+from hybridpar.optim.norm import counted, sums_of_squares
 
 
 def squared_norm(gradients, slots):
-    return sum_of_squares(counted(gradients, slots))
+    return sums_of_squares(counted(gradients, slots)).sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,52 +1,52 @@
-"""Chunks cover a layout in order, and no block is cut; a buffer of several is used as one of one."""
+"""Chunks cover a layout in order, each of one use; a buffer of several is used as one of one."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hybridpar.state.chunks import Buffer, Chunk, Location, block_of, cut
+from hybridpar.state.chunks import WHOLE, Buffer, Chunk, Memory, Use, block_of, cut
 from hybridpar.state.layout import FlatLayout
 
 NAMES = ["blocks.0.tokens.weight", *(f"blocks.{n}.{part}" for n in range(4) for part in ("norm", "bias")),
          *(f"blocks.{n}.weight" for n in range(4))]
 LAYOUT = FlatLayout(NAMES, [(40,)] * 9 + [(7, 30)] * 4, torch.float32)
-CPU = torch.device("cpu")
 
 
 def test_blocks_of_names() -> None:
     assert [block_of(name) for name in ("blocks.12.mlp.up.weight", "blocks.x.y", "weight")] == [12, -1, -1]
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 700, 2000, 10**9])
-def test_cuts_lie_between_blocks(chunk_bytes: int) -> None:
-    chunks = cut(LAYOUT, chunk_bytes)
+def pairs(name: str) -> Use:
+    """Two blocks are a part; norms and biases stay."""
+    part = block_of(name) // 2
+    return Use((0, 1), stays=True) if name.endswith(("norm", "bias")) else Use((part,), part)
+
+
+def test_neighbours_of_equal_use_are_a_chunk() -> None:
+    chunks = cut(LAYOUT, pairs)
     assert [c.start for c in chunks] == [0, *(c.stop for c in chunks[:-1])]
     assert chunks[-1].stop == LAYOUT.numel
-    blocks = dict(zip(LAYOUT.offsets, map(block_of, NAMES), strict=True))
-    offsets = [*LAYOUT.offsets, LAYOUT.numel]
-    for chunk in chunks[:-1]:
-        before = offsets[offsets.index(chunk.stop) - 1]
-        assert blocks[before] != blocks[chunk.stop]
-        assert 4 * (chunk.stop - chunk.start) >= chunk_bytes
-    assert len(chunks) == {1: 8, 700: 6, 2000: 2, 10**9: 1}[chunk_bytes]
+    assert [c.use for c in chunks] == [pairs(name) for name in (NAMES[0], NAMES[1], NAMES[9], NAMES[11])]
+    assert [c.start for c in chunks] == [LAYOUT.offsets[i] for i in (0, 1, 9, 11)]
+    assert cut(LAYOUT, lambda name: WHOLE) == (Chunk(0, LAYOUT.numel),)
 
 
 def test_an_empty_layout_is_one_chunk_of_nothing() -> None:
     empty = FlatLayout([], [], torch.float32)
-    assert cut(empty, 1) == ()
-    assert Buffer(empty, torch.float32, CPU).chunks == (Chunk(0, 0),)
+    assert cut(empty, pairs) == (Chunk(0, 0),)
+    assert Buffer(empty, torch.float32, Memory()).chunks == (Chunk(0, 0),)
 
 
 def test_a_buffer_in_chunks() -> None:
-    chunks = cut(LAYOUT, 700)
-    whole, parts = Buffer(LAYOUT, torch.float32, CPU), Buffer(LAYOUT, torch.float32, CPU, chunks, Location.SHARDED)
-    assert whole.places == [Location.DEVICE]
-    assert parts.places == [Location.SHARDED] * len(chunks)
+    chunks = cut(LAYOUT, pairs)
+    whole, parts = Buffer(LAYOUT, torch.float32, Memory()), Buffer(LAYOUT, torch.float32, Memory(), chunks)
     assert whole.nbytes == parts.nbytes == 4 * LAYOUT.numel
+    assert parts.group(0) == [0, 1, 2]
     for i, view in enumerate(whole.views().values()):
         view.fill_(i)
-    parts.copy_(whole)
+    for number in range(len(chunks)):
+        parts.take(whole, number)
     assert all(torch.equal(view, whole.views()[name]) for name, view in parts.views().items())
     with pytest.raises(AssertionError, match="not in one chunk"):
         parts[chunks[0].stop - 1 : chunks[0].stop + 1]

@@ -50,7 +50,7 @@ def test_autograd_adds_in_place_into_the_flat_buffer(dtype):
     for name, view in accumulator.views(0).items():
         assert leaves[name].grad.data_ptr() == view.data_ptr()
         assert torch.equal(view, wanted[name])
-    assert view.untyped_storage().data_ptr() == accumulator.buffers[0].data_ptr()
+    assert view.untyped_storage().data_ptr() == accumulator.buffers[0].tensors[0].data_ptr()
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
@@ -123,7 +123,7 @@ def test_parts_that_wait_are_added_to_the_same_bits(dtype, late):
             while waiting:
                 apply(accumulator, waiting.pop(0), final)
             accumulator.finish(0)
-        results.append(accumulator.buffers[0].clone())
+        results.append(accumulator.buffers[0].tensors[0].clone())
         reports.append(sorted(final))
     assert torch.equal(*results)
     assert reports[0] == reports[1]
@@ -168,7 +168,7 @@ def test_weight_versions_share_the_buffers_of_two_batches(dtype):
     accumulator = make_accumulator(torch.float32, num_buffers=2)
     for batch, version in [(0, 0), (1, 0), (2, 1), (3, 0)]:
         index = accumulator.buffer_index(batch)
-        other = accumulator.buffers[1 - index].clone()
+        other = accumulator.buffers[1 - index].tensors[0].clone()
         for view in accumulator.views(index).values():  # what is there is overwritten, or emptied if nothing comes
             view.fill_(float("nan"))
         accumulator.begin(index)
@@ -180,8 +180,8 @@ def test_weight_versions_share_the_buffers_of_two_batches(dtype):
             loss(versions[version], ids).backward()
             loss(copy, ids).backward()
         accumulator.finish(index)
-        assert torch.equal(accumulator.buffers[index], alone.buffers[0])
-        assert torch.equal(accumulator.buffers[1 - index], other)
+        assert torch.equal(accumulator.buffers[index].tensors[0], alone.buffers[0].tensors[0])
+        assert torch.equal(accumulator.buffers[1 - index].tensors[0], other)
 
 
 def test_recomputation_reports_once():

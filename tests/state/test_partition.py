@@ -18,7 +18,7 @@ from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn import Init, ParallelModule, Placement, named_placements, reduce_shared_gradients
 from hybridpar.nn.init import initialize
 from hybridpar.optim import ParameterSlot
-from hybridpar.optim.norm import counted, sum_of_squares
+from hybridpar.optim.norm import counted, sums_of_squares
 from hybridpar.state import GradientReducer, Partition, Route
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.partition import make_routes
@@ -163,7 +163,7 @@ def partial_gradients(zero: int) -> list[Tensor]:
     for gradient, slot in zip(gradients, slots, strict=True):
         expected = wanted[slot.name][slice(*slot.part) if slot.part else slice(None)]
         torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-13)
-    norm = all_reduce(sum_of_squares(counted(gradients, slots)).view(1), grid.world)
+    norm = all_reduce(sums_of_squares(counted(gradients, slots)).sum().view(1), grid.world)
     torch.testing.assert_close(norm[0], sum(g.square().sum() for g in wanted.values()), rtol=1e-13, atol=0.0)
     partition.gather(flat).wait()
     return list(layout.views(flat).values())

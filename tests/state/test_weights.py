@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ from hybridpar.models.build import build_blocks
 from hybridpar.nn.init import initialize
 from hybridpar.optim import ParameterSlot, build_optimizer
 from hybridpar.pipeline.run.stage import Stage
-from hybridpar.state.chunks import cut
+from hybridpar.state.chunks import Memory
 from hybridpar.state.partition import Partition, Route
+from hybridpar.state.uses import uses_of
 from hybridpar.state.weights import StageParameters, WeightStore
 from hybridpar.train.engine import Engine
 
@@ -58,12 +61,12 @@ def test_2bw_costs_one_copy_and_one_gradient_buffer_over_1f1b(dtype: str, pp: in
         assert after - before == pytest.approx(copy + (num_buffers - 1) * gradient, abs=NUMBERS)
 
 
-def make_store(dtype: torch.dtype, chunk_bytes: int = 0, *, predict: bool = False) -> WeightStore:
+def make_store(dtype: torch.dtype, parts: Sequence[range] = (), *, predict: bool = False) -> WeightStore:
     model = make("2bw", "fp32").model
     parameters = StageParameters(Stage(build_blocks(model, Axis("tp"), range(6), dtype=dtype)), dtype)
     alone = Partition(parameters.layout, dict.fromkeys(parameters.layout.names, Route(Axis("dp"))))
-    chunks = cut(parameters.layout, chunk_bytes) if chunk_bytes else ()
-    return WeightStore(parameters, alone, 2, CPU, predict=predict, chunks=chunks)
+    uses = uses_of(parts, parameters.placements, parameters.blocks, elementwise=True)
+    return WeightStore(parameters, alone, 2, Memory(CPU), predict=predict, uses=uses)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -107,20 +110,24 @@ def test_making_a_version_takes_no_memory(dtype: torch.dtype, optim: str) -> Non
 @pytest.mark.parametrize("predict", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_store_in_chunks_has_the_same_bits(dtype: torch.dtype, predict: bool) -> None:
-    """Started, updated, left as it is, and read."""
-    whole, parts = (make_store(dtype, size, predict=predict) for size in (0, 100_000))
-    assert [len(store.buffers[0].chunks) for store in (whole, parts)] == [1, 6]
-    one, other = used(whole), used(parts)
+    """Started, updated, left as it is, and read. The tied weight is a chunk of its own."""
+    whole, parts = (make_store(dtype, cut, predict=predict) for cut in ((), (range(2), range(2, 3), range(3, 6))))
+    assert [len(store.buffers[0].chunks) for store in (whole, parts)] == [1, 4]
+    one, other = used(whole, 1), used(parts, 3)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def used(store: WeightStore) -> dict[str, torch.Tensor]:
+def used(store: WeightStore, num_groups: int) -> dict[str, torch.Tensor]:
     """All that there is to read after three updates, of which one is skipped."""
     store.fill(lambda tensors: initialize([(n, t, store.placements[n]) for n, t in tensors.items()], 3, 0))
-    optimizer = build_optimizer(OptimConfig(), [ParameterSlot(*of) for of in store.placements.items()], Axis("tp"))
-    gradients = store.layout.views(store.layout.zeros(CPU).fill_(0.01)).values()
+    gradients = store.layout.views(store.layout.zeros(CPU).fill_(0.01))
+    groups = [{name: p for name, p in store.placements.items() if store.group_of(name) == g} for g in range(num_groups)]
+    optimizers = [build_optimizer(OptimConfig(), [ParameterSlot(*of) for of in group.items()], Axis("tp"))
+                  for group in groups]
     for skip in (False, True, False):
-        store.advance(None if skip else lambda weights: optimizer.step(weights, [g.clone() for g in gradients], lr=0.1))
+        for number, (group, optimizer) in enumerate(zip(groups, optimizers, strict=True)):
+            mine = [gradients[name].clone() for name in group]
+            store.advance(None if skip else partial(optimizer.step, gradients=mine, lr=0.1), group=number)
     with store.unpredicted():
         seen = {f"unpredicted {name}": leaf.detach().clone() for name, leaf in store.leaves_of(3).items()}
     seen |= {f"{v} {name}": leaf.detach() for v in (2, 3) for name, leaf in store.leaves_of(v).items()}

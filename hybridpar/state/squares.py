@@ -1,0 +1,68 @@
+"""The squared norm of a rank's gradients, part by part as they become final."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from hybridpar.grid import Axis
+from hybridpar.nn.placement import reduce_shared_gradients
+from hybridpar.optim import ParameterSlot
+from hybridpar.optim.norm import counted, sums_of_squares
+from hybridpar.state.chunks import Buffer, block_of
+from hybridpar.state.partition import Partition
+from hybridpar.state.uses import layout_run
+
+
+class Squares:
+    """Sums of squares of one gradient buffer, of what this rank counts: `views` of it, one for each slot.
+
+    They are added up block by block in one order, so a stage has equal bits however it is cut into parts.
+    """
+
+    def __init__(self, buffer: Buffer, partition: Partition, slots: Sequence[ParameterSlot], views: Sequence[Tensor],
+                 tp: Axis, backend: str):
+        self._tp, self._backend = tp, backend
+        self._views = [(view, slot.placement) for view, slot in zip(views, slots, strict=True)]
+        self._tensors: dict[int, list[Tensor]] = {}  # by part
+        self._sums: dict[int, Tensor] = {}  # the same, of those that are known
+        order: dict[int, list[int]] = {}
+        starts = [owned.start for owned in partition.owned]
+        number = 0
+        uses = partition.uses
+
+        def run(i: int) -> object:
+            return block_of(slots[i].name), layout_run(slots[i].placement), uses(slots[i].name)
+
+        for _, members in groupby(range(len(slots)), run):
+            own = list(members)
+            part = uses(slots[own[0]].name).parts[0]
+            base = next(c.start for c in buffer.chunks if c.start <= starts[own[0]] < c.stop)
+            tensors = buffer.layout.joined(
+                counted([views[i] for i in own], [slots[i] for i in own]), base)
+            self._tensors.setdefault(part, []).extend(tensors)
+            order.setdefault(part, []).extend(range(number, number + len(tensors)))
+            number += len(tensors)
+        self._order = torch.tensor([i for part in sorted(order) for i in order[part]]).argsort()
+
+    def add(self, part: int) -> None:
+        """Notes the squares of a part, whose gradients are reduced."""
+        self._sums[part] = sums_of_squares(self._tensors.get(part, ()), self._backend)
+
+    def total(self) -> Tensor:
+        """All squares, with those of the parts that were not added; a float64 scalar. What was added is forgotten.
+
+        Collectives: one all-reduce over tp where its ranks share rows.
+        """
+        reduce_shared_gradients(self._views, self._tp)
+        for part in sorted(self._tensors):
+            if part not in self._sums:
+                self.add(part)
+        sums, self._sums = [self._sums[part] for part in sorted(self._sums)], {}
+        if len(sums) == 1:
+            return sums[0].sum()
+        found = torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64)
+        return found[self._order.to(found.device)].sum()

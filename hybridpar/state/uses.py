@@ -1,0 +1,39 @@
+"""What a parameter is needed for: the parts of a rank that use it, and the part of an UPDATE that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from hybridpar.nn.placement import Held, Placement, has_shared_rows
+from hybridpar.state.chunks import WHOLE, Use
+
+
+def layout_run(placement: Placement) -> int:
+    """The place of a parameter in the layout: tied ones first, then replicated ones, then split ones, and last split
+    ones with rows on several tp ranks. Gradients of each of these are reduced apart, so they are contiguous."""
+    if placement.tied or placement.shard is None:
+        return 0 if placement.tied else 1
+    return 3 if has_shared_rows(placement) else 2
+
+
+def uses_of(parts: Sequence[range], placements: Mapping[str, Placement], blocks: Mapping[str, Sequence[int]], *,
+            elementwise: bool) -> Callable[[str], Use]:
+    """The use of each parameter by name, on a rank whose blocks are in these parts.
+
+    What is summed over the ranks of a layer stays, and so do norms and biases, which are small, where they do not lie
+    between the matrices. `blocks`: that have a parameter; a tied one may be in several. `elementwise`: every element is
+    updated on its own; else all are together.
+    """
+    if len(parts) < 2:
+        return lambda name: WHOLE
+    stay = {1, 3} if any(layout_run(placement) == 2 for placement in placements.values()) else {3}
+    part_of = {block: number for number, blocks_of_part in enumerate(parts) for block in blocks_of_part}
+
+    def use(name: str) -> Use:
+        placement = placements[name]
+        if layout_run(placement) in stay or placement.along("tp") is Held.PARTIAL:
+            return Use(tuple(range(len(parts))), stays=True)
+        needed = tuple(sorted({part_of[block] for block in blocks[name]}))
+        return Use(needed, needed[0] if elementwise else 0)
+
+    return use
