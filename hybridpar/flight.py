@@ -152,7 +152,7 @@ class Record:
     @property
     def step(self) -> int:
         """The step (from 1) that its action belongs to; 0 where it has none."""
-        if not self.kind:
+        if not self.kind or self.kind in ("FETCH", "RELEASE", "DROP"):
             return 0
         batch_wide = self.kind in ("REDUCE", "NORM", "UPDATE")
         return 1 + (self.microbatch if batch_wide else self.microbatch // self.who.get("num_microbatches", 1))

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridpar.memory.events import MemoryEvent, Span, What
 from hybridpar.memory.ghost import Ghost, cast_bytes, is_in_place_without_a_mode, tensors_in
 from hybridpar.memory.operators import Operator, Use, adds_nothing
-from hybridpar.pipeline.plan.action import PER_BATCH, Action
+from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action
 from hybridpar.pipeline.run import recording
 
 
@@ -278,7 +278,7 @@ class Recorder(TorchDispatchMode):
             self._note_freed()
         if (action := self._action()) is not self._running:
             self._end_span(action)
-            if action is not None:
+            if action is not None and action.kind not in PER_ITEM:
                 number = action.microbatch
                 self._step = 1 + (number if action.kind in PER_BATCH else number // self._num_microbatches)
 

@@ -7,9 +7,12 @@
     REDUCE4@1   starts the reduction of batch 4's gradients over replicas (and of tied embeddings over the end stages)
     NORM4@1     starts the grid-wide reduction of batch 4: gradient norm, loss, inf check
     UPDATE4@1   waits for that, and makes W(5) of W(4)
+    F12@1.2v3   ... part 2 of the stage alone, where its blocks are cut into parts (parts.py)
+    FETCH17@1   starts to bring item 17 of the rank's state into the fast tier (residency.py)
+    RELEASE17@1 gives up its room there, once it is written back    DROP17@1  ... its content is void
 
-Where a rank holds several stages, REDUCE, NORM and UPDATE are of all of them, and name the first, which has the rank's
-number. What each kind needs, makes and holds is in kinds.py.
+Where a rank holds several stages, REDUCE, NORM, UPDATE and what moves items are of all of them, and name the first,
+which has the rank's number. What each kind needs, makes and holds is in kinds.py.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 from hybridpar.errors import config_error
 from hybridpar.pipeline.plan.kinds import COMPUTE as COMPUTE
 from hybridpar.pipeline.plan.kinds import PER_BATCH as PER_BATCH
+from hybridpar.pipeline.plan.kinds import PER_ITEM as PER_ITEM
 from hybridpar.pipeline.plan.kinds import Kind as Kind
 
 NO_VERSION = -1
@@ -31,23 +35,25 @@ class Action:
     """One step of one rank; prints as, for example, `F12@1v3`.
 
     `microbatch` counts from 0 over the whole run (its batch is microbatch // m); REDUCE, NORM and UPDATE hold the
-    batch number there. `version` is the weight version that a computation uses, or that an UPDATE makes (batch + 1).
+    batch number there, and FETCH, RELEASE and DROP the item's. `version` is the weight version that a computation
+    uses, or that an UPDATE makes (batch + 1). `part` is 0 where nothing is cut.
     """
 
     kind: Kind
     stage: int
     microbatch: int
     version: int = NO_VERSION
+    part: int = 0
 
     def __str__(self) -> str:
-        text = f"{self.kind.value}{self.microbatch}@{self.stage}"
+        text = f"{self.kind.value}{self.microbatch}@{self.stage}{f'.{self.part}' if self.part else ''}"
         return text if self.version == _implied_version(self.kind, self.microbatch) else f"{text}v{self.version}"
 
 
 Plan = Mapping[int, Sequence[Action]]  # by rank on the pipeline axis, which is the stage where each has one
 
 _KINDS = "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True))
-_PATTERN = re.compile(rf"({_KINDS})(\d+)@(\d+)(?:v(-?\d+))?")
+_PATTERN = re.compile(rf"({_KINDS})(\d+)@(\d+)(?:\.(\d+))?(?:v(-?\d+))?")
 
 
 def _implied_version(kind: Kind, microbatch: int) -> int:
@@ -63,12 +69,12 @@ def parse_action(text: str) -> Action:
     match = _PATTERN.fullmatch(text)
     if match is None:
         raise config_error(
-            "action", text, f"must be KIND MICROBATCH @ STAGE [v VERSION] without spaces, KIND one of "
+            "action", text, f"must be KIND MICROBATCH @ STAGE [. PART] [v VERSION] without spaces, KIND one of "
             f"{', '.join(kind.value for kind in Kind)}", "F12@1v3 or SEND_F12@1",
         )
     kind, microbatch = Kind(match[1]), int(match[2])
-    version = _implied_version(kind, microbatch) if match[4] is None else int(match[4])
-    return Action(kind, int(match[3]), microbatch, version)
+    version = _implied_version(kind, microbatch) if match[5] is None else int(match[5])
+    return Action(kind, int(match[3]), microbatch, version, int(match[4] or 0))
 
 
 def format_actions(actions: Iterable[Action]) -> str:

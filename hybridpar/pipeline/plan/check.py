@@ -12,13 +12,14 @@ Together these give happens-before: F(k) of a stage waits for a receive that F(k
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import NO_VERSION, Action, Plan
-from hybridpar.pipeline.plan.kinds import COMPUTE, PER_BATCH, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import COMPUTE, PER_BATCH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.liveness import Live, live_counts
+from hybridpar.pipeline.plan.parts import PartCounts, order
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule
 from hybridpar.pipeline.plan.simulate import Costs, StuckError, simulate
 
@@ -72,8 +73,11 @@ def check(
     batches = _range_of_batches(plan, sizes, first_batch, num_batches)
     kinds = _kinds_in(plan[0])
     for rank in range(p):
-        _check_complete(plan, rank, _expected(schedule, sizes, rank, batches, kinds))
-        _check_order(plan, rank, sizes)
+        parts = PartCounts(plan[rank])
+        expected = _expected(schedule, sizes, rank, batches, kinds)
+        _check_complete(plan, rank, (replace(action, part=part) for action in expected
+                                     for part in order(action.kind, parts.count(action.kind, action.stage))))
+        _check_order(plan, rank, sizes, parts)
     for rank in range(p):
         for kind, row in ROWS.items():
             if row.met_by and (sizes.is_ring or 0 <= rank + row.side < p):
@@ -103,13 +107,13 @@ def _kinds_in(actions: Sequence[Action]) -> frozenset[Kind]:
     """The kinds that a plan is made of: it may leave out NORM, and has I and W or else B."""
     found = {action.kind for action in actions}
     without = {Kind.B} if Kind.I in found else {Kind.I, Kind.W}
-    return frozenset(Kind) - without - ({Kind.NORM} - found)
+    return frozenset(Kind) - PER_ITEM - without - ({Kind.NORM} - found)
 
 
 def _expected(
     schedule: Schedule, sizes: Sizes, rank: int, batches: range, kinds: frozenset[Kind]
 ) -> Iterator[Action]:
-    """Everything that `rank` has to do, in no particular order."""
+    """Everything that `rank` has to do, undivided, in no particular order."""
     m = sizes.num_microbatches
     for stage in sizes.stages_of(rank):
         own = [(kind, kind in COMPUTE) for kind in Kind if kind in kinds - PER_BATCH
@@ -123,20 +127,22 @@ def _expected(
             yield Action(kind, rank, t, t + 1 if kind is Kind.UPDATE else NO_VERSION)
 
 
-_Key = tuple[Kind, int, int]
+_Key = tuple[Kind, int, int, int]
 
 
 def _key(action: Action) -> _Key:
-    return action.kind, action.stage, action.microbatch
+    return action.kind, action.stage, action.microbatch, action.part
 
 
 def _check_complete(plan: Plan, rank: int, expected: Iterator[Action]) -> None:
-    """Every expected action once, and no other."""
+    """Every expected action once, and no other but those that move items."""
     missing = {_key(action): action for action in expected}
     own = {action.stage for action in missing.values()}
     done: dict[_Key, int] = {}
     for step, action in enumerate(plan[rank]):
         key = _key(action)
+        if action.kind in PER_ITEM:
+            continue
         if own and action.stage not in own:
             raise PlanError(f"{action} is on rank {rank}, not on its own", plan, [(rank, step)])
         if key in done:
@@ -161,11 +167,11 @@ def _related_step(actions: Sequence[Action], missing: Action) -> int:
     return max(len(actions) - 1, 0)
 
 
-def _check_order(plan: Plan, rank: int, sizes: Sizes) -> None:
+def _check_order(plan: Plan, rank: int, sizes: Sizes, parts: PartCounts) -> None:
     """Checks that what an action needs on its own rank comes before it, where the plan has it at all."""
     steps = {_key(action): step for step, action in enumerate(plan[rank])}
     for step, action in enumerate(plan[rank]):
-        for key in _needs(action, sizes):
+        for key in _needs(action, sizes, parts):
             if steps.get(key, -1) > step:
                 raise PlanError(
                     f"{action} comes before {plan[rank][steps[key]]}, which it needs", plan,
@@ -173,20 +179,26 @@ def _check_order(plan: Plan, rank: int, sizes: Sizes) -> None:
                 )
 
 
-def _needs(action: Action, sizes: Sizes) -> Iterator[_Key]:
-    """The actions that come before this one on its rank."""
+def _needs(action: Action, sizes: Sizes, parts: PartCounts) -> Iterator[_Key]:
+    """The actions that come before this one on its rank: of a part the one before, of the first what all need."""
     m, k, stage, row = sizes.num_microbatches, action.microbatch, action.stage, ROWS[action.kind]
+    if row.per_item:
+        return
+    if action.part != parts.first(action.kind, stage):
+        yield action.kind, stage, k, action.part - row.cut
+        return
     for kind in row.needs:
         if ROWS[kind].per_batch == row.per_batch:
-            yield kind, stage, k
+            yield kind, stage, k, parts.last(kind, stage)
         elif row.per_batch:
             for own in sizes.stages_of(stage):
                 for microbatch in range(k * m, (k + 1) * m):
-                    yield kind, own, microbatch
+                    yield kind, own, microbatch, parts.last(kind, own)
         else:
-            yield kind, sizes.rank_of(stage), action.version - 1
+            rank = sizes.rank_of(stage)
+            yield kind, rank, action.version - 1, parts.last(kind, rank)
     if row.per_batch:
-        yield action.kind, stage, k - 1
+        yield action.kind, stage, k - 1, parts.last(action.kind, stage)
 
 
 def _check_link(plan: Plan, sender: int, kind: Kind, receiver: int) -> None:

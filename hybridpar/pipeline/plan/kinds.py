@@ -1,7 +1,8 @@
 """One row for each kind of action. Whatever reads a plan reads this table: a new kind is a row here, a method of the
 executor and, where it takes time, a cost.
 
-A backward is one action B, or two: I computes the gradient of the stage's input, W those of its weights.
+Where a stage is cut into parts, there is an action for each part (parts.py). A backward is one action B, or two: I
+computes the gradient of the stage's input, W those of its weights.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ class Kind(str, Enum):
     REDUCE = "REDUCE"
     NORM = "NORM"
     UPDATE = "UPDATE"
+    FETCH = "FETCH"
+    RELEASE = "RELEASE"
+    DROP = "DROP"
 
     __hash__ = str.__hash__  # Enum's own is a Python function, and actions are hashed by the million
     __str__ = str.__str__
@@ -39,6 +43,8 @@ class Row:
     `receive`, `send`: the transfers that bring its input and take its output away. `flow`: 1 for what passes on to
     later stages, -1 to earlier ones. `met_by`: the receive that a send meets.
     `beside`: it starts something and returns; all others take the rank's time. `per_batch`: its number is a batch.
+    `per_item`: its number is an item of the rank's state. `cut`: 1 where there is one for each part, from the first
+    part to the last; -1: from the last to the first.
     `holds`: by how much it changes the number of micro-batches whose activations the rank holds. `reads`: it needs the
     weights of its version. `adds`: it adds to its batch's gradients, which the batch's UPDATE empties.
     `part_of`: the kind of which it is a part. `awaits`: what a rank lacks that waits before it, in words.
@@ -52,6 +58,8 @@ class Row:
     met_by: Kind | None = None
     beside: bool = False
     per_batch: bool = False
+    per_item: bool = False
+    cut: int = 0
     holds: int = 0
     reads: bool = False
     adds: bool = False
@@ -66,23 +74,29 @@ class Row:
 
 _K = Kind
 ROWS: dict[Kind, Row] = {
-    _K.F: Row("forward", (_K.RECV_F, _K.UPDATE), _K.RECV_F, _K.SEND_F, 1, holds=1, reads=True, awaits="the activation"),
-    _K.B: Row("backward", (_K.F, _K.RECV_B), _K.RECV_B, _K.SEND_B, -1, holds=-1, reads=True, adds=True,
+    _K.F: Row("forward", (_K.RECV_F, _K.UPDATE), _K.RECV_F, _K.SEND_F, 1, cut=1, holds=1, reads=True,
+              awaits="the activation"),
+    _K.B: Row("backward", (_K.F, _K.RECV_B), _K.RECV_B, _K.SEND_B, -1, cut=-1, holds=-1, reads=True, adds=True,
               awaits="the gradient"),
-    _K.I: Row("backward to the input", (_K.F, _K.RECV_B), _K.RECV_B, _K.SEND_B, -1, reads=True, adds=True,
+    _K.I: Row("backward to the input", (_K.F, _K.RECV_B), _K.RECV_B, _K.SEND_B, -1, cut=-1, reads=True, adds=True,
               part_of=_K.B, awaits="the gradient"),
-    _K.W: Row("backward to the weights", (_K.I,), holds=-1, adds=True, part_of=_K.B),
+    _K.W: Row("backward to the weights", (_K.I,), cut=-1, holds=-1, adds=True, part_of=_K.B),
     _K.SEND_F: Row("activation", (_K.F,), flow=1, met_by=_K.RECV_F, beside=True),
     _K.RECV_F: Row("activation", flow=1, beside=True),
     _K.SEND_B: Row("gradient", (_K.B, _K.I), flow=-1, met_by=_K.RECV_B, beside=True),
     _K.RECV_B: Row("gradient", flow=-1, beside=True),
     _K.REDUCE: Row("reduction", (_K.B, _K.W), beside=True, per_batch=True),
-    _K.NORM: Row("norm", (_K.REDUCE,), beside=True, per_batch=True, awaits="the reduction"),
-    _K.UPDATE: Row("update", (_K.NORM, _K.REDUCE), per_batch=True, awaits="the norm"),
+    _K.NORM: Row("norm", (_K.REDUCE,), beside=True, per_batch=True, cut=-1, awaits="the reduction"),
+    _K.UPDATE: Row("update", (_K.NORM, _K.REDUCE), per_batch=True, cut=1, awaits="the norm"),
+    _K.FETCH: Row("fetch", beside=True, per_item=True),
+    _K.RELEASE: Row("release", beside=True, per_item=True),
+    _K.DROP: Row("drop", beside=True, per_item=True),
 }
 
 PER_BATCH = frozenset(kind for kind, row in ROWS.items() if row.per_batch)
 """Kinds whose `microbatch` is a batch number."""
+PER_ITEM = frozenset(kind for kind, row in ROWS.items() if row.per_item)
+"""Kinds whose `microbatch` is the number of an item of the rank's state."""
 BESIDE = frozenset(kind for kind, row in ROWS.items() if row.beside)
 """Kinds that start something and return: it then goes on beside the rank's own work."""
 COMPUTE = frozenset(ROWS) - PER_BATCH - BESIDE

@@ -35,6 +35,7 @@ def live_counts(actions: Sequence[Action], num_microbatches: int, keep: Collecti
     """Yields the counts after each action of one rank; versions in `keep` are still needed after the last one."""
     last_use = {action.version: i for i, action in enumerate(actions) if ROWS[action.kind].reads}
     last_use |= dict.fromkeys(keep, len(actions))
+    updated = {action.microbatch: i for i, action in enumerate(actions) if action.kind is Kind.UPDATE}  # wholly
     made = {action.version for action in actions if action.kind is Kind.UPDATE}
     newest = min(made, default=max(last_use, default=0) + 1) - 1
     versions = {newest} | last_use.keys() - made  # at the start
@@ -45,11 +46,12 @@ def live_counts(actions: Sequence[Action], num_microbatches: int, keep: Collecti
             yield counts
             continue
         row = ROWS[action.kind]
-        activations += row.holds
+        activations += row.holds * (action.part == 0)  # from the first part forward to the last one backward
         if row.adds:
             gradients.add(action.microbatch // num_microbatches)
         elif action.kind is Kind.UPDATE:
-            gradients.discard(action.microbatch)
+            if updated[action.microbatch] == i:
+                gradients.discard(action.microbatch)
             newest = max(newest, action.version)
             versions.add(action.version)
         versions = {v for v in versions if v == newest or last_use.get(v, -1) > i}

@@ -4,7 +4,8 @@
     add_updates         F7v0  B4v0  UPDATE0  F8v1  B5v0
     add_communication   F7v0  SEND_F7  B4v0  RECV_B5  UPDATE0  F8v1  SEND_F8  RECV_B6  B5v0
 
-split_backward, where it is asked for, is the first pass: I4v0 W4v0 in the place of B4v0. A rank sees only its own list,
+split_backward, where it is asked for, is the first pass: I4v0 W4v0 in the place of B4v0. divide (parts.py) comes last:
+F7v0 F7.1v0 in the place of F7v0. A rank sees only its own list,
 so a plan may be endless; `check` proves that the lists of all ranks fit together.
 """
 
@@ -19,6 +20,8 @@ from typing import Any
 from hybridpar.pipeline.plan.action import NO_VERSION, Action
 from hybridpar.pipeline.plan.interleaved import Receives, forward_order
 from hybridpar.pipeline.plan.kinds import INPUTS, ROWS, Kind
+from hybridpar.pipeline.plan.parts import WHOLE, Division
+from hybridpar.pipeline.plan.parts import divide as divide
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule
 
 
@@ -139,23 +142,29 @@ def add_communication(actions: Iterable[Action], sizes: Sizes, *, ahead: int = 1
 
 def lower(
     schedule: str | Schedule, sizes: Sizes, rank: int, first_batch: int = 0, num_batches: int | None = None, *,
-    clip: bool = True, gather: bool = False, split: bool = False, ahead: int | None = None,
+    clip: bool = True, gather: bool = False, split: bool = False, ahead: int | None = None, parts: int | Division = 1,
 ) -> Iterator[Action]:
     """Yields everything that one rank does for batches [first_batch, first_batch + num_batches), lazily.
 
     The pipeline is drained and all updates are applied at both ends of the range; None means without end. `clip` and
     `gather`: see `add_updates`. `split`: whether to `split_backward`. `ahead`: see `add_communication`; None: what the
-    schedule can bear on every transport.
+    schedule can bear on every transport. `parts`: of each stage; a Division says more.
 
-    Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes.
+    Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes, or not so divided.
     """
-    schedule = find_schedule(schedule)
+    schedule, division = find_schedule(schedule), _division(parts, sizes, rank)
     compute = schedule.compute_actions(sizes, rank, first_batch, num_batches)
     ahead = schedule.receive_ahead if ahead is None else ahead
     if split:
         compute = split_backward(compute)
     actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather)
-    return add_communication(actions, sizes, ahead=ahead)
+    actions = add_communication(actions, sizes, ahead=ahead)
+    return actions if division == WHOLE else divide(actions, division)
+
+
+def _division(parts: int | Division, sizes: Sizes, rank: int) -> Division:
+    division = Division(parts) if isinstance(parts, int) else parts
+    return division if division == WHOLE else division.on(sizes, rank)
 
 
 def make_plan(
@@ -168,9 +177,15 @@ def make_plan(
 
 
 def forward_actions(
-    sizes: Sizes, rank: int, num_microbatches: int, *, version: int = NO_VERSION, ahead: int = 1
+    sizes: Sizes, rank: int, num_microbatches: int, *, version: int = NO_VERSION, ahead: int = 1,
+    parts: int | Division = 1,
 ) -> Iterator[Action]:
-    """Yields one rank's actions of an evaluation: micro-batches [0, num_microbatches) forward, all with `version`."""
+    """Yields one rank's actions of an evaluation: micro-batches [0, num_microbatches) forward, all with `version`.
+
+    Raises: ConfigError, at once, if they cannot be so divided.
+    """
+    division = _division(parts, sizes, rank)
     order = forward_order(sizes, rank, num_microbatches)
     forwards = (Action(Kind.F, stage, k, version) for stage, k in order)
-    return add_communication(forwards, sizes, ahead=ahead)
+    actions = add_communication(forwards, sizes, ahead=ahead)
+    return actions if division == WHOLE else divide(actions, division)

@@ -14,6 +14,9 @@ The rules are those of the executor, so a plan that ends here cannot deadlock th
     UPDATE    waits for NORM of all stages (for its own REDUCE where there is no NORM), then takes the rank's time;
               with sharded optimizer state the new weights are there `gather` later
 
+Of what is cut into parts, the part that runs first waits, the one that runs last sets going what follows, and all take
+equal times.
+
 "At once" is after the time that its call takes (`calls`). With a number of `cores`, work takes longer while more ranks
 and transfers are at work than there are cores: all of them slow down alike.
 
@@ -34,6 +37,7 @@ from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import Action, Plan
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
+from hybridpar.pipeline.plan.parts import PartCounts
 from hybridpar.pipeline.plan.timeline import Timeline
 
 
@@ -152,6 +156,12 @@ class _Cores:
         return True
 
 
+_When = Callable[[_Rank, Action], float | None]
+_Effect = Callable[[_Rank, Action, int], None]
+_Work = Sequence[Sequence[float]]  # by stage and micro-batch
+_Entry = tuple[_When | None, _Work, _Effect | None]
+
+
 class _Machine:
     """All ranks, and what connects them.
 
@@ -181,10 +191,13 @@ class _Machine:
         if costs.blocking_norm:
             when[Kind.NORM] = self._when_reduced
         effect = {Kind.REDUCE: self._reduce, Kind.NORM: self._norm} | ({Kind.UPDATE: self._gather} if gathers else {})
-        self.table = {kind: (
+        self.table: dict[Kind, _Entry] = {kind: (
             when.get(kind, self._when_arrived if row.receive else None), costs.durations(kind, p, self.chunks),
             effect.get(kind, self._send if row.met_by else self._post if row.side else None),
         ) for kind, row in ROWS.items()}
+        self.parts = [PartCounts(rank.actions) for rank in self.ranks]
+        if any(self.parts):
+            self.table |= {kind: self._by_part(kind, *self.table[kind]) for kind, row in ROWS.items() if row.cut}
         self.runnable = deque(self.ranks)
 
     def _channels(self, flow: int) -> list[_Channel | None]:
@@ -202,6 +215,21 @@ class _Machine:
                 work[link], transfer[link], latency[link])
 
         return [channel((r - flow) % p, r) if ring or 0 <= r - flow < p else None for r in range(p)]
+
+    def _by_part(self, kind: Kind, when: _When | None, work: _Work, effect: _Effect | None) -> _Entry:
+        """The table's entry of a kind of which ranks have a part at a time."""
+        counts = [self.parts[stage % len(self.ranks)] for stage in range(len(work))]
+
+        def when_first(rank: _Rank, action: Action) -> float | None:
+            first = action.part == counts[action.stage].first(kind, action.stage)
+            return when(rank, action) if when is not None and first else rank.clock
+
+        def effect_last(rank: _Rank, action: Action, step: int) -> None:
+            if effect is not None and action.part == counts[action.stage].last(kind, action.stage):
+                effect(rank, action, step)
+
+        shares = [[time / counts[stage].count(kind, stage) for time in times] for stage, times in enumerate(work)]
+        return when_first, shares, effect_last
 
     def run(self) -> None:
         self._advance_all()

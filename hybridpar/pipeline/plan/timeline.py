@@ -73,6 +73,7 @@ class Timeline:
             start
             for action, start in zip(self.plan[0], self.starts[0], strict=True)
             if action.kind is Kind.F and action.stage == 0 and action.microbatch % num_microbatches == 0
+            and action.part == 0
         ]
 
     def steady(self, num_microbatches: int) -> tuple[float, float, int]:
@@ -109,7 +110,7 @@ class Timeline:
             for kind in COMPUTE:
                 starts = [start for action, start in zip(actions, self.starts[rank], strict=True)
                           if action.kind is kind and end - 3 * m <= action.microbatch < end - m]
-                shifts += [after - before for before, after in zip(starts, starts[m:], strict=False)]
+                shifts += [after - before for before, after in zip(starts, starts[len(starts) // 2:], strict=False)]
         least, most = min(shifts, default=0.0), max(shifts, default=0.0)
         return most if most - least <= SAME * self.makespan else None
 

@@ -1,0 +1,113 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridpar.errors import ConfigError
+from hybridpar.pipeline.plan.action import Action, Kind, format_actions
+from hybridpar.pipeline.plan.check import PlanError, check
+from hybridpar.pipeline.plan.parts import Division, PartCounts
+from hybridpar.pipeline.plan.passes import forward_actions, lower, make_plan
+from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
+from hybridpar.pipeline.plan.simulate import Costs, simulate
+
+
+def one_rank(division, num_microbatches=2, schedule="gpipe", **options):
+    text = format_actions(lower(schedule, Sizes(1, num_microbatches), 0, 0, 1, parts=division, **options))
+    return text.replace("@0", "").replace("v0", "")
+
+
+def test_every_action_becomes_its_parts():
+    assert one_rank(3, 1) == "F0 F0.1 F0.2 B0.2 B0.1 B0 REDUCE0 NORM0 UPDATE0 UPDATE0.1 UPDATE0.2"
+    assert one_rank(Division(2, norms=True), 1, split=True) == (
+        "F0 F0.1 I0.1 I0 W0.1 W0 REDUCE0 NORM0.1 NORM0 UPDATE0 UPDATE0.1")
+    assert one_rank(Division(2, update_parts=3), 1) == "F0 F0.1 B0.1 B0 REDUCE0 NORM0 UPDATE0 UPDATE0.1 UPDATE0.2"
+
+
+def test_part_by_part_weights_are_needed_once_a_sweep():
+    assert one_rank(Division(2, part_major=True)) == "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1 REDUCE0 NORM0 UPDATE0 UPDATE0.1"
+    assert one_rank(Division(2, part_major=True), schedule="1f1b") == one_rank(2, schedule="1f1b"), "by turns"
+    forwards = forward_actions(Sizes(1, 2), 0, 2, parts=Division(2, part_major=True))
+    assert format_actions(forwards) == "F0@0 F1@0 F0@0.1 F1@0.1"
+
+
+def test_part_by_part_is_for_one_rank():
+    with pytest.raises(ConfigError, match=r"parallel\.pp = 2.*try 1"):
+        lower("gpipe", Sizes(2, 2), 0, parts=Division(2, part_major=True))
+    with pytest.raises(ConfigError, match=r"parallel\.pp = 2"):
+        forward_actions(Sizes(2, 2), 0, 2, parts=Division(2, part_major=True))
+
+
+def test_transfers_are_of_the_ends():
+    first, last = make_plan("1f1b", Sizes(2, 1), parts=2).values()
+    assert format_actions(first) == (
+        "RECV_B0@0 F0@0v0 F0@0.1v0 SEND_F0@0 B0@0.1v0 B0@0v0 REDUCE0@0 NORM0@0 UPDATE0@0 UPDATE0@0.1")
+    assert format_actions(last).startswith("RECV_F0@1 F0@1v0 F0@1.1v0 B0@1.1v0 B0@1v0 SEND_B0@1")
+
+
+def test_stages_of_a_rank_may_differ():
+    sizes = Sizes(2, 2, 2)
+    counts = PartCounts(make_plan("interleaved", sizes, parts=Division({0: 1, 1: 2, 2: 3, 3: 4}))[0])
+    assert [counts.count(Kind.B, stage) for stage in sizes.stages_of(0)] == [1, 3]
+    assert counts.count(Kind.UPDATE, 0) == 1 + 3, "through both stages of the rank"
+    assert counts.count(Kind.NORM, 0) == 1
+    assert (counts.first(Kind.W, 2), counts.last(Kind.W, 2), counts.first(Kind.F, 2), counts.last(Kind.F, 2)) == (
+        2, 0, 0, 2)
+
+
+CASES = st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 9), st.integers(0, 5), st.booleans()
+
+
+def drawn_sizes(name, p, m):
+    if name == "interleaved":
+        return Sizes(max(p, 2), m, 2)
+    return Sizes(p, max(m, p - 1))
+
+
+@settings(deadline=None, max_examples=60)
+@given(*CASES, st.booleans())
+def test_a_divided_plan_is_right_and_holds_and_takes_what_the_whole_one_does(name, p, m, seed, split, norms):
+    sizes = drawn_sizes(name, p, m)
+    whole = make_plan(name, sizes, 0, 3, split=split)
+    divided = make_plan(name, sizes, 0, 3, split=split, parts=Division(lambda s: 1 + (7 * s + seed) % 4, norms=norms))
+    one, other = check(whole, sizes, name), check(divided, sizes, name)
+    assert one.peaks == other.peaks
+    costs = Costs(2.0, 3.0, 1.5, reduce=0.5, norm=0.25, gather=0.5, transfer=0.25, tied=True)
+    assert simulate(divided, costs).makespan == pytest.approx(simulate(whole, costs).makespan, rel=1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(*CASES, st.data())
+def test_a_fault_in_a_divided_plan_is_found(name, p, m, seed, split, data):
+    """Any part left out, told twice, or put before the part (or action) that it needs."""
+    sizes = drawn_sizes(name, p, m)
+    plan = make_plan(name, sizes, 0, 2, split=split, parts=Division(2 + seed % 3, norms=True))
+    rank = data.draw(st.integers(0, sizes.num_ranks - 1))
+    actions = list(plan[rank])
+    step = data.draw(st.sampled_from([i for i, a in enumerate(actions) if a.part]))
+    action, way = actions[step], data.draw(st.sampled_from(["left out", "twice", "too early"]))
+    if way == "left out":
+        del actions[step]
+    elif way == "twice":
+        actions.insert(step, action)
+    else:
+        counts, falls = PartCounts(actions), action.kind not in (Kind.F, Kind.UPDATE)
+        before = replace(action, part=action.part + (1 if falls else -1))
+        if before.part == counts.count(action.kind, action.stage):  # the first to run: needs another kind
+            kind = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I, Kind.NORM: Kind.REDUCE}[action.kind]
+            before = next(a for a in reversed(actions) if a.kind is kind and a.microbatch == action.microbatch
+                          and a.stage == action.stage)
+        del actions[step]
+        actions.insert(actions.index(before), action)
+    with pytest.raises(PlanError):
+        check(plan | {rank: tuple(actions)}, sizes, name)
+
+
+def test_a_version_is_there_when_all_its_parts_are():
+    plan = make_plan("1f1b", Sizes(1, 1), 0, 2, parts=2)[0]
+    late, use = plan.index(Action(Kind.UPDATE, 0, 0, 1, 1)), plan.index(Action(Kind.F, 0, 1, 1))
+    assert late < use
+    moved = [*plan[:late], *plan[late + 1:use + 1], plan[late], *plan[use + 1:]]
+    with pytest.raises(PlanError, match=r"F1@0v1 comes before UPDATE0@0\.1, which it needs"):
+        check({0: moved}, Sizes(1, 1), "1f1b")
