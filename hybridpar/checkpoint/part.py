@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,13 +40,14 @@ class Trainee(Protocol):
 @dataclass(frozen=True)
 class Part:
     """One rank's file: its place on the grid, and its content. `blocks`: as in manifest.ShardFile. `versions`: of the
-    weights that it has."""
+    weights that it has. `read`: gives the content of one of the tensors."""
 
     where: Place
     blocks: tuple[int, ...]
     versions: tuple[int, ...]
     tensors: dict[str, Tensor]
     header: dict[str, str]
+    read: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
     @staticmethod
     def of(engine: Trainee) -> Part:
@@ -57,7 +58,8 @@ class Part:
         return Part(
             saved_place(engine.config, grid.place),
             tuple(edge for blocks in held for edge in (blocks.start, blocks.stop)),
-            TrainingState.of(engine.state_meta()).versions, tensors, header_of(state.placements, state.parts))
+            TrainingState.of(engine.state_meta()).versions, tensors, header_of(state.placements, state.parts),
+            state.memory.read)
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +69,8 @@ class Part:
     def write(self, folder: Path, tensors: Mapping[str, Tensor] | None = None, *,
               flight: Flight = NO_FLIGHT) -> Written:
         """Writes the file, with a copy of the tensors where there is one. Raises: OSError."""
-        size, checksums = write_tensors(folder / file_name(self.where), tensors or self.tensors, self.header, flight)
+        given, read = (self.tensors, self.read) if tensors is None else (tensors, lambda tensor: tensor)
+        size, checksums = write_tensors(folder / file_name(self.where), given, self.header, flight, read)
         return ShardFile(self.where, self.blocks, size, checksums), self.versions
 
     def check(self, folder: Path, written: Written, *, flight: Flight = NO_FLIGHT) -> None:

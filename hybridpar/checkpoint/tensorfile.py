@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -63,11 +63,12 @@ class TensorInfo:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str],
-                  flight: Flight = NO_FLIGHT) -> tuple[int, str]:
+                  flight: Flight = NO_FLIGHT, read: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+                  ) -> tuple[int, str]:
     """Writes a file and makes its content last; its size in bytes, and its checksums as hexadecimal digits.
 
     `flight` is told of every chunk. Tensors may be on any device; one that is not contiguous or not on the CPU is
-    copied, one at a time. Raises: OSError.
+    copied, one at a time. `read`: gives what is to be written of a tensor. Raises: OSError.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so each is aligned
     header: dict[str, object] = {_METADATA: dict(metadata)}
@@ -81,7 +82,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     sums, size = [], 0
     with path.open("wb", buffering=0) as file:
         for piece in chain([memoryview(len(text).to_bytes(8, "little") + text)],
-                           *(_chunks(tensors[name]) for name in names)):
+                           chain.from_iterable(_chunks(read(tensors[name])) for name in names)):
             sums.append(_checksum(piece))
             size += len(piece)
             while piece:

@@ -192,6 +192,30 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    """Where the state of training is kept: weights, gradients, master copy and the optimizer's state.
+
+    With a budget, what is needed soon is in memory and the rest in a file. What comes when is known from the plan, so
+    the least is moved, ahead of its use. Losses and weights stay the same to the bit.
+    """
+
+    budget: Count = 0
+    """Bytes of memory that the state of a process may take; 0: as much as it needs."""
+    folder: str = ""
+    """Folder of that file, on a fast disk of the machine; empty: the run's."""
+    parts: Count = 0
+    """Parts that a stage's blocks are cut into, of which one is computed with at a time; 0: each block is one where
+    there is a budget, else the stage is whole."""
+
+    def conflicts(self, config: Config) -> Iterator[Problem]:
+        if self.budget and config.optim.staleness == "prediction":
+            yield Problem("memory.budget", self.budget, "does not go with optim.staleness = prediction, which keeps a "
+                          "second copy of all weights for evaluations", "0")
+        if self.budget and config.train.device == "cuda":
+            yield Problem("memory.budget", self.budget, "works on CPUs so far, and train.device is cuda", "0")
+
+
+@dataclass(frozen=True)
 class KernelsConfig:
     """Backend of each op: 'auto' takes the fastest that can run here, any other name must be able to."""
 
@@ -250,6 +274,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     run: RunConfig = field(default_factory=RunConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -287,6 +312,6 @@ class Config:
     def conflicts(self) -> Iterator[Problem]:
         """Settings that do not go together, whatever the job; each value alone is allowed."""
         yield from self.model.conflicts()
-        for section in (self.parallel, self.pipeline, self.optim, self.train, self.data, self.run, self.checkpoint,
-                        self.anomalies):
+        for section in (self.parallel, self.pipeline, self.optim, self.train, self.data, self.memory, self.run,
+                        self.checkpoint, self.anomalies):
             yield from section.conflicts(self)

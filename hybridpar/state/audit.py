@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ from hybridpar.optim.slots import ParameterSlot
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 _CHUNK = 1 << 20  # elements hashed at a time: 8 MiB of int64
 _MULTIPLIERS = (0x9E3779B97F4A7C15 - 2**64, 0x3F58476D1CE4E5B9)
+
+Read = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +34,18 @@ class Mismatch:
         return f"{self.name} on ranks {', '.join(map(str, self.ranks))} differs from that on rank {self.first}"
 
 
-def find_divergence(tensors: Iterable[tuple[str, Tensor, ParameterSlot]], grid: ProcessGrid) -> str:
+def find_divergence(tensors: Iterable[tuple[str, Tensor, ParameterSlot]], grid: ProcessGrid,
+                    read: Read = lambda tensor: tensor) -> str:
     """The first tensor that is not the same on all ranks that hold it, and whose it is; empty where all agree.
 
     Compared are hashes of the bits along every axis on which the parameter is a copy. `tensors`: all kinds of state, as
     RankState.placed gives them, which has the master copy and the optimizer's state where they are not shared out
-    (ZeRO). Collectives: on all ranks of the grid, its pipeline drained.
+    (ZeRO). `read`: gives the content of one. Collectives: on all ranks of the grid, its pipeline drained.
     """
     mine, held = "", list(tensors)
     lines = {name: grid.axis(name) for name in grid.sizes if name != "pp"} | {"pp": grid.ends}
     for name, axis in lines.items():
-        if (found := audit_replicas(replicas_along(name, held), axis)) is not None and not mine:
+        if (found := audit_replicas(replicas_along(name, held), axis, read)) is not None and not mine:
             mine = f"{found.name} of {_ranks(found.ranks, axis)} is not what {_ranks((found.first,), axis)} has"
     return next((text for text in gather_objects(mine, grid.world) if text), "")
 
@@ -51,7 +54,8 @@ def _ranks(of_axis: tuple[int, ...], axis: Axis) -> str:
     return f"rank {', '.join(str(axis.ranks[rank]) for rank in of_axis)}"
 
 
-def audit_replicas(tensors: Mapping[str, Tensor], axis: Axis) -> Mismatch | None:
+def audit_replicas(tensors: Mapping[str, Tensor], axis: Axis,
+                   read: Read = lambda tensor: tensor) -> Mismatch | None:
     """The first tensor, by name, that is not the same on all ranks of the axis that pass one of that name.
 
     Pass it the `replicas_along` that axis. Compares dtype, shape and a hash of the bits: a difference confined to one
@@ -60,7 +64,7 @@ def audit_replicas(tensors: Mapping[str, Tensor], axis: Axis) -> Mismatch | None
     """
     if axis.size == 1:
         return None
-    mine = {name: (int(bit_hash(x)), str(x.dtype), tuple(x.shape)) for name, x in tensors.items()}
+    mine = {name: (int(bit_hash(read(x))), str(x.dtype), tuple(x.shape)) for name, x in tensors.items()}
     everyone = gather_objects(mine, axis)
     for name in sorted({name for held in everyone for name in held}):
         holders = [rank for rank, held in enumerate(everyone) if name in held]

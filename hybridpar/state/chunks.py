@@ -57,6 +57,9 @@ class Memory:
         """Memory that optimizers are to keep their state in; None: that of the device. uses: of parameters."""
         return None
 
+    def seal(self, allocate: Callable[[], object]) -> None:
+        """To be called once all state but the optimizer's is taken, which `allocate` takes."""
+
     def writing(self, *views: Tensor) -> AbstractContextManager[object]:
         """While in it, what these are views of is here, and may be written. Only where no plan runs."""
         return nullcontext()

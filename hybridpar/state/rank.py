@@ -65,6 +65,7 @@ class RankState:
         self._squares = [Squares(buffer, self.partition, self.slots, views, grid.tp, policy.backend)
                          for buffer, views in zip(self.gradients.buffers, self._owned, strict=True)]
         self._await_copy: Callable[[], object] = lambda: None
+        self.memory.seal(self.allocate)
 
     @cached_property
     def whole_slots(self) -> dict[str, ParameterSlot]:
@@ -188,7 +189,8 @@ class RankState:
         return {o.name: o.part for o in self.partition.owned if o.part is not None}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state that checkpoints have, by key (see kinds); live, so copy or write it before going on."""
+        """The state that checkpoints have, by key (see kinds); live, so copy or write it before going on. What they
+        hold is given by `memory.read`."""
         return {key: tensor for kind in self.kinds if kind.saved for key, tensor in kind.tensors().items()}
 
     def placed(self) -> Iterator[tuple[str, Tensor, ParameterSlot]]:

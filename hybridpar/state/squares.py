@@ -49,20 +49,23 @@ class Squares:
         self._order = torch.tensor([i for part in sorted(order) for i in order[part]]).argsort()
 
     def add(self, part: int) -> None:
-        """Notes the squares of a part, whose gradients are reduced."""
+        """Notes the squares of a part, whose gradients are reduced over replicas.
+
+        Collectives: part 0, one all-reduce over tp where its ranks share rows.
+        """
+        if part == 0:
+            reduce_shared_gradients(self._views, self._tp)
         self._sums[part] = sums_of_squares(self._tensors.get(part, ()), self._backend)
 
     def total(self) -> Tensor:
         """All squares, with those of the parts that were not added; a float64 scalar. What was added is forgotten.
 
-        Collectives: one all-reduce over tp where its ranks share rows.
+        Collectives: as `add`.
         """
-        reduce_shared_gradients(self._views, self._tp)
-        for part in sorted(self._tensors):
-            if part not in self._sums:
-                self.add(part)
+        for part in sorted({0, *self._tensors} - self._sums.keys()):
+            self.add(part)
         sums, self._sums = [self._sums[part] for part in sorted(self._sums)], {}
         if len(sums) == 1:
             return sums[0].sum()
-        found = torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64)
+        found = torch.cat(sums)
         return found[self._order.to(found.device)].sum()

@@ -22,7 +22,7 @@ from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import build_blocks, loss_names, recomputed_blocks
 from hybridpar.models.cost import stage_split
-from hybridpar.pipeline.plan.action import PER_BATCH, Action, Kind
+from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action, Kind
 from hybridpar.pipeline.plan.passes import forward_actions, lower
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, schedule_of
 from hybridpar.pipeline.run import graphs
@@ -30,8 +30,11 @@ from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.state import RankState, StatePolicy
+from hybridpar.state.tiered import TieredMemory
+from hybridpar.train.parts import Parts
 from hybridpar.train.policy import BatchPolicy, StepResult
 from hybridpar.train.source import LoaderSource
+from hybridpar.train.tiers import RankTiers
 
 __all__ = ["Engine", "StepResult"]
 
@@ -69,15 +72,23 @@ class Engine:
         blocks = build_blocks(
             model, grid.tp, numbers, kernels=config.kernels, sequence=sequence, dtype=states.dtype)
         again = recomputed_blocks(pipeline.recompute, model, self.split)
-        stages = {stage: Stage({n: blocks[n] for n in self.split[stage]}, again[stage]) for stage in self._held}
+        self.parts = Parts.of(config, {stage: self.split[stage] for stage in self._held})
+        stages = {stage: [Stage({n: blocks[n] for n in numbers}, again[stage]) for numbers in parts]
+                  for stage, parts in self.parts.of_stage.items()}
         self.stage = Stage(blocks)
-        self.state = RankState(self.stage, grid, states, device)
+        memory = TieredMemory.of(config, device) if config.memory.budget else None
+        self.state = RankState(self.stage, grid, states, device, parts=self.parts.ranges, memory=memory)
+        self._division = self.parts.division(self.state)
+        self.tiers = None if memory is None else RankTiers(
+            memory, self.state, self.parts, self.sizes, norms=self._division.norms)
         self.state.initialize(config.train.seed)
         self.executor = Executor(
-            stages, self.state.weights, Lane.of(config, grid, states.dtype, device), pipeline.num_microbatches)
-        if config.train.cuda_graphs and device.type == "cuda" and not config.train.record_memory:
+            stages, self.state.weights, Lane.of(config, grid, states.dtype, device), pipeline.num_microbatches,
+            self.tiers)
+        if (config.train.cuda_graphs and device.type == "cuda" and not config.train.record_memory
+                and not self.parts.is_divided):
             self.executor.graphs = graphs.recorder(
-                config, stages[self._held[0]], self.state.gradients, device, eager_last=grid.dp.size > 1)
+                config, stages[self._held[0]][0], self.state.gradients, device, eager_last=grid.dp.size > 1)
         self._pending: dict[int, tuple[Tensor, Work]] = {}
         self.stop_requested = self._stopping = False
         self.batches_done = 0
@@ -93,12 +104,12 @@ class Engine:
         """
         self.policy.first, self._end = self.batches_done, self.batches_done + num_batches
         self._on_step, self._on_gradients = on_step, on_gradients
-        hooks = BatchHooks(
-            self._before_backward, self._reduce, self._norm, self._update, self._weight_gradients)
+        hooks = BatchHooks(self._before_backward, self._after_backward, self._reduce, self._norm, self._update,
+                           self._weight_gradients)
         source = LoaderSource(loader, self.config, self.device, training=True)
         recorded = self.executor.graphs
         with nullcontext() if recorded is None else recorded.stream():
-            self.executor.run(self._tamper(self._until_end(self._actions(num_batches))), source, hooks)
+            self.executor.run(self._tamper(self._until_end(self._in_tiers(self._actions(num_batches)))), source, hooks)
             for batch in sorted(self._pending):
                 self._report(self._take_result(batch), lead=0)
         self._stopping = False
@@ -111,14 +122,18 @@ class Engine:
             if start < end:
                 yield from lower(schedule, self.sizes, self.grid.pp.rank, start, end - start,
                                  clip=self.config.norms_first, gather=self.config.parallel.zero > 0,
-                                 split=self.config.pipeline.split_backward)
+                                 split=self.config.pipeline.split_backward, parts=self._division)
+
+    def _in_tiers(self, actions: Iterator[Action]) -> Iterator[Action]:
+        """The plan with what it moves between the tiers of the state."""
+        return actions if self.tiers is None else self.tiers.plan(actions)
 
     def _until_end(self, actions: Iterable[Action]) -> Iterator[Action]:
         """The plan without the batches that a stop request has cut off: draining is leaving out what is not begun."""
         m = self.sizes.num_microbatches
         for action in actions:
             batch = action.microbatch if action.kind in PER_BATCH else action.microbatch // m
-            if batch < self._end:
+            if action.kind in PER_ITEM or batch < self._end:
                 yield action
             elif self.batches_done >= self._end:
                 return
@@ -127,27 +142,43 @@ class Engine:
 
     def _before_backward(self, action: Action) -> float:
         batch, index = divmod(action.microbatch, self.sizes.num_microbatches)
-        is_last = index == self.sizes.num_microbatches - 1
-        if action.stage == self._held[-1]:  # whose backwards come first
+        is_last, part = index == self.sizes.num_microbatches - 1, self.parts.number(action)
+        if part == self.parts.last:  # whose backwards come first
             if index == 0:
                 self.state.begin(batch)
             if is_last:
                 self.state.close(batch)
-        self.state.bind(batch, self.policy.versions_in(action), last=is_last)
+        self.state.bind(batch, self.policy.versions_in(action), last=is_last, part=part)
         if action.kind is Kind.I:
-            self.state.collect((action.stage, action.microbatch))
+            self.state.collect((part, action.microbatch))
         return self.policy.loss_gradient(action)
 
     def _weight_gradients(self, action: Action) -> None:
-        is_last = (action.microbatch + 1) % self.sizes.num_microbatches == 0
-        self.state.apply((action.stage, action.microbatch), last=is_last)
+        is_last, part = (action.microbatch + 1) % self.sizes.num_microbatches == 0, self.parts.number(action)
+        self.state.apply((part, action.microbatch), last=is_last, part=part)
 
-    def _reduce(self, batch: int) -> None:
-        self.state.reduce(batch)
+    def _after_backward(self, action: Action) -> None:
+        batch, index = divmod(action.microbatch, self.sizes.num_microbatches)
+        if self.parts.is_divided and index == self.sizes.num_microbatches - 1:
+            part = self.parts.number(action)
+            self.state.finish(batch, part)
+            if self.tiers is not None and not self.state.is_alone(part):
+                self.tiers.hold_gradients(batch, part)
+
+    def _reduce(self, action: Action) -> None:
+        self.state.reduce(action.microbatch)
         self.executor.watch(self.state.reducer.newest.is_done)
 
-    def _norm(self, batch: int) -> None:
-        self.executor.wait(self.state.reducer.wait)
+    def _norm(self, action: Action) -> None:
+        if action.part == (self.state.num_groups - 1 if self._division.norms else 0):  # which comes first
+            self.executor.wait(self.state.reducer.wait)
+        if action.part:
+            self.state.square(action.microbatch, action.part)
+        else:
+            self._sum_up(action.microbatch)
+
+    def _sum_up(self, batch: int) -> None:
+        """Starts the grid-wide sums of a batch."""
         square = self.state.square_norm(batch)
         stages = self.grid.pp.size
         totals = torch.zeros(stages + 1 + len(self.loss_names), dtype=torch.float64, device=self.device)
@@ -161,26 +192,39 @@ class Engine:
         self.executor.watch(work.is_done)
         self._pending[batch] = totals, work
 
-    def _update(self, batch: int) -> None:
+    def _update(self, action: Action) -> None:
+        batch, part, is_last = action.microbatch, action.part, action.part == self.state.num_groups - 1
         if self.config.norms_first:
-            result = self._take_result(batch)
-            self._apply(batch, result)
-            self._report(result, lead=3)  # no rank has begun batch + 3 when any applies this update
+            if part == 0:
+                self._result = self._take_result(batch)
+            self._apply(batch, part, self._result)
+            if is_last:
+                self._report(self._result, lead=3)  # no rank has begun batch + 3 when any applies this update
             return
         # no stage waits for another: the numbers of a batch are reported once all stages must have finished it
-        self._norm(batch)
-        self._apply(batch, None)
+        if part == 0:
+            self.executor.wait(self.state.reducer.wait)
+        if is_last:
+            self._sum_up(batch)
+        else:
+            self.state.square(batch, part)
+        self._apply(batch, part, None)
         lag = -(-self.sizes.num_stages // self.sizes.num_microbatches)
-        if batch - lag >= self.policy.first:
+        if is_last and batch - lag >= self.policy.first:
             self._report(self._take_result(batch - lag), lead=lag + 3)
 
-    def _apply(self, batch: int, result: StepResult | None) -> None:
-        """Makes W(batch + 1); equal to W(batch) where the step is skipped. `result` None: not known, no clipping."""
-        if self._on_gradients is not None:
+    def _apply(self, batch: int, part: int, result: StepResult | None) -> None:
+        """Makes a part of W(batch + 1); equal to W(batch) where the step is skipped. `result` None: not known, no
+        clipping."""
+        if self._on_gradients is not None and part == 0:
             self._on_gradients(batch, self.state.full_gradients(batch))
         policy = self.policy
         self.state.update(batch, policy.learning_rate(batch), policy.factor(batch, result),
-                          predict=policy.predicts(batch))
+                          predict=policy.predicts(batch), group=part)
+        if self.tiers is not None:
+            self.tiers.hold_weights(batch + 1, part)
+        if part < self.state.num_groups - 1:
+            return
         if self.state.partition.is_sharded:
             self.executor.watch(lambda: not self.state.weights.is_arriving(batch + 1))
         policy.updated(batch, result)
@@ -230,8 +274,8 @@ class Engine:
         newest_version = self.state.weights.newest
         assert self.batches_done == newest_version, "evaluation needs a drained pipeline"
         m = self.sizes.num_microbatches
-        actions = forward_actions(self.sizes, self.grid.pp.rank, num_batches * m)
-        newest = (replace(a, version=newest_version) for a in actions)
+        actions = forward_actions(self.sizes, self.grid.pp.rank, num_batches * m, parts=self._division)
+        newest = self._in_tiers(replace(a, version=newest_version) for a in actions)
         with self.state.unpredicted():
             self.executor.run(newest, LoaderSource(loader, self.config, self.device, training=False), NO_HOOKS)
         totals = torch.zeros(len(self.loss_names), dtype=torch.float64, device=self.device)

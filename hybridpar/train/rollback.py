@@ -77,7 +77,8 @@ class AnomalyHandler:
 
     def audit(self) -> None:
         """Compares replicas."""
-        if found := find_divergence(self._engine.state.placed(), self._engine.grid):
+        state = self._engine.state
+        if found := find_divergence(state.placed(), self._engine.grid, state.memory.read):
             settings = self._engine.config.anomalies
             self._divergences += 1
             too_many = 0 < settings.limit <= self._divergences

@@ -4,14 +4,15 @@
     B       wait for its receive, bind the version (recomputation), run backward, keep the input's gradient
     I       the same, but what it takes to compute the weights' gradients waits        W   adds these up (batch hooks)
     RECV_*  post the receive        SEND_*  start the send        REDUCE NORM UPDATE   handed to the batch hooks
+    FETCH RELEASE DROP              handed to the tiers of the state; what an action touches is waited for before it
 
-It is the only place that waits for other stages.
+Parts of a stage hand activations and gradients to each other. It is the only place that waits for other stages.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import NoReturn, Protocol
@@ -24,7 +25,7 @@ from hybridpar.autograd import backward_from
 from hybridpar.comm import Work, irecv, isend
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.kinds import ROWS, Kind
+from hybridpar.pipeline.plan.kinds import PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.recording import Recording
@@ -45,9 +46,11 @@ class BatchHooks:
 
     before_backward: Callable[[Action], float]
     """Points gradients at the right buffer; returns what the loss's gradient starts from (the loss scale)."""
-    reduce: Callable[[int], None]
-    norm: Callable[[int], None]
-    update: Callable[[int], None]
+    after_backward: Callable[[Action], None]
+    """Called once the gradients of a micro-batch on a part of a stage are there."""
+    reduce: Callable[[Action], None]
+    norm: Callable[[Action], None]
+    update: Callable[[Action], None]
     weight_gradients: Callable[[Action], None]
     """Adds up what waits since the backward to the input of that micro-batch."""
 
@@ -73,11 +76,26 @@ class InFlight:
     edge: GradientEdge  # the output's place in the graph: the output itself is not kept
 
 
-class Executor:
-    """Runs the actions of one rank against its stages (by number), its weights and its neighbours."""
+class Tiers(Protocol):
+    """The state of a rank in a fast tier and a slow one."""
 
-    def __init__(self, stages: Mapping[int, Stage], weights: WeightStore, lane: Lane, num_microbatches: int):
-        self.stages, self.weights, self.lane = stages, weights, lane
+    def move(self, action: Action) -> None:
+        """Starts a FETCH, RELEASE or DROP."""
+    def are_here(self, action: Action) -> bool:
+        """Whether all that the action touches is in the fast tier."""
+    def touch(self, action: Action) -> None:
+        """Waits until it is, and notes what the action changes."""
+
+
+class Executor:
+    """Runs the actions of one rank against its stages (by number, in parts), its weights and its neighbours.
+
+    `tiers`: of its state; None: all of it is always at hand.
+    """
+
+    def __init__(self, stages: Mapping[int, Sequence[Stage]], weights: WeightStore, lane: Lane, num_microbatches: int,
+                 tiers: Tiers | None = None):
+        self.stages, self.weights, self.lane, self.tiers = stages, weights, lane, tiers
         self.num_microbatches = num_microbatches
         self.losses: dict[int, Losses] = {}
         """Sum of each batch's partial losses so far (last stage only); whoever reads an entry takes it out."""
@@ -87,17 +105,19 @@ class Executor:
         """The action being executed."""
         self.graphs: MicroBatchGraphs | None = None
         """Replays what it can."""
-        self._flight: dict[tuple[int, int], InFlight] = {}  # by stage and micro-batch, as all that follow
-        self._received: dict[tuple[Kind, int, int], tuple[Work, Tensor]] = {}
+        self._flight: dict[tuple[int, int, int], InFlight] = {}  # by stage, part and micro-batch
+        self._handed: dict[tuple[Kind, int, int, int], Tensor] = {}  # to a part by its neighbour, by kind and as above
+        self._received: dict[tuple[Kind, int, int], tuple[Work, Tensor]] = {}  # by kind, stage and micro-batch
         self._outputs: dict[tuple[Kind, int, int], Tensor] = {}
         self._sends: deque[Work] = deque()
         self._table: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward,
-            Kind.W: lambda a: self._hooks.weight_gradients(a),
-            Kind.REDUCE: lambda a: self._hooks.reduce(a.microbatch),
-            Kind.NORM: lambda a: self._hooks.norm(a.microbatch),
-            Kind.UPDATE: lambda a: self._hooks.update(a.microbatch),
+            Kind.W: self._weight_gradients,
+            Kind.REDUCE: lambda a: self._hooks.reduce(a),
+            Kind.NORM: lambda a: self._hooks.norm(a),
+            Kind.UPDATE: lambda a: self._hooks.update(a),
         } | {kind: self._send if row.met_by else self._post_receive for kind, row in ROWS.items() if row.side}
+        self._table |= dict.fromkeys(PER_ITEM, self._move)
 
     def run(self, actions: Iterable[Action], source: Source, hooks: BatchHooks) -> None:
         """Executes the actions in order; at the end nothing is in flight."""
@@ -106,16 +126,20 @@ class Executor:
         for action in actions:
             self.current = action
             flight.action(action.kind, action.stage, action.microbatch, action.version)
-            if (recording := self.recording) is None:
-                self._table[action.kind](action)
-            else:
+            if (recording := self.recording) is not None:
                 recording.begin()
-                self._table[action.kind](action)
+            if self.tiers is not None:
+                if not self.tiers.are_here(action):
+                    self.wait(partial(self.tiers.touch, action))
+                else:
+                    self.tiers.touch(action)
+            self._table[action.kind](action)
+            if recording is not None:
                 recording.end(action)
         while self._sends:
             self._sends.popleft().wait()
         self.current = None
-        left = [*self._flight, *self._received, *self._outputs]
+        left = [*self._flight, *self._handed, *self._received, *self._outputs]
         assert not left, f"the plan left micro-batches in flight: {left}"
 
     def wait(self, wait: Callable[[], None]) -> None:
@@ -131,9 +155,9 @@ class Executor:
             self.recording.watch(self.current, is_done)
 
     def _forward(self, action: Action) -> None:
-        stage, k = action.stage, action.microbatch
+        stage, part, k = action.stage, action.part, action.microbatch
         batch, key = self._source.microbatch(k)
-        x = self._take(Kind.RECV_F, stage, k)
+        x = self._handed.pop((Kind.F, stage, part, k)) if part else self._take(Kind.RECV_F, stage, k)
         if self.weights.is_arriving(action.version):
             self.wait(partial(self.weights.await_version, action.version))
         self.weights.bind(action.version)
@@ -145,29 +169,45 @@ class Executor:
                 return
         if x is not None and grad:
             x.requires_grad_()
-        out = self.stages[stage](x, batch, key)
+        out = self.stages[stage][part](x, batch, key)
         if isinstance(out, dict):
             self._add_losses(k // self.num_microbatches, out)
             out = sum(out.values())
+        elif part + 1 < len(self.stages[stage]):
+            self._handed[Kind.F, stage, part + 1, k] = out.detach()
         else:
             self._outputs[Kind.SEND_F, stage, k] = self.lane.cut(out.detach())
         if grad:
-            self._flight[stage, k] = InFlight(x, get_gradient_edge(out))
+            self._flight[stage, part, k] = InFlight(x, get_gradient_edge(out))
 
     def _backward(self, action: Action) -> None:
-        stage, k = action.stage, action.microbatch
+        stage, part, k = action.stage, action.part, action.microbatch
         factor = self._hooks.before_backward(action)
         if self.graphs is not None and self.graphs.backward(k, factor):
             return
-        flight = self._flight.pop((stage, k))
-        gradient = self._take(Kind.RECV_B, stage, k)
+        flight = self._flight.pop((stage, part, k))
+        is_last = part + 1 == len(self.stages[stage])
+        gradient = self._take(Kind.RECV_B, stage, k) if is_last else self._handed.pop((Kind.B, stage, part, k))
         if gradient is None:
             gradient = torch.full((), factor, dtype=self._loss_dtype, device=self.lane.device)  # torch.tensor waits
         self.weights.bind(action.version)
         backward_from(flight.edge, gradient)
         if flight.input is not None:
             assert flight.input.grad is not None
-            self._outputs[Kind.SEND_B, stage, k] = self.lane.cut(flight.input.grad)
+            if part:
+                self._handed[Kind.B, stage, part - 1, k] = flight.input.grad
+            else:
+                self._outputs[Kind.SEND_B, stage, k] = self.lane.cut(flight.input.grad)
+        if action.kind is Kind.B:
+            self._hooks.after_backward(action)
+
+    def _weight_gradients(self, action: Action) -> None:
+        self._hooks.weight_gradients(action)
+        self._hooks.after_backward(action)
+
+    def _move(self, action: Action) -> None:
+        assert self.tiers is not None
+        self.tiers.move(action)
 
     def _add_losses(self, batch: int, losses: Losses) -> None:
         total = self.losses.setdefault(batch, {})

@@ -1,0 +1,104 @@
+"""The slow tier of a rank's state on a machine without a GPU: one file, read and written past the page cache.
+
+The file has no name: a run that is killed leaves nothing, and nothing of it is trusted after a restart.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from pathlib import Path
+
+from hybridpar.errors import HybridparError
+
+PAGE = mmap.PAGESIZE
+_PIECE = 4 << 20
+_THREADS = 4
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def padded(num_bytes: int) -> int:
+    """`num_bytes` in whole pages."""
+    return -(-num_bytes // PAGE) * PAGE
+
+
+class DiskStore:
+    """Room for items of these sizes (bytes) in a file in `folder`; what was never written is zeros.
+
+    Reads and writes are of whole pages, in pieces that several threads move at a time.
+    Raises: HybridparError naming the folder, where there is no room or it cannot be written to.
+    """
+
+    def __init__(self, folder: Path, sizes: Sequence[int]):
+        self.folder, self._sizes = folder, [padded(size) for size in sizes]
+        *self._offsets, self.num_bytes = accumulate(self._sizes, initial=0)
+        self._threads = ThreadPoolExecutor(_THREADS, "slow tier")
+        self._file = -1
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file, name = tempfile.mkstemp(prefix="state.", dir=folder)
+            os.unlink(name)
+            if self.num_bytes:
+                os.posix_fallocate(self._file, 0, self.num_bytes)
+            self._direct = self._go_direct(name)
+        except OSError as error:
+            self.close()
+            raise self._failure("make the file of the state", error) from None
+
+    def _go_direct(self, name: str) -> bool:
+        """Opens the file anew past the page cache, where its file system can do that."""
+        try:
+            direct = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_DIRECT)
+        except OSError as error:
+            if error.errno in _NO_DIRECT:
+                return False
+            raise
+        os.close(self._file)
+        self._file = direct
+        return True
+
+    def read(self, item: int, into: memoryview) -> None:
+        """Brings an item; returns once it is here. `into`: of the item's pages, at a page. Raises: HybridparError."""
+        self._move(os.preadv, "read", item, into)
+
+    def write(self, item: int, content: memoryview) -> None:
+        """Takes an item's content, as `read`."""
+        self._move(os.pwritev, "write", item, content)
+
+    def _move(self, call: object, what: str, item: int, memory: memoryview) -> None:
+        at, size = self._offsets[item], self._sizes[item]
+        assert memory.nbytes == size, (memory.nbytes, size)
+
+        def piece(start: int) -> None:
+            stop = min(start + _PIECE, size)
+            while start < stop:
+                moved = call(self._file, [memory[start:stop]], at + start)  # type: ignore[operator]
+                if moved <= 0:
+                    raise OSError(errno.EIO, "nothing was moved")
+                start += moved
+
+        try:
+            for done in [self._threads.submit(piece, start) for start in range(0, size, _PIECE)]:
+                done.result()
+            if not self._direct:
+                os.posix_fadvise(self._file, at, size, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise self._failure(f"{what} a part of the state", error) from None
+
+    def _failure(self, what: str, error: OSError) -> HybridparError:
+        room = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            room = f"; it takes {self.num_bytes / 1e9:.3g} GB: make room, or set memory.folder to a folder that has it"
+        return HybridparError(f"{self.folder}: cannot {what}: {error}{room}")
+
+    def close(self) -> None:
+        """Gives back the room."""
+        self._threads.shutdown()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

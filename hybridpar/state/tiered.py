@@ -1,0 +1,108 @@
+"""State whose memory is limited: chunks of all kinds are items that move between memory and a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridpar.config import Config
+from hybridpar.errors import config_error
+from hybridpar.optim import ParameterSlot
+from hybridpar.state.chunks import Chunk, Memory, Use
+from hybridpar.state.layout import FlatLayout
+from hybridpar.state.store import DiskStore
+from hybridpar.state.tiers import Region, Tiers
+
+FOLDER = "state"
+"""Folder of a run where the file is, if the configuration does not name one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateItem:
+    """A chunk of one kind of state: 'weights/0' and 'weights/1' (of two versions), 'gradients/0', 'master', or
+    'optimizer/exp_avg'."""
+
+    kind: str
+    use: Use
+    num_bytes: int
+
+
+class TieredMemory(Memory):
+    """Memory of a CPU, of which state takes `budget` bytes at most, and a file in `folder` for the rest.
+
+    From `seal` on, `tiers` moves what was taken from it.
+    """
+
+    def __init__(self, budget: int, folder: Path):
+        super().__init__("cpu")
+        self.budget, self.folder = budget, folder
+        self.items: list[StateItem] = []
+        self.tiers: Tiers
+        self._regions: list[Region] = []
+        self._numbers: dict[int, int] = {}  # of items, by their address
+        self._copy: tuple[int, Tensor] | None = None
+        self._uses: Callable[[str], Use]
+
+    @staticmethod
+    def of(config: Config, device: torch.device) -> TieredMemory:
+        """The memory that a configuration with memory.budget asks for. Raises: ConfigError."""
+        if device.type != "cpu":
+            raise config_error("memory.budget", config.memory.budget, "works on CPUs so far", "0")
+        return TieredMemory(config.memory.budget, Path(config.memory.folder or config.run.folder / FOLDER))
+
+    def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        return self._add(kind, chunk.use, chunk.stop - chunk.start, dtype)
+
+    def for_optimizer(self, uses: Callable[[str], Use]) -> TieredMemory:
+        self._uses = uses
+        return self
+
+    def state(self, what: str, slots: Sequence[ParameterSlot], dtype: torch.dtype) -> list[Tensor]:
+        """Zeros of the slots' shapes; those of one use are an item. what: the name of an optimizer's state."""
+        found: dict[str, Tensor] = {}
+        for use in dict.fromkeys(self._uses(slot.name) for slot in slots):
+            names = {slot.name: slot.shape for slot in slots if self._uses(slot.name) == use}
+            layout = FlatLayout(list(names), list(names.values()), dtype)
+            found |= layout.views(self._add(f"optimizer/{what}", use, layout.numel, dtype))
+        return [found[slot.name] for slot in slots]
+
+    def _add(self, kind: str, use: Use, numel: int, dtype: torch.dtype) -> Tensor:
+        region = Region(numel * dtype.itemsize)
+        self._numbers[region.tensor.data_ptr()] = len(self.items)
+        self._regions.append(region)
+        self.items.append(StateItem(kind, use, len(region.view)))
+        return region.tensor[: numel * dtype.itemsize].view(dtype)
+
+    def seal(self, allocate: Callable[[], object]) -> None:
+        """Makes the file. Raises: HybridparError where there is no room for it."""
+        allocate()
+        pinned = frozenset(i for i, item in enumerate(self.items) if item.use.stays)
+        store = DiskStore(self.folder, [0 if item.use.stays else item.num_bytes for item in self.items])
+        self.tiers = Tiers(self._regions, pinned, self.budget, store)
+
+    def number_of(self, view: Tensor) -> int:
+        """The item that a tensor is a view of."""
+        return self._numbers[view.untyped_storage().data_ptr()]
+
+    def writing(self, *views: Tensor) -> AbstractContextManager[object]:
+        self._copy = None
+        return self.tiers.using(list(dict.fromkeys(map(self.number_of, views))), changing=True)
+
+    def read(self, view: Tensor) -> Tensor:
+        number = self.number_of(view)
+        if self.tiers.is_here(number):
+            return view
+        if self._copy is None or self._copy[0] != number:
+            self._copy = None  # not both at once
+            self._copy = number, self.tiers.content(number)
+        content = self._copy[1][: view.untyped_storage().nbytes()].view(view.dtype)
+        return content.as_strided(view.shape, view.stride(), view.storage_offset())
+
+    def forget(self) -> None:
+        """What was read is going to change."""
+        self._copy = None

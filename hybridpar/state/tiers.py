@@ -1,0 +1,307 @@
+"""Items of state in two tiers: memory of a limited size, and a store that has room for all of them.
+
+    absent  --fetch-->  arriving  -->  here  --release-->  leaving  -->  absent
+       \\------------ create -----------^  \\----------- drop ------------^
+
+What is asked for is started in that order, and is waited for only where it is needed. Memory counts as taken from when
+an item begins to arrive until it has left.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybridpar.state.store import padded
+
+
+class Store(Protocol):
+    """The slow tier."""
+
+    def read(self, item: int, into: memoryview) -> None: ...
+    def write(self, item: int, content: memoryview) -> None: ...
+    def close(self) -> None: ...
+
+
+class Where(Enum):
+    """Whereabouts of an item, as seen from fast memory."""
+
+    ABSENT = "absent"
+    ARRIVING = "arriving"
+    HERE = "here"
+    LEAVING = "leaving"
+
+
+class Region:
+    """Memory at one address that is taken and given back. tensor: a view of it, in bytes, in whole pages."""
+
+    def __init__(self, num_bytes: int):
+        self._map = mmap.mmap(-1, max(padded(num_bytes), mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self._map)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def give_back(self) -> None:
+        """Frees the memory. It reads as zeros when it is next used."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+@dataclass(slots=True)
+class Item:
+    """One item: its memory, where it is, and whether the store lacks its content. `written`: the store has any.
+
+    `hold`: returns when it may leave. `used`: when it was last asked for, by a count.
+    """
+
+    region: Region
+    pinned: bool
+    where: Where = Where.ABSENT
+    changed: bool = False
+    written: bool = False
+    used: int = 0
+    hold: Callable[[], object] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.region.view)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes moved between the tiers, the most that was in memory at once, and seconds that were waited."""
+
+    read: int = 0
+    written: int = 0
+    peak: int = 0
+    waited: float = 0.0
+
+
+class Tiers:
+    """Moves items between `regions` and a store, never having more than `budget` bytes in memory.
+
+    `pinned`: numbers of the items that are always there. Errors of the store are raised by the next call.
+    """
+
+    def __init__(self, regions: Sequence[Region], pinned: frozenset[int], budget: int, store: Store):
+        self.items = [Item(region, number in pinned) for number, region in enumerate(regions)]
+        self.budget, self.traffic, self._store = budget, Traffic(), store
+        self._resident = self._clock = 0
+        self._error: Exception | None = None
+        self._state = threading.Condition()
+        self._queues: dict[Where, deque[int]] = {Where.ARRIVING: deque(), Where.LEAVING: deque()}
+        self._closed = False
+        for item in self.items:
+            if item.pinned:
+                item.where = Where.HERE
+                self._take(item)
+        self._movers = [threading.Thread(target=self._work, args=(where,), daemon=True, name=f"{where.value} state")
+                        for where in self._queues]
+        for mover in self._movers:
+            mover.start()
+
+    # -- what a plan asks for ------------------------------------------------------------------------------------------
+
+    def fetch(self, number: int) -> None:
+        """Starts to bring an item that is absent or leaving."""
+        with self._looking():
+            self.items[number].where = Where.ARRIVING
+            self._queues[Where.ARRIVING].append(number)
+            self._state.notify_all()
+
+    def release(self, number: int) -> None:
+        """Starts to write an item back, where the store lacks its content, and then gives up its memory."""
+        item = self.items[number]
+        self._settle(item)
+        with self._looking():
+            if item.changed:
+                item.where = Where.LEAVING
+                self._queues[Where.LEAVING].append(number)
+            else:
+                self._leave(item)
+            self._state.notify_all()
+
+    def drop(self, number: int) -> None:
+        """Gives up an item's memory and its content."""
+        item = self.items[number]
+        self._settle(item)
+        assert item.where is Where.HERE, f"item {number} is {item.where.value}"
+        with self._looking():
+            self._leave(item)
+            self._state.notify_all()
+
+    def create(self, number: int) -> None:
+        """Takes memory for an absent item whose content is void; waits until what leaves has made room."""
+        item = self.items[number]
+        self._wait(lambda: item.where is Where.ABSENT and self._has_room(item))
+        with self._looking():
+            self._take(item)
+            item.where = Where.HERE
+
+    def is_here(self, number: int) -> bool:
+        """Whether an item can be used at once."""
+        return self.items[number].where is Where.HERE
+
+    def is_absent(self, number: int) -> bool:
+        """Whether an item has no memory and is not to get any."""
+        return self.items[number].where in (Where.ABSENT, Where.LEAVING)
+
+    def await_item(self, number: int, *, changing: bool = False) -> None:
+        """Returns once an item that was fetched is here. `changing`: its content is going to be another one."""
+        item = self.items[number]
+        if item.where is not Where.HERE:
+            assert item.where is Where.ARRIVING, f"item {number} is {item.where.value} and nobody has fetched it"
+            self._wait(lambda: item.where is Where.HERE)
+        self._use(item)
+        item.changed |= changing
+
+    def hold(self, number: int, until: Callable[[], object]) -> None:
+        """An item stays where it is until this has returned, which is called when it is to leave; the last one counts."""
+        self.items[number].hold = until
+
+    # -- what is asked for beside plans --------------------------------------------------------------------------------
+
+    @contextmanager
+    def using(self, numbers: Sequence[int], *, changing: bool = False) -> Iterator[None]:
+        """While in it, items are here; those that were used the longest ago make room. Not while a plan runs."""
+        for number in numbers:
+            self._use(self.items[number])
+        for number in numbers:
+            item = self.items[number]
+            if item.where is Where.LEAVING:
+                self._wait(lambda item=item: item.where is Where.ABSENT)  # type: ignore[misc]
+            if item.where is Where.ABSENT:
+                self._make_room(item, frozenset(numbers))
+                self.fetch(number)
+            self.await_item(number, changing=changing)
+        yield
+
+    def content(self, number: int) -> Tensor:
+        """An item's bytes: itself where it is here, else a copy. Changes nothing about where it is."""
+        item = self.items[number]
+        if item.where in (Where.ARRIVING, Where.LEAVING):
+            self._wait(lambda: item.where in (Where.HERE, Where.ABSENT))
+        if item.where is Where.HERE:
+            return item.region.tensor
+        copy = Region(item.num_bytes)
+        if item.written:
+            self._store.read(number, copy.view)
+            self.traffic.read += item.num_bytes
+        return copy.tensor
+
+    def close(self) -> None:
+        """Ends the transfers under way."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        for mover in self._movers:
+            mover.join()
+        self._store.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _use(self, item: Item) -> None:
+        self._clock += 1
+        item.used = self._clock
+
+    def _make_room(self, item: Item, keep: frozenset[int]) -> None:
+        others = sorted((one.used, number) for number, one in enumerate(self.items)
+                        if one.where is Where.HERE and not one.pinned and number not in keep)
+        for _, number in others:
+            if self._resident + item.num_bytes <= self.budget:
+                return
+            self.release(number)
+            self._wait(lambda number=number: self.items[number].where is Where.ABSENT)  # type: ignore[misc]
+
+    def _settle(self, item: Item) -> None:
+        """Waits for what holds an item, or brings it."""
+        if (hold := item.hold) is not None:
+            item.hold = None
+            hold()
+        if item.where is Where.ARRIVING:
+            self._wait(lambda: item.where is Where.HERE)
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        with self._state:
+            if self._error is not None:
+                raise self._error
+            yield
+
+    def _wait(self, over: Callable[[], bool]) -> None:
+        began = time.perf_counter()
+        with self._state:
+            self._state.wait_for(lambda: over() or self._error is not None)
+            if self._error is not None:
+                raise self._error
+        self.traffic.waited += time.perf_counter() - began
+
+    def _has_room(self, item: Item) -> bool:
+        return self._resident + item.num_bytes <= self.budget
+
+    def _take(self, item: Item) -> None:
+        self._resident += item.num_bytes
+        self.traffic.peak = max(self.traffic.peak, self._resident)
+
+    def _leave(self, item: Item) -> None:
+        item.region.give_back()
+        item.changed = False
+        self._resident -= item.num_bytes
+        if item.where is not Where.ARRIVING:  # it was fetched again meanwhile
+            item.where = Where.ABSENT
+
+    def _work(self, where: Where) -> None:
+        """A mover: brings what is to arrive, or takes away what is to leave, one after the other."""
+        move = self._bring if where is Where.ARRIVING else self._take_away
+        queue = self._queues[where]
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._closed or self._may_begin(where))
+                if self._closed:
+                    return
+                number = queue[0]
+                if where is Where.ARRIVING:
+                    self._take(self.items[number])
+            try:
+                move(number)
+            except Exception as error:
+                with self._state:
+                    self._error = error
+                    self._state.notify_all()
+                return
+            with self._state:
+                queue.popleft()
+                if where is Where.ARRIVING:
+                    self.items[number].where = Where.HERE
+                else:
+                    self._leave(self.items[number])
+                self._state.notify_all()
+
+    def _may_begin(self, where: Where) -> bool:
+        queue = self._queues[where]
+        if not queue:
+            return False
+        # what is still to be written is not read before
+        return where is Where.LEAVING or (
+            queue[0] not in self._queues[Where.LEAVING] and self._has_room(self.items[queue[0]]))
+
+    def _bring(self, number: int) -> None:
+        item = self.items[number]
+        if item.written:
+            self._store.read(number, item.region.view)
+            self.traffic.read += item.num_bytes
+
+    def _take_away(self, number: int) -> None:
+        item = self.items[number]
+        self._store.write(number, item.region.view)
+        item.written = True
+        self.traffic.written += item.num_bytes
