@@ -16,7 +16,7 @@ _COLOURS = (  # by weight version: forward, backward
     ("#bdd5f3", "#2c6ab1"), ("#fcd9ae", "#c7680f"), ("#c4e6c1", "#35843a"), ("#dfcef2", "#774aae"),
     ("#f7c8c5", "#b93a3a"), ("#b8e4e4", "#1c7d7d"), ("#f6cbe3", "#b23c83"), ("#e6d6c3", "#7d5636"),
 )
-_LEFT, _RIGHT, _TOP, _HEIGHT, _PITCH = 74, 92, 58, 30, 50  # pixels; _PITCH from one row to the next
+_LEFT, _RIGHT, _TOP, _HEIGHT = 74, 92, 58, 30  # pixels
 _LINES = {Kind.SEND_F: (9, "#6fa3dc"), Kind.SEND_B: (12, "#1d4f8b"), Kind.FETCH: (15, "#3aa17e"),
           Kind.RELEASE: (18, "#c7772e")}
 """Transfers that a stage sends, and those between its tiers: pixels below its row, colour."""
@@ -32,6 +32,7 @@ class _Scale:
 
     num_ranks: int
     per_unit: float
+    pitch: int  # from one row to the next
     labels: dict[Kind, str]  # CSS class of the numbers in boxes of that kind; none where they do not fit
 
     def x(self, time: float) -> float:
@@ -39,7 +40,7 @@ class _Scale:
 
     def y(self, stage: int) -> float:
         """The row of the rank that holds the stage."""
-        return _TOP + stage % self.num_ranks * _PITCH
+        return _TOP + stage % self.num_ranks * self.pitch
 
 
 def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
@@ -58,7 +59,8 @@ def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
         fitting = [css for css, digit in (("", 7.5), ("small", 5.6)) if digits * digit + 3 <= length * per_unit]
         if fitting:
             labels[kind] = fitting[0]
-    return _Scale(len(timeline.plan), per_unit, labels)
+    moves = any(action.kind in PER_ITEM for actions in timeline.plan.values() for action in actions)
+    return _Scale(len(timeline.plan), per_unit, 58 if moves else 50, labels)
 
 
 def draw_svg(
@@ -78,7 +80,7 @@ def draw_svg(
     scale = _scale(timeline, (width - _LEFT - _RIGHT) / span, widens=widens)
     what = timeline.rank_name
     rows = [part for rank in ranks for part in _svg_row(timeline, rank, what, scale)]
-    axis = _TOP + len(ranks) * _PITCH
+    axis = _TOP + len(ranks) * scale.pitch
     full_width = max(scale.x(span) + _RIGHT, 640)
     legend, bottom = _svg_legend(timeline, axis + 50, full_width, _visible(timeline, scale))
     heading = title or f"{len(ranks)} {what}s, makespan {span:.6g}"
