@@ -30,7 +30,8 @@ _MAX_BYTES, _MOST_CORES = 256 << 20, 1e6
 _TIME = Within(0, 1e9)
 _OF_SPLIT = "backward_input"  # is there where backwards were split
 _OF_STAGES = ("forward", "backward", _OF_SPLIT)
-_OF_RANKS = ("update", "reduce", "gather")
+_OF_TIERS = ("fetch", "release")  # may be missing
+_OF_RANKS = ("update", "reduce", "gather", *_OF_TIERS)
 _OF_LINKS = ("transfer", "latency", "transfer_work")
 
 
@@ -134,7 +135,7 @@ def _run_costs(document: Any) -> RunCosts:
     read: _Document = from_plain(_Document, document, "it")
     sizes, measured, p = read.sizes, read.measured, read.sizes.num_ranks
     read.schedule.make().check_sizes(sizes)
-    if missing := {f.name for f in fields(Costs)} - {_OF_SPLIT} - document["costs_s"].keys():
+    if missing := {f.name for f in fields(Costs)} - {_OF_SPLIT, *_OF_TIERS} - document["costs_s"].keys():
         raise ValueError(f"costs_s.{min(missing)} is missing")
     _check_costs(read.costs_s, sizes)
     _check_row("measured.idle_share", measured.idle_share, p)

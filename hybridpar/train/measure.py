@@ -20,12 +20,12 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.run.recording import Event
 from hybridpar.train.trace import RankEvents, transfer_times
 
-CALLS = tuple(kind for kind in Kind if kind in BESIDE)
+CALLS = tuple(kind for kind in Kind if kind in BESIDE - PER_ITEM)
 VARYING = tuple(kind for kind in Kind if kind in COMPUTE and ROWS[kind].part_of is None)
 _FEWEST_CORES = 0.1
 _MOST_VARYING = 128  # micro-batches whose own times are kept

@@ -3,6 +3,7 @@
     exactly once    every rank has exactly the actions that the schedule asks of it, with the versions it defines
     order           an action comes after those on its rank that it needs; collectives come in the order of batches
     transfers       sends and receives of each link come in one order (NCCL has no tags: the i-th meets the i-th)
+    items           what an action touches of its rank's state is in the fast tier, which never holds more than it may
     memory          activations, weight versions and gradients alive at once stay within the schedule's bounds
     no deadlock     the plan runs to its end in the simulator, under the executor's rules
 
@@ -20,6 +21,7 @@ from hybridpar.pipeline.plan.action import NO_VERSION, Action, Plan
 from hybridpar.pipeline.plan.kinds import COMPUTE, PER_BATCH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.liveness import Live, live_counts
 from hybridpar.pipeline.plan.parts import PartCounts, order
+from hybridpar.pipeline.plan.residency import FastTier, Residency
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule
 from hybridpar.pipeline.plan.simulate import Costs, StuckError, simulate
 
@@ -56,12 +58,13 @@ class CheckReport:
 
 def check(
     plan: Plan, sizes: Sizes, schedule: str | Schedule, first_batch: int | None = None, num_batches: int | None = None,
-    *, serial_links: bool = True,
+    *, serial_links: bool = True, residency: Mapping[int, Residency] | None = None,
 ) -> CheckReport:
     """Proves that `plan` runs the given range of batches (default: the one its forwards span) by the schedule's rules.
 
     The transport is the strictest one that can occur (see simulate): the end stages meet in REDUCE, NORM waits for its
-    REDUCE, and, unless `serial_links` is off, the transfers of a rank on one axis wait for each other.
+    REDUCE, and, unless `serial_links` is off, the transfers of a rank on one axis wait for each other. `residency`: by
+    rank, where the plan moves items.
 
     Raises: PlanError at the first fault, with the place drawn; ConfigError if the schedule cannot run on these sizes.
     """
@@ -78,6 +81,7 @@ def check(
         _check_complete(plan, rank, (replace(action, part=part) for action in expected
                                      for part in order(action.kind, parts.count(action.kind, action.stage))))
         _check_order(plan, rank, sizes, parts)
+        _check_items(plan, rank, (residency or {}).get(rank))
     for rank in range(p):
         for kind, row in ROWS.items():
             if row.met_by and (sizes.is_ring or 0 <= rank + row.side < p):
@@ -199,6 +203,19 @@ def _needs(action: Action, sizes: Sizes, parts: PartCounts) -> Iterator[_Key]:
             yield kind, rank, action.version - 1, parts.last(kind, rank)
     if row.per_batch:
         yield action.kind, stage, k - 1, parts.last(action.kind, stage)
+
+
+def _check_items(plan: Plan, rank: int, residency: Residency | None) -> None:
+    """What is touched is in the fast tier, within its budget; what moves can."""
+    tier = None if residency is None else FastTier(residency)
+    for step, action in enumerate(plan[rank]):
+        fault = ""
+        if action.kind in PER_ITEM and (tier is None or action.stage != rank):
+            fault = f"{action} is on rank {rank}, {'where nothing moves' if tier is None else 'not on its own'}"
+        elif tier is not None:
+            fault = tier.follow(action)
+        if fault:
+            raise PlanError(fault, plan, [(rank, step)])
 
 
 def _check_link(plan: Plan, sender: int, kind: Kind, receiver: int) -> None:

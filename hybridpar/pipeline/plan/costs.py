@@ -24,6 +24,9 @@ class Costs:
     (sharded optimizer state), after an UPDATE; the first F that uses them waits. transfer: how long one activation
     occupies a link; latency: from its leaving to its arrival.
 
+    fetch, release: how long a MiB occupies the engine that brings items of the rank's state into its fast tier, and
+    the one that writes back what was changed (copies.py). An action waits for the items that it touches.
+
     tied: REDUCE also meets over the first and the last stage (tied embeddings). blocking_norm: NORM waits for its
     REDUCE (a CPU rank that must read the result) instead of queueing behind it. serial_links: the transfers of a rank
     on one axis share a queue.
@@ -46,6 +49,8 @@ class Costs:
     gather: PerRank = 0.0
     transfer: PerLink = 0.0
     latency: PerLink = 0.0
+    fetch: PerRank = 0.0
+    release: PerRank = 0.0
     tied: bool = False
     blocking_norm: bool = False
     serial_links: bool = False

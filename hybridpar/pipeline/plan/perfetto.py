@@ -1,7 +1,7 @@
 """A timeline in Chrome's trace format, for ui.perfetto.dev.
 
 A process for each rank: a track of its actions and its idle time, and below as many as it takes for what goes on beside
-them (transfers, reductions); arrows from sends to what they were awaited for.
+them (transfers, reductions, items of its state that come and go); arrows from sends to what they were awaited for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import COMPUTE, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.timeline import Timeline
 
 Entry = dict[str, Any]
@@ -70,10 +70,13 @@ def counter_entries(
 
 def waits(timeline: Timeline, rank: int) -> Iterator[Slice]:
     """Yields the times between the actions of a rank."""
-    before = 0.0
-    for action, start, done, _ in timeline.actions(rank):
-        if start > before:
-            yield Slice(wait_name(action), "idle", before, start)
+    before, stalls = 0.0, timeline.stalls.get(rank, {})
+    for step, (action, start, done, _) in enumerate(timeline.actions(rank)):
+        free = start - stalls.get(step, 0.0) * (action.kind not in PER_ITEM)  # from then on it waits for items alone
+        if free > before:
+            yield Slice(wait_name(action), "idle", before, free)
+        if start > free:
+            yield Slice(f"idle: {action} waits for the slow tier", "idle", free, start)
         before = done
 
 
@@ -83,20 +86,24 @@ def wait_name(action: Action) -> str:
 
 
 def _args(action: Action) -> dict[str, int]:
-    args = {"micro-batch" if action.kind in COMPUTE else "number": action.microbatch}
+    name = "micro-batch" if action.kind in COMPUTE else "item" if action.kind in PER_ITEM else "number"
+    args = {name: action.microbatch} | ({"part": action.part} if action.part else {})
     return args | ({"weights": action.version} if action.version >= 0 else {})
 
 
 def _beside(timeline: Timeline, rank: int, pid: int, scale: float) -> Iterator[Entry]:
     """Yields what goes on beside the actions, in as few tracks as hold it without overlap."""
-    free: list[float] = []  # by track: until when it is taken
-    beside = [(done, end, action) for action, _, done, end in timeline.actions(rank) if end > done]
+    free: list[tuple[str, float]] = []  # by track: what it is for, and until when it is taken
+    stalls = timeline.stalls.get(rank, {})
+    beside = [(done + stalls.get(step, 0.0) * (action.kind in PER_ITEM), end, action)
+              for step, (action, _, done, end) in enumerate(timeline.actions(rank)) if end > done]
     for start, end, action in sorted(beside, key=lambda item: item[0]):
-        track = next((i for i, until in enumerate(free) if until <= start), len(free))
+        use = ROWS[action.kind].name if action.kind in PER_ITEM else "communication"
+        track = next((i for i, (what, until) in enumerate(free) if what == use and until <= start), len(free))
         if track == len(free):
-            free.append(end)
-            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": track + 1, "args": {"name": "communication"}}
-        free[track] = end
+            free.append((use, end))
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": track + 1, "args": {"name": use}}
+        free[track] = use, end
         name = f"gather of W{action.version}" if action.kind is Kind.UPDATE else str(action)
         one = Slice(name, f"{action.kind.value} under way", start, end)
         yield _entry(pid, track + 1, one, scale) | {"args": _args(action)}

@@ -14,6 +14,9 @@ The rules are those of the executor, so a plan that ends here cannot deadlock th
     UPDATE    waits for NORM of all stages (for its own REDUCE where there is no NORM), then takes the rank's time;
               with sharded optimizer state the new weights are there `gather` later
 
+    FETCH, RELEASE, DROP return at once; items come and go beside the rank's work (copies.py). What touches an item
+              waits until it is there
+
 Of what is cut into parts, the part that runs first waits, the one that runs last sets going what follows, and all take
 equal times.
 
@@ -31,13 +34,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import heappop, heappush
 
 from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import Action, Plan
+from hybridpar.pipeline.plan.copies import CopyEngines
+from hybridpar.pipeline.plan.cores import Cores
 from hybridpar.pipeline.plan.costs import Costs, expand
-from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.parts import PartCounts
+from hybridpar.pipeline.plan.residency import Residency
 from hybridpar.pipeline.plan.timeline import Timeline
 
 
@@ -50,19 +55,23 @@ class StuckError(HybridparError):
         super().__init__(f"{len(waiting)} ranks wait forever; rank {rank}, step {step}: {reason}")
 
 
-def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
+def simulate(
+    plan: Plan, costs: Costs | None = None, residency: Mapping[int, Residency] | None = None,
+) -> Timeline:
     """Runs a lowered plan (`passes.make_plan`) with the given costs (default: a forward takes 1, a backward 2).
+
+    residency: by rank, where the plan moves items; without it moves take no time.
 
     Raises: StuckError if a rank waits for something that never comes.
     """
     assert sorted(plan) == list(range(len(plan))), f"ranks of a plan count from 0: {sorted(plan)}"
-    machine = _Machine(plan, costs or Costs())
+    machine = _Machine(plan, costs or Costs(), residency or {})
     machine.run()
     ranks = machine.ranks
     makespan = max((max(rank.ends) for rank in ranks if rank.ends), default=0.0)
     return Timeline(
         plan, {r.index: r.starts for r in ranks}, {r.index: r.ends for r in ranks}, makespan,
-        {r.index: r.returns for r in ranks})
+        {r.index: r.returns for r in ranks}, {r.index: r.stalls for r in ranks})
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +83,7 @@ class _Rank:
     starts: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
+    stalls: dict[int, float] = field(default_factory=dict)
     clock: float = 0.0
     waits_for: _Channel | _Meeting | None = None
     normed: set[int] = field(default_factory=set)  # batches whose NORM it has issued
@@ -117,45 +127,6 @@ class _Meeting:
     end: float | None = None
 
 
-class _Cores:
-    """Cores that are shared evenly: each piece of work runs at the speed min(1, cores / pieces under way).
-
-    All run at one speed, so `_served`, the work done on a piece that was there from the start, orders their ends.
-    """
-
-    def __init__(self, count: float):
-        self.count = count
-        self._now = self._served = 0.0
-        self._due: list[tuple[float, int, float, Callable[[float], None]]] = []  # by start
-        self._running: list[tuple[float, int, Callable[[float], None]]] = []  # by what is served when they are done
-        self._number = 0  # only keeps the heaps from comparing callables
-
-    def add(self, start: float, work: float, done: Callable[[float], None]) -> None:
-        """Calls `done(when)` once a piece of work that may start at `start` is done."""
-        self._number += 1
-        heappush(self._due, (start, self._number, work, done))
-
-    def step(self) -> bool:
-        """Goes on to the next start or end; False if nothing is left."""
-        due, running = self._due, self._running
-        if not running and not due:
-            return False
-        if not running:
-            self._now = due[0][0]
-        speed = min(1.0, self.count / len(running)) if running else 1.0
-        over = self._now + (running[0][0] - self._served) / speed if running else self._now
-        if due and (not running or due[0][0] < over):
-            start, number, work, done = heappop(due)
-            self._served += (start - self._now) * speed
-            self._now = start
-            heappush(running, (self._served + work, number, done))
-        else:
-            self._served, _, done = heappop(running)
-            self._now = over
-            done(over)
-        return True
-
-
 _When = Callable[[_Rank, Action], float | None]
 _Effect = Callable[[_Rank, Action, int], None]
 _Work = Sequence[Sequence[float]]  # by stage and micro-batch
@@ -169,10 +140,10 @@ class _Machine:
     notes what the rank waits for if that is not known yet), by rank what it takes of its time, and what it then does.
     """
 
-    def __init__(self, plan: Plan, costs: Costs):
+    def __init__(self, plan: Plan, costs: Costs, residency: Mapping[int, Residency] | None = None):
         p = len(plan)
         self.costs = costs
-        self.cores = None if costs.cores is None else _Cores(costs.cores)
+        self.cores = None if costs.cores is None else Cores(costs.cores)
         self.ranks = [_Rank(r, plan[r]) for r in range(p)]
         stages = max((a.stage + 1 for actions in plan.values() for a in actions if a.kind in COMPUTE), default=p)
         self.chunks = -(-stages // p) if p else 1
@@ -198,6 +169,10 @@ class _Machine:
         self.parts = [PartCounts(rank.actions) for rank in self.ranks]
         if any(self.parts):
             self.table |= {kind: self._by_part(kind, *self.table[kind]) for kind, row in ROWS.items() if row.cut}
+        fetch, release = expand(costs.fetch, p), expand(costs.release, p)
+        self.engines = {r: CopyEngines(items, fetch[r], release[r]) for r, items in (residency or {}).items()}
+        if self.engines:
+            self.table = {kind: self._with_items(kind, *entry) for kind, entry in self.table.items()}
         self.runnable = deque(self.ranks)
 
     def _channels(self, flow: int) -> list[_Channel | None]:
@@ -230,6 +205,35 @@ class _Machine:
 
         shares = [[time / counts[stage].count(kind, stage) for time in times] for stage, times in enumerate(work)]
         return when_first, shares, effect_last
+
+    def _with_items(self, kind: Kind, when: _When | None, work: _Work, effect: _Effect | None) -> _Entry:
+        """The table's entry of a kind that touches or moves items."""
+
+        def when_ready(rank: _Rank, action: Action) -> float | None:
+            start = rank.clock if when is None else when(rank, action)
+            if start is None or rank.index not in self.engines:
+                return start
+            ready = self.engines[rank.index].ready(action)
+            if ready > start:
+                rank.stalls[len(rank.starts)] = ready - start
+            return max(start, ready)
+
+        def follow(rank: _Rank, action: Action, step: int) -> None:
+            if effect is not None:
+                effect(rank, action, step)
+            if (engines := self.engines.get(rank.index)) is None:
+                return
+            fault, start, end = engines.follow(action, rank.clock)
+            if fault:
+                raise StuckError({rank.index: (step, fault)})
+            if kind in PER_ITEM:
+                rank.ends[step] = end
+                if start > rank.clock:
+                    rank.stalls[step] = start - rank.clock
+
+        if kind in PER_ITEM:
+            return when, work, follow
+        return (when, work, effect) if kind in BESIDE - {Kind.NORM} else (when_ready, work, follow)
 
     def run(self) -> None:
         self._advance_all()

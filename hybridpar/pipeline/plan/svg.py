@@ -8,7 +8,7 @@ from html import escape
 
 from hybridpar.pipeline.plan.action import Action, Plan
 from hybridpar.pipeline.plan.draw import as_timeline, number_of
-from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import COMPUTE, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.shapes import IDLE, INK, MUTED, page, rect
 from hybridpar.pipeline.plan.timeline import Timeline
 
@@ -16,9 +16,11 @@ _COLOURS = (  # by weight version: forward, backward
     ("#bdd5f3", "#2c6ab1"), ("#fcd9ae", "#c7680f"), ("#c4e6c1", "#35843a"), ("#dfcef2", "#774aae"),
     ("#f7c8c5", "#b93a3a"), ("#b8e4e4", "#1c7d7d"), ("#f6cbe3", "#b23c83"), ("#e6d6c3", "#7d5636"),
 )
-_LEFT, _RIGHT, _TOP, _HEIGHT, _PITCH = 74, 92, 58, 30, 50  # pixels; _PITCH from one row to the next
-_LINES = {Kind.SEND_F: (9, "#6fa3dc"), Kind.SEND_B: (12, "#1d4f8b")}
-"""Transfers that a stage sends: pixels below its row, colour."""
+_LEFT, _RIGHT, _TOP, _HEIGHT = 74, 92, 58, 30  # pixels
+_LINES = {Kind.SEND_F: (9, "#6fa3dc"), Kind.SEND_B: (12, "#1d4f8b"), Kind.FETCH: (15, "#3aa17e"),
+          Kind.RELEASE: (18, "#c7772e")}
+"""Transfers that a stage sends, and those between its tiers: pixels below its row, colour."""
+_STALL = "#f3cfcb"
 _SHOWN_PIXELS = 0.5
 FORWARDS = "forwards of one micro-batch on the costliest rank"
 """The unit of time of plans whose costs are counted, not measured."""
@@ -30,6 +32,7 @@ class _Scale:
 
     num_ranks: int
     per_unit: float
+    pitch: int  # from one row to the next
     labels: dict[Kind, str]  # CSS class of the numbers in boxes of that kind; none where they do not fit
 
     def x(self, time: float) -> float:
@@ -37,7 +40,7 @@ class _Scale:
 
     def y(self, stage: int) -> float:
         """The row of the rank that holds the stage."""
-        return _TOP + stage % self.num_ranks * _PITCH
+        return _TOP + stage % self.num_ranks * self.pitch
 
 
 def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
@@ -56,7 +59,8 @@ def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
         fitting = [css for css, digit in (("", 7.5), ("small", 5.6)) if digits * digit + 3 <= length * per_unit]
         if fitting:
             labels[kind] = fitting[0]
-    return _Scale(len(timeline.plan), per_unit, labels)
+    moves = any(action.kind in PER_ITEM for actions in timeline.plan.values() for action in actions)
+    return _Scale(len(timeline.plan), per_unit, 58 if moves else 50, labels)
 
 
 def draw_svg(
@@ -67,7 +71,8 @@ def draw_svg(
     A box is a micro-batch on a stage: light forward, dark backward (W less so), its colour the weight version, with a b
     (and so on) where the stage is the second of its rank. The bar below a row runs from the end of a batch's gradients
     to the update, dark while a reduction is under way; the thin lines below that are the transfers that the stage
-    sends, where they take visible time. Every part has a tooltip.
+    sends, then those of items to and from its fast tier, where they take visible time; where a stage waits for items it
+    is red. Every part has a tooltip.
     """
     timeline = as_timeline(drawn)
     ranks = sorted(timeline.plan)
@@ -75,7 +80,7 @@ def draw_svg(
     scale = _scale(timeline, (width - _LEFT - _RIGHT) / span, widens=widens)
     what = timeline.rank_name
     rows = [part for rank in ranks for part in _svg_row(timeline, rank, what, scale)]
-    axis = _TOP + len(ranks) * _PITCH
+    axis = _TOP + len(ranks) * scale.pitch
     full_width = max(scale.x(span) + _RIGHT, 640)
     legend, bottom = _svg_legend(timeline, axis + 50, full_width, _visible(timeline, scale))
     heading = title or f"{len(ranks)} {what}s, makespan {span:.6g}"
@@ -98,6 +103,9 @@ def _svg_row(timeline: Timeline, rank: int, what: str, scale: _Scale) -> Iterato
     yield rect(scale.x(0), y, timeline.makespan * scale.per_unit, _HEIGHT, IDLE)
     idle = f"{100 * timeline.idle_share(rank):.1f} %"
     yield f'<text class="muted" x="{scale.x(timeline.makespan) + 12:.1f}" y="{y + 20}">{idle}</text>'
+    for action, start, stall in timeline.item_waits(rank):
+        yield rect(scale.x(start - stall), y, stall * scale.per_unit, _HEIGHT, _STALL,
+                   f"{action} waits for the slow tier, {start - stall:.6g} to {start:.6g}")
     reduced: dict[int, float] = {}  # batch: when its reduction began
     normed: dict[int, float] = {}  # and when it ended
     for action, start, end in timeline.shown(rank):
@@ -132,8 +140,8 @@ def _svg_compute(action: Action, start: float, end: float, scale: _Scale) -> Ite
 def _svg_transfer(action: Action, start: float, end: float, scale: _Scale) -> Iterator[str]:
     below, colour = _LINES[action.kind]
     if (width := (end - start) * scale.per_unit) >= _SHOWN_PIXELS:
-        tip = f"{action}: {ROWS[action.kind].name} of micro-batch {action.microbatch} on its way, " \
-              f"{start:.6g} to {end:.6g}"
+        what = f"{'item' if action.kind in PER_ITEM else 'micro-batch'} {action.microbatch}"
+        tip = f"{action}: {ROWS[action.kind].name} of {what} on its way, {start:.6g} to {end:.6g}"
         yield rect(scale.x(start), scale.y(action.stage) + _HEIGHT + below, width, 2, colour, tip)
 
 
@@ -193,9 +201,12 @@ def _svg_legend(timeline: Timeline, y: float, full_width: float, visible: set[Ki
         ([rect(0, 5, 13, 4, MUTED), rect(13, 5, 13, 4, "#c9d0d8")], "gradients reduced, then ready for the update"),
         ([rect(0, 0, 26, 14, IDLE)], "idle"),
     ]
-    if visible & _LINES.keys():
-        lines = [rect(0, 4 + 4 * i, 26, 2, colour) for i, (_, colour) in enumerate(_LINES.values())]
-        items.append((lines, "activation, gradient on its way"))
+    for kinds, what in (((Kind.SEND_F, Kind.SEND_B), "activation, gradient on its way"),
+                        ((Kind.FETCH, Kind.RELEASE), "fetched, released")):
+        if visible & set(kinds):
+            items.append(([rect(0, 4 + 4 * i, 26, 2, _LINES[kind][1]) for i, kind in enumerate(kinds)], what))
+    if any(True for rank in timeline.plan for _ in timeline.item_waits(rank)):
+        items.append(([rect(0, 0, 26, 14, _STALL)], "waits for the slow tier"))
     parts, x = [f'<text class="muted" x="{_LEFT}" y="{y}">weights: micro-batches that use them</text>'], float(_LEFT)
     y += 10
     for shapes, text in items:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from hybridpar.pipeline.plan.action import Action, Plan
-from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, Kind
+from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, PER_ITEM, Kind
 from hybridpar.pipeline.plan.liveness import Live, peak_live
 
 
@@ -19,6 +19,9 @@ class Timeline:
     A computation returns when it is complete, what goes on BESIDE the rank's work as soon as it is issued, and UPDATE
     when the weights are made, which other ranks may still have to gather. `returns` left out: the actions that start
     something take none of the rank's time, and all others return at their end.
+
+    stalls: by rank and step, where it is more than none: of a computation how long it waited for items of the rank's
+    state alone; of a FETCH or RELEASE how long after its call the engine took it up.
     """
 
     plan: Plan
@@ -26,6 +29,7 @@ class Timeline:
     ends: Mapping[int, Sequence[float]]
     makespan: float
     returns: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    stalls: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
 
     def actions(self, rank: int) -> Iterator[tuple[Action, float, float, float]]:
         """Each action of a rank: start, return, end."""
@@ -47,20 +51,36 @@ class Timeline:
 
     def shown(self, rank: int) -> Iterator[tuple[Action, float, float]]:
         """Each action of a rank as pictures show it: start and end; of an update, the end of the rank's own work."""
-        for action, start, done, end in self.actions(rank):
-            yield action, start, end if action.kind in BESIDE else done
+        for (action, start, done, end), stall in zip(self.actions(rank), self._stalls(rank), strict=True):
+            yield action, start + stall * (action.kind in PER_ITEM), end if action.kind in BESIDE else done
+
+    def _stalls(self, rank: int) -> Iterator[float]:
+        stalls = self.stalls.get(rank, {})
+        return (stalls.get(step, 0.0) for step in range(len(self.plan[rank])))
 
     def scaled(self, by: float) -> Timeline:
         """The same in another unit of time."""
         starts, ends, returns = (
             {rank: [by * time for time in times] for rank, times in table.items()}
             for table in (self.starts, self.ends, self.returns))
-        return Timeline(self.plan, starts, ends, by * self.makespan, returns)
+        stalls = {rank: {step: by * time for step, time in of_rank.items()} for rank, of_rank in self.stalls.items()}
+        return Timeline(self.plan, starts, ends, by * self.makespan, returns, stalls)
 
     def busy(self, rank: int, since: float = 0.0, until: float = inf) -> float:
         """Time in [since, until] that the rank itself spends on actions."""
         return sum(
             max(0.0, min(done, until) - max(start, since)) for _, start, done, _ in self.actions(rank) if done > start)
+
+    def stalled(self, rank: int, since: float = 0.0, until: float = inf) -> float:
+        """Time in [since, until] that the rank waits for items of its state, and for nothing else."""
+        return sum(max(0.0, min(start, until) - max(start - stall, since))
+                   for _, start, stall in self.item_waits(rank))
+
+    def item_waits(self, rank: int) -> Iterator[tuple[Action, float, float]]:
+        """Each action of a rank that waits for items: its start, and how long it waits before that."""
+        for step, stall in self.stalls.get(rank, {}).items():
+            if self.plan[rank][step].kind not in PER_ITEM:
+                yield self.plan[rank][step], self.starts[rank][step], stall
 
     def idle_share(self, rank: int, since: float = 0.0, until: float | None = None) -> float:
         """Share of [since, until] (default: all) in which the rank does nothing (its bubble)."""

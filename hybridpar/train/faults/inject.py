@@ -166,7 +166,9 @@ class Injector:
     def _is_due(self, fault: Fault, action: Action) -> bool:
         m = self._engine.sizes.num_microbatches
         batch, index = (action.microbatch, -1) if action.kind in PER_BATCH else divmod(action.microbatch, m)
-        if fault.kind in _SAVING or action.kind in PER_ITEM or batch + 1 != fault.step or (fault.microbatch >= 0 and index != fault.microbatch):
+        if action.kind in PER_ITEM:
+            return False
+        if fault.kind in _SAVING or batch + 1 != fault.step or (fault.microbatch >= 0 and index != fault.microbatch):
             return False
         if "link" in fault.kind:
             return action.kind in _kinds_of_link(self._engine.grid, self._engine.sizes.is_ring, fault.peer)

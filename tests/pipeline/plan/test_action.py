@@ -34,7 +34,8 @@ def test_text_round_trip(actions):
     assert parse_actions(format_actions(actions)) == tuple(actions)
 
 
-@pytest.mark.parametrize("text", ["", "F", "F12", "F12@", "G12@1", "F12@1v", "F-1@0", "F 12@1", "F12@1v3x", "F12@1.v3", "F12@1.-2", "F12@.2", "F12@1v3.2", "f12@1v3"])
+@pytest.mark.parametrize("text", ["", "F", "F12", "F12@", "G12@1", "F12@1v", "F-1@0", "F 12@1", "F12@1v3x", "F12@1.v3",
+                                  "F12@1.-2", "F12@.2", "F12@1v3.2", "f12@1v3"])
 def test_bad_text(text):
     with pytest.raises(ConfigError, match="F12@1v3") as error:
         parse_action(text)

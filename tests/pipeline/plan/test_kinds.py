@@ -1,6 +1,6 @@
 """The table of kinds: that its rows fit together."""
 
-from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, INPUTS, PER_BATCH, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, INPUTS, PER_BATCH, PER_ITEM, ROWS, Kind
 
 
 def test_every_kind_has_a_row_and_is_of_one_sort():
@@ -10,6 +10,9 @@ def test_every_kind_has_a_row_and_is_of_one_sort():
     assert {Kind.REDUCE, Kind.NORM, Kind.UPDATE} == PER_BATCH
     assert {Kind.F, Kind.B, Kind.I, Kind.W} == COMPUTE
     assert COMPUTE - {Kind.W} == INPUTS
+    assert {Kind.FETCH, Kind.RELEASE, Kind.DROP} == PER_ITEM
+    assert BESIDE > PER_ITEM
+    assert {kind for kind, row in ROWS.items() if row.cut} == COMPUTE | {Kind.NORM, Kind.UPDATE}
 
 
 def test_transfers_have_two_ends():

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline.plan.items import drawn_sizes
 
 from hybridpar.errors import ConfigError
 from hybridpar.pipeline.plan.action import Action, Kind, format_actions
@@ -57,12 +58,6 @@ def test_stages_of_a_rank_may_differ():
 
 
 CASES = st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 9), st.integers(0, 5), st.booleans()
-
-
-def drawn_sizes(name, p, m):
-    if name == "interleaved":
-        return Sizes(max(p, 2), m, 2)
-    return Sizes(p, max(m, p - 1))
 
 
 @settings(deadline=None, max_examples=60)

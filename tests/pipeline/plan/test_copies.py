@@ -1,0 +1,111 @@
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pipeline.plan.items import READ, UPDATE, WRITE, plans
+
+from hybridpar.pipeline.plan.action import PER_ITEM, Kind, parse_actions
+from hybridpar.pipeline.plan.copies import MIB
+from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.perfetto import trace_entries, waits
+from hybridpar.pipeline.plan.residency import FastTier, Residency, Touch
+from hybridpar.pipeline.plan.simulate import StuckError, simulate
+from hybridpar.pipeline.plan.svg import draw_svg
+
+SWEEP = "FETCH0@0 F0@0v0 RELEASE0@0 FETCH1@0 F0@0.1v0 B0@0.1v0 RELEASE1@0 FETCH0@0 B0@0v0"
+
+
+def run(text, mode=READ, room=1, **costs):
+    """One rank whose parts have an item of a MiB each; a forward takes 0.5, a backward 1 for each part."""
+    residency = Residency(lambda action: [] if action.kind in PER_ITEM else [Touch(action.part, mode)],
+                          [MIB] * 3, room * MIB)
+    return simulate({0: parse_actions(text)}, Costs(**costs), {0: residency})
+
+
+def starts(timeline):
+    return {str(action): start for action, start, _ in timeline.shown(0)}
+
+
+def test_a_part_waits_for_its_item():
+    timeline = run(SWEEP, fetch=3.0, release=7.0)  # nothing was changed: no release takes time
+    assert [start for action, start, _ in timeline.shown(0) if action.kind not in PER_ITEM] == [3, 6.5, 7, 11]
+    assert timeline.makespan == 12
+    assert timeline.stalled(0) == 9
+    assert timeline.stalled(0, 4, 9) == 2.5 + 1
+    assert timeline.scaled(2).stalled(0) == 18
+    assert simulate({0: parse_actions(SWEEP)}).makespan == 3, "no transfer, no wait"
+
+
+def test_what_was_changed_is_written_before_what_takes_its_room_comes():
+    timeline = run(SWEEP, UPDATE, fetch=3.0, release=2.0)
+    shown = starts(timeline)
+    assert (shown["RELEASE0@0"], shown["FETCH1@0"], shown["F0@0.1v0"]) == (3.5, 5.5, 8.5)
+    fetch = next(step for step, action in enumerate(timeline.plan[0]) if str(action) == "FETCH1@0")
+    assert timeline.stalls[0][fetch] == 2
+    assert timeline.ends[0][fetch] == 8.5
+
+
+def test_what_is_made_waits_for_its_room():
+    timeline = run("FETCH0@0 F0@0v0 RELEASE0@0 F0@0.1v0", WRITE, fetch=3.0, release=2.0)
+    assert starts(timeline)["F0@0.1v0"] == 5.5
+
+
+def test_the_engines_work_at_once_and_each_in_order():
+    timeline = run("FETCH0@0 FETCH1@0 F0@0v0 RELEASE0@0 F0@0.1v0 RELEASE1@0", UPDATE, room=2, fetch=1.0, release=4.0)
+    times = {str(action): (start, end) for action, start, end in timeline.shown(0)}
+    assert times["FETCH1@0"] == (1, 2)
+    assert times["F0@0v0"] == (1, 1.5)
+    assert times["RELEASE0@0"] == (1.5, 5.5)
+    assert times["F0@0.1v0"] == (2, 2.5)
+    assert times["RELEASE1@0"] == (5.5, 9.5)
+
+
+def test_what_is_never_fetched_is_waited_for_forever():
+    with pytest.raises(StuckError, match=r"F0@0\.1v0: item 1 is not in the fast tier"):
+        run("FETCH0@0 F0@0v0 F0@0.1v0")
+
+
+@given(plans(), st.floats(0, 1), st.floats(0, 1))
+def test_costs_of_moves(made, fetch, release):
+    """Free moves take no time, others only add; engines do one thing at a time; waits are those of actions."""
+    _, _, plan, residency = made
+    free = simulate(plan, Costs(update=1.0), residency)
+    assert free.makespan == simulate(plan, Costs(update=1.0)).makespan
+    assert not any(free.stalls.values())
+    timeline = simulate(plan, Costs(update=1.0, fetch=fetch * MIB, release=release * MIB), residency)
+    assert timeline.makespan >= free.makespan
+    for rank in plan:
+        tier, written = FastTier(residency[rank]), 0
+        for action in plan[rank]:
+            written += action.kind is Kind.RELEASE and tier.is_changed(action.microbatch) and \
+                residency[rank].num_bytes[action.microbatch]
+            tier.follow(action)
+        fetched = sum(residency[rank].num_bytes[a.microbatch] for a in plan[rank] if a.kind is Kind.FETCH)
+        for kind, taken in ((Kind.FETCH, fetch * fetched), (Kind.RELEASE, release * written)):
+            moves = [(start, end) for action, start, end in timeline.shown(rank) if action.kind is kind and end > start]
+            assert sum(end - start for start, end in moves) == pytest.approx(taken)
+            assert all(one[1] <= other[0] + 1e-9 for one, other in pairwise(moves))
+        assert timeline.stalled(rank) <= timeline.makespan - timeline.busy(rank) + 1e-9
+
+
+def test_pictures_show_moves_and_waits():
+    timeline = run(SWEEP, UPDATE, fetch=3.0, release=2.0)
+    picture = draw_svg(timeline)
+    assert "<title>FETCH1@0: fetch of item 1 on its way, 5.5 to 8.5</title>" in picture
+    assert "<title>RELEASE0@0: release of item 0 on its way, 3.5 to 5.5</title>" in picture
+    assert "<title>F0@0.1v0 waits for the slow tier, 3.5 to 8.5</title>" in picture
+    assert ">fetched, released<" in picture
+    assert ">waits for the slow tier<" in picture
+    plain = draw_svg({0: parse_actions("F0@0v0 B0@0v0")})
+    assert "fetched" not in plain
+    assert "slow tier" not in plain
+    assert next(one.name for one in waits(timeline, 0)) == "idle: F0@0v0 waits for the slow tier"
+    entries = json.loads(json.dumps(list(trace_entries(timeline, {0: (0, "rank 0")}))))
+    tracks = {entry["args"]["name"]: entry["tid"] for entry in entries if entry["name"] == "thread_name"}
+    assert set(tracks) == {"actions", "fetch", "release"}
+    move = next(entry for entry in entries if entry["name"] == "FETCH1@0" and entry["tid"] == tracks["fetch"])
+    assert (move["ts"], move["dur"], move["args"]) == (5.5e6, 3e6, {"item": 1})
+    part = next(entry for entry in entries if entry["name"] == "F0@0.1v0")
+    assert part["args"] == {"micro-batch": 0, "part": 1, "weights": 0}
