@@ -69,8 +69,8 @@ class Part:
     def write(self, folder: Path, tensors: Mapping[str, Tensor] | None = None, *,
               flight: Flight = NO_FLIGHT) -> Written:
         """Writes the file, with a copy of the tensors where there is one. Raises: OSError."""
-        given, read = (self.tensors, self.read) if tensors is None else (tensors, lambda tensor: tensor)
-        size, checksums = write_tensors(folder / file_name(self.where), given, self.header, flight, read)
+        size, checksums = write_tensors(
+            folder / file_name(self.where), tensors or self.tensors, self.header, flight, self.read)
         return ShardFile(self.where, self.blocks, size, checksums), self.versions
 
     def check(self, folder: Path, written: Written, *, flight: Flight = NO_FLIGHT) -> None:

@@ -13,6 +13,7 @@ from hybridpar.config.sections import (
     CheckpointConfig,
     Config,
     KernelsConfig,
+    MemoryConfig,
     OptimConfig,
     ParallelConfig,
     PipelineConfig,
@@ -31,7 +32,7 @@ from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_pla
 
 __all__ = [
     "AUTO", "FINITE", "MAX_TOML", "STOP_SIGNALS", "AnomaliesConfig", "CheckpointConfig", "Config", "DataConfig",
-    "FaultsConfig", "KernelsConfig", "Launch", "ModelConfig", "OptimConfig", "ParallelConfig", "PipelineConfig",
-    "PlanConfig", "RunConfig", "TrainConfig", "Whole", "Within", "broken_rules", "from_mapping", "from_plain",
-    "load_toml", "pass_on_signals", "span", "to_mapping", "to_toml", "triton_is_interpreted",
+    "FaultsConfig", "KernelsConfig", "Launch", "MemoryConfig", "ModelConfig", "OptimConfig", "ParallelConfig",
+    "PipelineConfig", "PlanConfig", "RunConfig", "TrainConfig", "Whole", "Within", "broken_rules", "from_mapping",
+    "from_plain", "load_toml", "pass_on_signals", "span", "to_mapping", "to_toml", "triton_is_interpreted",
 ]

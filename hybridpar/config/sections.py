@@ -298,7 +298,8 @@ class Config:
     @property
     def saves_beside_training(self) -> bool:
         """Whether a copy of the training state will be written while training goes on."""
-        return self.checkpoint.asynchronous and 0 < self.train.save_interval < self.train.num_steps
+        return self.checkpoint.asynchronous and not self.memory.budget and (
+            0 < self.train.save_interval < self.train.num_steps)
 
     @property
     def cache_folder(self) -> Path:

@@ -60,6 +60,9 @@ class Memory:
     def seal(self, allocate: Callable[[], object]) -> None:
         """To be called once all state but the optimizer's is taken, which `allocate` takes."""
 
+    def close(self) -> None:
+        """Gives back what is not memory of this process."""
+
     def writing(self, *views: Tensor) -> AbstractContextManager[object]:
         """While in it, what these are views of is here, and may be written. Only where no plan runs."""
         return nullcontext()

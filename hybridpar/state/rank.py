@@ -42,7 +42,8 @@ class RankState:
         parameters = StageParameters(stage, policy.dtype)
         self.placements = parameters.placements
         elementwise = all(divisible(policy.optim, slot) for slot in self.whole_slots.values())
-        self.uses = uses_of(parts, self.placements, parameters.blocks, elementwise=elementwise)
+        self.uses = uses_of(parts, self.placements, parameters.blocks, elementwise=elementwise,
+                            alone=grid.pp.size == 1)
         self.partition = Partition(
             parameters.layout, make_routes(policy, self.placements, grid), uses=self.uses)
         self.slots = [ParameterSlot(o.name, self.placements[o.name], grid.place, o.part, o.shared)

@@ -85,6 +85,9 @@ class TieredMemory(Memory):
         store = DiskStore(self.folder, [0 if item.use.stays else item.num_bytes for item in self.items])
         self.tiers = Tiers(self._regions, pinned, self.budget, store)
 
+    def close(self) -> None:
+        self.tiers.close()
+
     def number_of(self, view: Tensor) -> int:
         """The item that a tensor is a view of."""
         return self._numbers[view.untyped_storage().data_ptr()]

@@ -164,8 +164,13 @@ class Tiers:
         self._use(item)
         item.changed |= changing
 
+    def settle(self) -> None:
+        """Waits for the end of all that is moving."""
+        self._wait(lambda: not any(self._queues.values()))
+
     def hold(self, number: int, until: Callable[[], object]) -> None:
-        """An item stays where it is until this has returned, which is called when it is to leave; the last one counts."""
+        """An item stays where it is until this has returned, which is called when it is to leave. The last one counts.
+        """
         self.items[number].hold = until
 
     # -- what is asked for beside plans --------------------------------------------------------------------------------

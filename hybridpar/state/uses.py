@@ -17,12 +17,13 @@ def layout_run(placement: Placement) -> int:
 
 
 def uses_of(parts: Sequence[range], placements: Mapping[str, Placement], blocks: Mapping[str, Sequence[int]], *,
-            elementwise: bool) -> Callable[[str], Use]:
+            elementwise: bool, alone: bool = True) -> Callable[[str], Use]:
     """The use of each parameter by name, on a rank whose blocks are in these parts.
 
     What is summed over the ranks of a layer stays, and so do norms and biases, which are small, where they do not lie
     between the matrices. `blocks`: that have a parameter; a tied one may be in several. `elementwise`: every element is
-    updated on its own; else all are together.
+    updated on its own; else all are together. `alone`: the pipeline has one rank. Else a tied weight stays as well:
+    its gradient waits for the other end.
     """
     if len(parts) < 2:
         return lambda name: WHOLE
@@ -31,7 +32,7 @@ def uses_of(parts: Sequence[range], placements: Mapping[str, Placement], blocks:
 
     def use(name: str) -> Use:
         placement = placements[name]
-        if layout_run(placement) in stay or placement.along("tp") is Held.PARTIAL:
+        if layout_run(placement) in stay or (placement.tied and not alone) or placement.along("tp") is Held.PARTIAL:
             return Use(tuple(range(len(parts))), stays=True)
         needed = tuple(sorted({part_of[block] for block in blocks[name]}))
         return Use(needed, needed[0] if elementwise else 0)

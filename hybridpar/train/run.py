@@ -209,7 +209,7 @@ class Run:
         if last:
             self.saves.insist(val_loss)
         else:
-            self.saves.start(val_loss, beside=self.config.checkpoint.asynchronous)
+            self.saves.start(val_loss, beside=self.config.checkpoint.asynchronous and not self.config.memory.budget)
 
     def _on_signal(self, number: int) -> None:
         self.engine.stop_requested = True

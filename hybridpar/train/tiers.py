@@ -7,7 +7,8 @@ from functools import cache
 
 from hybridpar.errors import config_error
 from hybridpar.pipeline.plan.action import Action, Kind
-from hybridpar.pipeline.plan.residency import Mode, Residency, Touch, add_residency
+from hybridpar.pipeline.plan.check import PlanError
+from hybridpar.pipeline.plan.residency import FastTier, Mode, Residency, Touch, add_residency
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.state import RankState
 from hybridpar.state.tiered import StateItem, TieredMemory
@@ -29,17 +30,23 @@ class RankTiers:
         self._kept = {i: item for i, item in enumerate(memory.items) if not item.use.stays}
         self._compute, self._update = cache(self._compute_touches), cache(self._update_touches)
         if (least := self.least_budget()) > memory.budget:
-            raise config_error("memory.budget", memory.budget, f"must hold what one part needs at a time: {least} bytes",
-                               str(least))
+            rule = f"must hold what one part of this rank needs at a time: {least} bytes"
+            raise config_error("memory.budget", memory.budget, rule, str(least))
         self._void = {i for i, item in self._kept.items() if item.kind.startswith("gradients/")}
 
     def plan(self, actions: Iterator[Action]) -> Iterator[Action]:
         """The actions of a rank that is drained, with FETCH, RELEASE and DROP. Raises: ConfigError."""
+        self._tiers.settle()  # what a batch that was cut off had asked for
         items = self._tiers.items
-        return add_residency(actions, Residency(
+        residency = Residency(
             self.touches, [item.num_bytes for item in items], self.memory.budget,
             pinned=frozenset(i for i, item in enumerate(items) if item.pinned),
-            resident={i: items[i].changed for i in self._kept if self._tiers.is_here(i)}, void=self._void))
+            resident={i: items[i].changed for i in self._kept if self._tiers.is_here(i)}, void=self._void)
+        fast = FastTier(residency)
+        for action in add_residency(actions, residency):
+            if fault := fast.follow(action):
+                raise PlanError(fault, {action.stage: [action]}, [(action.stage, 0)])
+            yield action
 
     def least_budget(self) -> int:
         """Bytes of memory that the state needs at least."""

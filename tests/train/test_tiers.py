@@ -1,0 +1,227 @@
+"""State in two tiers: the same bits at any budget, which is kept; saved, gone on with and stopped as without one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+
+from hybridpar import checkpoint
+from hybridpar.config import Config, MemoryConfig, from_mapping
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.errors import ConfigError, HybridparError
+from hybridpar.grid import ProcessGrid
+from hybridpar.state.store import DiskStore
+from hybridpar.state.tiered import TieredMemory
+from hybridpar.train.engine import Engine
+from hybridpar.verify.run import verify
+
+CPU = torch.device("cpu")
+PLENTY = 1 << 30
+
+
+def make(model: Mapping[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+    """A GPT of odd sizes with dropout; four layers, one part each."""
+    config = from_mapping({
+        "model": {"num_layers": 4, "hidden_size": 48, "num_heads": 6, "seq_length": 14, "vocab_size": 131,
+                  "dropout": 0.1, **(model or {})},
+        "pipeline": {"num_microbatches": 4, **sections.pop("pipeline", {})},
+        "train": {"micro_batch_size": 2, **sections.pop("train", {})}, **sections})
+    parallel = config.parallel
+    return replace(config, parallel=replace(parallel, dp=max(parallel.dp, 1)))
+
+
+@dataclass
+class Run:
+    """The outcome of a training on one rank, and what its tiers did."""
+
+    steps: list[tuple[float, float]]
+    evaluated: dict[str, float]
+    tensors: dict[str, Tensor]
+    peak: int = 0
+    moved: int = 0
+
+    def check(self, other: Run) -> None:
+        assert self.steps == other.steps
+        assert self.evaluated == other.evaluated
+        assert self.tensors.keys() == other.tensors.keys()
+        assert not [key for key, tensor in self.tensors.items() if not torch.equal(tensor, other.tensors[key])]
+
+
+def content(engine: Engine) -> dict[str, Tensor]:
+    return {key: engine.state.memory.read(tensor).clone() for key, tensor in engine.state.tensors().items()}
+
+
+def build(config: Config, folder: Path, share: float | None) -> Engine:
+    """An engine whose budget is the least that works and a share of what is beyond; None: it has no budget."""
+    parallel = config.parallel
+    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
+    if share is None:
+        return Engine(replace(config, memory=MemoryConfig(parts=config.model.num_blocks)), grid, CPU)
+    probe = Engine(replace(config, memory=MemoryConfig(PLENTY, str(folder))), grid, CPU)
+    assert probe.tiers is not None
+    least, most = probe.tiers.least_budget(), sum(item.num_bytes for item in probe.tiers.memory.items)
+    probe.state.memory.close()
+    budget = int(least + share * (most - least))
+    return Engine(replace(config, memory=MemoryConfig(budget, str(folder))), grid, CPU)
+
+
+def train(config: Config, folder: Path, share: float | None, stretches: tuple[int, ...] = (3, 1)) -> Run:
+    engine = build(config, folder, share)
+    loader = SyntheticLoader(config.model, 2, 4, engine.grid.dp.rank, engine.grid.dp.size)
+    steps: list[tuple[float, float]] = []
+    for num_batches in stretches:
+        engine.train(loader, num_batches, lambda result: steps.append((result.loss, result.grad_norm)))
+    run = Run(steps, engine.evaluate(loader, 2), content(engine))
+    if share is not None:
+        assert isinstance(engine.state.memory, TieredMemory)
+        tiers = engine.state.memory.tiers
+        run.peak, run.moved = tiers.traffic.peak, tiers.traffic.read + tiers.traffic.written
+        assert run.peak <= tiers.budget
+        engine.state.memory.close()
+    return run
+
+
+PIPELINES = ({"schedule": "1f1b"}, {"schedule": "gpipe"}, {"schedule": "2bw"}, {"schedule": "pipedream"},
+             {"schedule": "naive"}, {"schedule": "1f1b", "split_backward": True},
+             {"schedule": "2bw", "recompute": "stage", "gradient_buffers": 1})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
+def test_any_budget_gives_the_same_bits(pipeline: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+    config = make(pipeline=pipeline, train={"dtype": dtype})
+    whole = train(config, tmp_path, None)
+    runs = [train(config, tmp_path, share) for share in (0.0, 0.2, 1.0)]
+    for run in runs:
+        run.check(whole)
+    assert runs[0].moved > runs[1].moved > runs[2].moved == 0
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_parts_change_nothing(parts: int, tmp_path: Path) -> None:
+    config = make(pipeline={"schedule": "2bw"})
+    engines = [Engine(replace(config, memory=MemoryConfig(parts=n)), ProcessGrid(), CPU) for n in (0, parts)]
+    for engine in engines:
+        engine.train(SyntheticLoader(config.model, 2, 4), 3, lambda result: None)
+    one, other = map(content, engines)
+    assert not [key for key, tensor in one.items() if not torch.equal(tensor, other[key])]
+
+
+@pytest.mark.parametrize(("optim", "model"), [
+    ({"name": "sgd"}, {}), ({"name": "lamb"}, {}), ({"name": "muon"}, {}), ({"clip_grad": 0.0}, {}),
+    ({"staleness": "nesterov"}, {}), ({}, {"kind": "bert"}), ({}, {"tie_embeddings": False})], ids=str)
+def test_optimizers_and_models(optim: dict[str, Any], model: dict[str, Any], tmp_path: Path) -> None:
+    """LAMB and Muon update all at once, so their least budget has room for everything but activations."""
+    config = make(model, optim=optim)
+    train(config, tmp_path, 0.0).check(train(config, tmp_path, None))
+
+
+def test_a_part_at_a_time_moves_weights_once_a_sweep(tmp_path: Path) -> None:
+    """gpipe on one stage, without a weight that the first and the last part have in common."""
+    untied = {"tie_embeddings": False}
+    by_part, by_microbatch = (train(make(untied, pipeline={"schedule": schedule, "num_microbatches": 4}), tmp_path, 0.0)
+                              for schedule in ("gpipe", "1f1b"))
+    assert by_part.moved < by_microbatch.moved / 1.5
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("parallel", "pipeline", "dtype"), [
+    ({"tp": 2, "sequence": True}, {}, "fp32"), ({"tp": 3}, {"schedule": "2bw"}, "fp32"), ({"dp": 2}, {}, "bf16"),
+    ({"dp": 2, "zero": 1}, {"schedule": "2bw"}, "fp32"), ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "2bw"}, "bf16"),
+    ({"pp": 2}, {"schedule": "interleaved"}, "fp32"), ({"pp": 2, "tp": 2}, {"schedule": "gpipe"}, "bf16"),
+], ids=str)
+def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+    config = make(parallel=parallel, pipeline=pipeline, train={"dtype": dtype})
+    ranks = config.parallel.num_ranks
+    for run, whole in zip(*(run_ranks(train, ranks, config, tmp_path, share) for share in (0.0, None)), strict=True):
+        run.check(whole)
+        assert run.moved > 0
+
+
+@pytest.mark.ranks
+def test_a_grid_with_a_budget_is_the_same_training(tmp_path: Path) -> None:
+    config = make(memory={"budget": 700_000, "folder": str(tmp_path)}, pipeline={"schedule": "2bw"},
+                  train={"num_steps": 10})
+    report = verify(config, {"tp": 2, "pp": 2, "dp": 2}, 3)
+    assert report.ok, report.first_divergence
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_saved_with_one_budget_and_gone_on_with_another(dtype: str, tmp_path: Path) -> None:
+    config = make(pipeline={"schedule": "2bw"}, train={"dtype": dtype, "num_steps": 10})
+    whole = train(config, tmp_path, None, (2, 3))
+    for name, before, after in (("a", 0.0, None), ("b", None, 0.1), ("c", 0.3, 0.0)):
+        steps: list[tuple[float, float]] = []
+        for share, num_batches in ((before, 2), (after, 3)):
+            engine = build(config, tmp_path, share)
+            checkpoint.resume(tmp_path / name, engine, "corpus", print)
+            loader = SyntheticLoader(config.model, 2, 4)
+            engine.train(loader, num_batches, lambda result, to=steps: to.append((result.loss, result.grad_norm)))
+            checkpoint.save(tmp_path / name, engine, "corpus")
+        Run(steps, engine.evaluate(loader, 2), content(engine)).check(whole)
+
+
+def test_a_stop_in_the_middle(tmp_path: Path) -> None:
+    config = make(pipeline={"schedule": "2bw"})
+    engine, plain = build(config, tmp_path, 0.0), build(config, tmp_path, None)
+    for one in (engine, plain):
+        loader = SyntheticLoader(config.model, 2, 4)
+        one.train(loader, 100, lambda result, one=one: setattr(one, "stop_requested", True))  # type: ignore[misc]
+        one.stop_requested = False
+        one.train(loader, 2, lambda result: None)
+    assert 2 < engine.batches_done == plain.batches_done < 20
+    one, other = content(engine), content(plain)
+    assert not [key for key, tensor in one.items() if not torch.equal(tensor, other[key])]
+
+
+def test_a_budget_that_is_too_small_names_the_least(tmp_path: Path) -> None:
+    config = replace(make(), memory=MemoryConfig(1000, str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"memory\.budget = 1000: must hold what one part .* at a time: \d+ bytes"):
+        Engine(config, ProcessGrid(), CPU)
+
+
+def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build(make(), tmp_path, 0.0)
+    calls = iter(range(1000))
+
+    def write(self: DiskStore, item: int, content: memoryview) -> None:
+        if next(calls) > 20:
+            raise self._failure("write a part of the state", OSError(5, "Input/output error"))
+        real(self, item, content)
+
+    real = DiskStore.write
+    monkeypatch.setattr(DiskStore, "write", write)
+    with pytest.raises(HybridparError, match=rf"{tmp_path}: cannot write a part of the state: .*Input/output error"):
+        engine.train(SyntheticLoader(engine.config.model, 2, 4), 20, lambda result: None)
+
+
+def test_memory_is_really_given_back(tmp_path: Path) -> None:
+    """What the system says that the state takes, after every step."""
+    config = make({"hidden_size": 192, "vocab_size": 1001})
+    engine = build(config, tmp_path, 0.1)
+    memory = engine.state.memory
+    assert isinstance(memory, TieredMemory)
+    own, seen = {item.region.tensor.data_ptr() for item in memory.tiers.items}, []
+    engine.train(SyntheticLoader(config.model, 2, 4), 4, lambda result: seen.append(resident(own)))
+    assert max(seen) <= memory.budget < sum(item.num_bytes for item in memory.items) / 2
+    assert max(seen) > memory.budget / 2
+
+
+def resident(addresses: set[int]) -> int:
+    """Bytes of physical memory behind the mappings at these addresses."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(maxsplit=1)[0]
+        if not first.endswith(":"):
+            start, stop = (int(edge, 16) for edge in first.split("-"))
+            inside = any(start <= address < stop for address in addresses)
+        elif inside and first == "Rss:":
+            total += int(line.split()[1]) * 1024
+    return total
