@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from hybridpar.comm import Work, Works, all_reduce_async, reduce_scatter_async
-from hybridpar.state.chunks import Buffer
+from hybridpar.state.chunks import Buffer, Use
 from hybridpar.state.partition import Partition
 
 
@@ -82,6 +82,13 @@ class GradientReducer:
     def newest(self) -> Works:
         """The reduction that was flushed last."""
         return Works(self._started[-1] if self._started else ())
+
+    def of(self, use: Use) -> Works:
+        """The part of that reduction which parameters of this use have; all of it has started."""
+        works = self._started[-1]
+        numbers = [i for i, bucket in enumerate(self.buckets) if self.partition.use_of(bucket) == use]
+        assert all(i < len(works) for i in numbers), "a bucket of another use holds this one back"
+        return Works(works[i] for i in numbers)
 
     def _start_complete(self) -> None:
         assert self._flat is not None, "ready() without arm()"

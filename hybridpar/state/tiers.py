@@ -24,6 +24,8 @@ from torch import Tensor
 
 from hybridpar.state.store import padded
 
+HUGE_PAGE = 2 << 20
+
 
 class Store(Protocol):
     """The slow tier."""
@@ -47,9 +49,14 @@ class Region:
 
     def __init__(self, num_bytes: int):
         self._map = mmap.mmap(-1, max(padded(num_bytes), mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        # mappings that touch are one to the kernel, and a huge page across both would come with either
+        size, address = len(self.view), self.tensor.data_ptr()
+        start, stop = min(-address % HUGE_PAGE, size), max(size - (address + size) % HUGE_PAGE, 0)
+        self._map.madvise(mmap.MADV_NOHUGEPAGE)
+        if start < stop:
+            self._map.madvise(mmap.MADV_HUGEPAGE, start, stop - start)
 
     def give_back(self) -> None:
         """Frees the memory. It reads as zeros when it is next used."""

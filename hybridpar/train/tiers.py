@@ -128,10 +128,9 @@ class RankTiers:
 
     def hold_gradients(self, batch: int, part: int) -> None:
         """What the last backward of a part has made final is being reduced."""
-        kind, works = f"gradients/{self._state.gradients.buffer_index(batch)}", self._state.reducer.newest
-        for i, item in self._of(kind):
+        for i, item in self._of(f"gradients/{self._state.gradients.buffer_index(batch)}"):
             if item.use.parts[0] == part:
-                self._tiers.hold(i, works.wait)
+                self._tiers.hold(i, self._state.reducer.of(item.use).wait)
 
     def hold_weights(self, version: int, group: int) -> None:
         """What a part of an update has made is being gathered from other replicas."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar import checkpoint
-from hybridpar.config import Config, KernelsConfig
+from hybridpar.config import Config, KernelsConfig, MemoryConfig
 from hybridpar.data import BatchLoader, Data, open_data
 from hybridpar.errors import CheckpointError, DataError, config_error
 from hybridpar.grid import ProcessGrid
@@ -166,7 +166,7 @@ def alone(config: Config) -> Config:
     if isinstance(early, int):
         early += parallel.pp - 1
     one = replace(
-        config, parallel=replace(parallel, tp=1, pp=1, dp=1, zero=0), kernels=KernelsConfig(),
+        config, parallel=replace(parallel, tp=1, pp=1, dp=1, zero=0), kernels=KernelsConfig(), memory=MemoryConfig(),
         pipeline=replace(pipeline, split=(), recompute="none", warmup="depth", gradient_buffers=0, early_switch=early,
                          split_backward=False),
         train=replace(train, device="cpu", micro_batch_size=train.micro_batch_size * parallel.dp))

@@ -147,7 +147,7 @@ def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], dtype: str, t
 
 @pytest.mark.ranks
 def test_a_grid_with_a_budget_is_the_same_training(tmp_path: Path) -> None:
-    config = make(memory={"budget": 700_000, "folder": str(tmp_path)}, pipeline={"schedule": "2bw"},
+    config = make(memory={"budget": 800_000, "folder": str(tmp_path)}, pipeline={"schedule": "2bw"},
                   train={"num_steps": 10})
     report = verify(config, {"tp": 2, "pp": 2, "dp": 2}, 3)
     assert report.ok, report.first_divergence
