@@ -17,6 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from hybridpar.cpu import zeros
 from hybridpar.state.layout import FlatLayout
 
 
@@ -65,7 +66,7 @@ class Buffer:
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device,
                  chunks: Sequence[Chunk] = (), place: Location = Location.DEVICE):
         self.layout, self.chunks = layout, tuple(chunks) or (Chunk(0, layout.numel),)
-        self.tensors = [torch.zeros(c.stop - c.start, dtype=dtype, device=device) for c in self.chunks]
+        self.tensors = [zeros(c.stop - c.start, dtype, device) for c in self.chunks]
         self.places = [place] * len(self.chunks)
 
     def __getitem__(self, where: slice) -> Tensor:
