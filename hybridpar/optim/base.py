@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.config import OptimConfig
+from hybridpar.cpu import zeros
 from hybridpar.errors import CheckpointError
 from hybridpar.grid import Axis
 from hybridpar.ops import optimizer as passes_for
@@ -85,7 +86,7 @@ class Optimizer(ABC):
             if name not in self._state and self.memory is not None:
                 self._state[name] = self.memory.state(name, self.slots, dtype)
             elif name not in self._state:
-                self._state[name] = [torch.zeros(slot.shape, device=device, dtype=dtype) for slot in self.slots]
+                self._state[name] = [zeros(slot.shape, dtype, device) for slot in self.slots]
             elif any(t.device != device or t.dtype != dtype for t in self._state[name][:1]):
                 self._state[name] = [t.to(device, dtype) for t in self._state[name]]
         for inner in self.inner:

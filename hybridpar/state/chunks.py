@@ -17,6 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from hybridpar.cpu import zeros
 from hybridpar.optim.base import StateMemory
 from hybridpar.state.layout import FlatLayout
 
@@ -51,7 +52,7 @@ class Memory:
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         """The flat tensor of a chunk, zeros. kind: of state."""
-        return torch.zeros(chunk.stop - chunk.start, dtype=dtype, device=self.device)
+        return zeros(chunk.stop - chunk.start, dtype, self.device)
 
     def for_optimizer(self, uses: Callable[[str], Use]) -> StateMemory | None:
         """Memory that optimizers are to keep their state in; None: that of the device. uses: of parameters."""

@@ -9,6 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from hybridpar.cpu import zeros
+
 ALIGN_BYTES = 64  # a cache line, and the widest vector register
 
 
@@ -63,7 +65,7 @@ class FlatLayout:
 
     def zeros(self, device: torch.device | str | None = None) -> Tensor:
         """A new flat buffer."""
-        return torch.zeros(self.numel, dtype=self.dtype, device=device)
+        return zeros(self.numel, self.dtype, device)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Every parameter's view into `flat`, in the order of the layout."""

@@ -1,0 +1,48 @@
+"""What Linux says of memory that the state lies in."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridpar.cpu import zeros
+
+SMAPS = Path("/proc/self/smaps")
+linux = pytest.mark.skipif(not (SMAPS.exists() and hasattr(mmap, "MADV_HUGEPAGE")), reason="needs Linux's huge pages")
+
+
+def flags_at(address: int) -> list[str]:
+    """The VmFlags of the mapping that holds an address (man 5 proc); 'hg': huge pages were asked for."""
+    inside = False
+    for line in SMAPS.read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            start, stop = (int(edge, 16) for edge in first.split("-"))
+            inside = start <= address < stop
+        elif inside and first == "VmFlags:":
+            return rest
+    raise AssertionError(f"no mapping holds {address:#x}")
+
+
+@linux
+def test_large_zeros_ask_for_huge_pages_from_end_to_end() -> None:
+    x = zeros((1 << 20, 3), torch.float32)
+    if "hg" not in flags_at(x.data_ptr()):
+        pytest.skip("this kernel has no transparent huge pages")
+    assert "hg" in flags_at(x.data_ptr() + x.nbytes // 2)
+    assert "hg" in flags_at(x.data_ptr() + x.nbytes - 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("shape", [0, 3, 1 << 20, (1 << 9, 1 << 11)])
+def test_zeros_are_those_of_torch(device: str, shape: int | tuple[int, ...]) -> None:
+    used: list[Tensor] = [torch.ones(shape) for _ in range(2)]
+    del used  # whose memory may be taken again
+    for dtype in (torch.float32, torch.bfloat16):
+        x, expected = zeros(shape, dtype, device), torch.zeros(shape, dtype=dtype, device=device)
+        assert (x.shape, x.dtype, x.device) == (expected.shape, expected.dtype, expected.device)
+        assert device == "meta" or torch.equal(x, expected)
