@@ -68,7 +68,7 @@ def state_of(shape: str, dtype: str, schedule: str) -> RankState:
 
 def by_decay(state: RankState, tensors: Mapping[str, Tensor]) -> dict[float, list[Tensor]]:
     """Tensors by parameter, as groups of equal weight decay."""
-    decay = state.optimizer.settings.weight_decay
+    decay = state.optimizer.groups[0].settings.weight_decay
     return {d: [tensors[slot.name].detach() for slot in state.slots if slot.placement.weight_decay is (d == decay)]
             for d in (decay, 0.0)}
 
@@ -106,7 +106,7 @@ def theirs(state: RankState, build: Callable[..., torch.optim.Optimizer], *, one
     if one:
         weights, gradients = ({d: [x] for d, x in joined(groups).items()} for groups in (weights, gradients))
     groups = leaves_of(weights, gradients)
-    settings = state.optimizer.settings
+    settings = state.optimizer.groups[0].settings
     optimizer = build(groups, lr=LR, betas=settings.betas, eps=settings.eps)
     leaves = {group["weight_decay"]: [x.detach() for x in group["params"]] for group in groups}
     copies = [(x, torch.empty_like(x, dtype=torch.bfloat16)) for group in leaves.values() for x in group if copy]
