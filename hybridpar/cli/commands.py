@@ -145,6 +145,7 @@ class Check:
         from hybridpar.models.build import build_blocks
         from hybridpar.models.cost import stage_split, training_flops_per_token
         from hybridpar.pipeline.plan.sizes import Sizes
+        from hybridpar.train.forecast import forecasts
 
         device = default_device(config)
         memory = predict(config, device=device)
@@ -158,8 +159,9 @@ class Check:
             "training_flops_per_token": training_flops_per_token(config.model),
             "device": device.type, "peak_memory": [stage.as_json() for stage in memory], "absent": absent,
         }
+        tiers = forecasts(config)
         if self.json:
-            print(json.dumps(plain))
+            print(json.dumps(plain | {"tiers": [one.as_json() for one in tiers]}))
             return 0
         fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
         likeliest = knobs(config, fullest, memory[fullest])[:1]
@@ -173,6 +175,8 @@ class Check:
               f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"
               f"\npredicted peak memory of a process of each {name} with train.device = {device.type}, in MiB\n"
               f"{table(memory, name)}\n" + "\n".join(short_form(memory, name, saving)))
+        for number, tier in enumerate(tiers):
+            print(f"{name} {number}: {tier}")
         for text in absent:
             print(f"\nnot on this machine, or of no use: {text}")
         return 0

@@ -35,7 +35,8 @@ class StageMemory:
     """Bytes on one rank of the pipeline when they are the most. Units: bytes.
 
     in_flight: micro-batches between forward and backward then, counted on each stage of the rank. during: the action at
-    the peak. host: of host memory, beside a GPU's: the copy of the state that a checkpoint is written from.
+    the peak. host: of host memory, beside a GPU's: the copy of the state that a checkpoint is written from. file: of
+    the state, what is in a file and not in memory.
     """
 
     weights: int
@@ -49,11 +50,17 @@ class StageMemory:
     in_flight: int
     during: str
     host: int = 0
+    file: int = 0
+
+    @property
+    def state(self) -> int:
+        """Bytes of what training keeps."""
+        return self.weights + self.master + self.gradients + self.optimizer
 
     @property
     def static(self) -> int:
         """Bytes that are taken all the time."""
-        return self.weights + self.master + self.gradients + self.optimizer + self.checkpoint
+        return self.state - self.file + self.checkpoint
 
     @property
     def total(self) -> int:
@@ -105,6 +112,8 @@ def predict(
         if config.saves_beside_training:
             copy = memory.weights + memory.master + memory.optimizer
             memory = replace(memory, host=copy) if device.type == "cuda" else replace(memory, checkpoint=copy)
+        if config.memory.budget:
+            memory = replace(memory, file=max(memory.state - config.memory.budget, 0))
         found.append(memory)
     return found
 

@@ -20,17 +20,18 @@ from hybridpar.pipeline.plan.sizes import Sizes
 
 _COLUMNS = ("weights", "master", "gradients", "optimizer", "checkpoint", "activations", "communication", "transient",
             "total")
+_BESIDE = {"host": "in host memory", "file": "in a file"}
 _MIB = 2**20
 _WORTH_SAYING = 5
 """Percent of a peak."""
 
 
 def table(stages: Sequence[StageMemory], rank_name: str = "stage") -> str:
-    """The predicted peak of each rank of a pipeline, in MiB, by what it consists of; and its host memory, of a GPU."""
-    host = any(stage.host for stage in stages)
-    rows = [[rank_name, *_COLUMNS, *["in host memory"] * host, "at the peak"]]
+    """The predicted peak of each rank of a pipeline, in MiB, by what it consists of, and what is elsewhere."""
+    beside = {name: title for name, title in _BESIDE.items() if any(getattr(stage, name) for stage in stages)}
+    rows = [[rank_name, *_COLUMNS, *beside.values(), "at the peak"]]
     for number, stage in enumerate(stages):
-        parts = [f"{getattr(stage, name) / _MIB:,.1f}" for name in (*_COLUMNS, *["host"] * host)]
+        parts = [f"{getattr(stage, name) / _MIB:,.1f}" for name in (*_COLUMNS, *beside)]
         rows.append([str(number), *parts, f"{stage.in_flight} in flight, {stage.during.partition('v')[0]}"])
     return aligned(rows)
 
@@ -57,7 +58,9 @@ def short_form(stages: Sequence[StageMemory], rank_name: str, saving: Saving | N
     """The fullest rank of a prediction, who owns its peak, and what a knob saves of it."""
     rank = max(range(len(stages)), key=lambda number: stages[number].total)
     stage = stages[rank]
-    owners = shares({name: getattr(stage, name) for name in _COLUMNS[:-1]})
+    state = {"state in memory": stage.state - stage.file} if stage.file else {
+        name: getattr(stage, name) for name in _COLUMNS[:4]}
+    owners = shares(state | {name: getattr(stage, name) for name in _COLUMNS[4:-1]})
     whose = ", ".join(f"{name} {owners[name]:.0f} %" for name in sorted(owners, key=lambda n: -owners[n])
                       if owners[name] >= _WORTH_SAYING)
     lines = [f"{rank_name} {rank} takes the most, {stage.total / _MIB:,.1f} MiB in {stage.during}: {whose}"]
@@ -127,10 +130,14 @@ class MemoryWatch:
         else:
             self._meter.read()  # takes what has piled up
 
-    def compare(self, grid: ProcessGrid) -> Comparison:
-        """Ends the measurement. A plan's prediction is compared with, where there is one. Collectives: one gather."""
+    def compare(self, grid: ProcessGrid, state: int = 0) -> Comparison:
+        """Ends the measurement. A plan's prediction is compared with, where there is one.
+
+        state: bytes that the state has taken past the allocator.
+        Collectives: one gather.
+        """
         self._meter.close()
-        mine = (grid.pp.rank, self._meter.read().peak)
+        mine = (grid.pp.rank, self._meter.read().peak + state)
         peaks = [0] * grid.pp.size
         for stage, peak in gather_objects(mine, grid.world):
             peaks[stage] = max(peaks[stage], peak)

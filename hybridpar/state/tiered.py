@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from hybridpar.config import Config
+from hybridpar.cpu import zeros
 from hybridpar.errors import config_error
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.chunks import Chunk, Memory, Use
 from hybridpar.state.layout import FlatLayout
-from hybridpar.state.store import DiskStore
+from hybridpar.state.store import DiskStore, padded
 from hybridpar.state.tiers import Region, Tiers
 
 FOLDER = "state"
@@ -32,33 +33,18 @@ class StateItem:
     num_bytes: int
 
 
-class TieredMemory(Memory):
-    """Memory of a CPU, of which state takes `budget` bytes at most, and a file in `folder` for the rest.
+class ItemMemory(Memory):
+    """Memory whose chunks are told one by one: `items`, in the order in which they are taken."""
 
-    From `seal` on, `tiers` moves what was taken from it.
-    """
-
-    def __init__(self, budget: int, folder: Path):
-        super().__init__("cpu")
-        self.budget, self.folder = budget, folder
+    def __init__(self, device: torch.device | str = "cpu"):
+        super().__init__(device)
         self.items: list[StateItem] = []
-        self.tiers: Tiers
-        self._regions: list[Region] = []
-        self._numbers: dict[int, int] = {}  # of items, by their address
-        self._copy: tuple[int, Tensor] | None = None
         self._uses: Callable[[str], Use]
-
-    @staticmethod
-    def of(config: Config, device: torch.device) -> TieredMemory:
-        """The memory that a configuration with memory.budget asks for. Raises: ConfigError."""
-        if device.type != "cpu":
-            raise config_error("memory.budget", config.memory.budget, "works on CPUs so far", "0")
-        return TieredMemory(config.memory.budget, Path(config.memory.folder or config.run.folder / FOLDER))
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         return self._add(kind, chunk.use, chunk.stop - chunk.start, dtype)
 
-    def for_optimizer(self, uses: Callable[[str], Use]) -> TieredMemory:
+    def for_optimizer(self, uses: Callable[[str], Use]) -> ItemMemory:
         self._uses = uses
         return self
 
@@ -71,16 +57,47 @@ class TieredMemory(Memory):
             found |= layout.views(self._add(f"optimizer/{what}", use, layout.numel, dtype))
         return [found[slot.name] for slot in slots]
 
+    def seal(self, allocate: Callable[[], object]) -> None:
+        allocate()
+
     def _add(self, kind: str, use: Use, numel: int, dtype: torch.dtype) -> Tensor:
+        self.items.append(StateItem(kind, use, padded(max(numel, 1) * dtype.itemsize)))
+        return self._take(numel, dtype)
+
+    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return zeros(numel, dtype, self.device)
+
+
+class TieredMemory(ItemMemory):
+    """Memory of a CPU, of which state takes `budget` bytes at most, and a file in `folder` for the rest.
+
+    From `seal` on, `tiers` moves what was taken from it.
+    """
+
+    def __init__(self, budget: int, folder: Path):
+        super().__init__()
+        self.budget, self.folder = budget, folder
+        self.tiers: Tiers
+        self._regions: list[Region] = []
+        self._numbers: dict[int, int] = {}  # of items, by their address
+        self._copy: tuple[int, Tensor] | None = None
+
+    @staticmethod
+    def of(config: Config, device: torch.device) -> TieredMemory:
+        """The memory that a configuration with memory.budget asks for. Raises: ConfigError."""
+        if device.type != "cpu":
+            raise config_error("memory.budget", config.memory.budget, "works on CPUs so far", "0")
+        return TieredMemory(config.memory.budget, Path(config.memory.folder or config.run.folder / FOLDER))
+
+    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         region = Region(numel * dtype.itemsize)
-        self._numbers[region.tensor.data_ptr()] = len(self.items)
+        self._numbers[region.tensor.data_ptr()] = len(self._regions)
         self._regions.append(region)
-        self.items.append(StateItem(kind, use, len(region.view)))
         return region.tensor[: numel * dtype.itemsize].view(dtype)
 
     def seal(self, allocate: Callable[[], object]) -> None:
         """Makes the file. Raises: HybridparError where there is no room for it."""
-        allocate()
+        super().seal(allocate)
         pinned = frozenset(i for i, item in enumerate(self.items) if item.use.stays)
         store = DiskStore(self.folder, [0 if item.use.stays else item.num_bytes for item in self.items])
         self.tiers = Tiers(self._regions, pinned, self.budget, store)

@@ -48,7 +48,7 @@ class Region:
     """Memory at one address that is taken and given back. tensor: a view of it, in bytes, in whole pages."""
 
     def __init__(self, num_bytes: int):
-        self._map = mmap.mmap(-1, max(padded(num_bytes), mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map = mmap.mmap(-1, padded(max(num_bytes, 1)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.view = memoryview(self._map)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         # mappings that touch are one to the kernel, and a huge page across both would come with either

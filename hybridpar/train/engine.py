@@ -30,11 +30,12 @@ from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.state import RankState, StatePolicy
-from hybridpar.state.tiered import TieredMemory
+from hybridpar.state.tiered import ItemMemory, TieredMemory
 from hybridpar.train.parts import Parts
 from hybridpar.train.policy import BatchPolicy, StepResult
 from hybridpar.train.source import LoaderSource
 from hybridpar.train.tiers import RankTiers
+from hybridpar.train.touches import Touches
 
 __all__ = ["Engine", "StepResult"]
 
@@ -50,14 +51,14 @@ class Engine:
     """Builds this rank's part of the model of `config` on `grid` and trains it.
 
     `policy`: decides on each batch (None: as the configuration says). `tamper`: takes the plan of `train` and yields
-    the same actions; it may do something between two.
+    the same actions; it may do something between two. `memory`: for its state (None: as the configuration says).
     `stage`: all blocks of the rank as one, for whatever has to do with parameters. `stop_requested`: set it to end
     `train` early. `data_start`: the place of batches in the stream of data, which loaders are made with.
     Collectives: every method that is not a property must be called on all ranks of the grid.
     """
 
     def __init__(self, config: Config, grid: ProcessGrid, device: torch.device, *, policy: BatchPolicy | None = None,
-                 tamper: Callable[[Actions], Actions] = as_planned):
+                 tamper: Callable[[Actions], Actions] = as_planned, memory: ItemMemory | None = None):
         self.config, self.grid, self.device = config, grid, device
         self.policy, self._tamper = policy or BatchPolicy(config), tamper
         model, pipeline = config.model, config.pipeline
@@ -76,11 +77,13 @@ class Engine:
         stages = {stage: [Stage({n: blocks[n] for n in numbers}, again[stage]) for numbers in parts]
                   for stage, parts in self.parts.of_stage.items()}
         self.stage = Stage(blocks)
-        memory = TieredMemory.of(config, device) if config.memory.budget else None
+        if memory is None and config.memory.budget:
+            memory = TieredMemory.of(config, device)
         self.state = RankState(self.stage, grid, states, device, parts=self.parts.ranges, memory=memory)
         self._division = self.parts.division(self.state)
-        self.tiers = None if memory is None else RankTiers(
-            memory, self.state, self.parts, self.sizes, norms=self._division.norms)
+        self.touches = None if memory is None else Touches(
+            memory.items, self.state, self.parts, self.sizes, norms=self._division.norms)
+        self.tiers = RankTiers(memory, self.touches) if self.touches and isinstance(memory, TieredMemory) else None
         self.state.initialize(config.train.seed)
         self.executor = Executor(
             stages, self.state.weights, Lane.of(config, grid, states.dtype, device), pipeline.num_microbatches,
@@ -109,13 +112,13 @@ class Engine:
         source = LoaderSource(loader, self.config, self.device, training=True)
         recorded = self.executor.graphs
         with nullcontext() if recorded is None else recorded.stream():
-            self.executor.run(self._tamper(self._until_end(self._in_tiers(self._actions(num_batches)))), source, hooks)
+            self.executor.run(self._tamper(self._until_end(self._in_tiers(self.plan(num_batches)))), source, hooks)
             for batch in sorted(self._pending):
                 self._report(self._take_result(batch), lead=0)
         self._stopping = False
 
-    def _actions(self, num_batches: int) -> Iterator[Action]:
-        """This rank's plan for the next batches; the synchronous ones among them come first."""
+    def plan(self, num_batches: int) -> Iterator[Action]:
+        """This rank's actions for the next batches; the synchronous ones among them come first."""
         first, stop = self.policy.first, self.policy.first + num_batches
         switch = min(max(self.schedule.sync_steps, first), stop)
         for schedule, start, end in ((SCHEDULES["1f1b"], first, switch), (self.schedule, switch, stop)):

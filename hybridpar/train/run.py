@@ -135,7 +135,7 @@ class Run:
                     self._save(last=last)
         self.flight.phase("ending", self.faults.start_timeout_s)
         if self.watch is not None:
-            self.reporter.say(str(self.watch.compare(self.grid)))
+            self.reporter.say(str(self.watch.compare(self.grid, self.engine.tiers.peak if self.engine.tiers else 0)))
         self.report.finish(stopped_by)
         return Outcome(self.config.run.folder, engine.batches_done, end, self.resumed, self.report.loss,
                        self.report.val_loss, stopped_by)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,8 +67,8 @@ def build(config: Config, folder: Path, share: float | None) -> Engine:
     if share is None:
         return Engine(replace(config, memory=MemoryConfig(parts=config.model.num_blocks)), grid, CPU)
     probe = Engine(replace(config, memory=MemoryConfig(PLENTY, str(folder))), grid, CPU)
-    assert probe.tiers is not None
-    least, most = probe.tiers.least_budget(), sum(item.num_bytes for item in probe.tiers.memory.items)
+    assert probe.touches is not None
+    least, most = probe.touches.least_budget(), sum(probe.touches.num_bytes)
     probe.state.memory.close()
     budget = int(least + share * (most - least))
     return Engine(replace(config, memory=MemoryConfig(budget, str(folder))), grid, CPU)
@@ -208,20 +210,18 @@ def test_memory_is_really_given_back(tmp_path: Path) -> None:
     engine = build(config, tmp_path, 0.1)
     memory = engine.state.memory
     assert isinstance(memory, TieredMemory)
-    own, seen = {item.region.tensor.data_ptr() for item in memory.tiers.items}, []
-    engine.train(SyntheticLoader(config.model, 2, 4), 4, lambda result: seen.append(resident(own)))
+    seen: list[int] = []
+    engine.train(SyntheticLoader(config.model, 2, 4), 4, lambda result: seen.append(resident(memory)))
     assert max(seen) <= memory.budget < sum(item.num_bytes for item in memory.items) / 2
     assert max(seen) > memory.budget / 2
 
 
-def resident(addresses: set[int]) -> int:
-    """Bytes of physical memory behind the mappings at these addresses."""
-    total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split(maxsplit=1)[0]
-        if not first.endswith(":"):
-            start, stop = (int(edge, 16) for edge in first.split("-"))
-            inside = any(start <= address < stop for address in addresses)
-        elif inside and first == "Rss:":
-            total += int(line.split()[1]) * 1024
+def resident(memory: TieredMemory) -> int:
+    """Bytes of physical memory behind the state, as the kernel says."""
+    total = 0
+    for item in memory.tiers.items:
+        pages = (ctypes.c_ubyte * (item.num_bytes // mmap.PAGESIZE))()
+        address = ctypes.c_void_p(item.region.tensor.data_ptr())
+        assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(item.num_bytes), pages) == 0
+        total += sum(page & 1 for page in pages) * mmap.PAGESIZE
     return total

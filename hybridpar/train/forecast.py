@@ -1,0 +1,81 @@
+"""What a run will move between the tiers of its state, before it starts: its own plan, on ghosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+from hybridpar.config import Config
+from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.predict import default_device
+from hybridpar.memory.silent import silent_grid
+from hybridpar.pipeline.plan.action import Action
+from hybridpar.pipeline.plan.kinds import Kind
+from hybridpar.pipeline.plan.residency import FastTier, Residency, add_residency
+from hybridpar.state.tiered import ItemMemory
+from hybridpar.train.engine import Engine
+from hybridpar.train.touches import Touches
+
+_MIB = 2**20
+_BEGUN, _STEPS, _LEFT = 4, 4, 4
+"""Steps of the forecast: before it counts, that it counts, and that are known to follow."""
+
+
+@dataclass(frozen=True)
+class TierForecast:
+    """The tiers of one rank. state: all that it keeps; least: the smallest budget. read, written: from and to the slow
+    tier, in a step on average. Units: bytes."""
+
+    state: int
+    least: int
+    read: int
+    written: int
+
+    def __str__(self) -> str:
+        state, least, read, written = (f"{num_bytes / _MIB:,.1f}" for num_bytes in astuple(self))
+        return (f"of {state} MiB of state, {least} have to be in memory; a step reads {read} from the file, and writes "
+                f"{written}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        return asdict(self)
+
+
+def forecasts(config: Config) -> list[TierForecast]:
+    """The tiers of the first replica's ranks, in the order of the pipeline; none without memory.budget."""
+    ranks = range(0, config.parallel.num_ranks, config.parallel.num_ranks // config.parallel.pp)
+    return [forecast(config, rank) for rank in ranks] if config.memory.budget else []
+
+
+def forecast(config: Config, rank: int = 0) -> TierForecast:
+    """The tiers of a rank of the configuration's grid, in a steady step. Nothing is taken, moved or computed.
+
+    `config`: resolved, with memory.budget.
+    Raises: ConfigError where the budget is smaller than the least.
+    """
+    device = default_device(config)
+    with Tracker(device) as tracker:
+        engine = Engine(config, silent_grid(config, rank), tracker.device, memory=ItemMemory(tracker.device))
+        assert engine.touches is not None
+        touches, first = engine.touches, engine.schedule.sync_steps + _BEGUN
+        actions = list(engine.plan(first + _STEPS + _LEFT))
+    touches.require(config.memory.budget)
+    read, written = moved(actions, touches, config.memory.budget, range(first, first + _STEPS))
+    return TierForecast(sum(touches.num_bytes), touches.least_budget(), read // _STEPS, written // _STEPS)
+
+
+def moved(actions: Sequence[Action], touches: Touches, budget: int, batches: range) -> tuple[int, int]:
+    """Bytes read and written from one update to another of these batches, of a run that starts with all in the slow
+    tier."""
+    residency = Residency(touches, touches.num_bytes, budget, pinned=touches.pinned, void=touches.void)
+    fast, read, written, counts = FastTier(residency), 0, 0, False
+    for action in add_residency(actions, residency):
+        if action.kind is Kind.UPDATE and action.part == 0:
+            counts = action.microbatch in batches
+        if counts and action.kind is Kind.FETCH:
+            read += touches.num_bytes[action.microbatch]
+        elif counts and action.kind is Kind.RELEASE and fast.is_changed(action.microbatch):
+            written += touches.num_bytes[action.microbatch]
+        fast.follow(action)
+    return read, written

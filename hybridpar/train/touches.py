@@ -1,0 +1,99 @@
+"""What each action of a rank touches of its state: the access string that its plan is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+from hybridpar.errors import config_error
+from hybridpar.pipeline.plan.action import Action, Kind
+from hybridpar.pipeline.plan.residency import Mode, Touch
+from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.state import RankState
+from hybridpar.state.tiered import StateItem
+from hybridpar.train.parts import Parts
+
+_Touches = tuple[Touch, ...]
+
+
+class Touches:
+    """The items that an action touches, but for those that stay.
+
+    weights of a part     F B I             gradients   B I W, the first of a batch writes; NORM, where they are reduced
+    what an UPDATE makes  all of its group: it reads gradients, changes moments and master, writes the new weights
+
+    items: of the rank's state, by number.
+    """
+
+    def __init__(self, items: Sequence[StateItem], state: RankState, parts: Parts, sizes: Sizes, *, norms: bool):
+        self.items, self.state = items, state
+        self._parts, self._m, self._norms = parts, sizes.num_microbatches, norms
+        self.pinned = frozenset(i for i, item in enumerate(items) if item.use.stays)
+        self.moving = {i: item for i, item in enumerate(items) if i not in self.pinned}
+        """Items that come and go."""
+        self.void = frozenset(i for i, item in self.moving.items() if item.kind.startswith("gradients/"))
+        """Items whose content does not outlast a batch."""
+        self._compute, self._update = cache(self._compute_touches), cache(self._update_touches)
+
+    @property
+    def num_bytes(self) -> list[int]:
+        """Bytes by item."""
+        return [item.num_bytes for item in self.items]
+
+    def least_budget(self) -> int:
+        """Bytes of memory that the state needs at least."""
+        state = self.state
+        versions, buffers = range(state.weights.num_versions), range(len(state.gradients.buffers))
+        one = [self._compute(Kind.B, part, slot, buffer, False)
+               for part in range(self._parts.last + 1) for slot in versions for buffer in buffers]
+        one += [self._norm_touches(buffer, part) for part in range(state.num_groups) for buffer in buffers]
+        one += [self._update(group, slot, state.weights.slot(slot + 1), buffer)
+                for group in range(state.num_groups) for slot in versions for buffer in buffers]
+        return sum(self.items[i].num_bytes for i in self.pinned) + max(
+            sum(self.items[touch.item].num_bytes for touch in touches) for touches in one)
+
+    def require(self, budget: int) -> None:
+        """Raises: ConfigError where a budget is too small for any plan."""
+        if (least := self.least_budget()) > budget:
+            rule = f"must hold what one part of this rank needs at a time: {least} bytes"
+            raise config_error("memory.budget", budget, rule, str(least))
+
+    def __call__(self, action: Action) -> _Touches:
+        kind, number = action.kind, action.microbatch
+        gradients, weights = self.state.gradients, self.state.weights
+        if kind in (Kind.F, Kind.B, Kind.I, Kind.W):
+            batch, index = divmod(number, self._m)
+            return self._compute(kind, self._parts.number(action), weights.slot(action.version),
+                                 gradients.buffer_index(batch), index == 0)
+        if kind is Kind.NORM:
+            return self._norm_touches(gradients.buffer_index(number), action.part)
+        if kind is Kind.UPDATE:
+            versions = weights.slot(number), weights.slot(number + 1)
+            return self._update(action.part, *versions, gradients.buffer_index(number))
+        return ()
+
+    def of(self, kind: str) -> Iterator[tuple[int, StateItem]]:
+        """Those of a kind of state that come and go."""
+        return ((i, item) for i, item in self.moving.items() if item.kind == kind)
+
+    def _compute_touches(self, kind: Kind, part: int, slot: int, buffer: int, begins: bool) -> _Touches:
+        touches = [Touch(i, Mode.READ) for i, item in self.of(f"weights/{slot}")
+                   if kind is not Kind.W and part in item.use.parts]
+        for i, item in self.of(f"gradients/{buffer}") if kind is not Kind.F else ():
+            if part in item.use.parts:
+                first = begins and kind is not Kind.W and part == item.use.parts[-1]
+                touches.append(Touch(i, Mode.WRITE if first else Mode.UPDATE))
+        return tuple(touches)
+
+    def _norm_touches(self, buffer: int, part: int) -> _Touches:
+        """Gradients whose squares are not known since the backward."""
+        return tuple(Touch(i, Mode.UPDATE) for i, item in self.of(f"gradients/{buffer}")
+                     if not self.state.is_alone(own := item.use.parts[0]) and (own == part or not self._norms))
+
+    def _update_touches(self, group: int, old: int, new: int, buffer: int) -> _Touches:
+        modes = {f"gradients/{buffer}": Mode.READ, "master": Mode.UPDATE}
+        if self.state.weights.master is None:
+            modes[f"weights/{old}"] = Mode.READ
+        modes[f"weights/{new}"] = Mode.UPDATE if modes.get(f"weights/{new}") else Mode.WRITE
+        return tuple(Touch(i, modes.get(item.kind, Mode.UPDATE)) for i, item in self.moving.items()
+                     if item.use.group == group and (item.kind in modes or item.kind.startswith("optimizer/")))
