@@ -39,8 +39,9 @@ class Squares:
 
         for _, members in groupby(range(len(slots)), run):
             own = list(members)
-            part = uses(slots[own[0]].name).parts[0]
-            base = next(c.start for c in buffer.chunks if c.start <= starts[own[0]] < c.stop)
+            use, start = uses(slots[own[0]].name), starts[own[0]]
+            part = use.parts[0]
+            base = next(c.start for c in buffer.chunks if c.use == use and c.start <= start <= c.stop)
             tensors = buffer.layout.joined(
                 counted([views[i] for i in own], [slots[i] for i in own]), base)
             self._tensors.setdefault(part, []).extend(tensors)

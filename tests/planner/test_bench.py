@@ -38,8 +38,8 @@ def test_the_optimizer_is_that_of_a_run(staleness: str) -> None:
         "pipeline": {"schedule": "2bw"}, "model": {"num_layers": 1}, "train": {"micro_batch_size": 2}},
         made.config(dp=1))
     bench = Bench(config, 2, Axis("tp"), CPU)
-    run = parts_of(Engine(config, ProcessGrid(), CPU).state.optimizer)
-    measured = [parts_of(unit.state.optimizer) for unit in bench.units]
+    run = parts_of(Engine(config, ProcessGrid(), CPU).state.optimizer.groups[0])
+    measured = [parts_of(unit.state.optimizer.groups[0]) for unit in bench.units]
     for kind, parts in enumerate(zip(*measured, strict=True)):
         assert {part[:2] for part in parts} == {run[kind][:2]}
         # the head's copy of the tied embedding is one parameter of a run

@@ -49,8 +49,8 @@ def test_a_spike_is_rolled_back_and_training_goes_on_behind_it(tmp_path: Path,
                   checkpoint={"keep": 10})
     advance = Engine._apply
 
-    def broken(self: Engine, batch: int, result: StepResult | None) -> None:
-        advance(self, batch, result)
+    def broken(self: Engine, batch: int, part: int, result: StepResult | None) -> None:
+        advance(self, batch, part, result)
         if batch == 8 and not hasattr(self, "broken"):
             self.broken = True  # type: ignore[attr-defined]
             with torch.no_grad():
@@ -96,8 +96,8 @@ def test_replicas_that_differ_are_rolled_back_together(tmp_path: Path, monkeypat
     whole = steps(metrics(tmp_path / "runs" / "run"))
     healthy = Engine._apply
 
-    def spoiled(self: Engine, batch: int, result: StepResult | None) -> None:
-        healthy(self, batch, result)
+    def spoiled(self: Engine, batch: int, part: int, result: StepResult | None) -> None:
+        healthy(self, batch, part, result)
         if batch == 4 and self.grid.rank == 1 and not hasattr(self, "spoiled"):
             self.spoiled = True  # type: ignore[attr-defined]
             self.state.await_copy()
