@@ -30,6 +30,10 @@ class SaveError(CheckpointError):
     """Saves have failed for so long that the run ends; raised on all ranks together."""
 
 
+class SetupError(HybridparError):
+    """Training cannot begin as it is configured; raised on all ranks together."""
+
+
 def describe_failure(error: Exception, who: str, record: Record | None = None) -> RankError:
     """The error of the rank `who` as one line; a defect of ours keeps its traceback.
 

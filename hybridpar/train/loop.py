@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from hybridpar.train import continued
 from hybridpar.train import folder as run_folder
 from hybridpar.train.early_switch import measure_early_switch
 from hybridpar.train.engine import Engine
-from hybridpar.train.errors import AnomalyError, LostContactError, SaveError, describe_failure
+from hybridpar.train.errors import AnomalyError, LostContactError, SaveError, SetupError, describe_failure
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
 from hybridpar.train.launch import Job, choose_backend, choose_device, keep_freed_memory, set_threads
@@ -110,12 +110,21 @@ class _Place:
             self.job.start_group(self.device, choose_backend(config.train, self.device), config.train.timeout_s)
             return ProcessGrid(sizes_of(config.parallel), device_type=self.device.type, flight=flight)
 
+    def build(self, build: Callable[[], Engine]) -> Engine:
+        """The engine. Raises: SetupError on all processes alike, where one finds that its state has no room."""
+        try:
+            engine = self.job.together(build)
+        except HybridparError as error:
+            raise SetupError(str(error)) from error
+        assert engine is not None
+        return engine
+
 
 def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter, start: str) -> Outcome:
     """Builds the engine, loads, and trains. start: a checkpoint whose weights a new run begins with; empty: none.
 
-    Raises: CheckpointError, AnomalyError, PlanError on all ranks alike; RankError, naming this rank, for whatever else
-    goes wrong.
+    Raises: SetupError, CheckpointError, AnomalyError, PlanError on all ranks alike; RankError, naming this rank, for
+    whatever else goes wrong.
     """
     rank = place.job.launch.rank
     who, flight, started = f"rank {rank}", run_folder.open_flight(config, rank), False
@@ -130,7 +139,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         prove(config)
         watched = config.train.measure_memory or bool(config.plan.memory_mib)
         watch = MemoryWatch(config, place.device) if watched else None
-        engine = Engine(config, grid, place.device, tamper=injector.tamper)
+        engine = place.build(lambda: Engine(config, grid, place.device, tamper=injector.tamper))
         resumed = _load(engine, data, reporter, start)
         if rank == 0:
             for line in continued.go_on(config, resumed, data.train.fingerprint, engine.data_start):
@@ -145,7 +154,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
             place.job.end_group()
         flight.phase("finished")
         return outcome
-    except (AnomalyError, CheckpointError, PlanError) as error:  # raised on all ranks together
+    except (SetupError, AnomalyError, CheckpointError, PlanError) as error:  # raised on all ranks together
         again = started and not isinstance(error, (AnomalyError, SaveError))  # which would end so again
         flight.end(FAILED if again else REFUSED, str(error))
         place.job.end_group()

@@ -63,6 +63,22 @@ def test_four_ranks_recover_to_the_bit(tmp_path: Path) -> None:
         assert path.read_bytes() == (run / "checkpoints" / "step_00000030" / path.name).read_bytes()
 
 
+@pytest.mark.timeout(300)
+def test_a_kill_while_state_moves_leaves_no_trace(tmp_path: Path) -> None:
+    """The file of the state goes with its process; the next one starts from the checkpoint."""
+    config, grid = write_config(tmp_path), ("--parallel.pp", "2")
+    run_job(2, "train", config, *grid, *STEPS, "--run.name", "calm")
+    code, out = train(2, config, *grid, *STEPS, "--memory.budget", "300000", "--inject",
+                      "kill rank 1 at step 13 micro-batch 1")
+    assert code == 0, out
+    run, calm = tmp_path / "runs" / "run", tmp_path / "runs" / "calm"
+    assert [(one["kind"], one["rank"], one["step"]) for one in failures(run)] == [("died", 1, 13)]
+    assert steps(metrics(run)) == steps(metrics(calm))
+    assert list((run / "state").iterdir()) == []
+    for path in (calm / "checkpoints" / "step_00000030").glob("*.safetensors"):
+        assert path.read_bytes() == (run / "checkpoints" / "step_00000030" / path.name).read_bytes()
+
+
 @pytest.mark.timeout(400)
 def test_a_hang_is_found_in_every_phase(tmp_path: Path) -> None:
     """Long before Gloo's own time-out; the others train on while one cannot save."""
@@ -114,6 +130,10 @@ def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
     assert out.count("another job is training in") == 1
     assert "before it had begun" not in out
     assert not (tmp_path / "runs" / "run" / "failures.jsonl").exists(), "nothing is written into another job's folder"
+    code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", "--memory.budget", "150000")
+    assert code == 1
+    assert re.findall(r"memory\.budget = 150000: must hold what .* needs at a time: (\d+) bytes", out) == ["204800"]
+    assert "starting again" not in out
     config = from_mapping({"parallel": {"pp": 2}}, Config())
     with pytest.raises(ConfigError, match="must divide the number of processes, 3"):
         supervise(config, 3, ["train"])
