@@ -325,8 +325,10 @@ def test_with_sequence_parallelism(tp: int, pp: int, model: dict[str, Any], pipe
     split = make(tp=tp, pp=pp, parallel={"sequence": True}, **sections)
     agree(split)
     for less, more in zip(predict(split), predict(make(tp=tp, pp=pp, **sections)), strict=True):
-        assert less.activations < more.activations
-        assert less.total < more.total or "split_backward" in pipeline, "whose second part waits with gathered inputs"
+        assert less.activations <= more.activations
+        if "split_backward" not in pipeline:  # whose second part waits with gathered inputs
+            assert less.activations < more.activations
+            assert less.total < more.total
 
 
 @pytest.mark.parametrize("tp", [2, 4])
