@@ -18,11 +18,13 @@ class Parts:
     """The blocks of each part, by stage of the rank. They are counted through all its stages.
 
     part_major: all micro-batches of a batch go through a part before the next one. Not where the last part has a weight
-    in common with the first, whose gradients would then be added up in another order.
+    in common with the first, whose gradients would then be added up in another order. late: parts are updated as they
+    are needed, so that what an update needs of the slow tier comes while others compute.
     """
 
     of_stage: Mapping[int, tuple[range, ...]]
     part_major: bool = False
+    late: bool = False
 
     @staticmethod
     def of(config: Config, split: Mapping[int, range]) -> Parts:
@@ -34,7 +36,8 @@ class Parts:
                           for a, b in split_ranges(len(blocks), min(wanted, len(blocks))))
              for stage, blocks in split.items()},
             part_major=(config.pipeline.schedule == "gpipe" and parallel.pp == 1
-                        and not config.model.tie_embeddings))
+                        and not config.model.tie_embeddings),
+            late=memory.budget > 0)
 
     @cached_property
     def is_divided(self) -> bool:
@@ -68,4 +71,4 @@ class Parts:
             return WHOLE
         norms = state.num_groups > 1 and not all(map(state.is_alone, range(1, state.num_parts)))
         return Division({stage: len(parts) for stage, parts in self.of_stage.items()},
-                        lambda rank: state.num_groups, norms=norms, part_major=self.part_major)
+                        lambda rank: state.num_groups, norms=norms, part_major=self.part_major, late=self.late)

@@ -184,10 +184,14 @@ def _check_order(plan: Plan, rank: int, sizes: Sizes, parts: PartCounts) -> None
 
 
 def _needs(action: Action, sizes: Sizes, parts: PartCounts) -> Iterator[_Key]:
-    """The actions that come before this one on its rank: of a part the one before, of the first what all need."""
+    """The actions that come before this one on its rank: what makes its weights, of a part the one before, of the first
+    what all need."""
     m, k, stage, row = sizes.num_microbatches, action.microbatch, action.stage, ROWS[action.kind]
     if row.per_item:
         return
+    for kind in () if row.per_batch else PER_BATCH.intersection(row.needs):
+        stages = sizes.stages_of(sizes.rank_of(stage))
+        yield kind, stages[0], action.version - 1, parts.needed(kind, action, stages)
     if action.part != parts.first(action.kind, stage):
         yield action.kind, stage, k, action.part - row.cut
         return
@@ -198,9 +202,6 @@ def _needs(action: Action, sizes: Sizes, parts: PartCounts) -> Iterator[_Key]:
             for own in sizes.stages_of(stage):
                 for microbatch in range(k * m, (k + 1) * m):
                     yield kind, own, microbatch, parts.last(kind, own)
-        else:
-            rank = sizes.rank_of(stage)
-            yield kind, rank, action.version - 1, parts.last(kind, rank)
     if row.per_batch:
         yield action.kind, stage, k - 1, parts.last(action.kind, stage)
 

@@ -6,15 +6,20 @@
     gpipe on one rank, part by part (part_major), all @0
     F0 F1 F2  F0.1 F1.1 F2.1  F0.2 F1.2 F2.2     B0.2 B1.2 B2.2  B0.1 B1.1 B2.1  B0 B1 B2
 
+the same where each part is updated just before it is used (late), so its state may come while others compute
+.. B0 B1 B2  UPDATE0 F3 F4 F5  UPDATE0.1 F3.1 F4.1 F5.1  UPDATE0.2 F3.2 F4.2 F5.2  B3.2 ..
+
 A receive feeds the part that comes first, a send follows the one that comes last. So a rank can do with the weights,
 gradients and optimizer state of a part in fast memory at a time (residency.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import inf
 
 from hybridpar.errors import config_error
 from hybridpar.pipeline.plan.action import Action
@@ -32,16 +37,19 @@ class Division:
     through the parts of all the rank's stages; None: as many as those have together. norms: NORM is cut as UPDATE is;
     else it is whole. part_major: micro-batches that follow each other forward (or backward) on a stage go through a
     part one after the other before the first of them goes on to the next part. A part's weights are then needed once
-    for all those micro-batches, not once for each.
+    for all those micro-batches, not once for each. late: on the first rank the parts of an UPDATE are not together, but
+    each comes right before the first forward through its part, or before whatever else may need it. (Other ranks wait
+    for that forward, and had better update meanwhile.)
     """
 
     num_parts: NumParts = 1
     update_parts: NumParts | None = None
     norms: bool = False
     part_major: bool = False
+    late: bool = False
 
     def on(self, sizes: Sizes, rank: int) -> Division:
-        """The same with the number of UPDATEs of that rank.
+        """The same with the number and the order of UPDATEs of that rank.
 
         Raises: ConfigError if `part_major` is asked for in a pipeline, where other ranks wait for each micro-batch.
         """
@@ -49,8 +57,10 @@ class Division:
             raise config_error("parallel.pp", sizes.num_ranks, "must be 1 where all micro-batches go through one "
                                "part before the next: other ranks would wait for the last of all", "1")
         if self.update_parts is None:
-            return replace(self, update_parts=sum(_number(self.num_parts, stage) for stage in sizes.stages_of(rank)))
-        return replace(self, update_parts=_number(self.update_parts, rank))
+            updates = sum(_number(self.num_parts, stage) for stage in sizes.stages_of(rank))
+        else:
+            updates = _number(self.update_parts, rank)
+        return replace(self, update_parts=updates, late=self.late and rank == 0)
 
     def count(self, action: Action) -> int:
         """Number of actions that this one of an undivided plan becomes."""
@@ -77,6 +87,12 @@ def divide(actions: Iterable[Action], division: Division) -> Iterator[Action]:
     Each action is replaced by its parts in the place where it was, with `part_major` each run of forwards (or
     backwards, B) of one stage by that of the parts. So what is right of the order of undivided plans stays so.
     """
+    cut = _cut(actions, division)
+    return _delay_updates(cut, division) if division.late else cut
+
+
+def _cut(actions: Iterable[Action], division: Division) -> Iterator[Action]:
+    """Puts the parts of each action in its place."""
 
     def together(action: Action) -> object:
         """Neighbours of which this is equal go through the parts together."""
@@ -87,6 +103,26 @@ def divide(actions: Iterable[Action], division: Division) -> Iterator[Action]:
         run = list(neighbours)
         for part in order(run[0].kind, division.count(run[0])):
             yield from (replace(action, part=part) for action in run) if part else run
+
+
+def _delay_updates(actions: Iterable[Action], division: Division) -> Iterator[Action]:
+    """Puts each part of an UPDATE right before the first forward that needs it, or before what is neither a forward nor
+    a transfer."""
+    waiting = deque[Action]()
+    first: dict[int, int] = {}  # part of the rank, by stage; a stage comes first forward, and behind those before it
+    for action in actions:
+        if action.kind is Kind.UPDATE:
+            waiting.append(action)
+            continue
+        if action.kind is Kind.F:
+            parts = max((at + _number(division.num_parts, stage) for stage, at in first.items()), default=0)
+            needed: float = first.setdefault(action.stage, parts) + action.part
+        else:
+            needed = -1 if ROWS[action.kind].side else inf
+        while waiting and waiting[0].part <= needed:
+            yield waiting.popleft()
+        yield action
+    yield from waiting
 
 
 def order(kind: Kind, num_parts: int) -> range:
@@ -118,6 +154,13 @@ class PartCounts:
     def count(self, kind: Kind, stage: int) -> int:
         """Number of parts of such an action."""
         return self._counts.get(self._key(kind, stage), 1)
+
+    def needed(self, kind: Kind, action: Action, stages: Sequence[int]) -> int:
+        """The last part of an action of a batch, on a rank with these stages, that a part of a stage's action needs."""
+        own = [self.count(action.kind, stage) for stage in stages]
+        if sum(own) != self.count(kind, stages[0]):
+            return self.last(kind, stages[0])
+        return sum(own[: stages.index(action.stage)]) + action.part
 
     def first(self, kind: Kind, stage: int) -> int:
         """The part that runs first."""

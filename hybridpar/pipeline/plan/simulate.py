@@ -17,8 +17,8 @@ The rules are those of the executor, so a plan that ends here cannot deadlock th
     FETCH, RELEASE, DROP return at once; items come and go beside the rank's work (copies.py). What touches an item
               waits until it is there
 
-Of what is cut into parts, the part that runs first waits, the one that runs last sets going what follows, and all take
-equal times.
+Of what is cut into parts, the part that runs first waits (every part of an F for the gather of weights that were made
+before it), the one that runs last sets going what follows, and all take equal times.
 
 "At once" is after the time that its call takes (`calls`). With a number of `cores`, work takes longer while more ranks
 and transfers are at work than there are cores: all of them slow down alike.
@@ -196,8 +196,9 @@ class _Machine:
         counts = [self.parts[stage % len(self.ranks)] for stage in range(len(work))]
 
         def when_first(rank: _Rank, action: Action) -> float | None:
-            first = action.part == counts[action.stage].first(kind, action.stage)
-            return when(rank, action) if when is not None and first else rank.clock
+            if when is not None and action.part == counts[action.stage].first(kind, action.stage):
+                return when(rank, action)
+            return self._gathered(rank, action, rank.clock) if when == self._when_gathered else rank.clock
 
         def effect_last(rank: _Rank, action: Action, step: int) -> None:
             if effect is not None and action.part == counts[action.stage].last(kind, action.stage):
@@ -295,7 +296,10 @@ class _Machine:
 
     def _when_gathered(self, rank: _Rank, action: Action) -> float | None:
         start = self._when_arrived(rank, action)
-        return start if start is None or action.version < rank.newest else max(start, rank.gathered)
+        return None if start is None else self._gathered(rank, action, start)
+
+    def _gathered(self, rank: _Rank, action: Action, start: float) -> float:
+        return start if action.version < rank.newest else max(start, rank.gathered)
 
     def _when_reduced(self, rank: _Rank, action: Action) -> float | None:
         return self._when_over(rank, self._reduction(rank, action.microbatch))
