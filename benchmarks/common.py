@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -291,11 +291,12 @@ def machine() -> dict[str, Any]:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def arguments(description: str | None, *, rounds: int, shapes: Sequence[str]) -> argparse.ArgumentParser:
+def arguments(description: str | None, *, rounds: int, shapes: Sequence[str],
+              choices: Iterable[str] = SHAPES) -> argparse.ArgumentParser:
     """The flags that all benchmarks share."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=rounds, help="timed rounds of each case")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(shapes))
+    parser.add_argument("--shapes", nargs="+", choices=list(choices), default=list(shapes))
     parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
     parser.add_argument("--name", default="", help="name of the result file; by default that of the benchmark")
     parser.add_argument("--keep-memory", action="store_true", help="have glibc keep freed memory, for both sides: "

@@ -1,0 +1,276 @@
+"""Claim: a CPU trains a model whose state is far larger than its memory, at the speed of its cores or of its disk.
+
+    sudo env "PATH=$PATH" python -m benchmarks.budget        half an hour; the memory limit needs root (cgroups)
+
+large   a GPT of 20 GB of state in a process that may take 8 GB, which the kernel enforces. `memory.budget` of them are
+        the state's. The same without a budget is killed.
+curve   a smaller one at budgets from the least that works to all of its state. Its losses must be those without a
+        budget, to the bit.
+
+`ratio`: time of a step over max(compute, bytes read / bandwidth, bytes written / bandwidth). Bandwidth is that of the
+state's file, in items as large as a layer's weights. Compute is the time of a step without a budget; for `large`, which
+has no room for that, of models of `--layers` layers, in a straight line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from benchmarks.common import FixedLoader, Shape, arguments, engine_config, parse, write_results
+from hybridpar.config import Config, MemoryConfig, from_mapping
+from hybridpar.grid import ProcessGrid
+from hybridpar.state.store import DiskStore
+from hybridpar.state.tiered import TieredMemory
+from hybridpar.state.tiers import Traffic
+from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.forecast import TierForecast, forecast
+from hybridpar.train.launch import keep_freed_memory
+
+MICROBATCHES = 4
+WARMUP = 2  # steps: the first one reads nothing of the optimizer's state
+BOUND = 1.15
+SHAPES = {"large": Shape(24, 2048, 16, 512, 8192, 1), "curve": Shape(8, 1024, 16, 256, 4096, 2)}
+CGROUPS = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max"))  # version 1, 2
+PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
+MEANING = ("ratio: time of a step over the largest of bounds_s (compute, read / bandwidth, written / bandwidth); "
+           "wall_s: of each step; read, written: bytes of a step; bandwidth: bytes a second, before and after")
+
+
+def config_of(shape: Shape, schedule: str, budget: int, folder: str) -> Config:
+    """Layers are computed again in the backward pass, as where memory is short."""
+    base = engine_config(shape, schedule=schedule, num_microbatches=MICROBATCHES)
+    return replace(from_mapping({"pipeline": {"recompute": "all"}}, base), memory=MemoryConfig(budget, folder))
+
+
+# -- processes of their own --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def memory_group(limit: int) -> Iterator[Path]:
+    """A group of processes that may take that many bytes together. Raises: SystemExit where none can be made."""
+    for root, name in CGROUPS:
+        group = Path(root, f"hybridpar-{os.getpid()}")
+        try:
+            group.mkdir()
+            (group / name).write_text(str(limit))
+        except OSError:
+            continue
+        try:
+            yield group
+        finally:
+            while _in_use(group):  # until the last process has left
+                time.sleep(0.1)
+        return
+    raise SystemExit("the kernel lets nobody limit memory here: run it as root, or with --shapes curve")
+
+
+def _in_use(group: Path) -> bool:
+    try:
+        group.rmdir()
+    except OSError:
+        return True
+    return False
+
+
+def start(group: Path | None, threads: int) -> None:
+    """Sets up a process, as training does."""
+    if group is not None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+
+
+@dataclass(frozen=True)
+class Run:
+    """Steps of one training behind WARMUP of them. wall: seconds; losses: of all; read, written: bytes, all steps
+    together; peak: the most state in memory, bytes."""
+
+    wall: list[float]
+    losses: list[float]
+    read: int
+    written: int
+    peak: int
+
+
+def train(shape: Shape, config: Config, steps: int) -> Run:
+    """One training, as a run is: nothing drains between the steps, of which the last one counts for nothing."""
+    engine = Engine(config, ProcessGrid(), torch.device("cpu"))
+    memory = engine.state.memory
+    traffic = memory.tiers.traffic if isinstance(memory, TieredMemory) else Traffic()
+    losses: list[float] = []
+    seen: list[tuple[float, int, int]] = []
+
+    def note(result: StepResult) -> None:
+        losses.append(result.loss)
+        seen.append((time.perf_counter(), traffic.read, traffic.written))
+
+    engine.train(FixedLoader(shape, MICROBATCHES), WARMUP + steps + 1, note)
+    memory.close()
+    times, reads, writes = zip(*seen[WARMUP - 1 : -1], strict=True)
+    return Run([b - a for a, b in pairwise(times)], losses, reads[-1] - reads[0], writes[-1] - writes[0], traffic.peak)
+
+
+def bandwidth(folder: str, num_bytes: int, count: int) -> dict[str, float]:
+    """Bytes a second of the state's file: read, written."""
+    store = DiskStore(Path(folder), [num_bytes] * count)
+    memory = mmap.mmap(-1, num_bytes)
+    memory.write(os.urandom(1 << 20) * (num_bytes >> 20))
+    found = {}
+    for name, move in (("written", store.write), ("read", store.read)):
+        began = time.perf_counter()
+        for item in range(count):
+            move(item, memoryview(memory))
+        found[name] = num_bytes * count / (time.perf_counter() - began)
+    store.close()
+    return found
+
+
+def apart(group: Path | None, threads: int, fn: Callable[..., Any], *args: Any) -> Any:
+    """Calls it in a fresh process. Raises: BrokenProcessPool where that is killed."""
+    with ProcessPoolExecutor(1, get_context("spawn"), start, (group, threads)) as pool:
+        return pool.submit(fn, *args).result()
+
+
+# -- cases -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What the cases have in common."""
+
+    args: argparse.Namespace
+
+    def bandwidth(self, shape: Shape) -> dict[str, float]:
+        """In items as large as a layer's weights, in all at least 2 GB."""
+        layer = 4 * 12 * shape.hidden**2
+        return apart(None, self.args.threads, bandwidth, self.args.folder, layer, -(-2 * 10**9 // layer))
+
+    def run(self, shape: Shape, config: Config, group: Path | None = None) -> Run:
+        return apart(group, self.args.threads, train, shape, config, self.args.rounds)
+
+    def case(self, name: str, shape: Shape, config: Config, compute: float,
+             group: Path | None = None) -> dict[str, Any]:
+        """One entry of the result file, with the disk measured before and after."""
+        said: TierForecast = apart(None, 1, forecast, config)
+        disk = [self.bandwidth(shape)]
+        run = self.run(shape, config, group)
+        disk.append(self.bandwidth(shape))
+        rates = {key: statistics.mean(one[key] for one in disk) for key in disk[0]}
+        steps = len(run.wall)
+        read, written = run.read / steps, run.written / steps
+        bounds = {"compute": compute, "read": read / rates["read"], "written": written / rates["written"]}
+        wall, bound = statistics.median(run.wall), max(bounds, key=bounds.__getitem__)
+        entry = {
+            "case": name, "ratio": round(wall / bounds[bound], 4), "bound_by": bound,
+            "budget": config.memory.budget, "state": said.state, "least": said.least, "peak_of_state": run.peak,
+            "wall_s": [round(t, 3) for t in run.wall], "bounds_s": {k: round(t, 3) for k, t in bounds.items()},
+            "read": read, "written": written, "forecast": {"read": said.read, "written": said.written},
+            "bandwidth": {k: round(rate) for k, rate in rates.items()}, "losses": run.losses}
+        print(f"{name:<28} {wall:7.2f} s a step, {entry['ratio']:.2f} of what {entry['bound_by']} takes; "
+              f"{read / 1e9:.2f} GB read, {written / 1e9:.2f} written", flush=True)
+        return entry
+
+
+def large(bench: Bench) -> Iterator[dict[str, Any]]:
+    """The model that has no room, and what becomes of it without a budget."""
+    args, shape = bench.args, SHAPES["large"]
+    config = config_of(shape, "gpipe", args.budget, args.folder)
+    settings = {"shape": "large", "schedule": "gpipe", "limit": args.limit}
+    few = {n: statistics.median(bench.run(replace(shape, num_layers=n), config_of(
+        replace(shape, num_layers=n), "gpipe", 0, "")).wall) for n in args.layers}
+    (a, first), (b, second) = few.items()
+    compute = first + (second - first) / (b - a) * (shape.num_layers - a)
+    print(f"compute: {compute:.2f} s, from {few}", flush=True)
+    with memory_group(args.limit) as group:
+        entry = bench.case(f"large, {args.budget / 1e9:.1f} GB", shape, config, compute, group)
+        peak = max(int((group / name).read_text()) for name in PEAKS if (group / name).exists())
+        yield entry | {"settings": settings, "compute_of_layers": few, "peak_of_process": peak}
+        try:
+            bench.run(shape, config_of(shape, "gpipe", 0, ""), group)
+            killed = False
+        except BrokenProcessPool:
+            killed = True
+    print(f"large, without a budget: {'killed' if killed else 'not killed'}", flush=True)
+    yield {"case": "large, without a budget", "settings": settings, "killed": killed}
+
+
+def curve(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Step time over budget."""
+    args, shape = bench.args, SHAPES["curve"]
+    for schedule in args.schedules:
+        plain = bench.run(shape, config_of(shape, schedule, 0, ""))
+        compute = statistics.median(plain.wall)
+        all_of_it: TierForecast = forecast(config_of(shape, schedule, 1 << 50, args.folder))
+        for share in args.shares:
+            budget = round(all_of_it.least + share * (all_of_it.state - all_of_it.least))
+            config = config_of(shape, schedule, budget, args.folder)
+            entry = bench.case(f"curve {schedule}, {100 * budget / all_of_it.state:.0f} % of state", shape, config,
+                               compute)
+            assert entry["losses"] == plain.losses, "another training than without a budget"
+            yield entry | {"settings": {"shape": "curve", "schedule": schedule}, "share": share,
+                           "without": [round(t, 3) for t in plain.wall]}
+
+
+# -- the curve, drawn --------------------------------------------------------------------------------------------------
+
+
+def draw(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Speed over budget, and what compute and disk allow."""
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for number, schedule in enumerate(dict.fromkeys(case["settings"]["schedule"] for case in cases)):
+        own = [case for case in cases if case["settings"]["schedule"] == schedule]
+        budgets = [100 * case["budget"] / case["state"] for case in own]
+        whole = statistics.median(own[0]["without"])
+        axes.plot(budgets, [whole / statistics.median(case["wall_s"]) for case in own], "o-", color=f"C{number}",
+                  label=schedule)
+        axes.plot(budgets, [whole / max(case["bounds_s"].values()) for case in own], ":", color=f"C{number}")
+    axes.set(xlabel="memory.budget, % of the state", ylabel="speed, of that without a budget", xlim=(0, 102),
+             ylim=(0, 1.1))
+    axes.legend(title="dotted: the bound of cores and disk", frameon=False)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=3, shapes=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--limit", type=int, default=8 * 10**9, help="bytes that the large model's process may take")
+    parser.add_argument("--budget", type=int, default=int(5.5e9), help="memory.budget of the large model, bytes")
+    parser.add_argument("--layers", type=int, nargs=2, default=[2, 6], help="of the models whose step is extrapolated")
+    parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b", "2bw"])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0, 0.1, 0.25, 0.5, 1],
+                        help="budgets of the curve: of the way from the least to all")
+    parser.add_argument("--folder", default="", help="where the file of the state is; empty: here")
+    args = parse(parser)
+    with tempfile.TemporaryDirectory(dir=args.folder or ".") as folder:
+        args.folder = folder
+        bench = Bench(args)
+        cases = [case for name in args.shapes for case in {"large": large, "curve": curve}[name](bench)]
+    args.folder = ""
+    path = write_results("budget", cases, args, meaning=MEANING, shapes=SHAPES)
+    if drawn := [case for case in cases if case["settings"]["shape"] == "curve"]:
+        draw(drawn, path.with_suffix(".svg"))
+    print(path)
+    slow = [case["case"] for case in cases if case.get("ratio", 0) > BOUND]
+    print(f"over {BOUND}: {', '.join(slow) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
