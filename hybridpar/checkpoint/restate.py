@@ -26,7 +26,7 @@ from torch import Tensor
 from hybridpar.checkpoint.saved import Saved
 from hybridpar.optim import ParameterSlot
 from hybridpar.state import RankState
-from hybridpar.state.kinds import WeightVersions, parse_key
+from hybridpar.state.kinds import parse_key
 
 
 class Restated(Mapping[str, Tensor]):
@@ -65,7 +65,7 @@ class Restated(Mapping[str, Tensor]):
         """The weights that the new run takes as that version."""
         if self._unpredicts:
             return self.newest(slot)
-        return self.read(slot, WeightVersions.name, str(self._stored(version)))
+        return self._saved.read_version(slot, self._stored(version))
 
     def __getitem__(self, key: str) -> Tensor:
         kind, parameter, what = parse_key(key)

@@ -19,7 +19,7 @@ from hybridpar.grid import MODEL, sizes_of
 from hybridpar.nn.placement import Placement, Range, Shard
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.chunks import block_of
-from hybridpar.state.kinds import Master, WeightVersions, saved_kind
+from hybridpar.state.kinds import Master, WeightShares, WeightVersions, saved_kind
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,12 @@ class Saved:
         """The newest weights of a parameter, neither rounded nor predicted: the master's where there is one."""
         if self._keepers(self.holders(slot.name, slot.placement.tied), 0, Master.name, ""):
             return self.read(slot, Master.name)
-        return self.read(slot, WeightVersions.name, str(self.manifest.step))
+        return self.read_version(slot, self.manifest.step)
+
+    def read_version(self, slot: ParameterSlot, version: int) -> Tensor:
+        """The weights of a parameter of a version that was saved, whole or in shares."""
+        shared = self._keepers(self.holders(slot.name, slot.placement.tied), 0, WeightShares.name, str(version))
+        return self.read(slot, (WeightShares if shared else WeightVersions).name, str(version))
 
     def _keepers(self, holders: Sequence[Holder], rank: int, kind: str, what: str) -> list[Keeper]:
         """Tensors that make up part `rank` of what the holders split, in the order of their parts."""

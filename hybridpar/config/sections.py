@@ -25,8 +25,11 @@ class ParallelConfig:
     pp: Annotated[int, Within(1, 2**16)] = 1
     dp: Annotated[int, Within(0, 2**20)] = 0
     """0: whatever fills the job, number of processes / (tp * pp)."""
-    zero: Literal[0, 1] = 0
-    """1: optimizer state (and the fp32 master weights of bf16 and fp16) is split over the replicas, as in ZeRO-1."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What is split over the replicas. 1: optimizer state (and the fp32 master weights of bf16 and fp16), as in ZeRO-1;
+    2: gradients as well, whole ones are there of one block at a time, and are summed over the replicas after each
+    micro-batch; 3: weights as well, which are gathered block by block as they are needed. Norms, biases and embeddings
+    that are tied across stages stay whole."""
     sequence: bool = False
     """Sequence parallelism over tp: norms, dropout, residuals and messages between stages have seq_length / tp rows on
     each rank, and all-reduces become reduce-scatters and all-gathers. Any seq_length; no effect where tp is 1."""
@@ -40,6 +43,18 @@ class ParallelConfig:
         """Settings that do not go with those of other sections; the same in every section."""
         if self.tp > (heads := config.model.num_heads):
             yield Problem("parallel.tp", self.tp, f"must be at most model.num_heads = {heads}", str(heads))
+        for reason in self._against_zero(config) if self.zero > 1 else ():
+            yield Problem("parallel.zero", self.zero, reason, "1")
+
+    @staticmethod
+    def _against_zero(config: Config) -> Iterator[str]:
+        """Settings that do not go with splitting gradients."""
+        if config.memory.budget:
+            yield f"does not go with memory.budget = {config.memory.budget}"
+        if config.train.record_memory:
+            yield f"does not go with train.record_memory = {config.train.record_memory}"
+        if config.train.device == "cuda":
+            yield "works on CPUs so far, and train.device is cuda"
 
 
 @dataclass(frozen=True)
@@ -205,7 +220,7 @@ class MemoryConfig:
     """Folder of that file, on a fast disk of the machine; empty: the run's."""
     parts: Count = 0
     """Parts that a stage's blocks are cut into, of which one is computed with at a time; 0: each block is one where
-    there is a budget, else the stage is whole."""
+    there is a budget or parallel.zero is 2 or 3, else the stage is whole."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
         if self.budget and config.optim.staleness == "prediction":

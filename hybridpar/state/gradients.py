@@ -109,11 +109,20 @@ class GradientAccumulator:
         it is not (where a rank's stages take turns, another one's may have been)."""
         self.on_final = on_final
 
-    def finish(self, index: int) -> None:
-        """The batch is over: parameters that got no gradient have zero, and backward reports nothing until armed."""
+    def renew(self, index: int, names: Iterable[str]) -> None:
+        """What buffer `index` holds of these parameters is void, in the middle of a batch."""
+        names = list(names)
+        self._void[index].update(names)
+        if self._bound_leaves is not None and self._bound_index == index:
+            for name in names:
+                self._bound_leaves[name].grad = None
+
+    def finish(self, index: int, names: Iterable[str] | None = None) -> None:
+        """The batch is over: parameters (or these of them) that got no gradient have zero, and backward reports nothing
+        until armed."""
         assert all(buffer != index for buffer, _ in self._waiting.values()), "parts of this batch still wait"
         self.on_final = None
-        self.settle(index, self.layout.names)
+        self.settle(index, self.layout.names if names is None else names)
 
     def settle(self, index: int, names: Iterable[str]) -> None:
         """The gradients of these parameters are final: those that got none have zero."""

@@ -2,6 +2,8 @@
 
     key                            tensors                                    a load finds none
     weights/<version>/<parameter>  whole local parameters, on all replicas    (there always are)
+    shares/<version>/<parameter>   parts that this rank owns, of weights that  the weights
+                                   replicas share (ZeRO-3)
     master/<parameter>             parts that this rank owns                  the weights
     optimizer/<parameter>.<state>  parts that this rank owns                  zero
     gradients                      whole local parameters; never saved
@@ -13,14 +15,15 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from hybridpar.optim import GroupedOptimizer, ParameterSlot
-from hybridpar.state.chunks import Memory
+from hybridpar.state.chunks import Buffer, Memory, Use
 from hybridpar.state.gradients import GradientAccumulator
+from hybridpar.state.shares import Shares
 from hybridpar.state.weights import WeightStore, copy_all
 
 
@@ -46,6 +49,9 @@ class Holder(Protocol):
     gradients: GradientAccumulator
     optimizer: GroupedOptimizer
     memory: Memory
+    shares: list[Shares]
+
+    def is_kept(self, use: Use) -> bool: ...
 
 
 class StateKind(ABC):
@@ -114,14 +120,39 @@ class WeightVersions(StateKind):
     def tensors(self) -> dict[str, Tensor]:
         store = self.holder.weights
         return {self.key(name, str(version)): leaf.detach()
-                for version in store.live_versions for name, leaf in store.leaves_of(version).items()}
+                for version in store.live_versions for name, leaf in store.kept(version).items()}
 
     def memory(self) -> list[Tensor]:
-        return [tensor for buffer in self.holder.weights.buffers for tensor in buffer.tensors]
+        return _kept(self.holder.weights.buffers, self.holder.weights.is_kept)
 
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
         for version in versions:
             self.holder.weights.restore(version, Under(f"{version}/", tensors))
+
+
+class WeightShares(StateKind):
+    """What this rank owns of every live version of the weights, in the working precision, where replicas share them."""
+
+    name, column = "shares", "weights"
+    form, what = WeightVersions.form, WeightVersions.what
+
+    @classmethod
+    def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
+        return stored.version(slot, int(what))
+
+    def tensors(self) -> dict[str, Tensor]:
+        store = self.holder.weights
+        return {self.key(name, str(version)): view for version in store.live_versions if store.shares
+                for name, view in store.shares[store.slot(version)].views.items()}
+
+    def memory(self) -> list[Tensor]:
+        return [shares.flat for shares in self.holder.weights.shares]
+
+    def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
+        store = self.holder.weights
+        for version in versions if store.shares else ():
+            copy_all(store.shares[store.slot(version)].views, Under(f"{version}/", tensors),
+                     f"shares of version {version}", self.holder.memory)
 
 
 class Gradients(StateKind):
@@ -136,7 +167,14 @@ class Gradients(StateKind):
                 for i in range(len(gradients.buffers)) for name, view in gradients.views(i).items()}
 
     def memory(self) -> list[Tensor]:
-        return [tensor for buffer in self.holder.gradients.buffers for tensor in buffer.tensors]
+        own = [shares.flat for shares in self.holder.shares]
+        return _kept(self.holder.gradients.buffers, self.holder.is_kept) + own
+
+
+def _kept(buffers: Iterable[Buffer], is_kept: Callable[[Use], bool]) -> list[Tensor]:
+    """Memory of the chunks that are whole all the time."""
+    return [tensor for buffer in buffers for chunk, tensor in zip(buffer.chunks, buffer.tensors, strict=True)
+            if is_kept(chunk.use)]
 
 
 class Master(StateKind):
@@ -174,7 +212,7 @@ class OptimizerState(StateKind):
         self.holder.optimizer.load_state_tensors(tensors, num_updates)
 
 
-KINDS: tuple[type[StateKind], ...] = (WeightVersions, Gradients, Master, OptimizerState)
+KINDS: tuple[type[StateKind], ...] = (WeightVersions, WeightShares, Gradients, Master, OptimizerState)
 """All kinds, in the order in which checkpoints have them."""
 
 

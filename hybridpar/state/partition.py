@@ -1,22 +1,23 @@
-"""ZeRO-1: which replica updates which part of the parameters, and keeps the optimizer state for it.
+"""ZeRO: which replica updates which part of the parameters, and keeps the optimizer state for it.
 
     flat buffer   [ a a a a a a b b | c c c c c c c | d ... ]     buckets, in the order of the layout
     owner           0 0 0 0 1 1 1 1   1 1 1 1 1 1 1   ...         c must stay whole (LAMB, Muon's matrices)
 
 Each bucket's gradient is reduce-scattered over its axis, the owners update their parts, and an all-gather brings these
-to the others. Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
+to the others. Source: Rajbhandari et al., arXiv 1910.02054, section 5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
 
+import torch
 from torch import Tensor
 
-from hybridpar.comm import Parts, Works, all_gather_async
+from hybridpar.comm import Parts, Works, all_gather_async, reduce_scatter_async
 from hybridpar.grid import BATCH, Axis, ProcessGrid
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
 from hybridpar.optim import ParameterSlot, divisible
@@ -101,15 +102,46 @@ class Partition:
         """The use of all its parameters."""
         return self.uses(bucket.names[0])
 
-    def gather(self, flat: Tensor | Buffer, group: int | None = None) -> Works:
-        """Starts bringing what each rank owns of `flat`, or of a group of it, to the others.
+    def gather(self, flat: Tensor | Buffer, wanted: Callable[[Use], bool] = lambda use: True) -> Works:
+        """Starts bringing what each rank owns of `flat`, or of the buckets of some uses, to the others.
 
-        Collectives: over the axes of the buckets.
+        Collectives: an all-gather for each bucket over its axis.
         """
-        return Works(
-            all_gather_async(flat[bucket.start : bucket.stop], parts, axis)
-            for bucket, parts, axis in zip(self.buckets, self.parts, self.axes, strict=True)
-            if parts and group in (None, self.use_of(bucket).group))
+        return Works(all_gather_async(flat[bucket.start : bucket.stop], parts, axis)
+                     for bucket, parts, axis in self._shared(wanted))
+
+    def reduce_scatter(self, flat: Tensor | Buffer, wanted: Callable[[Use], bool]) -> Works:
+        """Starts the sums of the buckets of some uses, each complete on its owner; the rest of them is scratch.
+
+        Collectives: a reduce-scatter for each bucket over its axis.
+        """
+        return Works(reduce_scatter_async(flat[bucket.start : bucket.stop], parts, axis)
+                     for bucket, parts, axis in self._shared(wanted))
+
+    def _shared(self, wanted: Callable[[Use], bool]) -> Iterator[tuple[Bucket, Parts, Axis]]:
+        return ((bucket, parts, axis) for bucket, parts, axis in zip(self.buckets, self.parts, self.axes, strict=True)
+                if parts and wanted(self.use_of(bucket)))
+
+    def owned_views(self, flat: Tensor | Buffer) -> list[Tensor]:
+        """Views of what this rank owns of a flat buffer, in order: parameters, or parts of them as vectors."""
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        return [flat[o.start : o.stop].view(shapes[o.name] if o.part is None else (-1,)) for o in self.owned]
+
+    def whole(self, owned: Iterable[Tensor], device: torch.device) -> dict[str, Tensor]:
+        """All parameters, by name, from what each rank owns of them, in order. Collectives: as `gather`."""
+        flat = self.layout.zeros(device)
+        for view, own in zip(self.owned_views(flat), owned, strict=True):
+            view.copy_(own)
+        self.gather(flat).wait()
+        return self.layout.views(flat)
+
+    def layout_of_owned(self, dtype: torch.dtype, *, offset_dtype: torch.dtype | None = None,
+                        wanted: Callable[[Use], bool] = lambda use: True) -> FlatLayout:
+        """The layout of what this rank owns, in order: parameters, or parts of them as vectors."""
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        own = {o.name: shapes[o.name] if o.part is None else (o.stop - o.start,)
+               for o in self.owned if wanted(self.uses(o.name))}
+        return FlatLayout(list(own), list(own.values()), dtype, offset_dtype=offset_dtype)
 
     def _cut(self, bucket: Bucket, axis: Axis) -> Iterator[tuple[int, int, int]]:
         load, align = self._load[axis.name], ALIGN_BYTES // self.layout.dtype.itemsize

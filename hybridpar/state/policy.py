@@ -8,6 +8,7 @@ import torch
 
 from hybridpar.config import Config, OptimConfig, ParallelConfig
 from hybridpar.models.build import DTYPES
+from hybridpar.nn.placement import split_ranges
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,26 @@ class StatePolicy:
                            config.parallel, config.kernels.optimizer, config.pipeline.split_backward)
 
     @property
+    def splits_gradients(self) -> bool:
+        """Whether replicas share the gradients, and have whole ones of a part of the blocks at a time (ZeRO-2)."""
+        return self.parallel.zero > 1 and self.parallel.dp > 1
+
+    @property
+    def splits_weights(self) -> bool:
+        """Whether they share the weights, too (ZeRO-3)."""
+        return self.parallel.zero > 2 and self.splits_gradients
+
+    @property
     def predicts(self) -> bool:
         """Whether micro-batches run on predicted weights."""
         return self.optim.staleness == "prediction"
+
+
+def cut_into_parts(config: Config, blocks: range) -> tuple[range, ...]:
+    """Blocks of a stage in consecutive parts, of which one is computed with at a time; none where it is whole."""
+    memory, parallel = config.memory, config.parallel
+    by_block = memory.budget > 0 or (parallel.zero > 1 and parallel.dp > 1)
+    if not (wanted := memory.parts or config.model.num_blocks * by_block):
+        return ()
+    return tuple(range(blocks.start + a, blocks.start + b)
+                 for a, b in split_ranges(len(blocks), min(wanted, len(blocks))))

@@ -16,11 +16,12 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.nn.init import initialize
 from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, divisible
 from hybridpar.state import kinds
-from hybridpar.state.chunks import Memory, cut
+from hybridpar.state.chunks import Memory, Use, cut
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.partition import Partition, make_routes
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.reducer import GradientReducer
+from hybridpar.state.shares import Shares
 from hybridpar.state.squares import Squares
 from hybridpar.state.uses import uses_of
 from hybridpar.state.weights import StageParameters, WeightStore
@@ -32,7 +33,8 @@ class RankState:
     `stage`: all blocks of the rank, built on the meta device; its parameters have global names. `partition`: which part
     of them this rank updates. `slots`: those parts. `kinds`: what it keeps, by kind.
     `parts`: blocks of the rank that are computed with at a time (none: all). An update is then made in `num_groups`
-    parts. `memory`: where the state is kept (None: on `device`).
+    parts. `memory`: where the state is kept (None: on `device`). `shares`: of each gradient buffer, where replicas
+    split gradients.
     Until `initialize`, `weights.fill` or `load` all weights are zero.
     """
 
@@ -41,7 +43,8 @@ class RankState:
         self.grid, self._backend, self.memory = grid, policy.backend, memory or Memory(device)
         parameters = StageParameters(stage, policy.dtype)
         self.placements = parameters.placements
-        elementwise = all(divisible(policy.optim, slot) for slot in self.whole_slots.values())
+        elementwise = not policy.splits_gradients and all(
+            divisible(policy.optim, slot) for slot in self.whole_slots.values())
         self.uses = uses_of(parts, self.placements, parameters.blocks, elementwise=elementwise,
                             alone=grid.pp.size == 1)
         self.partition = Partition(
@@ -49,11 +52,14 @@ class RankState:
         self.slots = [ParameterSlot(o.name, self.placements[o.name], grid.place, o.part, o.shared)
                       for o in self.partition.owned]
         self.weights = WeightStore(
-            parameters, self.partition, policy.num_versions, self.memory, predict=policy.predicts, uses=self.uses)
+            parameters, self.partition, policy.num_versions, self.memory, predict=policy.predicts, uses=self.uses,
+            splits=policy.splits_weights)
         self.gradients = GradientAccumulator(
             parameters.layout, self.memory, policy.num_gradient_buffers,
             chunks=cut(parameters.layout, self.uses), defers=policy.defers)
-        self.reducer = GradientReducer(self.partition)
+        self.shares = Shares.of(
+            self.partition, self.gradients.buffers, self.memory, split=policy.splits_gradients)
+        self.reducer = GradientReducer(self.partition, self.is_kept)
         self.num_parts = max(len(parts), 1)
         self.num_groups = self.num_parts if elementwise else 1
         self._groups = [[i for i, slot in enumerate(self.slots) if self.uses(slot.name).group == group]
@@ -62,9 +68,10 @@ class RankState:
             [build_optimizer(policy.optim, [self.slots[i] for i in group], grid.tp, policy.backend)
              for group in self._groups], self.memory.for_optimizer(self.uses))
         self.kinds = tuple(kind(self) for kind in kinds.KINDS)
-        self._owned = [self.weights.owned_views(buffer) for buffer in self.gradients.buffers]
-        self._squares = [Squares(buffer, self.partition, self.slots, views, grid.tp, policy.backend)
-                         for buffer, views in zip(self.gradients.buffers, self._owned, strict=True)]
+        self._owned = [shares.owned() for shares in self.shares] or [
+            self.partition.owned_views(buffer) for buffer in self.gradients.buffers]
+        self._squares = [Squares(own, self.partition, self.slots, views, grid.tp, policy.backend)
+                         for own, views in zip(self.shares or self.gradients.buffers, self._owned, strict=True)]
         self._await_copy: Callable[[], object] = lambda: None
         self.memory.seal(self.allocate)
 
@@ -109,16 +116,25 @@ class RankState:
         self.gradients.arm(self._reporter(part) if last else None)
         self.gradients.apply(key)
 
+    def is_kept(self, use: Use) -> bool:
+        """Whether gradients of a use are whole all the time, and reduced once a batch."""
+        return use.stays or not self.shares
+
+    def _is_final(self, name: str, part: int) -> bool:
+        """Whether the last backward of a part makes a gradient final that is reduced once a batch."""
+        use = self.uses(name)
+        return use.parts[0] == part and self.is_kept(use)
+
     def _reporter(self, part: int) -> Callable[[str], None]:
         """Takes the names of gradients that the last backward of a part has finished."""
-        if self.num_parts == 1:
+        if self.num_parts == 1 and not self.shares:
             return self.reducer.ready
-        return lambda name: self.reducer.ready(name) if self.uses(name).parts[0] == part else None
+        return lambda name: self.reducer.ready(name) if self._is_final(name, part) else None
 
     def finish(self, batch: int, part: int) -> None:
         """After the last backward of a part of a batch, where there are several: no gradient of it is missing."""
         index = self.gradients.buffer_index(batch)
-        final = [name for name in self.placements if self.uses(name).parts[0] == part]
+        final = [name for name in self.placements if self._is_final(name, part)]
         self.gradients.settle(index, final)
         self.reducer.complete(final)
         if self.is_alone(part):
@@ -130,7 +146,8 @@ class RankState:
 
     def reduce(self, batch: int) -> None:
         """After the last backward of a batch: starts what has not been started."""
-        self.gradients.finish(self.gradients.buffer_index(batch))
+        self.gradients.finish(
+            self.gradients.buffer_index(batch), [name for name in self.placements if self.is_kept(self.uses(name))])
         self.reducer.flush()
 
     def square(self, batch: int, part: int) -> None:
@@ -165,14 +182,10 @@ class RankState:
 
         Collectives: an all-gather where replicas share the update.
         """
-        buffer = self.gradients.buffers[self.gradients.buffer_index(batch)]
+        index = self.gradients.buffer_index(batch)
         if not self.partition.is_sharded:
-            return {name: self.memory.read(view) for name, view in buffer.views().items()}
-        flat = self.partition.layout.zeros(self.memory.device)
-        for chunk, tensor in zip(buffer.chunks, buffer.tensors, strict=True):
-            flat[chunk.start : chunk.stop].copy_(self.memory.read(tensor))
-        self.partition.gather(flat).wait()
-        return self.partition.layout.views(flat)
+            return {name: self.memory.read(view) for name, view in self.gradients.views(index).items()}
+        return self.partition.whole(map(self.memory.read, self._owned[index]), self.memory.device)
 
     # -- copies of it ------------------------------------------------------------------------------------------------
 

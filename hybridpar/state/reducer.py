@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ class GradientReducer:
     For each batch: `arm(flat)` before its last backward, `ready(name)` as gradients become final (see
     GradientAccumulator.arm), `flush()` after it for those that got none, `wait()` before the sums are used. A batch may
     be armed while the reduction of an earlier one, flushed but not waited for, is still under way in another buffer.
+    `reduces`: uses whose buckets these are; others are reduced elsewhere.
 
     Afterwards the sums are on the ranks that own them: on all, or each in part where the partition is sharded.
 
@@ -26,8 +27,11 @@ class GradientReducer:
     sent.
     """
 
-    def __init__(self, partition: Partition):
-        self.partition, self.layout, self.buckets = partition, partition.layout, partition.buckets
+    def __init__(self, partition: Partition, reduces: Callable[[Use], bool] = lambda use: True):
+        self.partition, self.layout = partition, partition.layout
+        own = [entry for entry in zip(partition.buckets, partition.axes, partition.parts, strict=True)
+               if reduces(partition.use_of(entry[0]))]
+        self.buckets, self._ways = tuple(bucket for bucket, _, _ in own), [(axis, parts) for _, axis, parts in own]
         self._bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
         self._flat: Tensor | Buffer | None = None  # the buffer of the armed batch
         self._missing: list[set[str]] = []  # by bucket: parameters whose gradient is not final
@@ -95,7 +99,7 @@ class GradientReducer:
         while self._next < len(self.buckets) and not self._missing[self._next]:
             bucket = self.buckets[self._next]
             flat = self._flat[bucket.start : bucket.stop]
-            axis, parts = self.partition.axes[self._next], self.partition.parts[self._next]
+            axis, parts = self._ways[self._next]
             work = reduce_scatter_async(flat, parts, axis) if parts else all_reduce_async(flat, axis)
             self._started[-1].append(work)
             self._next += 1

@@ -12,19 +12,22 @@ from hybridpar.grid import Axis
 from hybridpar.nn.placement import reduce_shared_gradients
 from hybridpar.optim import ParameterSlot
 from hybridpar.optim.norm import counted, sums_of_squares
-from hybridpar.state.chunks import Buffer, block_of
+from hybridpar.state.chunks import Buffer, Use, block_of
+from hybridpar.state.layout import FlatLayout
 from hybridpar.state.partition import Partition
+from hybridpar.state.shares import Shares
 from hybridpar.state.uses import layout_run
 
 
 class Squares:
-    """Sums of squares of one gradient buffer, of what this rank counts: `views` of it, one for each slot.
+    """Sums of squares of one gradient buffer, of what this rank counts: `views` of it or of `shares`, one for each
+    slot.
 
     They are added up block by block in one order, so a stage has equal bits however it is cut into parts.
     """
 
-    def __init__(self, buffer: Buffer, partition: Partition, slots: Sequence[ParameterSlot], views: Sequence[Tensor],
-                 tp: Axis, backend: str):
+    def __init__(self, gradients: Buffer | Shares, partition: Partition, slots: Sequence[ParameterSlot],
+                 views: Sequence[Tensor], tp: Axis, backend: str):
         self._tp, self._backend = tp, backend
         self._views = [(view, slot.placement) for view, slot in zip(views, slots, strict=True)]
         self._tensors: dict[int, list[Tensor]] = {}  # by part
@@ -41,9 +44,8 @@ class Squares:
             own = list(members)
             use, start = uses(slots[own[0]].name), starts[own[0]]
             part = use.parts[0]
-            base = next(c.start for c in buffer.chunks if c.use == use and c.start <= start <= c.stop)
-            tensors = buffer.layout.joined(
-                counted([views[i] for i in own], [slots[i] for i in own]), base)
+            layout, base = _home(gradients, use, start)
+            tensors = layout.joined(counted([views[i] for i in own], [slots[i] for i in own]), base)
             self._tensors.setdefault(part, []).extend(tensors)
             order.setdefault(part, []).extend(range(number, number + len(tensors)))
             number += len(tensors)
@@ -70,3 +72,13 @@ class Squares:
             return sums[0].sum()
         found = torch.cat(sums)
         return found[self._order.to(found.device)].sum()
+
+
+def _home(gradients: Buffer | Shares, use: Use, start: int) -> tuple[FlatLayout, int]:
+    """The layout in which gradients of a use lie, and its element at which their memory begins. start: of one of them,
+    in the flat buffer."""
+    if isinstance(gradients, Shares):
+        if not use.stays:
+            return gradients.layout, 0
+        gradients = gradients.whole
+    return gradients.layout, next(c.start for c in gradients.chunks if c.use == use and c.start <= start <= c.stop)

@@ -25,7 +25,7 @@ def uses_of(parts: Sequence[range], placements: Mapping[str, Placement], blocks:
     updated on its own; else all are together. `alone`: the pipeline has one rank. Else a tied weight stays as well:
     its gradient waits for the other end.
     """
-    if len(parts) < 2:
+    if not parts:
         return lambda name: WHOLE
     stay = {1, 3} if any(layout_run(placement) == 2 for placement in placements.values()) else {3}
     part_of = {block: number for number, blocks_of_part in enumerate(parts) for block in blocks_of_part}

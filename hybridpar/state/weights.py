@@ -9,12 +9,13 @@ A switch of version rebinds pointers. Making version t+1 writes the buffer of ve
 (the plan's check proves it; autograd's own version counters would raise if it were not).
 
 Where replicas share the update (ZeRO-1), a rank keeps the master of its own parts only, writes those, and an all-gather
-fills in the others' while training goes on; the first micro-batch on the new version waits for it.
+fills in the others' while training goes on; the first micro-batch on the new version waits for it. Where they share the
+weights (ZeRO-3), a rank keeps shares of working buffers, and their chunks come and go (shares.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -27,6 +28,7 @@ from hybridpar.ops.update import Weights
 from hybridpar.state.chunks import WHOLE, Buffer, Memory, Use, block_of, cut
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.partition import Partition
+from hybridpar.state.shares import Shares
 from hybridpar.state.uses import layout_run
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -69,10 +71,11 @@ class WeightStore:
     Source of prediction: PipeOptim, arXiv 2312.00839.
     `partition`: which parts this rank updates, and how it gets the others. `places`: modules that hold each parameter.
     `uses`: of parameters, by name; the buffers are cut into chunks by it. An update is made group by group.
+    `splits`: replicas share the weights; `shares` are then what this rank owns of each buffer.
     """
 
     def __init__(self, parameters: StageParameters, partition: Partition, num_versions: int, memory: Memory, *,
-                 predict: bool = False, uses: Callable[[str], Use] = lambda name: WHOLE):
+                 predict: bool = False, uses: Callable[[str], Use] = lambda name: WHOLE, splits: bool = False):
         self.placements, self.layout, self.predicts = parameters.placements, parameters.layout, predict
         self.dtype, self.master_dtype = parameters.dtype, parameters.master_dtype
         self.partition, self.memory, self._uses = partition, memory, uses
@@ -80,54 +83,39 @@ class WeightStore:
         self.buffers = [Buffer(self.layout, self.dtype, memory, chunks, f"weights/{i}") for i in range(num_versions)]
         self.leaves = [{name: view.detach().requires_grad_() for name, view in buffer.views().items()}
                        for buffer in self.buffers]
-        self._own_layout = self._layout_of_owned()
+        self.shares = Shares.of(partition, self.buffers, memory, split=splits)
+        own_layout = partition.layout_of_owned(self.master_dtype, offset_dtype=self.dtype)
         self.master = None
         if predict or self.dtype != self.master_dtype:
-            own_chunks = cut(self._own_layout, uses)
-            self.master = Buffer(self._own_layout, self.master_dtype, memory, own_chunks, "master")
-        self._spans = list(self._merged_spans())
+            self.master = Buffer(own_layout, self.master_dtype, memory, cut(own_layout, uses), "master")
         self._indices: dict[int, list[int]] = {}  # of owned parameters, by group
-        for i, name in enumerate(self._own_layout.names):
+        for i, name in enumerate(own_layout.names):
             self._indices.setdefault(self.group_of(name), []).append(i)
+        self._working = [shares.owned() for shares in self.shares] or [
+            partition.owned_views(buffer) for buffer in self.buffers]
+        """What this rank owns of the working buffers, in order."""
         if self.master is not None:
             self._views = [self.master.views()] * num_versions
         else:
-            self._views = [dict(zip(self._own_layout.names, self.owned_views(buffer), strict=True))
-                           for buffer in self.buffers]
+            self._views = [dict(zip(own_layout.names, views, strict=True)) for views in self._working]
         self._lists = [list(views.values()) for views in self._views]
-        self._working = [self.owned_views(buffer) for buffer in self.buffers] if self.master is not None else []
         self.places = parameters.places
         self._arriving: dict[int, Works] = {}
         self._bound: int | None = None
         self.newest = 0
         self.bind(0)
 
-    def _layout_of_owned(self) -> FlatLayout:
-        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
-        own = {o.name: shapes[o.name] if o.part is None else (o.stop - o.start,) for o in self.partition.owned}
-        return FlatLayout(list(own), list(own.values()), self.master_dtype, offset_dtype=self.dtype)
-
-    def _merged_spans(self) -> Iterator[tuple[int, int, int, int]]:
-        """(start, stop, start in the master, group) of what this rank owns; neighbours in one chunk are one."""
-        start, stop, at, group = 0, 0, 0, 0
-        cuts = {chunk.start for chunk in self.buffers[0].chunks}
-        for owned, offset in zip(self.partition.owned, self._own_layout.offsets, strict=True):
-            if owned.start - offset != start - at or owned.start in cuts:
-                if start < stop:
-                    yield start, stop, at, group
-                start, at, group = owned.start, offset, self.group_of(owned.name)
-            stop = owned.stop
-        if start < stop:
-            yield start, stop, at, group
-
     def group_of(self, name: str) -> int:
         """The part of an update that a parameter belongs to."""
         return self._uses(name).group
 
-    def owned_views(self, flat: Tensor | Buffer) -> list[Tensor]:
-        """Views of what this rank owns of a flat buffer, in order: parameters, or parts of them as vectors."""
-        return [flat[o.start : o.stop].view(shape)
-                for o, shape in zip(self.partition.owned, self._own_layout.shapes, strict=True)]
+    def is_kept(self, use: Use) -> bool:
+        """Whether chunks of a use are whole all the time."""
+        return use.stays or not self.shares
+
+    def kept(self, version: int) -> dict[str, Tensor]:
+        """The parameters of a live version that are, by name."""
+        return {name: leaf for name, leaf in self.leaves_of(version).items() if self.is_kept(self._uses(name))}
 
     @property
     def num_versions(self) -> int:
@@ -171,19 +159,21 @@ class WeightStore:
         """Sets the newest version: `write` fills all parameters of this stage (fp32, or fp64 in an fp64 run), by name,
         in as many calls as there are."""
         masters = {} if self.master is None else self.master.views()
-        owned = {o.name: o for o in self.partition.owned}
-        for name, leaf in self.leaves[self.slot(self.newest)].items():
+        owned, slot = {o.name: o for o in self.partition.owned}, self.slot(self.newest)
+        for name, leaf in self.leaves[slot].items():
             master = masters.get(name)
             with self.memory.writing(leaf, *() if master is None else (master,)):
                 if self.master is None:
                     write({name: leaf.detach()})
-                    continue
-                full = torch.empty(leaf.shape, dtype=self.master_dtype, device=leaf.device)
-                write({name: full})
-                leaf.detach().copy_(full)
-                if master is not None:
-                    part = owned[name].part
-                    master.copy_(full if part is None else full.view(-1)[slice(*part)])
+                else:
+                    full = torch.empty(leaf.shape, dtype=self.master_dtype, device=leaf.device)
+                    write({name: full})
+                    leaf.detach().copy_(full)
+                    if master is not None:
+                        part = owned[name].part
+                        master.copy_(full if part is None else full.view(-1)[slice(*part)])
+                if self.shares:
+                    self.shares[slot].take([name])
 
     @torch.no_grad()
     def advance(self, update: Update | None, *, predict: bool = True, group: int = 0) -> None:
@@ -195,27 +185,35 @@ class WeightStore:
         """
         self.newest += group == 0
         before, after = self.slot(self.newest - 1), self.slot(self.newest)
-        old, new, mine = self.buffers[before], self.buffers[after], self._indices.get(group, [])
+        mine = self._indices.get(group, [])
         self.await_version(self.newest - 1)
         if update is None and not self.predicts:
-            for number in new.group(group) if new is not old else ():
-                new.take(old, number)
+            self._keep(before, after, group)
             return
         if update is None:
-            self._write(new, group)
+            self._write(after, mine)
         elif self.master is None:
             update(Weights(self._lists[before], self._lists[after]).only(mine))
         else:
             update(Weights(self._lists[0], self._lists[0], self._working[after], self.predicts and predict).only(mine))
         arriving = self._arriving.get(self.newest, Works())
-        self._arriving[self.newest] = Works((arriving, self.partition.gather(new, group)))
+        self._arriving[self.newest] = Works((arriving, self.partition.gather(
+            self.buffers[after], lambda use: use.group == group and self.is_kept(use))))
 
-    def _write(self, flat: Buffer, group: int | None = None) -> None:
-        """Copies the master, or a group of it, to its places in `flat`."""
+    def _keep(self, before: int, after: int, group: int) -> None:
+        """Makes a group of one buffer equal to that of another."""
+        old, new = self.buffers[before], self.buffers[after]
+        for number in new.group(group) if new is not old else ():
+            if self.is_kept(new.chunks[number].use):
+                new.take(old, number)
+        if self.shares and new is not old:
+            self.shares[after].flat.copy_(self.shares[before].flat)
+
+    def _write(self, slot: int, numbers: Sequence[int]) -> None:
+        """Copies the master to what this rank owns of a working buffer: owned parameters by number."""
         assert self.master is not None
-        for start, stop, at, of_group in self._spans:
-            if group in (None, of_group):
-                flat[start:stop].copy_(self.master[at : at + stop - start])
+        for i in numbers:
+            self._working[slot][i].copy_(self._lists[slot][i])
 
     @torch.no_grad()
     def full_weights(self) -> dict[str, Tensor]:
@@ -223,14 +221,11 @@ class WeightStore:
 
         Collectives: an all-gather where the master is shared.
         """
-        if self.master is None or not self.partition.is_sharded:
+        if (self.master is None and not self.shares) or not self.partition.is_sharded:
             here = self.leaves_of(self.newest) if self.master is None else self.master.views()
             return {name: self.memory.read(view.detach()) for name, view in here.items()}
-        full = self.layout.zeros(self.memory.device)
-        for start, stop, at, _ in self._spans:
-            full[start:stop].copy_(self.memory.read(self.master[at : at + stop - start]))
-        self.partition.gather(full).wait()
-        return self.layout.views(full)
+        owned = map(self.memory.read, self._lists[self.slot(self.newest)])
+        return self.partition.whole(owned, self.memory.device)
 
     @contextmanager
     def unpredicted(self) -> Iterator[None]:
@@ -239,14 +234,17 @@ class WeightStore:
             yield
             return
         self.await_version(self.newest)
-        flat = self.buffers[self.slot(self.newest)]
-        predicted = [tensor.clone() for tensor in flat.tensors]
-        self._write(flat)
-        self.partition.gather(flat).wait()
+        slot = self.slot(self.newest)
+        flat = self.buffers[slot]
+        held = [tensor for chunk, tensor in zip(flat.chunks, flat.tensors, strict=True) if self.is_kept(chunk.use)]
+        held += [self.shares[slot].flat] if self.shares else []
+        predicted = [tensor.clone() for tensor in held]
+        self._write(slot, range(len(self._lists[slot])))
+        self.partition.gather(flat, self.is_kept).wait()
         try:
             yield
         finally:
-            for tensor, before in zip(flat.tensors, predicted, strict=True):
+            for tensor, before in zip(held, predicted, strict=True):
                 tensor.copy_(before)
 
     @property
@@ -257,13 +255,14 @@ class WeightStore:
     @torch.no_grad()
     def restore(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Takes `tensors`, by parameter name, as `version`, which is the newest from now on; call in ascending order.
+        Of what replicas share, none is taken.
 
         Raises: CheckpointError.
         """
         for arriving in list(self._arriving):
             self.await_version(arriving)
         self.newest = version
-        copy_all(self.leaves_of(version), tensors, f"weights of version {version}", self.memory)
+        copy_all(self.kept(version), tensors, f"weights of version {version}", self.memory)
         self._bound = None
         self.bind(version)
 

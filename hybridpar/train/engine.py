@@ -30,9 +30,11 @@ from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.state import RankState, StatePolicy
+from hybridpar.state.shares import WholeChunks
 from hybridpar.state.tiered import ItemMemory, TieredMemory
 from hybridpar.train.parts import Parts
 from hybridpar.train.policy import BatchPolicy, StepResult
+from hybridpar.train.replicas import SharedChunks
 from hybridpar.train.source import LoaderSource
 from hybridpar.train.tiers import RankTiers
 from hybridpar.train.touches import Touches
@@ -79,15 +81,17 @@ class Engine:
         self.stage = Stage(blocks)
         if memory is None and config.memory.budget:
             memory = TieredMemory.of(config, device)
-        self.state = RankState(self.stage, grid, states, device, parts=self.parts.ranges, memory=memory)
+        shared = WholeChunks.of(states, device) if states.splits_gradients else None
+        self.state = RankState(self.stage, grid, states, device, parts=self.parts.ranges, memory=shared or memory)
         self._division = self.parts.division(self.state)
         self.touches = None if memory is None else Touches(
             memory.items, self.state, self.parts, self.sizes, norms=self._division.norms)
         self.tiers = RankTiers(memory, self.touches) if self.touches and isinstance(memory, TieredMemory) else None
+        self.replicas = None if shared is None else SharedChunks(shared, self.state, self.parts, self.sizes)
         self.state.initialize(config.train.seed)
         self.executor = Executor(
             stages, self.state.weights, Lane.of(config, grid, states.dtype, device), pipeline.num_microbatches,
-            self.tiers)
+            self.tiers or self.replicas)
         if (config.train.cuda_graphs and device.type == "cuda" and not config.train.record_memory
                 and not self.parts.is_divided):
             self.executor.graphs = graphs.recorder(
@@ -128,8 +132,9 @@ class Engine:
                                  split=self.config.pipeline.split_backward, parts=self._division)
 
     def _in_tiers(self, actions: Iterator[Action]) -> Iterator[Action]:
-        """The plan with what it moves between the tiers of the state."""
-        return actions if self.tiers is None else self.tiers.plan(actions)
+        """The plan with what it moves between the tiers of the state, or to and from replicas."""
+        moves = self.tiers or self.replicas
+        return actions if moves is None else moves.plan(actions)
 
     def _until_end(self, actions: Iterable[Action]) -> Iterator[Action]:
         """The plan without the batches that a stop request has cut off: draining is leaving out what is not begun."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hybridpar.config import Config
-from hybridpar.nn.placement import split_ranges
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.parts import WHOLE, Division
 from hybridpar.state import RankState
+from hybridpar.state.policy import cut_into_parts
 
 
 @dataclass(frozen=True)
@@ -19,30 +19,24 @@ class Parts:
 
     part_major: all micro-batches of a batch go through a part before the next one. Not where the last part has a weight
     in common with the first, whose gradients would then be added up in another order. late: parts are updated as they
-    are needed, so that what an update needs of the slow tier comes while others compute.
+    are needed, so that what an update needs of the slow tier comes while others compute. is_divided: stages are cut, if
+    only into one part.
     """
 
     of_stage: Mapping[int, tuple[range, ...]]
     part_major: bool = False
     late: bool = False
+    is_divided: bool = False
 
     @staticmethod
     def of(config: Config, split: Mapping[int, range]) -> Parts:
         """The parts that a configuration asks for. split: the blocks of each stage of the rank."""
-        memory, parallel = config.memory, config.parallel
-        wanted = memory.parts or (config.model.num_blocks if memory.budget else 1)
+        found = {stage: cut_into_parts(config, blocks) or (blocks,) for stage, blocks in split.items()}
         return Parts(
-            {stage: tuple(range(blocks.start + a, blocks.start + b)
-                          for a, b in split_ranges(len(blocks), min(wanted, len(blocks))))
-             for stage, blocks in split.items()},
-            part_major=(config.pipeline.schedule == "gpipe" and parallel.pp == 1
+            found, late=config.memory.budget > 0,
+            part_major=(config.pipeline.schedule == "gpipe" and config.parallel.pp == 1
                         and not config.model.tie_embeddings),
-            late=memory.budget > 0)
-
-    @cached_property
-    def is_divided(self) -> bool:
-        """Whether any stage has several."""
-        return any(len(parts) > 1 for parts in self.of_stage.values())
+            is_divided=any(len(parts) > 1 for parts in found.values()) or config.parallel.zero > 1)
 
     @cached_property
     def ranges(self) -> tuple[range, ...]:

@@ -33,6 +33,12 @@ class Mode(Enum):
     READ = "read"
     WRITE = "write"  # all of it: what it was before does not matter
     UPDATE = "update"  # reads and changes it
+    ADD = "add"  # adds to it, from nothing where it is not there: a RELEASE adds it to what is elsewhere
+    RENEW = "renew"  # makes it elsewhere: a copy that were here would be old
+
+
+_MADE = (Mode.WRITE, Mode.ADD)
+"""How an item is touched that need not be fetched before."""
 
 
 class Touch(NamedTuple):
@@ -143,7 +149,8 @@ class _Pass:
             assert len({item for item, _ in touches}) == len(touches), f"{action} touches an item twice: {touches}"
             for item, mode in touches:
                 self._upcoming[item].append((step.number, mode))
-            self._least = max(self._least, self._pinned_bytes + sum(num_bytes[item] for item, _ in touches))
+            self._least = max(self._least, self._pinned_bytes + sum(
+                num_bytes[item] for item, mode in touches if mode is not Mode.RENEW))
             self._number += 1
             self._num_updates += step.ends_batch
             self._read.append(step)
@@ -152,23 +159,29 @@ class _Pass:
                                f"and what any one action needs: {self._least} bytes", str(self._least))
 
     def _decide(self, step: _Step) -> None:
-        """Makes room for what the step lacks, and brings it in."""
+        """Makes room for what the step lacks, and brings it in. What it makes elsewhere leaves."""
         num_bytes, resident = self._residency.num_bytes, self._resident
         touched = {item for item, _ in step.touches}
-        lacking = [touch for touch in step.touches if touch.item not in resident]
+        renewed = [item for item, mode in step.touches if mode is Mode.RENEW]
+        for item in renewed:
+            if item in resident:
+                self._give_up(item)
+            self._left[item] = step.number - 1  # may come back right behind this step
+        lacking = [touch for touch in step.touches if touch.item not in resident and touch.mode is not Mode.RENEW]
         excess = self._bytes + sum(num_bytes[item] for item, _ in lacking) - self._residency.budget
         for item in self._victims(touched, excess) if excess > 0 else ():
             self._give_up(item)
         for item, mode in lacking:
             self._bytes += num_bytes[item]
             resident[item] = False
-            if mode is not Mode.WRITE:
+            if mode not in _MADE:
                 self._fetch(item)
         step.used = self._bytes
         for item, mode in step.touches:
             self._upcoming[item].popleft()
-            self._last_use[item] = step.number
-            resident[item] |= mode is not Mode.READ
+            if mode is not Mode.RENEW:
+                self._last_use[item] = step.number
+                resident[item] |= mode is not Mode.READ
 
     def _victims(self, touched: Collection[int], excess: int) -> list[int]:
         """The items that give way to `excess` bytes."""
@@ -249,7 +262,12 @@ class FastTier:
 
     def _touch(self, action: Action) -> str | None:
         for item, mode in self._residency.touches(action):
-            if mode is Mode.WRITE:
+            if mode is Mode.RENEW:
+                if item in self._changed:
+                    return f"item {item} is in the fast tier, where it would be old"
+                self._void.discard(item)
+                continue
+            if mode in _MADE:
                 if item not in self._changed:
                     self.num_bytes += self._residency.num_bytes[item]
                 self._void.discard(item)

@@ -1,0 +1,148 @@
+"""ZeRO-2 and 3: of what comes and goes, a rank keeps its own share, and has whole chunks only while it needs them.
+
+    whole    [ a a a a ]   .   .   [ b b b b ]     chunks of a flat buffer, here for as long as a part computes
+    share    [ a | b | c | d ]                     what this rank owns of them, here all the time
+
+Weights: a whole chunk is gathered from the shares of all replicas, and dropped. Gradients: a backward adds to a whole
+chunk, which is summed over the replicas into their shares, and dropped. Uses that stay are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm import Works
+from hybridpar.errors import config_error
+from hybridpar.state.chunks import Buffer, Chunk, Memory, Use
+from hybridpar.state.partition import Partition
+from hybridpar.state.policy import StatePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class WholeChunk:
+    """A chunk that comes and goes. kind: of state, with its number: 'weights/0', 'gradients/1'. memory: a flat tensor,
+    whose storage is empty while the chunk is not here."""
+
+    kind: str
+    use: Use
+    memory: Tensor
+
+    @property
+    def index(self) -> int:
+        """The number in `kind`: of the version's buffer, or the gradient buffer."""
+        return int(self.kind.rpartition("/")[2])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.memory.nbytes
+
+    @property
+    def is_here(self) -> bool:
+        return self.memory.untyped_storage().nbytes() > 0
+
+    def make(self) -> None:
+        """Takes memory, whose content is anything."""
+        self.memory.untyped_storage().resize_(self.num_bytes)
+
+    def free(self) -> None:
+        """Gives the memory back. Views stay, and have no content."""
+        self.memory.untyped_storage().resize_(0)
+
+
+class WholeChunks(Memory):
+    """Memory of a device, where the chunks that replicas share come and go, from `seal` on: `chunks`, in the order in
+    which they were asked for. No view can be made of one that is not here."""
+
+    def __init__(self, device: torch.device, policy: StatePolicy):
+        super().__init__(device)
+        self.chunks: list[WholeChunk] = []
+        self._kinds = ("gradients/",) * policy.splits_gradients + ("weights/",) * policy.splits_weights
+
+    @staticmethod
+    def of(policy: StatePolicy, device: torch.device) -> WholeChunks:
+        """The memory that a policy asks for which splits gradients. Raises: ConfigError."""
+        if device.type != "cpu":
+            raise config_error("parallel.zero", policy.parallel.zero, "works on CPUs so far", "1")
+        return WholeChunks(device, policy)
+
+    def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        if chunk.use.stays or not kind.startswith(self._kinds):
+            return super().zeros(kind, chunk, dtype)
+        found = WholeChunk(kind, chunk.use, torch.empty(chunk.stop - chunk.start, dtype=dtype, device=self.device))
+        self.chunks.append(found)
+        return found.memory
+
+    def seal(self, allocate: Callable[[], object]) -> None:
+        for chunk in self.chunks:
+            chunk.free()
+
+    @contextmanager
+    def writing(self, *views: Tensor) -> Iterator[None]:
+        """While in it, chunks that these are views of are here. Their content is lost after it: `Shares` keep it."""
+        storages = {view.untyped_storage()._cdata for view in views}
+        absent = [chunk for chunk in self.chunks if not chunk.is_here
+                  and chunk.memory.untyped_storage()._cdata in storages]
+        for chunk in absent:
+            chunk.make()
+        yield
+        for chunk in absent:
+            chunk.free()
+
+
+class Shares:
+    """What this rank owns of the chunks of `whole` that do not stay.
+
+    views: of each parameter that it owns all of, or of the part of it as a vector, by name.
+    """
+
+    def __init__(self, partition: Partition, whole: Buffer, dtype: torch.dtype, memory: Memory):
+        self.partition, self.whole = partition, whole
+        self.layout = partition.layout_of_owned(dtype, wanted=lambda use: not use.stays)
+        self.flat = Memory.zeros(memory, "", Chunk(0, self.layout.numel), dtype)
+        self.views = self.layout.views(self.flat)
+        # autograd need not know that a chunk comes back with what it had
+        self._unwatched = copy(whole)
+        self._unwatched.tensors = [tensor.data for tensor in whole.tensors]
+
+    @staticmethod
+    def of(partition: Partition, buffers: Sequence[Buffer], memory: Memory, *, split: bool) -> list[Shares]:
+        """Shares of all buffers; none where replicas do not split them."""
+        return [Shares(partition, buffer, buffer.tensors[0].dtype, memory) for buffer in buffers] if split else []
+
+    def owned(self) -> list[Tensor]:
+        """What this rank owns, in the order of the partition: its shares, and views of what stays."""
+        whole = self.partition.owned_views(self.whole)
+        return [self.views.get(o.name, view) for o, view in zip(self.partition.owned, whole, strict=True)]
+
+    @torch.no_grad()
+    def take(self, names: Collection[str], *, add: bool = False) -> None:
+        """Copies (or adds) to the shares of some parameters what the whole chunks have."""
+        for share, part in self._pairs(names):
+            share.add_(part) if add else share.copy_(part)
+
+    @torch.no_grad()
+    def gather(self, use: Use) -> Works:
+        """Starts to fill a whole chunk, which has memory. Collectives: an all-gather for each of its buckets."""
+        for share, part in self._pairs(self.names(use)):
+            part.copy_(share)
+        return self.partition.gather(self._unwatched, lambda other: other == use)
+
+    def reduce_scatter(self, use: Use) -> Works:
+        """Starts to sum a whole chunk over the replicas, for `take`. Collectives: a reduce-scatter for each of its
+        buckets."""
+        return self.partition.reduce_scatter(self._unwatched, lambda other: other == use)
+
+    def names(self, use: Use) -> list[str]:
+        """The parameters of a use."""
+        return [name for name in self.partition.layout.names if self.partition.uses(name) == use]
+
+    def _pairs(self, names: Collection[str]) -> Iterator[tuple[Tensor, Tensor]]:
+        for o in self.partition.owned:
+            if o.name in self.views and o.name in names:
+                yield self.views[o.name].view(-1), self._unwatched[o.start : o.stop]
