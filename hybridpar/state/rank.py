@@ -16,7 +16,7 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.nn.init import initialize
 from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, divisible
 from hybridpar.state import kinds
-from hybridpar.state.chunks import Memory, Use, cut
+from hybridpar.state.chunks import Buffer, Memory, Use, cut
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.partition import Partition, make_routes
 from hybridpar.state.policy import StatePolicy
@@ -70,8 +70,9 @@ class RankState:
         self.kinds = tuple(kind(self) for kind in kinds.KINDS)
         self._owned = [shares.owned() for shares in self.shares] or [
             self.partition.owned_views(buffer) for buffer in self.gradients.buffers]
-        self._squares = [Squares(own, self.partition, self.slots, views, grid.tp, policy.backend)
-                         for own, views in zip(self.shares or self.gradients.buffers, self._owned, strict=True)]
+        where: Sequence[Buffer | Shares] = self.shares or self.gradients.buffers
+        self._squares = [Squares(gradients, self.partition, self.slots, views, grid.tp, policy.backend)
+                         for gradients, views in zip(where, self._owned, strict=True)]
         self._await_copy: Callable[[], object] = lambda: None
         self.memory.seal(self.allocate)
 

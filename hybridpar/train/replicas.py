@@ -9,7 +9,9 @@ Replicas of a stage have equal plans, for their chunks are of equal sizes; so th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 
 from hybridpar.comm import Works
 from hybridpar.pipeline.plan.action import Action, Kind
@@ -86,8 +88,8 @@ class SharedChunks:
             for kind, touches, num_parts in (("gradients", self._touches.of_gradients, 1),
                                              ("weights", self._touches.of_weights, 2))]
         self._arriving: dict[int, Works] = {}
-        self._older: list[tuple[int, Works]] = []  # sums, started ahead of the newest backward but one
-        self._newer: list[tuple[int, Works]] = []
+        self._sums: deque[tuple[int, Works]] = deque()  # of gradients, the oldest first
+        self._num_older = 0  # of them, that were started ahead of the newest backward
         self._batches: dict[int, int] = {}  # whose gradients a chunk adds up
         self._summed: dict[int, int] = {}  # and of which its share has any
 
@@ -119,39 +121,48 @@ class SharedChunks:
         elif chunk.kind.startswith("weights/"):
             self._await(number)
             chunk.free()
-        elif chunk.is_here:
+        elif self._adds_up(number):
             self._sum(number)
 
     def are_here(self, action: Action) -> bool:
         """Whether `touch` would not wait."""
         arriving = (self._arriving.get(item, Works()) for item, _ in self._touches.of_weights(action))
-        return all(works.is_done() for works in (*arriving, *(works for _, works in self._due(action))))
+        sums = (works for _, works in islice(self._sums, self._num_due(action)))
+        return all(works.is_done() for works in (*arriving, *sums))
 
     def touch(self, action: Action) -> None:
         """Waits for weights that the action needs, for sums that must be over, and makes what it adds to."""
         for item, mode in self._touches.of_weights(action):
             if mode is Mode.READ:
                 self._await(item)
-        self._complete(len(self._due(action)))
+        made = self._made(action)
+        self._complete(self._num_due(action))
         if action.kind in (Kind.NORM, Kind.UPDATE):
             self._fill_up(action.microbatch)
-        made = [item for item, mode in self._touches.of_gradients(action)
-                if mode is Mode.ADD and not self._chunks[item].is_here]
         if made:
-            self._older, self._newer = [*self._older, *self._newer], []
+            self._num_older = len(self._sums)
         for item in made:
             chunk = self._chunks[item]
             chunk.make()
             self._batches[item] = action.microbatch // self._m
             self._state.gradients.renew(chunk.index, self._state.shares[chunk.index].names(chunk.use))
 
-    def _due(self, action: Action) -> list[tuple[int, Works]]:
-        """The sums that must be over before an action, the oldest first."""
+    def _adds_up(self, number: int) -> bool:
+        """Whether a chunk of gradients is here, and not being summed."""
+        return self._chunks[number].is_here and all(number != other for other, _ in self._sums)
+
+    def _made(self, action: Action) -> list[int]:
+        """The chunks that an action adds to as the first since they were summed."""
+        return [item for item, mode in self._touches.of_gradients(action)
+                if mode is Mode.ADD and not self._adds_up(item)]
+
+    def _num_due(self, action: Action) -> int:
+        """The number of sums, the oldest first, that must be over before an action."""
         if action.kind in (Kind.NORM, Kind.UPDATE):
-            return [*self._older, *self._newer]
-        makes = any(mode is Mode.ADD and not self._chunks[item].is_here
-                    for item, mode in self._touches.of_gradients(action))
-        return self._older if makes else []
+            return len(self._sums)
+        if not (made := self._made(action)):
+            return 0
+        return max([self._num_older, *(i + 1 for i, (number, _) in enumerate(self._sums) if number in made)])
 
     def _sum(self, number: int) -> None:
         """Starts to sum the gradients of a chunk over the replicas, if any came."""
@@ -162,12 +173,13 @@ class SharedChunks:
             chunk.free()
             return
         gradients.settle(chunk.index, names)
-        self._newer.append((number, shares.reduce_scatter(chunk.use)))
+        self._sums.append((number, shares.reduce_scatter(chunk.use)))
 
     def _complete(self, count: int) -> None:
         """Waits for the oldest sums, and adds them to the shares."""
         for _ in range(count):
-            number, works = (self._older or self._newer).pop(0)
+            number, works = self._sums.popleft()
+            self._num_older = max(self._num_older - 1, 0)
             works.wait()
             chunk, batch = self._chunks[number], self._batches[number]
             shares = self._state.shares[chunk.index]
@@ -193,7 +205,7 @@ class SharedChunks:
         """Ends what a stretch of training has left: nothing is under way, and nothing is whole."""
         for number in list(self._arriving):
             self._await(number)
-        self._complete(len(self._older) + len(self._newer))
+        self._complete(len(self._sums))
         for chunk in self._chunks:
             chunk.free()
         self._batches, self._summed = {}, {}
