@@ -24,6 +24,7 @@ from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.random import RandomKey
 from hybridpar.state import RankState, StatePolicy
+from hybridpar.state.policy import cut_into_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Footprint:
     much of it as a rank sends and receives. forward, first_backward (of a batch), backward, norm, update: the most that
     each takes above what was there when it began. waiting: tensors that a micro-batch keeps between the two parts of a
     split backward; weight_gradients: the most that the second part takes; first_backward and backward are then the
-    first part's.
+    first part's. whole_weights, whole_gradients: chunks of what replicas share (ZeRO-2 and 3), while they are there.
     """
 
     weights: int
@@ -54,6 +55,8 @@ class Footprint:
     update: int
     waiting: int = 0
     weight_gradients: int = 0
+    whole_weights: int = 0
+    whole_gradients: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +87,12 @@ def trace_stage(
         backward, _ = traced.backward(first=False)
         weight_gradients = max(weight_gradients, traced.apply())
         tracker.ghost_integers = False
+        whole_weights, whole_gradients = traced.state.whole_bytes()
         return Footprint(
             **traced.static(), kept=kept, output=output, message=traced.lane.whole().nbytes,
             part=traced.lane.room().nbytes, forward=forward, first_backward=first_backward, backward=backward,
-            norm=traced.norm(), update=traced.update(), waiting=waiting, weight_gradients=weight_gradients)
+            norm=traced.norm(), update=traced.update(), waiting=waiting, weight_gradients=weight_gradients,
+            whole_weights=whole_weights, whole_gradients=whole_gradients)
 
 
 class _TracedStage:
@@ -101,7 +106,8 @@ class _TracedStage:
         sequence = config.parallel.sequence
         self.stage = Stage(build_blocks(
             model, grid.tp, blocks, kernels=config.kernels, sequence=sequence, dtype=policy.dtype), recompute)
-        self.state = RankState(self.stage, grid, policy, device)
+        parts = cut_into_parts(config, blocks) if policy.splits_gradients else ()
+        self.state = RankState(self.stage, grid, policy, device, parts=parts)
         self.state.allocate()
         self.lane = Lane.of(config, grid, policy.dtype, device)
         self.receives, self.sends = 0 not in blocks, model.num_blocks - 1 not in blocks

@@ -5,7 +5,8 @@
     activations     inputs and kept tensors of the micro-batches in flight
     communication   posted receives, outputs that wait, sends that have not been waited for: of each what one tp rank
                     sends; what was received last, whole
-    transient       what the action at the peak takes on top: a forward, a backward, the norm, the update
+    transient       what the action at the peak takes on top: a forward, a backward, the norm, the update; with ZeRO-2
+                    and 3 the whole gradients and weights of parts of the stage
 
 The plan says what is in flight when, so a schedule needs no rule of its own here.
 """
@@ -24,7 +25,7 @@ from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
 from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.kinds import ROWS, Kind
+from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
 from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
 from hybridpar.pipeline.run.executor import max_unfinished_sends
@@ -150,6 +151,8 @@ def walk(
     weights, master, gradients, optimizer, norm, update = (
         sum(getattr(fp, name) for fp in held)
         for name in ("weights", "master", "gradients", "optimizer", "norm", "update"))
+    whole_weights, whole_gradients = (
+        max(getattr(fp, name) for fp in held) for name in ("whole_weights", "whole_gradients"))
     message, part, last = held[0].message, held[0].part, sizes.num_stages - 1
     in_flight = kept = inputs = posted = 0  # micro-batches, and what they keep; inputs, and receives not yet taken
     waiting: dict[Kind, int] = {}  # outputs to be sent
@@ -166,9 +169,11 @@ def walk(
         posted -= takes
         activations = kept + inputs * message
         communication = posted * part + takes * message + sum(waiting.values()) + sum(sends)
-        backward = fp.first_backward if action.microbatch % sizes.num_microbatches == 0 else fp.backward
+        is_first = action.microbatch % sizes.num_microbatches == 0 or whole_gradients > 0
+        backward = fp.first_backward if is_first else fp.backward
         transient = {Kind.F: fp.forward, Kind.B: backward, Kind.I: backward, Kind.W: fp.weight_gradients,
                      Kind.NORM: norm, Kind.UPDATE: update}.get(kind, 0)
+        transient += whole_weights * (kind in COMPUTE) + whole_gradients * row.adds
         if activations + communication + transient > best.total - best.static:
             best = replace(best, activations=activations, communication=communication, transient=transient,
                            in_flight=in_flight, during=str(action))

@@ -64,6 +64,10 @@ class Memory:
     def close(self) -> None:
         """Gives back what is not memory of this process."""
 
+    def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
+        """While in it, views of a chunk can be made."""
+        return nullcontext()
+
     def writing(self, *views: Tensor) -> AbstractContextManager[object]:
         """While in it, what these are views of is here, and may be written. Only where no plan runs."""
         return nullcontext()
@@ -98,10 +102,14 @@ class Buffer:
         self.tensors = [memory.zeros(kind, chunk, dtype) for chunk in self.chunks]
 
     def __getitem__(self, where: slice) -> Tensor:
-        start, stop = where.start, where.stop
-        for chunk, tensor in zip(self.chunks, self.tensors, strict=True):
+        number = self._number(where.start, where.stop)
+        start = self.chunks[number].start
+        return self.tensors[number][where.start - start : where.stop - start]
+
+    def _number(self, start: int, stop: int) -> int:
+        for number, chunk in enumerate(self.chunks):
             if chunk.start <= start <= stop <= chunk.stop:
-                return tensor[start - chunk.start : stop - chunk.start]
+                return number
         raise AssertionError(f"elements {start} to {stop} are not in one chunk")
 
     @property
@@ -110,9 +118,13 @@ class Buffer:
 
     def views(self) -> dict[str, Tensor]:
         """Every parameter's view, in the order of the layout."""
-        layout = self.layout
-        return {name: self[offset : offset + prod(shape)].view(shape)
-                for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=True)}
+        layout, found = self.layout, dict[str, Tensor]()
+        places = [(name, shape, offset, offset + prod(shape))
+                  for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=True)]
+        for number, inside in groupby(places, lambda place: self._number(*place[2:])):
+            with self.memory.viewing(self.tensors[number]):
+                found |= {name: self[start:stop].view(shape) for name, shape, start, stop in inside}
+        return found
 
     def group(self, group: int) -> list[int]:
         """Numbers of the chunks that are updated together."""

@@ -122,10 +122,11 @@ class Partition:
         return ((bucket, parts, axis) for bucket, parts, axis in zip(self.buckets, self.parts, self.axes, strict=True)
                 if parts and wanted(self.use_of(bucket)))
 
-    def owned_views(self, flat: Tensor | Buffer) -> list[Tensor]:
+    def owned_views(self, flat: Tensor | Buffer, wanted: Callable[[Use], bool] = lambda use: True) -> Iterator[Tensor]:
         """Views of what this rank owns of a flat buffer, in order: parameters, or parts of them as vectors."""
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
-        return [flat[o.start : o.stop].view(shapes[o.name] if o.part is None else (-1,)) for o in self.owned]
+        return (flat[o.start : o.stop].view(shapes[o.name] if o.part is None else (-1,)) for o in self.owned
+                if wanted(self.uses(o.name)))
 
     def whole(self, owned: Iterable[Tensor], device: torch.device) -> dict[str, Tensor]:
         """All parameters, by name, from what each rank owns of them, in order. Collectives: as `gather`."""

@@ -21,7 +21,7 @@ from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.partition import Partition, make_routes
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.reducer import GradientReducer
-from hybridpar.state.shares import Shares
+from hybridpar.state.shares import Shares, room
 from hybridpar.state.squares import Squares
 from hybridpar.state.uses import uses_of
 from hybridpar.state.weights import StageParameters, WeightStore
@@ -69,7 +69,7 @@ class RankState:
              for group in self._groups], self.memory.for_optimizer(self.uses))
         self.kinds = tuple(kind(self) for kind in kinds.KINDS)
         self._owned = [shares.owned() for shares in self.shares] or [
-            self.partition.owned_views(buffer) for buffer in self.gradients.buffers]
+            list(self.partition.owned_views(buffer)) for buffer in self.gradients.buffers]
         where: Sequence[Buffer | Shares] = self.shares or self.gradients.buffers
         self._squares = [Squares(gradients, self.partition, self.slots, views, grid.tp, policy.backend)
                          for gradients, views in zip(where, self._owned, strict=True)]
@@ -221,6 +221,15 @@ class RankState:
         for kind in self.kinds:
             sizes[kind.column] += sum(tensor.numel() * tensor.element_size() for tensor in kind.memory())
         return sizes
+
+    def whole_bytes(self) -> tuple[int, int]:
+        """Memory of whole chunks of what replicas share, at most: of weights, of one part and the next, and of
+        gradients, of one part and the one whose are summed. Units: bytes."""
+        found = []
+        for buffer, shares in ((self.weights.buffers[0], self.weights.shares), (self.gradients.buffers[0], self.shares)):
+            sizes = [(c.use, tensor.nbytes) for c, tensor in zip(buffer.chunks, buffer.tensors, strict=True)]
+            found.append(room(sizes, 2) if shares else 0)
+        return found[0], found[1]
 
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
         """Takes tensors by key. Each is asked for once; an optimizer's are kept as they are.

@@ -9,8 +9,8 @@ chunk, which is summed over the replicas into their shares, and dropped. Uses th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass
 
@@ -56,8 +56,8 @@ class WholeChunk:
 
 
 class WholeChunks(Memory):
-    """Memory of a device, where the chunks that replicas share come and go, from `seal` on: `chunks`, in the order in
-    which they were asked for. No view can be made of one that is not here."""
+    """Memory of a device, where the chunks that replicas share come and go: `chunks`, in the order in which they were
+    asked for. At the start none is here."""
 
     def __init__(self, device: torch.device, policy: StatePolicy):
         super().__init__(device)
@@ -75,12 +75,12 @@ class WholeChunks(Memory):
         if chunk.use.stays or not kind.startswith(self._kinds):
             return super().zeros(kind, chunk, dtype)
         found = WholeChunk(kind, chunk.use, torch.empty(chunk.stop - chunk.start, dtype=dtype, device=self.device))
+        found.free()
         self.chunks.append(found)
         return found.memory
 
-    def seal(self, allocate: Callable[[], object]) -> None:
-        for chunk in self.chunks:
-            chunk.free()
+    def viewing(self, chunk: Tensor) -> AbstractContextManager[None]:
+        return self.writing(chunk)
 
     @contextmanager
     def writing(self, *views: Tensor) -> Iterator[None]:
@@ -93,6 +93,15 @@ class WholeChunks(Memory):
         yield
         for chunk in absent:
             chunk.free()
+
+
+def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:
+    """Bytes that so many consecutive parts of a rank need of chunks that do not stay: the most. chunks: use and bytes.
+    """
+    moving = [(set(use.parts), num_bytes) for use, num_bytes in chunks if not use.stays]
+    last = max((max(parts) for parts, _ in moving), default=-1)
+    return max((sum(num_bytes for parts, num_bytes in moving if not parts.isdisjoint(range(part, part + consecutive)))
+                for part in range(last + 1)), default=0)
 
 
 class Shares:
@@ -117,8 +126,8 @@ class Shares:
 
     def owned(self) -> list[Tensor]:
         """What this rank owns, in the order of the partition: its shares, and views of what stays."""
-        whole = self.partition.owned_views(self.whole)
-        return [self.views.get(o.name, view) for o, view in zip(self.partition.owned, whole, strict=True)]
+        kept = self.partition.owned_views(self.whole, lambda use: use.stays)
+        return [self.views[o.name] if o.name in self.views else next(kept) for o in self.partition.owned]
 
     @torch.no_grad()
     def take(self, names: Collection[str], *, add: bool = False) -> None:

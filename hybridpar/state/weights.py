@@ -92,7 +92,7 @@ class WeightStore:
         for i, name in enumerate(own_layout.names):
             self._indices.setdefault(self.group_of(name), []).append(i)
         self._working = [shares.owned() for shares in self.shares] or [
-            partition.owned_views(buffer) for buffer in self.buffers]
+            list(partition.owned_views(buffer)) for buffer in self.buffers]
         """What this rank owns of the working buffers, in order."""
         if self.master is not None:
             self._views = [self.master.views()] * num_versions

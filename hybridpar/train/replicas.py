@@ -20,7 +20,7 @@ from hybridpar.pipeline.plan.kinds import PER_ITEM
 from hybridpar.pipeline.plan.residency import FastTier, Mode, Residency, Touch, add_residency
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.state import RankState
-from hybridpar.state.shares import WholeChunk, WholeChunks
+from hybridpar.state.shares import WholeChunk, WholeChunks, room
 from hybridpar.train.parts import Parts
 
 
@@ -65,12 +65,6 @@ class SharedTouches:
         part = self._parts.number(action)
         return [Touch(i, mode) for i in self._by_kind.get(kind, ()) if part in self._chunks[i].use.parts]
 
-    def room(self, kind: str, num_parts: int) -> int:
-        """Bytes of the chunks of a kind that so many consecutive parts need, at most."""
-        mine = [chunk for chunk in self._chunks if chunk.kind == kind]
-        needed = [range(part, part + num_parts) for part in range(self._parts.last + 1)]
-        return max(sum(c.num_bytes for c in mine if not set(parts).isdisjoint(c.use.parts)) for parts in needed)
-
 
 class SharedChunks:
     """The chunks of a rank that come and go, along its plan: the executor's tiers.
@@ -83,10 +77,12 @@ class SharedChunks:
     def __init__(self, memory: WholeChunks, state: RankState, parts: Parts, sizes: Sizes):
         self._chunks, self._state = memory.chunks, state
         self._touches, self._m = SharedTouches(memory.chunks, state, parts, sizes), sizes.num_microbatches
+        sizes = [chunk.num_bytes for chunk in self._chunks]
         self._residencies = [
-            (Residency(touches, [c.num_bytes for c in self._chunks], self._touches.room(f"{kind}/0", num_parts)), kind)
-            for kind, touches, num_parts in (("gradients", self._touches.of_gradients, 1),
-                                             ("weights", self._touches.of_weights, 2))]
+            (Residency(touches, sizes, room(
+                [(c.use, c.num_bytes) for c in self._chunks if c.kind == f"{kind}/0"], consecutive)), kind)
+            for kind, touches, consecutive in (("gradients", self._touches.of_gradients, 1),
+                                               ("weights", self._touches.of_weights, 2))]
         self._arriving: dict[int, Works] = {}
         self._sums: deque[tuple[int, Works]] = deque()  # of gradients, the oldest first
         self._num_older = 0  # of them, that were started ahead of the newest backward
