@@ -77,12 +77,12 @@ class SharedChunks:
     def __init__(self, memory: WholeChunks, state: RankState, parts: Parts, sizes: Sizes):
         self._chunks, self._state = memory.chunks, state
         self._touches, self._m = SharedTouches(memory.chunks, state, parts, sizes), sizes.num_microbatches
-        sizes = [chunk.num_bytes for chunk in self._chunks]
-        self._residencies = [
-            (Residency(touches, sizes, room(
-                [(c.use, c.num_bytes) for c in self._chunks if c.kind == f"{kind}/0"], consecutive)), kind)
-            for kind, touches, consecutive in (("gradients", self._touches.of_gradients, 1),
-                                               ("weights", self._touches.of_weights, 2))]
+        num_bytes = [chunk.num_bytes for chunk in self._chunks]
+        self._residencies = []
+        for kind, touches, consecutive in (("gradients", self._touches.of_gradients, 1),
+                                           ("weights", self._touches.of_weights, 2)):
+            own = [(chunk.use, chunk.num_bytes) for chunk in self._chunks if chunk.kind == f"{kind}/0"]
+            self._residencies.append((Residency(touches, num_bytes, room(own, consecutive)), kind))
         self._arriving: dict[int, Works] = {}
         self._sums: deque[tuple[int, Works]] = deque()  # of gradients, the oldest first
         self._num_older = 0  # of them, that were started ahead of the newest backward

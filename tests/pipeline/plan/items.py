@@ -10,11 +10,12 @@ from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.residency import Mode, Residency, Touch, add_residency
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, find_schedule
 
-READ, WRITE, UPDATE = Mode
+READ, WRITE, UPDATE, ADD, RENEW = Mode
 
 
-def training_state(schedule, sizes, rank, parts, *, weight=2, gradient=4, optimizer=12, norms=False):
-    """(touches, bytes of each item, items without content at the start) of a rank; parts: of each stage."""
+def training_state(schedule, sizes, rank, parts, *, weight=2, gradient=4, optimizer=12, norms=False, shared=False):
+    """(touches, bytes of each item, items without content at the start) of a rank; parts: of each stage. shared: by
+    replicas, who keep shares elsewhere."""
     schedule = find_schedule(schedule)
     stages, m = sizes.stages_of(rank), sizes.num_microbatches
     num_versions, num_gradients = schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers
@@ -26,6 +27,12 @@ def training_state(schedule, sizes, rank, parts, *, weight=2, gradient=4, optimi
 
     def touches(action):
         kind, stage, k, version, part = action.kind, action.stage, action.microbatch, action.version, action.part
+        if shared and kind is Kind.REDUCE:
+            return [Touch(item, RENEW) for (buffer, _, _), item in gradients.items() if buffer == k % num_gradients]
+        if shared and kind is Kind.UPDATE:
+            return [Touch(weights[version % num_versions, stages[part // parts], part % parts], RENEW)]
+        if shared and kind is Kind.NORM:
+            return []
         if kind is Kind.UPDATE:
             stage, part = stages[part // parts], part % parts
             return [Touch(weights[version % num_versions, stage, part], WRITE),
@@ -37,7 +44,7 @@ def training_state(schedule, sizes, rank, parts, *, weight=2, gradient=4, optimi
             found.append(Touch(weights[version % num_versions, stage, part], READ))
         if kind in (Kind.B, Kind.W):
             buffer = gradients[k // m % num_gradients, stage, part]
-            found.append(Touch(buffer, WRITE if k % m == 0 else UPDATE))
+            found.append(Touch(buffer, ADD if shared else WRITE if k % m == 0 else UPDATE))
         return found
 
     return touches, num_bytes, frozenset(gradients.values())
@@ -72,12 +79,13 @@ def plans(draw, spare=SPARE):
     """A schedule, its sizes, a plan of three batches that moves items, and the residency."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     sizes, parts = drawn_sizes(name, draw(st.integers(1, 4)), draw(st.integers(1, 5))), draw(st.integers(1, 4))
-    norms, split, ahead = draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 8))
+    norms, split, shared, ahead = draw(st.booleans()), draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 8))
     major = sizes.num_ranks == 1 and draw(st.booleans())
     whole = make_plan(name, sizes, 0, 3, split=split, parts=Division(parts, norms=norms, part_major=major))
     room, residency, plan = draw(spare), {}, {}
     for rank, actions in whole.items():
-        touches, num_bytes, void = training_state(find_schedule(name), sizes, rank, parts, norms=norms)
+        touches, num_bytes, void = training_state(
+            find_schedule(name), sizes, rank, parts, norms=norms, shared=shared)
         least = max(sum(num_bytes[touch.item] for touch in touches(action)) for action in actions)
         residency[rank] = Residency(touches, num_bytes, least + room, void=void)
         plan[rank] = tuple(add_residency(actions, residency[rank], ahead=ahead))

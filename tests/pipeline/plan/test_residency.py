@@ -3,7 +3,7 @@ from itertools import combinations, count, islice
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline.plan.items import READ, UPDATE, WRITE, plans, string_of, training_state, with_residency
+from pipeline.plan.items import ADD, READ, RENEW, UPDATE, WRITE, plans, string_of, training_state, with_residency
 
 from hybridpar.errors import ConfigError
 from hybridpar.pipeline.plan.action import PER_ITEM, Action, Kind, format_actions, parse_actions
@@ -58,6 +58,18 @@ def test_what_is_next_overwritten_is_dropped_first():
     accesses = [[Touch(0, WRITE)], [Touch(0, READ), Touch(1, READ)], [Touch(2, READ)], [Touch(0, WRITE)],
                 [Touch(1, READ)]]
     assert text(with_residency(accesses, [1] * 3, 2)[0]) == "FETCH1 F0 F1 DROP0 FETCH2 F2 RELEASE2 F3 F4"
+
+
+def test_what_is_elsewhere_is_added_to_and_made_anew():
+    """0: weights of which each rank has a share, 1 and 2: gradients that are summed into shares."""
+    accesses = [[Touch(0, READ)], [Touch(0, READ), Touch(1, ADD)], [Touch(1, ADD)], [Touch(2, ADD)],
+                [Touch(1, RENEW), Touch(2, RENEW)], [Touch(0, RENEW)], [Touch(0, READ)]]
+    moves, residency = with_residency(accesses, [1] * 3, 2)
+    assert text(moves) == "FETCH0 F0 F1 RELEASE0 F2 RELEASE1 F3 RELEASE2 F4 F5 FETCH0 F6"
+    for fault, missing in (("F4@0: item 2 is in the fast tier, where it would be old", "RELEASE2@0"),
+                           ("F5@0: item 0 is in the fast tier, where it would be old", "RELEASE0@0")):
+        tier = FastTier(Residency(residency.touches, [1] * 3, 3))
+        assert fault in [tier.follow(action) for action in moves if str(action) != missing]
 
 
 def test_of_equals_what_need_not_be_written_back_gives_way():
