@@ -120,14 +120,13 @@ def traffic_of_a_batch(config: Config) -> tuple[dict[str, int], dict[str, int], 
 
 def test_a_part_at_a_time_is_gathered_twice_and_summed_once() -> None:
     """PatrickStar's volume, (p-1)/p of which a rank sends: two sweeps over the weights, and one over the gradients. What
-    is whole at once need not be gathered again, where a sweep turns round, and norms and biases never."""
+    is whole where a sweep turns round need not be gathered again."""
     config = with_zero(make(UNTIED, pipeline={"schedule": "gpipe"}), 3)
     for calls, num_bytes, weights, room in run_ranks(traffic_of_a_batch, 2, config):
         assert num_bytes["reduce"] == weights
-        assert 2 * weights - 2 * room < num_bytes["broadcast"] < 2 * weights
-        assert calls["reduce"] == 2 * 7, "six parts and what stays, each on two owners"
-        assert calls["broadcast"] % 2 == 0
-        assert calls["broadcast"] <= 2 * (2 * 6 - 1)
+        assert 2 * weights - room <= num_bytes["broadcast"] < 2 * weights
+        assert calls["reduce"] == 2 * 6, "one for each of six parts, made of a message to each owner"
+        assert calls["broadcast"] == 2 * (6 + 6 - 2), "two of them fit in at once"
 
 
 def test_other_schedules_take_as_much_for_every_micro_batch() -> None:
@@ -135,7 +134,7 @@ def test_other_schedules_take_as_much_for_every_micro_batch() -> None:
     second, third = (run_ranks(traffic_of_a_batch, 2, with_zero(config, zero))[0] for zero in (2, 3))
     for calls, num_bytes, weights, _ in (second, third):
         assert 4 * weights < num_bytes["reduce"] <= 5 * weights
-        assert 2 * 5 * 5 < calls["reduce"] <= 2 * (5 * 6 + 1)
+        assert calls["reduce"] <= 2 * 5 * 6
     assert second[1]["broadcast"] == second[2], "new weights once"
     assert 5 * third[2] < third[1]["broadcast"] < 10 * third[2]
 
@@ -169,10 +168,10 @@ def test_shares_are_saved_and_gone_on_with_anywhere(dtype: str, tmp_path: Path) 
     (differs, weights), (others, _) = run_ranks(saves_and_goes_on, 2, config, tmp_path)
     assert not differs
     assert not others
-    alone = replace(config, parallel=replace(config.parallel, dp=1))
+    alone, four = (replace(config, parallel=replace(config.parallel, dp=dp), pipeline=replace(
+        config.pipeline, num_microbatches=8 // dp)) for dp in (1, 4))
     assert not differing(weights, resumed(alone, tmp_path))
-    assert not differing(weights, run_ranks(resumed, 3, with_zero(make(parallel={"dp": 3}, pipeline={
-        "schedule": "2bw"}, train={"dtype": dtype}), 3), tmp_path)[2])
+    assert not differing(weights, run_ranks(resumed, 4, four, tmp_path)[2])
     one = Run(Engine(with_zero(alone, 0), ProcessGrid(), CPU)).train(2)
     checkpoint.save(tmp_path / "whole", one.engine, "corpus")
     expected = one.engine.state.weights.full_weights()
