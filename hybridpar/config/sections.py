@@ -27,9 +27,10 @@ class ParallelConfig:
     """0: whatever fills the job, number of processes / (tp * pp)."""
     zero: Literal[0, 1, 2, 3] = 0
     """What is split over the replicas. 1: optimizer state (and the fp32 master weights of bf16 and fp16), as in ZeRO-1;
-    2: gradients as well, whole ones are there of one block at a time, and are summed over the replicas after each
-    micro-batch; 3: weights as well, which are gathered block by block as they are needed. Norms, biases and embeddings
-    that are tied across stages stay whole."""
+    2: gradients as well, of which whole ones are there a block at a time: they are summed over the replicas after each
+    micro-batch; 3: weights as well, which are gathered block by block as they are needed. With pipeline.schedule =
+    gpipe and pp = 1 (and no tied embeddings) a block is summed once a batch, and gathered twice. What stays whole: an
+    embedding that is tied across stages and, where tp is above 1, norms and biases."""
     sequence: bool = False
     """Sequence parallelism over tp: norms, dropout, residuals and messages between stages have seq_length / tp rows on
     each rank, and all-reduces become reduce-scatters and all-gathers. Any seq_length; no effect where tp is 1."""

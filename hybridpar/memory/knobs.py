@@ -68,9 +68,11 @@ def _all(config: Config, rank: int, memory: StageMemory) -> Iterator[Knob]:
         yield Knob({"train": {"micro_batch_size": train.micro_batch_size // 2},
                     "pipeline": {"num_microbatches": 2 * micro_batches}}, moving // 2)
     yield from (Knob({"pipeline": {"recompute": blocks}}, memory.activations) for blocks in ("all", "stage"))
-    if parallel.dp > 1 and not parallel.zero:
-        state = memory.master + memory.optimizer
-        yield Knob({"parallel": {"zero": 1}}, state - state // parallel.dp)
+    if parallel.dp > 1:
+        columns = (memory.master + memory.optimizer, memory.gradients, memory.weights)  # split from 1, 2 and 3 on
+        for zero in range(parallel.zero + 1, 4):
+            split = sum(columns[parallel.zero : zero])
+            yield Knob({"parallel": {"zero": zero}}, split - split // parallel.dp)
     tokens = train.micro_batch_size * config.model.seq_length
     chunk = min(_CHUNK, tokens // 4)
     if rank == parallel.pp - 1 and 0 < chunk < (config.model.logits_chunk or tokens):  # it has the head

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hybridpar.config import Config
+from hybridpar.errors import config_error
 from hybridpar.models.build import DTYPES, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Kind
@@ -64,12 +65,15 @@ class StageCost:
 class StepCost:
     """Cost of a step of one configuration (resolved: dp is known) on a machine.
 
-    Raises: ConfigError where the profile has nothing of its tp degree, or the split does not fit the model.
+    Raises: ConfigError where the profile has nothing of its tp degree, the split does not fit the model, or replicas
+    split gradients (ZeRO-2 and 3).
     """
 
     def __init__(self, config: Config, machine: Machine):
         self.config, self.machine = config, machine
         parallel = config.parallel
+        if parallel.zero > 1:
+            raise config_error("parallel.zero", parallel.zero, "has no estimated costs: the planner knows 0 and 1", "1")
         self.tp, self.pp, self.dp = parallel.tp, parallel.pp, max(parallel.dp, 1)
         self.zero_share = self.dp if parallel.zero else 1
         self.sizes = Sizes.of(config)

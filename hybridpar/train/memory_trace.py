@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hybridpar.config import Config
 from hybridpar.data.loader import Loader
+from hybridpar.errors import config_error
 from hybridpar.memory.events import Header, Span, header_line, span_line
 from hybridpar.memory.footprint import sample_microbatch
 from hybridpar.memory.ghost import Tracker
@@ -180,7 +181,11 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
 
     Times have no meaning (see memory.excerpt.retimed).
     `config`: resolved. `device`: need not be on this machine; None: the one that the configuration names.
+    Raises: ConfigError with ZeRO-2 and 3, whose chunks come and go as no ghost can.
     """
+    if config.parallel.zero > 1:
+        raise config_error("parallel.zero", config.parallel.zero, "has no predicted events of memory; `check` predicts "
+                           "its peak", "1")
     device = device or default_device(config)
     config = replace(config, train=replace(config.train, cuda_graphs=False))
     spans: list[Span] = []

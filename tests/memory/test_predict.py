@@ -371,6 +371,20 @@ def test_with_shared_updates(dtype: str, optim: str) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(("zero", "pp", "pipeline", "dtype"), [
+    (2, 1, {}, "fp32"), (3, 1, {"schedule": "gpipe"}, "fp32"), (3, 2, {"schedule": "2bw"}, "bf16")], ids=str)
+def test_with_shared_gradients_and_weights(zero: int, pp: int, pipeline: dict[str, Any], dtype: str) -> None:
+    """Whole chunks are there a part or two at a time, which a large embedding shows."""
+    sections: dict[str, Any] = {"pipeline": pipeline, "train": {"dtype": dtype}, "model": {"tie_embeddings": False}}
+    split = make(pp=pp, dp=2, parallel={"zero": zero}, **sections)
+    agree(split)
+    for less, more in zip(predict(split), predict(make(pp=pp, dp=2, parallel={"zero": 1}, **sections)), strict=True):
+        assert less.total < more.total
+        assert less.gradients == pytest.approx(more.gradients / 2, rel=0.001)
+        assert less.weights == pytest.approx(more.weights / (1 + (zero > 2)), rel=0.001)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("model", [
     {"position": "rotary", "rotary_fraction": 0.25, "parallel_residual": True}, {"max_positions": 512},
 ], ids=["neox", "longer table"])
