@@ -136,54 +136,29 @@ def _largest(sizes: Ints, starts: Ints, stops: Ints) -> int:
     return int(change.cumsum().max(initial=0))
 
 
-def _best(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> Ints:
-    """Offsets of the best candidate of all."""
+def _best(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> Ints:
+    """Offsets of the best sweep or round of all."""
     best, lowest = _swept(sizes, starts, stops, bound)
-    for candidate in (_boxed, _ordered):
-        if lowest > _ENOUGH * bound:
-            layout = candidate(sizes, starts, stops, bound, groups)
-            top = int((layout + sizes).max())
-            if top < lowest:
-                best, lowest = layout, top
-    return best
-
-
-def _ordered(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> Ints:
-    """Offsets of the best order in which blocks come one by one."""
+    if lowest <= _ENOUGH * bound:
+        return best
     length = stops - starts
-    ranks = np.select([length > _LASTING * length.max(), sizes * _HUGE >= bound, sizes * _TINY >= bound], [0, 1, 2], 3)
-    orders = [np.lexsort((starts, -sizes * length)), np.lexsort((-stops, ranks)), _by_size_and_end(sizes, stops, bound),
+    groups = np.select([length > _LASTING * length.max(), sizes * _HUGE >= bound, sizes * _TINY >= bound], [0, 1, 2], 3)
+    orders = [np.lexsort((starts, -sizes * length)), np.lexsort((-stops, groups)),
               np.lexsort((starts, -sizes, -np.log2(length).round())), np.lexsort((starts, -length, -sizes))]
+    best_order, least, guilty = orders[0], 0, sizes > 0
     rounds = min(max(_WORK // len(sizes), _ROUNDS[0]), _ROUNDS[1])
-    return search(orders, (sizes, starts, stops), rounds, _ENOUGH * bound)
-
-
-def _by_size_and_end(sizes: Ints, stops: Ints, bound: int) -> Ints:
-    """Large blocks first, then those of middle size; among them what ends last comes first."""
-    return np.lexsort((-stops, sum(sizes * part < bound for part in _LARGE)))  # type: ignore[arg-type]
-
-
-def _boxed(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> Ints:
-    """Offsets where large boxes have their places first, each the blocks of a group, side by side.
-
-    Then the blocks in them are let down, from the lowest on, and all others follow.
-    """
-    groups = np.where((starts < stops.min()) & (stops == stops.max()), groups.max() + 1, groups)  # always there
-    _, box = np.unique(groups, return_inverse=True)
-    count = int(box.max()) + 1
-    total, begin, end = np.zeros(count, np.int64), np.full(count, stops.max()), np.zeros(count, np.int64)
-    np.add.at(total, box, sizes)
-    np.minimum.at(begin, box, starts)
-    np.maximum.at(end, box, stops)
-    large = total * _LARGE[0] >= bound
-    kept = total[large], begin[large], end[large]
-    huge, always = kept[0] * _HUGE >= bound, kept[2] - kept[1] > _LASTING * stops.max()
-    orders = [np.lexsort((-kept[2], ~huge, ~always))]
-    offsets = np.zeros(count, np.int64)
-    offsets[large] = search(orders, kept, _BOX_ROUNDS, _ENOUGH * bound)
-    (inside,), others = np.nonzero(large[box]), _by_size_and_end(sizes, stops, bound)
-    inside = inside[np.lexsort((-stops[inside], box[inside], offsets[box[inside]]))]
-    return place(np.concatenate([inside, others[~large[box[others]]]]), sizes, starts, stops)
+    for number in range(rounds):
+        order = orders[number] if number < len(orders) else _raised(
+            best_order, guilty, _RAISE[number % len(_RAISE)])
+        layout = _place(order, sizes, starts, stops)
+        top = int((layout + sizes).max())
+        if not number or top <= least:
+            best_order, least, guilty = order, top, layout + sizes >= _GUILTY * top
+        if top < lowest:
+            best, lowest = layout, top
+        if lowest <= _ENOUGH * bound:
+            break
+    return best
 
 
 def _swept(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> tuple[Ints, int]:
@@ -204,6 +179,72 @@ def _swept(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> tuple[Ints, in
                 offsets[large], lowest = found, top
     offsets[small] += lowest
     return offsets, lowest + rest
+
+
+def _raised(order: Ints, chosen: NDArray[np.bool_], factor: float) -> Ints:
+    """An order in which the chosen blocks come earlier: their places are multiplied by the factor."""
+    place = np.arange(len(order), dtype=np.float64)
+    place[chosen[order]] *= factor
+    return order[np.argsort(place, kind="stable")]
+
+
+def _place(order: Ints, sizes: Ints, starts: Ints, stops: Ints) -> Ints:
+    """Offsets: first fit, in this order."""
+    placed = _Placed(len(sizes), int(stops.max()))
+    offsets = np.zeros(len(sizes), np.int64)
+    for i in order.tolist():
+        offsets[i] = placed.add(int(sizes[i]), int(starts[i]), int(stops[i]))
+    return offsets
+
+
+class _Placed:
+    """The blocks placed so far: rows of offset, end, start and stop, in buckets of time, each in order of offsets."""
+
+    def __init__(self, num_blocks: int, num_times: int):
+        count = max(num_blocks // _BUCKET_BLOCKS, 1)
+        self._width = -(-num_times // count)
+        self._buckets = [np.zeros((4, 64), np.int64) for _ in range(count)]
+        self._counts = [0] * count
+        self._all = np.zeros((4, num_blocks), np.int64)
+        self._count = 0
+
+    def add(self, size: int, start: int, stop: int) -> int:
+        """Places a block at the lowest offset where it fits, and returns that."""
+        first, last = start // self._width, (stop - 1) // self._width
+        offset = self._fit(size, start, stop, first, last)
+        row = (offset, offset + size, start, stop)
+        self._all[:, self._count] = row
+        self._count += 1
+        for bucket in range(first, last + 1):
+            self._insert(bucket, row)
+        return offset
+
+    def _fit(self, size: int, start: int, stop: int, first: int, last: int) -> int:
+        if first == last:
+            rows = self._buckets[first][:, : self._counts[first]]
+        elif sum(self._counts[first : last + 1]) < self._count:
+            rows = np.concatenate([self._buckets[b][:, : self._counts[b]] for b in range(first, last + 1)], axis=1)
+        else:
+            rows = self._all[:, : self._count]
+        rows = rows[:2, (rows[2] < stop) & (rows[3] > start)]
+        if first != last:
+            rows = rows[:, rows[0].argsort()]
+        lows, highs = rows
+        if not len(lows) or lows[0] >= size:
+            return 0
+        reached = np.maximum.accumulate(highs)
+        fits = lows[1:] - reached[:-1] >= size
+        at = int(fits.argmax()) if len(fits) else 0
+        return int(reached[at]) if len(fits) and fits[at] else int(reached[-1])
+
+    def _insert(self, bucket: int, row: tuple[int, int, int, int]) -> None:
+        count, rows = self._counts[bucket], self._buckets[bucket]
+        if count == rows.shape[1]:
+            rows = self._buckets[bucket] = np.concatenate([rows, np.zeros_like(rows)], axis=1)
+        at = int(rows[0, :count].searchsorted(row[0]))
+        rows[:, at + 1 : count + 1] = rows[:, at:count]
+        rows[:, at] = row
+        self._counts[bucket] = count + 1
 
 
 __all__ = ["ALIGNMENT", "Arena", "Block", "blocks_of", "check", "plan"]

@@ -225,11 +225,11 @@ class RankState:
     def whole_bytes(self) -> tuple[int, int]:
         """Memory of whole chunks of what replicas share, at most: of weights, of one part and the next, and of
         gradients, of one part and the one whose are summed. Units: bytes."""
-        found = []
-        for buffer, shares in ((self.weights.buffers[0], self.weights.shares), (self.gradients.buffers[0], self.shares)):
+        def of(buffer: Buffer, shares: Sequence[Shares]) -> int:
             sizes = [(c.use, tensor.nbytes) for c, tensor in zip(buffer.chunks, buffer.tensors, strict=True)]
-            found.append(room(sizes, 2) if shares else 0)
-        return found[0], found[1]
+            return room(sizes, 2) if shares else 0
+
+        return of(self.weights.buffers[0], self.weights.shares), of(self.gradients.buffers[0], self.shares)
 
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
         """Takes tensors by key. Each is asked for once; an optimizer's are kept as they are.

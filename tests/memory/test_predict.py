@@ -374,12 +374,12 @@ def test_with_shared_updates(dtype: str, optim: str) -> None:
 @pytest.mark.parametrize(("zero", "pp", "pipeline", "dtype"), [
     (2, 1, {}, "fp32"), (3, 1, {"schedule": "gpipe"}, "fp32"), (3, 2, {"schedule": "2bw"}, "bf16")], ids=str)
 def test_with_shared_gradients_and_weights(zero: int, pp: int, pipeline: dict[str, Any], dtype: str) -> None:
-    """Whole chunks are there a part or two at a time, which a large embedding shows."""
+    """Two parts of a stage are whole at a time: where it has no more, as the last one here, nothing is saved."""
     sections: dict[str, Any] = {"pipeline": pipeline, "train": {"dtype": dtype}, "model": {"tie_embeddings": False}}
     split = make(pp=pp, dp=2, parallel={"zero": zero}, **sections)
     agree(split)
     for less, more in zip(predict(split), predict(make(pp=pp, dp=2, parallel={"zero": 1}, **sections)), strict=True):
-        assert less.total < more.total
+        assert less.total < more.total or (pp > 1 and less.total == more.total)
         assert less.gradients == pytest.approx(more.gradients / 2, rel=0.001)
         assert less.weights == pytest.approx(more.weights / (1 + (zero > 2)), rel=0.001)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +118,8 @@ def traffic_of_a_batch(config: Config) -> tuple[dict[str, int], dict[str, int], 
 
 
 def test_a_part_at_a_time_is_gathered_twice_and_summed_once() -> None:
-    """PatrickStar's volume, (p-1)/p of which a rank sends: two sweeps over the weights, and one over the gradients. What
-    is whole where a sweep turns round need not be gathered again."""
+    """PatrickStar's volume, (p-1)/p of which a rank sends: two sweeps over the weights, and one over the gradients.
+    What is whole where a sweep turns round need not be gathered again."""
     config = with_zero(make(UNTIED, pipeline={"schedule": "gpipe"}), 3)
     for calls, num_bytes, weights, room in run_ranks(traffic_of_a_batch, 2, config):
         assert num_bytes["reduce"] == weights
