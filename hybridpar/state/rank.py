@@ -43,6 +43,7 @@ class RankState:
         self.grid, self._backend, self.memory = grid, policy.backend, memory or Memory(device)
         parameters = StageParameters(stage, policy.dtype)
         self.placements = parameters.placements
+        # shares are here all the time, so one update of all of them has no price
         elementwise = not policy.splits_gradients and all(
             divisible(policy.optim, slot) for slot in self.whole_slots.values())
         self.uses = uses_of(parts, self.placements, parameters.blocks, elementwise=elementwise,

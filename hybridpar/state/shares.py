@@ -9,7 +9,7 @@ chunk, which is summed over the replicas into their shares, and dropped. Uses th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -90,9 +90,11 @@ class WholeChunks(Memory):
                   and chunk.memory.untyped_storage()._cdata in storages]
         for chunk in absent:
             chunk.make()
-        yield
-        for chunk in absent:
-            chunk.free()
+        try:
+            yield
+        finally:
+            for chunk in absent:
+                chunk.free()
 
 
 def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:
@@ -115,6 +117,10 @@ class Shares:
         self.layout = partition.layout_of_owned(dtype, wanted=lambda use: not use.stays)
         self.flat = Memory.zeros(memory, "", Chunk(0, self.layout.numel), dtype)
         self.views = self.layout.views(self.flat)
+        self._owned = {o.name: o for o in partition.owned}
+        self._names: dict[Use, list[str]] = {}
+        for name in partition.layout.names:
+            self._names.setdefault(partition.uses(name), []).append(name)
         # autograd need not know that a chunk comes back with what it had
         self._unwatched = copy(whole)
         self._unwatched.tensors = [tensor.data for tensor in whole.tensors]
@@ -130,7 +136,7 @@ class Shares:
         return [self.views[o.name] if o.name in self.views else next(kept) for o in self.partition.owned]
 
     @torch.no_grad()
-    def take(self, names: Collection[str], *, add: bool = False) -> None:
+    def take(self, names: Iterable[str], *, add: bool = False) -> None:
         """Copies (or adds) to the shares of some parameters what the whole chunks have."""
         for share, part in self._pairs(names):
             share.add_(part) if add else share.copy_(part)
@@ -149,9 +155,11 @@ class Shares:
 
     def names(self, use: Use) -> list[str]:
         """The parameters of a use."""
-        return [name for name in self.partition.layout.names if self.partition.uses(name) == use]
+        return self._names[use]
 
-    def _pairs(self, names: Collection[str]) -> Iterator[tuple[Tensor, Tensor]]:
-        for o in self.partition.owned:
-            if o.name in self.views and o.name in names:
-                yield self.views[o.name].view(-1), self._unwatched[o.start : o.stop]
+    def _pairs(self, names: Iterable[str]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The share of each of these that this rank owns any of, and the same part of the whole chunk."""
+        for name in names:
+            if name in self.views:
+                owned = self._owned[name]
+                yield self.views[name].view(-1), self._unwatched[owned.start : owned.stop]
