@@ -45,7 +45,7 @@ _HUGE, _LASTING = 16, 0.9
 """What comes first in one order: blocks above this share of the longest life, then one part of so many of the bound."""
 _LARGE = (50, 200)
 """Large blocks and boxes are at least one part of so many of the bound; those of middle size, of this many."""
-_ENOUGH = 1.0005
+_ENOUGH = 1.005
 """An arena of so many times the bound is not improved."""
 
 
@@ -59,6 +59,9 @@ class Block(NamedTuple):
     start: float
     end: float | None
     group: int | None = None
+
+
+Given = Life | Block | tuple[int, float, float | None]
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def blocks_of(spans: Iterable[Span]) -> list[Block]:
     return found
 
 
-def plan(blocks: Iterable[Life | tuple[int, float, float | None]]) -> Arena:
+def plan(blocks: Iterable[Given]) -> Arena:
     """Offsets for blocks, with as small an arena as is found. The same blocks give the same plan.
 
     Of lives, one that begins at the very time at which another ends overlaps with it: times do not tell which was
@@ -107,7 +110,7 @@ def plan(blocks: Iterable[Life | tuple[int, float, float | None]]) -> Arena:
     return Arena(top * ALIGNMENT, (layout * ALIGNMENT).tolist(), bound * ALIGNMENT)
 
 
-def check(arena: Arena, blocks: Iterable[Life | tuple[int, float, float | None]]) -> None:
+def check(arena: Arena, blocks: Iterable[Given]) -> None:
     """Raises: ValueError if two blocks overlap in time and place, one is not aligned, or one is not in the arena."""
     sizes, starts, stops = _arrays([_block(block) for block in blocks])
     if len(arena.offsets) != len(sizes):
@@ -127,7 +130,7 @@ def check(arena: Arena, blocks: Iterable[Life | tuple[int, float, float | None]]
         alive = np.append(alive, i)
 
 
-def _block(block: Life | tuple[int, float, float | None]) -> Block:
+def _block(block: Given) -> Block:
     if not isinstance(block, Life):
         return Block(*block)
     return Block(block.num_bytes, block.born, None if block.died is None else math.nextafter(block.died, math.inf))
