@@ -11,8 +11,8 @@ and all others take the lowest place where they fit. So a micro-batch's blocks l
 
 Then placements in any order follow: each block at the lowest offset where it fits between those already placed whose
 lives overlap with its own. Orders are tried: by size x lifetime; lasting and huge blocks, then by ends, the last first;
-by classes of size, then by ends; by lifetime to a factor of two, then by size; by size. Then blocks that reach the top
-come earlier in the best order so far, and all is placed again, a few times. The best of all is kept.
+by lifetime to a factor of two, then by size; by size. Then blocks that reach the top come earlier in the best order so
+far, and all is placed again, a few times. The best of all is kept.
 
 Source: offline dynamic storage allocation, as in idealloc (arXiv 2504.04874). Units: bytes; times are any numbers
 that order events.
@@ -62,6 +62,7 @@ class Block(NamedTuple):
 
 
 Given = Life | Block | tuple[int, float, float | None]
+"""A block, or what makes one."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _ordered(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -
     """Offsets of the best order in which blocks come one by one."""
     length = stops - starts
     ranks = np.select([length > _LASTING * length.max(), sizes * _HUGE >= bound, sizes * _TINY >= bound], [0, 1, 2], 3)
-    orders = [np.lexsort((starts, -sizes * length)), np.lexsort((-stops, ranks)), _by_size_and_end(sizes, stops, bound),
+    orders = [np.lexsort((starts, -sizes * length)), np.lexsort((-stops, ranks)),
               np.lexsort((starts, -sizes, -np.log2(length).round())), np.lexsort((starts, -length, -sizes))]
     rounds = min(max(_WORK // len(sizes), _ROUNDS[0]), _ROUNDS[1])
     return search(orders, (sizes, starts, stops), rounds, _ENOUGH * bound)
