@@ -3,7 +3,8 @@
     python -m benchmarks.memory_behaviour                     # all parts
     python -m benchmarks.memory_behaviour --parts overhead    # two minutes; on a quiet machine
 
-    tables      MLP, and AlexNet- and ResNet-shaped users' models: access time intervals, breakdown, outliers
+    tables      MLP, and AlexNet- and ResNet-shaped users' models, of full size, on ghosts: breakdown by batch and depth
+    intervals   the same models at sizes that a CPU trains in seconds: access time intervals and outliers
     overhead    the engine's step with its memory events written to a file, over the same step without
     memory      growth of a process that records 10,000 steps, and of one that analyses them
 """
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,72 +35,83 @@ from benchmarks.common import (
     ratios,
     write_results,
 )
-from benchmarks.user_models import ITERATIONS, alexnet, mlp, recorded, resnet
+from benchmarks.user_models import ITERATIONS, alexnet, mlp, resnet, trained
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory.behaviour import Behaviour, analyse
-from hybridpar.memory.events import Category, Header, Span, header_line, read_trace, span_line
+from hybridpar.memory.events import Category, Header, Span, header_line, lives, read_trace, span_line
 from hybridpar.memory.swap import LINKS, swappable
 from hybridpar.train.memory_trace import EngineRecorder
 from hybridpar.train.records import Records
 
 BOUND = 1.05
 SHORT = 25e-6
+PARTS = ["tables", "intervals", "overhead", "memory"]
 RECORDED = "recorded"
 MOST_GROWTH = 200 << 20
 
-Models = dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]]
+Model = tuple[Callable[[], nn.Module], tuple[int, ...]]
+"""The model, and the shape of a sample."""
 
 
-def models(size: int) -> Models:
-    """Model, shape of a sample, and batch sizes."""
+def models(size: int) -> dict[str, Model]:
+    """Models of full width, for square images of so many pixels a side."""
     image = (3, size, size)
-    found: Models = {
-        "MLP 32-64-10": (mlp, (32,), (16, 64, 256)),
-        "AlexNet": (lambda: alexnet(size=size), image, (16, 32, 64)),
-    }
-    for depth, blocks in {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}.items():
-        batches = (2, 4, 8) if depth == 50 else (4,)
-        found[f"ResNet-{depth}"] = (lambda blocks=blocks: resnet(blocks=blocks)), image, batches  # type: ignore[misc]
+    found: dict[str, Model] = {"MLP 32-64-10": (mlp, (32,)), "AlexNet": (partial(alexnet, size=size), image)}
+    for depth, blocks, bottleneck in ((18, (2, 2, 2, 2), False), (34, (3, 4, 6, 3), False), (50, (3, 4, 6, 3), True)):
+        found[f"ResNet-{depth}"] = partial(resnet, blocks=blocks, bottleneck=bottleneck), image
     return found
 
 
-def record(make: Callable[[], nn.Module], shape: tuple[int, ...], batch: int) -> list[Span]:
-    """The events of five iterations with SGD and momentum."""
-    torch.manual_seed(0)
-    model, x, y = make(), torch.randn(batch, *shape), torch.randint(10, (batch,))
-    sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    return recorded(model, sgd, x, y)
-
-
 def tables(size: int) -> Iterator[dict[str, Any]]:
-    for name, (make, shape, batches) in models(size).items():
-        for batch in batches:
-            spans = record(make, shape, batch)
+    """Breakdown of the peak of each model, by batch size. Nothing is computed."""
+    for name, (make, shape) in models(size).items():
+        for batch in (16, 32, 64, 128, 256):
+            spans = trained(make, shape, batch, ghosts=True)
             entry = {"case": f"{name} batch {batch}", "settings": {"shape": "tiny", "part": "tables", "size": size}}
-            yield entry | described(analyse(spans), spans)
+            entry |= breakdown(analyse(spans)) | blocks(spans)
+            print(f"{entry['case']:<24} peak {entry['peak_bytes'] >> 20} MiB, {entry['breakdown']}", flush=True)
+            yield entry
 
 
-def described(found: Behaviour, spans: list[Span]) -> dict[str, Any]:
-    link = LINKS["paper"]
-    own = (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER, Category.BATCH)
+def breakdown(found: Behaviour) -> dict[str, Any]:
+    """Shares of the peak. Intermediates are all that is no parameter, gradient, state of the optimizer or input."""
     peak = found.peak.by_category
-    breakdown = {category.value: peak.get(category, 0) for category in own}
-    breakdown["intermediates"] = found.peak.num_bytes - sum(breakdown.values())
-    intervals = found.intervals.distribution
-    swaps = [one for one in found.intervals.outliers if one.life.num_bytes <= swappable(one.seconds, link)]
-    return {
-        "stable_from": found.stable_from, "events_per_iteration": round(found.num_events / ITERATIONS),
-        "intervals_under_25us": round(share_under(intervals, SHORT), 4),
-        "intervals_us": {f"p{p}": round(1e6 * intervals.percentile(p), 1) for p in (10, 50, 90, 99, 100)},
-        "peak_bytes": found.peak.num_bytes,
-        "breakdown": {name: round(n / found.peak.num_bytes, 4) for name, n in breakdown.items()},
-        "breakdown_bytes": breakdown,
-        "swappable_outliers": len(swaps),
-        "largest_outliers": [
-            {"us": round(1e6 * one.seconds), "bytes": one.life.num_bytes, "category": one.life.category.value,
-             "could_leave": swappable(one.seconds, link)} for one in found.intervals.outliers[:3]],
-        "seconds_an_iteration": round((spans[-1].end - spans[-1].start), 4),
-    }
+    shares = {category.value: peak.get(category, 0) for category in
+              (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER, Category.BATCH)}
+    shares["intermediates"] = found.peak.num_bytes - sum(shares.values())
+    return {"stable_from": found.stable_from, "events_per_iteration": round(found.num_events / ITERATIONS),
+            "peak_bytes": found.peak.num_bytes, "breakdown_bytes": shares,
+            "breakdown": {name: round(n / found.peak.num_bytes, 4) for name, n in shares.items()}}
+
+
+def blocks(spans: list[Span]) -> dict[str, Any]:
+    """Blocks that the last iteration makes, and the largest blocks of all, one of each size."""
+    found = list(lives(spans, ()))
+    largest = {life.num_bytes: life for life in sorted(found, key=lambda life: life.num_bytes)}
+    return {"blocks_per_iteration": sum(life.born_step == ITERATIONS for life in found),
+            "largest_blocks": [{"bytes": size, "category": life.category.value, "op": life.op}
+                               for size, life in list(largest.items())[:-4:-1]]}
+
+
+def intervals(size: int) -> Iterator[dict[str, Any]]:
+    """Access time intervals of real runs; a small batch, and images of at most `size` pixels a side."""
+    link = LINKS["paper"]
+    for name, (make, shape) in models(size).items():
+        batch = 64 if len(shape) == 1 else 4
+        spans = trained(make, shape, batch, ghosts=False)
+        found = analyse(spans).intervals
+        swaps = [one for one in found.outliers if one.life.num_bytes <= swappable(one.seconds, link)]
+        entry = {
+            "case": f"{name} batch {batch}", "settings": {"shape": "tiny", "part": "intervals", "size": size},
+            "intervals_under_25us": round(share_under(found.distribution, SHORT), 4),
+            "intervals_us": {f"p{p}": round(1e6 * found.distribution.percentile(p), 1) for p in (10, 50, 90, 99, 100)},
+            "swappable_outliers": len(swaps),
+            "largest_outliers": [
+                {"us": round(1e6 * one.seconds), "bytes": one.life.num_bytes, "category": one.life.category.value,
+                 "could_leave": swappable(one.seconds, link)} for one in found.outliers[:3]],
+            "seconds_an_iteration": round(spans[-1].end - spans[-1].start, 4)}
+        print(f"{entry['case']:<24} {entry['intervals_under_25us']:.0%} of intervals under 25 us", flush=True)
+        yield entry
 
 
 def share_under(intervals: Any, seconds: float) -> float:
@@ -196,16 +209,15 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         return child(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
     parser = arguments(__doc__, rounds=7, shapes=["ref"])
-    parser.add_argument("--parts", nargs="+", choices=["tables", "overhead", "memory"],
-                        default=["tables", "overhead", "memory"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--size", type=int, default=224, help="pixels of an image's side")
     parser.add_argument("--steps", type=int, default=10_000, help="of the long trace")
     parser.add_argument("--microbatches", type=int, default=2)
     args = parse(parser)
     entries = list(cases(args))
     print(write_results("memory_behaviour", entries, args, meaning=(
-        "intervals: between accesses of a block; breakdown: shares of the peak; swappable: by 6.3 and 6.4 GB/s; ratio: "
-        "time of a recorded step over one that is not")))
+        "breakdown: shares of the peak, on ghosts; intervals: between accesses of a block, in real runs; swappable: by "
+        "6.3 and 6.4 GB/s; ratio: time of a recorded step over one that is not")))
     worst = [one["case"] for one in entries if one.get("ratio", {}).get("median", 0) > BOUND
              or one.get("growth_bytes", 0) > MOST_GROWTH]
     if worst:
@@ -215,10 +227,9 @@ def main() -> None:
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if "tables" in args.parts:
-        for entry in tables(args.size):
-            print(f"{entry['case']:<26} {entry['intervals_under_25us']:.0%} of intervals under 25 us, "
-                  f"peak {entry['peak_bytes'] >> 20} MiB, {entry['breakdown']}", flush=True)
-            yield entry
+        yield from tables(args.size)
+    if "intervals" in args.parts:
+        yield from intervals(args.size)
     if "overhead" in args.parts:
         for shape in args.shapes:
             for dtype in args.dtypes:

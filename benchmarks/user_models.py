@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from hybridpar.memory.events import Span
+from hybridpar.memory.ghost import Tracker
 from hybridpar.memory.recorder import Recorder
 
 ITERATIONS = 5
@@ -36,16 +38,12 @@ def alexnet(width: int = 64, size: int = 224, classes: int = 10) -> nn.Module:
                          nn.Linear(hidden, classes))
 
 
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside the input."""
+class Residual(nn.Module):
+    """Adds what `inner` makes to its input, which a 1x1 convolution brings to the same shape where it has another."""
 
-    def __init__(self, inputs: int, width: int, stride: int):
+    def __init__(self, inner: nn.Module, inputs: int, outputs: int, stride: int):
         super().__init__()
-        outputs = 4 * width
-        self.inner = nn.Sequential(
-            nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+        self.inner = inner
         self.beside: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
             self.beside = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
@@ -54,16 +52,46 @@ class Bottleneck(nn.Module):
         return torch.relu(self.inner(x) + self.beside(x))
 
 
-def resnet(width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3), classes: int = 10) -> nn.Module:
-    """ResNet of bottleneck blocks; the published one with 50 layers by default."""
+def _basic(inputs: int, width: int, stride: int) -> nn.Module:
+    """Two 3x3 convolutions beside the input."""
+    return Residual(nn.Sequential(
+        nn.Conv2d(inputs, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)), inputs, width, stride)
+
+
+def _bottleneck(inputs: int, width: int, stride: int) -> nn.Module:
+    """1x1, 3x3 and 1x1 convolutions beside the input."""
+    return Residual(nn.Sequential(
+        nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)), inputs, 4 * width, stride)
+
+
+def resnet(width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3), classes: int = 10, *,
+           bottleneck: bool = True) -> nn.Module:
+    """ResNet; the published one with 50 layers by default. Without `bottleneck`, that with 34."""
+    block, growth = (_bottleneck, 4) if bottleneck else (_basic, 1)
     layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
                                nn.MaxPool2d(3, 2, 1)]
     inputs = width
     for level, count in enumerate(blocks):
         for i in range(count):
-            layers.append(Bottleneck(inputs, width << level, 2 if level and not i else 1))
-            inputs = 4 * width << level
+            layers.append(block(inputs, width << level, 2 if level and not i else 1))
+            inputs = growth * width << level
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+def trained(make: Callable[[], nn.Module], shape: Sequence[int], batch: int, *, ghosts: bool) -> list[Span]:
+    """The memory events of ITERATIONS steps of SGD with momentum; on ghosts, nothing is computed.
+
+    shape: of a sample.
+    """
+    tracker = Tracker(torch.device("cpu"))
+    tracker.ghost_integers = True
+    torch.manual_seed(0)
+    with tracker if ghosts else nullcontext():
+        model, x, y = make(), torch.randn(batch, *shape), torch.randint(10, (batch,))
+        return recorded(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), x, y)
 
 
 def recorded(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, *, to_none: bool = True) -> list[Span]:

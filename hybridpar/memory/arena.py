@@ -5,26 +5,31 @@ ends. Blocks that live long are placed from the bottom, those that live shortly 
 region of their own. In a pipeline's staircase of micro-batches, one's blocks so take the places of another's.
 A few arena sizes and lengths of a short life are tried.
 
-Where no sweep comes near the bound, placements in any order follow: each block at the lowest offset where it fits
-between those already placed whose lives overlap with its own. Orders are tried: by size x lifetime; lasting and huge
-blocks, then by ends, the last first; by lifetime to a factor of two, then by size; by size. Then blocks that
-reach the top come earlier in the best order so far, and all is placed again, a few times. The best is kept.
+Where no sweep comes near the bound, large boxes come first: the blocks that one action makes and another one gives
+back, side by side, as one. They are placed by first fit, and by sweeps; then their blocks are let down one by one,
+and all others take the lowest place where they fit. So a micro-batch's blocks leave one gap, and not many.
 
-Source: offline dynamic storage allocation, as in idealloc (arXiv 2504.04874); the order is changed as in "squeaky
-wheel" optimization (Joslin and Clements, 1999). Units: bytes; times are any numbers that order events.
+Then placements in any order follow: each block at the lowest offset where it fits between those already placed whose
+lives overlap with its own. Orders are tried: by size x lifetime; lasting and huge blocks, then by ends, the last first;
+by lifetime to a factor of two, then by size; by size. Then blocks that reach the top come earlier in the best order so
+far, and all is placed again, a few times. The best of all is kept.
+
+Source: offline dynamic storage allocation, as in idealloc (arXiv 2504.04874). Units: bytes; times are any numbers
+that order events.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hybridpar.memory.events import Life, Span, What
+from hybridpar.memory.first_fit import place, search
 from hybridpar.memory.sweep import Ints, Sweep
 
 ALIGNMENT = 512
@@ -38,19 +43,26 @@ _TINY = 10_000
 """Blocks that are smaller than one part of so many of the bound have a region of their own."""
 _HUGE, _LASTING = 16, 0.9
 """What comes first in one order: blocks above this share of the longest life, then one part of so many of the bound."""
-_ENOUGH = 1.0005
+_LARGE = (50, 200)
+"""Large blocks and boxes are at least one part of so many of the bound; those of middle size, of this many."""
+_ENOUGH = 1.005
 """An arena of so many times the bound is not improved."""
-_GUILTY, _RAISE = 0.99, (0.25, 0.5, 0.75)
-"""Blocks that end above this share of the arena come earlier, by these factors in turn."""
-_BUCKET_BLOCKS = 400
 
 
 class Block(NamedTuple):
-    """Bytes that are needed from start until end; at its end it is no longer there. end None: to the end of all."""
+    """Bytes that are needed from start until end; at its end it is no longer there. end None: to the end of all.
+
+    group: blocks with one number were made in one action and are given back in one other; None: in no group.
+    """
 
     num_bytes: int
     start: float
     end: float | None
+    group: int | None = None
+
+
+Given = Life | Block | tuple[int, float, float | None]
+"""A block, or what makes one."""
 
 
 @dataclass(frozen=True)
@@ -68,31 +80,38 @@ class Arena:
 def blocks_of(spans: Iterable[Span]) -> list[Block]:
     """The blocks of a trace, in the order in which they are handed out. Times are numbers of events, and so exact."""
     found: list[Block] = []
-    living: dict[int, int] = {}
-    for now, event in enumerate(event for span in spans for event in span.events):
-        if event.what is What.MALLOC:
-            living[event.block] = len(found)
-            found.append(Block(event.num_bytes, now, None))
-        elif event.what is What.FREE:
-            index = living.pop(event.block)
-            found[index] = found[index]._replace(end=now)
+    living: dict[int, tuple[int, int]] = {}
+    groups: dict[tuple[int, int], int] = {}
+    count = itertools.count()
+    for action, span in enumerate(spans):
+        for event in span.events:
+            now = next(count)
+            if event.what is What.MALLOC:
+                living[event.block] = len(found), action
+                found.append(Block(event.num_bytes, now, None))
+            elif event.what is What.FREE:
+                index, born = living.pop(event.block)
+                group = groups.setdefault((born, action), len(groups)) if born != action else None
+                found[index] = found[index]._replace(end=now, group=group)
     return found
 
 
-def plan(blocks: Iterable[Life | tuple[int, float, float | None]]) -> Arena:
+def plan(blocks: Iterable[Given]) -> Arena:
     """Offsets for blocks, with as small an arena as is found. The same blocks give the same plan.
 
     Of lives, one that begins at the very time at which another ends overlaps with it: times do not tell which was
     first. Blocks (`blocks_of`) are exact.
     """
-    sizes, starts, stops = _arrays([_block(block) for block in blocks])
+    given = [_block(block) for block in blocks]
+    sizes, starts, stops = _arrays(given)
     bound = _largest(sizes, starts, stops)
-    layout = _best(sizes, starts, stops, bound) if len(sizes) else sizes
+    groups = np.array([-1 - i if block.group is None else block.group for i, block in enumerate(given)], np.int64)
+    layout = _best(sizes, starts, stops, bound, groups) if len(sizes) else sizes
     top = int((layout + sizes).max(initial=0))
     return Arena(top * ALIGNMENT, (layout * ALIGNMENT).tolist(), bound * ALIGNMENT)
 
 
-def check(arena: Arena, blocks: Iterable[Life | tuple[int, float, float | None]]) -> None:
+def check(arena: Arena, blocks: Iterable[Given]) -> None:
     """Raises: ValueError if two blocks overlap in time and place, one is not aligned, or one is not in the arena."""
     sizes, starts, stops = _arrays([_block(block) for block in blocks])
     if len(arena.offsets) != len(sizes):
@@ -112,7 +131,7 @@ def check(arena: Arena, blocks: Iterable[Life | tuple[int, float, float | None]]
         alive = np.append(alive, i)
 
 
-def _block(block: Life | tuple[int, float, float | None]) -> Block:
+def _block(block: Given) -> Block:
     if not isinstance(block, Life):
         return Block(*block)
     return Block(block.num_bytes, block.born, None if block.died is None else math.nextafter(block.died, math.inf))
@@ -136,29 +155,66 @@ def _largest(sizes: Ints, starts: Ints, stops: Ints) -> int:
     return int(change.cumsum().max(initial=0))
 
 
-def _best(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> Ints:
-    """Offsets of the best sweep or round of all."""
+def _best(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> Ints:
+    """Offsets of the best candidate of all."""
     best, lowest = _swept(sizes, starts, stops, bound)
-    if lowest <= _ENOUGH * bound:
-        return best
-    length = stops - starts
-    groups = np.select([length > _LASTING * length.max(), sizes * _HUGE >= bound, sizes * _TINY >= bound], [0, 1, 2], 3)
-    orders = [np.lexsort((starts, -sizes * length)), np.lexsort((-stops, groups)),
-              np.lexsort((starts, -sizes, -np.log2(length).round())), np.lexsort((starts, -length, -sizes))]
-    best_order, least, guilty = orders[0], 0, sizes > 0
-    rounds = min(max(_WORK // len(sizes), _ROUNDS[0]), _ROUNDS[1])
-    for number in range(rounds):
-        order = orders[number] if number < len(orders) else _raised(
-            best_order, guilty, _RAISE[number % len(_RAISE)])
-        layout = _place(order, sizes, starts, stops)
-        top = int((layout + sizes).max())
-        if not number or top <= least:
-            best_order, least, guilty = order, top, layout + sizes >= _GUILTY * top
-        if top < lowest:
-            best, lowest = layout, top
-        if lowest <= _ENOUGH * bound:
-            break
+    for candidate in (_boxed, _ordered):
+        if lowest > _ENOUGH * bound:
+            layout = candidate(sizes, starts, stops, bound, groups)
+            top = int((layout + sizes).max())
+            if top < lowest:
+                best, lowest = layout, top
     return best
+
+
+def _ordered(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> Ints:
+    """Offsets of the best order in which blocks come one by one."""
+    length = stops - starts
+    ranks = np.select([length > _LASTING * length.max(), sizes * _HUGE >= bound, sizes * _TINY >= bound], [0, 1, 2], 3)
+    orders = [np.lexsort((starts, -sizes * length)), np.lexsort((-stops, ranks)),
+              np.lexsort((starts, -sizes, -np.log2(length).round())), np.lexsort((starts, -length, -sizes))]
+    rounds = min(max(_WORK // len(sizes), _ROUNDS[0]), _ROUNDS[1])
+    return search(orders, (sizes, starts, stops), rounds, _ENOUGH * bound)
+
+
+def _by_size_and_end(sizes: Ints, stops: Ints, bound: int) -> Ints:
+    """Large blocks first, then those of middle size; among them what ends last comes first."""
+    return np.lexsort((-stops, sum(sizes * part < bound for part in _LARGE)))  # type: ignore[arg-type]
+
+
+def _boxed(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> Ints:
+    """Offsets where large boxes have their places first, each the blocks of a group, side by side.
+
+    Then the blocks in them are let down, from the lowest on, and all others follow.
+    """
+    groups = np.where((starts < stops.min()) & (stops == stops.max()), groups.max() + 1, groups)  # always there
+    _, box = np.unique(groups, return_inverse=True)
+    count = int(box.max()) + 1
+    total, begin, end = np.zeros(count, np.int64), np.full(count, stops.max()), np.zeros(count, np.int64)
+    np.add.at(total, box, sizes)
+    np.minimum.at(begin, box, starts)
+    np.maximum.at(end, box, stops)
+    (large,), others = np.nonzero(total * _LARGE[0] >= bound), _by_size_and_end(sizes, stops, bound)
+    found = []
+    for layout in _boxes(total[large], begin[large], end[large], bound):
+        offsets = np.full(count, -1)
+        offsets[large] = layout
+        (inside,) = np.nonzero(offsets[box] >= 0)
+        inside = inside[np.lexsort((-stops[inside], box[inside], offsets[box[inside]]))]
+        order = np.concatenate([inside, others[offsets[box[others]] < 0]])
+        found.append(place(order, sizes, starts, stops))
+    return min(found, key=lambda layout: int((layout + sizes).max()))
+
+
+def _boxes(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> Iterator[Ints]:
+    """Yields the places of boxes: by first fit, huge ones first and what ends last first; by the best sweep.
+
+    A life is short in a sweep below each power of two in turn.
+    """
+    yield place(np.lexsort((-stops, sizes * _HUGE < bound)), sizes, starts, stops)
+    sweep, least = Sweep(sizes, starts, stops), _largest(sizes, starts, stops)
+    powers = range(int(stops.max(initial=1)).bit_length() + 1)
+    yield min((sweep.run(least, 1 << power, True) for power in powers), key=lambda found: found[1])[0]
 
 
 def _swept(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> tuple[Ints, int]:
@@ -179,72 +235,6 @@ def _swept(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> tuple[Ints, in
                 offsets[large], lowest = found, top
     offsets[small] += lowest
     return offsets, lowest + rest
-
-
-def _raised(order: Ints, chosen: NDArray[np.bool_], factor: float) -> Ints:
-    """An order in which the chosen blocks come earlier: their places are multiplied by the factor."""
-    place = np.arange(len(order), dtype=np.float64)
-    place[chosen[order]] *= factor
-    return order[np.argsort(place, kind="stable")]
-
-
-def _place(order: Ints, sizes: Ints, starts: Ints, stops: Ints) -> Ints:
-    """Offsets: first fit, in this order."""
-    placed = _Placed(len(sizes), int(stops.max()))
-    offsets = np.zeros(len(sizes), np.int64)
-    for i in order.tolist():
-        offsets[i] = placed.add(int(sizes[i]), int(starts[i]), int(stops[i]))
-    return offsets
-
-
-class _Placed:
-    """The blocks placed so far: rows of offset, end, start and stop, in buckets of time, each in order of offsets."""
-
-    def __init__(self, num_blocks: int, num_times: int):
-        count = max(num_blocks // _BUCKET_BLOCKS, 1)
-        self._width = -(-num_times // count)
-        self._buckets = [np.zeros((4, 64), np.int64) for _ in range(count)]
-        self._counts = [0] * count
-        self._all = np.zeros((4, num_blocks), np.int64)
-        self._count = 0
-
-    def add(self, size: int, start: int, stop: int) -> int:
-        """Places a block at the lowest offset where it fits, and returns that."""
-        first, last = start // self._width, (stop - 1) // self._width
-        offset = self._fit(size, start, stop, first, last)
-        row = (offset, offset + size, start, stop)
-        self._all[:, self._count] = row
-        self._count += 1
-        for bucket in range(first, last + 1):
-            self._insert(bucket, row)
-        return offset
-
-    def _fit(self, size: int, start: int, stop: int, first: int, last: int) -> int:
-        if first == last:
-            rows = self._buckets[first][:, : self._counts[first]]
-        elif sum(self._counts[first : last + 1]) < self._count:
-            rows = np.concatenate([self._buckets[b][:, : self._counts[b]] for b in range(first, last + 1)], axis=1)
-        else:
-            rows = self._all[:, : self._count]
-        rows = rows[:2, (rows[2] < stop) & (rows[3] > start)]
-        if first != last:
-            rows = rows[:, rows[0].argsort()]
-        lows, highs = rows
-        if not len(lows) or lows[0] >= size:
-            return 0
-        reached = np.maximum.accumulate(highs)
-        fits = lows[1:] - reached[:-1] >= size
-        at = int(fits.argmax()) if len(fits) else 0
-        return int(reached[at]) if len(fits) and fits[at] else int(reached[-1])
-
-    def _insert(self, bucket: int, row: tuple[int, int, int, int]) -> None:
-        count, rows = self._counts[bucket], self._buckets[bucket]
-        if count == rows.shape[1]:
-            rows = self._buckets[bucket] = np.concatenate([rows, np.zeros_like(rows)], axis=1)
-        at = int(rows[0, :count].searchsorted(row[0]))
-        rows[:, at + 1 : count + 1] = rows[:, at:count]
-        rows[:, at] = row
-        self._counts[bucket] = count + 1
 
 
 __all__ = ["ALIGNMENT", "Arena", "Block", "blocks_of", "check", "plan"]

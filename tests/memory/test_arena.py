@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -11,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory.traces import Rank, random_spans
 
-from hybridpar.config import from_mapping
+from hybridpar.config import from_mapping, load_toml
 from hybridpar.memory.arena import ALIGNMENT, Arena, Block, blocks_of, check, plan
 from hybridpar.memory.events import Span, lives
 from hybridpar.memory.fragmentation import replay
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.train.memory_trace import predict_trace
 
+CONFIGS = Path(__file__).parents[2] / "scripts" / "configs"
 BLOCKS = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 12), st.integers(0, 8) | st.none()).map(
     lambda b: Block(b[0], b[1], None if b[2] is None else b[1] + b[2])), max_size=30)
 
@@ -105,32 +107,58 @@ def test_predicted_traces_come_within_a_twentieth(schedule: str, recompute: str)
     is_little_larger(predict_trace(config, steps=2)[1])
 
 
-@pytest.mark.parametrize(("pipeline", "most"), [
-    ({"schedule": "interleaved"}, 1.05), ({"schedule": "1f1b", "recompute": "all"}, 1.05),
-    ({"schedule": "interleaved", "recompute": "all", "split_backward": True}, 1.05),
-    ({"schedule": "2bw", "recompute": "0,2-4"}, 1.05),
-    # few layers beside large logits
-    ({"schedule": "2bw"}, 1.06), ({"schedule": "pipedream"}, 1.07)], ids=str)
-def test_many_microbatches_are_no_larger_than_in_a_cache(pipeline: dict[str, object], most: float) -> None:
+@pytest.mark.parametrize("pipeline", [
+    {"schedule": "interleaved"}, {"schedule": "1f1b", "recompute": "all"},
+    {"schedule": "interleaved", "recompute": "all", "split_backward": True},
+    {"schedule": "2bw", "recompute": "0,2-4"}, {"schedule": "2bw"}, {"schedule": "pipedream"}], ids=str)
+def test_few_layers_beside_large_logits(pipeline: dict[str, object]) -> None:
     config = from_mapping({
         "model": {"num_layers": 8, "hidden_size": 512, "num_heads": 8, "seq_length": 1024, "vocab_size": 8192},
         "parallel": {"pp": 4, "dp": 1}, "train": {"micro_batch_size": 8, "num_steps": 10, "device": "cpu"},
         "pipeline": {"num_microbatches": 16, **pipeline}})
     spans = predict_trace(config, steps=2)[1]
+    arena = within_a_twentieth(spans)
+    assert arena.num_bytes <= replay(event for span in spans for event in span.events).reserved
+
+
+def paper_trace(name: str, recompute: str) -> list[Span]:
+    """The last of four ranks of a configuration in scripts/configs, interleaved, on GPUs."""
+    config = from_mapping({
+        "parallel": {"pp": 4, "dp": 1}, "train": {"device": "cuda"},
+        "pipeline": {"schedule": "interleaved", "num_microbatches": 16, "recompute": recompute}},
+        load_toml(CONFIGS / f"{name}.toml"))
+    return predict_trace(config, 3)[1]
+
+
+def test_logits_that_are_a_fifth_of_all() -> None:
+    """First fit takes 1.07: four micro-batches' blocks leave no gap for logits, unless they lie in boxes."""
+    within_a_twentieth(paper_trace("gpt_345m_paper", "none"))
+
+
+@pytest.mark.parametrize(("name", "recompute"), [
+    ("gpt_345m_paper", "all"), ("gpt_345m_paper", "stage"), ("gpt_1b3_paper", "all")])
+def test_recomputed_interleaved_last_stages_waste_a_fifth_of_a_cache(name: str, recompute: str) -> None:
+    """A cache wastes 3 to 5 % of what is alive here; on first stages mostly next to nothing, of which no share counts.
+    """
+    spans = paper_trace(name, recompute)
+    cached = replay(event for span in spans for event in span.events)
+    assert cached.waste > 0.03 * cached.largest_live
+    is_little_larger(spans)
+
+
+def within_a_twentieth(spans: list[Span]) -> Arena:
+    """The arena of a trace, at most a twentieth larger than what is alive."""
     blocks = blocks_of(spans)
     arena = plan(blocks)
     check(arena, blocks)
-    cached = replay(event for span in spans for event in span.events)
-    assert arena.num_bytes <= min(most * arena.bound, cached.reserved)
+    assert arena.num_bytes <= 1.05 * arena.bound
+    return arena
 
 
 def is_little_larger(spans: list[Span]) -> None:
     """The arena is at most a twentieth larger than what is alive, and wastes a fifth of what a cache does."""
-    blocks = blocks_of(spans)
-    arena = plan(blocks)
-    check(arena, blocks)
+    arena = within_a_twentieth(spans)
     cached = replay(event for span in spans for event in span.events)
-    assert arena.num_bytes <= 1.05 * cached.largest_live
     assert arena.num_bytes - cached.largest_live <= 0.21 * cached.waste
 
 

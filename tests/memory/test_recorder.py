@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.user_models import ITERATIONS, alexnet, mlp, recorded, resnet
+from benchmarks.user_models import ITERATIONS, alexnet, mlp, recorded, resnet, trained
 from hybridpar.memory import measure
 from hybridpar.memory.behaviour import analyse
 from hybridpar.memory.events import Category, MemoryEvent, Span, What, lives
@@ -84,6 +84,17 @@ def test_an_iteration_of_the_paper_s_mlp() -> None:
     _, row, *_ = behaviours(train("mlp", "SGD", batch=16))
     assert Counter(what for what, _, _ in row) == {What.MALLOC: 15, What.FREE: 15, What.READ: 34, What.WRITE: 19}
     assert [(what.value, op) for what, _, op in row[-2:]] == [("read", "aten::add_"), ("write", "aten::add_")]
+
+
+BASIC = {"basic resnet": lambda: (resnet(width=4, blocks=(1, 1), bottleneck=False), (3, 32, 32))}
+
+
+@pytest.mark.parametrize("make", {**MODELS, **BASIC}.values(), ids={**MODELS, **BASIC})
+def test_ghosts_tell_the_same_events(make: Callable[[], tuple[nn.Module, tuple[int, ...]]]) -> None:
+    predicted, real = ([[event._replace(time=0.0) for event in span.events]
+                        for span in trained(lambda: make()[0], make()[1], 4, ghosts=ghosts)]
+                       for ghosts in (True, False))
+    assert predicted == real
 
 
 def breakdown(spans: list[Span]) -> dict[str, int]:
