@@ -86,7 +86,8 @@ def both(config: Config) -> list[str]:
     ({"pipeline": {"schedule": "gpipe"}, "model": UNTIED}, "bf16"), ({"pipeline": {"schedule": "2bw"}}, "fp32"),
     ({"pipeline": {"schedule": "pipedream"}, "optim": {"clip_grad": 0.0}}, "fp32"),
     ({"pipeline": {"schedule": "naive"}, "memory": {"parts": 2}}, "fp32"),
-    ({"pipeline": {"schedule": "1f1b", "split_backward": True}, "optim": {"name": "muon"}}, "bf16"),
+    ({"pipeline": {"schedule": "1f1b", "split_backward": True, "recompute": "selective"}, "optim": {"name": "muon"}},
+     "bf16"),
     ({"pipeline": {"schedule": "2bw", "recompute": "stage", "gradient_buffers": 1}}, "bf16"),
     ({"pipeline": {"schedule": "2bw", "early_switch": 1}, "optim": {"staleness": "prediction"}}, "fp32"),
 ], ids=str)

@@ -30,7 +30,7 @@ class Stage(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
         self.recompute = recompute
-        for number in recompute.selective:
+        for number in recompute.selective.intersection(blocks):
             layer = blocks[number]
             assert isinstance(layer, TransformerLayer), "only layers have outputs that are made again"
             layer.remake()
