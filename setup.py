@@ -1,4 +1,4 @@
-"""Builds the compiled parts, hybridpar._C and hybridpar._C_cuda, where the machine can. The rest is in pyproject.toml.
+"""Builds the compiled parts _C, _C_recorder and _C_cuda where the machine can. The rest is in pyproject.toml.
 
 HYBRIDPAR_BUILD   auto   (default) the CPU operators if torch and a C++ compiler are at hand, and the CUDA operators if
                          torch has CUDA and nvcc is at hand too; otherwise the package installs without them, says why,
@@ -11,8 +11,10 @@ HYBRIDPAR_CUDA_ARCHS     the GPUs that the CUDA operators are compiled for (defa
 CUDA_HOME                the CUDA toolkit, where nvcc is not on the PATH or in /usr/local/cuda
 CXX                      the C++ compiler
 
-torch must be importable at build time: pip install --no-build-isolation. The extensions keep to torch's stable ABI
+torch must be importable at build time: pip install --no-build-isolation. The operators keep to torch's stable ABI
 (2.10) and Python's limited API (3.10), so one wheel serves every later version of both. The CUDA runtime is linked in.
+The recorder of memory events comes with the CPU operators. It needs more of torch than is stable, so it serves the
+torch and the Python that it was built for; with others, and where it cannot be built, Python does its work.
 """
 
 import os
@@ -26,8 +28,9 @@ from setuptools import find_packages, setup
 
 MODES = ("auto", "cpu", "cuda", "none")
 PACKAGE_DIR = {"hybridpar": "hybridpar", "hybridpar.kernels": "kernels"}
+PLAIN = ["-O3", "-g0", "-Wall"]
 COMPILE = [
-    "-O3", "-g0", "-std=c++17", "-Wall",
+    *PLAIN, "-std=c++17",
     "-fopenmp-simd",  # what makes `#pragma omp simd` count; threads come from torch
     "-fno-math-errno", "-fno-trapping-math",  # let loops vectorise; change no result
     "-ffp-contract=off",  # normal numbers promise equal bits on every machine, so no fused multiply-add may creep in
@@ -98,6 +101,13 @@ def cpu_extension(cpp_extension):
     )
 
 
+def recorder_extension(cpp_extension):
+    return cpp_extension.CppExtension(
+        "hybridpar._C_recorder", sorted(glob("csrc/recorder/*.cpp")), depends=sorted(glob("csrc/recorder/*.h")),
+        extra_compile_args={"cxx": [*PLAIN, "-fvisibility=hidden"]}, extra_link_args=LINK, optional=True,
+    )
+
+
 def cuda_extension(cpp_extension):
     """Raises: CannotBuild without a CUDA toolkit, or GPUs to compile for."""
     names = architectures()
@@ -112,6 +122,21 @@ def cuda_extension(cpp_extension):
         extra_link_args=[f"-L{libraries}", "-l:libcudart_static.a", "-lrt", "-lpthread", "-ldl", *LINK],
         py_limited_api=True,
     )
+
+
+def sparing(build):
+    """An optional extension that cannot be built is left out."""
+
+    class Sparing(build):
+        def build_extension(self, ext):
+            try:
+                super().build_extension(ext)
+            except Exception as error:
+                if not ext.optional:
+                    raise
+                skip(ext.name, f"the compilation failed ({type(error).__name__}: {error})")
+
+    return Sparing
 
 
 def tolerant(build):
@@ -132,7 +157,8 @@ def tolerant(build):
 
 
 def skip(what, reason):
-    warnings.warn(f"hybridpar: building without the compiled operators ({what}): {reason}", stacklevel=2)
+    part = "recorder" if what.endswith("_recorder") else "operators"
+    warnings.warn(f"hybridpar: building without the compiled {part} ({what}): {reason}", stacklevel=2)
 
 
 def compiled(mode):
@@ -147,7 +173,7 @@ def compiled(mode):
     extensions = []
     try:
         cpp_extension = tools()
-        extensions.append(cpu_extension(cpp_extension))
+        extensions += [cpu_extension(cpp_extension), recorder_extension(cpp_extension)]
         if mode == "cuda" or (mode == "auto" and cpp_extension.torch.version.cuda):
             extensions.append(cuda_extension(cpp_extension))
     except CannotBuild as reason:
@@ -156,7 +182,7 @@ def compiled(mode):
         skip("hybridpar._C_cuda" if extensions else "hybridpar._C", reason)
     if not extensions:
         return {}
-    build = cpp_extension.BuildExtension
+    build = sparing(cpp_extension.BuildExtension)
     return {
         "ext_modules": extensions,
         "cmdclass": {"build_ext": tolerant(build) if mode == "auto" else build},

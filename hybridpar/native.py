@@ -1,4 +1,7 @@
-"""Finds the compiled extensions hybridpar._C and hybridpar._C_cuda. The only place that imports them; on first use."""
+"""Finds the compiled extensions: operators (_C, _C_cuda) and the recorder of memory events (_C_recorder).
+
+The only place that imports them; on first use.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,16 @@ def missing() -> str | None:
 def missing_cuda() -> str | None:
     """Why those operators have no CUDA versions here; None when they have. Loads them on first use."""
     return _load_cuda()
+
+
+def missing_recorder() -> str | None:
+    """Why `recorder` cannot be used here; None when it can. Loads it on first use."""
+    return _load_recorder()
+
+
+def recorder() -> Any:
+    """The module hybridpar._C_recorder."""
+    return importlib.import_module(_RECORDER)
 
 
 def constant_when_traced(function: Callable[..., Any]) -> None:
@@ -65,4 +78,22 @@ def _load_cuda() -> str | None:
         importlib.import_module("hybridpar._C_cuda")
     except ImportError as error:
         return f"the extension hybridpar._C_cuda is not built or does not load ({error})"
+    return None
+
+
+_RECORDER = "hybridpar._C_recorder"
+
+
+@functools.cache
+def _load_recorder() -> str | None:
+    try:
+        module = importlib.import_module(_RECORDER)
+    except ImportError as error:
+        return f"the extension {_RECORDER} is not built or does not load ({error})"
+    if module.torch_version != (found := torch.__version__.partition("+")[0]):
+        return f"the extension {_RECORDER} was built for torch {module.torch_version}, and this is {found}"
+    try:
+        module.start()
+    except RuntimeError as error:
+        return f"the extension {_RECORDER} cannot be used with this torch ({str(error).splitlines()[0]})"
     return None

@@ -19,6 +19,7 @@ def test_says_what_every_operator_runs_and_why_not_the_others(capsys: pytest.Cap
     built = native.missing() is None
     assert (status, found["ok"]) == (int(not built), built)
     assert found["versions"]["hybridpar"] == __version__
+    assert (found["built"]["hybridpar._C_recorder"] == "yes") == (native.missing_recorder() is None)
     assert found["versions"]["torch"] == torch.__version__
     assert found["machine"]["cores"] >= 1
     assert list(found["operators"]["cpu"]) == list(registry.ops())

@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hybridpar import native
 
@@ -81,8 +83,6 @@ def test_the_checkout_knows_the_arguments_of_its_extension():
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 def test_extension_has_every_operator_on_the_cpu():
-    import torch
-
     for name in set(native.operators()) - {"attention_hopper"}:
         keys = ("CPU", "CompositeExplicitAutograd")
         assert any(torch._C._dispatch_has_kernel_for_dispatch_key(f"hybridpar::{name}", key) for key in keys), name
@@ -94,6 +94,19 @@ def test_a_missing_or_old_extension_is_a_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "hybridpar._C", sys)
     monkeypatch.setattr(native, "operators", list)
     assert "build it again" in native._load.__wrapped__()
+
+
+def test_a_recorder_that_cannot_be_used_is_a_reason(monkeypatch):
+    def start():
+        raise RuntimeError("another fallback is there\nat some place")
+
+    monkeypatch.setitem(sys.modules, "hybridpar._C_recorder", None)
+    assert "not built" in native._load_recorder.__wrapped__()
+    module = SimpleNamespace(torch_version="2.0.0", start=start)
+    monkeypatch.setitem(sys.modules, "hybridpar._C_recorder", module)
+    assert "was built for torch 2.0.0, and this is 2" in native._load_recorder.__wrapped__()
+    module.torch_version = torch.__version__.partition("+")[0]
+    assert native._load_recorder.__wrapped__().endswith("cannot be used with this torch (another fallback is there)")
 
 
 @needs_source
@@ -146,8 +159,10 @@ def test_auto_goes_on_without_torch_and_says_so(tmp_path):
 ONE_FAILS = """
 import runpy, setuptools, sys
 def setup(*, ext_modules, package_dir, real=setuptools.setup, **arguments):
-    names = {"hybridpar._C": "csrc/module.c", "hybridpar._C_cuda": "csrc/nowhere.c"}
-    extensions = [setuptools.Extension(name, [source]) for name, source in names.items()]
+    names = {"hybridpar._C": "csrc/module.c", "hybridpar._C_recorder": "csrc/nowhere.c"}
+    if arguments["cmdclass"]["build_ext"].__name__ == "Tolerant":
+        names["hybridpar._C_cuda"] = "csrc/nowhere.c"
+    extensions = [setuptools.Extension(name, [source], optional="recorder" in name) for name, source in names.items()]
     real(ext_modules=extensions, package_dir={"hybridpar": target}, **arguments)
 target = sys.argv.pop()
 setuptools.setup = setup
@@ -157,14 +172,16 @@ runpy.run_path("setup.py", run_name="__main__")
 
 @needs_source
 @pytest.mark.skipif(native.missing() is not None, reason="needs a compiler")
-def test_auto_builds_what_compiles(tmp_path):
+@pytest.mark.parametrize("mode", ["auto", "cpu"])
+def test_what_compiles_is_built_without_what_may_be_left_out(tmp_path, mode):
     arguments = ("build_ext", "--inplace", "-b", tmp_path / "b", "-t", tmp_path / "t", tmp_path)
     run = subprocess.run([sys.executable, "-c", ONE_FAILS, *arguments], capture_output=True, text=True, cwd=ROOT,
-                         env={**os.environ, "HYBRIDPAR_BUILD": "auto"})
+                         env={**os.environ, "HYBRIDPAR_BUILD": mode})
     assert run.returncode == 0, run.stderr
-    assert "building without the compiled operators (hybridpar._C_cuda): the compilation failed" in run.stderr
+    for name in ("_C_recorder", *["_C_cuda"] * (mode == "auto")):
+        assert f"(hybridpar.{name}): the compilation failed" in run.stderr
+        assert not list(tmp_path.glob(f"{name}.*"))
     assert len(list(tmp_path.glob("_C.*so"))) == 1
-    assert not list(tmp_path.glob("_C_cuda.*"))
 
 
 @needs_source

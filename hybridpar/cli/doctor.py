@@ -31,7 +31,8 @@ def examine() -> dict[str, Any]:
         "machine": {"system": f"{platform.system()} {platform.machine()}", **_cpu(), "memory_gib": _memory_gib(),
                     "gpus": [_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
                     "c++": shutil.which("c++"), "nvcc": shutil.which("nvcc")},
-        "built": {"hybridpar._C": native.missing() or "yes", "hybridpar._C_cuda": native.missing_cuda() or "yes"},
+        "built": {"hybridpar._C": native.missing() or "yes", "hybridpar._C_cuda": native.missing_cuda() or "yes",
+                  "hybridpar._C_recorder": native.missing_recorder() or "yes"},
         "operators": {device: {op: _choices(op, device) for op in registry.ops()} for device in devices},
     }
 

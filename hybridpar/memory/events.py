@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -56,6 +56,23 @@ class MemoryEvent(NamedTuple):
     name: str = ""
 
 
+class WrittenEvents(Sequence[MemoryEvent]):
+    """Events as a file has them, a JSON list; they are only made when somebody looks at them."""
+
+    def __init__(self, count: int, text: str):
+        self.text = text
+        self._count = count
+        self._events: list[MemoryEvent] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._events is None:
+            self._events = [MemoryEvent(What(what), *rest) for what, *rest in json.loads(self.text)]
+        return self._events[index]
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """The events of one action, or between two. step: from 1. action: as it prints; "" between two. Units: seconds."""
@@ -64,7 +81,7 @@ class Span:
     action: str
     start: float
     end: float
-    events: list[MemoryEvent]
+    events: Sequence[MemoryEvent]
 
 
 @dataclass(frozen=True)
@@ -189,8 +206,15 @@ def header_line(header: Header) -> str:
 
 def span_line(span: Span) -> str:
     """The line of an action."""
-    return json.dumps({"step": span.step, "action": span.action, "start": span.start, "end": span.end,
-                       "events": span.events}, separators=(",", ":"), check_circular=False) + "\n"
+    head = json.dumps({"step": span.step, "action": span.action, "start": span.start, "end": span.end}, **_COMPACT)
+    return f'{head[:-1]},"events":{_events_text(span.events)}}}\n'
+
+
+_COMPACT: Any = {"separators": (",", ":"), "check_circular": False}
+
+
+def _events_text(events: Sequence[MemoryEvent]) -> str:
+    return events.text if isinstance(events, WrittenEvents) else json.dumps(events, **_COMPACT)
 
 
 def read_trace(path: Path) -> tuple[Header, Iterator[Span]]:

@@ -18,15 +18,18 @@ With `ghost_integers`, only those are real that come from outside, and what is c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridpar.autograd import backward_from
 from hybridpar.memory.meter import Usage
 
 _META = torch.device("meta")
@@ -103,6 +106,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        in_place = is_in_place_without_a_mode(func, args)
         found = tensors_in((args, tuple(kwargs.values())))
         ghosts = [t for t in found if isinstance(t, Ghost)]
         if ghosts:
@@ -112,7 +116,7 @@ class Tracker(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
             self._note_real(out, [] if _is_fresh(func, out) else found)
-        if not is_in_place_without_a_mode(func):
+        if not in_place:
             self._forget_dead()
             scratch = 0 if self.is_cuda else cast_bytes(func, ghosts)
             self.peak = max(self.peak, self.current + scratch)
@@ -266,15 +270,39 @@ def _is_fresh(func: Any, out: Any) -> bool:
     return func is torch.ops.aten.lift_fresh.default and bool(out.untyped_storage().resizable())
 
 
-def is_in_place_without_a_mode(func: Any) -> bool:
+def is_in_place_without_a_mode(func: Any, args: Any) -> bool:
     """Whether autograd makes this sum of a backward in place of its first argument, but not while a mode is active.
 
-    These are the sums of two gradients of one tensor, and of index_select. The argument is dropped right after.
+    These are the sums of two dense gradients of one tensor, and of index_select. Autograd makes them where no Python is
+    between it and the operator, neither a Function's backward nor a hook, and where nothing shares the memory of the
+    argument, which is dropped right after.
     """
-    if func is torch.ops.aten.index_add.default:
-        return torch._C._current_graph_task_id() != -1
-    return (func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1
-            and torch._C._current_autograd_node() is None)
+    return (func in _SUMS_OF_AUTOGRAD and torch._C._current_graph_task_id() != -1
+            and all(t.layout is torch.strided for t in tensors_in(args)) and _is_alone(args[0])
+            and _is_called_by_autograd())
+
+
+_SUMS_OF_AUTOGRAD = (torch.ops.aten.add.Tensor, torch.ops.aten.index_add.default)
+_RUN_BACKWARD = (_engine_run_backward.__code__, backward_from.__code__)
+_CALL_OPERATOR = torch._ops.OpOverload.__call__.__code__
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether no other tensor shares its memory, nor elements of it each other's."""
+    if isinstance(tensor, Ghost):
+        holders, num_bytes = sys.getrefcount(tensor.block), tensor.block.num_bytes
+    else:
+        storage = tensor.untyped_storage()
+        holders, num_bytes = torch._C._storage_Use_Count(storage._cdata), storage.nbytes()  # type: ignore[attr-defined]
+    return holders <= 2 and tensor.numel() * tensor.element_size() <= num_bytes  # it, and what asks
+
+
+def _is_called_by_autograd() -> bool:
+    """Whether what called the operator, before modes got it, is what runs the backward."""
+    frame = sys._getframe(2).f_back  # of the mode that asks
+    while frame is not None and (frame.f_code is _CALL_OPERATOR or frame.f_code.co_name == "__torch_dispatch__"):
+        frame = frame.f_back
+    return frame is not None and frame.f_code in _RUN_BACKWARD
 
 
 def _add_nothing(func: Any, ghost: Ghost) -> Ghost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,8 +18,13 @@ _OVERWRITES = frozenset({
     "copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential", "geometric", "log_normal",
     "cauchy", "_foreach_copy", "_foreach_zero"})
 """Operators that write over their first argument without reading it."""
-_SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor, torch.ops.aten.index_add.default)
+_IN_PLACE = {torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
+             torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default}
+_SUMS = (*_IN_PLACE, torch.ops.aten.add_.Tensor)
 _LAST_OF_TORCH_TENSOR = torch.ops.aten.lift_fresh.default
+
+
+Role = tuple[int, str, bool, bool]
 
 
 class Use(NamedTuple):
@@ -35,23 +41,23 @@ class Operator:
     is given for its arithmetic.
     """
 
-    __slots__ = ("_arguments", "casts", "func", "is_fresh", "is_message", "is_sum", "is_view", "name", "operation")
+    __slots__ = ("casts", "func", "is_fresh", "is_sum", "is_view", "name", "operation", "roles")
 
     def __init__(self, func: Any):
         self.func = func
         self.name: str = func.name().partition(".")[0]
         self.operation = self.name.partition("::")[2].rstrip("_")
         self.is_fresh, self.casts = self.operation in _FRESH, self.operation in ARITHMETIC
-        self.is_sum, self.is_message = func in _SUMS, func.namespace == "c10d"
-        self._arguments = self._roles()
+        self.is_sum = func in _SUMS
+        self.roles = _message_roles(self.operation) if func.namespace == "c10d" else self._roles()
+        """Of each argument with tensors: its position, its name, and whether the operator reads and writes it."""
         makes = func._schema.returns
         self.is_view = (func is not _LAST_OF_TORCH_TENSOR and bool(makes)
                         and all(one.alias_info is not None for one in makes)
-                        and not any(writes for *_, writes in self._arguments)
+                        and not any(writes for *_, writes in self.roles)
                         and torch.Tag.inplace_view not in func.tags)
 
-    def _roles(self) -> tuple[tuple[int, str, bool, bool], ...]:
-        """Of each argument with tensors: its position, its name, and whether the operator reads and writes it."""
+    def _roles(self) -> tuple[Role, ...]:
         if self.func is _LAST_OF_TORCH_TENSOR or torch.Tag.inplace_view in self.func.tags:
             return ()
         takes_shape = self.operation.endswith("_like") or self.operation.startswith("new_")
@@ -66,10 +72,8 @@ class Operator:
 
     def use(self, args: Any, kwargs: Mapping[str, Any]) -> Use:
         """The use of these arguments."""
-        if self.is_message:
-            return _message_use(self.operation, args)
         use = Use([], [])
-        for position, name, reads, writes in self._arguments:
+        for position, name, reads, writes in self.roles:
             value = args[position] if position < len(args) else kwargs.get(name)
             if value is not None:
                 tensors = (value,) if isinstance(value, Tensor) else tensors_in(value)
@@ -86,13 +90,26 @@ def adds_nothing(to: Any, other: Any) -> bool:
             and not other._nnz())
 
 
-def _message_use(operation: str, args: Any) -> Use:
-    """The use of torch's own collectives and messages, whose schemas do not say it."""
-    first = tensors_in(args[0])
-    if operation == "send":
-        return Use(first, [])
-    if operation.startswith("recv"):
-        return Use([], first)
+def in_place_form(func: Any) -> Any:
+    """The operator by which autograd makes a sum in place (see ghost.is_in_place_without_a_mode)."""
+    return _IN_PLACE[func]
+
+
+def described(name: str, overload: str) -> tuple[str, bool, bool, bool, bool, int, list[tuple[int, bool, bool]]]:
+    """An Operator as csrc/recorder takes it, by what dispatch calls it, such as "aten::add" and "Tensor".
+
+    Name as JSON, is_view, is_fresh, is_sum, casts, the number of positional arguments; and for each argument with
+    tensors its position, and whether the operator reads and writes it.
+    """
+    namespace, _, plain = name.partition("::")
+    operator = Operator(getattr(getattr(getattr(torch.ops, namespace), plain), overload or "default"))
+    positional = sum(not argument.kwarg_only for argument in operator.func._schema.arguments)
+    return (json.dumps(operator.name), operator.is_view, operator.is_fresh, operator.is_sum, operator.casts, positional,
+            [(position, reads, writes) for position, _, reads, writes in operator.roles])
+
+
+def _message_roles(operation: str) -> tuple[Role, ...]:
+    """Roles of torch's own collectives and messages, whose schemas do not say it."""
     if operation in ("_allgather_base", "alltoall_base"):
-        return Use(tensors_in(args[1]), first)
-    return Use(first, first)
+        return (0, "", False, True), (1, "", True, False)
+    return ((0, "", not operation.startswith("recv"), operation != "send"),)

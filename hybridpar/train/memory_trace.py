@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from hybridpar import native
 from hybridpar.config import Config
 from hybridpar.data.loader import Loader
 from hybridpar.errors import config_error
@@ -47,7 +48,9 @@ class EngineRecorder:
     def __init__(self, engine: Engine, write: Write):
         self.is_open = True
         clock = DeviceClock() if engine.device.type == "cuda" and torch.cuda.is_available() else HOST_CLOCK
-        self._recorder = Recorder(write, lambda: engine.executor.current, engine.sizes.num_microbatches, clock)
+        self._recorder = Recorder(write, engine.sizes.num_microbatches, clock)
+        self._executor = engine.executor
+        self._executor.listener = self._recorder.begin
         state, tp = engine.state, engine.grid.tp
         state.allocate()
         for slot in state.slots:
@@ -89,6 +92,7 @@ class EngineRecorder:
             self.is_open = False
             if self._recorder.is_active:
                 self._recorder.__exit__(None, None, None)
+            self._executor.listener = None
             for hook in self._hooks:
                 hook.remove()
             self._recorder.close()
@@ -108,6 +112,8 @@ class MemoryLog:
         self._records.begin(self._name, 0, most=_MOST_SPANS)
         header = Header(grid.rank, str(engine.device), dict(grid.place), more={"first_step": resumed + 1})
         self._append(header_line(header))
+        if engine.device.type == "cpu" and (reason := native.missing_recorder()):
+            say(f"memory events are recorded in Python, which takes some 20 us an operator more: {reason}")
         self._recorder = EngineRecorder(engine, lambda span: self._append(span_line(span)))
         self.loader, self.active = self._recorder.loader, self._recorder.active
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,9 +18,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.user_models import ITERATIONS, alexnet, mlp, recorded, resnet, trained
+from hybridpar import native
 from hybridpar.memory import measure
 from hybridpar.memory.behaviour import analyse
-from hybridpar.memory.events import Category, MemoryEvent, Span, What, lives
+from hybridpar.memory.events import Category, MemoryEvent, Span, What, lives, span_line
 from hybridpar.memory.recorder import Recorder
 
 CPU = torch.device("cpu")
@@ -56,6 +59,16 @@ def behaviours(spans: list[Span]) -> list[list[tuple[What, int, str]]]:
         rows.setdefault(span.step, []).extend(
             (e.what, e.num_bytes, e.op) for e in span.events if not (e.name and not e.op))
     return [rows[step] for step in sorted(rows)]
+
+
+@pytest.fixture(autouse=True, params=["C++", "Python"])
+def observer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What observes operators."""
+    if request.param == "Python":
+        monkeypatch.setattr(native, "missing_recorder", lambda: "the test wants the other one")
+    elif reason := native.missing_recorder():
+        pytest.skip(reason)
+    return request.param
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -349,7 +362,7 @@ def test_an_error_inside_an_operator_leaves_the_trace_whole() -> None:
 
     with pytest.raises(RuntimeError):
         fails()
-    assert _get_current_dispatch_mode() is None
+    assert stands_at_dispatch() is None
     assert not recorder.is_active
     with recorder, torch.no_grad():
         with pytest.raises(IndexError):
@@ -393,16 +406,102 @@ def test_a_pause_and_the_end() -> None:
     assert sum(e.what is What.FREE for e in events(spans)) == 2
 
 
-def test_off_costs_nothing() -> None:
+def stands_at_dispatch() -> str | None:
+    """The observer that operators of this thread meet."""
+    if torch._C._dispatch_tls_is_dispatch_key_included("Fake"):
+        return "C++"
+    return "Python" if _get_current_dispatch_mode() is not None else None
+
+
+def test_off_costs_nothing(observer: str) -> None:
     model, _ = MODELS["mlp"]()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     recorder = Recorder(lambda span: None)
     recorder.adopt_model(model, sgd)
+    assert stands_at_dispatch() is None
     with recorder:
-        assert _get_current_dispatch_mode() is recorder
+        assert stands_at_dispatch() == observer
     recorder.close()
-    assert _get_current_dispatch_mode() is None
+    assert stands_at_dispatch() is None
     assert not sgd._optimizer_step_post_hooks
+
+
+class KeepsGradient(torch.autograd.Function):
+    """Keeps a view of the gradient that it gives, which autograd then cannot add to in place."""
+
+    kept: list[Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        dx = dy + dy
+        KeepsGradient.kept.append(dx[1:])
+        return dx
+
+
+def sums_of_gradients() -> None:
+    KeepsGradient.kept = []
+    a = torch.ones(4, 8, requires_grad=True)
+    for function in (torch.sin, KeepsGradient.apply):
+        y = a * 3
+        y.register_hook(lambda dy: dy + 1)
+        (y.cos() + function(y) + y.index_select(0, torch.tensor([1, 0, 0, 1]))).sum().backward()
+
+
+def sparse_sums() -> None:
+    table = nn.Embedding(10, 4, sparse=True)
+    (table(torch.tensor([1, 2, 1])).sum() + table(torch.tensor([3])).sum() + table.weight.sum()).backward()
+
+
+@pytest.mark.parametrize("observer", ["C++"], indirect=True)
+def test_both_observers_tell_the_same(observer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def record() -> list[Span]:
+        spans, recorder = recording()
+        with recorder:
+            for part in (sums_of_gradients, sparse_sums):
+                part()
+        recorder.close()
+        found = [*spans, *train("alexnet", "Adam foreach"), *train("mlp", model=residual())]
+        KeepsGradient.kept.clear()
+        return found
+
+    def told(spans: list[Span]) -> list[MemoryEvent]:
+        return [e._replace(time=0.0) for e in events(spans)]
+
+    by_native = record()
+    monkeypatch.setattr(native, "missing_recorder", lambda: "the other one is wanted")
+    assert told(by_native) == told(record())
+    assert any(e.op == "aten::add_" for e in events(by_native))
+    for span in by_native:
+        plain = replace(span, events=list(span.events))
+        assert span_line(span) == span_line(plain)
+        assert len(span.events) == len(plain.events)
+
+
+def test_memory_from_elsewhere() -> None:
+    for make in (lambda: torch.from_numpy(np.ones(4, np.float32)), lambda: x(4).share_memory_()):
+        spans, recorder = recording()
+        held = [make()]
+        recorder.adopt("x", held)
+        with recorder:
+            b = held[0] + 1
+            held.clear()
+            b.add_(1)
+        recorder.close()
+        assert [f"{e.what.value} {e.block}" for e in events(spans)] == [
+            "malloc 0", "malloc 1", "read 0", "write 1", "free 0", "read 1", "write 1"]
+        assert b.sum() == 12
+    a = x(4)
+    b = torch._lazy_clone(a)  # which copies when it is written
+    spans, recorder = recording()
+    recorder.adopt("x", [a, b])
+    with recorder:
+        b.add_(1)
+    recorder.close()
+    assert (a.sum(), b.sum()) == (4, 8)
 
 
 def test_other_threads() -> None:

@@ -128,15 +128,22 @@ def test_recording_changes_no_number(dtype: str) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
+def stand_at_dispatch() -> tuple[bool, bool]:
+    """Whether an observer in C++ does, and one in Python."""
+    return torch._C._dispatch_tls_is_dispatch_key_included("Fake"), _get_current_dispatch_mode() is not None
+
+
 def test_off_leaves_nothing_behind() -> None:
     config = config_of(({}, {}, {}, {}))
     engine = Engine(config, ProcessGrid(), CPU)
     recorder = EngineRecorder(engine, lambda span: None)
     with recorder.active():
         engine.train(recorder.loader(SampleLoader(config)), 1, lambda result: None)
-        assert _get_current_dispatch_mode() is not None
+        assert engine.executor.listener is not None
+        assert any(stand_at_dispatch())
     recorder.close()
-    assert _get_current_dispatch_mode() is None
+    assert engine.executor.listener is None
+    assert not any(stand_at_dispatch())
     assert not any(module._forward_hooks or module._forward_pre_hooks
                    for block in engine.stage.blocks.values() for module in block.modules())
 

@@ -103,6 +103,8 @@ class Executor:
         """Takes down what is executed from now on."""
         self.current: Action | None = None
         """The action being executed."""
+        self.listener: Callable[[Action | None], None] | None = None
+        """Told of every action before it is executed, and of the end (None)."""
         self.graphs: MicroBatchGraphs | None = None
         """Replays what it can."""
         self._flight: dict[tuple[int, int, int], InFlight] = {}  # by stage, part and micro-batch
@@ -124,7 +126,7 @@ class Executor:
         self._source, self._hooks = source, hooks
         flight = self.lane.pp.flight
         for action in actions:
-            self.current = action
+            self._turn_to(action)
             flight.action(action.kind, action.stage, action.microbatch, action.version)
             if (recording := self.recording) is not None:
                 recording.begin()
@@ -138,9 +140,14 @@ class Executor:
                 recording.end(action)
         while self._sends:
             self._sends.popleft().wait()
-        self.current = None
+        self._turn_to(None)
         left = [*self._flight, *self._handed, *self._received, *self._outputs]
         assert not left, f"the plan left micro-batches in flight: {left}"
+
+    def _turn_to(self, action: Action | None) -> None:
+        self.current = action
+        if self.listener is not None:
+            self.listener(action)
 
     def wait(self, wait: Callable[[], None]) -> None:
         """Calls `wait`, which waits for other ranks, in the course of an action."""
