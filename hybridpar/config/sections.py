@@ -205,7 +205,11 @@ class MemoryConfig:
     """Folder of that file, on a fast disk of the machine; empty: the run's."""
     parts: Count = 0
     """Parts that a stage's blocks are cut into, of which one is computed with at a time; 0: each block is one where
-    there is a budget, else the stage is whole."""
+    there is a budget or the host updates, else the stage is whole."""
+    host_optimizer: bool = False
+    """The optimizer's state and the master copy are in the memory of the host, which makes the new weights beside
+    training: gradients go there, weights come back. Under schedule 2bw training waits for neither, where a batch is
+    long enough; `hybridpar check` says. Losses and weights stay the same to the bit."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
         if self.budget and config.optim.staleness == "prediction":
@@ -213,6 +217,28 @@ class MemoryConfig:
                           "second copy of all weights for evaluations", "0")
         if self.budget and config.train.device == "cuda":
             yield Problem("memory.budget", self.budget, "works on CPUs so far, and train.device is cuda", "0")
+        if self.host_optimizer and config.train.device == "cuda":
+            yield Problem("memory.host_optimizer", "true", "works on CPUs so far, and train.device is cuda", "false")
+        if self.host_optimizer:
+            yield from self._host_conflicts(config)
+
+    def _host_conflicts(self, config: Config) -> Iterator[Problem]:
+        optim = config.optim
+        if self.budget:
+            yield Problem("memory.budget", self.budget, "does not go with memory.host_optimizer, which keeps all that it "
+                          "updates in memory", "0")
+        if optim.name not in ("adamw", "sgd"):
+            yield Problem("optim.name", optim.name, "must be adamw or sgd with memory.host_optimizer: the others need "
+                          "whole matrices, or sums over ranks", "adamw")
+        if optim.staleness == "prediction":
+            yield Problem("optim.staleness", optim.staleness, "does not go with memory.host_optimizer: what is "
+                          "predicted takes both the new weights and the old ones", "nesterov")
+        if not config.norms_first:
+            yield Problem("optim.clip_grad", optim.clip_grad, "must be above 0 with memory.host_optimizer and schedule "
+                          "pipedream: the host waits for the norm", "1.0")
+        if config.train.record_memory:
+            yield Problem("train.record_memory", "true", "does not go with memory.host_optimizer, whose threads it does "
+                          "not see", "false")
 
 
 @dataclass(frozen=True)

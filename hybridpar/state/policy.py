@@ -16,7 +16,7 @@ class StatePolicy:
 
     dtype: type that micro-batches compute in. num_versions, num_gradient_buffers: how many the schedule needs.
     optim: settings of the optimizer. parallel: whether replicas share the update. backend: of the optimizer's passes.
-    defers: whether weights' gradients may be computed later than those of inputs.
+    defers: whether weights' gradients may be computed later than those of inputs. on_host: whether the host updates.
     """
 
     dtype: torch.dtype
@@ -26,12 +26,14 @@ class StatePolicy:
     parallel: ParallelConfig
     backend: str
     defers: bool = False
+    on_host: bool = False
 
     @staticmethod
     def of(config: Config, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
         """The policy of a configuration, for a schedule that needs so many weight versions and gradient buffers."""
         return StatePolicy(DTYPES[config.train.dtype], num_versions, num_gradient_buffers, config.optim,
-                           config.parallel, config.kernels.optimizer, config.pipeline.split_backward)
+                           config.parallel, config.kernels.optimizer, config.pipeline.split_backward,
+                           config.memory.host_optimizer)
 
     @property
     def predicts(self) -> bool:

@@ -1,6 +1,7 @@
 """All that one rank keeps of training, built in one place: to train with, to predict its memory, or to measure it.
 
     batch     begin .. bind .. (backward) .. bind .. close, bind, (backward) .. reduce .. square_norm .. update
+    on the host:                                                          square_norm, send .. begin_update .. update
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, di
 from hybridpar.state import kinds
 from hybridpar.state.chunks import Memory, cut
 from hybridpar.state.gradients import GradientAccumulator
+from hybridpar.state.host import HostUpdates, HostWork
 from hybridpar.state.partition import Partition, make_routes
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.reducer import GradientReducer
@@ -32,12 +34,12 @@ class RankState:
     `stage`: all blocks of the rank, built on the meta device; its parameters have global names. `partition`: which part
     of them this rank updates. `slots`: those parts. `kinds`: what it keeps, by kind.
     `parts`: blocks of the rank that are computed with at a time (none: all). An update is then made in `num_groups`
-    parts. `memory`: where the state is kept (None: on `device`).
+    parts. `memory`: where the state is kept (None: on `device`). `host_work`: how the host works, where it updates.
     Until `initialize`, `weights.fill` or `load` all weights are zero.
     """
 
     def __init__(self, stage: nn.Module, grid: ProcessGrid, policy: StatePolicy, device: torch.device, *,
-                 parts: Sequence[range] = (), memory: Memory | None = None):
+                 parts: Sequence[range] = (), memory: Memory | None = None, host_work: HostWork | None = None):
         self.grid, self._backend, self.memory = grid, policy.backend, memory or Memory(device)
         parameters = StageParameters(stage, policy.dtype)
         self.placements = parameters.placements
@@ -48,8 +50,10 @@ class RankState:
             parameters.layout, make_routes(policy, self.placements, grid), uses=self.uses)
         self.slots = [ParameterSlot(o.name, self.placements[o.name], grid.place, o.part, o.shared)
                       for o in self.partition.owned]
+        self._updating = Memory() if policy.on_host else self.memory  # where updates are made
         self.weights = WeightStore(
-            parameters, self.partition, policy.num_versions, self.memory, predict=policy.predicts, uses=self.uses)
+            parameters, self.partition, policy.num_versions, self.memory, predict=policy.predicts, uses=self.uses,
+            host=self._updating if policy.on_host else None)
         self.gradients = GradientAccumulator(
             parameters.layout, self.memory, policy.num_gradient_buffers,
             chunks=cut(parameters.layout, self.uses), defers=policy.defers)
@@ -61,6 +65,8 @@ class RankState:
         self.optimizer = GroupedOptimizer(
             [build_optimizer(policy.optim, [self.slots[i] for i in group], grid.tp, policy.backend)
              for group in self._groups], self.memory.for_optimizer(self.uses))
+        self.host = HostUpdates(
+            self.weights, self.optimizer, self.gradients.buffers, host_work) if policy.on_host else None
         self.kinds = tuple(kind(self) for kind in kinds.KINDS)
         self._owned = [self.weights.owned_views(buffer) for buffer in self.gradients.buffers]
         self._squares = [Squares(buffer, self.partition, self.slots, views, grid.tp, policy.backend)
@@ -80,7 +86,7 @@ class RankState:
 
     def allocate(self) -> None:
         """Takes the memory of the optimizer's state now; else its first step does."""
-        self.optimizer.allocate(self.memory.device, self.weights.master_dtype)
+        self.optimizer.allocate(self._updating.device, self.weights.master_dtype)
 
     # -- a batch -----------------------------------------------------------------------------------------------------
 
@@ -144,14 +150,28 @@ class RankState:
         """
         return self._squares[self.gradients.buffer_index(batch)].total()
 
+    def send(self, batch: int) -> None:
+        """After `square_norm`, where the host updates: the gradients of a batch leave."""
+        if self.host is not None:
+            self.host.send(self.gradients.buffer_index(batch))
+
+    def begin_update(self, batch: int, lr: float, factor: float | None) -> None:
+        """Has the host begin to make the next version of the weights, as `update` would."""
+        assert self.host is not None
+        self.await_copy()
+        self.host.begin(self.weights.newest + 1, lr, factor)
+
     def update(self, batch: int, lr: float, factor: float | None, *, predict: bool = True, group: int = 0) -> None:
         """Makes the next version of the weights, from the gradients of a batch times `factor`; None: an equal one.
 
         `predict`: micro-batches are to run on a prediction of it, where weights are predicted. `group`: which part of
-        the update.
+        the update. Where the host makes it, `begin_update` and `host.wait` come before, and `factor` says but whether.
         Collectives: as Optimizer.step and WeightStore.advance.
         """
         self.await_copy()
+        if self.host is not None:
+            self.weights.advance(None if factor is None else lambda weights: None, group=group)
+            return
         if factor is None:
             self.weights.advance(None, group=group)
             return

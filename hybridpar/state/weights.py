@@ -1,7 +1,8 @@
 """The live versions of one stage's weights: flat buffers, bound to the modules by pointer.
 
                  version t        version t+1
-    master  ........................[=======]      fp32, in mixed precision or where weights are predicted: the newest
+    master  ........................[=======]      fp32, in mixed precision or where weights are predicted: the newest;
+                                                   in any precision where the host makes it
     working [=======]...............[=======]      what micro-batches run on; version v lives in buffer v % n
     leaves   views of a working buffer; an in-flight micro-batch keeps the leaves it ran on through its autograd graph
 
@@ -69,22 +70,27 @@ class WeightStore:
     Source of prediction: PipeOptim, arXiv 2312.00839.
     `partition`: which parts this rank updates, and how it gets the others. `places`: modules that hold each parameter.
     `uses`: of parameters, by name; the buffers are cut into chunks by it. An update is made group by group.
+    `host`: memory of the host, which makes the updates (host.py); None: they are made where the weights are.
     """
 
     def __init__(self, parameters: StageParameters, partition: Partition, num_versions: int, memory: Memory, *,
-                 predict: bool = False, uses: Callable[[str], Use] = lambda name: WHOLE):
+                 predict: bool = False, uses: Callable[[str], Use] = lambda name: WHOLE, host: Memory | None = None):
         self.placements, self.layout, self.predicts = parameters.placements, parameters.layout, predict
         self.dtype, self.master_dtype = parameters.dtype, parameters.master_dtype
-        self.partition, self.memory, self._uses = partition, memory, uses
+        self.partition, self.memory, self._uses, self._host = partition, memory, uses, host
+        self.keeps_master = predict or self.dtype != self.master_dtype
+        """Whether the master copy has what no version of the weights has."""
         chunks = cut(self.layout, uses)
         self.buffers = [Buffer(self.layout, self.dtype, memory, chunks, f"weights/{i}") for i in range(num_versions)]
         self.leaves = [{name: view.detach().requires_grad_() for name, view in buffer.views().items()}
                        for buffer in self.buffers]
         self._own_layout = self._layout_of_owned()
         self.master = None
-        if predict or self.dtype != self.master_dtype:
+        if self.keeps_master or host is not None:
             own_chunks = cut(self._own_layout, uses)
-            self.master = Buffer(self._own_layout, self.master_dtype, memory, own_chunks, "master")
+            self.master = Buffer(self._own_layout, self.master_dtype, host or memory, own_chunks, "master")
+        self.made = self.on_host("weights", self.dtype) if self.keeps_master and host is not None else None
+        """New weights on the host, in the type of the versions, where the master copy is of another."""
         self._spans = list(self._merged_spans())
         self._indices: dict[int, list[int]] = {}  # of owned parameters, by group
         for i, name in enumerate(self._own_layout.names):
@@ -95,7 +101,11 @@ class WeightStore:
             self._views = [dict(zip(self._own_layout.names, self.owned_views(buffer), strict=True))
                            for buffer in self.buffers]
         self._lists = [list(views.values()) for views in self._views]
-        self._working = [self.owned_views(buffer) for buffer in self.buffers] if self.master is not None else []
+        self._working: list[list[Tensor]] = []
+        if host is None and self.master is not None:
+            self._working = [self.owned_views(buffer) for buffer in self.buffers]
+        elif self.made is not None:
+            self._working = [list(self.made.views().values())]
         self.places = parameters.places
         self._arriving: dict[int, Works] = {}
         self._bound: int | None = None
@@ -123,6 +133,26 @@ class WeightStore:
     def group_of(self, name: str) -> int:
         """The part of an update that a parameter belongs to."""
         return self._uses(name).group
+
+    def on_host(self, kind: str, dtype: torch.dtype | None = None) -> Buffer:
+        """A new buffer in the host's memory, of what this rank owns. dtype: None, the master copy's."""
+        assert self._host is not None and self.master is not None
+        return Buffer(self._own_layout, dtype or self.master_dtype, self._host, self.master.chunks, f"host/{kind}")
+
+    def spans(self, group: int) -> list[tuple[int, int, int]]:
+        """(start, stop, start in the master) of what this rank owns of a group."""
+        return [(start, stop, at) for start, stop, at, of_group in self._spans if of_group == group]
+
+    def update_on_host(self, group: int) -> Weights:
+        """What the host's update of a group reads and writes."""
+        return Weights(self._lists[0], self._lists[0], self._working[0] if self._working else ()).only(
+            self._indices.get(group, []))
+
+    def arriving(self, version: int, group: int) -> list[tuple[Tensor, Tensor]]:
+        """Where a group of a version goes, and where on the host it is made."""
+        source, target = self.made or self.master, self.buffers[self.slot(version)]
+        assert source is not None
+        return [(target[start:stop], source[at : at + stop - start]) for start, stop, at in self.spans(group)]
 
     def owned_views(self, flat: Tensor | Buffer) -> list[Tensor]:
         """Views of what this rank owns of a flat buffer, in order: parameters, or parts of them as vectors."""
@@ -203,6 +233,8 @@ class WeightStore:
             return
         if update is None:
             self._write(new, group)
+        elif self._host is not None:
+            update(self.update_on_host(group))
         elif self.master is None:
             update(Weights(self._lists[before], self._lists[after]).only(mine))
         else:
@@ -224,7 +256,7 @@ class WeightStore:
         Collectives: an all-gather where the master is shared.
         """
         if self.master is None or not self.partition.is_sharded:
-            here = self.leaves_of(self.newest) if self.master is None else self.master.views()
+            here = self.master.views() if self.master and self.keeps_master else self.leaves_of(self.newest)
             return {name: self.memory.read(view.detach()) for name, view in here.items()}
         full = self.layout.zeros(self.memory.device)
         for start, stop, at, _ in self._spans:
@@ -264,13 +296,16 @@ class WeightStore:
             self.await_version(arriving)
         self.newest = version
         copy_all(self.leaves_of(version), tensors, f"weights of version {version}", self.memory)
+        if self.master is not None and not self.keeps_master:
+            for start, stop, at, _ in self._spans:
+                self.master[at : at + stop - start].copy_(self.buffers[self.slot(version)][start:stop])
         self._bound = None
         self.bind(version)
 
     @torch.no_grad()
     def restore_master(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes `tensors` as what this rank owns of the master copy, where there is one. Raises: CheckpointError."""
-        if self.master is not None:
+        if self.master is not None and self.keeps_master:
             copy_all(self.master.views(), tensors, "master weights", self.memory)
 
 

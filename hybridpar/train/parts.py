@@ -30,7 +30,7 @@ class Parts:
     def of(config: Config, split: Mapping[int, range]) -> Parts:
         """The parts that a configuration asks for. split: the blocks of each stage of the rank."""
         memory, parallel = config.memory, config.parallel
-        wanted = memory.parts or (config.model.num_blocks if memory.budget else 1)
+        wanted = memory.parts or (config.model.num_blocks if memory.budget or memory.host_optimizer else 1)
         return Parts(
             {stage: tuple(range(blocks.start + a, blocks.start + b)
                           for a, b in split_ranges(len(blocks), min(wanted, len(blocks))))
