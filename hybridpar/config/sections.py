@@ -225,8 +225,8 @@ class MemoryConfig:
     def _host_conflicts(self, config: Config) -> Iterator[Problem]:
         optim = config.optim
         if self.budget:
-            yield Problem("memory.budget", self.budget, "does not go with memory.host_optimizer, which keeps all that it "
-                          "updates in memory", "0")
+            yield Problem("memory.budget", self.budget, "does not go with memory.host_optimizer, which keeps in memory "
+                          "all that it updates", "0")
         if optim.name not in ("adamw", "sgd"):
             yield Problem("optim.name", optim.name, "must be adamw or sgd with memory.host_optimizer: the others need "
                           "whole matrices, or sums over ranks", "adamw")

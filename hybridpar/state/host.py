@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from hybridpar.optim import GroupedOptimizer
-from hybridpar.ops.update import Weights
 from hybridpar.state.chunks import Buffer
 from hybridpar.state.weights import WeightStore
 

@@ -136,7 +136,8 @@ class WeightStore:
 
     def on_host(self, kind: str, dtype: torch.dtype | None = None) -> Buffer:
         """A new buffer in the host's memory, of what this rank owns. dtype: None, the master copy's."""
-        assert self._host is not None and self.master is not None
+        assert self._host is not None
+        assert self.master is not None
         return Buffer(self._own_layout, dtype or self.master_dtype, self._host, self.master.chunks, f"host/{kind}")
 
     def spans(self, group: int) -> list[tuple[int, int, int]]:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from train.runs import poison_gradients
 from torch import Tensor
+from train.runs import poison_gradients
 
 from hybridpar import checkpoint
 from hybridpar.config import Config, from_mapping

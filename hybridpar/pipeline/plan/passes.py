@@ -78,7 +78,8 @@ def add_updates(
         if gather and updated < reduced and position - 2 * m * (updated + 1) >= update_delay(stage):
             needed = max(needed, updated + 1)
         for batch in range(updated, needed):
-            yield from _update(stage, batch, with_norm=clip and batch >= normed, with_host=host > 0 and batch >= hosted)
+            yield from _update(
+                stage, batch, with_norm=clip and batch >= normed, with_host=host > 0 and batch >= hosted)
         updated, normed, hosted = max(updated, needed), max(normed, needed), max(hosted, needed)
         if clip and normed < reduced and position - 2 * m * reduced >= norm_delay(stage):
             yield Action(Kind.NORM, stage, normed)
@@ -162,8 +163,8 @@ def lower(
     """Yields everything that one rank does for batches [first_batch, first_batch + num_batches), lazily.
 
     The pipeline is drained and all updates are applied at both ends of the range; None means without end. `clip`,
-    `gather` and `host`: see `add_updates`. `split`: whether to `split_backward`. `ahead`: see `add_communication`; None: what the
-    schedule can bear on every transport. `parts`: of each stage; a Division says more.
+    `gather` and `host`: see `add_updates`. `split`: whether to `split_backward`. `ahead`: see `add_communication`; None:
+    what the schedule can bear on every transport. `parts`: of each stage; a Division says more.
 
     Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes, or not so divided.
     """

@@ -1,7 +1,8 @@
 """A timeline in Chrome's trace format, for ui.perfetto.dev.
 
 A process for each rank: a track of its actions and its idle time, and below as many as it takes for what goes on beside
-them (transfers, reductions, items of its state that come and go, the host's updates); arrows from sends to what they were awaited for.
+them (transfers, reductions, items of its state that come and go, the host's updates); arrows from sends to what they
+were awaited for.
 """
 
 from __future__ import annotations

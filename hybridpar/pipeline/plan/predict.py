@@ -10,6 +10,7 @@ from hybridpar.config import Config
 from hybridpar.errors import ConfigError
 from hybridpar.pipeline.plan.action import Plan
 from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.parts import Division
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
 from hybridpar.pipeline.plan.simulate import simulate
@@ -81,6 +82,15 @@ def _plan(ordering: Ordering, sizes: Sizes, num_batches: int) -> Plan:
     """The plan, kept: a planner asks for it again with other costs, and making it takes as long as simulating it."""
     return make_plan(
         ordering.make(), sizes, 0, num_batches, **ordering.options)
+
+
+def exposed_on_host(ordering: Ordering, sizes: Sizes, costs: Costs, parts: int | Division) -> tuple[float, float]:
+    """Steady-state time of a step whose weights the host makes, and how much longer that is than with a host that takes
+    no time. Raises: ConfigError."""
+    plan = make_plan(ordering.make(), sizes, 0, _STEADY_BATCHES, **ordering.options, parts=parts)
+    times = [simulate(plan, one).step_time(sizes.num_microbatches)
+             for one in (costs, replace(costs, to_host=0.0, host=0.0, from_host=0.0))]
+    return times[0], times[0] - times[1]
 
 
 def smallest_early_switch(costs: Costs, sizes: Sizes, ordering: Ordering) -> int:
