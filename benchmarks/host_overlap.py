@@ -11,8 +11,8 @@ sides take turns in the same processes. A side must have the same losses as with
 
     norm + max(host's update, copy to it, copy from it) + a group <= (m - p + 1) pairs of forward and backward
 
-What is printed: the ratio of the step time without a host to that with it (1: hidden), and how much longer a step takes,
-measured and as `check` predicts it: by simulation of the plan, of the time that a pair takes without a host.
+What is printed: the ratio of the step time without a host to that with it (1: hidden), and how much longer a step
+takes, measured and as `check` predicts it: by simulation of the plan, of the time that a pair takes without a host.
 """
 
 from __future__ import annotations
@@ -77,17 +77,15 @@ class Side:
         config = engine_config(shape, pp=STAGES, num_microbatches=m, schedule=schedule)
         config = replace(config, memory=replace(
             config.memory, host_optimizer=seconds is not None, parts=config.model.num_blocks))
-        work = EmulatedHost(0.0, 0.0)
+        work, self.seconds = EmulatedHost(0.0, 0.0), seconds or (0.0, 0.0)
         self.engine = Engine(config, ProcessGrid(pp=STAGES), torch.device("cpu"), host_work=work)
         state, stages = self.engine.state, self.engine.executor.stages
-        self.groups = [float(sum(o.stop - o.start for o in state.partition.owned if state.uses(o.name).group == group))
-                       for group in range(state.num_groups)]
-        self.scale = 0.0
-        if seconds is not None:
+        self.groups, self.scale = [], 0.0
+        if state.host is not None:
+            self.groups = list(map(float, state.host.sizes))
             most = over_ranks([sum(self.groups)], "max")[0]
             self.scale = sum(self.groups) / most
-            work.parameter_s, work.byte_s = seconds[0] / most, seconds[1] / most / 4
-        self.seconds = seconds or (0.0, 0.0)
+            work.parameter_s, work.byte_s = self.seconds[0] / most, self.seconds[1] / most / 4
         self.engine.executor.stages = {  # type: ignore[assignment]
             number: [Paced(part, PACE_S / len(parts)) for part in parts] for number, parts in stages.items()}
         self.loader = FixedLoader(shape, m)
@@ -143,8 +141,9 @@ def measure(rounds: int, batches: int) -> list[dict[str, Any]]:
                 "shape": "waits", "schedule": schedule, "stages": STAGES, "num_microbatches": MICROBATCHES,
                 "pace_s": PACE_S, "update_s": round(side.seconds[0], 4), "copy_s": round(side.seconds[1], 4)},
             "ratio": round(statistics.median(b / a for a, b in zip(with_host, alone, strict=True)), 4),
-            "step_ms": round(1e3 * statistics.median(with_host), 2), "alone_ms": round(1e3 * statistics.median(alone), 2),
-            "exposed_ms": round(1e3 * exposed, 2), "predicted_ms": round(1e3 * side.predicted(pair_s), 2)})
+            "step_ms": round(1e3 * statistics.median(with_host), 2),
+            "alone_ms": round(1e3 * statistics.median(alone), 2), "exposed_ms": round(1e3 * exposed, 2),
+            "predicted_ms": round(1e3 * side.predicted(pair_s), 2)})
     return cases
 
 
@@ -154,8 +153,8 @@ def main() -> None:
     args = parse(parser)
     cases = run_ranks(measure, STAGES, args.rounds, args.batches)
     for one in cases:
-        print(f"{one['case']:<30} {one['ratio']:6.3f} of the speed without a host; a step of {one['step_ms']:6.1f} ms is "
-              f"longer by {one['exposed_ms']:6.1f} ms, {one['predicted_ms']:6.1f} predicted", flush=True)
+        print(f"{one['case']:<30} {one['ratio']:6.3f} of the speed without a host; a step of {one['step_ms']:6.1f} ms "
+              f"is longer by {one['exposed_ms']:6.1f} ms, {one['predicted_ms']:6.1f} predicted", flush=True)
     meaning = ("ratio: step time without a host over that with it, median over the rounds; exposed_ms, predicted_ms: "
                "by how much a step is longer, measured and by simulation")
     print(write_results("host_overlap", cases, args, meaning=meaning, shapes=SHAPES))

@@ -209,7 +209,7 @@ class MemoryConfig:
     host_optimizer: bool = False
     """The optimizer's state and the master copy are in the memory of the host, which makes the new weights beside
     training: gradients go there, weights come back. Under schedule 2bw training waits for neither, where a batch is
-    long enough; `hybridpar check` says. Losses and weights stay the same to the bit."""
+    long enough; `hybridpar check` says. Muon's matrices stay. Losses and weights stay the same to the bit."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
         if self.budget and config.optim.staleness == "prediction":
@@ -227,9 +227,9 @@ class MemoryConfig:
         if self.budget:
             yield Problem("memory.budget", self.budget, "does not go with memory.host_optimizer, which keeps in memory "
                           "all that it updates", "0")
-        if optim.name not in ("adamw", "sgd"):
-            yield Problem("optim.name", optim.name, "must be adamw or sgd with memory.host_optimizer: the others need "
-                          "whole matrices, or sums over ranks", "adamw")
+        if optim.name == "lamb":
+            yield Problem("optim.name", "lamb", "does not go with memory.host_optimizer: it takes norms of whole "
+                          "parameters, over ranks", "adamw")
         if optim.staleness == "prediction":
             yield Problem("optim.staleness", optim.staleness, "does not go with memory.host_optimizer: what is "
                           "predicted takes both the new weights and the old ones", "nesterov")

@@ -40,19 +40,19 @@ class HostUpdates:
     """The updates of a rank's weights on the host.
 
     For each batch: `send` once its gradients are final and reduced, `begin` once it is known by what they are
-    multiplied, and `wait` for each group. optimizer: its groups are those of the weights; they are stepped in order.
-    gradients: flat buffers that batches take turns with.
+    multiplied, and `wait` for each group. optimizer: its first groups are those of the weights that are hosted; they
+    are stepped in order. gradients: flat buffers that batches take turns with.
     """
 
-    def __init__(self, weights: WeightStore, optimizer: GroupedOptimizer, gradients: Sequence[Buffer],
+    def __init__(self, weights: WeightStore, optimizer: GroupedOptimizer, num_groups: int, gradients: Sequence[Buffer],
                  work: HostWork | None = None):
         self._weights, self._optimizer, self._work = weights, optimizer, work or HostWork()
         self._gradients = gradients
         self.staging = weights.on_host("gradients")
         self._grads = self.staging.views()
-        groups = range(len(optimizer.groups))
-        self._names = [[slot.name for slot in optimizer.groups[group].slots] for group in groups]
-        self._sizes = [sum(self._grads[name].numel() for name in names) for names in self._names]
+        self._names = [[slot.name for slot in group.slots] for group in optimizer.groups[:num_groups]]
+        self.sizes = [sum(self._grads[name].numel() for name in names) for names in self._names]
+        """Number of parameters that the host updates, by group."""
         self._to_host, self._host, self._from_host = (_Thread(name) for name in ("to host", "host", "from host"))
         self._sent: dict[int, Future[None]] = {}  # by group: gradients on their way
         self._made: dict[int, Future[None]] = {}  # by group: weights that are being made
@@ -88,7 +88,7 @@ class HostUpdates:
         weights = self._weights.update_on_host(group)
         gradients = [self._grads[name] for name in self._names[group]]
         self._work.step(lambda: self._optimizer.step(group, weights, gradients, lr=lr, gradient_scale=factor),
-                        self._sizes[group])
+                        self.sizes[group])
 
     def is_done(self, group: int | None = None) -> bool:
         """Whether a group that the host makes (None: all of them) is there."""

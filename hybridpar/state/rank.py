@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hybridpar.grid import ProcessGrid
 from hybridpar.nn.init import initialize
+from hybridpar.ops.update import Weights
 from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, divisible
 from hybridpar.state import kinds
 from hybridpar.state.chunks import Memory, cut
@@ -51,22 +52,26 @@ class RankState:
         self.slots = [ParameterSlot(o.name, self.placements[o.name], grid.place, o.part, o.shared)
                       for o in self.partition.owned]
         self._updating = Memory() if policy.on_host else self.memory  # where updates are made
+        hosted = {slot.name for slot in self.slots if policy.on_host and divisible(policy.optim, slot)}
         self.weights = WeightStore(
             parameters, self.partition, policy.num_versions, self.memory, predict=policy.predicts, uses=self.uses,
-            host=self._updating if policy.on_host else None)
+            host=self._updating if policy.on_host else None, hosted=hosted)
         self.gradients = GradientAccumulator(
             parameters.layout, self.memory, policy.num_gradient_buffers,
             chunks=cut(parameters.layout, self.uses), defers=policy.defers)
         self.reducer = GradientReducer(self.partition)
         self.num_parts = max(len(parts), 1)
         self.num_groups = self.num_parts if elementwise else 1
-        self._groups = [[i for i, slot in enumerate(self.slots) if self.uses(slot.name).group == group]
+        self._groups = [[i for i, slot in enumerate(self.slots)
+                         if self.uses(slot.name).group == group and (slot.name in hosted) == policy.on_host]
                         for group in range(self.num_groups)]
+        if policy.on_host and not elementwise:  # what stays, of the only group
+            self._groups.append([i for i, slot in enumerate(self.slots) if slot.name not in hosted])
         self.optimizer = GroupedOptimizer(
             [build_optimizer(policy.optim, [self.slots[i] for i in group], grid.tp, policy.backend)
              for group in self._groups], self.memory.for_optimizer(self.uses))
-        self.host = HostUpdates(
-            self.weights, self.optimizer, self.gradients.buffers, host_work) if policy.on_host else None
+        self.host = None if not policy.on_host else HostUpdates(
+            self.weights, self.optimizer, self.num_groups, self.gradients.buffers, host_work)
         self.kinds = tuple(kind(self) for kind in kinds.KINDS)
         self._owned = [self.weights.owned_views(buffer) for buffer in self.gradients.buffers]
         self._squares = [Squares(buffer, self.partition, self.slots, views, grid.tp, policy.backend)
@@ -169,16 +174,18 @@ class RankState:
         Collectives: as Optimizer.step and WeightStore.advance.
         """
         self.await_copy()
-        if self.host is not None:
-            self.weights.advance(None if factor is None else lambda weights: None, group=group)
-            return
         if factor is None:
             self.weights.advance(None, group=group)
             return
         owned = self._owned[self.gradients.buffer_index(batch)]
-        gradients = [owned[i] for i in self._groups[group]]
-        self.weights.advance(lambda weights: self.optimizer.step(
-            group, weights, gradients, lr=lr, gradient_scale=factor), predict=predict, group=group)
+        number = group if self.host is None else group + self.num_groups  # behind those of the host: what stays here
+
+        def step(weights: Weights) -> None:
+            if number < len(self._groups):
+                gradients = [owned[i] for i in self._groups[number]]
+                self.optimizer.step(number, weights, gradients, lr=lr, gradient_scale=factor)
+
+        self.weights.advance(step, predict=predict, group=group)
 
     def full_gradients(self, batch: int) -> dict[str, Tensor]:
         """The reduced gradients of a batch, of all parameters; read only.

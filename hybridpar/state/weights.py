@@ -15,7 +15,8 @@ fills in the others' while training goes on; the first micro-batch on the new ve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -70,11 +71,13 @@ class WeightStore:
     Source of prediction: PipeOptim, arXiv 2312.00839.
     `partition`: which parts this rank updates, and how it gets the others. `places`: modules that hold each parameter.
     `uses`: of parameters, by name; the buffers are cut into chunks by it. An update is made group by group.
-    `host`: memory of the host, which makes the updates (host.py); None: they are made where the weights are.
+    `host`: memory of the host, which makes the updates of `hosted` parameters (host.py); None: there are none, all are
+    made where the weights are.
     """
 
     def __init__(self, parameters: StageParameters, partition: Partition, num_versions: int, memory: Memory, *,
-                 predict: bool = False, uses: Callable[[str], Use] = lambda name: WHOLE, host: Memory | None = None):
+                 predict: bool = False, uses: Callable[[str], Use] = lambda name: WHOLE, host: Memory | None = None,
+                 hosted: Collection[str] = ()):
         self.placements, self.layout, self.predicts = parameters.placements, parameters.layout, predict
         self.dtype, self.master_dtype = parameters.dtype, parameters.master_dtype
         self.partition, self.memory, self._uses, self._host = partition, memory, uses, host
@@ -91,21 +94,20 @@ class WeightStore:
             self.master = Buffer(self._own_layout, self.master_dtype, host or memory, own_chunks, "master")
         self.made = self.on_host("weights", self.dtype) if self.keeps_master and host is not None else None
         """New weights on the host, in the type of the versions, where the master copy is of another."""
-        self._spans = list(self._merged_spans())
-        self._indices: dict[int, list[int]] = {}  # of owned parameters, by group
+        self._spans = list(self._merged_spans(self.layout.names))
+        self._host_spans = list(self._merged_spans(hosted))
+        # of owned parameters, by group and whether they are hosted
+        self._indices: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         for i, name in enumerate(self._own_layout.names):
-            self._indices.setdefault(self.group_of(name), []).append(i)
+            self._indices[self.group_of(name), name in hosted].append(i)
         if self.master is not None:
             self._views = [self.master.views()] * num_versions
         else:
             self._views = [dict(zip(self._own_layout.names, self.owned_views(buffer), strict=True))
                            for buffer in self.buffers]
         self._lists = [list(views.values()) for views in self._views]
-        self._working: list[list[Tensor]] = []
-        if host is None and self.master is not None:
-            self._working = [self.owned_views(buffer) for buffer in self.buffers]
-        elif self.made is not None:
-            self._working = [list(self.made.views().values())]
+        self._working = [self.owned_views(buffer) for buffer in self.buffers] if self.master is not None else []
+        self._made = [] if self.made is None else list(self.made.views().values())
         self.places = parameters.places
         self._arriving: dict[int, Works] = {}
         self._bound: int | None = None
@@ -117,16 +119,19 @@ class WeightStore:
         own = {o.name: shapes[o.name] if o.part is None else (o.stop - o.start,) for o in self.partition.owned}
         return FlatLayout(list(own), list(own.values()), self.master_dtype, offset_dtype=self.dtype)
 
-    def _merged_spans(self) -> Iterator[tuple[int, int, int, int]]:
-        """(start, stop, start in the master, group) of what this rank owns; neighbours in one chunk are one."""
+    def _merged_spans(self, names: Collection[str]) -> Iterator[tuple[int, int, int, int]]:
+        """(start, stop, start in the master, group) of what this rank owns of these; neighbours in a chunk are one."""
         start, stop, at, group = 0, 0, 0, 0
-        cuts = {chunk.start for chunk in self.buffers[0].chunks}
+        cuts, goes_on = {chunk.start for chunk in self.buffers[0].chunks}, False
         for owned, offset in zip(self.partition.owned, self._own_layout.offsets, strict=True):
-            if owned.start - offset != start - at or owned.start in cuts:
+            if owned.name not in names:
+                goes_on = False
+                continue
+            if not goes_on or owned.start - offset != start - at or owned.start in cuts:
                 if start < stop:
                     yield start, stop, at, group
                 start, at, group = owned.start, offset, self.group_of(owned.name)
-            stop = owned.stop
+            stop, goes_on = owned.stop, True
         if start < stop:
             yield start, stop, at, group
 
@@ -141,13 +146,12 @@ class WeightStore:
         return Buffer(self._own_layout, dtype or self.master_dtype, self._host, self.master.chunks, f"host/{kind}")
 
     def spans(self, group: int) -> list[tuple[int, int, int]]:
-        """(start, stop, start in the master) of what this rank owns of a group."""
-        return [(start, stop, at) for start, stop, at, of_group in self._spans if of_group == group]
+        """(start, stop, start in the master) of what this rank owns and the host updates of a group."""
+        return [(start, stop, at) for start, stop, at, of_group in self._host_spans if of_group == group]
 
     def update_on_host(self, group: int) -> Weights:
         """What the host's update of a group reads and writes."""
-        return Weights(self._lists[0], self._lists[0], self._working[0] if self._working else ()).only(
-            self._indices.get(group, []))
+        return Weights(self._lists[0], self._lists[0], self._made).only(self._indices[group, True])
 
     def arriving(self, version: int, group: int) -> list[tuple[Tensor, Tensor]]:
         """Where a group of a version goes, and where on the host it is made."""
@@ -220,13 +224,13 @@ class WeightStore:
     def advance(self, update: Update | None, *, predict: bool = True, group: int = 0) -> None:
         """Makes version newest + 1: `update` writes it, from what this rank owns of the newest one; None: it is equal,
         and nothing is predicted of it. `predict`: whether that is wanted of this version, where weights are predicted.
-        `group`: which part of it; part 0 comes first.
+        `group`: which part of it; part 0 comes first. Hosted parameters are there already, unless it is equal.
 
         Collectives: an all-gather over the owners, which `bind` waits for, where the update is shared.
         """
         self.newest += group == 0
         before, after = self.slot(self.newest - 1), self.slot(self.newest)
-        old, new, mine = self.buffers[before], self.buffers[after], self._indices.get(group, [])
+        old, new, mine = self.buffers[before], self.buffers[after], self._indices[group, False]
         self.await_version(self.newest - 1)
         if update is None and not self.predicts:
             for number in new.group(group) if new is not old else ():
@@ -234,8 +238,6 @@ class WeightStore:
             return
         if update is None:
             self._write(new, group)
-        elif self._host is not None:
-            update(self.update_on_host(group))
         elif self.master is None:
             update(Weights(self._lists[before], self._lists[after]).only(mine))
         else:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,14 @@ from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
+from hybridpar.models.cost import training_flops_per_token
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.run.recording import HostClock, Recording
 from hybridpar.state.host import HostWork
 from hybridpar.train.engine import Engine
+from hybridpar.train.host_forecast import Speeds, forecast_host
 from hybridpar.train.policy import StepResult
+from hybridpar.validate import resolve
 from hybridpar.verify.run import verify
 
 CPU = torch.device("cpu")
@@ -107,6 +113,7 @@ def test_the_same_bits_and_the_bytes_of_the_formula(pipeline: dict[str, Any], dt
 
 @pytest.mark.parametrize("sections", [
     {"optim": {"staleness": "nesterov"}}, {"optim": {"name": "sgd"}}, {"optim": {"staleness": "extrapolation"}},
+    {"optim": {"name": "muon"}}, {"optim": {"name": "muon", "staleness": "extrapolation"}, "train": {"dtype": "bf16"}},
     {"model": {"kind": "bert"}}, {"model": {"tie_embeddings": False}, "memory": {"parts": 1}},
     {"train": {"dtype": "fp16"}},
     {"kernels": {"optimizer": "torch"}, "train": {"dtype": "bf16"}}], ids=str)
@@ -120,13 +127,14 @@ def test_optimizers_models_and_skipped_steps(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("parallel", "pipeline", "dtype"), [
-    ({"tp": 2, "dp": 2, "zero": 1}, {"schedule": "2bw"}, "bf16"), ({"pp": 2, "dp": 2}, {"schedule": "2bw"}, "fp32"),
-    ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "1f1b"}, "fp32"), ({"pp": 2}, {"schedule": "interleaved"}, "bf16"),
+@pytest.mark.parametrize(("parallel", "schedule", "optimizer", "dtype"), [
+    ({"tp": 2, "dp": 2, "zero": 1}, "2bw", "muon", "bf16"), ({"pp": 2, "dp": 2}, "2bw", "adamw", "fp32"),
+    ({"pp": 2, "dp": 2, "zero": 1}, "1f1b", "adamw", "fp32"), ({"pp": 2}, "interleaved", "adamw", "bf16"),
 ], ids=str)
-def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], dtype: str) -> None:
+def test_grids(parallel: dict[str, Any], schedule: str, optimizer: str, dtype: str) -> None:
     """With stages in equal parts: what is reduced together has another order of addition otherwise."""
-    config = make(parallel=parallel, pipeline=pipeline, train={"dtype": dtype}, memory={"parts": 4})
+    config = make(parallel=parallel, pipeline={"schedule": schedule}, optim={"name": optimizer}, train={"dtype": dtype},
+                  memory={"parts": 4})
     ranks = config.parallel.num_ranks
     for run, without in zip(*(run_ranks(train, ranks, hosted(config, host)) for host in (True, False)), strict=True):
         run.check(without)
@@ -188,9 +196,67 @@ def test_what_fails_on_the_host_ends_training(schedule: str) -> None:
         train(config, work=SlowHost(fails_in=4))
 
 
+class DeadlyHost(HostWork):
+    """Ends the process in the middle of a batch: one group is made, the next ones are not."""
+
+    num_steps = 0
+
+    def step(self, step: Callable[[], None], numel: int) -> None:
+        self.num_steps += 1
+        if self.num_steps == 4 * 3 + 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step()
+
+
+def killed(config: Config, folder: Path) -> None:
+    engine = build(config, DeadlyHost())
+    train(config, (2,), engine=engine)
+    checkpoint.save(folder, engine, "corpus")
+    train(config, (3,), engine=engine)
+
+
+@pytest.mark.ranks
+def test_a_kill_in_the_middle_of_an_update_is_gone_on_from_to_the_bit(tmp_path: Path) -> None:
+    config = hosted(make(pipeline={"schedule": "2bw"}, train={"num_steps": 10}))
+    process = get_context("spawn").Process(target=killed, args=(config, tmp_path))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    engine, whole = build(config), train(config, (2, 3))
+    checkpoint.resume(tmp_path, engine, "corpus", print)
+    run = train(config, (3,), engine=engine)
+    replace(run, gradients={}).check(replace(whole, steps=whole.steps[2:], gradients={}))
+
+
+def test_what_is_told_before_a_run() -> None:
+    """By hand: 1f1b waits for the first gradients and all of the host; 2bw for what a batch leaves over."""
+    config = resolve(hosted(make(pipeline={"num_microbatches": 4, "schedule": "2bw"}, parallel={"pp": 2})), 2)
+    assert forecast_host(hosted(config, False)) is None
+    flops = training_flops_per_token(config.model)
+    speeds = Speeds(parameters=1e6, num_bytes=1e12, flops=flops * 4 * 28 / 2.0)  # a batch of 112 tokens takes a second
+    hidden = forecast_host(config, speeds)
+    assert hidden is not None
+    assert (hidden.tokens, hidden.step_ms, hidden.exposed_ms) == (112, pytest.approx(1000), 0)
+    seconds = hidden.parameters / 1e6
+    assert hidden.update_ms == pytest.approx(1e3 * seconds)
+    assert hidden.needed_tokens == pytest.approx(seconds * 112 * 4 / 3, rel=0.02), "1 % of rounding; groups come on top"
+    assert f"from about {hidden.needed_tokens:,} tokens" in str(hidden)
+    short = forecast_host(config, replace(speeds, parameters=hidden.parameters / 2.0))
+    assert short is not None
+    # two seconds a batch, of which three of four pairs hide 0.75, less half of one: NORM and HOST are an action apart
+    assert short.exposed_ms == pytest.approx(2000 - 750, abs=125)
+    synchronous = forecast_host(replace(config, pipeline=replace(config.pipeline, schedule="1f1b")), speeds)
+    assert synchronous is not None
+    assert 0.5 * seconds < 1e-3 * synchronous.exposed_ms < 1.01 * seconds
+    assert "no slack" in str(synchronous)
+    measured = forecast_host(config)
+    assert measured is not None
+    assert measured.update_ms > 0
+
+
 @pytest.mark.parametrize(("sections", "message"), [
     ({"memory": {"budget": 1 << 20}}, r"memory\.budget = 1048576: does not go with memory\.host_optimizer.*try 0"),
-    ({"optim": {"name": "lamb"}}, r"optim\.name = 'lamb'.*must be adamw or sgd"),
+    ({"optim": {"name": "lamb"}}, r"optim\.name = 'lamb'.*norms of whole parameters.*try adamw"),
     ({"optim": {"clip_grad": 0.0}, "pipeline": {"schedule": "pipedream"}}, r"optim\.clip_grad.*try 1\.0"),
     ({"optim": {"staleness": "prediction"}, "pipeline": {"schedule": "2bw"}}, r"optim\.staleness.*try nesterov"),
     ({"train": {"record_memory": 3}}, r"train\.record_memory.*try 0"),
