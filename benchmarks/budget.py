@@ -46,7 +46,7 @@ from hybridpar.train.launch import keep_freed_memory
 MICROBATCHES = 4
 WARMUP = 2  # steps: the first one reads nothing of the optimizer's state
 BOUND = 1.15
-SHAPES = {"large": Shape(24, 2048, 16, 512, 8192, 1), "curve": Shape(8, 1024, 16, 256, 4096, 2)}
+SHAPES = {"large": Shape(24, 2048, 16, 512, 8192, 1), "curve": Shape(8, 1024, 16, 128, 4096, 1)}
 CGROUPS = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max"))  # version 1, 2
 PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
 MEANING = ("ratio: time of a step over the largest of bounds_s (compute, read / bandwidth, written / bandwidth); "
