@@ -23,6 +23,7 @@ from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
+from hybridpar.memory import predict
 from hybridpar.models.cost import training_flops_per_token
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.run.recording import HostClock, Recording
@@ -249,6 +250,8 @@ def test_what_is_told_before_a_run() -> None:
     assert synchronous is not None
     assert 0.5 * seconds < 1e-3 * synchronous.exposed_ms < 1.01 * seconds
     assert "no slack" in str(synchronous)
+    alone = resolve(hosted(make(train={"dtype": "bf16"})), 1)
+    assert predict(alone)[0].state == sum(build(alone).state.num_bytes().values()), "with the room on the host"
     measured = forecast_host(config)
     assert measured is not None
     assert measured.update_ms > 0
