@@ -67,30 +67,28 @@ def _sleep_until(end: float) -> None:
 
 
 class Side:
-    """A schedule with a host, or without one. Collectives: created and used on all ranks.
+    """A schedule with a host, or without one. Collectives: created and used on all ranks."""
 
-    seconds: that the host takes for a batch, and a copy each way, on the rank with the most parameters.
-    """
-
-    def __init__(self, schedule: str, seconds: tuple[float, float] | None):
+    def __init__(self, schedule: str, *, hosted: bool):
         shape, m = SHAPES["waits"], MICROBATCHES
         config = engine_config(shape, pp=STAGES, num_microbatches=m, schedule=schedule)
         config = replace(config, memory=replace(
-            config.memory, host_optimizer=seconds is not None, parts=config.model.num_blocks))
-        work, self.seconds = EmulatedHost(0.0, 0.0), seconds or (0.0, 0.0)
-        self.engine = Engine(config, ProcessGrid(pp=STAGES), torch.device("cpu"), host_work=work)
-        state, stages = self.engine.state, self.engine.executor.stages
-        self.groups, self.scale = [], 0.0
-        if state.host is not None:
-            self.groups = list(map(float, state.host.sizes))
-            most = over_ranks([sum(self.groups)], "max")[0]
-            self.scale = sum(self.groups) / most
-            work.parameter_s, work.byte_s = self.seconds[0] / most, self.seconds[1] / most / 4
+            config.memory, host_optimizer=hosted, parts=config.model.num_blocks))
+        self.work, self.seconds = EmulatedHost(0.0, 0.0), (0.0, 0.0)
+        self.engine = Engine(config, ProcessGrid(pp=STAGES), torch.device("cpu"), host_work=self.work)
+        host, stages = self.engine.state.host, self.engine.executor.stages
+        self.groups = [] if host is None else list(map(float, host.sizes))
+        self.most = over_ranks([sum(self.groups)], "max")[0]
         self.engine.executor.stages = {  # type: ignore[assignment]
             number: [Paced(part, PACE_S / len(parts)) for part in parts] for number, parts in stages.items()}
         self.loader = FixedLoader(shape, m)
         self.losses: list[float] = []
         self.rounds: list[float] = []
+
+    def emulate(self, update_s: float, copy_s: float) -> None:
+        """The host takes so long for a batch, and a copy each way, on the rank with the most parameters."""
+        self.seconds = update_s, copy_s
+        self.work.parameter_s, self.work.byte_s = update_s / self.most, copy_s / self.most / 4
 
     def run(self, batches: int) -> None:
         """Trains, and notes how long a batch took from the update of the first one on."""
@@ -107,23 +105,27 @@ class Side:
     def predicted(self, pair_s: float) -> float:
         """Seconds that a step is longer than without a host, of the time that a pair takes then. Collectives: yes."""
         everyone: list[Any] = [None] * STAGES
-        dist.all_gather_object(everyone, (self.groups, self.scale))
-        update, copy = ([seconds * scale for _, scale in everyone] for seconds in self.seconds)
+        dist.all_gather_object(everyone, self.groups)
+        update, copy = ([seconds * sum(groups) / self.most for groups in everyone] for seconds in self.seconds)
         costs = Costs(forward=pair_s / 3, backward=pair_s * 2 / 3, to_host=copy, host=update, from_host=copy,
-                      host_shares=[groups for groups, _ in everyone])
+                      host_shares=everyone)
         return exposed_on_host(Ordering.of(self.engine.config), self.engine.sizes, costs, len(self.groups))[1]
 
 
 def measure(rounds: int, batches: int) -> list[dict[str, Any]]:
     """All sides, by turns. Collectives: on all ranks."""
     torch.set_num_threads(1)
-    slack_s = (MICROBATCHES - STAGES + 1) * PACE_S
-    hosts: dict[str, tuple[float, float] | None] = {NONE: None} | {
-        name: (update * slack_s, copy * slack_s) for name, (update, copy) in HOSTS.items()}
-    sides = {(schedule, name): Side(schedule, seconds) for schedule in SCHEDULES for name, seconds in hosts.items()}
-    for side in sides.values():
+    sides = {(schedule, name): Side(schedule, hosted=name != NONE) for schedule in SCHEDULES for name in (NONE, *HOSTS)}
+    for side in sides.values():  # with a host that takes no time
         side.run(1)
         side.rounds.clear()
+        side.run(2)
+    slack_s = (MICROBATCHES - STAGES + 1) / MICROBATCHES * over_ranks(sides["2bw", NONE].rounds, "max")[0]
+    for side in sides.values():
+        side.rounds.clear()
+    for (_, name), side in sides.items():
+        if name != NONE:
+            side.emulate(*(share * slack_s for share in HOSTS[name]))
     for number in range(rounds):
         for side in list(sides.values())[:: 1 if number % 2 == 0 else -1]:
             side.run(batches)
