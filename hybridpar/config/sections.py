@@ -230,9 +230,6 @@ class MemoryConfig:
         if optim.name == "lamb":
             yield Problem("optim.name", "lamb", "does not go with memory.host_optimizer: it takes norms of whole "
                           "parameters, over ranks", "adamw")
-        if optim.staleness == "prediction":
-            yield Problem("optim.staleness", optim.staleness, "does not go with memory.host_optimizer: what is "
-                          "predicted takes both the new weights and the old ones", "nesterov")
         if not config.norms_first:
             yield Problem("optim.clip_grad", optim.clip_grad, "must be above 0 with memory.host_optimizer and schedule "
                           "pipedream: the host waits for the norm", "1.0")

@@ -72,20 +72,23 @@ class HostUpdates:
             self.num_bytes["to host"] += sum(source.nbytes for _, source in pairs)
             self._sent[group] = self._to_host.submit(self._work.copy, pairs)
 
-    def begin(self, version: int, lr: float, factor: float | None) -> None:
-        """Has the host make a version of the weights, of what `send` has sent, times `factor`; None: it does not."""
+    def begin(self, version: int, lr: float, factor: float | None, *, predict: bool = True) -> None:
+        """Has the host make a version of the weights, of what `send` has sent, times `factor`; None: it does not.
+
+        predict: as WeightStore.advance has it.
+        """
         assert not self._made, "the batch before was not waited for"
         for group, sent in self._sent.items():
             if factor is None:
                 self._made[group] = sent
                 continue
-            updated = self._host.submit(self._step, group, lr, factor, after=sent)
+            updated = self._host.submit(self._step, group, lr, factor, predict, after=sent)
             pairs = self._weights.arriving(version, group)
             self.num_bytes["from host"] += sum(source.nbytes for _, source in pairs)
             self._made[group] = self._from_host.submit(self._work.copy, pairs, after=updated)
 
-    def _step(self, group: int, lr: float, factor: float) -> None:
-        weights = self._weights.update_on_host(group)
+    def _step(self, group: int, lr: float, factor: float, predict: bool) -> None:
+        weights = self._weights.update_on_host(group, predict=predict)
         gradients = [self._grads[name] for name in self._names[group]]
         self._work.step(lambda: self._optimizer.step(group, weights, gradients, lr=lr, gradient_scale=factor),
                         self.sizes[group])

@@ -160,11 +160,11 @@ class RankState:
         if self.host is not None:
             self.host.send(self.gradients.buffer_index(batch))
 
-    def begin_update(self, batch: int, lr: float, factor: float | None) -> None:
+    def begin_update(self, lr: float, factor: float | None, *, predict: bool = True) -> None:
         """Has the host begin to make the next version of the weights, as `update` would."""
         assert self.host is not None
         self.await_copy()
-        self.host.begin(self.weights.newest + 1, lr, factor)
+        self.host.begin(self.weights.newest + 1, lr, factor, predict=predict)
 
     def update(self, batch: int, lr: float, factor: float | None, *, predict: bool = True, group: int = 0) -> None:
         """Makes the next version of the weights, from the gradients of a batch times `factor`; None: an equal one.

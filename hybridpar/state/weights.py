@@ -149,9 +149,10 @@ class WeightStore:
         """(start, stop, start in the master) of what this rank owns and the host updates of a group."""
         return [(start, stop, at) for start, stop, at, of_group in self._host_spans if of_group == group]
 
-    def update_on_host(self, group: int) -> Weights:
+    def update_on_host(self, group: int, *, predict: bool) -> Weights:
         """What the host's update of a group reads and writes."""
-        return Weights(self._lists[0], self._lists[0], self._made).only(self._indices[group, True])
+        weights = Weights(self._lists[0], self._lists[0], self._made, self.predicts and predict)
+        return weights.only(self._indices[group, True])
 
     def arriving(self, version: int, group: int) -> list[tuple[Tensor, Tensor]]:
         """Where a group of a version goes, and where on the host it is made."""

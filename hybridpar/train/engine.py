@@ -210,7 +210,9 @@ class Engine:
         assert host is not None
         self._result = self._take_result(batch)
         self._show_gradients(batch)
-        self.state.begin_update(batch, self.policy.learning_rate(batch), self.policy.factor(batch, self._result))
+        policy = self.policy
+        self.state.begin_update(
+            policy.learning_rate(batch), policy.factor(batch, self._result), predict=policy.predicts(batch))
         self.executor.watch(host.is_done)
 
     def _show_gradients(self, batch: int) -> None:

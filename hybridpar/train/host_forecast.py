@@ -96,14 +96,16 @@ def forecast_host(config: Config, speeds: Speeds | None = None) -> HostForecast 
     share = groups[largest][0] / totals[largest]
     first = share * (update[largest] + there[largest] + back[largest] - most)
     needed = round((most + first) * rate * m / slack) if slack else 0
-    return HostForecast(round(totals[largest]), *(1e3 * times[largest] for times in (update, there, back)),
-                        1e3 * step, 1e3 * exposed, tokens, needed)
+    return HostForecast(
+        round(totals[largest]), 1e3 * update[largest], 1e3 * there[largest], 1e3 * back[largest], 1e3 * step,
+        1e3 * exposed, tokens, needed)
 
 
 def _groups(config: Config) -> tuple[list[list[float]], Division]:
     """Number of parameters that each host of a pipeline updates, by group; and the parts of all stages."""
-    pp, groups, parts = config.parallel.pp, [], {}
-    for rank in range(0, config.parallel.num_ranks, config.parallel.num_ranks // pp):
+    groups: list[list[float]] = []
+    parts: dict[int, int] = {}
+    for rank in range(0, config.parallel.num_ranks, config.parallel.num_ranks // config.parallel.pp):
         with Tracker(torch.device("cpu")) as tracker:
             engine = Engine(config, silent_grid(config, rank), tracker.device)
         assert engine.state.host is not None
