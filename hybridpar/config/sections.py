@@ -53,7 +53,8 @@ class PipelineConfig:
     """interleaved: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 2. All others have one."""
     recompute: str = "none"
     """Layers whose activations are recomputed in the backward pass: 'none', 'all', or a list such as '0,2-5'; or
-    'stage' (every stage keeps nothing but its input), 'stage:0,2-3' (those stages)."""
+    'stage' (every stage keeps nothing but its input), 'stage:0,2-3' (those stages); or 'selective', 'selective:0,2-5':
+    outputs of norms and activations alone, which costs little time."""
     warmup: Literal["depth", "latency", "bandwidth"] = "depth"
     """Forwards that stage r runs ahead: p-1-r; 2(p-1-r), which hides transfers that take half a forward and backward;
     2bw alone: 3(p-1-r), which hides those that take a whole one."""

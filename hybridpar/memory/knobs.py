@@ -67,7 +67,7 @@ def _all(config: Config, rank: int, memory: StageMemory) -> Iterator[Knob]:
     if train.micro_batch_size % 2 == 0:
         yield Knob({"train": {"micro_batch_size": train.micro_batch_size // 2},
                     "pipeline": {"num_microbatches": 2 * micro_batches}}, moving // 2)
-    yield from (Knob({"pipeline": {"recompute": blocks}}, memory.activations) for blocks in ("all", "stage"))
+    yield from (Knob({"pipeline": {"recompute": what}}, memory.activations) for what in ("selective", "all", "stage"))
     if parallel.dp > 1 and not parallel.zero:
         state = memory.master + memory.optimizer
         yield Knob({"parallel": {"zero": 1}}, state - state // parallel.dp)

@@ -31,7 +31,7 @@ class Footprints:
         last = config.model.num_blocks - 1
         first_layer = max(blocks.start, 1)
         layers = range(first_layer, min(blocks.stop, last))
-        again = tuple(n in recompute.blocks for n in layers)
+        again = tuple(_way(recompute, n) for n in layers)
         shape = _Shape(blocks.start == 0, again, blocks.stop > last, recompute.whole)
         if len(layers) <= _FEW + 1 or not (recompute.whole or len(set(again)) == 1):
             return self._trace(config, shape, buffers, device)
@@ -51,7 +51,7 @@ class Footprints:
         layers = range(max(blocks.start, 1), min(blocks.stop, last))
         if not layers:
             return self(config, blocks, recompute, buffers, device)
-        again = layers[0] in recompute.blocks
+        again = _way(recompute, layers[0])
         found = []
         for b in (1, 2):
             at = replace(config, parallel=replace(parallel, zero=0), train=replace(config.train, micro_batch_size=b))
@@ -76,10 +76,10 @@ class Footprints:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A stage, wherever in the model it is: its ends, and for each of its layers whether it is recomputed."""
+    """A stage, wherever in the model it is: its ends, and for each of its layers what is recomputed (see `_way`)."""
 
     embedding: bool
-    again: tuple[bool, ...]
+    again: tuple[str, ...]
     head: bool
     whole: bool
 
@@ -92,8 +92,14 @@ class _Shape:
 
     @property
     def recompute(self) -> Recomputation:
-        blocks = frozenset(n + 1 for n, again in enumerate(self.again) if again)
-        return Recomputation(blocks | frozenset(self.blocks) if self.whole else blocks, self.whole)
+        blocks, selective = (frozenset(n + 1 for n, again in enumerate(self.again) if again == way)
+                             for way in ("all", "selective"))
+        return Recomputation(blocks | frozenset(self.blocks) if self.whole else blocks, self.whole, selective)
+
+
+def _way(recompute: Recomputation, block: int) -> str:
+    """What of a layer is recomputed: 'all', 'selective', or '': nothing."""
+    return "all" if block in recompute.blocks else "selective" if block in recompute.selective else ""
 
 
 def _what_counts(config: Config, shape: _Shape) -> Config:

@@ -140,6 +140,10 @@ class TransformerLayer(nn.Module):
         self.attention_dropout = Dropout(model.dropout, f"{name}.attention_dropout", kernels)
         self.mlp_dropout = Dropout(model.dropout, f"{name}.mlp_dropout", kernels)
 
+    def remake(self) -> None:
+        """From now on outputs of its norms and of its activation are made again in the backward pass, not kept."""
+        self.attention_norm.remakes = self.mlp_norm.remakes = self.mlp.remakes = True
+
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None,
                 cache: KeyValueCache | None = None) -> Tensor:
         start, _, sizes = part_of(batch, self.axis, self.sequence)

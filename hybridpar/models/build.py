@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -56,10 +57,14 @@ def build_blocks(
 
 @dataclass(frozen=True)
 class Recomputation:
-    """The blocks that a stage runs again in its backward, each from its own input; whole: all from the stage's."""
+    """The blocks that a stage runs again in its backward, each from its own input; whole: all from the stage's.
+
+    selective: blocks that make outputs of norms and activations again, and keep the rest.
+    """
 
     blocks: frozenset[int] = frozenset()
     whole: bool = False
+    selective: frozenset[int] = frozenset()
 
 
 def recomputed_blocks(text: str, model: ModelConfig, split: Sequence[range]) -> tuple[Recomputation, ...]:
@@ -67,37 +72,45 @@ def recomputed_blocks(text: str, model: ModelConfig, split: Sequence[range]) -> 
 
     Raises: ConfigError as parse_recompute.
     """
-    layers, stages = parse_recompute(text, model.num_layers, len(split))
-    return tuple(
-        Recomputation(frozenset(blocks), whole=True) if stage in stages else Recomputation(layers.intersection(blocks))
-        for stage, blocks in enumerate(split))
+    again = parse_recompute(text, model.num_layers, len(split))
+    if again.what == "stage":
+        return tuple(Recomputation(frozenset(blocks), whole=True) if stage in again.numbers else Recomputation()
+                     for stage, blocks in enumerate(split))
+    layers = frozenset(layer + 1 for layer in again.numbers)
+    if again.what == "selective":
+        return tuple(Recomputation(selective=layers.intersection(blocks)) for blocks in split)
+    return tuple(Recomputation(layers.intersection(blocks)) for blocks in split)
 
 
-def parse_recompute(text: str, num_layers: int, num_stages: int) -> tuple[frozenset[int], frozenset[int]]:
-    """The blocks and the stages that `pipeline.recompute` names: 'none', 'all', 'stage', or a list of layers or
-    stages, counted from 0, such as '0,2-5' or 'stage:0,2-3'.
+class Again(NamedTuple):
+    """The layers ('') or stages ('stage') that are recomputed, or the layers of which what is cheap ('selective')."""
+
+    what: str
+    numbers: frozenset[int]
+
+
+def parse_recompute(text: str, num_layers: int, num_stages: int) -> Again:
+    """Reads `pipeline.recompute`: 'none', 'all', 'selective', 'stage', or a list of layers or stages, counted from 0,
+    such as '0,2-5', 'selective:0,2-5' or 'stage:0,2-3'.
 
     Raises: ConfigError where the text is something else or names what is not there.
     """
-    if text == "none":
-        return frozenset(), frozenset()
-    if text == "all":
-        return frozenset(range(1, num_layers + 1)), frozenset()
-    if text == "stage":
-        return frozenset(), frozenset(range(num_stages))
+    counts = {"": num_layers, "selective": num_layers, "stage": num_stages}
+    if text in ("none", "all"):
+        return Again("", frozenset(range(num_layers if text == "all" else 0)))
+    if text and text in counts:
+        return Again(text, frozenset(range(counts[text])))
     what, _, numbers = text.rpartition(":")
+    found = _parse_numbers(numbers, counts.get(what, 0))
+    if found is not None:
+        return Again(what, found)
     if what == "stage":
-        stages = _parse_numbers(numbers, num_stages)
-        if stages is None:
-            rule = (f"must name stages from 0 to {num_stages - 1} (parallel.pp, times pipeline.chunks = {num_stages}), "
-                    "such as 'stage:0'")
-            raise config_error("pipeline.recompute", text, rule, "'stage' for all of them")
-        return frozenset(), stages
-    layers = _parse_numbers(text, num_layers)
-    if layers is None:
-        rule = f"must be 'none', 'all', layers from 0 to {num_layers - 1} such as '0,2-5', 'stage' or 'stage:0,2-3'"
-        raise config_error("pipeline.recompute", text, rule, "'all'")
-    return frozenset(layer + 1 for layer in layers), frozenset()
+        rule = (f"must name stages from 0 to {num_stages - 1} (parallel.pp, times pipeline.chunks = {num_stages}), "
+                "such as 'stage:0'")
+        raise config_error("pipeline.recompute", text, rule, "'stage' for all of them")
+    rule = (f"must be 'none', 'all', 'selective', 'stage', layers from 0 to {num_layers - 1} such as '0,2-5' or "
+            "'selective:0,2-5', or stages such as 'stage:0,2-3'")
+    raise config_error("pipeline.recompute", text, rule, "'all'")
 
 
 def _parse_numbers(text: str, count: int) -> frozenset[int] | None:

@@ -32,6 +32,7 @@ from hybridpar.comm import (
 from hybridpar.grid import Axis
 from hybridpar.nn import matmul
 from hybridpar.nn.placement import Init, Matrices, ParallelModule, Placement, Shard
+from hybridpar.nn.remake import recipe
 
 Device = str | torch.device | None
 
@@ -126,8 +127,9 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis,
     """
     if not torch.is_grad_enabled():  # autograd's call takes 9 us, a product of one row some 20
         return matmul.linear(_gathered(x, axis, sizes), weight, bias)
-    if _is_ours(weight) or (axis.size > 1 and (x.requires_grad or sizes is not None)):
-        return _Linear.apply(x, weight, bias, axis, None, sizes)
+    make = recipe(x)
+    if _is_ours(weight) or make or (axis.size > 1 and (x.requires_grad or sizes is not None)):
+        return _Linear.apply(x, weight, bias, axis, None, sizes, make)
     return F.linear(x, weight, bias)
 
 
@@ -141,8 +143,9 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis,
     """
     if not torch.is_grad_enabled():
         return _row_linear(x, weight, bias, axis, sizes)
-    if _is_ours(weight) or axis.size > 1:
-        return _Linear.apply(x, weight, bias, None, axis, sizes)
+    make = recipe(x)
+    if _is_ours(weight) or make or axis.size > 1:
+        return _Linear.apply(x, weight, bias, None, axis, sizes, make)
     return F.linear(x, weight, bias)
 
 
@@ -190,14 +193,15 @@ class _Linear(Function):
     The rest of a split x arrives while dx is computed.
 
     `dx_axis`: what dx is summed over (None: it is whole). `y_axis`: the same for y, to which b is added afterwards.
+    `make`: makes x again (None: it is kept).
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dx_axis: Axis | None,
-                y_axis: Axis | None, sizes: Sequence[int] | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+                y_axis: Axis | None, sizes: Sequence[int] | None, make: Callable[[], Tensor] | None) -> Tensor:
+        ctx.save_for_backward(None if make else x, weight)
         # the leaf itself: recomputation would bring back a copy, without its .grad
-        ctx.axes, ctx.sizes, ctx.leaf = (dx_axis, y_axis), sizes, weight
+        ctx.axes, ctx.sizes, ctx.leaf, ctx.make = (dx_axis, y_axis), sizes, weight, make
         if y_axis is not None:
             return _row_linear(x, weight, bias, y_axis, sizes)
         assert dx_axis is not None
@@ -208,11 +212,12 @@ class _Linear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), (dx_axis, y_axis), sizes = ctx.saved_tensors, ctx.axes, ctx.sizes
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        make, ctx.make = ctx.make, None  # what it is made from is free once this has run, as saved tensors are
         own, dy = dy, dy if y_axis is None else _gathered(dy, y_axis, sizes)
         factor = matmul.factor(_rows(dy))
         gather = None
         if wants_weight and dx_axis is not None and sizes is not None:
-            gather = start_all_gather(x, dx_axis, 1, sizes)
+            gather = start_all_gather(make() if make else x, dx_axis, 1, sizes)
         dx = dw = db = finish = None
         if wants_x:
             dx = matmul.input_gradient(factor, weight).view(*dy.shape[:-1], weight.shape[1])
@@ -221,9 +226,11 @@ class _Linear(Function):
         if wants_weight:
             if gather is not None:
                 x, gather = gather(), None
+            elif make:
+                x = make()
             dw = matmul.weight_gradient(factor, _rows(x), ctx.leaf)
         if wants_bias:
             db = _rows(own).sum(0)
         if finish is not None:
             dx = finish()
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None

@@ -13,6 +13,7 @@ from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.grid import Axis
 from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
 from hybridpar.nn.placement import ParallelModule, Shard, split_ranges
+from hybridpar.nn.remake import remade
 from hybridpar.ops import gelu, swiglu
 from hybridpar.ops.activation import gelu_exact
 
@@ -34,6 +35,7 @@ class ParallelMLP(ParallelModule):
     'gelu' is the tanh form, 'gelu_exact' that by the error function. With 'swiglu' the weight `up` holds first the ffn
     rows of gate, then those of up; every rank holds the same rows of both. `out_init_std`: the standard deviation of
     `down` at the start (None: init_std), often made smaller with depth. `sequence`: it is called with `sizes`.
+    `remakes`: what goes into `down` is made again in the backward pass, not kept.
 
     Shapes: [.., hidden] -> [.., hidden], both replicated.
     Collectives: forward one all-reduce, backward one. With `sizes`: those of column_linear and row_linear.
@@ -45,6 +47,7 @@ class ParallelMLP(ParallelModule):
                  kernels: KernelsConfig = AUTO, sequence: bool = False, device: Device = None,
                  dtype: torch.dtype | None = None):
         super().__init__(axis)
+        self.remakes = False
         self.activation = activation_function(activation, kernels)
         ranges = split_ranges(ffn, axis.size)
         gated = activation == "swiglu"
@@ -62,5 +65,8 @@ class ParallelMLP(ParallelModule):
 
     def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
         """The output without the bias of `down`, and that bias, for who adds it with something else."""
-        y = self.activation(self.up.without_bias(x, sizes), self.up.bias)
+        u, bias = self.up.without_bias(x, sizes), self.up.bias
+        y = self.activation(u, bias)
+        if self.remakes:
+            y = remade(y, partial(self.activation, u, bias))
         return self.down.without_bias(y, sizes), self.down.bias

@@ -1,7 +1,7 @@
 """Measures blocks: the model's own, run one by one as if each were a stage, on all ranks of a job at the same time.
 
     a pass    F embedding, F layer, .., F head,  B head, B layer, .., B embedding     six layers at most
-    a batch   some passes, then norm and update of each block
+    a batch   some passes, then norm and update of each block, and what a selective recomputation makes again
 
 All ranks compute at once, as in training: they share the machine's memory and caches. Tensor parallelism is measured
 twice, with collectives that do nothing (what a rank computes), and real ones (what they take besides).
@@ -10,8 +10,9 @@ twice, with collectives that do nothing (what a rank computes), and real ones (w
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -25,6 +26,7 @@ from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.memory.footprint import Buffers, sample_microbatch, trace_stage
 from hybridpar.memory.silent import silent_axis
+from hybridpar.models.blocks import TransformerLayer
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.pipeline.run.recording import Clock, make_clock
@@ -65,6 +67,7 @@ class Unit:
         self.state.begin(0)
         self.key = RandomKey.of(config.train.seed, 0, 0, config.train.micro_batch_size, device)
         self._edge: GradientEdge
+        self._sent: Tensor
         self._input: Tensor | None = None
 
     def forward(self, x: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
@@ -75,7 +78,8 @@ class Unit:
         if isinstance(out, dict):
             out = sum(out.values())
         self._edge = get_gradient_edge(out)
-        return out.detach()
+        self._sent = out.detach()
+        return self._sent
 
     def backward(self, gradient: Tensor) -> Tensor | None:
         """An executor's backward; returns the gradient of the input."""
@@ -93,6 +97,23 @@ class Unit:
     def update(self) -> None:
         """An update at a learning rate of 0."""
         self.state.update(0, lr=0.0, factor=1.0)
+
+    def remaking(self, batch: Mapping[str, Tensor]) -> Callable[[], object]:
+        """What makes again all that a layer which is recomputed selectively does not keep."""
+        layer = next(iter(self.stage.blocks.values()))
+        if not isinstance(layer, TransformerLayer):
+            return lambda: None
+        x = torch.ones_like(self._sent)
+        u = x.new_ones((*batch["tokens"].shape, len(layer.mlp.up.weight)))
+        makes = (partial(layer.attention_norm, x), partial(layer.mlp_norm, x),
+                 partial(layer.mlp.activation, u, layer.mlp.up.bias))
+
+        def make() -> None:
+            with torch.no_grad():
+                for one in makes:
+                    one()
+
+        return make
 
     def freeze(self, frozen: bool) -> None:
         """Has backward leave out what only weights need, or not any more."""
@@ -135,7 +156,7 @@ class Bench:
             stamps.append((f"backward{what}", kind, start, now()))
 
     def updates(self, stamps: Stamps) -> None:
-        """Norm and update of all blocks."""
+        """Norm and update of all blocks, and what is recomputed selectively."""
         now = self.clock.now
         for kind, unit in zip(self.kinds, self.units, strict=True):
             start = now()
@@ -143,6 +164,10 @@ class Bench:
             middle = now()
             unit.update()
             stamps += [("norm", kind, start, middle), ("update", kind, middle, now())]
+            make = unit.remaking(self.batch)
+            start = now()
+            make()
+            stamps.append(("remake", kind, start, now()))
 
     def messages(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """The collectives over tp of one forward and backward of each kind, each as the bytes of an all-reduce that
@@ -216,7 +241,7 @@ def _measure(
         costs[kind, tp, b] = BlockCost(
             own["forward", kind], own["backward", kind], own["norm", kind], own["update", kind], wait["forward"],
             wait["backward"], messages.get(("forward", kind), ()), messages.get(("backward", kind), ()),
-            own.get(("backward_input", kind), 0.0), unit.num_parameters, kept.get(kind, 0))
+            own.get(("backward_input", kind), 0.0), own["remake", kind], unit.num_parameters, kept.get(kind, 0))
     return costs, fmean(gather_objects(alone.had_core, world))
 
 

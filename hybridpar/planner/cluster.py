@@ -31,6 +31,7 @@ from hybridpar.planner.hardware import (
     block_times,
     find_device,
     find_link,
+    remake_time,
 )
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import KINDS, BlockCost, Hardware, Key, Profile, settings_of
@@ -175,7 +176,7 @@ def estimate(config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT) -> 
                 blocks[kind, tp, b] = BlockCost(
                     time.forward, time.backward, device.memory_time(NORM_TRAFFIC * n),
                     device.memory_time(UPDATE_TRAFFIC * n), forward_messages=forward, backward_messages=backward,
-                    parameters=n)
+                    remake=remake_time(model, b, device, tp) if kind == "layer" else 0.0, parameters=n)
     hardware = Hardware(device.name, cluster.devices_per_server, device.memory_bytes, hosts=cluster.num_servers)
     return Profile(hardware, blocks, {}, settings_of(config), estimated=True, about={"source": "planner.hardware"})
 

@@ -1,6 +1,6 @@
 """Cost of a configuration on a machine: of its stages and links, and its step time by simulation.
 
-    stage        its blocks' times at this tp degree and micro-batch size; recomputed ones forward once more
+    stage        its blocks' times at this tp degree and micro-batch size; recomputed ones forward once more, or in part
     tp           collectives of every block, and gathers of what comes from other stages, on the slowest link within a
                  tp group
     pp           messages, of which each tp rank sends its slice, on links that all pipelines which cross them share;
@@ -138,11 +138,11 @@ class StepCost:
         config = self.config
         split = stage_split(config.model, self.pp, config.pipeline.split, self.sizes.chunks)
         again = recomputed_blocks(config.pipeline.recompute, config.model, split)
-        return [self._stage(blocks, set(blocks) if one.whole else set(one.blocks))
+        return [self._stage(blocks, set(blocks) if one.whole else set(one.blocks), one.selective)
                 for blocks, one in zip(split, again, strict=True)]
 
-    def _stage(self, blocks: range, again: set[int]) -> StageCost:
-        """The cost of these blocks, of which `again` are recomputed."""
+    def _stage(self, blocks: range, again: set[int], selective: frozenset[int]) -> StageCost:
+        """The cost of these blocks, of which `again` are recomputed, or what is cheap of them."""
         model, profile, last = self.config.model, self.machine.profile, self.config.model.num_blocks - 1
         costs = [self.block(n) for n in blocks]
         times = [self.block_time(n) for n in blocks]
@@ -155,7 +155,8 @@ class StepCost:
         twice = embedding if both and model.tie_embeddings else None  # held once
         return StageCost(
             blocks, sum(f for f, _ in times) + profile.per_microbatch + gather_input,
-            sum(b for _, b in times) + sum(times[n - blocks.start][0] for n in again) + gather_gradient,
+            sum(b for _, b in times) + sum(times[n - blocks.start][0] for n in again) + gather_gradient
+            + sum(self.block(n).remake for n in selective),
             sum(c.norm for c in costs) - (twice.norm if twice else 0.0),
             (sum(c.update for c in costs) - (twice.update if twice else 0.0)) / self.zero_share + profile.per_batch,
             sum(c.parameters for c in costs) - (tied if twice else 0),

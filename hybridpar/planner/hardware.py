@@ -219,6 +219,13 @@ def block_times(model: ModelConfig, micro_batch_size: int, device: Device, tp: i
     return tuple(times)
 
 
+def remake_time(model: ModelConfig, micro_batch_size: int, device: Device, tp: int = 1) -> float:
+    """Outputs of a layer's norms and of its activation, once more: each reads its input and writes as much, or half."""
+    activation = (3 if model.activation == "swiglu" else 2) * model.ffn_size
+    elements = micro_batch_size * model.seq_length * (4 * model.hidden_size + activation / tp)
+    return device.memory_time(HALF * elements)
+
+
 def activation_bytes(model: ModelConfig, micro_batch_size: int) -> int:
     """The tensor between two blocks, and so what one stage sends to the next, in half precision."""
     return HALF * micro_batch_size * model.seq_length * model.hidden_size

@@ -22,7 +22,7 @@ from hybridpar.errors import ConfigError, DataError, Problem, config_error, show
 from hybridpar.planner.links import Curve, MeasuredLink
 from hybridpar.reading import errors_as, nearest_path, read_json
 
-FORMAT = "hybridpar profile 1"
+FORMAT = "hybridpar profile 2"
 KINDS = ("embedding", "layer", "head")
 _BEARS: dict[str, tuple[str, ...]] = {
     "model": (), "parallel": ("sequence",), "kernels": (), "train": ("dtype",), "optim": ("name", "staleness"),
@@ -44,7 +44,7 @@ class BlockCost:
     forward, backward: computing, without collectives. forward_wait, backward_wait: what its collectives over tp take
     besides, where they were measured; forward_messages, backward_messages: the bytes of each. norm, update: of its
     parameters, once a batch. backward_input: the part of the backward pass that the stage before waits for; 0: not
-    measured. kept: bytes between forward and backward.
+    measured. remake: outputs of norms and activations, once more. kept: bytes between forward and backward.
     """
 
     forward: Amount
@@ -56,6 +56,7 @@ class BlockCost:
     forward_messages: Annotated[tuple[int, ...], Within(0, 10**30)] = ()
     backward_messages: Annotated[tuple[int, ...], Within(0, 10**30)] = ()
     backward_input: Amount = 0.0
+    remake: Amount = 0.0
     parameters: Bytes = 0
     kept: Bytes = 0
 
@@ -144,7 +145,7 @@ def _between(low: BlockCost | None, high: BlockCost, share: float) -> BlockCost:
         return max(0.0, a + share * (b - a))
 
     times = {name: at(getattr(low, name, 0.0), getattr(high, name))
-             for name in ("forward", "backward", "forward_wait", "backward_wait", "backward_input")}
+             for name in ("forward", "backward", "forward_wait", "backward_wait", "backward_input", "remake")}
     messages = {name: tuple(round(at(a, b)) for a, b in zip(
                     getattr(low, name, repeat(0)), getattr(high, name), strict=low is not None))
                 for name in ("forward_messages", "backward_messages")}

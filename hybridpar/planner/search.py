@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.planner.candidates import Candidate, Request, balanced, batch_size, candidates, grids
+from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.memory import TIGHT, MemoryCheck, host_shortage
 from hybridpar.validate import problems
@@ -113,7 +114,8 @@ class _Search:
             self._consider_later(balanced(replace(candidate.config, parallel=replace(parallel, zero=1)), cost.machine))
 
     def _add_recomputed(self, candidate: Candidate) -> bool:
-        """Puts the candidate back with recomputation where it is needed; False: it does not fit so either."""
+        """Puts the candidate back with recomputation: what is cheap of all layers, if that is enough, and layers where
+        it is needed, of which there may be few. False: it does not fit so either."""
         pipeline, b = candidate.config.pipeline, candidate.config.train.micro_batch_size
         kind = (candidate.grid, candidate.config.parallel.zero, pipeline.schedule, pipeline.warmup, pipeline.num_chunks)
         if candidate.tried_recomputation or b >= self._too_large.get(kind, b + 1):
@@ -124,7 +126,10 @@ class _Search:
         if again is None:
             self._too_large[kind] = b
             return False
-        self._push(again)
+        selective = replace(candidate.config, pipeline=replace(pipeline, recompute="selective"))
+        cheap = Candidate(selective, StepCost(selective, candidate.cost.machine), tried_recomputation=True)
+        for one in [again, cheap] if self.memory.fits(cheap.cost) else [again]:
+            self._push(one)
         return True
 
     def verified(self) -> list[Candidate]:

@@ -162,6 +162,20 @@ def test_recomputation_trades_what_is_kept_for_what_comes_on_top() -> None:
     assert predict(make(pp=2, pipeline={"recompute": "stage:0"}))[1] == predict(make(pp=2))[1]
 
 
+@pytest.mark.parametrize(("model", "widths"), [
+    ({}, 2 * 256 + 4 * 256), ({"activation": "swiglu", "norm": "rms_norm", "ffn_hidden_size": 700}, 2 * 256 + 700)])
+def test_selective_recomputation_keeps_all_but_outputs_of_norms_and_activations(
+        model: dict[str, Any], widths: int) -> None:
+    config = {"pp": 2, "model": {"num_layers": 4, **DROPOUT, **model}}
+    plain, selective = (predict(make(**config, pipeline={"schedule": "gpipe", "split": [3, 3], "recompute": text}))
+                        for text in ("none", "selective"))
+    tokens, fp32 = 4 * 128, 4
+    for before, after in zip(plain, selective, strict=True):
+        of_two_layers = (before.activations - after.activations) / after.in_flight
+        assert of_two_layers == 2 * tokens * widths * fp32
+        assert after.total < before.total
+
+
 def test_stages_that_are_equal_but_for_their_place_differ_by_what_is_in_flight() -> None:
     first, *middle, last = predict(make(pp=6, pipeline={"num_microbatches": 8, "split": [1, 1, 1, 1, 1, 1]}))
     assert len({stage.static for stage in middle}) == 1
@@ -305,7 +319,7 @@ def test_with_split_backwards(p: int, model: dict[str, Any], pipeline: dict[str,
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("recompute", ["0,2", "stage"])
+@pytest.mark.parametrize("recompute", ["0,2", "stage", "selective", "selective:1"])
 def test_with_recomputation(recompute: str) -> None:
     agree(make(pp=2, model={"kind": "bert", **DROPOUT}, pipeline={"schedule": "2bw", "recompute": recompute}))
 

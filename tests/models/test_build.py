@@ -16,16 +16,17 @@ from hybridpar.nn import LayerNorm, RMSNorm
 from hybridpar.random import RandomKey
 
 
-@pytest.mark.parametrize(("text", "blocks", "stages"), [
-    ("none", set(), set()), ("all", {1, 2, 3, 4}, set()), ("0", {1}, set()), ("0,2-3", {1, 3, 4}, set()),
-    ("3,0-1", {1, 2, 4}, set()), ("stage", set(), {0, 1, 2}), ("stage:1", set(), {1}),
-    ("stage:0,1-2", set(), {0, 1, 2}),
+@pytest.mark.parametrize(("text", "what", "numbers"), [
+    ("none", "", set()), ("all", "", {0, 1, 2, 3}), ("0", "", {0}), ("0,2-3", "", {0, 2, 3}), ("3,0-1", "", {0, 1, 3}),
+    ("stage", "stage", {0, 1, 2}), ("stage:1", "stage", {1}), ("stage:0,1-2", "stage", {0, 1, 2}),
+    ("selective", "selective", {0, 1, 2, 3}), ("selective:3", "selective", {3}),
 ])
-def test_layers_and_stages_to_recompute(text: str, blocks: set[int], stages: set[int]) -> None:
-    assert parse_recompute(text, num_layers=4, num_stages=3) == (blocks, stages)
+def test_layers_and_stages_to_recompute(text: str, what: str, numbers: set[int]) -> None:
+    assert parse_recompute(text, num_layers=4, num_stages=3) == (what, numbers)
 
 
-@pytest.mark.parametrize("text", ["", "4", "-1", "1-", "a", "2-9", "0;1", "3-1", "0,stage:1", "all,0", "stages"])
+@pytest.mark.parametrize("text", ["", "4", "-1", "1-", "a", "2-9", "0;1", "3-1", "0,stage:1", "all,0", "stages",
+                                  "none:0", "selective:4", "selective:"])
 def test_bad_layers(text: str) -> None:
     with pytest.raises(ConfigError, match=r"pipeline\.recompute.*layers from 0 to 3.*try 'all'"):
         parse_recompute(text, 4, 3)
@@ -42,6 +43,7 @@ def test_what_each_stage_recomputes() -> None:
     assert recomputed_blocks("none", model, split) == (Recomputation(),) * 3
     assert [r.blocks for r in recomputed_blocks("all", model, split)] == [{1}, {2, 3}, {4}]
     assert [r.blocks for r in recomputed_blocks("0,2", model, split)] == [{1}, {3}, set()]
+    assert [r.selective for r in recomputed_blocks("selective:0,2", model, split)] == [{1}, {3}, set()]
     assert not any(r.whole for r in recomputed_blocks("all", model, split))
     assert recomputed_blocks("stage:0,2", model, split) == (
         Recomputation(frozenset({0, 1}), whole=True), Recomputation(), Recomputation(frozenset({4, 5}), whole=True))

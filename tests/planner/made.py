@@ -22,8 +22,10 @@ def config(*, tp: int = 1, pp: int = 1, dp: int = 1, m: int = 8, b: int = 2, sch
 
 
 def profile(base: Config, *, layer: float = 1.0, head: float = 1.0, sizes: Sequence[int] = (1, 2, 4),
-            degrees: Sequence[int] = (1, 2), update: float = 0.0, wait: float = 0.0, cores: int = 0) -> Profile:
-    """A layer's forward of one sample takes `layer` seconds, its backward twice that; tp divides them."""
+            degrees: Sequence[int] = (1, 2), update: float = 0.0, wait: float = 0.0, cores: int = 0,
+            remake: float = 0.0) -> Profile:
+    """A layer's forward of one sample takes `layer` seconds, its backward twice that, and what is cheap of it `remake`;
+    tp divides them."""
     blocks = {}
     for tp in degrees:
         for b in sizes:
@@ -32,7 +34,7 @@ def profile(base: Config, *, layer: float = 1.0, head: float = 1.0, sizes: Seque
                 messages = (1024 * b,) * 2 if tp > 1 and kind == "layer" else ()
                 blocks[kind, tp, b] = BlockCost(
                     forward, 2 * forward, 0.0, update, wait * bool(messages), wait * bool(messages), messages, messages,
-                    parameters=20000 // tp)
+                    remake=b * remake / tp * (kind == "layer"), parameters=20000 // tp)
     hardware = Hardware("made", 8, 1e9, cores=cores)
     return Profile(hardware, blocks, {"local": link()}, settings_of(base))
 

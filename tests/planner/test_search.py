@@ -141,6 +141,20 @@ def test_recomputes_and_splits_by_memory() -> None:
     assert not MemoryCheck(tight.memory_limit).fits(StepCost(plain, tight))
 
 
+def test_what_is_cheap_is_recomputed_where_that_is_enough() -> None:
+    """A layer's forward takes 1 s, what is cheap of it `remake`: of ten layers less than one layer more, or more."""
+    config = replace(big(), parallel=made.ParallelConfig(1, 1, 1))
+    most, selective = (max(stage.total for stage in predict(replace(
+        config, pipeline=replace(config.pipeline, recompute=text)))) for text in ("none", "selective"))
+    assert selective < 0.9 * most
+    for remake, chosen in ((0.02, True), (0.9, False)):
+        profile = made.profile(config, layer=1.0, remake=remake)
+        tight = made.machine(config, 1, made=profile, memory=1.01 * selective / 0.96 + 1.5 * 2**30)
+        found = search(config, tight, Request(keep={"tp": 1, "pp": 1}, micro_batches=(2,))).ranked
+        assert (found[0].config.pipeline.recompute == "selective") == chosen
+        assert found[0].peak <= tight.memory_limit
+
+
 def test_says_what_does_not_fit_and_what_would() -> None:
     config = big()
     smallest = min(max(s.total for s in predict(replace(

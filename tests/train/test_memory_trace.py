@@ -39,6 +39,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]
     ({"pp": 2}, {"schedule": "pipedream"}, DROPOUT, {}),
     ({"pp": 2}, {"schedule": "interleaved", **STAGE}, {}, {}),
     ({"tp": 2}, {}, {"kind": "bert"}, {}),
+    ({"pp": 2}, {"recompute": "selective"}, DROPOUT, {"dtype": "bf16"}),
+    ({"tp": 2, "sequence": True}, {"recompute": "selective", **SPLIT}, {}, {}),
     ({"tp": 2, "sequence": True}, STAGE, DROPOUT, {}),
     ({"dp": 2, "zero": 1}, {}, {}, {"dtype": "bf16"}),
     ({"tp": 2, "pp": 2}, {"schedule": "2bw"}, {}, {}),

@@ -95,7 +95,7 @@ def test_uneven_layer_splits(split: tuple[int, ...]) -> None:
     holds({"pp": len(split)}, make(pipeline={"split": split, "num_microbatches": 6, "schedule": "2bw"}))
 
 
-@pytest.mark.parametrize("recompute", ["all", "0,2-3", "stage", "stage:0"])
+@pytest.mark.parametrize("recompute", ["all", "0,2-3", "stage", "stage:0", "selective"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
 def test_recomputation_uses_the_version_of_the_forward(schedule: str, recompute: str) -> None:
     holds({"pp": 2}, make(DROPOUT, pipeline={"schedule": schedule, "recompute": recompute}), num_batches=4)

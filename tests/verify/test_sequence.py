@@ -49,7 +49,8 @@ def test_fewer_rows_than_ranks(model: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("pipeline", [
     {"schedule": "1f1b", "split_backward": True}, {"schedule": "2bw", "recompute": "all"},
-    {"schedule": "interleaved", "recompute": "stage"}, {"schedule": "pipedream"}, {"schedule": "gpipe"},
+    {"schedule": "interleaved", "recompute": "stage"}, {"schedule": "pipedream"},
+    {"schedule": "gpipe", "recompute": "selective"},
 ], ids=str)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_schedules(pipeline: dict[str, Any], zero: int) -> None:

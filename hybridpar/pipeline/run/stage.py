@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hybridpar.models.blocks import Losses, MicroBatch
+from hybridpar.models.blocks import Losses, MicroBatch, TransformerLayer
 from hybridpar.models.build import Recomputation
 from hybridpar.random import RandomKey
 
@@ -20,7 +20,7 @@ class Stage(nn.Module):
     """The blocks that this rank holds, under their global numbers (`blocks.3.attention.qkv.weight`).
 
     A recomputed block keeps nothing between forward and backward but its input; a stage that is recomputed as a whole
-    nothing but the stage's.
+    nothing but the stage's. Of a layer that is recomputed selectively, outputs of norms and activations are made again.
     Shapes: x [b, s, h] (None for the stage that holds the embedding) -> [b, s, h], or partial losses (0-d each) for
     the stage that holds the head.
     Source: arXiv 2006.09503, section 4.1 (whole stages).
@@ -30,6 +30,10 @@ class Stage(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
         self.recompute = recompute
+        for number in recompute.selective:
+            layer = blocks[number]
+            assert isinstance(layer, TransformerLayer), "only layers have outputs that are made again"
+            layer.remake()
 
     def forward(self, x: Tensor | None, batch: MicroBatch, key: RandomKey | None) -> Tensor | Losses:
         if self.recompute.whole:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,24 +48,27 @@ def gradients(stage: Stage, x: Tensor | None, batch: MicroBatch) -> dict[str, Te
     return found
 
 
-@pytest.mark.parametrize("kind", ["gpt", "bert"])
+@pytest.mark.parametrize("kind", [
+    {}, {"kind": "bert"}, {"norm": "rms_norm", "activation": "swiglu"}, {"parallel_residual": True}], ids=str)
 @pytest.mark.parametrize("blocks", [range(0, 5), range(0, 2), range(1, 3), range(2, 5)], ids=str)
-@pytest.mark.parametrize("whole", [True, False])
-def test_gradients_are_the_same_to_the_bit(kind: str, blocks: range, whole: bool) -> None:
-    model = ModelConfig(**{**vars(MODEL), "kind": kind})
+@pytest.mark.parametrize("what", ["whole", "blocks", "selective"])
+def test_gradients_are_the_same_to_the_bit(kind: dict[str, Any], blocks: range, what: str) -> None:
+    model = replace(MODEL, **kind)
+    again = Recomputation(selective=frozenset(blocks) & {1, 2, 3}) if what == "selective" else Recomputation(
+        frozenset(blocks), whole=what == "whole")
     batch = make_batch(model)
     results = []
-    for recompute in (Recomputation(), Recomputation(frozenset(blocks), whole=whole)):
+    for recompute in (Recomputation(), again):
         x = None if 0 in blocks else torch.linspace(-1, 1, 2 * 12 * 32).view(2, 12, 32).requires_grad_()
         results.append(gradients(make_stage(blocks, recompute, model), x, batch))
-    plain, again = results
-    assert plain.keys() == again.keys()
+    plain, recomputed = results
+    assert plain.keys() == recomputed.keys()
     for name in plain:
-        assert torch.equal(plain[name], again[name]), name
+        assert torch.equal(plain[name], recomputed[name]), name
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "gpipe"])
-@pytest.mark.parametrize("recompute", ["all", "stage"])
+@pytest.mark.parametrize("recompute", ["all", "stage", "selective"])
 def test_training_is_the_same_to_the_bit(schedule: str, recompute: str) -> None:
     runs = []
     for text in ("none", recompute):
