@@ -10,7 +10,7 @@ sides take turns in the same processes. A side must have the same losses as with
 A side is named by the host's time, or the link's, of the schedule's slack. Training should wait for nothing where
 `sum`, the left of this inequality over its right, is at most 1; for a norm, one action passes:
 
-    norm + max(host's update, copy to it, copy from it) + a group <= (m - p + 1) pairs of forward and backward
+    norm, host's update, copies to it and from it, each a group ahead of the next <= (m - p + 1) pairs
 
 What is printed: the ratio of the step time without a host to that with it (1: hidden), and how much longer a step
 takes, measured and as `check` predicts it: by simulation of the plan, of the time that a pair takes without a host.
@@ -31,6 +31,7 @@ from torch import Tensor
 from benchmarks.common import FixedLoader, Shape, arguments, engine_config, over_ranks, parse, run_ranks, write_results
 from benchmarks.link_sides import Paced
 from hybridpar.grid import ProcessGrid
+from hybridpar.pipeline.plan.copies import HostEngines
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.predict import Ordering, exposed_on_host
 from hybridpar.state.host import HostWork
@@ -106,9 +107,10 @@ class Side:
 
     def sum(self, pair_s: float) -> float:
         """The left of the inequality over its right, on the first rank."""
-        share, (update, copy) = self.groups[0] / self.most, self.seconds
-        most = max(update, copy)
-        return (pair_s / 3 + most + share * (update + 2 * copy - most)) / ((MICROBATCHES - STAGES + 1) * pair_s)
+        share, (update, copy) = sum(self.groups) / self.most, self.seconds
+        engines = HostEngines(copy * share, update * share, copy * share, self.groups)
+        engines.send(0.0)
+        return engines.begin(pair_s / 3) / ((MICROBATCHES - STAGES + 1) * pair_s)
 
     def predicted(self, pair_s: float) -> float:
         """Seconds that a step is longer than without a host, of the time that a pair takes then. Collectives: yes."""

@@ -2,7 +2,7 @@
 
 A step waits for nothing where (Source: the inequality that 2bw's slack sets)
 
-    norm + max(update, copy to the host, copy from it) + a group  <=  slack / m of the time of a batch
+    norm + max(update, copy to the host, copy from it) + a group of the others  <=  slack / m of the time of a batch
 
 which asks for a number of tokens in a batch that hardly depends on the size of the model. The norm is left out.
 """
@@ -24,6 +24,7 @@ from hybridpar.models.cost import training_flops_per_token
 from hybridpar.nn.placement import Init, Placement
 from hybridpar.ops.update import Weights
 from hybridpar.optim import ParameterSlot, build_optimizer
+from hybridpar.pipeline.plan.copies import HostEngines
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.parts import Division
 from hybridpar.pipeline.plan.predict import Ordering, exposed_on_host
@@ -82,6 +83,7 @@ def forecast_host(config: Config, speeds: Speeds | None = None) -> HostForecast 
         return None
     speeds, sizes, parallel = speeds or measure_speeds(config), Sizes.of(config), config.parallel
     groups, parts = _groups(config)
+    schedule = schedule_of(config.pipeline)
     weight_bytes = 2 if StatePolicy.of(config, 1, 1).dtype in LOW_PRECISION else 4
     totals = [sum(of_rank) for of_rank in groups]
     update, there, back = ([total * each for total in totals] for each in (
@@ -92,10 +94,9 @@ def forecast_host(config: Config, speeds: Speeds | None = None) -> HostForecast 
     costs = Costs(pair / 3, pair * 2 / 3, to_host=there, host=update, from_host=back, host_shares=groups)
     step, exposed = exposed_on_host(Ordering.of(config), sizes, costs, parts)
     largest = totals.index(max(totals))
-    most, slack = max(update[largest], there[largest], back[largest]), schedule_of(config.pipeline).slack(sizes)
-    share = groups[largest][0] / totals[largest]
-    first = share * (update[largest] + there[largest] + back[largest] - most)
-    needed = round((most + first) * rate * m / slack) if slack else 0
+    host, slack = HostEngines(there[largest], update[largest], back[largest], groups[largest]), schedule.slack(sizes)
+    host.send(0.0)
+    needed = round(host.begin(0.0) * rate * m / slack) if slack else 0
     return HostForecast(
         round(totals[largest]), 1e3 * update[largest], 1e3 * there[largest], 1e3 * back[largest], 1e3 * step,
         1e3 * exposed, tokens, needed)
