@@ -24,6 +24,7 @@ RUNS = (
     ("checkpoint", "--load-rounds", "2"),
     ("recovery",),  # a quarter of an hour
     ("kills",),  # ten minutes
+    ("host_overlap",),
     ("slow_link",),  # needs root, else it is skipped
 )
 

@@ -148,7 +148,7 @@ class Side:
         if method.pace:
             stages = self.engine.executor.stages
             self.engine.executor.stages = {  # type: ignore[assignment]
-                number: Paced(stage, method.pace) for number, stage in stages.items()}
+                number: [Paced(part, method.pace / len(parts)) for part in parts] for number, parts in stages.items()}
         self.loader = FixedLoader(shape, m, self.grid.dp.rank, self.grid.dp.size)
         self.tokens = m * self.grid.dp.size * shape.microbatch_tokens
         self.losses: list[float] = []

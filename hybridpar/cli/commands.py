@@ -146,6 +146,7 @@ class Check:
         from hybridpar.models.cost import stage_split, training_flops_per_token
         from hybridpar.pipeline.plan.sizes import Sizes
         from hybridpar.train.forecast import forecasts
+        from hybridpar.train.host_forecast import forecast_host
 
         device = default_device(config)
         memory = predict(config, device=device)
@@ -159,9 +160,10 @@ class Check:
             "training_flops_per_token": training_flops_per_token(config.model),
             "device": device.type, "peak_memory": [stage.as_json() for stage in memory], "absent": absent,
         }
-        tiers = forecasts(config)
+        tiers, host = forecasts(config), forecast_host(config)
         if self.json:
-            print(json.dumps(plain | {"tiers": [one.as_json() for one in tiers]}))
+            plain |= {"tiers": [one.as_json() for one in tiers]} | ({"host": host.as_json()} if host else {})
+            print(json.dumps(plain))
             return 0
         fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
         likeliest = knobs(config, fullest, memory[fullest])[:1]
@@ -177,6 +179,8 @@ class Check:
               f"{table(memory, name)}\n" + "\n".join(short_form(memory, name, saving)))
         for number, tier in enumerate(tiers):
             print(f"{name} {number}: {tier}")
+        if host is not None:
+            print(f"\n{host}")
         for text in absent:
             print(f"\nnot on this machine, or of no use: {text}")
         return 0

@@ -52,6 +52,8 @@ class ParallelConfig:
         """Settings that do not go with splitting gradients."""
         if config.memory.budget:
             yield f"does not go with memory.budget = {config.memory.budget}"
+        if config.memory.host_optimizer:
+            yield "does not go with memory.host_optimizer = true"
         if config.train.record_memory:
             yield f"does not go with train.record_memory = {config.train.record_memory}"
         if config.train.device == "cuda":
@@ -222,7 +224,11 @@ class MemoryConfig:
     """Folder of that file, on a fast disk of the machine; empty: the run's."""
     parts: Count = 0
     """Parts that a stage's blocks are cut into, of which one is computed with at a time; 0: each block is one where
-    there is a budget or parallel.zero is 2 or 3, else the stage is whole."""
+    there is a budget, the host updates, or parallel.zero is 2 or 3, else the stage is whole."""
+    host_optimizer: bool = False
+    """The optimizer's state and the master copy are in the memory of the host, which makes the new weights beside
+    training: gradients go there, weights come back. Under schedule 2bw training waits for neither, where a batch is
+    long enough; `hybridpar check` says. Muon's matrices stay. Losses and weights stay the same to the bit."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
         if self.budget and config.optim.staleness == "prediction":
@@ -230,6 +236,25 @@ class MemoryConfig:
                           "second copy of all weights for evaluations", "0")
         if self.budget and config.train.device == "cuda":
             yield Problem("memory.budget", self.budget, "works on CPUs so far, and train.device is cuda", "0")
+        if self.host_optimizer and config.train.device == "cuda":
+            yield Problem("memory.host_optimizer", "true", "works on CPUs so far, and train.device is cuda", "false")
+        if self.host_optimizer:
+            yield from self._host_conflicts(config)
+
+    def _host_conflicts(self, config: Config) -> Iterator[Problem]:
+        optim = config.optim
+        if self.budget:
+            yield Problem("memory.budget", self.budget, "does not go with memory.host_optimizer, which keeps in memory "
+                          "all that it updates", "0")
+        if optim.name == "lamb":
+            yield Problem("optim.name", "lamb", "does not go with memory.host_optimizer: it takes norms of whole "
+                          "parameters, over ranks", "adamw")
+        if not config.norms_first:
+            yield Problem("optim.clip_grad", optim.clip_grad, "must be above 0 with memory.host_optimizer and schedule "
+                          "pipedream: the host waits for the norm", "1.0")
+        if config.train.record_memory:
+            yield Problem("train.record_memory", config.train.record_memory, "does not go with memory.host_optimizer, "
+                          "whose threads it does not see", "0")
 
 
 @dataclass(frozen=True)

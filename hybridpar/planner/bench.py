@@ -57,7 +57,7 @@ class Unit:
     """One block as a stage of its own, with the state of one."""
 
     def __init__(self, config: Config, number: int, tp: Axis, device: torch.device):
-        policy = StatePolicy.of(config, 1 if schedule_of(config.pipeline).flush else 2, 1)
+        policy = replace(StatePolicy.of(config, 1 if schedule_of(config.pipeline).flush else 2, 1), on_host=False)
         self.stage = Stage(build_blocks(config.model, tp, [number], kernels=config.kernels,
                                         sequence=config.parallel.sequence, dtype=policy.dtype))
         self.state = RankState(self.stage, ProcessGrid.of(tp), policy, device)

@@ -7,6 +7,7 @@
     master/<parameter>             parts that this rank owns                  the weights
     optimizer/<parameter>.<state>  parts that this rank owns                  zero
     gradients                      whole local parameters; never saved
+    host                           room for what goes to the host and comes from it; never saved
 
 Checkpoints, copies of the state, audits and the prediction of memory go through `KINDS`.
 """
@@ -23,6 +24,7 @@ from torch import Tensor
 from hybridpar.optim import GroupedOptimizer, ParameterSlot
 from hybridpar.state.chunks import Buffer, Memory, Use
 from hybridpar.state.gradients import GradientAccumulator
+from hybridpar.state.host import HostUpdates
 from hybridpar.state.shares import Shares
 from hybridpar.state.weights import WeightStore, copy_all
 
@@ -50,6 +52,7 @@ class Holder(Protocol):
     optimizer: GroupedOptimizer
     memory: Memory
     shares: list[Shares]
+    host: HostUpdates | None
 
     def is_kept(self, use: Use) -> bool: ...
 
@@ -188,7 +191,7 @@ class Master(StateKind):
 
     def tensors(self) -> dict[str, Tensor]:
         store = self.holder.weights
-        if store.master is None:
+        if store.master is None or not store.keeps_master:
             return {}
         return {self.key(name): tensor for name, tensor in store.parameters_of_optimizer().items()}
 
@@ -212,7 +215,20 @@ class OptimizerState(StateKind):
         self.holder.optimizer.load_state_tensors(tensors, num_updates)
 
 
-KINDS: tuple[type[StateKind], ...] = (WeightVersions, WeightShares, Gradients, Master, OptimizerState)
+class HostRoom(StateKind):
+    """Room on the host for gradients that have come and weights that leave, where it updates. Void between updates."""
+
+    name, saved = "host", False
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def memory(self) -> list[Tensor]:
+        host, made = self.holder.host, self.holder.weights.made
+        return [tensor for buffer in (host and host.staging, made) if buffer for tensor in buffer.tensors]
+
+
+KINDS: tuple[type[StateKind], ...] = (WeightVersions, WeightShares, Gradients, Master, OptimizerState, HostRoom)
 """All kinds, in the order in which checkpoints have them."""
 
 

@@ -17,7 +17,7 @@ class StatePolicy:
 
     dtype: type that micro-batches compute in. num_versions, num_gradient_buffers: how many the schedule needs.
     optim: settings of the optimizer. parallel: whether replicas share the update. backend: of the optimizer's passes.
-    defers: whether weights' gradients may be computed later than those of inputs.
+    defers: whether weights' gradients may be computed later than those of inputs. on_host: whether the host updates.
     """
 
     dtype: torch.dtype
@@ -27,12 +27,14 @@ class StatePolicy:
     parallel: ParallelConfig
     backend: str
     defers: bool = False
+    on_host: bool = False
 
     @staticmethod
     def of(config: Config, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
         """The policy of a configuration, for a schedule that needs so many weight versions and gradient buffers."""
         return StatePolicy(DTYPES[config.train.dtype], num_versions, num_gradient_buffers, config.optim,
-                           config.parallel, config.kernels.optimizer, config.pipeline.split_backward)
+                           config.parallel, config.kernels.optimizer, config.pipeline.split_backward,
+                           config.memory.host_optimizer)
 
     @property
     def splits_gradients(self) -> bool:
@@ -53,7 +55,7 @@ class StatePolicy:
 def cut_into_parts(config: Config, blocks: range) -> tuple[range, ...]:
     """Blocks of a stage in consecutive parts, of which one is computed with at a time; none where it is whole."""
     memory, parallel = config.memory, config.parallel
-    by_block = memory.budget > 0 or (parallel.zero > 1 and parallel.dp > 1)
+    by_block = memory.budget > 0 or memory.host_optimizer or (parallel.zero > 1 and parallel.dp > 1)
     if not (wanted := memory.parts or config.model.num_blocks * by_block):
         return ()
     return tuple(range(blocks.start + a, blocks.start + b)

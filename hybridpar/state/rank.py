@@ -1,6 +1,7 @@
 """All that one rank keeps of training, built in one place: to train with, to predict its memory, or to measure it.
 
     batch     begin .. bind .. (backward) .. bind .. close, bind, (backward) .. reduce .. square_norm .. update
+    on the host:                                                          square_norm, send .. begin_update .. update
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 
 from hybridpar.grid import ProcessGrid
 from hybridpar.nn.init import initialize
+from hybridpar.ops.update import Weights
 from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, divisible
 from hybridpar.state import kinds
 from hybridpar.state.chunks import Buffer, Memory, Use, cut
 from hybridpar.state.gradients import GradientAccumulator
+from hybridpar.state.host import HostUpdates, HostWork
 from hybridpar.state.partition import Partition, make_routes
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.reducer import GradientReducer
@@ -34,12 +37,12 @@ class RankState:
     of them this rank updates. `slots`: those parts. `kinds`: what it keeps, by kind.
     `parts`: blocks of the rank that are computed with at a time (none: all). An update is then made in `num_groups`
     parts. `memory`: where the state is kept (None: on `device`). `shares`: of each gradient buffer, where replicas
-    split gradients.
+    split gradients. `host_work`: how the host works, where it updates.
     Until `initialize`, `weights.fill` or `load` all weights are zero.
     """
 
     def __init__(self, stage: nn.Module, grid: ProcessGrid, policy: StatePolicy, device: torch.device, *,
-                 parts: Sequence[range] = (), memory: Memory | None = None):
+                 parts: Sequence[range] = (), memory: Memory | None = None, host_work: HostWork | None = None):
         self.grid, self._backend, self.memory = grid, policy.backend, memory or Memory(device)
         parameters = StageParameters(stage, policy.dtype)
         self.placements = parameters.placements
@@ -52,9 +55,11 @@ class RankState:
             parameters.layout, make_routes(policy, self.placements, grid), uses=self.uses)
         self.slots = [ParameterSlot(o.name, self.placements[o.name], grid.place, o.part, o.shared)
                       for o in self.partition.owned]
+        self._updating = Memory() if policy.on_host else self.memory  # where updates are made
+        hosted = {slot.name for slot in self.slots if policy.on_host and divisible(policy.optim, slot)}
         self.weights = WeightStore(
             parameters, self.partition, policy.num_versions, self.memory, predict=policy.predicts, uses=self.uses,
-            splits=policy.splits_weights)
+            splits=policy.splits_weights, host=self._updating if policy.on_host else None, hosted=hosted)
         self.gradients = GradientAccumulator(
             parameters.layout, self.memory, policy.num_gradient_buffers,
             chunks=cut(parameters.layout, self.uses), defers=policy.defers)
@@ -63,11 +68,16 @@ class RankState:
         self.reducer = GradientReducer(self.partition, self.is_kept)
         self.num_parts = max(len(parts), 1)
         self.num_groups = self.num_parts if elementwise else 1
-        self._groups = [[i for i, slot in enumerate(self.slots) if self.uses(slot.name).group == group]
+        self._groups = [[i for i, slot in enumerate(self.slots)
+                         if self.uses(slot.name).group == group and (slot.name in hosted) == policy.on_host]
                         for group in range(self.num_groups)]
+        if policy.on_host and not elementwise:  # what stays, of the only group
+            self._groups.append([i for i, slot in enumerate(self.slots) if slot.name not in hosted])
         self.optimizer = GroupedOptimizer(
             [build_optimizer(policy.optim, [self.slots[i] for i in group], grid.tp, policy.backend)
              for group in self._groups], self.memory.for_optimizer(self.uses))
+        self.host = None if not policy.on_host else HostUpdates(
+            self.weights, self.optimizer, self.num_groups, self.gradients.buffers, host_work)
         self.kinds = tuple(kind(self) for kind in kinds.KINDS)
         self._owned = [shares.owned() for shares in self.shares] or [
             list(self.partition.owned_views(buffer)) for buffer in self.gradients.buffers]
@@ -89,7 +99,7 @@ class RankState:
 
     def allocate(self) -> None:
         """Takes the memory of the optimizer's state now; else its first step does."""
-        self.optimizer.allocate(self.memory.device, self.weights.master_dtype)
+        self.optimizer.allocate(self._updating.device, self.weights.master_dtype)
 
     # -- a batch -----------------------------------------------------------------------------------------------------
 
@@ -163,11 +173,22 @@ class RankState:
         """
         return self._squares[self.gradients.buffer_index(batch)].total()
 
+    def send(self, batch: int) -> None:
+        """After `square_norm`, where the host updates: the gradients of a batch leave."""
+        if self.host is not None:
+            self.host.send(self.gradients.buffer_index(batch))
+
+    def begin_update(self, lr: float, factor: float | None, *, predict: bool = True) -> None:
+        """Has the host begin to make the next version of the weights, as `update` would."""
+        assert self.host is not None
+        self.await_copy()
+        self.host.begin(self.weights.newest + 1, lr, factor, predict=predict)
+
     def update(self, batch: int, lr: float, factor: float | None, *, predict: bool = True, group: int = 0) -> None:
         """Makes the next version of the weights, from the gradients of a batch times `factor`; None: an equal one.
 
         `predict`: micro-batches are to run on a prediction of it, where weights are predicted. `group`: which part of
-        the update.
+        the update. Where the host makes it, `begin_update` and `host.wait` come before, and `factor` says but whether.
         Collectives: as Optimizer.step and WeightStore.advance.
         """
         self.await_copy()
@@ -175,9 +196,14 @@ class RankState:
             self.weights.advance(None, group=group)
             return
         owned = self._owned[self.gradients.buffer_index(batch)]
-        gradients = [owned[i] for i in self._groups[group]]
-        self.weights.advance(lambda weights: self.optimizer.step(
-            group, weights, gradients, lr=lr, gradient_scale=factor), predict=predict, group=group)
+        number = group if self.host is None else group + self.num_groups  # behind those of the host: what stays here
+
+        def step(weights: Weights) -> None:
+            if number < len(self._groups):
+                gradients = [owned[i] for i in self._groups[number]]
+                self.optimizer.step(number, weights, gradients, lr=lr, gradient_scale=factor)
+
+        self.weights.advance(step, predict=predict, group=group)
 
     def full_gradients(self, batch: int) -> dict[str, Tensor]:
         """The reduced gradients of a batch, of all parameters; read only.

@@ -1,7 +1,8 @@
 """The live versions of one stage's weights: flat buffers, bound to the modules by pointer.
 
                  version t        version t+1
-    master  ........................[=======]      fp32, in mixed precision or where weights are predicted: the newest
+    master  ........................[=======]      fp32, in mixed precision or where weights are predicted: the newest;
+                                                   in any precision where the host makes it
     working [=======]...............[=======]      what micro-batches run on; version v lives in buffer v % n
     leaves   views of a working buffer; an in-flight micro-batch keeps the leaves it ran on through its autograd graph
 
@@ -15,7 +16,8 @@ weights (ZeRO-3), a rank keeps shares of working buffers, and their chunks come 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -72,25 +74,35 @@ class WeightStore:
     `partition`: which parts this rank updates, and how it gets the others. `places`: modules that hold each parameter.
     `uses`: of parameters, by name; the buffers are cut into chunks by it. An update is made group by group.
     `splits`: replicas share the weights; `shares` are then what this rank owns of each buffer.
+    `host`: memory of the host, which makes the updates of `hosted` parameters (host.py); None: there are none, all are
+    made where the weights are.
     """
 
     def __init__(self, parameters: StageParameters, partition: Partition, num_versions: int, memory: Memory, *,
-                 predict: bool = False, uses: Callable[[str], Use] = lambda name: WHOLE, splits: bool = False):
+                 predict: bool = False, uses: Callable[[str], Use] = lambda name: WHOLE, splits: bool = False,
+                 host: Memory | None = None, hosted: Collection[str] = ()):
         self.placements, self.layout, self.predicts = parameters.placements, parameters.layout, predict
         self.dtype, self.master_dtype = parameters.dtype, parameters.master_dtype
-        self.partition, self.memory, self._uses = partition, memory, uses
+        self.partition, self.memory, self._uses, self._host = partition, memory, uses, host
+        self.keeps_master = predict or self.dtype != self.master_dtype
+        """Whether the master copy has what no version of the weights has."""
         chunks = cut(self.layout, uses)
         self.buffers = [Buffer(self.layout, self.dtype, memory, chunks, f"weights/{i}") for i in range(num_versions)]
         self.leaves = [{name: view.detach().requires_grad_() for name, view in buffer.views().items()}
                        for buffer in self.buffers]
         self.shares = Shares.of(partition, self.buffers, memory, split=splits)
-        own_layout = partition.layout_of_owned(self.master_dtype, offset_dtype=self.dtype)
+        self._own_layout = own_layout = partition.layout_of_owned(self.master_dtype, offset_dtype=self.dtype)
         self.master = None
-        if predict or self.dtype != self.master_dtype:
-            self.master = Buffer(own_layout, self.master_dtype, memory, cut(own_layout, uses), "master")
-        self._indices: dict[int, list[int]] = {}  # of owned parameters, by group
+        if self.keeps_master or host is not None:
+            own_chunks = cut(own_layout, uses)
+            self.master = Buffer(own_layout, self.master_dtype, host or memory, own_chunks, "master")
+        self.made = self.on_host("weights", self.dtype) if self.keeps_master and host is not None else None
+        """New weights on the host, in the type of the versions, where the master copy is of another."""
+        self._host_spans = list(self._merged_spans(hosted))
+        # of owned parameters, by group and whether they are hosted
+        self._indices: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         for i, name in enumerate(own_layout.names):
-            self._indices.setdefault(self.group_of(name), []).append(i)
+            self._indices[self.group_of(name), name in hosted].append(i)
         self._working = [shares.owned() for shares in self.shares] or [
             list(partition.owned_views(buffer)) for buffer in self.buffers]
         """What this rank owns of the working buffers, in order."""
@@ -99,11 +111,28 @@ class WeightStore:
         else:
             self._views = [dict(zip(own_layout.names, views, strict=True)) for views in self._working]
         self._lists = [list(views.values()) for views in self._views]
+        self._made = [] if self.made is None else list(self.made.views().values())
         self.places = parameters.places
         self._arriving: dict[int, Works] = {}
         self._bound: int | None = None
         self.newest = 0
         self.bind(0)
+
+    def _merged_spans(self, names: Collection[str]) -> Iterator[tuple[int, int, int, int]]:
+        """(start, stop, start in the master, group) of what this rank owns of these; neighbours in a chunk are one."""
+        start, stop, at, group = 0, 0, 0, 0
+        cuts, goes_on = {chunk.start for chunk in self.buffers[0].chunks}, False
+        for owned, offset in zip(self.partition.owned, self._own_layout.offsets, strict=True):
+            if owned.name not in names:
+                goes_on = False
+                continue
+            if not goes_on or owned.start - offset != start - at or owned.start in cuts:
+                if start < stop:
+                    yield start, stop, at, group
+                start, at, group = owned.start, offset, self.group_of(owned.name)
+            stop, goes_on = owned.stop, True
+        if start < stop:
+            yield start, stop, at, group
 
     def group_of(self, name: str) -> int:
         """The part of an update that a parameter belongs to."""
@@ -116,6 +145,27 @@ class WeightStore:
     def kept(self, version: int) -> dict[str, Tensor]:
         """The parameters of a live version that are, by name."""
         return {name: leaf for name, leaf in self.leaves_of(version).items() if self.is_kept(self._uses(name))}
+
+    def on_host(self, kind: str, dtype: torch.dtype | None = None) -> Buffer:
+        """A new buffer in the host's memory, of what this rank owns. dtype: None, the master copy's."""
+        assert self._host is not None
+        assert self.master is not None
+        return Buffer(self._own_layout, dtype or self.master_dtype, self._host, self.master.chunks, f"host/{kind}")
+
+    def spans(self, group: int) -> list[tuple[int, int, int]]:
+        """(start, stop, start in the master) of what this rank owns and the host updates of a group."""
+        return [(start, stop, at) for start, stop, at, of_group in self._host_spans if of_group == group]
+
+    def update_on_host(self, group: int, *, predict: bool) -> Weights:
+        """What the host's update of a group reads and writes."""
+        weights = Weights(self._lists[0], self._lists[0], self._made, self.predicts and predict)
+        return weights.only(self._indices[group, True])
+
+    def arriving(self, version: int, group: int) -> list[tuple[Tensor, Tensor]]:
+        """Where a group of a version goes, and where on the host it is made."""
+        source, target = self.made or self.master, self.buffers[self.slot(version)]
+        assert source is not None
+        return [(target[start:stop], source[at : at + stop - start]) for start, stop, at in self.spans(group)]
 
     @property
     def num_versions(self) -> int:
@@ -179,19 +229,18 @@ class WeightStore:
     def advance(self, update: Update | None, *, predict: bool = True, group: int = 0) -> None:
         """Makes version newest + 1: `update` writes it, from what this rank owns of the newest one; None: it is equal,
         and nothing is predicted of it. `predict`: whether that is wanted of this version, where weights are predicted.
-        `group`: which part of it; part 0 comes first.
+        `group`: which part of it; part 0 comes first. Hosted parameters are there already, unless it is equal.
 
         Collectives: an all-gather over the owners, which `bind` waits for, where the update is shared.
         """
         self.newest += group == 0
-        before, after = self.slot(self.newest - 1), self.slot(self.newest)
-        mine = self._indices.get(group, [])
+        before, after, mine = self.slot(self.newest - 1), self.slot(self.newest), self._indices[group, False]
         self.await_version(self.newest - 1)
         if update is None and not self.predicts:
             self._keep(before, after, group)
             return
         if update is None:
-            self._write(after, mine)
+            self._write(after, mine + self._indices[group, True])
         elif self.master is None:
             update(Weights(self._lists[before], self._lists[after]).only(mine))
         else:
@@ -221,8 +270,8 @@ class WeightStore:
 
         Collectives: an all-gather where the master is shared.
         """
-        if (self.master is None and not self.shares) or not self.partition.is_sharded:
-            here = self.leaves_of(self.newest) if self.master is None else self.master.views()
+        if not (self.keeps_master or self.shares) or not self.partition.is_sharded:
+            here = self.master.views() if self.master and self.keeps_master else self.leaves_of(self.newest)
             return {name: self.memory.read(view.detach()) for name, view in here.items()}
         owned = map(self.memory.read, self._lists[self.slot(self.newest)])
         return self.partition.whole(owned, self.memory.device)
@@ -263,13 +312,16 @@ class WeightStore:
             self.await_version(arriving)
         self.newest = version
         copy_all(self.kept(version), tensors, f"weights of version {version}", self.memory)
+        if self.master is not None and not self.keeps_master:
+            for master, own in zip(self._lists[0], self._working[self.slot(version)], strict=True):
+                master.copy_(own)
         self._bound = None
         self.bind(version)
 
     @torch.no_grad()
     def restore_master(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes `tensors` as what this rank owns of the master copy, where there is one. Raises: CheckpointError."""
-        if self.master is not None:
+        if self.master is not None and self.keeps_master:
             copy_all(self.master.views(), tensors, "master weights", self.memory)
 
 

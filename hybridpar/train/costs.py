@@ -30,8 +30,9 @@ _MAX_BYTES, _MOST_CORES = 256 << 20, 1e6
 _TIME = Within(0, 1e9)
 _OF_SPLIT = "backward_input"  # is there where backwards were split
 _OF_STAGES = ("forward", "backward", _OF_SPLIT)
-_OF_TIERS = ("fetch", "release")  # may be missing
+_OF_TIERS = ("fetch", "release", "to_host", "host", "from_host")  # may be missing
 _OF_RANKS = ("update", "reduce", "gather", *_OF_TIERS)
+_OF_GROUPS = "host_shares"  # is not kept: the groups of a run are measured together
 _OF_LINKS = ("transfer", "latency", "transfer_work")
 
 
@@ -73,6 +74,7 @@ def write_costs(run: RunCosts, path: Path) -> None:
         costs[name] = {kind.value: cost for kind, cost in costs[name].items()}
     if costs[_OF_SPLIT] is None:
         del costs[_OF_SPLIT]
+    del costs[_OF_GROUPS]
     document = {
         "format": FORMAT, "schedule": asdict(run.ordering), "sizes": asdict(run.sizes), "costs_s": costs,
         "measured": {
@@ -135,7 +137,7 @@ def _run_costs(document: Any) -> RunCosts:
     read: _Document = from_plain(_Document, document, "it")
     sizes, measured, p = read.sizes, read.measured, read.sizes.num_ranks
     read.schedule.make().check_sizes(sizes)
-    if missing := {f.name for f in fields(Costs)} - {_OF_SPLIT, *_OF_TIERS} - document["costs_s"].keys():
+    if missing := {f.name for f in fields(Costs)} - {_OF_SPLIT, *_OF_TIERS, _OF_GROUPS} - document["costs_s"].keys():
         raise ValueError(f"costs_s.{min(missing)} is missing")
     _check_costs(read.costs_s, sizes)
     _check_row("measured.idle_share", measured.idle_share, p)
@@ -190,8 +192,9 @@ def describe(run: RunCosts) -> list[str]:
     slowest, name = work.index(max(work)), run.sizes.rank_name
     parts = measured.parts[slowest]
     shares = [
-        (f"waiting for other {name}s", parts.waiting), ("communication calls", parts.calls),
-        ("norm and optimizer", parts.optimizer), ("between actions", parts.between), ("without a core", parts.no_core)]
+        (f"waiting for other {name}s", parts.waiting), ("waiting for the host optimizer", parts.host),
+        ("communication calls", parts.calls), ("norm and optimizer", parts.optimizer),
+        ("between actions", parts.between), ("without a core", parts.no_core)]
     rest = "".join(f", {what} {in_ms(part)} ({part / step:.0%})" for what, part in shares if part > 5e-4 * step)
     return [
         f"step time: {in_ms(step)} measured ({measured.num_batches} batches), {in_ms(simulated)} simulated from "

@@ -3,6 +3,7 @@
     batch t:  F B F B ... last B      REDUCE      NORM                          UPDATE
               accumulate gradients    dp, ends    over the grid: norms,         wait; judge; clip; optimizer makes
               (buffer t mod n)        started     losses, stop request          W(t+1), or W(t) again of an anomaly
+    with the optimizer on the host:               gradients leave        HOST   wait; judge; the host makes W(t+1)
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,17 +21,20 @@ from hybridpar.comm import Work, all_reduce, all_reduce_async
 from hybridpar.config import Config
 from hybridpar.data import DataStart
 from hybridpar.data.loader import Loader
+from hybridpar.errors import config_error
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import build_blocks, loss_names, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action, Kind
 from hybridpar.pipeline.plan.passes import forward_actions, lower
+from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, schedule_of
 from hybridpar.pipeline.run import graphs
 from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.state import RankState, StatePolicy
+from hybridpar.state.host import HostWork
 from hybridpar.state.shares import WholeChunks
 from hybridpar.state.tiered import ItemMemory, TieredMemory
 from hybridpar.train.parts import Parts
@@ -54,13 +59,15 @@ class Engine:
 
     `policy`: decides on each batch (None: as the configuration says). `tamper`: takes the plan of `train` and yields
     the same actions; it may do something between two. `memory`: for its state (None: as the configuration says).
+    `host_work`: how the host works, where it updates.
     `stage`: all blocks of the rank as one, for whatever has to do with parameters. `stop_requested`: set it to end
     `train` early. `data_start`: the place of batches in the stream of data, which loaders are made with.
     Collectives: every method that is not a property must be called on all ranks of the grid.
     """
 
     def __init__(self, config: Config, grid: ProcessGrid, device: torch.device, *, policy: BatchPolicy | None = None,
-                 tamper: Callable[[Actions], Actions] = as_planned, memory: ItemMemory | None = None):
+                 tamper: Callable[[Actions], Actions] = as_planned, memory: ItemMemory | None = None,
+                 host_work: HostWork | None = None):
         self.config, self.grid, self.device = config, grid, device
         self.policy, self._tamper = policy or BatchPolicy(config), tamper
         model, pipeline = config.model, config.pipeline
@@ -81,8 +88,11 @@ class Engine:
         self.stage = Stage(blocks)
         if memory is None and config.memory.budget:
             memory = TieredMemory.of(config, device)
+        if config.memory.host_optimizer and device.type != "cpu":
+            raise config_error("memory.host_optimizer", "true", "works on CPUs so far", "false")
         shared = WholeChunks.of(states, device) if states.splits_gradients else None
-        self.state = RankState(self.stage, grid, states, device, parts=self.parts.ranges, memory=shared or memory)
+        self.state = RankState(self.stage, grid, states, device, parts=self.parts.ranges, memory=shared or memory,
+                               host_work=host_work)
         self._division = self.parts.division(self.state)
         self.touches = None if memory is None else Touches(
             memory.items, self.state, self.parts, self.sizes, norms=self._division.norms)
@@ -111,8 +121,8 @@ class Engine:
         """
         self.policy.first, self._end = self.batches_done, self.batches_done + num_batches
         self._on_step, self._on_gradients = on_step, on_gradients
-        hooks = BatchHooks(self._before_backward, self._after_backward, self._reduce, self._norm, self._update,
-                           self._weight_gradients)
+        hooks = BatchHooks(self._before_backward, self._after_backward, self._reduce, self._norm, self._host,
+                           self._update, self._weight_gradients)
         source = LoaderSource(loader, self.config, self.device, training=True)
         recorded = self.executor.graphs
         with nullcontext() if recorded is None else recorded.stream():
@@ -128,8 +138,7 @@ class Engine:
         for schedule, start, end in ((SCHEDULES["1f1b"], first, switch), (self.schedule, switch, stop)):
             if start < end:
                 yield from lower(schedule, self.sizes, self.grid.pp.rank, start, end - start,
-                                 clip=self.config.norms_first, gather=self.config.parallel.zero > 0,
-                                 split=self.config.pipeline.split_backward, parts=self._division)
+                                 **Ordering.of(self.config).options, parts=self._division)
 
     def _in_tiers(self, actions: Iterator[Action]) -> Iterator[Action]:
         """The plan with what it moves between the tiers of the state, or to and from replicas."""
@@ -188,6 +197,7 @@ class Engine:
     def _sum_up(self, batch: int) -> None:
         """Starts the grid-wide sums of a batch."""
         square = self.state.square_norm(batch)
+        self.state.send(batch)
         stages = self.grid.pp.size
         totals = torch.zeros(stages + 1 + len(self.loss_names), dtype=torch.float64, device=self.device)
         totals[self.grid.pp.rank] = square
@@ -200,11 +210,28 @@ class Engine:
         self.executor.watch(work.is_done)
         self._pending[batch] = totals, work
 
+    def _host(self, action: Action) -> None:
+        batch, host = action.microbatch, self.state.host
+        assert host is not None
+        self._result = self._take_result(batch)
+        self._show_gradients(batch)
+        policy = self.policy
+        self.state.begin_update(
+            policy.learning_rate(batch), policy.factor(batch, self._result), predict=policy.predicts(batch))
+        self.executor.watch(host.is_done)
+
+    def _show_gradients(self, batch: int) -> None:
+        if self._on_gradients is not None:
+            self._on_gradients(batch, self.state.full_gradients(batch))
+
     def _update(self, action: Action) -> None:
         batch, part, is_last = action.microbatch, action.part, action.part == self.state.num_groups - 1
         if self.config.norms_first:
-            if part == 0:
+            if self.state.host is not None:
+                self.executor.wait(partial(self.state.host.wait, part))
+            elif part == 0:
                 self._result = self._take_result(batch)
+                self._show_gradients(batch)
             self._apply(batch, part, self._result)
             if is_last:
                 self._report(self._result, lead=3)  # no rank has begun batch + 3 when any applies this update
@@ -216,6 +243,8 @@ class Engine:
             self._sum_up(batch)
         else:
             self.state.square(batch, part)
+        if part == 0:
+            self._show_gradients(batch)
         self._apply(batch, part, None)
         lag = -(-self.sizes.num_stages // self.sizes.num_microbatches)
         if is_last and batch - lag >= self.policy.first:
@@ -224,8 +253,6 @@ class Engine:
     def _apply(self, batch: int, part: int, result: StepResult | None) -> None:
         """Makes a part of W(batch + 1); equal to W(batch) where the step is skipped. `result` None: not known, no
         clipping."""
-        if self._on_gradients is not None and part == 0:
-            self._on_gradients(batch, self.state.full_gradients(batch))
         policy = self.policy
         self.state.update(batch, policy.learning_rate(batch), policy.factor(batch, result),
                           predict=policy.predicts(batch), group=part)

@@ -25,7 +25,7 @@ from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.run.recording import Event
 from hybridpar.train.trace import RankEvents, transfer_times
 
-CALLS = tuple(kind for kind in Kind if kind in BESIDE - PER_ITEM)
+CALLS = tuple(kind for kind in Kind if kind in BESIDE - PER_ITEM - {Kind.HOST})
 VARYING = tuple(kind for kind in Kind if kind in COMPUTE and ROWS[kind].part_of is None)
 _FEWEST_CORES = 0.1
 _MOST_VARYING = 128  # micro-batches whose own times are kept
@@ -38,7 +38,7 @@ class Parts:
 
     compute: forward and backward. optimizer: norm and update. calls: issuing transfers and reductions. between: from
     one action to the next (Python). waiting: for other ranks. no_core: ready to go on, but other work had the core.
-    beside: CPU time of its other threads, which carry the transfers.
+    beside: CPU time of its other threads, which carry the transfers. host: waiting for the optimizer on the host.
     """
 
     compute: float
@@ -48,6 +48,7 @@ class Parts:
     waiting: float
     no_core: float
     beside: float
+    host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _costs(
         reduce=tuple(_median_or_0(_collectives(group, Kind.REDUCE)) for group in reducing),
         norm=_median_or_0(_collectives(ranks, Kind.NORM)),
         gather=tuple(_median_or_0(_collectives(place, Kind.UPDATE)) for place in places),
-        latency=tuple(_median_or_0(link or all_links) for link in links), tied=tied,
+        latency=tuple(_median_or_0(link or all_links) for link in links), host=tuple(map(_on_host, places)), tied=tied,
         blocking_norm=ranks[0].host.cores > 0, cores=_cores(ranks, len(places)), transfer_work=_beside(ranks),
         variation={kind: tuple(map(_variation, times(kind))) for kind in VARYING},
         backward_input=work(Kind.I) if splits else None)
@@ -171,6 +172,12 @@ def _collectives(ranks: Sequence[RankEvents], kind: Kind) -> Iterator[float]:
             # ranks that look for it late do not count
             over = min(e.over for e in events if e.over is not None)
             yield over - max(reduced.get(number, 0.0), *(e.end for e in events))
+
+
+def _on_host(place: Sequence[RankEvents]) -> float:
+    """Seconds from the begin of an update on the host until all its weights are there."""
+    return _median_or_0(e.over - e.end for r in place for e in r.events
+                        if e.action.kind is Kind.HOST and e.over is not None)
 
 
 def _beside(ranks: Sequence[RankEvents]) -> float:
@@ -244,12 +251,14 @@ def _parts(rank: RankEvents, batches: Sequence[Sequence[Event]]) -> Parts:
     optimizer = (Kind.NORM, Kind.UPDATE)
     compute, update = own(COMPUTE.__contains__), own(optimizer.__contains__)
     calls = own(lambda kind: kind not in COMPUTE and kind not in optimizer)
-    between, waiting = mean(e.gap for e in events), mean(e.waited for e in events)
+    updates = {Kind.UPDATE} if any(e.action.kind is Kind.HOST for e in events) else set()
+    between, host = mean(e.gap for e in events), mean(e.waited for e in events if e.action.kind in updates)
+    waiting = mean(e.waited for e in events) - host
     # from the end of what came before the batch to the end of the batch
     seconds = sum(batch[-1].end - batch[0].start + batch[0].gap for batch in batches) / len(batches)
-    no_core = max(0.0, seconds - compute - update - calls - between - waiting)
+    no_core = max(0.0, seconds - compute - update - calls - between - waiting - host)
     recorded = rank.events[-1].end - rank.events[0].start
-    return Parts(compute, update, calls, between, waiting, no_core, rank.usage.beside * seconds / recorded)
+    return Parts(compute, update, calls, between, waiting, no_core, rank.usage.beside * seconds / recorded, host)
 
 
 def _mean(parts: Sequence[Parts]) -> Parts:

@@ -179,6 +179,19 @@ def test_the_parts_of_a_step_add_up() -> None:
         assert measured.idle[stage] == pytest.approx(parts.waiting / whole)
 
 
+def test_the_wait_for_a_slow_host_is_told_apart() -> None:
+    """1f1b waits for all of it: from NORM's end, but for the calls, to the first forward that needs the weights."""
+    costs = replace(COSTS, host=(7.0, 6.0, 5.0), update=(0.0,) * 3)
+    measured = measure(recorded("1f1b", SIZES, costs, 10), SIZES, tied=False)
+    assert measured is not None
+    assert measured.costs.host == pytest.approx(costs.host)
+    assert [parts.host for parts in measured.parts] == pytest.approx(costs.host)
+    parts = measured.parts[0]
+    whole = parts.compute + parts.optimizer + parts.calls + parts.waiting + parts.host
+    assert whole == pytest.approx(measured.step_time, rel=2e-3)  # as above
+    assert measured.idle[0] == pytest.approx(parts.waiting / whole)
+
+
 def test_own_times_a_little_below_zero_give_no_negative_part() -> None:
     """Two clocks: a thread's, and that of how long it was kept waiting for a core."""
     ranks = recorded("1f1b", SIZES, COSTS, 10)

@@ -10,14 +10,15 @@ from hybridpar.pipeline.plan.timeline import Timeline
 from hybridpar.pipeline.run.recording import Event, Usage
 from hybridpar.train.trace import Host, RankEvents
 
-STARTED = (Kind.REDUCE, Kind.NORM)
+STARTED = (Kind.REDUCE, Kind.NORM, Kind.HOST)
 
 
 def recorded(
     schedule: str, sizes: Sizes, costs: Costs, num_batches: int, *, host: Host | None = None, split: bool = False
 ) -> list[RankEvents]:
     """The events of one pipeline that ran a schedule with these costs; its time goes on in whole batches."""
-    timeline = Ordering(schedule, gather=bool(costs.gather), split=split).timeline(sizes, costs, num_batches)
+    ordering = Ordering(schedule, gather=bool(costs.gather), split=split, host=float(bool(costs.host)))
+    timeline = ordering.timeline(sizes, costs, num_batches)
     return [
         RankEvents(stage, f"rank {stage}", (0, 0), stage, tuple(_events(timeline, stage, sizes, costs)),
                    host or Host(), Usage())

@@ -7,12 +7,13 @@
     REDUCE4@1   starts the reduction of batch 4's gradients over replicas (and of tied embeddings over the end stages)
     NORM4@1     starts the grid-wide reduction of batch 4: gradient norm, loss, inf check
     UPDATE4@1   waits for that, and makes W(5) of W(4)
+    HOST4@1     waits for that, and has the host make W(5); UPDATE4@1 then waits for the host (passes.py)
     F12@1.2v3   ... part 2 of the stage alone, where its blocks are cut into parts (parts.py)
     FETCH17@1   starts to bring item 17 of the rank's state into the fast tier (residency.py)
     RELEASE17@1 gives up its room there, once it is written back    DROP17@1  ... its content is void
 
-Where a rank holds several stages, REDUCE, NORM, UPDATE and what moves items are of all of them, and name the first,
-which has the rank's number. What each kind needs, makes and holds is in kinds.py.
+Where a rank holds several stages, REDUCE, NORM, HOST, UPDATE and what moves items are of all of them, and name the
+first, which has the rank's number. What each kind needs, makes and holds is in kinds.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hybridpar.errors import config_error
 from hybridpar.pipeline.plan.kinds import COMPUTE as COMPUTE
 from hybridpar.pipeline.plan.kinds import PER_BATCH as PER_BATCH
 from hybridpar.pipeline.plan.kinds import PER_ITEM as PER_ITEM
+from hybridpar.pipeline.plan.kinds import ROWS
 from hybridpar.pipeline.plan.kinds import Kind as Kind
 
 NO_VERSION = -1
@@ -34,9 +36,9 @@ NO_VERSION = -1
 class Action:
     """One step of one rank; prints as, for example, `F12@1v3`.
 
-    `microbatch` counts from 0 over the whole run (its batch is microbatch // m); REDUCE, NORM and UPDATE hold the
-    batch number there, and FETCH, RELEASE and DROP the item's. `version` is the weight version that a computation
-    uses, or that an UPDATE makes (batch + 1). `part` is 0 where nothing is cut.
+    `microbatch` counts from 0 over the whole run (its batch is microbatch // m); REDUCE, NORM, HOST and UPDATE
+    hold the batch number there, and FETCH, RELEASE and DROP the item's. `version` is the weight version that a
+    computation uses, or that a HOST or an UPDATE makes (batch + 1). `part` is 0 where nothing is cut.
     """
 
     kind: Kind
@@ -58,7 +60,7 @@ _PATTERN = re.compile(rf"({_KINDS})(\d+)@(\d+)(?:\.(\d+))?(?:v(-?\d+))?")
 
 def _implied_version(kind: Kind, microbatch: int) -> int:
     """The version that the text form leaves out."""
-    return microbatch + 1 if kind is Kind.UPDATE else NO_VERSION
+    return microbatch + 1 if ROWS[kind].makes else NO_VERSION
 
 
 def parse_action(text: str) -> Action:

@@ -108,10 +108,10 @@ def _range_of_batches(plan: Plan, sizes: Sizes, first_batch: int | None, num_bat
 
 
 def _kinds_in(actions: Sequence[Action]) -> frozenset[Kind]:
-    """The kinds that a plan is made of: it may leave out NORM, and has I and W or else B."""
+    """The kinds that a plan is made of: it may leave out NORM or HOST, and has I and W or else B."""
     found = {action.kind for action in actions}
     without = {Kind.B} if Kind.I in found else {Kind.I, Kind.W}
-    return frozenset(Kind) - PER_ITEM - without - ({Kind.NORM} - found)
+    return frozenset(Kind) - PER_ITEM - without - ({Kind.NORM, Kind.HOST} - found)
 
 
 def _expected(
@@ -128,7 +128,7 @@ def _expected(
                 yield Action(kind, stage, k, version if computes else NO_VERSION)
     for t in batches:
         for kind in sorted(kinds & PER_BATCH):
-            yield Action(kind, rank, t, t + 1 if kind is Kind.UPDATE else NO_VERSION)
+            yield Action(kind, rank, t, t + 1 if ROWS[kind].makes else NO_VERSION)
 
 
 _Key = tuple[Kind, int, int, int]
@@ -204,6 +204,8 @@ def _needs(action: Action, sizes: Sizes, parts: PartCounts) -> Iterator[_Key]:
                     yield kind, own, microbatch, parts.last(kind, own)
     if row.per_batch:
         yield action.kind, stage, k - 1, parts.last(action.kind, stage)
+    if row.after is not None:
+        yield row.after, stage, k - 1, parts.last(row.after, stage)
 
 
 def _check_items(plan: Plan, rank: int, residency: Residency | None) -> None:

@@ -1,4 +1,6 @@
-"""Copy engines of a rank in the simulator: one brings items into its fast tier, one writes them back.
+"""What works beside a rank in the simulator: two copy engines, one each way, and the host.
+
+Of a rank with a fast tier one engine brings items into it, the other writes them back.
 
     rank         F0            F0.1                                B0
     in           |-- FETCH1 --||         FETCH0 waits .. |-- FETCH0 --|
@@ -6,9 +8,18 @@
 
 Both take their moves in the order of the list. A FETCH waits for every RELEASE before it, whose room it may need; so
 does an action that makes an item which was not there. What was not changed leaves in no time.
+
+Where the host makes the new weights, gradients leave by one engine and the weights arrive by the other, group by group:
+
+    rank         F B NORM0 F  HOST0 B F B  ..                  UPDATE0 F8   UPDATE0.1 F8.1
+    to host           |-- 0 --||-- 1 --|
+    host                      |---- 0 ----||---- 1 ----|
+    from host                              |- 0 -|      |- 1 -|
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import Kind
@@ -49,3 +60,33 @@ class CopyEngines:
             self._in_free = self._arrivals[item] = start + mib * self._fetch
             return "", start, self._in_free
         return "", now, now
+
+
+class HostEngines:
+    """The host of a rank, and the engines to and from it.
+
+    to_host, host, from_host: time that all groups take of each. shares: of each group. What leaves takes the place of
+    the same group of the batch before, once the host has read that; the host begins a batch when it is told to.
+    """
+
+    def __init__(self, to_host: float, host: float, from_host: float, shares: Sequence[float]):
+        total = sum(shares)
+        self._times = [(to_host * share / total, host * share / total, from_host * share / total) for share in shares]
+        self._out_free = self._host_free = self._in_free = 0.0
+        self._left, self._read, self._arrived = ([0.0] * len(shares) for _ in range(3))
+
+    def send(self, now: float) -> None:
+        """The gradients of a batch may leave."""
+        for group, (takes, _, _) in enumerate(self._times):
+            self._out_free = self._left[group] = max(now, self._out_free, self._read[group]) + takes
+
+    def begin(self, now: float) -> float:
+        """The host may use them. Time at which all that it makes has arrived."""
+        for group, (_, takes, back) in enumerate(self._times):
+            self._host_free = self._read[group] = max(now, self._host_free, self._left[group]) + takes
+            self._in_free = self._arrived[group] = max(self._host_free, self._in_free) + back
+        return self._in_free
+
+    def ready(self, group: int) -> float:
+        """Time at which a group of the weights has arrived."""
+        return self._arrived[group]

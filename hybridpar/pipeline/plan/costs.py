@@ -27,6 +27,10 @@ class Costs:
     fetch, release: how long a MiB occupies the engine that brings items of the rank's state into its fast tier, and
     the one that writes back what was changed (copies.py). An action waits for the items that it touches.
 
+    to_host, host, from_host: of a rank whose weights the host makes: how long the gradients of a batch occupy the
+    engine that takes them there, the update the host, and the new weights the engine that brings them back, all groups
+    together. host_shares: of each group, by rank; none: all of a rank are equal. An UPDATE waits for its group.
+
     tied: REDUCE also meets over the first and the last stage (tied embeddings). blocking_norm: NORM waits for its
     REDUCE (a CPU rank that must read the result) instead of queueing behind it. serial_links: the transfers of a rank
     on one axis share a queue.
@@ -51,6 +55,10 @@ class Costs:
     latency: PerLink = 0.0
     fetch: PerRank = 0.0
     release: PerRank = 0.0
+    to_host: PerRank = 0.0
+    host: PerRank = 0.0
+    from_host: PerRank = 0.0
+    host_shares: Sequence[Sequence[float]] = ()
     tied: bool = False
     blocking_norm: bool = False
     serial_links: bool = False

@@ -24,6 +24,7 @@ class Kind(str, Enum):
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
     NORM = "NORM"
+    HOST = "HOST"
     UPDATE = "UPDATE"
     FETCH = "FETCH"
     RELEASE = "RELEASE"
@@ -47,6 +48,7 @@ class Row:
     part to the last; -1: from the last to the first.
     `holds`: by how much it changes the number of micro-batches whose activations the rank holds. `reads`: it needs the
     weights of its version. `adds`: it adds to its batch's gradients, which the batch's UPDATE empties.
+    `makes`: it writes the weights of its version. `after`: a kind whose action of the batch before comes before it.
     `part_of`: the kind of which it is a part. `awaits`: what a rank lacks that waits before it, in words.
     """
 
@@ -63,6 +65,8 @@ class Row:
     holds: int = 0
     reads: bool = False
     adds: bool = False
+    makes: bool = False
+    after: Kind | None = None
     part_of: Kind | None = None
     awaits: str = "another rank"
 
@@ -87,7 +91,10 @@ ROWS: dict[Kind, Row] = {
     _K.RECV_B: Row("gradient", flow=-1, beside=True),
     _K.REDUCE: Row("reduction", (_K.B, _K.W), beside=True, per_batch=True),
     _K.NORM: Row("norm", (_K.REDUCE,), beside=True, per_batch=True, cut=-1, awaits="the reduction"),
-    _K.UPDATE: Row("update", (_K.NORM, _K.REDUCE), per_batch=True, cut=1, awaits="the norm"),
+    _K.HOST: Row("host update", (_K.NORM, _K.REDUCE), beside=True, per_batch=True, makes=True, after=_K.UPDATE,
+                 awaits="the norm"),
+    _K.UPDATE: Row("update", (_K.HOST, _K.NORM, _K.REDUCE), per_batch=True, cut=1, makes=True,
+                   awaits="the norm or the host"),
     _K.FETCH: Row("fetch", beside=True, per_item=True),
     _K.RELEASE: Row("release", beside=True, per_item=True),
     _K.DROP: Row("drop", beside=True, per_item=True),

@@ -36,21 +36,21 @@ def live_counts(actions: Sequence[Action], num_microbatches: int, keep: Collecti
     last_use = {action.version: i for i, action in enumerate(actions) if ROWS[action.kind].reads}
     last_use |= dict.fromkeys(keep, len(actions))
     updated = {action.microbatch: i for i, action in enumerate(actions) if action.kind is Kind.UPDATE}  # wholly
-    made = {action.version for action in actions if action.kind is Kind.UPDATE}
+    made = {action.version for action in actions if ROWS[action.kind].makes}
     newest = min(made, default=max(last_use, default=0) + 1) - 1
     versions = {newest} | last_use.keys() - made  # at the start
     activations, gradients = 0, set()
     counts = Live(0, len(versions), 0)
     for i, action in enumerate(actions):
-        if action.kind in BESIDE:
+        row = ROWS[action.kind]
+        if action.kind in BESIDE and not row.makes:
             yield counts
             continue
-        row = ROWS[action.kind]
         activations += row.holds * (action.part == 0)  # from the first part forward to the last one backward
         if row.adds:
             gradients.add(action.microbatch // num_microbatches)
-        elif action.kind is Kind.UPDATE:
-            if updated[action.microbatch] == i:
+        elif row.makes:
+            if updated.get(action.microbatch) == i:
                 gradients.discard(action.microbatch)
             newest = max(newest, action.version)
             versions.add(action.version)

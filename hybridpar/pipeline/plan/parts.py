@@ -39,7 +39,7 @@ class Division:
     part one after the other before the first of them goes on to the next part. A part's weights are then needed once
     for all those micro-batches, not once for each. late: on the first rank the parts of an UPDATE are not together, but
     each comes right before the first forward through its part, or before whatever else may need it. (Other ranks wait
-    for that forward, and had better update meanwhile.)
+    for that forward, and had better update meanwhile; where the host updates, all only wait, and all do so late.)
     """
 
     num_parts: NumParts = 1

@@ -4,6 +4,10 @@
     add_updates         F7v0  B4v0  UPDATE0  F8v1  B5v0
     add_communication   F7v0  SEND_F7  B4v0  RECV_B5  UPDATE0  F8v1  SEND_F8  RECV_B6  B5v0
 
+With the optimizer on the host, which has most of the slack, an UPDATE only waits; 2bw, one rank, m = 4:
+
+    F3 B3 REDUCE0 NORM0 F4 HOST0 B4  F5 B5  F6 B6  F7 B7 REDUCE1  UPDATE0  F8v1     HOST0: the host makes W(1)
+
 split_backward, where it is asked for, is the first pass: I4v0 W4v0 in the place of B4v0. divide (parts.py) comes last:
 F7v0 F7.1v0 in the place of F7v0. A rank sees only its own list,
 so a plan may be endless; `check` proves that the lists of all ranks fit together.
@@ -41,9 +45,9 @@ def split_backward(actions: Iterable[Action]) -> Iterator[Action]:
 
 def add_updates(
     actions: Iterable[Action], schedule: Schedule, sizes: Sizes, first_batch: int = 0, *, clip: bool = True,
-    gather: bool = False,
+    gather: bool = False, host: float = 0.0,
 ) -> Iterator[Action]:
-    """Adds REDUCE, NORM and UPDATE of each batch to the compute actions of one rank.
+    """Adds REDUCE, NORM, HOST and UPDATE of each batch to the compute actions of one rank.
 
     REDUCE(t) follows the last backward of batch t. UPDATE(t) comes right before the first forward that needs W(t+1),
     or the first backward that needs its gradient buffer; where the range ends without one, right before the place where
@@ -53,12 +57,17 @@ def add_updates(
     `clip=False` leaves NORM out: UPDATE waits for its own stage's gradients only (pipedream's stages then never wait
     for each other). `gather`: UPDATE(t) also starts to gather W(t+1) from the replicas, for which the first use waits;
     so it comes `schedule.update_delay` after REDUCE(t) if that is earlier.
+
+    `host`: the share of the slack that the host has to make the new weights; 0: it makes none. HOST(t) has it begin:
+    `schedule.host_delay` after REDUCE(t), once W(t) is made, or at UPDATE(t), which then waits for the host.
     """
+    assert clip or not host, "the host waits for the norm"
     m = sizes.num_microbatches
     # of a stage they are always the same, and are asked for with every action
     update_delay = cache(partial(schedule.update_delay, sizes))
-    norm_delay = cache(partial(schedule.norm_delay, sizes, gather=gather))
-    reduced = normed = updated = first_batch  # the first batch that has not got there yet
+    norm_delay = cache(partial(schedule.norm_delay, sizes, gather=gather, host=host))
+    host_delay = cache(partial(schedule.host_delay, sizes, host=host))
+    reduced = normed = hosted = updated = first_batch  # the first batch that has not got there yet
     stage = 0  # the first one of the rank
     completing = ROWS[Kind.REDUCE].needs
     for action in actions:
@@ -69,17 +78,21 @@ def add_updates(
         if gather and updated < reduced and position - 2 * m * (updated + 1) >= update_delay(stage):
             needed = max(needed, updated + 1)
         for batch in range(updated, needed):
-            yield from _update(stage, batch, with_norm=clip and batch >= normed)
-        updated, normed = max(updated, needed), max(normed, needed)
+            yield from _update(
+                stage, batch, with_norm=clip and batch >= normed, with_host=host > 0 and batch >= hosted)
+        updated, normed, hosted = max(updated, needed), max(normed, needed), max(hosted, needed)
         if clip and normed < reduced and position - 2 * m * reduced >= norm_delay(stage):
             yield Action(Kind.NORM, stage, normed)
             normed += 1
+        if host and hosted == updated < normed and position - 2 * m * normed >= host_delay(stage):
+            yield Action(Kind.HOST, stage, hosted, hosted + 1)
+            hosted += 1
         yield action
         if action.kind in completing and (action.microbatch + 1) % m == 0 and action.stage == stage:
             yield Action(Kind.REDUCE, stage, reduced)
             reduced += 1
     for batch in range(updated, reduced):
-        yield from _update(stage, batch, with_norm=clip and batch >= normed)
+        yield from _update(stage, batch, with_norm=clip and batch >= normed, with_host=host > 0 and batch >= hosted)
 
 
 def _position(action: Action, schedule: Schedule, sizes: Sizes) -> int:
@@ -89,9 +102,11 @@ def _position(action: Action, schedule: Schedule, sizes: Sizes) -> int:
     return 2 * action.microbatch + 1
 
 
-def _update(stage: int, batch: int, with_norm: bool) -> Iterator[Action]:
+def _update(stage: int, batch: int, *, with_norm: bool, with_host: bool) -> Iterator[Action]:
     if with_norm:
         yield Action(Kind.NORM, stage, batch)
+    if with_host:
+        yield Action(Kind.HOST, stage, batch, batch + 1)
     yield Action(Kind.UPDATE, stage, batch, batch + 1)
 
 
@@ -142,13 +157,14 @@ def add_communication(actions: Iterable[Action], sizes: Sizes, *, ahead: int = 1
 
 def lower(
     schedule: str | Schedule, sizes: Sizes, rank: int, first_batch: int = 0, num_batches: int | None = None, *,
-    clip: bool = True, gather: bool = False, split: bool = False, ahead: int | None = None, parts: int | Division = 1,
+    clip: bool = True, gather: bool = False, host: float = 0.0, split: bool = False, ahead: int | None = None,
+    parts: int | Division = 1,
 ) -> Iterator[Action]:
     """Yields everything that one rank does for batches [first_batch, first_batch + num_batches), lazily.
 
-    The pipeline is drained and all updates are applied at both ends of the range; None means without end. `clip` and
-    `gather`: see `add_updates`. `split`: whether to `split_backward`. `ahead`: see `add_communication`; None: what the
-    schedule can bear on every transport. `parts`: of each stage; a Division says more.
+    The pipeline is drained and all updates are applied at both ends of the range; None means without end. `clip`,
+    `gather` and `host`: see `add_updates`. `split`: whether to `split_backward`. `ahead`: see `add_communication`;
+    None: what the schedule can bear on every transport. `parts`: of each stage; a Division says more.
 
     Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes, or not so divided.
     """
@@ -157,8 +173,10 @@ def lower(
     ahead = schedule.receive_ahead if ahead is None else ahead
     if split:
         compute = split_backward(compute)
-    actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather)
+    actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather, host=host)
     actions = add_communication(actions, sizes, ahead=ahead)
+    if host and division != WHOLE:
+        division = replace(division, late=True)
     return actions if division == WHOLE else divide(actions, division)
 
 

@@ -1,7 +1,8 @@
 """A timeline in Chrome's trace format, for ui.perfetto.dev.
 
 A process for each rank: a track of its actions and its idle time, and below as many as it takes for what goes on beside
-them (transfers, reductions, items of its state that come and go); arrows from sends to what they were awaited for.
+them (transfers, reductions, items of its state that come and go, the host's updates); arrows from sends to what they
+were awaited for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from hybridpar.pipeline.plan.kinds import COMPUTE, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.timeline import Timeline
 
 Entry = dict[str, Any]
+_APART = {*PER_ITEM, Kind.HOST}
+"""Kinds that have tracks of their own beside the actions'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ def _beside(timeline: Timeline, rank: int, pid: int, scale: float) -> Iterator[E
     beside = [(done + stalls.get(step, 0.0) * (action.kind in PER_ITEM), end, action)
               for step, (action, _, done, end) in enumerate(timeline.actions(rank)) if end > done]
     for start, end, action in sorted(beside, key=lambda item: item[0]):
-        use = ROWS[action.kind].name if action.kind in PER_ITEM else "communication"
+        use = ROWS[action.kind].name if action.kind in _APART else "communication"
         track = next((i for i, (what, until) in enumerate(free) if what == use and until <= start), len(free))
         if track == len(free):
             free.append((use, end))

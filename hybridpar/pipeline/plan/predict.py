@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError
 from hybridpar.pipeline.plan.action import Plan
 from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.parts import Division
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
 from hybridpar.pipeline.plan.simulate import simulate
@@ -17,6 +19,8 @@ from hybridpar.pipeline.plan.timeline import Timeline
 _STEADY_BATCHES = 8
 _KEPT = 8
 """Number of plans in memory; one of 32 stages and 100 micro-batches takes 20 MB."""
+_BESIDE_REDUCTION = 2 / 3
+"""The host's share of the slack where gradients are reduced over replicas before."""
 _WORTH = 1.01
 """Step time that a smaller early switch may take, over that of the paper's rule."""
 
@@ -25,8 +29,8 @@ _WORTH = 1.01
 class Ordering:
     """A schedule, its options, and the passes over it: with the sizes they decide the order of all actions.
 
-    clip: there is a NORM. gather: replicas share the update. Both as in `passes.add_updates`. split: backwards are I
-    and W.
+    clip: there is a NORM. gather: replicas share the update. host: the host's share of the slack. All as in
+    `passes.add_updates`. split: backwards are I and W.
     """
 
     schedule: str
@@ -36,6 +40,7 @@ class Ordering:
     clip: bool = True
     gather: bool = False
     split: bool = False
+    host: float = 0.0
 
     @staticmethod
     def of(config: Config) -> Ordering:
@@ -44,7 +49,12 @@ class Ordering:
         early_switch = pipeline.early_switch if isinstance(pipeline.early_switch, int) else None
         return Ordering(
             pipeline.schedule, pipeline.warmup, early_switch, pipeline.gradient_buffers, config.norms_first,
-            gather=config.parallel.zero > 0, split=pipeline.split_backward)
+            gather=config.parallel.zero > 0, split=pipeline.split_backward, host=_host_share(config))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of `passes.lower`."""
+        return {"clip": self.clip, "gather": self.gather, "split": self.split, "host": self.host}
 
     def make(self) -> Schedule:
         """Raises: ConfigError."""
@@ -62,11 +72,25 @@ class Ordering:
         return simulate(_plan(self, sizes, num_batches or enough), costs)
 
 
+def _host_share(config: Config) -> float:
+    """The host's share of the slack. Replicas take some for the reduction, which comes first."""
+    return (1.0 if config.parallel.dp == 1 else _BESIDE_REDUCTION) * config.memory.host_optimizer
+
+
 @lru_cache(maxsize=_KEPT)
 def _plan(ordering: Ordering, sizes: Sizes, num_batches: int) -> Plan:
     """The plan, kept: a planner asks for it again with other costs, and making it takes as long as simulating it."""
     return make_plan(
-        ordering.make(), sizes, 0, num_batches, clip=ordering.clip, gather=ordering.gather, split=ordering.split)
+        ordering.make(), sizes, 0, num_batches, **ordering.options)
+
+
+def exposed_on_host(ordering: Ordering, sizes: Sizes, costs: Costs, parts: int | Division) -> tuple[float, float]:
+    """Steady-state time of a step whose weights the host makes, and how much longer that is than with a host that takes
+    no time. Raises: ConfigError."""
+    plan = make_plan(ordering.make(), sizes, 0, _STEADY_BATCHES, **ordering.options, parts=parts)
+    times = [simulate(plan, one).step_time(sizes.num_microbatches)
+             for one in (costs, replace(costs, to_host=0.0, host=0.0, from_host=0.0))]
+    return times[0], times[0] - times[1]
 
 
 def smallest_early_switch(costs: Costs, sizes: Sizes, ordering: Ordering) -> int:

@@ -12,6 +12,8 @@ from hybridpar.pipeline.plan.schedules import SCHEDULES, Schedule, Sizes, schedu
 
 _MOST = 6000
 """Micro-batches, counted on each stage, that are proven in less than half a second."""
+_PARTS = 2
+"""Parts of a stage that stand for any number: where the host makes the weights, each waits for its own."""
 _RANKS, _CHUNKS, _STEADY = 12, 3, 8
 """The largest plan that stands for those with more: ranks, chunks, pairs in each steady stretch."""
 
@@ -31,7 +33,7 @@ def prove(config: Config) -> list[CheckReport]:
 def _prove(schedule: Schedule, sizes: Sizes, start: int, ordering: Ordering) -> CheckReport:
     num_batches = _num_batches(schedule, sizes)
     plan = make_plan(
-        schedule, sizes, start, num_batches, clip=ordering.clip, gather=ordering.gather, split=ordering.split)
+        schedule, sizes, start, num_batches, **ordering.options, parts=_PARTS if ordering.host else 1)
     return check(plan, sizes, schedule, start, num_batches)
 
 

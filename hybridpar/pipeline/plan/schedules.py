@@ -127,15 +127,22 @@ class Schedule:
         """
         return max(self.num_stale(sizes) - self.warmup(sizes, 0), 0)
 
-    def norm_delay(self, sizes: Sizes, stage: int, *, gather: bool = False) -> int:
+    def norm_delay(self, sizes: Sizes, stage: int, *, gather: bool = False, host: float = 0.0) -> int:
         """Forwards and backwards after the last of batch t before NORM(t) comes, or at UPDATE(t) if that is earlier.
 
         On all stages at about one time. It waits for the reduction, which over a slow link takes most of the slack: so
         the norm, a few bytes, has the last pair before UPDATE(t) on stage 0, or half of the slack where that is less.
-        In deep pipelines, whose stages are not quite where `_lead` takes them to be, it has some more.
+        In deep pipelines, whose stages are not quite where `_lead` takes them to be, it has some more. Where the host
+        has a share of the slack to make the new weights, the reduction has the rest.
         """
+        if host:
+            return self._lead(sizes, stage) + int((1 - host) * 2 * self.slack(sizes))
         last = 2 * (1 + sizes.num_stages // 8)
         return self._lead(sizes, stage) + max(self.slack(sizes), self._end(sizes, gather) - last)
+
+    def host_delay(self, sizes: Sizes, stage: int, *, host: float) -> int:
+        """The same for HOST(t): an action after NORM(t), whose sums then are there."""
+        return self.norm_delay(sizes, stage, host=host) + 1
 
     def update_delay(self, sizes: Sizes, stage: int) -> int:
         """The same for UPDATE(t) where it also starts to gather the new weights: after two thirds of the slack."""

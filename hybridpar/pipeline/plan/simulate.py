@@ -11,8 +11,11 @@ The rules are those of the executor, so a plan that ends here cannot deadlock th
     RECV      posts the receive, returns at once
     REDUCE    returns at once, ends `reduce` later; with `tied` the end stages meet in it
     NORM      returns at once, ends `norm` after the last stage has issued it and ended its REDUCE
-    UPDATE    waits for NORM of all stages (for its own REDUCE where there is no NORM), then takes the rank's time;
-              with sharded optimizer state the new weights are there `gather` later
+    HOST      waits for NORM of all stages, returns at once; the host then makes the new weights (copies.py), of
+              gradients that have been on their way since NORM
+    UPDATE    waits for NORM of all stages (for its own REDUCE where there is no NORM) and, where there is a HOST, for
+              its part of what that makes, then takes the rank's time; with sharded optimizer state the new weights are
+              there `gather` later
 
     FETCH, RELEASE, DROP return at once; items come and go beside the rank's work (copies.py). What touches an item
               waits until it is there
@@ -37,7 +40,7 @@ from functools import partial
 
 from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import Action, Plan
-from hybridpar.pipeline.plan.copies import CopyEngines
+from hybridpar.pipeline.plan.copies import CopyEngines, HostEngines
 from hybridpar.pipeline.plan.cores import Cores
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, PER_ITEM, ROWS, Kind
@@ -156,12 +159,14 @@ class _Machine:
         self.reduce, self.gather = expand(costs.reduce, p), expand(costs.gather, p)
         self.meetings: dict[tuple[Kind, int, int], _Meeting] = {}  # by kind, batch, and stage (NORM: 0)
         gathers = any(self.gather)
-        when = {Kind.UPDATE: self._when_normed}
+        when = {Kind.HOST: self._when_normed, Kind.UPDATE: self._when_normed}
         if gathers:
             when[Kind.F] = self._when_gathered
         if costs.blocking_norm:
             when[Kind.NORM] = self._when_reduced
-        effect = {Kind.REDUCE: self._reduce, Kind.NORM: self._norm} | ({Kind.UPDATE: self._gather} if gathers else {})
+        effect = {Kind.REDUCE: self._reduce, Kind.NORM: self._norm, Kind.HOST: self._host}
+        if gathers:
+            effect[Kind.UPDATE] = self._gather
         self.table: dict[Kind, _Entry] = {kind: (
             when.get(kind, self._when_arrived if row.receive else None), costs.durations(kind, p, self.chunks),
             effect.get(kind, self._send if row.met_by else self._post if row.side else None),
@@ -169,6 +174,10 @@ class _Machine:
         self.parts = [PartCounts(rank.actions) for rank in self.ranks]
         if any(self.parts):
             self.table |= {kind: self._by_part(kind, *self.table[kind]) for kind, row in ROWS.items() if row.cut}
+        self.hosts = self._hosts()
+        if self.hosts:
+            self.table[Kind.NORM] = self._sending(*self.table[Kind.NORM])
+            self.table[Kind.UPDATE] = self._awaiting_host(*self.table[Kind.UPDATE])
         fetch, release = expand(costs.fetch, p), expand(costs.release, p)
         self.engines = {r: CopyEngines(items, fetch[r], release[r]) for r, items in (residency or {}).items()}
         if self.engines:
@@ -206,6 +215,42 @@ class _Machine:
 
         shares = [[time / counts[stage].count(kind, stage) for time in times] for stage, times in enumerate(work)]
         return when_first, shares, effect_last
+
+    def _hosts(self) -> dict[int, HostEngines]:
+        """The hosts of the ranks that have one."""
+        p, costs = len(self.ranks), self.costs
+        times = list(zip(expand(costs.to_host, p), expand(costs.host, p), expand(costs.from_host, p), strict=True))
+        return {rank.index: HostEngines(*times[rank.index], self._shares(rank.index)) for rank in self.ranks
+                if any(action.kind is Kind.HOST for action in rank.actions)}
+
+    def _shares(self, rank: int) -> Sequence[float]:
+        """Of the groups of a rank's weights; there is an UPDATE for each, or one for all."""
+        shares = self.costs.host_shares[rank] if self.costs.host_shares else ()
+        number = self.parts[rank].count(Kind.UPDATE, rank)
+        return (sum(shares) or 1.0,) if number == 1 else shares or [1.0] * number
+
+    def _sending(self, when: _When | None, work: _Work, effect: _Effect | None) -> _Entry:
+        """The table's entry of NORM where gradients then leave for the host."""
+
+        def effect_then_send(rank: _Rank, action: Action, step: int) -> None:
+            if effect is not None:
+                effect(rank, action, step)
+            if action.part == 0 and rank.index in self.hosts:
+                reduced = self._reduction(rank, action.microbatch).end or 0.0
+                self.hosts[rank.index].send(max(rank.clock, reduced))
+
+        return when, work, effect_then_send
+
+    def _awaiting_host(self, when: _When | None, work: _Work, effect: _Effect | None) -> _Entry:
+        """The table's entry of UPDATE where the host makes the weights."""
+
+        def when_made(rank: _Rank, action: Action) -> float | None:
+            start = rank.clock if when is None else when(rank, action)
+            if start is None or rank.index not in self.hosts:
+                return start
+            return max(start, self.hosts[rank.index].ready(action.part))
+
+        return when_made, work, effect
 
     def _with_items(self, kind: Kind, when: _When | None, work: _Work, effect: _Effect | None) -> _Entry:
         """The table's entry of a kind that touches or moves items."""
@@ -409,6 +454,9 @@ class _Machine:
             ready = max(ready, *(self._reduction(r, batch).end or 0.0 for r in self.ranks))
         rank.normed.add(batch)
         self._join(meeting, rank, step, ready, self.costs.norm)
+
+    def _host(self, rank: _Rank, action: Action, step: int) -> None:
+        rank.ends[step] = self.hosts[rank.index].begin(rank.clock)
 
     def _gather(self, rank: _Rank, action: Action, step: int) -> None:
         rank.newest, rank.gathered = action.version, rank.clock + self.gather[rank.index]

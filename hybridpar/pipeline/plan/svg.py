@@ -8,7 +8,7 @@ from html import escape
 
 from hybridpar.pipeline.plan.action import Action, Plan
 from hybridpar.pipeline.plan.draw import as_timeline, number_of
-from hybridpar.pipeline.plan.kinds import COMPUTE, PER_ITEM, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import COMPUTE, PER_BATCH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.shapes import IDLE, INK, MUTED, page, rect
 from hybridpar.pipeline.plan.timeline import Timeline
 
@@ -18,8 +18,8 @@ _COLOURS = (  # by weight version: forward, backward
 )
 _LEFT, _RIGHT, _TOP, _HEIGHT = 74, 92, 58, 30  # pixels
 _LINES = {Kind.SEND_F: (9, "#6fa3dc"), Kind.SEND_B: (12, "#1d4f8b"), Kind.FETCH: (15, "#3aa17e"),
-          Kind.RELEASE: (18, "#c7772e")}
-"""Transfers that a stage sends, and those between its tiers: pixels below its row, colour."""
+          Kind.RELEASE: (18, "#c7772e"), Kind.HOST: (15, "#8a4fc7")}
+"""Transfers that a stage sends, those between its tiers, and the host's work: pixels below its row, colour."""
 _STALL = "#f3cfcb"
 _SHOWN_PIXELS = 0.5
 FORWARDS = "forwards of one micro-batch on the costliest rank"
@@ -59,7 +59,8 @@ def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
         fitting = [css for css, digit in (("", 7.5), ("small", 5.6)) if digits * digit + 3 <= length * per_unit]
         if fitting:
             labels[kind] = fitting[0]
-    moves = any(action.kind in PER_ITEM for actions in timeline.plan.values() for action in actions)
+    more = {*PER_ITEM, Kind.HOST}
+    moves = any(action.kind in more for actions in timeline.plan.values() for action in actions)
     return _Scale(len(timeline.plan), per_unit, 58 if moves else 50, labels)
 
 
@@ -71,8 +72,8 @@ def draw_svg(
     A box is a micro-batch on a stage: light forward, dark backward (W less so), its colour the weight version, with a b
     (and so on) where the stage is the second of its rank. The bar below a row runs from the end of a batch's gradients
     to the update, dark while a reduction is under way; the thin lines below that are the transfers that the stage
-    sends, then those of items to and from its fast tier, where they take visible time; where a stage waits for items it
-    is red. Every part has a tooltip.
+    sends, then those of items to and from its fast tier, or the time in which the host makes its weights, where they
+    take visible time; where a stage waits for items it is red. Every part has a tooltip.
     """
     timeline = as_timeline(drawn)
     ranks = sorted(timeline.plan)
@@ -140,8 +141,8 @@ def _svg_compute(action: Action, start: float, end: float, scale: _Scale) -> Ite
 def _svg_transfer(action: Action, start: float, end: float, scale: _Scale) -> Iterator[str]:
     below, colour = _LINES[action.kind]
     if (width := (end - start) * scale.per_unit) >= _SHOWN_PIXELS:
-        what = f"{'item' if action.kind in PER_ITEM else 'micro-batch'} {action.microbatch}"
-        tip = f"{action}: {ROWS[action.kind].name} of {what} on its way, {start:.6g} to {end:.6g}"
+        number = "item" if action.kind in PER_ITEM else "batch" if action.kind in PER_BATCH else "micro-batch"
+        tip = f"{action}: {ROWS[action.kind].name} of {number} {action.microbatch} on its way, {start:.6g} to {end:.6g}"
         yield rect(scale.x(start), scale.y(action.stage) + _HEIGHT + below, width, 2, colour, tip)
 
 
@@ -202,7 +203,8 @@ def _svg_legend(timeline: Timeline, y: float, full_width: float, visible: set[Ki
         ([rect(0, 0, 26, 14, IDLE)], "idle"),
     ]
     for kinds, what in (((Kind.SEND_F, Kind.SEND_B), "activation, gradient on its way"),
-                        ((Kind.FETCH, Kind.RELEASE), "fetched, released")):
+                        ((Kind.FETCH, Kind.RELEASE), "fetched, released"),
+                        ((Kind.HOST,), "the host makes the new weights")):
         if visible & set(kinds):
             items.append(([rect(0, 4 + 4 * i, 26, 2, _LINES[kind][1]) for i, kind in enumerate(kinds)], what))
     if any(True for rank in timeline.plan for _ in timeline.item_waits(rank)):

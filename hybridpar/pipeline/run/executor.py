@@ -3,7 +3,7 @@
     F       wait for its receive, bind the version, run the stage, keep the graph
     B       wait for its receive, bind the version (recomputation), run backward, keep the input's gradient
     I       the same, but what it takes to compute the weights' gradients waits        W   adds these up (batch hooks)
-    RECV_*  post the receive        SEND_*  start the send        REDUCE NORM UPDATE   handed to the batch hooks
+    RECV_*  post the receive        SEND_*  start the send        REDUCE NORM HOST UPDATE   handed to the batch hooks
     FETCH RELEASE DROP              handed to the tiers of the state; what an action touches is waited for before it
 
 Parts of a stage hand activations and gradients to each other. It is the only place that waits for other stages.
@@ -50,6 +50,7 @@ class BatchHooks:
     """Called once the gradients of a micro-batch on a part of a stage are there."""
     reduce: Callable[[Action], None]
     norm: Callable[[Action], None]
+    host: Callable[[Action], None]
     update: Callable[[Action], None]
     weight_gradients: Callable[[Action], None]
     """Adds up what waits since the backward to the input of that micro-batch."""
@@ -117,6 +118,7 @@ class Executor:
             Kind.W: self._weight_gradients,
             Kind.REDUCE: lambda a: self._hooks.reduce(a),
             Kind.NORM: lambda a: self._hooks.norm(a),
+            Kind.HOST: lambda a: self._hooks.host(a),
             Kind.UPDATE: lambda a: self._hooks.update(a),
         } | {kind: self._send if row.met_by else self._post_receive for kind, row in ROWS.items() if row.side}
         self._table |= dict.fromkeys(PER_ITEM, self._move)

@@ -7,7 +7,7 @@ def test_every_kind_has_a_row_and_is_of_one_sort():
     assert set(ROWS) == set(Kind)
     assert set(Kind) == PER_BATCH | BESIDE | COMPUTE
     assert not COMPUTE & (PER_BATCH | BESIDE)
-    assert {Kind.REDUCE, Kind.NORM, Kind.UPDATE} == PER_BATCH
+    assert {Kind.REDUCE, Kind.NORM, Kind.HOST, Kind.UPDATE} == PER_BATCH
     assert {Kind.F, Kind.B, Kind.I, Kind.W} == COMPUTE
     assert COMPUTE - {Kind.W} == INPUTS
     assert {Kind.FETCH, Kind.RELEASE, Kind.DROP} == PER_ITEM

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -127,3 +128,31 @@ def test_updates_that_are_late():
     assert ("UPDATE0 F2v1 UPDATE0.1 F2.1v1 F3v1 F3.1v1 UPDATE0.2 F2@2v1 UPDATE0.3 F2@2.1v1 F3@2v1") in chunks
     assert "UPDATE0 F1v1 F1.1v1" in text(Sizes(1, 1), "1f1b", Division(2, update_parts=1, late=True))
     assert "F3v0 UPDATE0 " not in text(Sizes(1, 2), "2bw", Division(2, late=True)), "not earlier than it was"
+
+
+@settings(deadline=None, max_examples=60)
+@given(*CASES, st.sampled_from([0.3, 2 / 3, 1.0]), st.booleans())
+def test_a_plan_with_a_host_is_right_and_each_part_waits_for_its_own(name, p, m, seed, split, host, gather):
+    """HOST lies between NORM and UPDATE, and what an UPDATE waits for is needed by the forward behind it."""
+    sizes = drawn_sizes(name, p, m)
+    division = Division(lambda s: 1 + (7 * s + seed) % 4)
+    plan = make_plan(name, sizes, 0, 4, split=split, host=host, gather=gather, parts=division)
+    report = check(plan, sizes, name)
+    assert report.peaks == check(make_plan(name, sizes, 0, 4, split=split, gather=gather), sizes, name).peaks
+    for actions in plan.values():
+        assert [a.microbatch for a in actions if a.kind is Kind.HOST] == [0, 1, 2, 3]
+        for action, following in pairwise(actions):
+            draining = gather or action.microbatch > 1  # or others wait for what the update begins
+            assert action.kind is not Kind.UPDATE or draining or following.kind not in (Kind.B, Kind.I, Kind.W)
+    at = next(i for i, action in enumerate(plan[0]) if action.kind is Kind.HOST)
+    moved = [*plan[0][:at], *plan[0][at + 1 :], plan[0][at]]
+    with pytest.raises(PlanError, match=r"UPDATE0@0.* comes before HOST0@0, which it needs"):
+        check(plan | {0: tuple(moved)}, sizes, name)
+
+
+def test_the_host_begins_a_batch_once_the_one_before_is_made():
+    plan = list(lower("2bw", Sizes(1, 2), 0, 0, 3, host=1.0))
+    host, update = (plan.index(Action(kind, 0, batch, batch + 1)) for kind, batch in ((Kind.HOST, 1), (Kind.UPDATE, 0)))
+    plan.insert(update, plan.pop(host))
+    with pytest.raises(PlanError, match=r"HOST1@0 comes before .*which it needs"):
+        check({0: tuple(plan)}, Sizes(1, 2), "2bw")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridpar.pipeline.plan.action import Kind, parse_actions
+from hybridpar.pipeline.plan.action import Action, Kind, format_actions, parse_actions
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.liveness import Live
 from hybridpar.pipeline.plan.passes import forward_actions, make_plan
@@ -281,3 +281,42 @@ def test_costs_for_each_stage():
     assert simulate(plan, Costs([1, 2], [2, 4])).makespan == 1 + 4 * 6 + 2
     with pytest.raises(AssertionError, match="3 costs for 2 stages"):
         simulate(plan, Costs([1, 2, 3]))
+
+
+# -- the optimizer on the host -----------------------------------------------------------------------------------------
+
+
+def test_a_host_and_two_copy_engines_by_hand():
+    """1f1b, two parts, one micro-batch: gradients leave at 3 in 2 and 1; the host takes 4 and 2, the way back 2 and 1.
+
+        to host    3-5 5-6        host    5---9 9-11        from host    9-11 11-12
+    """
+    plan = make_plan("1f1b", Sizes(1, 1), 0, 2, host=1.0, parts=2)
+    assert format_actions(plan[0]).startswith(
+        "F0@0v0 F0@0.1v0 B0@0.1v0 B0@0v0 REDUCE0@0 NORM0@0 HOST0@0 UPDATE0@0 F1@0v1 UPDATE0@0.1 F1@0.1v1")
+    timeline = simulate(plan, Costs(to_host=3.0, host=6.0, from_host=3.0, host_shares=((2.0, 1.0),)))
+    starts = dict(zip(map(str, plan[0]), timeline.starts[0], strict=True))
+    assert (starts["NORM0@0"], starts["HOST0@0"], starts["F1@0v1"], starts["UPDATE0@0.1"], starts["F1@0.1v1"]) == (
+        3.0, 3.0, 11.0, 12.0, 12.0)
+    host = plan[0].index(Action(Kind.HOST, 0, 0, 1))
+    assert (timeline.returns[0][host], timeline.ends[0][host]) == (3.0, 12.0)
+    assert timeline.busy(0, 3.0, 11.0) == 0
+    slow_norm = simulate(plan, Costs(norm=1.5, to_host=3.0, host=6.0, from_host=3.0, host_shares=((2.0, 1.0),)))
+    assert slow_norm.makespan == timeline.makespan, "gradients leave while the norm is on its way"
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_2bw_hides_a_host_that_takes_less_than_its_slack_and_1f1b_does_not(p):
+    """The slack is m - p + 1 pairs of 3, of which NORM and HOST take one action; the copies take their first group."""
+    m, parts = 8, 4
+    pairs = m - p + 1
+    for name in ("2bw", "1f1b"):
+        plain = simulate(make_plan(name, Sizes(p, m), 0, 12)).step_time(m)
+        for share in (0.5, 0.8, 1.5):
+            host = share * 3 * pairs
+            plan = make_plan(name, Sizes(p, m), 0, 12, host=1.0, parts=parts)
+            exposed = simulate(plan, Costs(to_host=host / 8, host=host, from_host=host / 8)).step_time(m) - plain
+            if name == "2bw":
+                assert exposed == pytest.approx(0, abs=1e-9) if share < 1 else 0.2 * host < exposed < 0.5 * host
+            else:
+                assert 0.7 * host < exposed < 1.25 * host

@@ -1,0 +1,123 @@
+"""Updates on the host, beside training: gradients go there group by group, and new weights come back.
+
+    launch thread   NORM t: send      HOST t: begin                                UPDATE t, group 0: wait   group 1 ..
+    to host              |-- 0 --||-- 1 --|
+    host                              |---- 0 ----||---- 1 ----|      as many threads as the launch thread has
+    from host                                      |- 0 -|      |- 1 -|
+
+The master copy, the optimizer's state and room for one batch's gradients are in host memory, taken once. Each of the
+three rows is a thread. Nothing of a batch begins before the launch thread has waited for the batch before. What fails
+in a thread is raised where the launch thread waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from hybridpar.optim import GroupedOptimizer
+from hybridpar.state.chunks import Buffer
+from hybridpar.state.weights import WeightStore
+
+
+class HostWork:
+    """What is done on the host and on the way there: copies of flat tensors, and the optimizer's step of a group."""
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copies the second of each pair to the first."""
+        for target, source in pairs:
+            target.copy_(source)
+
+    def step(self, step: Callable[[], None], numel: int) -> None:
+        """Makes a step of so many parameters."""
+        step()
+
+
+class HostUpdates:
+    """The updates of a rank's weights on the host.
+
+    For each batch: `send` once its gradients are final and reduced, `begin` once it is known by what they are
+    multiplied, and `wait` for each group. optimizer: its first groups are those of the weights that are hosted; they
+    are stepped in order. gradients: flat buffers that batches take turns with.
+    """
+
+    def __init__(self, weights: WeightStore, optimizer: GroupedOptimizer, num_groups: int, gradients: Sequence[Buffer],
+                 work: HostWork | None = None):
+        self._weights, self._optimizer, self._work = weights, optimizer, work or HostWork()
+        self._gradients = gradients
+        self.staging = weights.on_host("gradients")
+        self._grads = self.staging.views()
+        self._names = [[slot.name for slot in group.slots] for group in optimizer.groups[:num_groups]]
+        self.sizes = [sum(self._grads[name].numel() for name in names) for names in self._names]
+        """Number of parameters that the host updates, by group."""
+        self._to_host, self._host, self._from_host = (_Thread(name) for name in ("to host", "host", "from host"))
+        self._sent: dict[int, Future[None]] = {}  # by group: gradients on their way
+        self._made: dict[int, Future[None]] = {}  # by group: weights that are being made
+        self._later: int | None = None
+        self.num_bytes = {"to host": 0, "from host": 0}
+        """Bytes copied each way so far."""
+
+    def send(self, index: int) -> None:
+        """The gradients in a buffer leave, as soon as the batch before is over."""
+        if self._sent:
+            assert self._later is None, "two batches wait for the one before"
+            self._later = index
+            return
+        for group in range(len(self._names)):
+            pairs = [(self.staging[at : at + stop - start], self._gradients[index][start:stop])
+                     for start, stop, at in self._weights.spans(group)]
+            self.num_bytes["to host"] += sum(source.nbytes for _, source in pairs)
+            self._sent[group] = self._to_host.submit(self._work.copy, pairs)
+
+    def begin(self, version: int, lr: float, factor: float | None, *, predict: bool = True) -> None:
+        """Has the host make a version of the weights, of what `send` has sent, times `factor`; None: it does not.
+
+        predict: as WeightStore.advance has it.
+        """
+        assert not self._made, "the batch before was not waited for"
+        for group, sent in self._sent.items():
+            if factor is None:
+                self._made[group] = sent
+                continue
+            updated = self._host.submit(self._step, group, lr, factor, predict, after=sent)
+            pairs = self._weights.arriving(version, group)
+            self.num_bytes["from host"] += sum(source.nbytes for _, source in pairs)
+            self._made[group] = self._from_host.submit(self._work.copy, pairs, after=updated)
+
+    def _step(self, group: int, lr: float, factor: float, predict: bool) -> None:
+        weights = self._weights.update_on_host(group, predict=predict)
+        gradients = [self._grads[name] for name in self._names[group]]
+        self._work.step(lambda: self._optimizer.step(group, weights, gradients, lr=lr, gradient_scale=factor),
+                        self.sizes[group])
+
+    def is_done(self, group: int | None = None) -> bool:
+        """Whether a group that the host makes (None: all of them) is there."""
+        return all(made.done() for number, made in self._made.items() if group in (None, number))
+
+    def wait(self, group: int) -> None:
+        """Returns once a group that the host makes is there, or is known not to be made. Raises: what failed."""
+        self._made.pop(group).result()
+        del self._sent[group]
+        if not self._sent and self._later is not None:
+            index, self._later = self._later, None
+            self.send(index)
+
+
+class _Thread:
+    """A thread that does one thing after the other; of torch's threads it has as many as the one that makes it."""
+
+    def __init__(self, name: str):
+        self._pool = ThreadPoolExecutor(1, name, torch.set_num_threads, (torch.get_num_threads(),))
+
+    def submit(self, call: Callable[..., None], *args: object, after: Future[None] | None = None) -> Future[None]:
+        """Has it call that with these arguments, once what comes before it is over; if that fails, so does this."""
+        def task() -> None:
+            if after is not None:
+                after.result()
+            with torch.no_grad():
+                call(*args)
+
+        return self._pool.submit(task)

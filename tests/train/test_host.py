@@ -1,0 +1,274 @@
+"""The optimizer on the host: the same bits, saved and gone on with as without it, whatever fails or takes long."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from train.runs import poison_gradients
+
+from hybridpar import checkpoint
+from hybridpar.config import Config, from_mapping
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.errors import ConfigError
+from hybridpar.grid import ProcessGrid
+from hybridpar.memory import predict
+from hybridpar.models.cost import training_flops_per_token
+from hybridpar.pipeline.plan.action import Kind
+from hybridpar.pipeline.run.recording import HostClock, Recording
+from hybridpar.state.host import HostWork
+from hybridpar.train.engine import Engine
+from hybridpar.train.host_forecast import Speeds, forecast_host
+from hybridpar.train.policy import StepResult
+from hybridpar.validate import resolve
+from hybridpar.verify.run import verify
+
+CPU = torch.device("cpu")
+
+
+def make(**sections: Mapping[str, Any]) -> Config:
+    """A GPT of odd sizes with dropout, two layers."""
+    model = {"num_layers": 2, "hidden_size": 48, "num_heads": 6, "seq_length": 14, "vocab_size": 131, "dropout": 0.1}
+    defaults = {"model": model, "pipeline": {"num_microbatches": 4}, "train": {"micro_batch_size": 2}}
+    names = {*defaults, *sections}
+    config = from_mapping({name: {**defaults.get(name, {}), **sections.get(name, {})} for name in names})
+    return replace(config, parallel=replace(config.parallel, dp=max(config.parallel.dp, 1)))
+
+
+def hosted(config: Config, host: bool = True) -> Config:
+    return replace(config, memory=replace(config.memory, host_optimizer=host))
+
+
+def build(config: Config, work: HostWork | None = None) -> Engine:
+    parallel = config.parallel
+    return Engine(config, ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp), CPU, host_work=work)
+
+
+@dataclass
+class Run:
+    """The outcome of a training on one rank; bytes that were copied to the host and from it."""
+
+    steps: list[StepResult]
+    evaluated: dict[str, float]
+    tensors: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    num_bytes: tuple[int, ...] = ()
+
+    def check(self, other: Run) -> None:
+        assert repr(self.steps) == repr(other.steps), "which nan is equal in"
+        assert self.evaluated == other.evaluated
+        for mine, theirs in ((self.tensors, other.tensors), (self.gradients, other.gradients)):
+            assert mine.keys() == theirs.keys()
+            assert not [key for key, tensor in mine.items() if not torch.equal(tensor, theirs[key])]
+
+
+def train(config: Config, stretches: Sequence[int] = (3, 1), work: HostWork | None = None,
+          engine: Engine | None = None) -> Run:
+    engine = engine or build(config, work)
+    grid = engine.grid
+    loader = SyntheticLoader(config.model, 2, 4, grid.dp.rank, grid.dp.size)
+    steps: list[StepResult] = []
+    gradients: dict[str, Tensor] = {}
+
+    def keep(batch: int, tensors: dict[str, Tensor]) -> None:
+        gradients.update((f"{batch}/{name}", tensor.nan_to_num()) for name, tensor in tensors.items())
+
+    for num_batches in stretches:
+        engine.train(loader, num_batches, steps.append, keep)
+    host = engine.state.host
+    tensors = {key: tensor.clone() for key, tensor in engine.state.tensors().items()}
+    return Run(steps, engine.evaluate(loader, 2), tensors, gradients,
+               () if host is None else tuple(host.num_bytes.values()))
+
+
+def both(config: Config, host: bool) -> tuple[Run, int]:
+    """A run, and the number of parameters that the rank updates."""
+    run = train(config := hosted(config, host))
+    return run, sum(owned.stop - owned.start for owned in build(config).state.partition.owned)
+
+
+PIPELINES = ({"schedule": "2bw"}, {"schedule": "1f1b"}, {"schedule": "gpipe"}, {"schedule": "2bw", "early_switch": 1},
+             {"schedule": "2bw", "num_microbatches": 1}, {"schedule": "2bw", "split_backward": True, "sync_steps": 1})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
+def test_the_same_bits_and_the_bytes_of_the_formula(pipeline: dict[str, Any], dtype: str) -> None:
+    config = make(pipeline={"num_microbatches": 4} | pipeline, train={"micro_batch_size": 2, "dtype": dtype})
+    (run, numel), (without, _) = both(config, True), both(config, False)
+    run.check(without)
+    # fp32 gradients go, weights of the run's type come; 1 %: padding between parameters
+    assert run.num_bytes == pytest.approx((4 * 4 * numel, 4 * (2 if dtype == "bf16" else 4) * numel), rel=0.01)
+
+
+@pytest.mark.parametrize("sections", [
+    {"optim": {"staleness": "nesterov"}}, {"optim": {"name": "sgd"}}, {"optim": {"staleness": "prediction"}},
+    {"optim": {"staleness": "prediction"}, "train": {"dtype": "bf16"}}, {"optim": {"staleness": "extrapolation"}},
+    {"optim": {"name": "muon"}}, {"optim": {"name": "muon", "staleness": "extrapolation"}, "train": {"dtype": "bf16"}},
+    {"model": {"kind": "bert"}}, {"model": {"tie_embeddings": False}, "memory": {"parts": 1}},
+    {"train": {"dtype": "fp16"}},
+    {"kernels": {"optimizer": "torch"}, "train": {"dtype": "bf16"}}], ids=str)
+def test_optimizers_models_and_skipped_steps(
+        sections: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_gradients(monkeypatch, {1} if "train" in sections else set())
+    config = make(**{"pipeline": {"schedule": "2bw"}} | sections)
+    run, without = (train(hosted(config, host)) for host in (True, False))
+    run.check(without)
+    assert [step.step for step in run.steps if step.skipped] == [2] * ("train" in sections)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("parallel", "schedule", "optimizer", "dtype"), [
+    ({"tp": 2, "dp": 2, "zero": 1}, "2bw", "muon", "bf16"), ({"pp": 2, "dp": 2}, "2bw", "adamw", "fp32"),
+    ({"pp": 2, "dp": 2, "zero": 1}, "1f1b", "adamw", "fp32"), ({"pp": 2}, "interleaved", "adamw", "bf16"),
+], ids=str)
+def test_grids(parallel: dict[str, Any], schedule: str, optimizer: str, dtype: str) -> None:
+    """With stages in equal parts: what is reduced together has another order of addition otherwise."""
+    config = make(parallel=parallel, pipeline={"schedule": schedule}, optim={"name": optimizer}, train={"dtype": dtype},
+                  memory={"parts": 4})
+    ranks = config.parallel.num_ranks
+    for run, without in zip(*(run_ranks(train, ranks, hosted(config, host)) for host in (True, False)), strict=True):
+        run.check(without)
+        assert run.num_bytes[0] > 0
+
+
+@pytest.mark.ranks
+def test_a_grid_with_it_is_the_same_training() -> None:
+    config = hosted(make(pipeline={"schedule": "2bw"}, train={"num_steps": 10}))
+    report = verify(config, {"tp": 2, "pp": 2, "dp": 2}, 3)
+    assert report.ok, report.first_divergence
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_saved_with_it_and_gone_on_with_without_it_and_back(dtype: str, tmp_path: Path) -> None:
+    config = make(pipeline={"schedule": "2bw"}, train={"dtype": dtype, "num_steps": 10})
+    whole = train(config, (2, 3))
+    for name, before, after in (("a", True, False), ("b", False, True), ("c", True, True)):
+        steps: list[StepResult] = []
+        for host, num_batches in ((before, 2), (after, 3)):
+            engine = build(hosted(config, host))
+            checkpoint.resume(tmp_path / name, engine, "corpus", print)
+            run = train(engine.config, (num_batches,), engine=engine)
+            steps += run.steps
+            checkpoint.save(tmp_path / name, engine, "corpus")
+        replace(run, steps=steps, gradients={}).check(replace(whole, gradients={}))
+
+
+class SlowHost(HostWork):
+    """Takes so long for each parameter; fails in a step."""
+
+    def __init__(self, seconds: float = 0.0, fails_in: int | None = None):
+        self._seconds, self._fails_in, self._num_steps = seconds, fails_in, 0
+
+    def step(self, step: Callable[[], None], numel: int) -> None:
+        if self._num_steps == self._fails_in:
+            raise RuntimeError("the host has lost its memory")
+        self._num_steps += 1
+        time.sleep(self._seconds * numel)
+        step()
+
+
+def test_a_slow_host_is_waited_for_and_changes_nothing() -> None:
+    config = hosted(make(pipeline={"schedule": "2bw"}))
+    plain, slow = build(config), build(config, SlowHost(2e-6))
+    slow.executor.recording = Recording(HostClock())
+    train(config, engine=slow).check(train(config, engine=plain))
+    events = slow.executor.recording.events()
+    numel = sum(owned.stop - owned.start for owned in slow.state.partition.owned)
+    waited = sum(event.waited for event in events if event.action.kind is Kind.UPDATE)
+    assert waited > 2e-6 * numel, "the last batch is wholly waited for: nothing is left to compute"
+    assert any(event.over for event in events if event.action.kind is Kind.HOST)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+def test_what_fails_on_the_host_ends_training(schedule: str) -> None:
+    config = hosted(make(pipeline={"schedule": schedule}))
+    with pytest.raises(RuntimeError, match="lost its memory"):
+        train(config, work=SlowHost(fails_in=4))
+
+
+class DeadlyHost(HostWork):
+    """Ends the process in the middle of a batch: one group is made, the next ones are not."""
+
+    num_steps = 0
+
+    def step(self, step: Callable[[], None], numel: int) -> None:
+        self.num_steps += 1
+        if self.num_steps == 4 * 3 + 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step()
+
+
+def killed(config: Config, folder: Path) -> None:
+    engine = build(config, DeadlyHost())
+    train(config, (2,), engine=engine)
+    checkpoint.save(folder, engine, "corpus")
+    train(config, (3,), engine=engine)
+
+
+@pytest.mark.ranks
+def test_a_kill_in_the_middle_of_an_update_is_gone_on_from_to_the_bit(tmp_path: Path) -> None:
+    config = hosted(make(pipeline={"schedule": "2bw"}, train={"num_steps": 10}))
+    process = get_context("spawn").Process(target=killed, args=(config, tmp_path))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    engine, whole = build(config), train(config, (2, 3))
+    checkpoint.resume(tmp_path, engine, "corpus", print)
+    run = train(config, (3,), engine=engine)
+    replace(run, gradients={}).check(replace(whole, steps=whole.steps[2:], gradients={}))
+
+
+def test_what_is_told_before_a_run() -> None:
+    """By hand: 1f1b waits for the first gradients and all of the host; 2bw for what a batch leaves over."""
+    config = resolve(hosted(make(pipeline={"num_microbatches": 4, "schedule": "2bw"}, parallel={"pp": 2})), 2)
+    assert forecast_host(hosted(config, False)) is None
+    flops = training_flops_per_token(config.model)
+    speeds = Speeds(parameters=1e6, num_bytes=1e12, flops=flops * 112 / 2)  # a batch of 112 tokens takes a second
+    hidden = forecast_host(config, speeds)
+    assert hidden is not None
+    assert (hidden.tokens, hidden.step_ms, hidden.exposed_ms) == (112, pytest.approx(1000), 0)
+    assert hidden.update_ms == pytest.approx(hidden.parameters / 1e3)
+    seconds = 0.3
+    hidden = forecast_host(config, speeds := replace(speeds, parameters=hidden.parameters / seconds))
+    assert hidden is not None
+    assert hidden.exposed_ms == 0
+    assert hidden.needed_tokens == round(seconds * 112 * 4 / 3), "copies take no time"
+    assert f"from about {hidden.needed_tokens:,} tokens" in str(hidden)
+    short = forecast_host(config, replace(speeds, parameters=hidden.parameters / 2.0))
+    assert short is not None
+    # two seconds a batch, of which three of four pairs hide 0.75, less half of one: NORM and HOST are an action apart
+    assert short.exposed_ms == pytest.approx(2000 - 750, abs=125)
+    synchronous = forecast_host(replace(config, pipeline=replace(config.pipeline, schedule="1f1b")), speeds)
+    assert synchronous is not None
+    assert 0.5 * seconds < 1e-3 * synchronous.exposed_ms < 1.01 * seconds
+    assert "no slack" in str(synchronous)
+    alone = resolve(hosted(make(train={"dtype": "bf16"})), 1)
+    (engine := build(alone)).state.allocate()
+    assert predict(alone)[0].state == sum(engine.state.num_bytes().values()), "with the room on the host"
+    measured = forecast_host(config)
+    assert measured is not None
+    assert measured.update_ms > 0
+
+
+@pytest.mark.parametrize(("sections", "message"), [
+    ({"memory": {"budget": 1 << 20}}, r"memory\.budget = 1048576: does not go with memory\.host_optimizer.*try 0"),
+    ({"optim": {"name": "lamb"}}, r"optim\.name = 'lamb'.*norms of whole parameters.*try adamw"),
+    ({"optim": {"clip_grad": 0.0}, "pipeline": {"schedule": "pipedream"}}, r"optim\.clip_grad.*try 1\.0"),
+    ({"train": {"record_memory": 3}}, r"train\.record_memory.*try 0"),
+    ({"train": {"device": "cuda"}}, r"memory\.host_optimizer.*works on CPUs"),
+], ids=lambda value: "" if isinstance(value, str) else "-".join(value))
+def test_what_does_not_go_with_it(sections: dict[str, dict[str, Any]], message: str) -> None:
+    config = make(**sections | {"memory": {"host_optimizer": True} | sections.get("memory", {})})
+    assert re.search(message, str(ConfigError(*config.conflicts())))
