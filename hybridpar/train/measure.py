@@ -20,7 +20,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, PER_ITEM, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, PER_BATCH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.run.recording import Event
 from hybridpar.train.trace import RankEvents, transfer_times
@@ -98,10 +98,9 @@ def _costs(
 
     def of_kind(kind: Kind) -> list[list[float]]:
         """Own times by stage, batch by batch in the order of micro-batches: so what slows down all stages at once still
-        does. Those of a rank are by rank."""
-        return [[e.own + e.gap for r in places[sizes.rank_of(stage)] for batch in typical[r.rank]
-                 for e in sorted(batch, key=lambda e: e.action.microbatch % m)
-                 if e.action.kind is kind and (kind not in COMPUTE or e.action.stage == stage)]
+        does. Those of a rank are by rank. Parts of an action count as one."""
+        return [[time for r in places[sizes.rank_of(stage)] for batch in typical[r.rank]
+                 for time in _whole(batch, kind, stage if kind in COMPUTE else None, m)]
                 for stage in range(sizes.num_stages if kind in COMPUTE else sizes.num_ranks)]
 
     splits = any(e.action.kind is Kind.I for r in ranks for batch in typical[r.rank] for e in batch)
@@ -131,6 +130,17 @@ def _costs(
         backward_input=work(Kind.I) if splits else None)
 
 
+def _whole(batch: Sequence[Event], kind: Kind, stage: int | None, m: int) -> list[float]:
+    """Own times of the actions of a kind, of a stage, in the order of micro-batches: of each the sum of its parts."""
+    sums: dict[tuple[int, int], float] = {}
+    for e in batch:
+        if e.action.kind is kind and stage in (None, e.action.stage):
+            # parts of what is of a batch may lie on both sides of where the next one begins
+            key = 0 if kind in PER_BATCH else e.action.microbatch, e.action.stage
+            sums[key] = sums.get(key, 0.0) + e.own + e.gap
+    return [sums[key] for key in sorted(sums, key=lambda key: key[0] % m)]
+
+
 def _variation(times: Sequence[float]) -> tuple[float, ...]:
     """The times as multiples of their mean."""
     kept = times[:_MOST_VARYING]
@@ -151,7 +161,8 @@ def _first_forwards(events: Sequence[Event], m: int) -> dict[int, int]:
     """Index of the event with which each batch begins."""
     first = min((e.action.stage for e in events), default=0)
     return {e.action.microbatch // m: i for i, e in enumerate(events)
-            if e.action.kind is Kind.F and e.action.stage == first and e.action.microbatch % m == 0}
+            if e.action.kind is Kind.F and e.action.stage == first and e.action.microbatch % m == 0
+            and e.action.part == 0}
 
 
 def _collectives(ranks: Sequence[RankEvents], kind: Kind) -> Iterator[float]:

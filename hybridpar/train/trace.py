@@ -141,7 +141,9 @@ def transfer_times(ranks: Sequence[RankEvents], link: int) -> Iterator[float]:
 
     Links are numbered as in plan.costs.
     """
-    events = {(r.pipeline, e.action.stage, e.action.kind, e.action.microbatch): e for r in ranks for e in r.events}
+    # of an action in parts the first one waits for what comes
+    events = {(r.pipeline, e.action.stage, e.action.kind, e.action.microbatch): e for r in ranks
+              for e in reversed(r.events)}
     p = _num_ranks(ranks)
     for (pipeline, stage, kind, number), used in events.items():
         towards, send, receive = _TRANSFERS.get(kind, (0, kind, kind))
@@ -181,12 +183,15 @@ def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, ...] = (), *, gat
     """
     pipeline = pipeline or min(r.pipeline for r in ranks)
     stages = sorted((r for r in ranks if r.pipeline == pipeline), key=lambda r: r.stage)
-    events = {(e.action.stage, e.action.kind, e.action.microbatch): e for r in stages for e in r.events}
+    events = {(e.action.stage, e.action.kind, e.action.microbatch): e for r in stages for e in reversed(r.events)}
     usual = {link: median(times) for link in range(len(stages)) if (times := list(transfer_times(stages, link)))}
-    ends = {key: event.end for key, event in events.items()}
+
+    def end_of(event: Event) -> float:
+        was_seen = event.over is not None and (event.action.kind is not Kind.UPDATE or gathers)
+        return max(event.end, event.over or 0.0) if was_seen else event.end
+
+    ends = {key: end_of(event) for key, event in events.items()}
     for (stage, kind, number), event in events.items():
-        if event.over is not None and (kind is not Kind.UPDATE or gathers):
-            ends[stage, kind, number] = max(event.end, event.over)
         towards, send, receive = _TRANSFERS.get(kind, (0, kind, kind))
         sent, posted = events.get((stage + towards, send, number)), events.get((stage, receive, number))
         if not towards or sent is None or posted is None:
@@ -197,7 +202,8 @@ def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, ...] = (), *, gat
         ends[stage + towards, send, number] = max(_span(sent)[1], arrival)
         ends[stage, receive, number] = max(posted.end, arrival)
     plan: dict[int, tuple[Action, ...]] = {r.stage: tuple(e.action for e in r.events) for r in stages}
-    by_rank = {rank: [ends[a.stage, a.kind, a.microbatch] for a in actions] for rank, actions in plan.items()}
+    by_rank = {r.stage: [ends[e.action.stage, e.action.kind, e.action.microbatch] if ROWS[e.action.kind].side
+                         else end_of(e) for e in r.events] for r in stages}
     spans = {r.stage: [_span(e) for e in r.events] for r in stages}
     return Timeline(
         plan, {rank: [start for start, _ in of_rank] for rank, of_rank in spans.items()}, by_rank,

@@ -61,6 +61,12 @@ def test_parts_of_backwards_are_found_and_add_up_to_them(schedule: str) -> None:
     assert measured_costs(recorded(schedule, SIZES, COSTS, 8)).backward_input is None
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
+def test_costs_of_stages_in_parts_are_those_of_whole_ones(schedule: str) -> None:
+    found = measured_costs(recorded(schedule, SIZES, COSTS, 8, parts=2))
+    assert numbers(found) == close(replace(COSTS, gather=(0.0,) * 3))
+
+
 def test_costs_of_chunks_are_found_stage_by_stage_and_those_of_ranks_rank_by_rank() -> None:
     """And on the link that closes the ring, those of its own."""
     sizes = Sizes(2, 4, 2)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from hybridpar.pipeline.plan.action import COMPUTE, PER_BATCH, Kind
 from hybridpar.pipeline.plan.costs import Costs, expand
+from hybridpar.pipeline.plan.kinds import ROWS
+from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.pipeline.plan.timeline import Timeline
 from hybridpar.pipeline.run.recording import Event, Usage
 from hybridpar.train.trace import Host, RankEvents
@@ -14,11 +17,15 @@ STARTED = (Kind.REDUCE, Kind.NORM, Kind.HOST)
 
 
 def recorded(
-    schedule: str, sizes: Sizes, costs: Costs, num_batches: int, *, host: Host | None = None, split: bool = False
+    schedule: str, sizes: Sizes, costs: Costs, num_batches: int, *, host: Host | None = None, split: bool = False,
+    parts: int = 1
 ) -> list[RankEvents]:
-    """The events of one pipeline that ran a schedule with these costs; its time goes on in whole batches."""
+    """The events of one pipeline that ran a schedule with these costs; its time goes on in whole batches.
+
+    parts: of each stage.
+    """
     ordering = Ordering(schedule, gather=bool(costs.gather), split=split, host=float(bool(costs.host)))
-    timeline = ordering.timeline(sizes, costs, num_batches)
+    timeline = simulate(make_plan(ordering.make(), sizes, 0, num_batches, **ordering.options, parts=parts), costs)
     return [
         RankEvents(stage, f"rank {stage}", (0, 0), stage, tuple(_events(timeline, stage, sizes, costs)),
                    host or Host(), Usage())
@@ -31,7 +38,8 @@ def _events(timeline: Timeline, stage: int, sizes: Sizes, costs: Costs) -> list[
     for action, start, done, end in timeline.actions(stage):
         waits = ((before, start),) if start > before else ()
         size = sizes.num_stages if action.kind in COMPUTE else sizes.num_ranks
-        own_time = done - start if action.kind in (Kind.I, Kind.W, *costs.variation) else expand(
+        in_parts = ROWS[action.kind].cut and any(a.part for a in timeline.plan[stage])
+        own_time = done - start if in_parts or action.kind in (Kind.I, Kind.W, *costs.variation) else expand(
             own.get(action.kind, 0.0), size)[action.stage % size]
         over = end if action.kind in STARTED or (action.kind is Kind.UPDATE and costs.gather) else None
         made.append(Event(
