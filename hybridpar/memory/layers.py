@@ -98,7 +98,7 @@ class _Shape:
 
 
 def _way(recompute: Recomputation, block: int) -> str:
-    """What of a layer is recomputed: 'all', 'selective', or '': nothing."""
+    """Recomputation of a layer: 'all' of it, 'selective', or '': none."""
     return "all" if block in recompute.blocks else "selective" if block in recompute.selective else ""
 
 
