@@ -18,8 +18,8 @@ drain, which a run pays once, are left out (the time of a batch with them: `incl
 1f1b and gpipe, ours and torch's, run in the same rounds; they drain in every step and reach about m / (m + 1).
 --warmups: pipeline.warmup of 2bw; where there are several, they run in the same rounds, and the first is itemised.
 
-`--schedules interleaved`: our own 1f1b on the same ranks is what interleaved 1F1B, two stages on each, is held against.
-`predicted`: the same ratio of the two step times that `simulate` gets from the costs each has measured.
+`--schedules drains`: those that shorten the drain, ours and torch's, interleaved and with zero bubbles: two stages on
+each rank, or one. `predicted`: the ratios of our step times that `simulate` gets from the costs each has measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from benchmarks.common import (
     OURS,
@@ -64,10 +71,20 @@ from hybridpar.train.measure import Measured
 from hybridpar.train.measure import measure as measure_parts
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
-PEERS = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+PEERS: dict[str, Any] = {
+    "1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B,
+    "interleaved, zero bubble": ScheduleInterleavedZeroBubble, "v": ScheduleZBVZeroBubble}
+SINGLE, MULTI = ("1f1b", "gpipe"), ("1f1b", "interleaved", "interleaved, zero bubble", "v")
 IDEAL, UPDATE, IDEAL_UPDATE = "ideal", "update", "ideal with update"
 WITH_DRAIN, SHARE, ITEMS = "including fill and drain, wall_ms", "share of the ideal", "where the time goes"
-INTERLEAVED, PREDICTED = "interleaved", "predicted"
+PREDICTED = "predicted"
+DRAINS: dict[str, dict[str, Any]] = {
+    OURS: {"schedule": "interleaved", "split_backward": "zero_bubble"},
+    f"{OURS} 1f1b": {"schedule": "1f1b"},
+    f"{OURS} 1f1b, zero bubble": {"schedule": "1f1b", "split_backward": "zero_bubble"},
+    f"{OURS} interleaved": {"schedule": "interleaved"},
+}
+"""Our schedules that drain, with their options."""
 RECORDED = 8
 """Batches that are recorded, at least."""
 PREDICTIONS = 5
@@ -75,15 +92,20 @@ PREDICTIONS = 5
 
 
 class TorchPipelineStep:
-    """One optimizer step of torch.distributed.pipelining on this rank's blocks."""
+    """One optimizer step of torch.distributed.pipelining on this rank's blocks: one stage, or two, in a loop or a V."""
 
     def __init__(self, shape: Shape, schedule: str, m: int, dtype: str):
         rank, size = dist.get_rank(), dist.get_world_size()
-        self.last = rank == size - 1
-        self.model = PlainGPT(shape, stage_split(shape.model, size)[rank], autocast=dtype == "bf16")
-        stage = PipelineStage(self.model, rank, size, torch.device("cpu"))
-        self.schedule = PEERS[schedule](stage, m, loss_fn=cross_entropy)
-        self.optimizer = adamw(self.model.parameters())
+        numbers = [rank] if schedule in SINGLE else [rank, 2 * size - 1 - rank if schedule == "v" else rank + size]
+        num_stages = size * len(numbers)
+        split = stage_split(shape.model, num_stages)
+        self.first, self.last = 0 in numbers, num_stages - 1 in numbers
+        models = [PlainGPT(shape, split[number], autocast=dtype == "bf16") for number in numbers]
+        stages = [PipelineStage(model, number, num_stages, torch.device("cpu"))
+                  for model, number in zip(models, numbers, strict=True)]
+        self.schedule = PEERS[schedule](
+            stages[0] if schedule in SINGLE else stages, m, loss_fn=cross_entropy)
+        self.optimizer = adamw(parameter for model in models for parameter in model.parameters())
         self.batches = [tuple(torch.cat(column) for column in zip(*FixedLoader(shape, m).pairs(t), strict=True))
                         for t in range(FixedLoader.num_distinct)]
         self.step = 0
@@ -92,7 +114,7 @@ class TorchPipelineStep:
         tokens, labels = self.batches[self.step % len(self.batches)]
         self.step += 1
         losses: list[Tensor] = []
-        arguments = (tokens,) if dist.get_rank() == 0 else ()
+        arguments = (tokens,) if self.first else ()
         self.schedule.step(*arguments, **({"target": labels, "losses": losses} if self.last else {}),
                            return_outputs=False)
         clip(self.optimizer, across_ranks=True)
@@ -117,14 +139,14 @@ def measure(shape_name: str, dtype: str, m: int, schedule: str, rounds: int) -> 
                 blocks_of_each_stage=[len(blocks) for blocks in stage_split(shape.model, size)])
 
 
-def measure_interleaved(shape_name: str, dtype: str, m: int, rounds: int) -> dict[str, Any]:
-    """Races interleaved 1F1B and 1f1b, and what the simulator says of them. Collectives: called on all ranks."""
+def measure_drains(shape_name: str, dtype: str, m: int, rounds: int) -> dict[str, Any]:
+    """Races the schedules that drain in the shortest time, and what the simulator says of ours. Collectives: called on
+    all ranks."""
     shape, size = SHAPES[shape_name], dist.get_world_size()
-    steps = {
-        name: OurStep(engine_config(shape, pp=size, num_microbatches=m, schedule=schedule, dtype=dtype), shape,
-                      ProcessGrid(pp=size))
-        for name, schedule in ((OURS, INTERLEAVED), (f"{OURS} 1f1b", "1f1b"))}
-    result = race(steps, rounds, tolerance=TOLERANCE[dtype])
+    steps = {name: OurStep(engine_config(shape, pp=size, num_microbatches=m, dtype=dtype, **options), shape,
+                           ProcessGrid(pp=size)) for name, options in DRAINS.items()}
+    peers = {PEERS[name].__name__: TorchPipelineStep(shape, name, m, dtype) for name in MULTI}
+    result = race({**steps, **peers}, rounds, tolerance=TOLERANCE[dtype])
     sizes = {name: step.engine.sizes for name, step in steps.items()}
     predictions: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(PREDICTIONS):
@@ -132,10 +154,10 @@ def measure_interleaved(shape_name: str, dtype: str, m: int, rounds: int) -> dic
             timeline = Ordering.of(step.engine.config).timeline(sizes[name], record(step, RECORDED).costs)
             predictions[name].append(timeline.step_time(m))
     simulated = {name: statistics.median(seconds) for name, seconds in predictions.items()}
-    entry = case(f"{shape_name} {dtype} pp={size} {INTERLEAVED} m={m}", result, m * shape.microbatch_tokens,
-                 shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule=INTERLEAVED, threads=1,
-                 chunks=sizes[OURS].chunks, blocks_of_each_stage=[
-                     len(blocks) for blocks in stage_split(shape.model, size * sizes[OURS].chunks)])
+    entry = case(f"{shape_name} {dtype} pp={size} drains m={m}", result, m * shape.microbatch_tokens,
+                 shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedules=DRAINS, threads=1,
+                 blocks_of_each_stage={chunks: [len(blocks) for blocks in stage_split(shape.model, size * chunks)]
+                                       for chunks in (1, 2)})
     return entry | {
         PREDICTED: {name: round(seconds / simulated[OURS], 4) for name, seconds in simulated.items() if name != OURS},
         "simulated_ms": {name: round(1e3 * seconds, 3) for name, seconds in simulated.items()}}
@@ -224,9 +246,9 @@ def measure_2bw(
                               UPDATE: repeated(alone.update, 1)}
     for warmup in warmups[1:]:
         sides[f"{OURS} 2bw, {warmup}"] = steady_side(engine("2bw", warmup), batches)
-    for schedule, peer in PEERS.items() if others else ():
+    for schedule in SINGLE if others else ():
         sides[f"{OURS} {schedule}"] = repeated(engine(schedule), batches)
-        sides[peer.__name__] = repeated(TorchPipelineStep(shape, schedule, m, dtype), batches)
+        sides[PEERS[schedule].__name__] = repeated(TorchPipelineStep(shape, schedule, m, dtype), batches)
     result = Race({n: [] for n in sides}, {n: [] for n in sides}, {OURS: losses})
     with_drain: list[float] = []
     for i in range(-1, rounds):
@@ -283,7 +305,7 @@ def itemise(ours: OurStep, num_batches: int) -> dict[str, float]:
 def main() -> None:
     parser = arguments(__doc__, rounds=9, shapes=["balanced", "small"])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--schedules", nargs="+", choices=[*PEERS, INTERLEAVED, "2bw"], default=[*PEERS, "2bw"])
+    parser.add_argument("--schedules", nargs="+", choices=[*SINGLE, "drains", "2bw"], default=[*SINGLE, "2bw"])
     parser.add_argument("--warmups", nargs="+", choices=list(WARMUPS), default=["latency"])
     parser.add_argument("--others", action="store_true", help="also hold the schedules that drain against 2bw's ideal")
     parser.add_argument("--batches", type=int, default=2, help="batches of a timed round of 2bw")
@@ -296,8 +318,8 @@ def main() -> None:
                     if schedule == "2bw":
                         entry = run_ranks(
                             measure_2bw, 2, shape, dtype, m, args.batches, args.rounds, args.warmups, args.others)
-                    elif schedule == INTERLEAVED:
-                        entry = run_ranks(measure_interleaved, 2, shape, dtype, m, args.rounds)
+                    elif schedule == "drains":
+                        entry = run_ranks(measure_drains, 2, shape, dtype, m, args.rounds)
                     else:
                         entry = run_ranks(measure, 2, shape, dtype, m, schedule, args.rounds)
                     cases.append(entry)

@@ -82,9 +82,11 @@ class PipelineConfig:
     gradient_buffers: Literal[0, 1, 2] = 0
     """2bw: 2 lets a batch accumulate while the one before is reduced and applied; 1 saves the memory and waits.
     0: what the schedule can use."""
-    split_backward: bool = False
+    split_backward: bool | Literal["zero_bubble"] = False
     """A backward runs in two parts: the gradient of a stage's input leaves for the stage before while those of its
-    weights are still computed. Losses and weights stay the same to the bit; each part keeps its inputs for longer."""
+    weights are still computed. Losses and weights stay the same to the bit; each part keeps its inputs for longer.
+    "zero_bubble", 1f1b and interleaved: gradients of weights also fill the drain, on each rank as many as it has fewer
+    micro-batches than the first."""
     sync_steps: Annotated[int, Within(0, 2**40)] = 0
     """2bw, pipedream: the first steps run as 1f1b, without stale gradients."""
 

@@ -313,7 +313,9 @@ def test_with_several_chunks_on_a_rank(p: int, pipeline: dict[str, Any], dtype: 
 @pytest.mark.parametrize(("p", "model", "pipeline", "dtype"), [
     (1, {}, {}, "fp32"), (2, DROPOUT, {"schedule": "2bw"}, "fp32"), (2, {}, {"schedule": "interleaved"}, "bf16"),
     (2, {"kind": "bert"} | DROPOUT, {"schedule": "gpipe", "recompute": "all"}, "fp32"),
-    (2, {"logits_chunk": 100}, {"recompute": "stage"}, "bf16")], ids=str)
+    (2, {"logits_chunk": 100}, {"recompute": "stage"}, "bf16"),
+    (3, {}, {"split_backward": "zero_bubble"}, "fp32"),
+    (2, DROPOUT, {"schedule": "interleaved", "split_backward": "zero_bubble"}, "bf16")], ids=str)
 def test_with_split_backwards(p: int, model: dict[str, Any], pipeline: dict[str, Any], dtype: str) -> None:
     agree(make(pp=p, model=model, pipeline={"split_backward": True, **pipeline}, train={"dtype": dtype}))
 

@@ -21,7 +21,7 @@ from hybridpar.train.engine import Engine, StepResult
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 
 
-def make(split: bool, tp: int = 1, pp: int = 1, dp: int = 1, **sections: dict[str, Any]) -> Config:
+def make(split: bool | str, tp: int = 1, pp: int = 1, dp: int = 1, **sections: dict[str, Any]) -> Config:
     return from_mapping({
         "model": {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "seq_length": 12, "vocab_size": 37,
                   **sections.get("model", {})},
@@ -66,9 +66,9 @@ def held_back(actions: Iterator[Action]) -> Iterator[Action]:
         yield action
 
 
-def same(num_ranks: int, **settings: Any) -> None:
+def same(num_ranks: int, split_backward: bool | str = True, **settings: Any) -> None:
     whole = run_ranks(train, num_ranks, make(False, **settings))
-    split = run_ranks(train, num_ranks, make(True, **settings))
+    split = run_ranks(train, num_ranks, make(split_backward, **settings))
     for (numbers, weights, ran), (expected, expected_weights, before) in zip(split, whole, strict=True):
         assert numbers == expected
         assert weights == expected_weights
@@ -116,6 +116,20 @@ def test_of_other_models(model: dict[str, Any]) -> None:
 def test_with_tensor_and_data_parallelism(tp: int, pp: int, dp: int, schedule: str, zero: int) -> None:
     same(tp * pp * dp, tp=tp, pp=pp, dp=dp, model=DROPOUT, parallel={"zero": zero},
          pipeline={"schedule": schedule, "num_microbatches": 4}, optim={"clip_grad": 0.5})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("tp", "pp", "dp", "options", "sections"), [
+    (1, 4, 1, {}, {"train": {"dtype": "bf16"}}),
+    (1, 2, 1, {"schedule": "interleaved", "num_microbatches": 5}, {"model": {"kind": "bert"} | DROPOUT}),
+    (1, 3, 1, {"warmup": "latency", "recompute": "stage"}, {}),
+    (2, 2, 1, {"schedule": "interleaved"}, {"parallel": {"sequence": True}}),
+    (1, 2, 2, {"num_microbatches": 4}, {"parallel": {"zero": 1}}),
+], ids=str)
+def test_filling_the_drain(
+    tp: int, pp: int, dp: int, options: dict[str, Any], sections: dict[str, dict[str, Any]],
+) -> None:
+    same(tp * pp * dp, "zero_bubble", tp=tp, pp=pp, dp=dp, pipeline=options, **{"model": DROPOUT} | sections)
 
 
 @pytest.mark.ranks

@@ -8,7 +8,8 @@ With the optimizer on the host, which has most of the slack, an UPDATE only wait
 
     F3 B3 REDUCE0 NORM0 F4 HOST0 B4  F5 B5  F6 B6  F7 B7 REDUCE1  UPDATE0  F8v1     HOST0: the host makes W(1)
 
-split_backward, where it is asked for, is the first pass: I4v0 W4v0 in the place of B4v0. divide (parts.py) comes last:
+split_backward, where it is asked for, is the first pass: I4v0 W4v0 in the place of B4v0; with a zero bubble
+delay_weight_gradients the second. divide (parts.py) comes last:
 F7v0 F7.1v0 in the place of F7v0. A rank sees only its own list,
 so a plan may be endless; `check` proves that the lists of all ranks fit together.
 """
@@ -41,6 +42,29 @@ def split_backward(actions: Iterable[Action]) -> Iterator[Action]:
             yield replace(action, kind=Kind.W)
         else:
             yield action
+
+
+def delay_weight_gradients(actions: Iterable[Action], delay: int, num_backwards: int) -> Iterator[Action]:
+    """Moves each W of one rank's compute actions behind the next `delay` I, where its batch has so many.
+
+        1f1b, p = 4, rank 3, delay 3    F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 .. W5
+
+    So what other ranks wait for comes first, and gradients of weights fill the time in which the pipeline drains. Their
+    order stays, and with it the order of sums. `num_backwards`: of the rank in a batch.
+
+    Source: ZB-H1, arXiv 2401.10241, section 2.2.
+    """
+    waiting: deque[Action] = deque()
+    left = num_backwards
+    for action in actions:
+        if action.kind is not Kind.W:
+            yield action
+            continue
+        waiting.append(action)
+        left -= 1
+        while len(waiting) > delay or (waiting and not left):
+            yield waiting.popleft()
+        left = left or num_backwards
 
 
 def add_updates(
@@ -123,17 +147,19 @@ def _needed_version(action: Action, schedule: Schedule, sizes: Sizes, first_batc
     return max(schedule.version(sizes, action.stage, next_forward, first_batch), emptied)
 
 
-def add_communication(actions: Iterable[Action], sizes: Sizes, *, ahead: int = 1) -> Iterator[Action]:
+def add_communication(
+    actions: Iterable[Action], sizes: Sizes, *, ahead: int = 1, lean: bool = False
+) -> Iterator[Action]:
     """Adds to one rank's actions the receive of what each computation needs, and the send of what it makes.
 
     A send directly follows its F, B or I. A receive is posted `ahead` computations before its use (W, which needs
     none, does not count), that is, before the computation `ahead` places earlier starts, so the transfer overlaps with
     it (0: right before its use). More than 1 can deadlock where all transfers of a rank on one axis share a queue, as
     with NCCL: a send then stands behind a receive that its own effect must fill. `check` finds out. So it does in a
-    ring where a receive stands before any earlier send: there none is posted before these.
+    ring where a receive stands before any earlier send: there none is posted before these. `lean`: see Receives.
     """
     window: deque[Action] = deque()
-    receives = Receives(sizes)
+    receives = Receives(sizes, lean=lean)
 
     def leave() -> Iterator[Action]:
         head = window.popleft()
@@ -171,10 +197,12 @@ def lower(
     schedule, division = find_schedule(schedule), _division(parts, sizes, rank)
     compute = schedule.compute_actions(sizes, rank, first_batch, num_batches)
     ahead = schedule.receive_ahead if ahead is None else ahead
-    if split:
+    if split or schedule.zero_bubble:
         compute = split_backward(compute)
+    if delay := schedule.weight_delay(sizes, rank):
+        compute = delay_weight_gradients(compute, delay, sizes.num_microbatches * sizes.chunks)
     actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather, host=host)
-    actions = add_communication(actions, sizes, ahead=ahead)
+    actions = add_communication(actions, sizes, ahead=ahead, lean=schedule.zero_bubble)
     if host and division != WHOLE:
         division = replace(division, late=True)
     return actions if division == WHOLE else divide(actions, division)

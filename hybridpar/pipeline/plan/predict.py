@@ -12,7 +12,7 @@ from hybridpar.pipeline.plan.action import Plan
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.parts import Division
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
+from hybridpar.pipeline.plan.schedules import ZERO_BUBBLE, Schedule, Sizes, make_schedule
 from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.pipeline.plan.timeline import Timeline
 
@@ -30,7 +30,7 @@ class Ordering:
     """A schedule, its options, and the passes over it: with the sizes they decide the order of all actions.
 
     clip: there is a NORM. gather: replicas share the update. host: the host's share of the slack. All as in
-    `passes.add_updates`. split: backwards are I and W.
+    `passes.add_updates`. split: backwards are I and W. zero_bubble: Ws fill the drain.
     """
 
     schedule: str
@@ -41,6 +41,7 @@ class Ordering:
     gather: bool = False
     split: bool = False
     host: float = 0.0
+    zero_bubble: bool = False
 
     @staticmethod
     def of(config: Config) -> Ordering:
@@ -49,7 +50,8 @@ class Ordering:
         early_switch = pipeline.early_switch if isinstance(pipeline.early_switch, int) else None
         return Ordering(
             pipeline.schedule, pipeline.warmup, early_switch, pipeline.gradient_buffers, config.norms_first,
-            gather=config.parallel.zero > 0, split=pipeline.split_backward, host=_host_share(config))
+            gather=config.parallel.zero > 0, split=bool(pipeline.split_backward),
+            host=_host_share(config), zero_bubble=pipeline.split_backward == ZERO_BUBBLE)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -59,7 +61,8 @@ class Ordering:
     def make(self) -> Schedule:
         """Raises: ConfigError."""
         return make_schedule(
-            self.schedule, warmup=self.warmup, early_switch=self.early_switch, gradient_buffers=self.gradient_buffers)
+            self.schedule, warmup=self.warmup, early_switch=self.early_switch, gradient_buffers=self.gradient_buffers,
+            zero_bubble=self.zero_bubble)
 
     def timeline(self, sizes: Sizes, costs: Costs, num_batches: int = 0) -> Timeline:
         """Simulates so many batches (0: enough for a steady state, in which all that varies has its turn).

@@ -84,6 +84,7 @@ class Schedule:
     options: frozenset[str] = frozenset()
     early_switch: int | None = None
     sync_steps: int = 0
+    zero_bubble: bool = False  # gradients of weights fill the drain (passes.delay_weight_gradients)
 
     def version(self, sizes: Sizes, stage: int, microbatch: int, first_batch: int) -> int:
         """The weight version that `stage` uses for `microbatch`, forward and backward; W(t) exists after t updates.
@@ -165,8 +166,13 @@ class Schedule:
 
     def max_live_activations(self, sizes: Sizes, stage: int) -> int:
         """Micro-batches that have run forward and not yet backward on this stage, at most; on all stages of a rank."""
-        in_flight = self.warmup(sizes, stage) + 1
+        in_flight = self.warmup(sizes, stage) + 1 + self.weight_delay(sizes, stage)
         return min(in_flight, sizes.num_microbatches * sizes.chunks) if self.flush else in_flight
+
+    def weight_delay(self, sizes: Sizes, rank: int) -> int:
+        """Backwards to the input that may run before the W of an earlier one: as many as let the rank hold no more
+        micro-batches than rank 0 does."""
+        return self.warmup(sizes, 0) - self.warmup(sizes, rank) if self.zero_bubble else 0
 
     def check_sizes(self, sizes: Sizes) -> None:
         """Raises: ConfigError if this schedule cannot run on these sizes."""
@@ -212,7 +218,7 @@ class Schedule:
         m, warmup = sizes.num_microbatches, self.warmup(sizes, rank)
         if "chunks" in self.options:
             batches = _count(first_batch, num_batches)
-            steps = interleaved.batch_order(sizes, rank)
+            steps = interleaved.batch_order(sizes, rank, warmup)
             return ((kind, stage, t * m + k) for t in batches for kind, stage, k in steps)
         order: Iterator[tuple[Kind, int]]
         if self.flush:
@@ -295,9 +301,11 @@ SCHEDULES: dict[str, Schedule] = {
     for schedule in (
         _synchronous("naive", "one micro-batch in the whole pipeline at a time", _constant(0)),
         _synchronous("gpipe", "GPipe, arXiv 1811.06965, figure 2", lambda sizes, stage: sizes.num_microbatches),
-        _synchronous("1f1b", "PipeDream-Flush, arXiv 2006.09503, section 3.2", _depth_below, "warmup"),
         _synchronous(
-            "interleaved", "interleaved 1F1B, arXiv 2104.04473, section 2.2", interleaved.warmup, "chunks"),
+            "1f1b", "PipeDream-Flush, arXiv 2006.09503, section 3.2", _depth_below, "warmup", "zero_bubble"),
+        _synchronous(
+            "interleaved", "interleaved 1F1B, arXiv 2104.04473, section 2.2", interleaved.warmup, "chunks",
+            "zero_bubble"),
         Schedule(
             "2bw", "PipeDream-2BW, arXiv 2006.09503, section 3.1", False, _depth_below, _double_buffered_version,
             _constant(2), num_gradient_buffers=2, needs_full_pipeline=True,
@@ -313,16 +321,18 @@ SCHEDULES: dict[str, Schedule] = {
     )
 }
 
+ZERO_BUBBLE = "zero_bubble"
+"""Value of pipeline.split_backward."""
 WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
 """By name k, where stage r runs k(p-1-r) forwards ahead. 3 keeps a link busy all the time: no more is worth while."""
 
 
 def make_schedule(
     name: str, *, warmup: str = "depth", early_switch: int | None = None, gradient_buffers: int = 0,
-    sync_steps: int = 0, chunks: int = 0,
+    sync_steps: int = 0, chunks: int = 0, zero_bubble: bool = False,
 ) -> Schedule:
     """The schedule of that name with its options: the keys of the configuration's section `pipeline`. (How many chunks
-    a rank holds is then one of the sizes.)
+    a rank holds is then one of the sizes; zero_bubble is a value of split_backward.)
 
     Raises: ConfigError with every option that it does not know or that has no such value.
     """
@@ -352,10 +362,17 @@ def make_schedule(
         if not allowed:
             works = {"warmup": "depth", "early_switch": "off"}.get(option, "0")
             problems.append(Problem(f"pipeline.{option}", value, rule, works))
+    if zero_bubble and "zero_bubble" not in schedule.options:
+        knowing = [other.name for other in SCHEDULES.values() if "zero_bubble" in other.options]
+        problems.append(Problem("pipeline.split_backward", ZERO_BUBBLE, "fills the drains of schedules "
+                                f"{' and '.join(knowing)}, and this is {name}", "true"))
     if problems:
         raise ConfigError(*problems)
+    ahead = _times_depth_below(factor) if factor > 1 else schedule.warmup
+    if zero_bubble and "chunks" in schedule.options:
+        ahead = interleaved.lean_warmup
     return replace(
-        schedule, warmup=_times_depth_below(factor) if factor > 1 else schedule.warmup,
+        schedule, warmup=ahead, zero_bubble=zero_bubble,
         # Transfers that take nobody's time may last (k-1)/2 forwards and backwards: receives are posted early enough.
         # With the longer warm-up that cannot deadlock on any transport, if no stage waits for a drain.
         receive_ahead=2 if factor > 1 and not schedule.flush else schedule.receive_ahead,
@@ -371,7 +388,8 @@ def schedule_of(pipeline: PipelineConfig) -> Schedule:
     early_switch = pipeline.early_switch
     return make_schedule(
         pipeline.schedule, warmup=pipeline.warmup, early_switch=early_switch if isinstance(early_switch, int) else None,
-        gradient_buffers=pipeline.gradient_buffers, sync_steps=pipeline.sync_steps, chunks=pipeline.chunks)
+        gradient_buffers=pipeline.gradient_buffers, sync_steps=pipeline.sync_steps, chunks=pipeline.chunks,
+        zero_bubble=pipeline.split_backward == ZERO_BUBBLE)
 
 
 def find_schedule(schedule: str | Schedule) -> Schedule:

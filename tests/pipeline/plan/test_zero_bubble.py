@@ -1,0 +1,95 @@
+"""Gradients of weights that fill the drain: bubbles, memory and order, against the formulas of the papers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridpar.errors import ConfigError
+from hybridpar.pipeline.plan.action import Action, Kind
+from hybridpar.pipeline.plan.check import check
+from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.passes import delay_weight_gradients, make_plan, split_backward
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
+from hybridpar.pipeline.plan.simulate import simulate
+
+COSTS = [(1, 1, 1), (1, 1.2, 0.8), (1.08, 1.2, 1), (1, 1.5, 0.5)]
+"""Of a forward, a backward to the input, and the gradients of weights; the latter never take longest in a layer."""
+
+
+def schedule_for(chunks: int) -> Schedule:
+    return make_schedule("1f1b" if chunks == 1 else "interleaved", zero_bubble=True)
+
+
+def makespan(schedule: Schedule, sizes: Sizes, f: float, i: float, w: float) -> float:
+    v = sizes.chunks
+    return simulate(make_plan(schedule, sizes), Costs(f / v, (i + w) / v, backward_input=i / v)).makespan
+
+
+@pytest.mark.parametrize("costs", COSTS, ids=str)
+@pytest.mark.parametrize("p", [2, 3, 4, 6, 8])
+def test_bubble(p: int, costs: tuple[float, float, float]) -> None:
+    """(p-1)(F+I-W)/v for any number of micro-batches from p on, at the memory of 1f1b's first rank.
+
+    Source: ZB-H1, arXiv 2401.10241; interleaved: an order of torch's, of which this is the time in all 336 cases tried.
+    """
+    f, i, w = costs
+    for m in sorted({p, p + 1, 2 * p, 2 * p + 1, 3 * p + 2, 4 * p}):
+        for v in (1, 2, 3, 4):
+            found = makespan(schedule_for(v), Sizes(p, m, v), f, i, w)
+            assert found == pytest.approx(m * (f + i + w) + (p - 1) * (f + i - w) / v), (m, v)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_bubble_of_a_longer_warmup(p: int) -> None:
+    """ZB-H2, (p-1)(F+I-2W), none at equal costs but for the fill of the last rank, at almost twice the memory."""
+    schedule = make_schedule("1f1b", warmup="latency", zero_bubble=True)
+    m = 4 * p
+    assert makespan(schedule, Sizes(p, m), 1, 1, 1) == pytest.approx(3 * m + (p - 1))
+    peaks = check(make_plan(schedule, Sizes(p, m)), Sizes(p, m), schedule).peaks
+    assert max(live.activations for live in peaks) == 2 * p - 1
+
+
+@given(st.builds(Sizes, st.integers(2, 9), st.integers(1, 27), st.integers(1, 4)))
+def test_every_plan_is_right(sizes: Sizes) -> None:
+    """Also where the transfers of a rank on an axis queue. No rank holds more than the first."""
+    schedule = schedule_for(sizes.chunks)
+    report = check(make_plan(schedule, sizes, 0, 2), sizes, schedule)
+    peaks = [live.activations for live in report.peaks]
+    assert peaks[0] == max(peaks)
+    assert peaks[0] == schedule.max_live_activations(sizes, 0)
+
+
+@pytest.mark.parametrize("v", [2, 3, 4])
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_memory_of_interleaved(p: int, v: int) -> None:
+    """Activations of p micro-batches, where interleaved 1f1b needs (p-1)/v more."""
+    sizes = Sizes(p, 4 * p, v)
+    lean, plain = schedule_for(v), make_schedule("interleaved")
+    assert lean.max_live_activations(sizes, 0) == p * v
+    assert plain.max_live_activations(sizes, 0) == p * v + p - 1
+
+
+@given(st.integers(0, 5), st.integers(1, 4), st.integers(1, 9))
+def test_the_order_of_sums_stays(delay: int, num_batches: int, m: int) -> None:
+    """And what is delayed stays in its batch, behind no more backwards than it may."""
+    actions = [Action(kind, 0, k) for k in range(num_batches * m) for kind in (Kind.F, Kind.B)]
+    split = list(split_backward(actions))
+    delayed = list(delay_weight_gradients(split, delay, m))
+    assert sorted(map(str, delayed)) == sorted(map(str, split))
+    for kind in (Kind.F, Kind.I, Kind.W):
+        assert [a for a in delayed if a.kind is kind] == [a for a in split if a.kind is kind]
+    waiting, most = 0, 0
+    for action in delayed:
+        waiting += {Kind.I: 1, Kind.W: -1}.get(action.kind, 0)
+        most = max(most, waiting)
+        if action.kind is Kind.F and action.microbatch % m == 0:
+            assert waiting == 0
+    assert most == min(delay + 1, m)
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe", "2bw", "pipedream"])
+def test_other_schedules_have_no_such_drain(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"pipeline\.split_backward = 'zero_bubble'.*1f1b and interleaved.*try true"):
+        make_schedule(name, zero_bubble=True)
