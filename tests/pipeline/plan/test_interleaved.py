@@ -40,7 +40,7 @@ def test_order_is_megatrons_where_ranks_divide_the_micro_batches() -> None:
     """Narayanan et al. 2021, figure 4: four ranks, two chunks, eight micro-batches."""
     assert [len(r) for r in interleaved.rounds(8, 4)] == [4, 4]
     assert [interleaved.warmup(Sizes(4, 8, 2), rank) for rank in range(4)] == [10, 8, 6, 4]
-    steps = [(kind, stage, k) for kind, stage, k in interleaved.batch_order(Sizes(4, 8, 2), 3) if kind is Kind.F]
+    steps = [(kind, stage, k) for kind, stage, k in interleaved.batch_order(Sizes(4, 8, 2), 3, 4) if kind is Kind.F]
     assert [(stage, k) for _, stage, k in steps] == [(s, 4 * r + k) for r in (0, 1) for s in (3, 7) for k in range(4)]
 
 
