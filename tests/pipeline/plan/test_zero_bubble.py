@@ -93,3 +93,15 @@ def test_the_order_of_sums_stays(delay: int, num_batches: int, m: int) -> None:
 def test_other_schedules_have_no_such_drain(name: str) -> None:
     with pytest.raises(ConfigError, match=r"pipeline\.split_backward = 'zero_bubble'.*1f1b and interleaved.*try true"):
         make_schedule(name, zero_bubble=True)
+
+
+@pytest.mark.parametrize(("p", "latency", "whole", "split"), [
+    (4, 0.25, 1.125, 1.0), (4, 0.5, 1.25, 1.0), (4, 1.0, 1.5, 1.25), (8, 0.5, 1.292, 1.0)])
+def test_a_split_backward_hides_latency_under_2bw(p: int, latency: float, whole: float, split: float) -> None:
+    """Half of W on each link, at the ordinary warm-up: the gradient is on its way while W is computed."""
+    sizes = Sizes(p, 2 * p)
+    costs = Costs(1, 2, backward_input=1, latency=latency)
+    for parts, expected in ((False, whole), (True, split)):
+        plan = make_plan("2bw", sizes, 0, 12, split=parts)
+        ideal = 3 * sizes.num_microbatches
+        assert simulate(plan, costs).step_time(sizes.num_microbatches) / ideal == pytest.approx(expected, abs=5e-4)
