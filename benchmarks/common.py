@@ -125,12 +125,12 @@ class FixedLoader:
 
 def engine_config(shape: Shape, *, tp: int = 1, pp: int = 1, dp: int = 1, num_microbatches: int = 1,
                   schedule: str = "1f1b", dtype: str = "fp32", split: tuple[int, ...] = (),
-                  warmup: str = "depth", split_backward: bool | str = False, device: str = "cpu") -> Config:
+                  warmup: str = "depth", zero_bubble: bool = False, device: str = "cpu") -> Config:
     """hybridpar's settings: AdamW as torch's defaults, constant rate, global gradient norm clipped to 1 as usual."""
     return Config(
         model=shape.model, parallel=ParallelConfig(tp, pp, dp),
         pipeline=PipelineConfig(schedule=schedule, num_microbatches=num_microbatches, split=split,
-                                warmup=warmup, split_backward=split_backward),
+                                warmup=warmup, split_backward=zero_bubble, zero_bubble=zero_bubble),
         optim=OptimConfig(lr=LR, decay="constant", weight_decay=0.01, clip_grad=CLIP),
         train=TrainConfig(micro_batch_size=shape.micro_batch, dtype=dtype, seed=SEED, device=device))
 

@@ -79,9 +79,9 @@ IDEAL, UPDATE, IDEAL_UPDATE = "ideal", "update", "ideal with update"
 WITH_DRAIN, SHARE, ITEMS = "including fill and drain, wall_ms", "share of the ideal", "where the time goes"
 PREDICTED = "predicted"
 DRAINS: dict[str, dict[str, Any]] = {
-    OURS: {"schedule": "interleaved", "split_backward": "zero_bubble"},
+    OURS: {"schedule": "interleaved", "zero_bubble": True},
     f"{OURS} 1f1b": {"schedule": "1f1b"},
-    f"{OURS} 1f1b, zero bubble": {"schedule": "1f1b", "split_backward": "zero_bubble"},
+    f"{OURS} 1f1b, zero bubble": {"schedule": "1f1b", "zero_bubble": True},
     f"{OURS} interleaved": {"schedule": "interleaved"},
 }
 """Our schedules that drain, with their options."""

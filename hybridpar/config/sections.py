@@ -82,11 +82,12 @@ class PipelineConfig:
     gradient_buffers: Literal[0, 1, 2] = 0
     """2bw: 2 lets a batch accumulate while the one before is reduced and applied; 1 saves the memory and waits.
     0: what the schedule can use."""
-    split_backward: bool | Literal["zero_bubble"] = False
+    split_backward: bool = False
     """A backward runs in two parts: the gradient of a stage's input leaves for the stage before while those of its
-    weights are still computed. Losses and weights stay the same to the bit; each part keeps its inputs for longer.
-    "zero_bubble", 1f1b and interleaved: gradients of weights also fill the drain, on each rank as many as it has fewer
-    micro-batches than the first."""
+    weights are still computed. Losses and weights stay the same to the bit; each part keeps its inputs for longer."""
+    zero_bubble: bool = False
+    """1f1b and interleaved, with split_backward: gradients of weights wait until the pipeline drains, which they fill;
+    on each rank of as many micro-batches as it holds fewer than the first."""
     sync_steps: Annotated[int, Within(0, 2**40)] = 0
     """2bw, pipedream: the first steps run as 1f1b, without stale gradients."""
 
@@ -99,6 +100,9 @@ class PipelineConfig:
         if self.early_switch == "auto" and self.schedule != "2bw":
             rule = f"schedule {self.schedule} has no such option, only 2bw"
             yield Problem("pipeline.early_switch", "auto", rule, "off")
+        if self.zero_bubble and not self.split_backward:
+            yield Problem("pipeline.split_backward", "false", "must be true with pipeline.zero_bubble, which moves the "
+                          "second part of a backward", "true")
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,9 @@ def _all(config: Config, rank: int, memory: StageMemory) -> Iterator[Knob]:
         yield Knob({"parallel": {"sequence": True}}, moving - moving // parallel.tp)
     if config.pipeline.schedule == "2bw":
         yield Knob({"pipeline": {"gradient_buffers": 1}}, memory.gradients // 2)
-    yield Knob({"pipeline": {"split_backward": False}}, memory.activations)
+    late = {"zero_bubble": False} if config.pipeline.zero_bubble else {}
+    yield Knob({"pipeline": late}, memory.activations)
+    yield Knob({"pipeline": {"split_backward": False} | late}, memory.activations)
     if memory.checkpoint:
         yield Knob({"checkpoint": {"asynchronous": False}}, memory.checkpoint)
 

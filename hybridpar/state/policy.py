@@ -33,7 +33,7 @@ class StatePolicy:
     def of(config: Config, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
         """The policy of a configuration, for a schedule that needs so many weight versions and gradient buffers."""
         return StatePolicy(DTYPES[config.train.dtype], num_versions, num_gradient_buffers, config.optim,
-                           config.parallel, config.kernels.optimizer, bool(config.pipeline.split_backward),
+                           config.parallel, config.kernels.optimizer, config.pipeline.split_backward,
                            config.memory.host_optimizer)
 
     @property

@@ -168,7 +168,7 @@ def alone(config: Config) -> Config:
     one = replace(
         config, parallel=replace(parallel, tp=1, pp=1, dp=1, zero=0), kernels=KernelsConfig(), memory=MemoryConfig(),
         pipeline=replace(pipeline, split=(), recompute="none", warmup="depth", gradient_buffers=0, early_switch=early,
-                         split_backward=False),
+                         split_backward=False, zero_bubble=False),
         train=replace(train, device="cpu", micro_batch_size=train.micro_batch_size * parallel.dp))
     return resolve(one, 1)
 

@@ -53,6 +53,8 @@ HALVED = "train.micro_batch_size = 2, pipeline.num_microbatches = 8"
     ({"parallel": {"tp": 2}}, ["parallel.sequence = true"], []),
     ({"parallel": {"tp": 2, "sequence": True}}, [], ["parallel.sequence"]),
     ({"model": {"logits_chunk": 8}}, [], ["model.logits_chunk"]),
+    ({"parallel": {"pp": 3}, "pipeline": {"split_backward": True, "zero_bubble": True}},
+     ["pipeline.zero_bubble = false", "pipeline.split_backward = false, pipeline.zero_bubble = false"], []),
     ({"pipeline": {"schedule": "2bw", "split_backward": True}},
      ["pipeline.gradient_buffers = 1", "pipeline.split_backward = false"], []),
     ({"checkpoint": {"asynchronous": False}}, [], ["checkpoint.asynchronous"]),

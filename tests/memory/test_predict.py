@@ -314,8 +314,8 @@ def test_with_several_chunks_on_a_rank(p: int, pipeline: dict[str, Any], dtype: 
     (1, {}, {}, "fp32"), (2, DROPOUT, {"schedule": "2bw"}, "fp32"), (2, {}, {"schedule": "interleaved"}, "bf16"),
     (2, {"kind": "bert"} | DROPOUT, {"schedule": "gpipe", "recompute": "all"}, "fp32"),
     (2, {"logits_chunk": 100}, {"recompute": "stage"}, "bf16"),
-    (3, {}, {"split_backward": "zero_bubble"}, "fp32"),
-    (2, DROPOUT, {"schedule": "interleaved", "split_backward": "zero_bubble"}, "bf16")], ids=str)
+    (3, {}, {"zero_bubble": True}, "fp32"),
+    (2, DROPOUT, {"schedule": "interleaved", "zero_bubble": True}, "bf16")], ids=str)
 def test_with_split_backwards(p: int, model: dict[str, Any], pipeline: dict[str, Any], dtype: str) -> None:
     agree(make(pp=p, model=model, pipeline={"split_backward": True, **pipeline}, train={"dtype": dtype}))
 

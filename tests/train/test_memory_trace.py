@@ -45,7 +45,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]
     ({"dp": 2, "zero": 1}, {}, {}, {"dtype": "bf16"}),
     ({"tp": 2, "pp": 2}, {"schedule": "2bw"}, {}, {}),
     ({"dp": 2, "pp": 2, "zero": 1}, {"schedule": "interleaved", **SPLIT}, {}, {}),
-    ({"pp": 2}, {"split_backward": "zero_bubble"}, DROPOUT, {}),
+    ({"pp": 2}, {"zero_bubble": True, **SPLIT}, DROPOUT, {}),
 ]
 
 

@@ -12,7 +12,7 @@ from hybridpar.pipeline.plan.action import Plan
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.parts import Division
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedules import ZERO_BUBBLE, Schedule, Sizes, make_schedule
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
 from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.pipeline.plan.timeline import Timeline
 
@@ -50,8 +50,8 @@ class Ordering:
         early_switch = pipeline.early_switch if isinstance(pipeline.early_switch, int) else None
         return Ordering(
             pipeline.schedule, pipeline.warmup, early_switch, pipeline.gradient_buffers, config.norms_first,
-            gather=config.parallel.zero > 0, split=bool(pipeline.split_backward),
-            host=_host_share(config), zero_bubble=pipeline.split_backward == ZERO_BUBBLE)
+            gather=config.parallel.zero > 0, split=pipeline.split_backward,
+            host=_host_share(config), zero_bubble=pipeline.zero_bubble)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -321,8 +321,6 @@ SCHEDULES: dict[str, Schedule] = {
     )
 }
 
-ZERO_BUBBLE = "zero_bubble"
-"""Value of pipeline.split_backward."""
 WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
 """By name k, where stage r runs k(p-1-r) forwards ahead. 3 keeps a link busy all the time: no more is worth while."""
 
@@ -332,7 +330,7 @@ def make_schedule(
     sync_steps: int = 0, chunks: int = 0, zero_bubble: bool = False,
 ) -> Schedule:
     """The schedule of that name with its options: the keys of the configuration's section `pipeline`. (How many chunks
-    a rank holds is then one of the sizes; zero_bubble is a value of split_backward.)
+    a rank holds is then one of the sizes.)
 
     Raises: ConfigError with every option that it does not know or that has no such value.
     """
@@ -352,6 +350,7 @@ def make_schedule(
             f"must be {' or '.join(map(str, buffers))} with schedule {name} and pipeline.warmup = {warmup!r}",
         ),
         "sync_steps": (sync_steps, 0, sync_steps >= 0, "must not be negative"),
+        "zero_bubble": (zero_bubble, False, True, ""),
         "chunks": (chunks, 0, chunks == 0 or chunks > 1, "must be at least 2, or 0 for 2; one on each rank is 1f1b"),
     }
     problems = []
@@ -360,12 +359,8 @@ def make_schedule(
             knowing = [other.name for other in SCHEDULES.values() if option in other.options]
             allowed, rule = False, f"schedule {name} has no such option, only {' and '.join(knowing)}"
         if not allowed:
-            works = {"warmup": "depth", "early_switch": "off"}.get(option, "0")
+            works = {"warmup": "depth", "early_switch": "off", "zero_bubble": "false"}.get(option, "0")
             problems.append(Problem(f"pipeline.{option}", value, rule, works))
-    if zero_bubble and "zero_bubble" not in schedule.options:
-        knowing = [other.name for other in SCHEDULES.values() if "zero_bubble" in other.options]
-        problems.append(Problem("pipeline.split_backward", ZERO_BUBBLE, "fills the drains of schedules "
-                                f"{' and '.join(knowing)}, and this is {name}", "true"))
     if problems:
         raise ConfigError(*problems)
     ahead = _times_depth_below(factor) if factor > 1 else schedule.warmup
@@ -389,7 +384,7 @@ def schedule_of(pipeline: PipelineConfig) -> Schedule:
     return make_schedule(
         pipeline.schedule, warmup=pipeline.warmup, early_switch=early_switch if isinstance(early_switch, int) else None,
         gradient_buffers=pipeline.gradient_buffers, sync_steps=pipeline.sync_steps, chunks=pipeline.chunks,
-        zero_bubble=pipeline.split_backward == ZERO_BUBBLE)
+        zero_bubble=pipeline.zero_bubble)
 
 
 def find_schedule(schedule: str | Schedule) -> Schedule:
