@@ -208,12 +208,12 @@ class Executor:
         self.weights.bind(action.version)
         backward_from(flight.edge, gradient)
         if flight.input is not None:
-            assert flight.input.grad is not None
+            made, flight.input.grad = flight.input.grad, None
+            assert made is not None
             if part:
-                self._handed[Kind.B, stage, part - 1, k] = flight.input.grad
+                self._handed[Kind.B, stage, part - 1, k] = made
             else:
-                self._outputs[Kind.SEND_B, stage, k] = self.lane.cut(
-                    flight.input.grad, self._codec(Kind.SEND_B, stage))
+                self._outputs[Kind.SEND_B, stage, k] = self.lane.cut(made, self._codec(Kind.SEND_B, stage))
         if action.kind is Kind.B:
             self._hooks.after_backward(action)
 
