@@ -81,7 +81,7 @@ class Paced:
     """A stage that takes longer without using the CPU: forward by a third of `seconds`, backward by two thirds."""
 
     def __init__(self, stage: nn.Module, seconds: float):
-        self.stage, self.seconds = stage, seconds
+        self.stage, self.seconds, self.recompute = stage, seconds, stage.recompute
 
     def __call__(self, *inputs: Any) -> Any:
         out = self.stage(*inputs)

@@ -14,6 +14,7 @@ import argparse
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -46,8 +47,14 @@ def settings(schedule: str, stages: int, codec: str, steps: int, cache: str) -> 
         "data": {"split": 0.015, "cache": cache}, "compression": CODECS[codec]})
 
 
-def train(config: Config, data: Data) -> dict[str, Any]:
+def _open(config: Config) -> Data:
+    return open_data(config.model, config.data, config.cache_folder, seed=config.train.seed)
+
+
+def train(config: Config) -> dict[str, Any]:
     """Trains in this process; losses by step, and the validation loss at the end."""
+    torch.set_num_threads(1)
+    data = _open(config)
     alone = resolve(from_mapping({"parallel": {"pp": 1}}, config), 1)
     engine = Engine(alone, ProcessGrid(), torch.device("cpu"))
     add_boundaries({int(number): block for number, block in engine.stage.blocks.items()}, config)
@@ -71,8 +78,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "2bw"])
+    parser.add_argument("--codecs", nargs="+", default=list(CODECS), choices=list(CODECS))
     args = parse(parser)
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as cache:
         cases = study(args, cache)
     print(write_results("messages", cases, args, shapes={"study": STUDY},
@@ -81,22 +88,25 @@ def main() -> int:
 
 
 def study(args: argparse.Namespace, cache: str) -> list[dict[str, Any]]:
-    """A case for each codec, schedule and number of stages; without a codec stages make no difference."""
-    first = settings("1f1b", 1, "none", args.steps, cache)
-    data = open_data(first.model, first.data, first.cache_folder, seed=first.train.seed)
-    cases: list[dict[str, Any]] = []
-    for schedule, (codec, stages) in product(args.schedules, product(CODECS, args.stages)):
-        if codec == "none" and stages != args.stages[0]:
-            continue
-        found = train(settings(schedule, stages, codec, args.steps, cache), data)
-        base = found if codec == "none" else next(
-            c for c in cases if (c["settings"]["schedule"], c["settings"]["messages"]) == (schedule, "none"))
-        over = round(found["valid_loss"] / base["valid_loss"], 4)
+    """A case for each codec, schedule and number of stages, two at a time; without a codec stages make no difference.
+
+    `cache`: folder of the prepared corpus.
+    """
+    codecs = ["none", *(codec for codec in args.codecs if codec != "none")]
+    runs = [(schedule, stages, codec) for schedule, codec, stages in product(args.schedules, codecs, args.stages)
+            if codec != "none" or stages == args.stages[0]]
+    configs = [settings(*run, args.steps, cache) for run in runs]
+    _open(configs[0])
+    with ProcessPoolExecutor(2) as pool:
+        found = dict(zip(runs, pool.map(train, configs), strict=True))
+    cases = []
+    for (schedule, stages, codec), numbers in found.items():
+        over = round(numbers["valid_loss"] / found[schedule, args.stages[0], "none"]["valid_loss"], 4)
         cases.append({
-            "case": f"{schedule} pp={stages} {codec}", **found, "over_none": over,
+            "case": f"{schedule} pp={stages} {codec}", **numbers, "over_none": over,
             "settings": {"shape": "study", "schedule": schedule, "pp": stages, "messages": codec, "steps": args.steps,
                          "tokens": args.steps * M * STUDY.microbatch_tokens}})
-        print(f"{cases[-1]['case']:<32} {found['valid_loss']:.4f}  {over:.4f}  {found['seconds']} s", flush=True)
+        print(f"{cases[-1]['case']:<32} {numbers['valid_loss']:.4f}  {over:.4f}  {numbers['seconds']} s", flush=True)
     return cases
 
 

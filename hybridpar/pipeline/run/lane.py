@@ -32,7 +32,7 @@ class Lane:
     """The pipeline's neighbours and what travels between them: one activation, or its gradient, of `shape`.
 
     `slicing`: axis whose ranks all hold the same activation, so that each sends a slice of it. None: each rank sends
-    all of what it holds. `codecs`: of messages. `split`: the blocks of all stages.
+    all of what it holds. `codecs`: of messages, between the stages of `split` (none: messages are exact).
     """
 
     pp: Axis
