@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.common import FixedLoader, Shape, engine_config, over_ranks, summary
+from hybridpar.config import from_mapping
 from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.plan.action import COMPUTE
 from hybridpar.pipeline.plan.passes import make_plan
@@ -62,6 +63,7 @@ class Method:
 
     pace: seconds that forward and backward of a micro-batch take besides what they compute, during which the rank waits
     as if for an accelerator. slices: whether tp ranks send slices of what goes from stage to stage, not all of it each.
+    messages: the codec of what goes from stage to stage.
     """
 
     tp: int = 1
@@ -72,13 +74,14 @@ class Method:
     overlaps: bool = True
     pace: float = 0.0
     slices: bool = True
+    messages: str = "none"
 
 
 class Paced:
     """A stage that takes longer without using the CPU: forward by a third of `seconds`, backward by two thirds."""
 
     def __init__(self, stage: nn.Module, seconds: float):
-        self.stage, self.seconds = stage, seconds
+        self.stage, self.seconds, self.recompute = stage, seconds, stage.recompute
 
     def __call__(self, *inputs: Any) -> Any:
         out = self.stage(*inputs)
@@ -140,7 +143,8 @@ class Side:
     def __init__(self, method: Method, link: Link, shape: Shape, dtype: str, m: int):
         config = engine_config(shape, tp=method.tp, pp=method.pp, dp=method.dp, num_microbatches=m,
                                schedule=method.schedule, dtype=dtype)
-        config = replace(config, pipeline=replace(config.pipeline, warmup=method.warmup))  # type: ignore[arg-type]
+        config = from_mapping({"pipeline": {"warmup": method.warmup}, "compression": {"messages": method.messages}},
+                              config)
         self.method, self.link, self.m, self.grid = method, link, m, grid_on(link, method)
         self.engine = Engine(config, self.grid, torch.device("cpu"))
         if not method.slices:

@@ -20,6 +20,7 @@ from hybridpar.models.cost import stage_split
 from hybridpar.nn.attention import rotary_features
 from hybridpar.ops.registry import select
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.pipeline.run.codecs import Codecs
 
 
 def resolve(config: Config, world_size: int) -> Config:
@@ -82,6 +83,7 @@ def _refused(config: Config) -> Iterator[Problem]:
         lambda: stage_split(model, pp, pipeline.split, chunks),
         lambda: parse_recompute(pipeline.recompute, model.num_layers, pp * chunks),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
+        lambda: Codecs.of(config),
         *(partial(select, op, choice, device) for op, choice in asdict(config.kernels).items())]
     said = {problem.field for problem in model.conflicts()}
     if model.position == "rotary" and said.isdisjoint(("model.num_heads", "model.position")):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+from hybridpar.config.compression import CompressionConfig
 from hybridpar.config.data import DataConfig
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
 from hybridpar.config.model import ModelConfig
@@ -278,6 +279,7 @@ class KernelsConfig:
     cross_entropy: str = "auto"
     dropout: str = "auto"
     embedding: str = "auto"
+    quantize: str = "auto"
     optimizer: str = "auto"
 
 
@@ -323,6 +325,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
     run: RunConfig = field(default_factory=RunConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from hybridpar.memory.ghost import Tracker
 from hybridpar.memory.silent import silent_grid
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.models.cost import LABELLED
-from hybridpar.pipeline.run.lane import Lane
+from hybridpar.pipeline.run.lane import Lane, Packed
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.random import RandomKey
 from hybridpar.state import RankState, StatePolicy
@@ -33,11 +34,13 @@ class Footprint:
 
     weights: all working versions. gradients: all buffers. optimizer: its state, and kinds of state that have no column
     of their own. kept: tensors that a micro-batch leaves between its forward and its backward, besides its input.
-    output: what is sent of its output, where that is not kept anyway. message: an activation between stages; part: as
-    much of it as a rank sends and receives. forward, first_backward (of a batch), backward, norm, update: the most that
-    each takes above what was there when it began. waiting: tensors that a micro-batch keeps between the two parts of a
-    split backward; weight_gradients: the most that the second part takes; first_backward and backward are then the
-    first part's. whole_weights, whole_gradients: chunks of what replicas share (ZeRO-2 and 3), while they are there.
+    input: what it keeps of its input. output: what is sent of its output, where that is not kept anyway. message: an
+    activation between stages. received, returned, returning: what a rank receives of an activation, receives of the
+    gradient of its output, and sends of the gradient of its input. forward, first_backward (of a batch), backward,
+    norm, update: the most that each takes above what was there when it began. waiting: tensors that a micro-batch keeps
+    between the two parts of a split backward; weight_gradients: the most that the second part takes; first_backward and
+    backward are then the first part's. whole_weights, whole_gradients: chunks of what replicas share (ZeRO-2 and 3),
+    while they are there.
     """
 
     weights: int
@@ -45,9 +48,12 @@ class Footprint:
     gradients: int
     optimizer: int
     kept: int
+    input: int
     output: int
     message: int
-    part: int
+    received: int
+    returned: int
+    returning: int
     forward: int
     first_backward: int
     backward: int
@@ -89,9 +95,9 @@ def trace_stage(
         tracker.ghost_integers = False
         whole_weights, whole_gradients = traced.state.whole_bytes()
         return Footprint(
-            **traced.static(), kept=kept, output=output, message=traced.lane.whole().nbytes,
-            part=traced.lane.room().nbytes, forward=forward, first_backward=first_backward, backward=backward,
-            norm=traced.norm(), update=traced.update(), waiting=waiting, weight_gradients=weight_gradients,
+            **traced.static(), kept=kept, output=output, **traced.messages(), forward=forward,
+            first_backward=first_backward, backward=backward, norm=traced.norm(), update=traced.update(),
+            waiting=waiting, weight_gradients=weight_gradients,
             whole_weights=whole_weights, whole_gradients=whole_gradients)
 
 
@@ -110,9 +116,12 @@ class _TracedStage:
         self.state = RankState(self.stage, grid, policy, device, parts=parts)
         self.state.allocate()
         self.lane = Lane.of(config, grid, policy.dtype, device)
+        into, out = (partial(self.lane.codecs.on, first=first) for first in (blocks.start, blocks.stop))
+        self._codecs = {"received": into(1), "sent": out(1), "returned": out(-1), "returning": into(-1)}
         self.receives, self.sends = 0 not in blocks, model.num_blocks - 1 not in blocks
-        self._input: Tensor | None
+        self._input: Tensor | Packed | None
         self._empty: int
+        self._input_bytes: int
         self._edge: GradientEdge
         self._loss_dtype: torch.dtype
 
@@ -120,18 +129,32 @@ class _TracedStage:
         """The bytes that are there all the time, by name."""
         return self.state.num_bytes()
 
+    def messages(self) -> dict[str, int]:
+        """The bytes of what travels, by name; of an activation; and what a micro-batch keeps of its input."""
+        parts = {name: self.lane.room(codec).nbytes for name, codec in self._codecs.items() if name != "sent"}
+        return {"message": self.lane.whole().nbytes, "input": self._input_bytes, **parts}
+
+    def _received(self) -> Tensor | Packed | None:
+        if not self.receives:
+            return None
+        codec = self._codecs["received"]
+        if codec is not None and self.stage.recompute.whole:
+            return Packed(self.lane, self.lane.message(codec), codec)
+        return self.lane.whole().requires_grad_()
+
     def forward(self, batch: dict[str, Tensor]) -> tuple[int, int, int]:
         """An executor's forward: bytes kept after it, bytes of the output besides, and the most that it took."""
         self._empty = self.tracker.read().current
-        self._input = self.lane.whole().requires_grad_() if self.receives else None
+        self._input = self._received()
         before = self._start()
+        self._input_bytes = before - self._empty
         batch = {name: tensor.clone() for name, tensor in batch.items()}
         key = RandomKey.of(self.config.train.seed, 0, 0, device=self.tracker.device)
         out: Any = self.stage(self._input, batch, key)
         if isinstance(out, dict):
             out = sum(out.values())
             self._loss_dtype = out.dtype
-        sent = self.lane.cut(out.detach())
+        sent = self.lane.cut(out.detach(), self._codecs["sent"] if self.sends else None)
         self._edge = get_gradient_edge(out)
         peak = self.tracker.read().peak - before
         del out, batch, key

@@ -98,7 +98,8 @@ def predict(
         blocks, again = split[stage], recompute[stage]
         # stages of equal blocks take the same
         ends = (0 in blocks, config.model.num_blocks - 1 in blocks)
-        pattern = (len(blocks), ends, tuple(number in again.blocks for number in blocks), again.whole, buffers)
+        pattern = (len(blocks), ends, tuple(number in again.blocks for number in blocks), again.whole, buffers,
+                   blocks.stop == config.model.num_blocks - 1)  # what a head alone receives is exact
         if pattern not in traced:
             traced[pattern] = trace(config, blocks, again, buffers, device)
         return traced[pattern]
@@ -153,7 +154,7 @@ def walk(
         for name in ("weights", "master", "gradients", "optimizer", "norm", "update"))
     whole_weights, whole_gradients = (
         max(getattr(fp, name) for fp in held) for name in ("whole_weights", "whole_gradients"))
-    message, part, last = held[0].message, held[0].part, sizes.num_stages - 1
+    message, last = held[0].message, sizes.num_stages - 1
     in_flight = kept = inputs = posted = 0  # micro-batches, and what they keep; inputs, and receives not yet taken
     waiting: dict[Kind, int] = {}  # outputs to be sent
     sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
@@ -164,11 +165,12 @@ def walk(
         if row.met_by:
             sends.append(waiting.pop(kind))
         elif row.side:
-            posted += 1
+            posted += fp.received if row.flow > 0 else fp.returned
         takes = row.receive is not None and (has_input if row.flow > 0 else has_output)
-        posted -= takes
-        activations = kept + inputs * message
-        communication = posted * part + takes * message + sum(waiting.values()) + sum(sends)
+        posted -= takes * (fp.received if row.flow > 0 else fp.returned)
+        activations = kept + inputs
+        whole = fp.input if kind is Kind.F else message
+        communication = posted + takes * whole + sum(waiting.values()) + sum(sends)
         is_first = action.microbatch % sizes.num_microbatches == 0 or whole_gradients > 0
         backward = fp.first_backward if is_first else fp.backward
         transient = {Kind.F: fp.forward, Kind.B: backward, Kind.I: backward, Kind.W: fp.weight_gradients,
@@ -179,13 +181,13 @@ def walk(
                            in_flight=in_flight, during=str(action))
         in_flight += row.holds
         if kind is Kind.F:
-            kept, inputs = kept + fp.kept, inputs + has_input
+            kept, inputs = kept + fp.kept, inputs + has_input * fp.input
             if has_output:
                 waiting[Kind.SEND_F] = fp.output
         elif kind is Kind.W:
             kept -= fp.waiting
         elif row.receive:
-            kept, inputs = kept - fp.kept + fp.waiting * (kind is Kind.I), inputs - has_input
+            kept, inputs = kept - fp.kept + fp.waiting * (kind is Kind.I), inputs - has_input * fp.input
             if has_input:
-                waiting[Kind.SEND_B] = fp.part
+                waiting[Kind.SEND_B] = fp.returning
     return best

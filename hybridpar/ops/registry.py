@@ -110,6 +110,8 @@ TABLE = (
     *_rows("cross_entropy", "cross_entropy", "Compiled Passes", cuda=_CUDA),
     *_rows("dropout", "dropout"),
     *_rows("embedding", "embedding", "Compiled Passes", triton=_ALL),
+    Backend("quantize", "cpp", f"{_HERE}quantize:Compiled {_CPP}", "cpu", _ALL, f"{_HERE}libraries:cpp_missing"),
+    Backend("quantize", "torch", f"{_HERE}quantize:Passes"),  # on GPUs, so far
     *_rows("optimizer", "update", "Compiled Passes", triton=(torch.float64, torch.float32), apex="FusedAdam"),
 )
 

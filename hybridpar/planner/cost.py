@@ -28,6 +28,7 @@ from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
 from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.run.codecs import Codecs
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import KINDS, BlockCost
 from hybridpar.state.partition import BUCKET_BYTES
@@ -81,9 +82,14 @@ class StepCost:
         self.kinds = {kind: profile.block(kind, self.tp, b) for kind in KINDS}
         self.item, self.gradient_bytes = DTYPES[config.train.dtype].itemsize, GRADIENT_BYTES[config.train.dtype]
         self.message_bytes = self.item * b * config.model.seq_length * config.model.hidden_size
-        """Bytes of an activation between two stages."""
-        self.sent_bytes = -(-self.message_bytes // self.tp)
-        """Bytes of it that a rank of tp sends."""
+        """Bytes of an activation."""
+        codecs, hidden = Codecs.of(config), config.model.hidden_size
+        row = max(hidden * self.item if codec is None else codec.row_bytes(hidden)
+                  for codec in (codecs.forward, codecs.backward))
+        self.wire_bytes = b * config.model.seq_length * row
+        """Bytes that go between two stages for it, or for its gradient where these are more."""
+        self.sent_bytes = -(-self.wire_bytes // self.tp)
+        """Bytes of them that a rank of tp sends."""
         self.is_cpu = profile.hardware.cores > 0
 
     # -- blocks and stages ---------------------------------------------------------------------------------------------
@@ -119,7 +125,7 @@ class StepCost:
         """Time in which tp ranks gather a stage's input, and the gradient of its output: of a ring, the second half."""
         if self.config.parallel.sequence:  # ranks work on the part that they receive
             return 0.0, 0.0
-        once = self.machine.all_reduce(self.message_bytes, range(self.tp), self._groups) / 2
+        once = self.machine.all_reduce(self.wire_bytes, range(self.tp), self._groups) / 2
         return once * (0 not in blocks), once * (self.config.model.num_blocks - 1 not in blocks)
 
     def kind(self, number: int) -> str:

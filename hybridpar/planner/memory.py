@@ -140,8 +140,8 @@ class MemoryCheck:
         buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers)
         fp = self._rough(cost, blocks, recompute, buffers)
         in_flight = -(-schedule.max_live_activations(sizes, rank) // sizes.chunks)
-        one = fp.kept + (0 if blocks.start == 0 else fp.message)
-        return fp.weights + fp.master + fp.gradients + fp.optimizer + fp.message + fp.part + max(
+        one = fp.kept + (0 if blocks.start == 0 else fp.input)
+        return fp.weights + fp.master + fp.gradients + fp.optimizer + fp.message + fp.received + max(
             in_flight * one + max(fp.backward, fp.first_backward), (in_flight - 1) * one + fp.forward + fp.message,
             (in_flight - 1) * one + max(fp.norm, fp.update))
 

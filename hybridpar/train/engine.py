@@ -100,8 +100,8 @@ class Engine:
         self.replicas = None if shared is None else SharedChunks(shared, self.state, self.parts, self.sizes)
         self.state.initialize(config.train.seed)
         self.executor = Executor(
-            stages, self.state.weights, Lane.of(config, grid, states.dtype, device), pipeline.num_microbatches,
-            self.tiers or self.replicas)
+            stages, self.state.weights, Lane.of(config, grid, states.dtype, device, self.split),
+            pipeline.num_microbatches, self.tiers or self.replicas)
         if (config.train.cuda_graphs and device.type == "cuda" and not config.train.record_memory
                 and not self.parts.is_divided):
             self.executor.graphs = graphs.recorder(

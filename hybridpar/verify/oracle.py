@@ -1,7 +1,8 @@
 """The training that a grid is compared with: one process, float64, plain autograd, no engine, no flat buffers.
 
 It keeps every version of the weights; each micro-batch runs on the version that the schedule's rule gives it, stage by
-stage. Synchronous schedules: W(t). 2bw: W(max(t-1, 0)), the delayed-gradient oracle. The update rules are in rules.py.
+stage. Synchronous schedules: W(t). 2bw: W(max(t-1, 0)), the delayed-gradient oracle. The update rules are in rules.py,
+what messages between stages lose in boundaries.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.optim.schedule import learning_rate
 from hybridpar.random import RandomKey
+from hybridpar.verify.boundaries import add_boundaries
 from hybridpar.verify.rules import Tensors, build_rule
 
 
@@ -62,6 +64,7 @@ class Oracle:
             for name, parameter, placement in named_placements(block):
                 self.placements[f"blocks.{number}.{name}"] = placement
                 start[f"blocks.{number}.{name}"] = parameter.detach()
+        add_boundaries(self.blocks, self.config)
         initialize([(n, t, self.placements[n]) for n, t in start.items()], self.config.train.seed)
         self.history = [{n: t.clone() for n, t in start.items()}]
         self.rule = build_rule(self.config.optim, self.placements)

@@ -35,6 +35,7 @@ from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.metrics import stream_metrics
 from hybridpar.train.policy import BatchPolicy
 from hybridpar.validate import resolve
+from hybridpar.verify.boundaries import add_boundaries
 from hybridpar.verify.staged import StagedPolicy, staged_engine
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
@@ -131,6 +132,7 @@ def replay(path: Path, step: int, say: Say) -> Report:
         engine = staged_engine(config, bundle.config, staged)
     else:
         engine = Engine(config, ProcessGrid(), torch.device("cpu"), policy=BatchPolicy(config, judge))
+    add_boundaries({int(number): block for number, block in engine.stage.blocks.items()}, bundle.config)
     _load(engine, bundle, folder, data, say)
     if staged is not None:
         staged.start = engine.batches_done

@@ -46,8 +46,8 @@ def make(tp: int = 1, pp: int = 1, dp: int = 1, **sections: dict[str, Any]) -> C
 
 # -- the walk ------------------------------------------------------------------------------------------------------
 
-NOTHING = Footprint(weights=0, master=0, gradients=0, optimizer=0, kept=0, output=0, message=0, part=0,
-                    forward=0, first_backward=0, backward=0, norm=0, update=0)
+NOTHING = Footprint(weights=0, master=0, gradients=0, optimizer=0, kept=0, input=0, output=0, message=0, received=0,
+                    returned=0, returning=0, forward=0, first_backward=0, backward=0, norm=0, update=0)
 
 
 def walked(schedule: str, p: int, m: int, stage: int, footprint: Footprint) -> StageMemory:
@@ -79,20 +79,25 @@ def test_each_action_counts_on_top_of_what_is_there(schedule: str) -> None:
     assert forward.in_flight == SCHEDULES[schedule].max_live_activations(Sizes(4, 4), 1) - 1
 
 
+def sent(part: int, whole: int) -> dict[str, int]:
+    """Sizes of messages of which a rank sends `part`."""
+    return {"input": whole, "message": whole, "received": part, "returned": part, "returning": part, "output": part}
+
+
 def test_messages() -> None:
     """Inputs count with the activations; posted receives, outputs and unfinished sends as communication."""
-    found = walked("1f1b", 4, 12, 1, replace(NOTHING, message=1, part=1, output=1, backward=1))
+    found = walked("1f1b", 4, 12, 1, replace(NOTHING, **sent(1, 1), backward=1))
     assert found.activations == found.in_flight == 3
     assert found.communication == max_unfinished_sends(4) + 2, "receives: the gradient of this one, the next input"
-    alone = walked("1f1b", 1, 12, 0, replace(NOTHING, message=1, part=1, output=1, backward=1))
+    alone = walked("1f1b", 1, 12, 0, replace(NOTHING, **sent(1, 1), backward=1))
     assert (alone.activations, alone.communication) == (0, 0)
 
 
 def test_messages_that_are_slices() -> None:
     """What was taken is whole; posted, waiting and sent is one slice of each."""
-    found = walked("1f1b", 4, 12, 1, replace(NOTHING, message=10, part=1, output=1, backward=1))
+    found = walked("1f1b", 4, 12, 1, replace(NOTHING, **sent(1, 10), backward=1))
     assert (found.activations, found.communication) == (30, max_unfinished_sends(4) + 1 + 10)
-    forward = walked("1f1b", 4, 12, 1, replace(NOTHING, message=10, part=1, output=1, forward=100))
+    forward = walked("1f1b", 4, 12, 1, replace(NOTHING, **sent(1, 10), forward=100))
     assert forward.during.startswith("F")
     assert (forward.activations, forward.communication) == (20, max_unfinished_sends(4) + 1 + 10)
 
@@ -104,7 +109,7 @@ def test_a_stage_of_tensor_parallel_ranks_sends_a_part_of_its_output() -> None:
     for tp in (1, 2, 3):
         footprint = trace_stage(replace(config, parallel=ParallelConfig(tp, 2, 1)), range(1, 3), Recomputation(),
                                 Buffers(1, 1), CPU)
-        sizes[tp] = (footprint.message, footprint.part, footprint.output)
+        sizes[tp] = (footprint.message, footprint.received, footprint.output)
     assert sizes == {1: (1040, 1040, 1040), 2: (1040, 520, 520), 3: (1040, 4 * 87, 4 * 87)}
 
 
@@ -354,8 +359,8 @@ def test_sequence_parallelism_keeps_a_part_of_what_every_rank_kept(tp: int) -> N
                               Buffers(1, 1), CPU) for on in (False, True))
     u = 4 * 128 * 256 * 4
     assert more.kept - less.kept == pytest.approx(3 * u * (tp - 1) / tp, rel=0.02)
-    assert (less.message, less.part) == (u // tp, u // tp)
-    assert (more.message, more.part) == (u, u // tp)
+    assert (less.message, less.received) == (u // tp, u // tp)
+    assert (more.message, more.received) == (u, u // tp)
 @pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "none"), ("2bw", "stage"), ("interleaved", "none")])
 def test_where_messages_weigh(schedule: str, recompute: str) -> None:
     """Few weights, and large activations in slices. Gloo's threads may let go of a gathered one late."""

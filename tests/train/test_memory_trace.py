@@ -27,8 +27,8 @@ MODEL = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "seq_length": 15, "
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 SPLIT, STAGE = {"split_backward": True}, {"recompute": "stage"}
 
-CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    # parallel, pipeline, model, train
+CASES: list[tuple[dict[str, Any], ...]] = [
+    # parallel, pipeline, model, train, and compression where there is any
     ({}, {}, {}, {}),
     ({}, {"recompute": "all"}, DROPOUT, {"dtype": "bf16"}),
     ({"pp": 2}, {"schedule": "naive"}, {}, {}),
@@ -46,14 +46,18 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]
     ({"tp": 2, "pp": 2}, {"schedule": "2bw"}, {}, {}),
     ({"dp": 2, "pp": 2, "zero": 1}, {"schedule": "interleaved", **SPLIT}, {}, {}),
     ({"pp": 2}, {"zero_bubble": True, **SPLIT}, DROPOUT, {}),
+    ({"pp": 2}, {"schedule": "2bw"}, {}, {}, {"messages": "int8", "messages_backward": "bf16"}),
+    ({"pp": 2}, {"schedule": "interleaved", **STAGE}, {}, {}, {"messages": "int4"}),
+    ({"tp": 2, "pp": 2}, {"schedule": "1f1b"}, {}, {}, {"messages": "int4"}),
 ]
 
 
 def config_of(case: tuple[dict[str, Any], ...]) -> Config:
-    parallel, pipeline, model, train = case
+    parallel, pipeline, model, train, *compression = case
     num_ranks = parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("dp", 1)
     plain = {"model": MODEL | model, "parallel": parallel, "pipeline": {"num_microbatches": 4} | pipeline,
-             "train": {"micro_batch_size": 2, "num_steps": 10, "device": "cpu"} | train}
+             "train": {"micro_batch_size": 2, "num_steps": 10, "device": "cpu"} | train,
+             "compression": compression[0] if compression else {}}
     return resolve(from_plain(Config, plain, "config"), num_ranks)
 
 

@@ -19,6 +19,7 @@ from hybridpar.grid import ProcessGrid, Traffic
 from hybridpar.models.build import DTYPES
 from hybridpar.nn.placement import split_sizes
 from hybridpar.pipeline.plan.kinds import Kind
+from hybridpar.pipeline.run.codecs import Codec
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.recording import HostClock, Recording
 from hybridpar.state.audit import bit_hash
@@ -46,9 +47,9 @@ class Whole(Lane):
 
     sent: list[int] = field(default_factory=list)
 
-    def cut(self, x: Tensor) -> Tensor:
+    def cut(self, x: Tensor, codec: Codec | None = None) -> Tensor:
         self.sent.append(int(bit_hash(x)))
-        return super().cut(x)
+        return super().cut(x, codec)
 
 
 def train(config: Config) -> list[tuple[Any, dict[str, Traffic], list[int]]]:
@@ -130,9 +131,9 @@ def test_beside_replicas() -> None:
 class Slow(Lane):
     """A lane on which gathering takes a while."""
 
-    def join(self, part: Tensor) -> Tensor:
+    def join(self, part: Tensor, codec: Codec | None = None) -> Tensor:
         time.sleep(0.05)
-        return super().join(part)
+        return super().join(part, codec)
 
 
 @pytest.mark.ranks

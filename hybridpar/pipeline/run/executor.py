@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +26,9 @@ from hybridpar.comm import Work, irecv, isend
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import PER_ITEM, ROWS, Kind
+from hybridpar.pipeline.run.codecs import Codec
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs
-from hybridpar.pipeline.run.lane import Lane
+from hybridpar.pipeline.run.lane import Lane, Packed
 from hybridpar.pipeline.run.recording import Recording
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.random import RandomKey
@@ -73,7 +74,7 @@ NO_HOOKS = BatchHooks(*[_refuse] * len(fields(BatchHooks)))
 class InFlight:
     """A micro-batch between its forward and its backward."""
 
-    input: Tensor | None
+    input: Tensor | None  # whose gradient is sent: a leaf
     edge: GradientEdge  # the output's place in the graph: the output itself is not kept
 
 
@@ -166,28 +167,33 @@ class Executor:
     def _forward(self, action: Action) -> None:
         stage, part, k = action.stage, action.part, action.microbatch
         batch, key = self._source.microbatch(k)
-        x = self._handed.pop((Kind.F, stage, part, k)) if part else self._take(Kind.RECV_F, stage, k)
+        grad, here = torch.is_grad_enabled(), self.stages[stage][part]
+        x: Tensor | Packed | None
+        if part:
+            x = self._handed.pop((Kind.F, stage, part, k))
+        else:
+            x = self._take(Kind.RECV_F, stage, k, packed=grad and here.recompute.whole)
         if self.weights.is_arriving(action.version):
             self.wait(partial(self.weights.await_version, action.version))
         self.weights.bind(action.version)
-        grad = torch.is_grad_enabled()
         if self.graphs is not None and grad:
             losses = self.graphs.forward(k, self.weights.slot(action.version), batch, key)
             if losses is not None:
                 self._add_losses(k // self.num_microbatches, losses)
                 return
-        if x is not None and grad:
-            x.requires_grad_()
-        out = self.stages[stage][part](x, batch, key)
+        leaf = x.leaf if isinstance(x, Packed) else x
+        if leaf is not None and grad:
+            leaf.requires_grad_()
+        out = here(x, batch, key)
         if isinstance(out, dict):
             self._add_losses(k // self.num_microbatches, out)
             out = sum(out.values())
         elif part + 1 < len(self.stages[stage]):
             self._handed[Kind.F, stage, part + 1, k] = out.detach()
         else:
-            self._outputs[Kind.SEND_F, stage, k] = self.lane.cut(out.detach())
+            self._outputs[Kind.SEND_F, stage, k] = self.lane.cut(out.detach(), self._codec(Kind.SEND_F, stage))
         if grad:
-            self._flight[stage, part, k] = InFlight(x, get_gradient_edge(out))
+            self._flight[stage, part, k] = InFlight(leaf, get_gradient_edge(out))
 
     def _backward(self, action: Action) -> None:
         stage, part, k = action.stage, action.part, action.microbatch
@@ -202,11 +208,12 @@ class Executor:
         self.weights.bind(action.version)
         backward_from(flight.edge, gradient)
         if flight.input is not None:
-            assert flight.input.grad is not None
+            made, flight.input.grad = flight.input.grad, None
+            assert made is not None
             if part:
-                self._handed[Kind.B, stage, part - 1, k] = flight.input.grad
+                self._handed[Kind.B, stage, part - 1, k] = made
             else:
-                self._outputs[Kind.SEND_B, stage, k] = self.lane.cut(flight.input.grad)
+                self._outputs[Kind.SEND_B, stage, k] = self.lane.cut(made, self._codec(Kind.SEND_B, stage))
         if action.kind is Kind.B:
             self._hooks.after_backward(action)
 
@@ -225,13 +232,20 @@ class Executor:
             self._loss_dtype = value.dtype
 
     def _post_receive(self, action: Action) -> None:
-        lane, row, buffer = self.lane, ROWS[action.kind], self.lane.room()
+        lane, row = self.lane, ROWS[action.kind]
+        buffer = lane.room(self._codec(action.kind, action.stage))
         axis = lane.pp if row.flow > 0 else lane.reverse
         work = irecv(buffer, (axis.rank + row.side) % axis.size, axis, tag=action.stage)
         self._received[action.kind, action.stage, action.microbatch] = (work, buffer)
 
-    def _take(self, kind: Kind, stage: int, k: int) -> Tensor | None:
-        """The received tensor, once it is here; None where this stage receives nothing of that kind.
+    def _codec(self, kind: Kind, stage: int) -> Codec | None:
+        """The codec of a transfer; there is none where nothing is trained."""
+        row = ROWS[kind]
+        return self.lane.codec(row.flow, stage + (row.side > 0)) if torch.is_grad_enabled() else None
+
+    def _take(self, kind: Kind, stage: int, k: int, packed: bool = False) -> Any:
+        """The received tensor, once it is here; None where this stage receives nothing of that kind. `packed`: as the
+        bytes that it came in, where a codec made some.
 
         Time of the gathering counts like that of the stage's own collectives, as the action's: it is no transfer.
         """
@@ -239,7 +253,9 @@ class Executor:
             return None
         work, buffer = entry
         self.wait(work.wait)
-        return self.lane.join(buffer)
+        if (codec := self._codec(kind, stage)) is not None and packed:
+            return Packed(self.lane, self.lane.gather(buffer), codec)
+        return self.lane.join(buffer, codec)
 
     def _send(self, action: Action) -> None:
         lane, row = self.lane, ROWS[action.kind]

@@ -2,22 +2,29 @@
 
     tp rank 0    [ a | b ]   sends a    ---- link ---->    receives a   [ a | b ]   gathered over tp,
     tp rank 1    [ a | b ]   sends b    ---- link ---->    receives b   [ a | b ]   behind the link
+
+With a codec (codecs.py) slices are whole rows, and they are gathered as the bytes that they came in.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
 
+from hybridpar.autograd import once_differentiable
 from hybridpar.comm import all_gather
 from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn.placement import Range, split_ranges, split_sizes
 from hybridpar.nn.sequence import SequencePart
+from hybridpar.pipeline.run.codecs import Codec, Codecs
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Lane:
     """The pipeline's neighbours and what travels between them: one activation, or its gradient, of `shape`.
 
     `slicing`: axis whose ranks all hold the same activation, so that each sends a slice of it. None: each rank sends
-    all of what it holds.
+    all of what it holds. `codecs`: of messages, between the stages of `split` (none: messages are exact).
     """
 
     pp: Axis
@@ -34,44 +41,93 @@ class Lane:
     dtype: torch.dtype
     device: torch.device
     slicing: Axis | None = None
+    codecs: Codecs = field(default_factory=Codecs)
+    split: Sequence[range] = ()
 
     @classmethod
-    def of(cls, config: Config, grid: ProcessGrid, dtype: torch.dtype, device: torch.device) -> Lane:
-        """The lane of a rank of `grid`.
+    def of(cls, config: Config, grid: ProcessGrid, dtype: torch.dtype, device: torch.device,
+           split: Sequence[range] = ()) -> Lane:
+        """The lane of a rank of `grid`, between the stages of `split`.
 
         Shapes: an activation is [b, s, h], equal on all ranks of tp; with parallel.sequence each has its own rows.
         """
         sequence = config.parallel.sequence
         rows = SequencePart.of(config.model.seq_length, grid.tp, sequence).length
         shape = (config.train.micro_batch_size, rows, config.model.hidden_size)
-        return cls(grid.pp, grid.pp_reverse, shape, dtype, device, None if sequence else grid.tp)
+        slicing = None if sequence else grid.tp
+        return cls(grid.pp, grid.pp_reverse, shape, dtype, device, slicing, Codecs.of(config), split)
+
+    def codec(self, flow: int, into: int) -> Codec | None:
+        """The codec on the link between stage `into` and the one before. flow: 1 for activations, -1 for gradients."""
+        return self.codecs.on(flow, self.split[into].start) if self.split else None
 
     def whole(self) -> Tensor:
         """An empty activation."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
-    def room(self) -> Tensor:
-        """An empty tensor for what this rank receives of an activation. Shapes: `shape`, or [n] where it is sliced."""
+    def room(self, codec: Codec | None = None) -> Tensor:
+        """An empty tensor for what this rank receives of an activation.
+
+        Shapes: `shape`, or [n] where it is sliced; of a codec: uint8 [rows, bytes of a row].
+        """
+        if codec is not None:
+            start, stop = self._rows
+            return self._bytes(codec, stop - start)
         if self._slice is None:
             return self.whole()
         start, stop = self._slice
         return torch.empty(stop - start, dtype=self.dtype, device=self.device)
 
-    def cut(self, x: Tensor) -> Tensor:
-        """What this rank sends of `x`: a copy of its slice, which does not keep `x` alive; else `x` itself."""
+    def cut(self, x: Tensor, codec: Codec | None = None) -> Tensor:
+        """What this rank sends of `x`: a copy of its slice, or its bytes, which do not keep `x` alive; else `x`."""
+        if codec is not None:
+            start, stop = self._rows
+            return codec.encode(x.reshape(-1, x.shape[-1])[start:stop])
         if self._slice is None:
             return x
         start, stop = self._slice
         return x.flatten()[start:stop].clone()
 
-    def join(self, part: Tensor) -> Tensor:
+    def join(self, part: Tensor, codec: Codec | None = None) -> Tensor:
         """The activation of which this rank has received `part`.
 
         Shapes: as `room` -> `shape`. Collectives: one all-gather over `slicing`.
         """
+        if codec is not None:
+            return self.decode(self.gather(part), codec)
         if self._slice is None or self.slicing is None:
             return part
         return all_gather(part, self.slicing, 0, split_sizes(prod(self.shape), self.slicing.size)).view(self.shape)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The bytes of the activation of which this rank has received `part`. Collectives: one all-gather as `join`."""
+        if self.slicing is None:
+            return part
+        return all_gather(part, self.slicing, 0, split_sizes(self._num_rows, self.slicing.size))
+
+    def decode(self, message: Tensor, codec: Codec) -> Tensor:
+        """The activation that these bytes of it say."""
+        x = self.whole()
+        codec.decode_(x.view(-1, x.shape[-1]), message)
+        return x
+
+    def message(self, codec: Codec) -> Tensor:
+        """An empty tensor for all bytes of an activation."""
+        return self._bytes(codec, self._num_rows)
+
+    def _bytes(self, codec: Codec, rows: int) -> Tensor:
+        return torch.empty((rows, codec.row_bytes(self.shape[-1])), dtype=torch.uint8, device=self.device)
+
+    @property
+    def _num_rows(self) -> int:
+        return prod(self.shape[:-1])
+
+    @cached_property
+    def _rows(self) -> Range:
+        """The rows that this rank sends."""
+        if self.slicing is None:
+            return 0, self._num_rows
+        return split_ranges(self._num_rows, self.slicing.size)[self.slicing.rank]
 
     @cached_property
     def _slice(self) -> Range | None:
@@ -79,3 +135,32 @@ class Lane:
         if self.slicing is None or self.slicing.size == 1:
             return None
         return split_ranges(prod(self.shape), self.slicing.size)[self.slicing.rank]
+
+
+class Packed:
+    """An activation as bytes, for a stage that is recomputed: it decodes them in its forward and in its backward.
+
+    `leaf`: takes the activation's gradient; of one element's memory.
+    """
+
+    def __init__(self, lane: Lane, message: Tensor, codec: Codec):
+        self._lane, self._message, self._codec = lane, message, codec
+        self.leaf = torch.empty((), dtype=lane.dtype, device=lane.device).expand(lane.shape).requires_grad_()
+
+    def __call__(self) -> Tensor:
+        """The activation, whose gradient is the leaf's."""
+        unpacked: Tensor = _Unpacked.apply(self.leaf, self._lane, self._message, self._codec)
+        return unpacked
+
+
+class _Unpacked(Function):
+    """What the bytes say; the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, lane: Lane, message: Tensor, codec: Codec) -> Tensor:
+        return lane.decode(message, codec)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy, None, None, None

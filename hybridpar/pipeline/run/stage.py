@@ -14,6 +14,7 @@ from hybridpar.models.build import Recomputation
 from hybridpar.random import RandomKey
 
 KEEP_ALL = Recomputation()
+Input = Tensor | Callable[[], Tensor] | None
 
 
 class Stage(nn.Module):
@@ -21,8 +22,8 @@ class Stage(nn.Module):
 
     A recomputed block keeps nothing between forward and backward but its input; a stage that is recomputed as a whole
     nothing but the stage's. Of a layer that is recomputed selectively, outputs of norms and activations are made again.
-    Shapes: x [b, s, h] (None for the stage that holds the embedding) -> [b, s, h], or partial losses (0-d each) for
-    the stage that holds the head.
+    Shapes: x [b, s, h] (None for the stage that holds the embedding; or a function that makes it, each time that the
+    stage runs) -> [b, s, h], or partial losses (0-d each) for the stage that holds the head.
     Source: arXiv 2006.09503, section 4.1 (whole stages).
     """
 
@@ -35,13 +36,13 @@ class Stage(nn.Module):
             assert isinstance(layer, TransformerLayer), "only layers have outputs that are made again"
             layer.remake()
 
-    def forward(self, x: Tensor | None, batch: MicroBatch, key: RandomKey | None) -> Tensor | Losses:
+    def forward(self, x: Input, batch: MicroBatch, key: RandomKey | None) -> Tensor | Losses:
         if self.recompute.whole:
             return _checkpointed(self._run, x, batch, key)
         return self._run(x, batch, key)
 
-    def _run(self, x: Tensor | None, batch: MicroBatch, key: RandomKey | None) -> Tensor | Losses:
-        out: Tensor | Losses | None = x
+    def _run(self, x: Input, batch: MicroBatch, key: RandomKey | None) -> Tensor | Losses:
+        out: Tensor | Losses | None = x if x is None or isinstance(x, Tensor) else x()
         for number, block in self.blocks.items():
             if int(number) in self.recompute.blocks and not self.recompute.whole:
                 out = _checkpointed(block, out, batch, key)

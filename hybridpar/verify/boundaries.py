@@ -1,0 +1,46 @@
+"""The links between a pipeline's stages in one process: the layer y = C(x) behind the last block of each stage.
+
+Forward and backward, what went over a link there goes through its codec here. A codec's bytes depend on a token's
+features alone, so neither slices over tp nor replicas nor larger micro-batches make a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+
+from hybridpar.config import Config
+from hybridpar.models.cost import stage_split
+from hybridpar.pipeline.run.codecs import Codec, Codecs, through
+
+
+def add_boundaries(blocks: Mapping[int, nn.Module], config: Config) -> None:
+    """Puts the links of `config` behind blocks of the whole model, by number. Without gradients they are exact."""
+    codecs, pipeline = Codecs.of(config), config.pipeline
+    split = stage_split(config.model, config.parallel.pp, pipeline.split, pipeline.num_chunks)
+    for before, after in pairwise(split):
+        forward, backward = (codecs.on(flow, after.start) for flow in (1, -1))
+        if forward is None and backward is None:
+            continue
+
+        def cross(module: nn.Module, inputs: Any, out: Tensor, forward: Codec | None = forward,
+                  backward: Codec | None = backward) -> Tensor | None:
+            return _Crossing.apply(out, forward, backward) if torch.is_grad_enabled() else None
+
+        blocks[before.stop - 1].register_forward_hook(cross)
+
+
+class _Crossing(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Codec | None, backward: Codec | None) -> Tensor:
+        ctx.codec = backward
+        return x.view_as(x) if forward is None else through(forward, x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return through(ctx.codec, dy), None, None
