@@ -1,0 +1,183 @@
+"""The outer step: what makes the weights of sites that train apart meet again.
+
+    site 0   W ----- inner steps -----> W0    anchor - W0 -.                      anchor, momentum: equal to the bit
+    site 1   W ----- inner steps -----> W1    anchor - W1 --+-> mean d;  v = momentum v + d
+                                                            |   anchor -= lr (d + momentum v)
+                                                            '-> W0, W1 = mix W0, W1 + (1 - mix) anchor
+
+It is part of UPDATE: it changes a version as that is made (timeline.py says which). A rank talks to those that hold
+the same parameters at other sites, of what it updates: with ZeRO-1 of its share. Every element goes through the same
+exactly rounded operations at all sites, whatever the number of threads and the width of vectors there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm import Works, all_gather_async
+from hybridpar.config import OuterConfig
+from hybridpar.grid import Axis
+from hybridpar.ops.update import Weights
+from hybridpar.optim import ParameterSlot
+from hybridpar.state.chunks import Buffer, Chunk, Memory
+from hybridpar.state.layout import FlatLayout
+from hybridpar.state.timeline import OuterTimeline, fragment_of
+
+_PIECE = 1 << 16
+"""Elements that are worked on at a time: what they take stays in a cache."""
+NUM_NOTES = 4
+"""Numbers that sites tell each other with every message."""
+_TYPES = {"bf16": torch.bfloat16}
+
+
+class OuterStep:
+    """The outer optimizer of what this rank updates, the `slots`, and its messages over `site`.
+
+    dtype: of the master copy, if there is one, else of the weights. `notes`: what this rank tells the others with the
+    next message; `heard`: what all told with the one that was taken last, a row a site.
+    Between two versions at most one message is under way.
+    """
+
+    def __init__(self, settings: OuterConfig, site: Axis, slots: Sequence[ParameterSlot], dtype: torch.dtype,
+                 memory: Memory):
+        self.settings, self.site, self._memory = settings, site, memory
+        self.timeline = OuterTimeline.of(settings)
+        layout = FlatLayout([slot.name for slot in slots], [slot.shape for slot in slots], dtype)
+        self.anchor, self.momentum = (Buffer(layout, dtype, memory, kind=kind) for kind in ("anchor", "outer"))
+        self._anchors, self._momenta = (list(kept.views().values()) for kept in (self.anchor, self.momentum))
+        self._members: list[list[int]] = [[] for _ in range(settings.fragments)]
+        for i, slot in enumerate(slots):
+            self._members[fragment_of(slot.name, slot.placement.tied, settings.fragments)].append(i)
+        self._slots, sizes = list(slots), [slot.numel for slot in slots]
+        self._sizes = [[sizes[i] for i in members] for members in self._members]
+        wire = _TYPES.get(settings.precision, dtype)
+        self.wire = memory.zeros("wire", Chunk(0, site.size * max(map(sum, self._sizes))), wire)
+        self._room = memory.zeros("outer", Chunk(0, 2 * min(max(sizes, default=1), _PIECE)), dtype)
+        self.notes: Sequence[float] = (0.0,) * NUM_NOTES
+        self.heard: Tensor | None = None
+        self._told = torch.zeros(site.size * NUM_NOTES, dtype=torch.float64)
+        self._under_way: Works | None = None
+        self.waits_by: Callable[[Callable[[], None]], None] = lambda wait: wait()
+        """Called with what waits for other sites."""
+
+    @property
+    def room(self) -> list[Tensor]:
+        """Room for messages and sums."""
+        return [self.wire, self._room]
+
+    def message_bytes(self, fragment: int) -> int:
+        """Bytes of a message of this rank. Over the axis go as many from each site."""
+        return sum(self._sizes[fragment]) * self.wire.element_size() + self._told.nbytes // self.site.size
+
+    def sent(self, version: int) -> dict[str, Tensor]:
+        """The differences that this rank has sent and not taken yet by a version, by parameter."""
+        if (fragment := self.timeline.under_way(version)) is None:
+            return {}
+        own = self._messages(fragment)[self.site.rank]
+        return {self._slots[i].name: own[a:b].view(self._slots[i].shape)
+                for i, (a, b) in self._spans(fragment)}
+
+    @torch.no_grad()
+    def begin(self, weights: Sequence[Tensor]) -> None:
+        """Takes weights that all sites have in common: those of the slots, in order."""
+        for anchor, momentum, weight in zip(self._anchors, self._momenta, weights, strict=True):
+            anchor.copy_(weight)
+            momentum.zero_()
+
+    def begin_at(self, since: int) -> None:
+        """Before a load: sites have trained apart `since` a version; what is under way is void."""
+        if self._under_way is not None:
+            self._under_way.wait()
+        self._under_way, self.timeline = None, replace(self.timeline, since=since)
+
+    def go_on(self, version: int) -> None:
+        """Before training from a version: what was under way then and came with a load leaves. Collectives: as `step`.
+        """
+        fragment = self.timeline.under_way(version)
+        if fragment is not None and self._under_way is None:
+            self.notes = (0.0,) * NUM_NOTES
+            self._send(fragment)
+
+    # -- as a version is made ------------------------------------------------------------------------------------------
+
+    def concerns(self, version: int) -> bool:
+        """Whether `step` does anything to a version."""
+        return self.timeline.leaving(version) is not None or self.timeline.taken(version) is not None
+
+    @torch.no_grad()
+    def step(self, version: int, weights: Weights) -> None:
+        """Does what is due as a version of the weights is made; `weights`: the new ones of all slots, in order.
+
+        Collectives: where a fragment leaves, all-gathers of it and of the notes over `site`.
+        """
+        self.heard, at_once = None, self.timeline.delay == 0
+        arriving, leaving = self.timeline.taken(version), self.timeline.leaving(version)
+        if arriving is not None and not at_once:
+            self._take(arriving, weights)
+        if leaving is not None:
+            own = self._messages(leaving)[self.site.rank]
+            for i, (a, b) in self._spans(leaving):
+                self._subtract(own[a:b], self._anchors[i].view(-1), weights.new[i].view(-1))
+            self._send(leaving)
+        if arriving is not None and at_once:
+            self._take(arriving, weights)
+
+    def _spans(self, fragment: int) -> list[tuple[int, tuple[int, int]]]:
+        """Slots of a fragment by number, and where they lie in a message."""
+        ends = accumulate(self._sizes[fragment], initial=0)
+        return list(zip(self._members[fragment], pairwise(ends), strict=True))
+
+    def _messages(self, fragment: int) -> list[Tensor]:
+        """The messages of all sites."""
+        size = sum(self._sizes[fragment])
+        return list(self.wire[: self.site.size * size].split(size)) if size else [self.wire[:0]] * self.site.size
+
+    def _send(self, fragment: int) -> None:
+        size, sites, rank = sum(self._sizes[fragment]), self.site.size, self.site.rank
+        self._told[rank * NUM_NOTES : (rank + 1) * NUM_NOTES] = torch.tensor(self.notes, dtype=torch.float64)
+        self._under_way = Works(
+            all_gather_async(flat, [(s, s * each, (s + 1) * each) for s in range(sites)], self.site)
+            for flat, each in ((self._told, NUM_NOTES), (self.wire[: sites * size], size)))
+
+    def _take(self, fragment: int, weights: Weights) -> None:
+        assert self._under_way is not None, "nothing has left: go_on comes before training"
+        self.waits_by(self._under_way.wait)
+        self._under_way = None
+        self.heard, messages = self._told.view(self.site.size, NUM_NOTES).clone(), self._messages(fragment)
+        for i, (a, b) in self._spans(fragment):
+            self._average([m[a:b] for m in messages], self._anchors[i].view(-1), self._momenta[i].view(-1),
+                          weights.new[i].view(-1))
+            if weights.working:
+                weights.working[i].copy_(weights.new[i])
+
+    # -- arithmetic, piece by piece ------------------------------------------------------------------------------------
+
+    def _rooms(self, numel: int) -> tuple[Tensor, Tensor]:
+        half = self._room.numel() // 2
+        return self._room[:numel], self._room[half : half + numel]
+
+    def _subtract(self, message: Tensor, anchor: Tensor, weight: Tensor) -> None:
+        for out, x, y in zip(*(t.split(_PIECE) for t in (message, anchor, weight)), strict=True):
+            difference, _ = self._rooms(x.numel())
+            out.copy_(torch.sub(x, y, out=difference))
+
+    def _average(self, messages: Sequence[Tensor], anchor: Tensor, momentum: Tensor, weight: Tensor) -> None:
+        """Multiplications and additions one by one: fused ones are not the same in all parts of a tensor."""
+        settings = self.settings
+        for a, v, w, *ms in zip(*(t.split(_PIECE) for t in (anchor, momentum, weight, *messages)), strict=True):
+            mean, other = self._rooms(a.numel())
+            mean.copy_(ms[0])
+            for m in ms[1:]:
+                mean.add_(other.copy_(m))
+            mean.mul_(1 / len(ms))
+            v.mul_(settings.momentum).add_(mean)
+            a.sub_(mean.add_(torch.mul(v, settings.momentum, out=other)).mul_(settings.lr))
+            if settings.mix:
+                w.mul_(settings.mix).add_(torch.mul(a, 1 - settings.mix, out=other))
+            else:
+                w.copy_(a)
