@@ -63,8 +63,9 @@ def _values(config: Config) -> Iterator[Problem]:
 def _grid(config: Config, world_size: int) -> Iterator[Problem]:
     tp, pp, dp, sites = config.parallel.tp, config.parallel.pp, config.parallel.dp, config.parallel.sites
     if sites > 1 and config.parallel.zero == 0 and world_size > tp * pp * sites:
-        yield Problem("parallel.zero", 0, "must be 1 with several replicas at each of several sites: each sends what it "
-                      "updates, so all would send all", "1")
+        rule = ("must be 1 with several replicas at each of several sites: each sends what it updates, and all would "
+                "update all")
+        yield Problem("parallel.zero", 0, rule, "1")
     product, given = ("tp * pp * dp", "") if sites == 1 else ("tp * pp * dp * sites", f" sites={sites}")
     if dp and config.parallel.num_ranks != world_size:
         yield Problem(
