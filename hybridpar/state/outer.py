@@ -39,7 +39,7 @@ class OuterStep:
     """The outer optimizer of what this rank updates, the `slots`, and its messages over `site`.
 
     dtype: of the master copy, if there is one, else of the weights. `notes`: what this rank tells the others with the
-    next message; `heard`: what all told with the one that was taken last, a row a site.
+    next message; `heard`: what all told with the one that was taken last, a row a site, until somebody takes it out.
     Between two versions at most one message is under way.
     """
 
@@ -115,7 +115,7 @@ class OuterStep:
 
         Collectives: where a fragment leaves, all-gathers of it and of the notes over `site`.
         """
-        self.heard, at_once = None, self.timeline.delay == 0
+        at_once = self.timeline.delay == 0
         arriving, leaving = self.timeline.taken(version), self.timeline.leaving(version)
         if arriving is not None and not at_once:
             self._take(arriving, weights)

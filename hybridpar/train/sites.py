@@ -52,7 +52,8 @@ class SiteTalk:
         """After the update that has made a version: what was told with the message that it took."""
         if self._outer.timeline.leaving(version) is not None:
             self._begin()
-        if (heard := self._outer.heard) is None:
+        heard, self._outer.heard = self._outer.heard, None
+        if heard is None:
             return None
         ending, losses, steps, skipped = heard.T.tolist()
         means = [loss / number for loss, number in zip(losses, steps, strict=True) if number]

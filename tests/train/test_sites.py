@@ -109,22 +109,24 @@ def test_messages_are_all_that_crosses_and_go_on_to_the_bit(tmp_path: Path) -> N
         assert all(int(key.split(".")[1]) % 2 for key in found["under_way"])
 
 
-def stop_one(config: Config) -> tuple[int, int]:
+def stop_one(config: Config) -> tuple[int, list[int], list[int]]:
     engine, loader = start(config)
     seen: list[int] = []
+    told: list[int] = []
 
     def on_step(result: StepResult) -> None:
         seen.append(result.step)
+        told.extend([result.step] if result.news is not None else [])
         engine.stop_requested = engine.grid.rank == 1 and result.step == 2
 
     engine.train(loader, 30, on_step)
-    return engine.batches_done, seen[-1]
+    return engine.batches_done, seen, told
 
 
 def test_all_sites_stop_with_the_same_batch() -> None:
     """The request of one site's rank, made at step 2, leaves with the message of step 5, which step 6 takes."""
     config = make({"sites": 2}, outer={"every": 5, "delay": 1})
-    assert run_ranks(stop_one, 2, config) == [(8, 8)] * 2
+    assert run_ranks(stop_one, 2, config) == [(8, [*range(1, 9)], [6])] * 2
 
 
 def save_after(config: Config, root: Path, num_batches: int) -> dict[str, torch.Tensor]:
