@@ -30,6 +30,8 @@ from hybridpar.state.timeline import OuterTimeline, fragment_of
 
 _PIECE = 1 << 16
 """Elements that are worked on at a time: what they take stays in a cache."""
+_PARCEL_BYTES = 4 << 20
+"""Bytes of a message that go at once: each parcel has the whole train.timeout_s, however slow the link."""
 NUM_NOTES = 4
 """Numbers that sites tell each other with every message."""
 _TYPES = {"bf16": torch.bfloat16}
@@ -140,9 +142,12 @@ class OuterStep:
     def _send(self, fragment: int) -> None:
         size, sites, rank = sum(self._sizes[fragment]), self.site.size, self.site.rank
         self._told[rank * NUM_NOTES : (rank + 1) * NUM_NOTES] = torch.tensor(self.notes, dtype=torch.float64)
-        self._under_way = Works(
-            all_gather_async(flat, [(s, s * each, (s + 1) * each) for s in range(sites)], self.site)
-            for flat, each in ((self._told, NUM_NOTES), (self.wire[: sites * size], size)))
+        most = max(_PARCEL_BYTES // self.wire.element_size(), 1)
+        parcels = [(s, s * size + a, s * size + min(a + most, size)) for a in range(0, size, most)
+                   for s in range(sites)]
+        notes = [(s, s * NUM_NOTES, (s + 1) * NUM_NOTES) for s in range(sites)]
+        self._under_way = Works((all_gather_async(self._told, notes, self.site),
+                                 all_gather_async(self.wire, parcels, self.site)))
 
     def _take(self, fragment: int, weights: Weights) -> None:
         assert self._under_way is not None, "nothing has left: go_on comes before training"
