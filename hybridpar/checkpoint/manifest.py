@@ -136,9 +136,11 @@ class Manifest:
         return self.state.batches_done
 
     def to_json(self) -> str:
-        sizes, step = sizes_of(self.config.parallel), self.step
+        parallel, step = self.config.parallel, self.step
+        sites = {"sites": parallel.sites} if parallel.sites > 1 else {}
         document = {
-            "format": FORMAT, "step": step, "grid": {name: sizes[name] for name in reversed(sizes)},
+            "format": FORMAT, "step": step,
+            "grid": {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, **sites},
             "data": {"corpus": self.corpus, "samples": self._position()},
             "val_loss": self.val_loss, "versions": {"hybridpar": __version__, "torch": torch.__version__},
             "state": self.state.as_meta(),

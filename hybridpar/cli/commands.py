@@ -83,7 +83,7 @@ class Verify:
         for what, worst in report.worst.items():
             place = f"({worst.name}, batch {worst.batch})"
             print(f"{what:<10} worst relative error {worst.error:.1e}  {place}", file=out)
-        where, first = " ".join(f"{axis}={size}" for axis, size in sizes.items()), report.first_divergence
+        where, first = " ".join(f"{axis}={size}" for axis, size in report.grid.items()), report.first_divergence
         found = f"{report.tensors_compared} tensors agree within {TOLERANCE:g}" if first is None else (
             f"{first.what} of {first.name} differs first, in batch {first.batch}, by {first.error:.1e} "
             f"(tolerance {TOLERANCE:g})")

@@ -34,8 +34,9 @@ class OuterConfig:
     mix: Share = 0.0
     """Share of a site's own weights in what it goes on with; 0: it takes the common ones. With a delay, 0.5 keeps a
     half of what was trained meanwhile."""
-    precision: Literal["full", "bf16"] = "full"
-    """Numbers in messages. full: as the weights' master copy."""
+    precision: Literal["full", "bf16", "int8", "int4"] = "full"
+    """Numbers in messages. full: as the weights' master copy. int8, int4: with a scale for each 64; what is rounded off
+    is kept, and added to the next message."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
         """Settings that do not go together, or not with those of other sections."""

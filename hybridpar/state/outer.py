@@ -27,6 +27,7 @@ from hybridpar.optim import ParameterSlot
 from hybridpar.state.chunks import Buffer, Chunk, Memory
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.timeline import OuterTimeline, fragment_of
+from hybridpar.state.wire import Wire
 
 _PIECE = 1 << 16
 """Elements that are worked on at a time: what they take stays in a cache."""
@@ -34,7 +35,14 @@ _PARCEL_BYTES = 4 << 20
 """Bytes of a message that go at once: each parcel has the whole train.timeout_s, however slow the link."""
 NUM_NOTES = 4
 """Numbers that sites tell each other with every message."""
-_TYPES = {"bf16": torch.bfloat16}
+
+
+def _pieces(slot: ParameterSlot) -> list[int]:
+    """Sizes of the pieces of a slot's tensor; rows that others hold as well are pieces of their own, so that they are
+    written alike wherever they lie."""
+    rows = [stop - start for start, stop in slot.segments] if slot.num_parts > 1 else [1]
+    parts = [slot.numel // sum(rows) * number for number in rows]
+    return [min(_PIECE, part - start) for part in parts for start in range(0, part, _PIECE)] or [0]
 
 
 class OuterStep:
@@ -42,12 +50,13 @@ class OuterStep:
 
     dtype: of the master copy, if there is one, else of the weights. `notes`: what this rank tells the others with the
     next message; `heard`: what all told with the one that was taken last, a row a site, until somebody takes it out.
-    Between two versions at most one message is under way.
+    `feedback`: where messages are lossy, what the last one of a parameter has left out, which goes with the next; of
+    one under way, all that it was made of. Between two versions at most one message is under way.
     """
 
     def __init__(self, settings: OuterConfig, site: Axis, slots: Sequence[ParameterSlot], dtype: torch.dtype,
                  memory: Memory):
-        self.settings, self.site, self._memory = settings, site, memory
+        self.settings, self.site = settings, site
         self.timeline = OuterTimeline.of(settings)
         layout = FlatLayout([slot.name for slot in slots], [slot.shape for slot in slots], dtype)
         self.anchor, self.momentum = (Buffer(layout, dtype, memory, kind=kind) for kind in ("anchor", "outer"))
@@ -55,14 +64,18 @@ class OuterStep:
         self._members: list[list[int]] = [[] for _ in range(settings.fragments)]
         for i, slot in enumerate(slots):
             self._members[fragment_of(slot.name, slot.placement.tied, settings.fragments)].append(i)
-        self._slots, sizes = list(slots), [slot.numel for slot in slots]
-        self._sizes = [[sizes[i] for i in members] for members in self._members]
-        wire = _TYPES.get(settings.precision, dtype)
-        self.wire = memory.zeros("wire", Chunk(0, site.size * max(map(sum, self._sizes))), wire)
-        self._room = memory.zeros("outer", Chunk(0, 2 * min(max(sizes, default=1), _PIECE)), dtype)
+        self._slots, self._form = list(slots), Wire(settings.precision, dtype)
+        self.feedback = Buffer(layout, dtype, memory, kind="feedback") if self._form.is_lossy else None
+        self._feedback = [] if self.feedback is None else list(self.feedback.views().values())
+        self._pieces = list(map(_pieces, slots))
+        self._cuts = [list(map(self._form.size, pieces)) for pieces in self._pieces]
+        self._sizes = [[sum(self._cuts[i]) for i in members] for members in self._members]
+        self.wire = memory.zeros("wire", Chunk(0, site.size * max(map(sum, self._sizes))), self._form.unit)
+        self._room = memory.zeros(
+            "sums", Chunk(0, 2 * min(max((slot.numel for slot in slots), default=1), _PIECE)), dtype)
         self.notes: Sequence[float] = (0.0,) * NUM_NOTES
         self.heard: Tensor | None = None
-        self._told = torch.zeros(site.size * NUM_NOTES, dtype=torch.float64)
+        self._told = torch.zeros(site.size * NUM_NOTES, dtype=torch.float64, device=memory.device)
         self._under_way: Works | None = None
         self.waits_by: Callable[[Callable[[], None]], None] = lambda wait: wait()
         """Called with what waits for other sites."""
@@ -77,12 +90,11 @@ class OuterStep:
         return sum(self._sizes[fragment]) * self.wire.element_size() + self._told.nbytes // self.site.size
 
     def sent(self, version: int) -> dict[str, Tensor]:
-        """The differences that this rank has sent and not taken yet by a version, by parameter."""
-        if (fragment := self.timeline.under_way(version)) is None:
+        """The differences that this rank has sent and not taken yet by a version, by parameter; where messages are
+        lossy, `feedback` has what they were made of."""
+        if (fragment := self.timeline.under_way(version)) is None or self._form.is_lossy:
             return {}
-        own = self._messages(fragment)[self.site.rank]
-        return {self._slots[i].name: own[a:b].view(self._slots[i].shape)
-                for i, (a, b) in self._spans(fragment)}
+        return {self._slots[i].name: message.view(self._slots[i].shape) for i, message in self._own(fragment)}
 
     @torch.no_grad()
     def begin(self, weights: Sequence[Tensor]) -> None:
@@ -90,6 +102,8 @@ class OuterStep:
         for anchor, momentum, weight in zip(self._anchors, self._momenta, weights, strict=True):
             anchor.copy_(weight)
             momentum.zero_()
+        for kept in self._feedback:
+            kept.zero_()
 
     def begin_at(self, since: int) -> None:
         """Before a load: sites have trained apart `since` a version; what is under way is void."""
@@ -103,6 +117,9 @@ class OuterStep:
         fragment = self.timeline.under_way(version)
         if fragment is not None and self._under_way is None:
             self.notes = (0.0,) * NUM_NOTES
+            for i, message in self._own(fragment) if self._form.is_lossy else ():
+                for out, kept in zip(message.split(self._cuts[i]), self._split(i, self._feedback[i]), strict=True):
+                    self._form.write(out, kept)
             self._send(fragment)
 
     # -- as a version is made ------------------------------------------------------------------------------------------
@@ -122,9 +139,8 @@ class OuterStep:
         if arriving is not None and not at_once:
             self._take(arriving, weights)
         if leaving is not None:
-            own = self._messages(leaving)[self.site.rank]
-            for i, (a, b) in self._spans(leaving):
-                self._subtract(own[a:b], self._anchors[i].view(-1), weights.new[i].view(-1))
+            for i, message in self._own(leaving):
+                self._subtract(i, message, weights.new[i])
             self._send(leaving)
         if arriving is not None and at_once:
             self._take(arriving, weights)
@@ -133,6 +149,15 @@ class OuterStep:
         """Slots of a fragment by number, and where they lie in a message."""
         ends = accumulate(self._sizes[fragment], initial=0)
         return list(zip(self._members[fragment], pairwise(ends), strict=True))
+
+    def _own(self, fragment: int) -> list[tuple[int, Tensor]]:
+        """Slots of a fragment by number, and this rank's message of each."""
+        own = self._messages(fragment)[self.site.rank]
+        return [(i, own[a:b]) for i, (a, b) in self._spans(fragment)]
+
+    def _split(self, slot: int, x: Tensor) -> Sequence[Tensor]:
+        """The pieces of a tensor of a slot."""
+        return x.view(-1).split(self._pieces[slot])
 
     def _messages(self, fragment: int) -> list[Tensor]:
         """The messages of all sites."""
@@ -155,8 +180,7 @@ class OuterStep:
         self._under_way = None
         self.heard, messages = self._told.view(self.site.size, NUM_NOTES).clone(), self._messages(fragment)
         for i, (a, b) in self._spans(fragment):
-            self._average([m[a:b] for m in messages], self._anchors[i].view(-1), self._momenta[i].view(-1),
-                          weights.new[i].view(-1))
+            self._average(i, [m[a:b] for m in messages], weights.new[i])
             if weights.working:
                 weights.working[i].copy_(weights.new[i])
 
@@ -166,19 +190,29 @@ class OuterStep:
         half = self._room.numel() // 2
         return self._room[:numel], self._room[half : half + numel]
 
-    def _subtract(self, message: Tensor, anchor: Tensor, weight: Tensor) -> None:
-        for out, x, y in zip(*(t.split(_PIECE) for t in (message, anchor, weight)), strict=True):
-            difference, _ = self._rooms(x.numel())
-            out.copy_(torch.sub(x, y, out=difference))
+    def _subtract(self, slot: int, message: Tensor, weight: Tensor) -> None:
+        """Makes the message of a slot."""
+        kept = self._split(slot, self._feedback[slot]) if self._form.is_lossy else None
+        pieces = zip(message.split(self._cuts[slot]), self._split(slot, self._anchors[slot]),
+                     self._split(slot, weight), strict=True)
+        for number, (out, x, y) in enumerate(pieces):
+            difference = torch.sub(x, y, out=self._rooms(x.numel())[0])
+            self._form.write(out, difference if kept is None else kept[number].add_(difference))
 
-    def _average(self, messages: Sequence[Tensor], anchor: Tensor, momentum: Tensor, weight: Tensor) -> None:
-        """Multiplications and additions one by one: fused ones are not the same in all parts of a tensor."""
-        settings = self.settings
-        for a, v, w, *ms in zip(*(t.split(_PIECE) for t in (anchor, momentum, weight, *messages)), strict=True):
+    def _average(self, slot: int, messages: Sequence[Tensor], weight: Tensor) -> None:
+        """Takes the messages of a slot. Multiplications and additions go one by one: fused ones are not the same in all
+        parts of a tensor."""
+        settings, tensors = self.settings, (self._anchors[slot], self._momenta[slot], weight)
+        pieces = zip(*(self._split(slot, t) for t in tensors),
+                     *(m.split(self._cuts[slot]) for m in messages), strict=True)
+        kept = self._split(slot, self._feedback[slot]) if self._form.is_lossy else None
+        for number, (a, v, w, *ms) in enumerate(pieces):
             mean, other = self._rooms(a.numel())
-            mean.copy_(ms[0])
+            if kept is not None:
+                kept[number].sub_(self._form.read(other, ms[self.site.rank]))
+            self._form.read(mean, ms[0])
             for m in ms[1:]:
-                mean.add_(other.copy_(m))
+                mean.add_(self._form.read(other, m))
             mean.mul_(1 / len(ms))
             v.mul_(settings.momentum).add_(mean)
             a.sub_(mean.add_(torch.mul(v, settings.momentum, out=other)).mul_(settings.lr))

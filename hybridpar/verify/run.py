@@ -254,7 +254,8 @@ def compare(config: Config, run: GridRun, num_batches: int, disturbance: Disturb
     oracles = SiteOracles(config, lambda: Oracle(config, version, m, delay=delay, poisoned=disturbance.nan_batches))
     loader = SyntheticLoader(
         config.model, config.train.micro_batch_size, m * parallel.replicas, 0, 1, config.train.seed)
-    report = Report({"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp}, num_batches)
+    several = {"sites": parallel.sites} if parallel.sites > 1 else {}
+    report = Report({"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, **several}, num_batches)
     sites = [run, *run.other_sites]
     for of_site, oracle in zip(sites, oracles.sites, strict=True):
         for name in of_site.disagreements:

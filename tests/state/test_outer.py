@@ -9,7 +9,7 @@ from hybridpar.config import OuterConfig, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.memory import predict
 from hybridpar.memory.silent import silent_axis
-from hybridpar.nn.placement import Init, Placement
+from hybridpar.nn.placement import Init, Placement, Shard
 from hybridpar.ops.update import Weights
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.chunks import Memory
@@ -58,6 +58,39 @@ def test_an_element_has_the_same_bits_wherever_it_lies() -> None:
         found.append((weights[0][offset:], outer.anchor[offset : offset + 1009]))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("precision", ["full", "int4"])
+def test_rows_of_several_ranks_stay_equal(precision: str) -> None:
+    """They lie at other places of other ranks' tensors, whose tiles begin elsewhere."""
+    placement = Placement((5, 70), Init("zeros"), Shard(0, (((0, 3),), ((2, 5),))))
+    start, trained, found = torch.randn(5, 70), torch.randn(5, 70), []
+    for rank in range(2):
+        slot = ParameterSlot("blocks.0.x", placement, {"tp": rank})
+        outer = OuterStep(OuterConfig(every=1, precision=precision),  # type: ignore[arg-type]
+                          silent_axis("site", 2), [slot], torch.float32, Memory())
+        outer.begin([placement.take(start, rank)])
+        weights = [placement.take(trained, rank).clone()]
+        outer.step(1, Weights.in_place(weights))
+        found.append(weights[0][2 if rank == 0 else 0])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("precision", "share"), [("int8", 1 / 254), ("int4", 1 / 7)])
+def test_what_a_message_of_integers_leaves_out_goes_with_the_next(precision: str, share: float) -> None:
+    """Of constant differences the mean message is right to a last rounding, one alone to half a step of its tiles."""
+    outer = step(OuterConfig(every=1, lr=1e-9, momentum=0.0, precision=precision), [torch.zeros(70_001)])  # type: ignore[arg-type]
+    assert outer.feedback is not None
+    change, sent = torch.randn(70_001), torch.zeros(70_001)
+    for version in range(1, 41):
+        weights = [outer.anchor.tensors[0].clone() + change]
+        outer.step(version, Weights.in_place(weights))
+        sent -= outer.momentum.tensors[0] * 2  # momentum 0 keeps the mean: of two sites, one of which sends nothing
+        if version == 1:
+            first = float((sent - change).abs().max())
+            assert 0 < first <= share * float(change.abs().max()) * 1.05
+    torch.testing.assert_close(sent - outer.feedback.tensors[0], 40 * change, rtol=0, atol=1e-3)
+    assert float((sent / 40 - change).abs().max()) < first / 10
 
 
 def test_check_counts_what_an_outer_step_keeps() -> None:

@@ -88,8 +88,10 @@ def train_and_go_on(config: Config, root: Path) -> dict[str, Any]:
     return report
 
 
-def test_messages_are_all_that_crosses_and_go_on_to_the_bit(tmp_path: Path) -> None:
-    config = make({"sites": 2, "pp": 2}, outer=STREAMED, pipeline={"schedule": "2bw"}, train={"dtype": "bf16"})
+@pytest.mark.parametrize("precision", ["bf16", "int4"])
+def test_messages_are_all_that_crosses_and_go_on_to_the_bit(tmp_path: Path, precision: str) -> None:
+    config = make({"sites": 2, "pp": 2}, outer=STREAMED | {"precision": precision}, pipeline={"schedule": "2bw"},
+                  train={"dtype": "bf16"})
     ranks = run_ranks(train_and_go_on, 4, config, tmp_path)
     for found in ranks:
         assert found["same"]
@@ -98,14 +100,15 @@ def test_messages_are_all_that_crosses_and_go_on_to_the_bit(tmp_path: Path) -> N
         assert all(torch.equal(tensor, twin["anchor"][key]) for key, tensor in found["anchor"].items())
         assert any(not torch.equal(w, twin["loss"][name]) for name, w in found["loss"].items()), "sites never differed"
         calls, num_bytes = found["crossed"]["site"]
-        # each fragment leaves twice in eight steps, from both sites, in bf16, with four float64 notes
-        numel = sum(torch.Size(shape).numel() for shape in found["sizes"].values())
-        assert num_bytes == 2 * 2 * 2 * numel + 4 * 2 * 4 * 8
+        # each fragment leaves twice in eight steps, from both sites, with four float64 notes
+        numbers = [torch.Size(shape).numel() for shape in found["sizes"].values()]
+        each = [2 * n if precision == "bf16" else -(-n // 64) * (32 + 2) for n in numbers]
+        assert num_bytes == 2 * 2 * sum(each) + 4 * 2 * 4 * 8
         assert set(calls) == {"broadcast"}
         assert found["crossed"]["world"] == ({}, 0)
         assert "of rank 3 is not what rank" in found["corrupt"]
-        # after step 5 fragment 1 has been taken at 4 + 2 = 6 only
-        assert found["under_way"]
+        # fragment 1 has left at step 4, and is taken by step 6
+        assert bool(found["under_way"]) == (precision == "bf16")
         assert all(int(key.split(".")[1]) % 2 for key in found["under_way"])
 
 
