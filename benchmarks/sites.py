@@ -50,7 +50,7 @@ OUTER = {
 STREAMED = next(iter(OUTER))
 BEGIN = EVERY - 2
 """Steps before the first round: at no end of a round a message is under way."""
-REPLICA_STEPS = 2
+REPLICA_STEPS = 1
 
 
 @dataclass
@@ -165,7 +165,7 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = arguments(__doc__, rounds=3, shapes=["thin"])
+    parser = arguments(__doc__, rounds=5, shapes=["thin"])
     parser.add_argument("--microbatches", type=int, default=3, help="of a site")
     parser.add_argument("--link", default="far=10:20", metavar="NAME=MBIT:DELAY_MS")
     args = parse(parser)

@@ -122,7 +122,8 @@ def test_sites_are_outermost_and_each_has_all_lines_of_a_grid() -> None:
     assert lines["home"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert not {"site", "home"} & set(one)
     for name in ("pp", "tp", "dp", "ends"):
-        assert sorted(lines[name]) == sorted([[rank + first for rank in line] for first in (0, 4) for line in one[name]])
+        of_both = [[rank + first for rank in line] for first in (0, 4) for line in one[name]]
+        assert sorted(lines[name]) == sorted(of_both)
     grid = ProcessGrid.imagined(sizes, 5, lambda name, ranks: name)
     assert (grid.site.rank, grid.home.ranks, grid.replica, grid.num_replicas) == (1, (4, 5, 6, 7), 1, 2)
     alone = ProcessGrid()

@@ -11,7 +11,7 @@
     outer/<parameter>              the same: the outer step's momentum        zero
     sent/<parameter>               the same: differences that were sent to    (there are none)
                                    other sites, and not taken yet
-    feedback/<parameter>           the same: what was left out of messages    zero
+    remainder/<parameter>          the same: what was left out of messages    zero
     gradients                      whole local parameters; never saved
     host                           room for what goes to the host and comes from it; never saved
 
@@ -272,19 +272,19 @@ class Sent(StateKind):
         return [] if outer is None else outer.room
 
 
-class Feedback(StateKind):
+class OuterRemainder(StateKind):
     """What lossy messages to other sites have left out so far; of those under way, what they were made of."""
 
-    name = "feedback"
+    name = "remainder"
 
     def tensors(self) -> dict[str, Tensor]:
         outer = self.holder.outer
-        kept = None if outer is None else outer.feedback
+        kept = None if outer is None else outer.remainder
         return {} if kept is None else {self.key(name): view for name, view in kept.views().items()}
 
     def memory(self) -> list[Tensor]:
         outer = self.holder.outer
-        return [] if outer is None or outer.feedback is None else outer.feedback.tensors
+        return [] if outer is None or outer.remainder is None else outer.remainder.tensors
 
 
 class HostRoom(StateKind):
@@ -301,7 +301,7 @@ class HostRoom(StateKind):
 
 
 KINDS: tuple[type[StateKind], ...] = (WeightVersions, WeightShares, Gradients, Master, OptimizerState, Anchor,
-                                       OuterMomentum, Sent, Feedback, HostRoom)
+                                       OuterMomentum, Sent, OuterRemainder, HostRoom)
 """All kinds, in the order in which checkpoints have them."""
 
 

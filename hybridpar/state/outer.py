@@ -5,7 +5,7 @@
                                                             |   anchor -= lr (d + momentum v)
                                                             '-> W0, W1 = mix W0, W1 + (1 - mix) anchor
 
-It is part of UPDATE: it changes a version as that is made (timeline.py says which). A rank talks to those that hold
+It is part of UPDATE: it changes a version as that is made (outer_timeline.py: which). A rank talks to those that hold
 the same parameters at other sites, of what it updates: with ZeRO-1 of its share. Every element goes through the same
 exactly rounded operations at all sites, whatever the number of threads and the width of vectors there.
 """
@@ -26,8 +26,8 @@ from hybridpar.ops.update import Weights
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.chunks import Buffer, Chunk, Memory
 from hybridpar.state.layout import FlatLayout
-from hybridpar.state.timeline import OuterTimeline, fragment_of
-from hybridpar.state.wire import Wire
+from hybridpar.state.outer_timeline import OuterTimeline, fragment_of
+from hybridpar.state.outer_wire import Wire
 
 _PIECE = 1 << 16
 """Elements that are worked on at a time: what they take stays in a cache."""
@@ -50,7 +50,7 @@ class OuterStep:
 
     dtype: of the master copy, if there is one, else of the weights. `notes`: what this rank tells the others with the
     next message; `heard`: what all told with the one that was taken last, a row a site, until somebody takes it out.
-    `feedback`: where messages are lossy, what the last one of a parameter has left out, which goes with the next; of
+    `remainder`: where messages are lossy, what the last one of a parameter has left out, which goes with the next; of
     one under way, all that it was made of. Between two versions at most one message is under way.
     """
 
@@ -65,8 +65,8 @@ class OuterStep:
         for i, slot in enumerate(slots):
             self._members[fragment_of(slot.name, slot.placement.tied, settings.fragments)].append(i)
         self._slots, self._form = list(slots), Wire(settings.precision, dtype)
-        self.feedback = Buffer(layout, dtype, memory, kind="feedback") if self._form.is_lossy else None
-        self._feedback = [] if self.feedback is None else list(self.feedback.views().values())
+        self.remainder = Buffer(layout, dtype, memory, kind="remainder") if self._form.is_lossy else None
+        self._remainders = [] if self.remainder is None else list(self.remainder.views().values())
         self._pieces = list(map(_pieces, slots))
         self._cuts = [list(map(self._form.size, pieces)) for pieces in self._pieces]
         self._sizes = [[sum(self._cuts[i]) for i in members] for members in self._members]
@@ -91,7 +91,7 @@ class OuterStep:
 
     def sent(self, version: int) -> dict[str, Tensor]:
         """The differences that this rank has sent and not taken yet by a version, by parameter; where messages are
-        lossy, `feedback` has what they were made of."""
+        lossy, `remainder` has what they were made of."""
         if (fragment := self.timeline.under_way(version)) is None or self._form.is_lossy:
             return {}
         return {self._slots[i].name: message.view(self._slots[i].shape) for i, message in self._own(fragment)}
@@ -102,7 +102,7 @@ class OuterStep:
         for anchor, momentum, weight in zip(self._anchors, self._momenta, weights, strict=True):
             anchor.copy_(weight)
             momentum.zero_()
-        for kept in self._feedback:
+        for kept in self._remainders:
             kept.zero_()
 
     def begin_at(self, since: int) -> None:
@@ -118,7 +118,7 @@ class OuterStep:
         if fragment is not None and self._under_way is None:
             self.notes = (0.0,) * NUM_NOTES
             for i, message in self._own(fragment) if self._form.is_lossy else ():
-                for out, kept in zip(message.split(self._cuts[i]), self._split(i, self._feedback[i]), strict=True):
+                for out, kept in zip(message.split(self._cuts[i]), self._split(i, self._remainders[i]), strict=True):
                     self._form.write(out, kept)
             self._send(fragment)
 
@@ -192,7 +192,7 @@ class OuterStep:
 
     def _subtract(self, slot: int, message: Tensor, weight: Tensor) -> None:
         """Makes the message of a slot."""
-        kept = self._split(slot, self._feedback[slot]) if self._form.is_lossy else None
+        kept = self._split(slot, self._remainders[slot]) if self._form.is_lossy else None
         pieces = zip(message.split(self._cuts[slot]), self._split(slot, self._anchors[slot]),
                      self._split(slot, weight), strict=True)
         for number, (out, x, y) in enumerate(pieces):
@@ -205,7 +205,7 @@ class OuterStep:
         settings, tensors = self.settings, (self._anchors[slot], self._momenta[slot], weight)
         pieces = zip(*(self._split(slot, t) for t in tensors),
                      *(m.split(self._cuts[slot]) for m in messages), strict=True)
-        kept = self._split(slot, self._feedback[slot]) if self._form.is_lossy else None
+        kept = self._split(slot, self._remainders[slot]) if self._form.is_lossy else None
         for number, (a, v, w, *ms) in enumerate(pieces):
             mean, other = self._rooms(a.numel())
             if kept is not None:

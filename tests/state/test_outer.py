@@ -79,17 +79,19 @@ def test_rows_of_several_ranks_stay_equal(precision: str) -> None:
 @pytest.mark.parametrize(("precision", "share"), [("int8", 1 / 254), ("int4", 1 / 7)])
 def test_what_a_message_of_integers_leaves_out_goes_with_the_next(precision: str, share: float) -> None:
     """Of constant differences the mean message is right to a last rounding, one alone to half a step of its tiles."""
-    outer = step(OuterConfig(every=1, lr=1e-9, momentum=0.0, precision=precision), [torch.zeros(70_001)])  # type: ignore[arg-type]
-    assert outer.feedback is not None
+    settings = OuterConfig(every=1, lr=1e-9, momentum=0.0, precision=precision)  # type: ignore[arg-type]
+    outer = step(settings, [torch.zeros(70_001)])
+    assert outer.remainder is not None
+    anchor, mean, kept = (buffer.views()["blocks.0.x"] for buffer in (outer.anchor, outer.momentum, outer.remainder))
     change, sent = torch.randn(70_001), torch.zeros(70_001)
     for version in range(1, 41):
-        weights = [outer.anchor.tensors[0].clone() + change]
+        weights = [anchor + change]
         outer.step(version, Weights.in_place(weights))
-        sent -= outer.momentum.tensors[0] * 2  # momentum 0 keeps the mean: of two sites, one of which sends nothing
+        sent -= 2 * mean  # momentum 0 keeps the mean: of two sites, one of which sends nothing
         if version == 1:
             first = float((sent - change).abs().max())
             assert 0 < first <= share * float(change.abs().max()) * 1.05
-    torch.testing.assert_close(sent - outer.feedback.tensors[0], 40 * change, rtol=0, atol=1e-3)
+    torch.testing.assert_close(sent - kept, 40 * change, rtol=0, atol=1e-3)
     assert float((sent / 40 - change).abs().max()) < first / 10
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridpar.state.timeline import OuterTimeline, fragment_of
+from hybridpar.state.outer_timeline import OuterTimeline, fragment_of
 
 
 @st.composite
