@@ -49,7 +49,7 @@ class SiteOracles:
     config: Config
     make: Callable[[], Oracle]
     sites: list[Oracle] = field(init=False)
-    _sent: list[tuple[int, int, Tensors]] = field(init=False, default_factory=list)
+    _sent: list[tuple[int, Tensors]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.sites = [self.make() for _ in range(self.config.parallel.sites)]
@@ -65,33 +65,34 @@ class SiteOracles:
         return [replace(step, weights=oracle.history[-1]) for step, oracle in zip(steps, self.sites, strict=True)]
 
     def _outer(self, done: int) -> None:
-        outer = self.config.outer
-        takes_first = sorted(self._arrivals(done) + self._departures(done), key=lambda event: event[0] != (
-            outer.delay > 0))
-        for is_arrival, fragment in takes_first:
-            (self._take if is_arrival else self._send)(done, fragment)
+        delay = self.config.outer.delay
+        arriving, leaving = self._leaving(done - delay), self._leaving(done)
+        for fragment in arriving if delay else ():
+            self._take(fragment)
+        for fragment in leaving:
+            self._send(fragment)
+        for fragment in () if delay else arriving:
+            self._take(fragment)
 
-    def _departures(self, done: int) -> list[tuple[bool, int]]:
+    def _leaving(self, done: int) -> list[int]:
+        """The fragments that leave after so many steps."""
         outer = self.config.outer
-        return [(False, f) for f in range(outer.fragments)
+        return [f for f in range(outer.fragments)
                 if done > 0 and (done - (f + 1) * outer.every // outer.fragments) % outer.every == 0]
-
-    def _arrivals(self, done: int) -> list[tuple[bool, int]]:
-        return [(True, f) for _, f in self._departures(done - self.config.outer.delay)]
 
     def _names(self, fragment: int) -> list[str]:
         placements, number = self.sites[0].placements, self.config.outer.fragments
         return [name for name in self._anchor
                 if (0 if placements[name].tied else int(name.split(".")[1])) % number == fragment]
 
-    def _send(self, done: int, fragment: int) -> None:
+    def _send(self, fragment: int) -> None:
         mean = {name: torch.stack([self._anchor[name] - oracle.history[-1][name] for oracle in self.sites]).mean(0)
                 for name in self._names(fragment)}
-        self._sent.append((done, fragment, mean))
+        self._sent.append((fragment, mean))
 
-    def _take(self, done: int, fragment: int) -> None:
+    def _take(self, fragment: int) -> None:
         outer = self.config.outer
-        (_, sent, mean), *self._sent = self._sent
+        (sent, mean), *self._sent = self._sent
         assert sent == fragment, (sent, fragment)
         for name, delta in mean.items():
             self._momentum[name] = outer.momentum * self._momentum[name] + delta
