@@ -15,6 +15,9 @@ virtual cable without limit, in the same processes, so that all of them run by t
 A round of sites is 30 steps, with all messages that leave in them and all of their way. What is printed: time of a
 step; `share`, speed over that on `free`, medians over the rounds; and how many times as long a step of a side takes as
 one of `streamed` on the same link. by bytes: the share that the byte counts allow.
+
+Paced: forward and backward of a micro-batch wait besides, as if for an accelerator (--pace, 0: not), so that ranks, TCP
+and the link's emulator do not fight for the cores.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import SHAPES, FixedLoader, Shape, arguments, engine_config, over_ranks, parse, write_results
-from benchmarks.link_sides import Link, grid_on, ratio
+from benchmarks.link_sides import Link, Paced, grid_on, ratio
 from benchmarks.slow_link import CANNOT_RUN, FREE, ROOT, STATE_VARIABLE, TESTBED
 from hybridpar.config import OuterConfig
 from hybridpar.grid import sizes_of
@@ -61,6 +64,7 @@ class Side:
     link: Link
     shape: Shape
     m: int
+    pace: float
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
@@ -70,6 +74,10 @@ class Side:
             config = replace(config, outer=self.outer, parallel=replace(config.parallel, sites=2))
         self.grid = grid_on(self.link, sizes_of(config.parallel))
         self.engine = Engine(config, self.grid, torch.device("cpu"))
+        if self.pace:
+            stages = self.engine.executor.stages
+            self.engine.executor.stages = {  # type: ignore[assignment]
+                number: [Paced(part, self.pace) for part in parts] for number, parts in stages.items()}
         self.loader = FixedLoader(self.shape, self.m, self.grid.replica, self.grid.num_replicas)
         self.steps = EVERY if self.outer else REPLICA_STEPS
         self._train(BEGIN if self.outer else 1)
@@ -107,9 +115,9 @@ def entry(sides: Mapping[tuple[str, str], Side], links: list[Link], args: argpar
                 "over_streamed": ratio(times, wall[STREAMED, link.name]), "wall_ms": [round(1e3 * t, 2) for t in times]}
     shape = args.shapes[0]
     return {
-        "case": f"sites {shape} fp32 m={args.microbatches}", "rounds": args.rounds,
-        "settings": {
-            "shape": shape, "num_microbatches": args.microbatches, "threads": 1, "every": EVERY, "delay": DELAY},
+        "case": f"sites {shape} fp32 m={args.microbatches} pace={1e3 * args.pace:.0f} ms", "rounds": args.rounds,
+        "settings": {"shape": shape, "num_microbatches": args.microbatches, "threads": 1, "every": EVERY,
+                     "delay": DELAY, "pace_ms": 1e3 * args.pace},
         "links": {link.name: {"mbit": link.mbit, "delay_ms": link.delay_ms} for link in links}, "sides": found}
 
 
@@ -132,7 +140,7 @@ def on_host(args: argparse.Namespace) -> None:
     state = json.loads(Path(os.environ[STATE_VARIABLE]).read_text())
     links = [Link(link["name"], link["mbit"], link["delay_ms"], link["pid"]) for link in state["links"]]
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    sides = {(name, link.name): Side(outer, link, SHAPES[args.shapes[0]], args.microbatches)
+    sides = {(name, link.name): Side(outer, link, SHAPES[args.shapes[0]], args.microbatches, args.pace)
              for name, outer in OUTER.items() for link in links}
     for i in range(args.rounds):
         for side in list(sides.values())[:: 1 if i % 2 == 0 else -1]:
@@ -165,8 +173,9 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = arguments(__doc__, rounds=5, shapes=["thin"])
-    parser.add_argument("--microbatches", type=int, default=3, help="of a site")
+    parser = arguments(__doc__, rounds=3, shapes=["thin"])
+    parser.add_argument("--microbatches", type=int, default=1, help="of a site")
+    parser.add_argument("--pace", type=float, default=0.15, help="seconds that a micro-batch waits besides")
     parser.add_argument("--link", default="far=10:20", metavar="NAME=MBIT:DELAY_MS")
     args = parse(parser)
     if STATE_VARIABLE not in os.environ:
