@@ -10,12 +10,14 @@ import torch
 from ranks import run_ranks
 
 from hybridpar import checkpoint
-from hybridpar.config import Config, from_mapping
+from hybridpar.cli.planning import planned
+from hybridpar.config import Config, Launch, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.errors import CheckpointError
+from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.state import find_divergence
 from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.site_traffic import site_traffic
 
 pytestmark = pytest.mark.ranks
 STREAMED = {"every": 4, "fragments": 2, "delay": 2, "mix": 0.5, "precision": "bf16"}
@@ -102,7 +104,10 @@ def test_messages_are_all_that_crosses_and_go_on_to_the_bit(tmp_path: Path, prec
     """In fp16 a site that skips a step has a loss scale and a number of updates of its own, which are saved as well."""
     config = make({"sites": 2, "pp": 2}, outer=STREAMED | {"precision": precision}, pipeline={"schedule": "2bw"},
                   train={"dtype": dtype})
-    ranks = run_ranks(train_and_go_on, 4, config, tmp_path)
+    ranks, forecast = run_ranks(train_and_go_on, 4, config, tmp_path), site_traffic(config)
+    assert forecast is not None
+    # each fragment leaves twice in eight steps, and the four ranks count what both sites send
+    assert sum(found["crossed"]["site"][1] for found in ranks) == 2 * 2 * 2 * sum(forecast.fragments)
     for found in ranks:
         assert found["same"]
         assert not found["audit"]
@@ -122,6 +127,11 @@ def test_messages_are_all_that_crosses_and_go_on_to_the_bit(tmp_path: Path, prec
         # fragment 1 has left at step 4, and is taken by step 6
         assert bool(found["under_way"]) == (precision == "bf16")
         assert all(int(key.split(".")[1]) % 2 for key in found["under_way"])
+
+
+def test_plans_and_their_costs_are_of_one_site() -> None:
+    with pytest.raises(ConfigError, match="is not planned for: plan the grid of one site; try 1"):
+        planned(make({"sites": 2}), "", "", Launch(0, 0, 1, 1))
 
 
 def stop_one(config: Config) -> tuple[int, list[int], list[int]]:
