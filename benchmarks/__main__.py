@@ -26,6 +26,7 @@ RUNS = (
     ("kills",),  # ten minutes
     ("host_overlap",),
     ("slow_link",),  # needs root, else it is skipped
+    ("sites",),  # as well
 )
 
 

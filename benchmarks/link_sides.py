@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import FixedLoader, Shape, engine_config, over_ranks, summary
 from hybridpar.config import from_mapping
-from hybridpar.grid import ProcessGrid
+from hybridpar.grid import AxisSizes, ProcessGrid, sizes_of
 from hybridpar.pipeline.plan.action import COMPUTE
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.simulate import Costs, simulate
@@ -106,12 +106,12 @@ class _SlowBackward(torch.autograd.Function):
         return gradient, None
 
 
-def grid_on(link: Link, method: Method) -> ProcessGrid:
+def grid_on(link: Link, sizes: AxisSizes) -> ProcessGrid:
     """A grid all of whose messages go over one link. Collectives: called on all ranks."""
     assert dist.group.WORLD is not None
     job: Any = dist.group.WORLD._get_backend(torch.device("cpu")).options
     before, job._devices = job._devices, [_socket_thread(link.name)]  # the groups of a grid take those of the job's own
-    grid = ProcessGrid(tp=method.tp, pp=method.pp, dp=method.dp)
+    grid = ProcessGrid(sizes)
     job._devices = before
     return grid
 
@@ -145,7 +145,7 @@ class Side:
                                schedule=method.schedule, dtype=dtype)
         config = from_mapping({"pipeline": {"warmup": method.warmup}, "compression": {"messages": method.messages}},
                               config)
-        self.method, self.link, self.m, self.grid = method, link, m, grid_on(link, method)
+        self.method, self.link, self.m, self.grid = method, link, m, grid_on(link, sizes_of(config.parallel))
         self.engine = Engine(config, self.grid, torch.device("cpu"))
         if not method.slices:
             self.engine.executor.lane = replace(self.engine.executor.lane, slicing=None)

@@ -33,7 +33,9 @@ MODEL = ("pp", "tp")
 """Axes that divide the model: ranks along them hold different parameters, or different parts of them."""
 BATCH = ("dp",)
 """Axes that divide a batch: ranks along them hold the same parameters, and each has a part of the gradient's sum."""
-_WORDS = {"dp": "replica", "tp": "tensor part"}
+APART = ("site",)
+"""Axes whose ranks train apart: each with weights of its own, which only the outer step (state/outer.py) makes meet."""
+_WORDS = {"site": "site", "dp": "replica", "tp": "tensor part"}
 
 
 @dataclass(slots=True)
@@ -117,7 +119,8 @@ class ProcessGrid:
     `axis("tp")` is this rank's line along an axis, `axis("dp", "x")` its line along those of `joined` together. By
     attribute: `tp`, `dp`, `pp`; `pp_reverse` (the line of pp with a communicator of its own, for gradients that flow
     against the activations); `ends` (the first and the last pipeline stage with all replicas of theirs, which share
-    tied embeddings; size 1 in between, and where pp is 1); `world` (every rank).
+    tied embeddings; size 1 in between, and where pp is 1); `site` (the ranks that hold the same at other sites); `home`
+    (every rank of this one's site); `world` (every rank).
 
     `sizes`: the outermost first; an axis of tp, pp and dp that is missing has size 1. `place`: of this rank.
     `device_type`: where the tensors are that its axes are given. `flight`: where these note what this rank waits for.
@@ -168,6 +171,8 @@ class ProcessGrid:
                 self._axes[name] = Axis(name, at, tuple(line), made, flight=self.flight, via_host=via_host)
         self.tp, self.dp, self.pp, self.pp_reverse, self.ends, self.world = map(
             self._axes.__getitem__, ("tp", "dp", "pp", "pp_reverse", "ends", "world"))
+        self.site = self._axes.get("site", Axis("site", 0, (rank,), flight=self.flight))
+        self.home = self._axes.get("home", self.world)
 
     def axis(self, *names: str) -> Axis:
         """This rank's line along an axis, or along several that were joined."""
@@ -181,7 +186,18 @@ class ProcessGrid:
     @property
     def is_first_copy(self) -> bool:
         """Whether this rank is the first of those that run the same micro-batches on the same stage."""
-        return all(index == 0 for name, index in self.place.items() if name != "pp" and name not in BATCH)
+        others = {"pp", *BATCH, *APART}
+        return all(index == 0 for name, index in self.place.items() if name not in others)
+
+    @property
+    def replica(self) -> int:
+        """Index of this rank's replica among those of all sites."""
+        return self.site.rank * self.dp.size + self.dp.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas at all sites: so many have samples of their own in a batch."""
+        return self.site.size * self.dp.size
 
     def describe(self, chunks: int = 1) -> str:
         """This rank and its place, for messages: 'rank 5 (stage 2, replica 0, tensor part 1)'.
@@ -204,8 +220,9 @@ def where_of(stages: Sequence[int], place: Place) -> str:
 
 
 def sizes_of(parallel: ParallelConfig) -> dict[str, int]:
-    """Axes of the grid that a configuration asks for."""
-    return {"pp": parallel.pp, "dp": parallel.dp, "tp": parallel.tp}
+    """Axes of the grid that a configuration asks for; that of sites where there are several."""
+    sites = {"site": parallel.sites} if parallel.sites > 1 else {}
+    return sites | {"pp": parallel.pp, "dp": parallel.dp, "tp": parallel.tp}
 
 
 def place_of(rank: int, sizes: AxisSizes) -> dict[str, int]:
@@ -233,6 +250,8 @@ def lines_of(sizes: AxisSizes, joined: Sequence[tuple[str, ...]] = ()) -> dict[s
     last = sizes["pp"] - 1
     ends = ranks.index_select(names.index("pp"), torch.tensor([0, last]))
     lines["ends"] = along("pp", *BATCH, of=ends) if last else []
+    if any(name in APART for name in names):
+        lines["home"] = along(*(name for name in names if name not in APART))
     return lines | {_JOIN.join(group): along(*group) for group in joined} | {"world": along(*names)}
 
 

@@ -28,7 +28,7 @@ def resolve(config: Config, world_size: int) -> Config:
     if found := problems(config, world_size):
         raise ConfigError(*found)
     parallel = config.parallel
-    dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
+    dp = parallel.dp or world_size // (parallel.tp * parallel.pp * parallel.sites)
     return replace(config, parallel=replace(parallel, dp=dp))
 
 
@@ -62,17 +62,23 @@ def _values(config: Config) -> Iterator[Problem]:
 
 
 def _grid(config: Config, world_size: int) -> Iterator[Problem]:
-    tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
-    if dp and tp * pp * dp != world_size:
+    tp, pp, dp, sites = config.parallel.tp, config.parallel.pp, config.parallel.dp, config.parallel.sites
+    if sites > 1 and config.parallel.zero == 0 and world_size > tp * pp * sites:
+        rule = ("must be 1 with several replicas at each of several sites: each sends what it updates, and all would "
+                "update all")
+        yield Problem("parallel.zero", 0, rule, "1")
+    product, given = ("tp * pp * dp", "") if sites == 1 else ("tp * pp * dp * sites", f" sites={sites}")
+    if dp and config.parallel.num_ranks != world_size:
         yield Problem(
-            "parallel", f"tp={tp} pp={pp} dp={dp}", f"tp * pp * dp is {tp * pp * dp} but the job has {world_size} "
-            "processes", f"{tp * pp * dp} processes (--ranks, or torchrun's --nproc-per-node), or parallel.dp = 0 to "
-            "fill the job")
-    elif not dp and world_size % (tp * pp):
-        works = [f"tp={t} pp={p}" for t in range(1, tp + 1) for p in range(1, pp + 1) if world_size % (t * p) == 0]
-        rule = f"tp * pp = {tp * pp} must divide the number of processes, {world_size}"
-        yield Problem("parallel", f"tp={tp} pp={pp}", rule,
-                      f"{tp * pp} processes (--ranks, or torchrun's --nproc-per-node), or {works[-1]}")
+            "parallel", f"tp={tp} pp={pp} dp={dp}{given}", f"{product} is {config.parallel.num_ranks} but the job has "
+            f"{world_size} processes", f"{config.parallel.num_ranks} processes (--ranks, or torchrun's "
+            "--nproc-per-node), or parallel.dp = 0 to fill the job")
+    elif not dp and world_size % (least := tp * pp * sites):
+        works = [f"tp={t} pp={p}" for t in range(1, tp + 1) for p in range(1, pp + 1)
+                 if world_size % (t * p * sites) == 0] or ["parallel.sites = 1"]
+        rule = f"{product.replace(' * dp', '')} = {least} must divide the number of processes, {world_size}"
+        yield Problem("parallel", f"tp={tp} pp={pp}{given}", rule,
+                      f"{least} processes (--ranks, or torchrun's --nproc-per-node), or {works[-1]}")
 
 
 def _refused(config: Config) -> Iterator[Problem]:

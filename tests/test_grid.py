@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from ranks import TIMEOUT, run_ranks
 
+from hybridpar.config import ParallelConfig
 from hybridpar.errors import ConfigError
-from hybridpar.grid import Axis, ProcessGrid, Traffic, describe, lines_of, place_of
+from hybridpar.grid import Axis, ProcessGrid, Traffic, describe, lines_of, place_of, sizes_of
 
 AXES = ("tp", "dp", "pp", "pp_reverse", "ends", "world")
 
@@ -112,6 +113,22 @@ def test_any_axes_and_lines_joined_of_them() -> None:
     assert not grid.is_first_copy
     assert ProcessGrid.imagined(sizes, 8, lambda *_: object()).is_first_copy
     assert ProcessGrid({"cp": 1}, joined=[("dp", "cp")]).axis("dp", "cp").size == 1
+
+
+def test_sites_are_outermost_and_each_has_all_lines_of_a_grid() -> None:
+    sizes = sizes_of(ParallelConfig(pp=2, tp=2, dp=1, sites=2))
+    lines, one = lines_of(sizes), lines_of(sizes_of(ParallelConfig(pp=2, tp=2, dp=1)))
+    assert lines["site"] == [[rank, rank + 4] for rank in range(4)]
+    assert lines["home"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert not {"site", "home"} & set(one)
+    for name in ("pp", "tp", "dp", "ends"):
+        of_both = [[rank + first for rank in line] for first in (0, 4) for line in one[name]]
+        assert sorted(lines[name]) == sorted(of_both)
+    grid = ProcessGrid.imagined(sizes, 5, lambda name, ranks: name)
+    assert (grid.site.rank, grid.home.ranks, grid.replica, grid.num_replicas) == (1, (4, 5, 6, 7), 1, 2)
+    alone = ProcessGrid()
+    assert alone.home is alone.world
+    assert alone.site.size == 1
 
 
 def wrong_size_and_two_grids() -> None:

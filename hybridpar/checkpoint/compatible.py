@@ -13,7 +13,7 @@ from hybridpar.errors import CheckpointError, shown
 
 FREE = ("dropout", "attention_dropout", "init_std", "label_smoothing", "logits_chunk")
 """Keys of [model] that say how it is trained, not what it computes."""
-BATCH = ("train.micro_batch_size", "pipeline.num_microbatches", "parallel.dp")
+BATCH = ("train.micro_batch_size", "pipeline.num_microbatches", "parallel.dp", "parallel.sites")
 """Their product is the global batch, which keeps its size unless it is named."""
 STREAM = (*(f"data.{f.name}" for f in fields(DataConfig) if f.name not in ("tokenizer", "cache")), "train.seed")
 """Keys that decide which samples come, and in which order."""
@@ -94,12 +94,13 @@ def _with_positions(config: Config) -> Config:
 
 def _batch(config: Config) -> str:
     return (f"{config.global_batch_size} samples (micro_batch_size {config.train.micro_batch_size} x "
-            f"num_microbatches {config.pipeline.num_microbatches} x dp {config.parallel.dp})")
+            f"num_microbatches {config.pipeline.num_microbatches} x dp {config.parallel.dp}"
+            + (f" x sites {config.parallel.sites})" if config.parallel.sites > 1 else ")"))
 
 
 def _remedy(saved: Config, wanted: Config) -> str:
     """How the batch keeps its size."""
-    size, dp, one = saved.global_batch_size, wanted.parallel.dp, wanted.train.micro_batch_size
+    size, dp, one = saved.global_batch_size, wanted.parallel.replicas, wanted.train.micro_batch_size
     if size % (dp * one) == 0:
         return f"try pipeline.num_microbatches = {size // (dp * one)}"
     if size % dp == 0:

@@ -16,7 +16,7 @@ from typing import Any
 from hybridpar.checkpoint.manifest import ShardFile, file_name, parse_shard
 from hybridpar.config import Config, from_plain
 from hybridpar.errors import CheckpointError
-from hybridpar.grid import BATCH, MODEL, AxisSizes, Place, sizes_of
+from hybridpar.grid import APART, BATCH, MODEL, AxisSizes, Place, sizes_of
 from hybridpar.reading import errors_as, parse_json, read_limited
 
 _MAX_BYTES = 64 << 20
@@ -32,8 +32,8 @@ class GivenUp(Exception):
 
 def writers(sizes: AxisSizes, zero: int) -> list[Place]:
     """Places of the ranks that have a file to write: the first of those that hold the same part of the model; with ZeRO
-    all replicas, as each keeps a part of the optimizer's state."""
-    split = (*MODEL, *BATCH) if zero else MODEL
+    all replicas, as each keeps a part of the optimizer's state. Those of every site have files of their own."""
+    split = (*MODEL, *APART, *BATCH) if zero else (*MODEL, *APART)
     names = (*MODEL, *(name for name in sizes if name not in MODEL))
     indices = product(*(range(sizes[name] if name in split else 1) for name in names))
     return [dict(zip(names, at, strict=True)) for at in indices]

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridpar.checkpoint import sites
 from hybridpar.checkpoint.compatible import check_compatible
 from hybridpar.checkpoint.folders import folder_of, published_steps
 from hybridpar.checkpoint.manifest import MANIFEST, Manifest, read_manifest
@@ -27,6 +28,7 @@ from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.optim import ParameterSlot
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.reading import nearest_path
+from hybridpar.state.kinds import Anchor
 
 
 def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None], *, up_to: int | None = None,
@@ -47,18 +49,20 @@ def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None],
     steps = [step for step in gather_objects(published_steps(root), world)[0] if up_to is None or step <= up_to]
     for step in steps:
         folder = folder_of(root, step)
-        damage, mismatch = "", ""
+        damage, mismatch, site = "", "", 0
         try:
             manifest = read_manifest(folder)
             mismatch = _mismatch(manifest, engine.config, corpus, folder)
-            manifest = _going_on(manifest, engine.config, corpus)
+            mismatch = mismatch or sites.mismatch(manifest, engine.config, folder)
+            site = sites.source(manifest, engine)
+            manifest = sites.going_on(_going_on(manifest.of_site(site), engine.config, corpus), engine.config)
         except CheckpointError as error:
             damage = str(error)
         outcomes = gather_objects((damage, mismatch), world)
         if wrong := [text for _, text in outcomes if text]:
             raise CheckpointError(wrong[0])
         damages = [text for text, _ in outcomes if text] or failures_together(
-            world, load, Saved(folder, manifest, engine.grid.flight), engine, max(go_on_at - step, 0))
+            world, load, Saved(folder, manifest, engine.grid.flight, site), engine, max(go_on_at - step, 0))
         if not damages:
             return step
         say(f"{damages[0]}: passed over")
@@ -138,7 +142,8 @@ def find(path: str | Path, say: Callable[[str], None]) -> Path:
 
 
 class FullWeights:
-    """The newest weights of a checkpoint, put together one at a time: the fp32 master where there is one.
+    """The newest weights of a checkpoint, put together one at a time: the fp32 master where there is one; of several
+    sites, the anchor, which they had in common last.
 
     `flight` is told of each. A weight that is tied across stages appears under both its names. What is read is compared
     with its checksums.
@@ -179,6 +184,8 @@ class FullWeights:
 
     def read_part(self, slot: ParameterSlot) -> Tensor:
         """A rank's part of a parameter, named as here or tied to one. Shapes: slot.shape. Raises: CheckpointError."""
+        if self.manifest.config.parallel.sites > 1:
+            return self._saved.read(slot, Anchor.name)
         return self._saved.read_newest(slot)
 
     def find_tied(self, name: str, tied: str) -> str | None:

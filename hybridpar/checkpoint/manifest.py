@@ -4,6 +4,7 @@
         step_00000100/
             pp0-tp0.safetensors  pp0-tp1.safetensors ...     the shards of each pipeline stage and tensor part
             pp0-tp0-dp1.safetensors ...                      with ZeRO: the optimizer state that other replicas keep
+        pp0-tp0-site1.safetensors ...                    of several sites: the same of each but the first
             manifest.json                                    written last: who made them, at which step, checksums,
                                                              its own among them
         step_00000200/ ...
@@ -18,7 +19,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,11 +78,12 @@ def file_name(place: Place) -> str:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where training stood, besides its tensors; equal on all ranks.
+    """Where training stood, besides its tensors; equal on all ranks of a site.
 
     `versions`: of the weights, those that all stages have saved. `num_updates`: steps the optimizer took.
     `loss_scales`: the one that came with each version. `recent`: the last losses and norms, where they are kept to tell
-    anomalies by. `data_start`: the place of batches in the stream of data.
+    anomalies by. `data_start`: the place of batches in the stream of data. `outer_start`: the step after which sites
+    began to train apart.
     """
 
     batches_done: Whole
@@ -91,6 +93,7 @@ class TrainingState:
     loss_scales: Annotated[Mapping[int, float], FINITE] = field(default_factory=dict)
     recent: Annotated[Mapping[str, tuple[float, ...]], FINITE] = field(default_factory=dict)
     data_start: DataStart = FROM_THE_START
+    outer_start: Whole = 0
 
     @staticmethod
     def of(meta: Mapping[str, Any]) -> TrainingState:
@@ -99,8 +102,10 @@ class TrainingState:
         done, versions = state.batches_done, state.versions
         if not versions or list(versions) != sorted(set(versions)) or versions[-1] != done:
             raise ValueError(f"versions must ascend to batches_done = {done}")
-        if not all(0 <= step <= done for step in (state.num_updates, state.data_start.batch, *state.loss_scales)):
-            raise ValueError(f"num_updates, data_start and loss_scales must be of steps up to batches_done = {done}")
+        steps = state.num_updates, state.data_start.batch, state.outer_start, *state.loss_scales
+        if not all(0 <= step <= done for step in steps):
+            raise ValueError("num_updates, data_start, outer_start and loss_scales must be of steps up to batches_done "
+                             f"= {done}")
         return state
 
     def as_meta(self) -> dict[str, Any]:
@@ -111,13 +116,19 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's table of contents. `corpus`: fingerprint of the data stream. `val_loss`: at this step."""
+    """A checkpoint's table of contents. `corpus`: fingerprint of the data stream. `val_loss`: at this step. `state`: of
+    the first site; `other_sites`: of the others."""
 
     config: Config
     corpus: str
     state: TrainingState
     shards: tuple[ShardFile, ...]
     val_loss: float | None = None
+    other_sites: tuple[TrainingState, ...] = ()
+
+    def of_site(self, site: int) -> Manifest:
+        """The manifest with the state of that site as `state`."""
+        return replace(self, state=(self.state, *self.other_sites)[site])
 
     @property
     def step(self) -> int:
@@ -126,11 +137,14 @@ class Manifest:
 
     def to_json(self) -> str:
         parallel, step = self.config.parallel, self.step
+        sites = {"sites": parallel.sites} if parallel.sites > 1 else {}
         document = {
-            "format": FORMAT, "step": step, "grid": {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp},
+            "format": FORMAT, "step": step,
+            "grid": {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, **sites},
             "data": {"corpus": self.corpus, "samples": self._position()},
             "val_loss": self.val_loss, "versions": {"hybridpar": __version__, "torch": torch.__version__},
             "state": self.state.as_meta(),
+            **({"other_sites": [state.as_meta() for state in self.other_sites]} if self.other_sites else {}),
             "shards": [shard.as_plain() for shard in self.shards],
             "config": to_mapping(self.config),
         }
@@ -175,6 +189,7 @@ class _Document:
     state: dict[str, Any]
     step: Whole
     shards: tuple[Any, ...]
+    other_sites: tuple[Any, ...] = ()
     val_loss: Annotated[float | None, FINITE] = None
 
 
@@ -184,10 +199,13 @@ def _parse(document: Any) -> Manifest:
     config, state = from_mapping(read.config), TrainingState.of(read.state)
     if min(sizes_of(config.parallel).values()) < 1:
         raise ValueError("its grid is empty")
-    if read.step != state.batches_done:
+    others = tuple(map(TrainingState.of, read.other_sites))
+    if any(read.step != of_site.batches_done for of_site in (state, *others)):
         raise ValueError("it names two steps")
-    manifest = Manifest(
-        config, read.data.corpus, state, tuple(parse_shard(shard, config) for shard in read.shards), read.val_loss)
+    if len(others) != config.parallel.sites - 1:
+        raise ValueError(f"it has the state of {len(others) + 1} sites, its grid {config.parallel.sites}")
+    manifest = Manifest(config, read.data.corpus, state, tuple(parse_shard(shard, config) for shard in read.shards),
+                        read.val_loss, others)
     if read.data.samples != manifest._position():
         raise ValueError("its step and its position in the data do not agree")
     _check_stages(manifest)
@@ -221,12 +239,12 @@ def parse_shard(entry: Any, config: Config) -> ShardFile:
 
 
 def _check_stages(manifest: Manifest) -> None:
-    """Every stage and tensor part is there once, and the stages are all blocks. Raises: ValueError."""
+    """Every stage and tensor part of each site is there once, and the stages are all blocks. Raises: ValueError."""
     parallel = manifest.config.parallel
     if len({shard.name for shard in manifest.shards}) < len(manifest.shards):
         raise ValueError("it names a file twice")
     firsts = [shard for shard in manifest.shards if not any(shard.place[name] for name in BATCH)]
-    if len(firsts) != parallel.pp * parallel.tp:
+    if len(firsts) != parallel.pp * parallel.tp * parallel.sites:
         raise ValueError(f"it names other files than those of {parallel.pp} stages and {parallel.tp} tensor parts")
     held = {(shard.place["pp"], shard.blocks) for shard in manifest.shards}
     stages = sorted((start, stop, pp) for pp, blocks in dict(held).items()

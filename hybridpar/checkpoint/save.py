@@ -11,7 +11,7 @@ on what became of it when training is next between two stretches (`Saver.settle`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -82,11 +82,11 @@ class Saver:
         self.settle()
         engine, grid = self._engine, self._engine.grid
         part = Part.of(engine) if is_writer(engine) else None
-        state = TrainingState.of(engine.state_meta())
+        states = list(map(TrainingState.of, gather_objects(engine.state_meta(), grid.site)))
         self._num_bytes = sum(gather_objects(part.num_bytes if part else 0, grid.world))
-        aside = self._begin(state.batches_done)
-        finish = partial(self._publish, aside, state, val_loss, time.monotonic())
-        note = Note(self._flight, state.batches_done, engine.config.faults.save_timeout_s)
+        aside = self._begin(states[0].batches_done)
+        finish = partial(self._publish, aside, states, val_loss, time.monotonic())
+        note = Note(self._flight, states[0].batches_done, engine.config.faults.save_timeout_s)
         task = Task(aside, finish if grid.rank == 0 else None, note, gives_way=beside)
         if part is not None:
             take = self._snapshot.begin(part.tensors) if beside else partial(dict, part.tensors)
@@ -112,16 +112,16 @@ class Saver:
             raise CheckpointError(failure)
         return aside
 
-    def _publish(self, aside: Path, state: TrainingState, val_loss: float | None, began: float,
+    def _publish(self, aside: Path, states: Sequence[TrainingState], val_loss: float | None, began: float,
                  given_up: Event) -> Path:
         """Makes the files of all ranks a checkpoint; on rank 0, in its thread."""
         config = self._engine.config
         with Waiting(self._flight, "files", "world"):
             written = handover.collect(aside, config, given_up)
-        folder = publish(aside, make_manifest(config, self._corpus, state, written, val_loss))
-        self._say(f"step {state.batches_done}: saved {folder} ({self._num_bytes / 1e9:.3g} GB in "
+        folder = publish(aside, make_manifest(config, self._corpus, states[0], written, val_loss, states[1:]))
+        self._say(f"step {states[0].batches_done}: saved {folder} ({self._num_bytes / 1e9:.3g} GB in "
                   f"{time.monotonic() - began:.3g} s)")
-        prune(self._root, state.batches_done, config.checkpoint)
+        prune(self._root, states[0].batches_done, config.checkpoint)
         return folder
 
     def settle(self, *, wait: bool = True) -> Path | None:
@@ -160,13 +160,14 @@ class Saver:
 
 
 def make_manifest(config: Config, corpus: str, state: TrainingState, written: Iterable[Written],
-                  val_loss: float | None = None) -> Manifest:
-    """The table of contents of files that are all written; `state`: of any rank."""
+                  val_loss: float | None = None, other_sites: Iterable[TrainingState] = ()) -> Manifest:
+    """The table of contents of files that are all written; `state`: of any rank, of the first site if there are others.
+    """
     shards, versions = zip(*written, strict=True)
     common = set.intersection(*map(set, versions))
     known = val_loss is not None and isfinite(val_loss)
-    state = replace(state, versions=tuple(sorted(common)))
-    return Manifest(config, corpus, state, shards, val_loss if known else None)
+    state, *others = (replace(state, versions=tuple(sorted(common))) for state in (state, *other_sites))
+    return Manifest(config, corpus, state, shards, val_loss if known else None, tuple(others))
 
 
 def save_weights(root: Path, config: Config, weights: Mapping[str, Tensor],

@@ -15,7 +15,7 @@ from hybridpar.checkpoint.reshard import clip, find_pieces
 from hybridpar.checkpoint.shards import SavedShard
 from hybridpar.errors import CheckpointError
 from hybridpar.flight import NO_FLIGHT, Flight
-from hybridpar.grid import MODEL, sizes_of
+from hybridpar.grid import APART, MODEL, sizes_of
 from hybridpar.nn.placement import Placement, Range, Shard
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.chunks import block_of
@@ -43,12 +43,13 @@ class Keeper:
 class Saved:
     """Reader of pieces of a checkpoint's tensors, from those files alone that have them; each header is read once.
 
-    `flight` is told of every tensor.
+    `flight` is told of every tensor. `site`: whose files, where several sites have saved.
     Raises: CheckpointError, here and below, for what is missing or damaged.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest | None = None, flight: Flight = NO_FLIGHT):
+    def __init__(self, folder: Path, manifest: Manifest | None = None, flight: Flight = NO_FLIGHT, site: int = 0):
         self.folder, self.manifest, self._flight = folder, manifest or read_manifest(folder), flight
+        self._site = dict.fromkeys(APART, site) if self.manifest.config.parallel.sites > 1 else {}
         self._files = sorted(self.manifest.shards, key=lambda shard: tuple(shard.place.values()))
         self._open: dict[str, SavedShard] = {}
         self.stages = {file.place["pp"]: {n for blocks in file.spans for n in blocks} for file in self.manifest.shards}
@@ -126,7 +127,7 @@ class Saved:
 
     def _files_of(self, stage: int, split: Shard | None = None, rank: int = 0) -> Iterator[SavedShard]:
         """Files of a stage with part `rank` of what is split so, those of all replicas."""
-        wanted = dict.fromkeys(MODEL, 0) | {"pp": stage} | ({split.axis: rank} if split else {})
+        wanted = dict.fromkeys(MODEL, 0) | self._site | {"pp": stage} | ({split.axis: rank} if split else {})
         for file in self._files:
             if wanted.items() <= file.place.items():
                 if file.name not in self._open:

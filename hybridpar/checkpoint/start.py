@@ -62,7 +62,7 @@ def start_from(folder: Path, engine: Trainee) -> None:
             for name, target in tensors.items():
                 target.copy_(full.read_part(state.whole_slots[name]))
 
-        state.weights.fill(write)
+        state.fill(write)
 
     if failures := failures_together(grid.world, load):
         raise CheckpointError(failures[0])

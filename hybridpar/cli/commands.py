@@ -83,7 +83,7 @@ class Verify:
         for what, worst in report.worst.items():
             place = f"({worst.name}, batch {worst.batch})"
             print(f"{what:<10} worst relative error {worst.error:.1e}  {place}", file=out)
-        where, first = " ".join(f"{axis}={size}" for axis, size in sizes.items()), report.first_divergence
+        where, first = " ".join(f"{axis}={size}" for axis, size in report.grid.items()), report.first_divergence
         found = f"{report.tensors_compared} tensors agree within {TOLERANCE:g}" if first is None else (
             f"{first.what} of {first.name} differs first, in batch {first.batch}, by {first.error:.1e} "
             f"(tolerance {TOLERANCE:g})")
@@ -147,22 +147,25 @@ class Check:
         from hybridpar.pipeline.plan.sizes import Sizes
         from hybridpar.train.forecast import forecasts
         from hybridpar.train.host_forecast import forecast_host
+        from hybridpar.train.site_traffic import site_traffic
 
         device = default_device(config)
         memory = predict(config, device=device)
         stages = stage_split(config.model, config.parallel.pp, config.pipeline.split, config.pipeline.num_chunks)
         model = ModuleList(build_blocks(config.model, Axis("tp"), range(config.model.num_blocks)).values())
+        several = {"sites": config.parallel.sites} if config.parallel.sites > 1 else {}
         grid, parameters = config.parallel, sum(p.numel() for p in model.parameters())
         plain = {
-            "ok": True, "grid": {"tp": grid.tp, "pp": grid.pp, "dp": grid.dp},
+            "ok": True, "grid": {"tp": grid.tp, "pp": grid.pp, "dp": grid.dp, **several},
             "stages": [[b.start, b.stop] for b in stages], "parameters": parameters,
             "batch_samples": config.global_batch_size, "batch_tokens": config.batch_tokens,
             "training_flops_per_token": training_flops_per_token(config.model),
             "device": device.type, "peak_memory": [stage.as_json() for stage in memory], "absent": absent,
         }
-        tiers, host = forecasts(config), forecast_host(config)
+        tiers, host, sites = forecasts(config), forecast_host(config), site_traffic(config)
         if self.json:
-            plain |= {"tiers": [one.as_json() for one in tiers]} | ({"host": host.as_json()} if host else {})
+            plain |= {"tiers": [one.as_json() for one in tiers]} | {
+                name: found.as_json() for name, found in (("host", host), ("sites", sites)) if found}
             print(json.dumps(plain))
             return 0
         fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
@@ -171,16 +174,17 @@ class Check:
         blocks = ", ".join(f"{b.start}-{b.stop - 1}" for b in stages)
         if (chunks := config.pipeline.num_chunks) > 1:
             blocks += f"; each rank holds {chunks}, which are {grid.pp} apart"
-        name = Sizes.of(config).rank_name
-        print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}, {grid.num_ranks} processes\n"
+        name, at_sites = Sizes.of(config).rank_name, f" at {grid.sites} sites" if several else ""
+        print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}{at_sites}, {grid.num_ranks} processes\n"
               f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head)\n"
               f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"
               f"\npredicted peak memory of a process of each {name} with train.device = {device.type}, in MiB\n"
               f"{table(memory, name)}\n" + "\n".join(short_form(memory, name, saving)))
         for number, tier in enumerate(tiers):
             print(f"{name} {number}: {tier}")
-        if host is not None:
-            print(f"\n{host}")
+        for found in (host, sites):
+            if found is not None:
+                print(f"\n{found}")
         for text in absent:
             print(f"\nnot on this machine, or of no use: {text}")
         return 0

@@ -13,6 +13,7 @@ from tyro.conf import FlagConversionOff, Positional, arg
 from hybridpar.cli.outputs import check_outputs, write_output
 from hybridpar.cli.values import Devices, MicroBatches, Ranks, Within, parse_grid
 from hybridpar.config import Config, Launch, PipelineConfig, load_toml, to_toml
+from hybridpar.errors import config_error
 
 if TYPE_CHECKING:
     from hybridpar.pipeline.plan.costs import Costs
@@ -98,6 +99,7 @@ class Plan:
         from hybridpar.planner.local_profile import machine_for
         from hybridpar.planner.search import search
 
+        _of_one_site(self.config)
         resolved(replace(  # all but what is to be chosen
             self.config, parallel=replace(self.config.parallel, tp=1, pp=1, dp=1),
             pipeline=PipelineConfig(num_microbatches=self.config.pipeline.num_microbatches),
@@ -276,10 +278,17 @@ def planned(config: Config, profile: str, cluster: str, launch: Launch) -> tuple
     from hybridpar.planner.cost import StepCost
     from hybridpar.planner.local_profile import machine_for
 
+    _of_one_site(config)
     devices = config.parallel.num_ranks if config.parallel.dp else 0
     machine = machine_for(config, launch, profile, cluster, devices)
     config = resolved(config, machine.num_devices)
     return config, StepCost(config, machine).costs
+
+
+def _of_one_site(config: Config) -> None:
+    """Raises: ConfigError for several sites, which train apart: each is planned, and has its costs, by itself."""
+    if (sites := config.parallel.sites) > 1:
+        raise config_error("parallel.sites", sites, "is not planned for: plan the grid of one site", "1")
 
 
 def resolved(config: Config, world_size: int = 0) -> Config:

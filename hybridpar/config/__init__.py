@@ -8,6 +8,7 @@ from hybridpar.config.data import DataConfig
 from hybridpar.config.environment import Launch, pass_on_signals, triton_is_interpreted
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
 from hybridpar.config.model import ModelConfig
+from hybridpar.config.outer import OuterConfig
 from hybridpar.config.sections import (
     AUTO,
     STOP_SIGNALS,
@@ -33,8 +34,8 @@ from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_pla
 
 __all__ = [
     "AUTO", "FINITE", "MAX_TOML", "STOP_SIGNALS", "AnomaliesConfig", "CheckpointConfig", "CompressionConfig",
-    "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch", "MemoryConfig", "ModelConfig",
-    "OptimConfig", "ParallelConfig", "PipelineConfig", "PlanConfig", "RunConfig", "TrainConfig", "Whole",
-    "Within", "broken_rules", "from_mapping", "from_plain", "load_toml", "pass_on_signals", "span", "to_mapping",
-    "to_toml", "triton_is_interpreted",
+    "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch", "MemoryConfig", "ModelConfig", "OptimConfig",
+    "OuterConfig", "ParallelConfig", "PipelineConfig", "PlanConfig", "RunConfig", "TrainConfig", "Whole", "Within",
+    "broken_rules", "from_mapping", "from_plain", "load_toml", "pass_on_signals", "span", "to_mapping", "to_toml",
+    "triton_is_interpreted",
 ]

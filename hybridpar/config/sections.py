@@ -12,6 +12,7 @@ from hybridpar.config.compression import CompressionConfig
 from hybridpar.config.data import DataConfig
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
 from hybridpar.config.model import ModelConfig
+from hybridpar.config.outer import OuterConfig
 from hybridpar.config.typed import AtLeastOne, Count, NotNegative, OneOf, Positive, Within
 from hybridpar.errors import Problem
 
@@ -25,21 +26,30 @@ class ParallelConfig:
     tp: Annotated[int, Within(1, 2**16)] = 1
     pp: Annotated[int, Within(1, 2**16)] = 1
     dp: Annotated[int, Within(0, 2**20)] = 0
-    """0: whatever fills the job, number of processes / (tp * pp)."""
+    """0: whatever fills the job, number of processes / (tp * pp * sites)."""
     zero: Literal[0, 1, 2, 3] = 0
     """What is split over the replicas. 1: optimizer state (and the fp32 master weights of bf16 and fp16), as in ZeRO-1;
     2: gradients as well, of which whole ones are there a block at a time: they are summed over the replicas after each
     micro-batch; 3: weights as well, which are gathered block by block as they are needed. With pipeline.schedule =
     gpipe and pp = 1 (and no tied embeddings) a block is summed once a batch, and gathered twice. What stays whole: an
     embedding that is tied across stages and, where tp is above 1, norms and biases."""
+    sites: Annotated[int, Within(1, 2**10)] = 1
+    """Copies of the whole grid that train apart, each on samples of its own, say because links between them are slow;
+    they meet every outer.every steps ([outer], DiLoCo). The first 1 / sites of the ranks are the first site. A batch
+    has sites * dp * num_microbatches * micro_batch_size samples."""
     sequence: bool = False
     """Sequence parallelism over tp: norms, dropout, residuals and messages between stages have seq_length / tp rows on
     each rank, and all-reduces become reduce-scatters and all-gathers. Any seq_length; no effect where tp is 1."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the grid; of one replica where dp is 0."""
-        return self.tp * self.pp * max(self.dp, 1)
+        """Ranks of the grid; of one replica a site where dp is 0."""
+        return self.tp * self.pp * max(self.dp, 1) * self.sites
+
+    @property
+    def replicas(self) -> int:
+        """Replicas at all sites."""
+        return self.sites * self.dp
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
         """Settings that do not go with those of other sections; the same in every section."""
@@ -331,12 +341,13 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     anomalies: AnomaliesConfig = field(default_factory=AnomaliesConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
 
     @property
     def global_batch_size(self) -> int:
-        """Samples an optimizer step; parallel.dp must be resolved."""
+        """Samples an optimizer step, of all sites; parallel.dp must be resolved."""
         assert self.parallel.dp > 0, "parallel.dp is not resolved"
-        return self.train.micro_batch_size * self.pipeline.num_microbatches * self.parallel.dp
+        return self.train.micro_batch_size * self.pipeline.num_microbatches * self.parallel.replicas
 
     @property
     def norms_first(self) -> bool:
@@ -365,5 +376,5 @@ class Config:
         """Settings that do not go together, whatever the job; each value alone is allowed."""
         yield from self.model.conflicts()
         for section in (self.parallel, self.pipeline, self.optim, self.train, self.data, self.memory, self.run,
-                        self.checkpoint, self.anomalies):
+                        self.checkpoint, self.anomalies, self.outer):
             yield from section.conflicts(self)

@@ -2,9 +2,9 @@
 
     batch t has B = mbs * m * dp samples;  micro-batch j of replica d holds  t * B + (j * dp + d) * mbs + (0 .. mbs - 1)
 
-so a batch is the same B samples in the same places however they are dealt to micro-batches and replicas, and a run is
-resumed by its number of batches alone; where B or the data have changed on the way, DataStart says when. Every stage of
-a pipeline asks for the micro-batches it needs, in any order.
+where replicas of several sites count as those of one. So a batch is the same B samples in the same places however they
+are dealt to micro-batches and replicas, and a run is resumed by its number of batches alone; where B or the data have
+changed on the way, DataStart says when. Every stage of a pipeline asks for the micro-batches it needs, in any order.
 """
 
 from __future__ import annotations

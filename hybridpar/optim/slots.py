@@ -8,7 +8,7 @@ from math import prod
 
 from torch import Tensor
 
-from hybridpar.grid import BATCH, Place
+from hybridpar.grid import APART, BATCH, Place
 from hybridpar.nn.placement import Held, Placement, Range, Shard
 
 
@@ -22,7 +22,8 @@ class ParameterSlot:
     parameter by rank 0, a shared row by its first holder, as in Shard.owned).
 
     `part`: the range of the local tensor's elements that this rank updates, where replicas share the work; its tensors
-    are then one-dimensional. Not for parameters with shared rows. `shared`: whether replicas update the same.
+    are then one-dimensional. Not for parameters with shared rows. `shared`: whether replicas update the same. `joint`:
+    whether ranks that train apart have the same of it.
     """
 
     name: str
@@ -30,6 +31,7 @@ class ParameterSlot:
     place: Place = field(default_factory=dict)
     part: Range | None = None
     shared: bool = True
+    joint: bool = False
     segments: tuple[Range, ...] = field(init=False)
     counted: tuple[Range, ...] = field(init=False)
 
@@ -54,6 +56,8 @@ class ParameterSlot:
     def is_copy_along(self, axis: str) -> bool:
         """Whether the ranks along an axis have the same of it, once its gradient is reduced; of split ones, rows may be
         shared nevertheless."""
+        if axis in APART:
+            return self.joint
         shared_out = not self.shared and axis in ("pp", *BATCH)
         return not shared_out and self.placement.along(axis) is not Held.SPLIT
 

@@ -6,6 +6,12 @@
                                    replicas share (ZeRO-3)
     master/<parameter>             parts that this rank owns                  the weights
     optimizer/<parameter>.<state>  parts that this rank owns                  zero
+    anchor/<parameter>             the same, of several sites: the weights    the weights
+                                   they had in common last
+    outer/<parameter>              the same: the outer step's momentum        zero
+    sent/<parameter>               the same: differences that were sent to    (there are none)
+                                   other sites, and not taken yet
+    remainder/<parameter>          the same: what was left out of messages    zero
     gradients                      whole local parameters; never saved
     host                           room for what goes to the host and comes from it; never saved
 
@@ -25,6 +31,7 @@ from hybridpar.optim import GroupedOptimizer, ParameterSlot
 from hybridpar.state.chunks import Buffer, Memory, Use
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.host import HostUpdates
+from hybridpar.state.outer import OuterStep
 from hybridpar.state.shares import Shares
 from hybridpar.state.weights import WeightStore, copy_all
 
@@ -53,6 +60,7 @@ class Holder(Protocol):
     memory: Memory
     shares: list[Shares]
     host: HostUpdates | None
+    outer: OuterStep | None
 
     def is_kept(self, use: Use) -> bool: ...
 
@@ -62,7 +70,8 @@ class StateKind(ABC):
 
     name: first part of its tensors' keys. form: the rest of them. what: pattern of the part that tells several tensors
     of a parameter apart. whole: its tensors are whole local parameters, which all replicas have; else this rank has
-    those of the parts that it owns. saved: checkpoints have it. column: where the memory report shows it.
+    those of the parts that it owns. saved: checkpoints have it. joint: all sites have the same. column: where the
+    memory report shows it.
     """
 
     name: ClassVar[str]
@@ -70,6 +79,7 @@ class StateKind(ABC):
     what: ClassVar[str] = r"\w+"
     whole: ClassVar[bool] = False
     saved: ClassVar[bool] = True
+    joint: ClassVar[bool] = False
     column: ClassVar[str] = "optimizer"
 
     def __init__(self, holder: Holder):
@@ -215,6 +225,68 @@ class OptimizerState(StateKind):
         self.holder.optimizer.load_state_tensors(tensors, num_updates)
 
 
+class Anchor(StateKind):
+    """The weights that sites had in common last, fragment by fragment, in the precision of the master copy."""
+
+    name, joint = "anchor", True
+
+    @classmethod
+    def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
+        return stored.read(slot, cls.name) if stored.keeps(slot, cls.name, "") else stored.newest(slot)
+
+    def tensors(self) -> dict[str, Tensor]:
+        outer = self.holder.outer
+        return {} if outer is None else {self.key(name): view for name, view in outer.anchor.views().items()}
+
+    def memory(self) -> list[Tensor]:
+        outer = self.holder.outer
+        return [] if outer is None else outer.anchor.tensors
+
+
+class OuterMomentum(StateKind):
+    """The momentum of the outer step."""
+
+    name, joint = "outer", True
+
+    def tensors(self) -> dict[str, Tensor]:
+        outer = self.holder.outer
+        return {} if outer is None else {self.key(name): view for name, view in outer.momentum.views().items()}
+
+    def memory(self) -> list[Tensor]:
+        outer = self.holder.outer
+        return [] if outer is None else outer.momentum.tensors
+
+
+class Sent(StateKind):
+    """Differences that this rank has sent to other sites, and that no version has taken yet."""
+
+    name = "sent"
+
+    def tensors(self) -> dict[str, Tensor]:
+        outer = self.holder.outer
+        sent = {} if outer is None else outer.sent(self.holder.weights.newest)
+        return {self.key(name): tensor for name, tensor in sent.items()}
+
+    def memory(self) -> list[Tensor]:
+        outer = self.holder.outer
+        return [] if outer is None else outer.room
+
+
+class OuterRemainder(StateKind):
+    """What lossy messages to other sites have left out so far; of those under way, what they were made of."""
+
+    name = "remainder"
+
+    def tensors(self) -> dict[str, Tensor]:
+        outer = self.holder.outer
+        kept = None if outer is None else outer.remainder
+        return {} if kept is None else {self.key(name): view for name, view in kept.views().items()}
+
+    def memory(self) -> list[Tensor]:
+        outer = self.holder.outer
+        return [] if outer is None or outer.remainder is None else outer.remainder.tensors
+
+
 class HostRoom(StateKind):
     """Room on the host for gradients that have come and weights that leave, where it updates. Void between updates."""
 
@@ -228,7 +300,8 @@ class HostRoom(StateKind):
         return [tensor for buffer in (host and host.staging, made) if buffer for tensor in buffer.tensors]
 
 
-KINDS: tuple[type[StateKind], ...] = (WeightVersions, WeightShares, Gradients, Master, OptimizerState, HostRoom)
+KINDS: tuple[type[StateKind], ...] = (WeightVersions, WeightShares, Gradients, Master, OptimizerState, Anchor,
+                                       OuterMomentum, Sent, OuterRemainder, HostRoom)
 """All kinds, in the order in which checkpoints have them."""
 
 

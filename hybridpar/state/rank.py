@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -21,6 +22,7 @@ from hybridpar.state import kinds
 from hybridpar.state.chunks import Buffer, Memory, Use, cut
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.host import HostUpdates, HostWork
+from hybridpar.state.outer import OuterStep
 from hybridpar.state.partition import Partition, make_routes
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.reducer import GradientReducer
@@ -37,8 +39,9 @@ class RankState:
     of them this rank updates. `slots`: those parts. `kinds`: what it keeps, by kind.
     `parts`: blocks of the rank that are computed with at a time (none: all). An update is then made in `num_groups`
     parts. `memory`: where the state is kept (None: on `device`). `shares`: of each gradient buffer, where replicas
-    split gradients. `host_work`: how the host works, where it updates.
-    Until `initialize`, `weights.fill` or `load` all weights are zero.
+    split gradients. `host_work`: how the host works, where it updates. `outer`: what makes sites meet, where there are
+    several.
+    Until `initialize`, `fill` or `load` all weights are zero.
     """
 
     def __init__(self, stage: nn.Module, grid: ProcessGrid, policy: StatePolicy, device: torch.device, *,
@@ -78,6 +81,8 @@ class RankState:
              for group in self._groups], self.memory.for_optimizer(self.uses))
         self.host = None if not policy.on_host else HostUpdates(
             self.weights, self.optimizer, self.num_groups, self.gradients.buffers, host_work)
+        self.outer = None if grid.site.size == 1 else OuterStep(
+            policy.outer, grid.site, self.slots, self.weights.master_dtype, self.memory)
         self.kinds = tuple(kind(self) for kind in kinds.KINDS)
         self._owned = [shares.owned() for shares in self.shares] or [
             list(self.partition.owned_views(buffer)) for buffer in self.gradients.buffers]
@@ -94,8 +99,15 @@ class RankState:
 
     def initialize(self, seed: int) -> None:
         """Gives the weights their starting values, which are the same on every grid."""
-        self.weights.fill(lambda tensors: initialize(
+        self.fill(lambda tensors: initialize(
             [(name, tensor, self.placements[name]) for name, tensor in tensors.items()], seed, self.grid.place))
+
+    def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
+        """Sets the newest version of the weights as WeightStore.fill does: a beginning, which all sites have in common.
+        """
+        self.weights.fill(write)
+        if self.outer is not None:
+            self.outer.begin(list(self.weights.parameters_of_optimizer().values()))
 
     def allocate(self) -> None:
         """Takes the memory of the optimizer's state now; else its first step does."""
@@ -189,19 +201,26 @@ class RankState:
 
         `predict`: micro-batches are to run on a prediction of it, where weights are predicted. `group`: which part of
         the update. Where the host makes it, `begin_update` and `host.wait` come before, and `factor` says but whether.
-        Collectives: as Optimizer.step and WeightStore.advance.
+        Collectives: as Optimizer.step and WeightStore.advance; of several sites, as OuterStep.step.
         """
         self.await_copy()
-        if factor is None:
+        version = self.weights.newest + 1
+        outer = self.outer if self.outer is not None and self.outer.concerns(version) else None
+        if factor is None and outer is None:
             self.weights.advance(None, group=group)
             return
         owned = self._owned[self.gradients.buffer_index(batch)]
         number = group if self.host is None else group + self.num_groups  # behind those of the host: what stays here
 
         def step(weights: Weights) -> None:
-            if number < len(self._groups):
+            if factor is None:
+                with weights.updating():
+                    pass
+            elif number < len(self._groups):
                 gradients = [owned[i] for i in self._groups[number]]
                 self.optimizer.step(number, weights, gradients, lr=lr, gradient_scale=factor)
+            if outer is not None:
+                outer.step(version, weights)
 
         self.weights.advance(step, predict=predict, group=group)
 
@@ -240,7 +259,8 @@ class RankState:
         owned = {slot.name: slot for slot in self.slots}
         for key, tensor in self.tensors().items():
             kind, parameter, _ = kinds.parse_key(key)
-            yield key, tensor, (self.whole_slots if kind.whole else owned)[parameter]
+            slot = (self.whole_slots if kind.whole else owned)[parameter]
+            yield key, tensor, replace(slot, joint=True) if kind.joint else slot
 
     def num_bytes(self) -> dict[str, int]:
         """Memory of the state, by column of the memory report. Units: bytes."""
@@ -258,13 +278,16 @@ class RankState:
 
         return of(self.weights.buffers[0], self.weights.shares), of(self.gradients.buffers[0], self.shares)
 
-    def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
+    def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int, since: int = 0) -> None:
         """Takes tensors by key. Each is asked for once; an optimizer's are kept as they are.
 
-        `versions`: of the weights, oldest first. `num_updates`: steps that the optimizer has taken.
+        `versions`: of the weights, oldest first. `num_updates`: steps that the optimizer has taken. `since`: the
+        version from which on sites have trained apart.
         Raises: CheckpointError naming the first tensor that is missing or of another shape.
         """
         self.await_copy()
+        if self.outer is not None:
+            self.outer.begin_at(since)
         for kind in self.kinds:
             if kind.saved:
                 kind.load(kinds.Under(f"{kind.name}/", tensors), versions, num_updates)

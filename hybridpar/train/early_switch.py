@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from hybridpar.comm import gather_objects
-from hybridpar.config import Config
+from hybridpar.config import Config, OuterConfig
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.plan.predict import smallest_early_switch
@@ -24,10 +24,12 @@ def measure_early_switch(config: Config, grid: ProcessGrid, device: torch.device
     A few batches of random tokens are trained by the paper's rule on weights that are then thrown away, and their
     measured costs simulated with every L. Collectives: on all ranks of the grid.
     """
-    trial = replace(config, pipeline=replace(config.pipeline, early_switch="off", sync_steps=0))
+    trial = replace(config, pipeline=replace(config.pipeline, early_switch="off", sync_steps=0),
+                    outer=OuterConfig(every=_BATCHES + 1))
     engine = Engine(trial, grid, device)
     loader = SyntheticLoader(
-        config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size)
+        config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, grid.replica,
+        grid.num_replicas)
     recorder = trace.Recorder(engine.executor, 0, _BATCHES)
     engine.train(loader, _BATCHES, lambda result: recorder.after_step(result.step))
     recorder.close()

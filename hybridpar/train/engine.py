@@ -40,6 +40,7 @@ from hybridpar.state.tiered import ItemMemory, TieredMemory
 from hybridpar.train.parts import Parts
 from hybridpar.train.policy import BatchPolicy, StepResult
 from hybridpar.train.replicas import SharedChunks
+from hybridpar.train.sites import SiteTalk
 from hybridpar.train.source import LoaderSource
 from hybridpar.train.tiers import RankTiers
 from hybridpar.train.touches import Touches
@@ -106,6 +107,9 @@ class Engine:
                 and not self.parts.is_divided):
             self.executor.graphs = graphs.recorder(
                 config, stages[self._held[0]][0], self.state.gradients, device, eager_last=grid.dp.size > 1)
+        self._talk: SiteTalk | None = None
+        if self.state.outer is not None:
+            self.state.outer.waits_by, self._talk = self.executor.wait, SiteTalk(self.state.outer)
         self._pending: dict[int, tuple[Tensor, Work]] = {}
         self.stop_requested = self._stopping = False
         self.batches_done = 0
@@ -117,10 +121,13 @@ class Engine:
         `on_gradients(batch, gradients)` before it: summed over the whole batch, not clipped, to be copied if kept.
 
         Ends early, on the same batch on all ranks, when any rank has set `stop_requested`, or the judge has found an
-        anomaly that is not just skipped; those of the batches that were under way come after it.
+        anomaly that is not just skipped; those of the batches that were under way come after it. Several sites do so
+        when their messages have told all of them.
         """
         self.policy.first, self._end = self.batches_done, self.batches_done + num_batches
         self._on_step, self._on_gradients = on_step, on_gradients
+        if self.state.outer is not None:
+            self.state.outer.go_on(self.batches_done)
         hooks = BatchHooks(self._before_backward, self._after_backward, self._reduce, self._norm, self._host,
                            self._update, self._weight_gradients)
         source = LoaderSource(loader, self.config, self.device, training=True)
@@ -206,7 +213,7 @@ class Engine:
         if self.grid.is_first_copy:
             for i, name in enumerate(self.loss_names):
                 totals[stages + 1 + i] = losses.get(name, 0.0)
-        work = all_reduce_async(totals, self.grid.world)
+        work = all_reduce_async(totals, self.grid.home)
         self.executor.watch(work.is_done)
         self._pending[batch] = totals, work
 
@@ -232,7 +239,11 @@ class Engine:
             elif part == 0:
                 self._result = self._take_result(batch)
                 self._show_gradients(batch)
+            if self._talk is not None:
+                self._talk.before(self._result, self._stopping)
             self._apply(batch, part, self._result)
+            if self._talk is not None:
+                self._result = replace(self._result, news=self._talk.after(batch + 1))
             if is_last:
                 self._report(self._result, lead=3)  # no rank has begun batch + 3 when any applies this update
             return
@@ -268,15 +279,15 @@ class Engine:
     def _take_result(self, batch: int) -> StepResult:
         totals, work = self._pending.pop(batch)
         self.executor.wait(work.wait)
-        with self.grid.world.waiting("all_reduce"):  # which on a GPU is now
+        with self.grid.home.waiting("all_reduce"):  # which on a GPU is now
             numbers = totals.tolist()
         stages = self.grid.pp.size
-        self._stopping |= numbers[stages] > 0
-        return self.policy.result(batch, numbers[:stages], numbers[stages + 1 :])
+        result = self.policy.result(batch, numbers[:stages], numbers[stages + 1 :])
+        self._stopping |= numbers[stages] > 0 or (result.anomaly is not None and result.anomaly.policy != "skip")
+        return result
 
     def _report(self, result: StepResult, lead: int) -> None:
-        if self._stopping or (result.anomaly is not None and result.anomaly.policy != "skip"):
-            self._stopping = True
+        if self._stopping if self._talk is None else result.news is not None and result.news.ending:
             self._end = min(self._end, result.step - 1 + lead)
         self._on_step(result)
 
@@ -288,6 +299,7 @@ class Engine:
             "batches_done": self.batches_done, "versions": list(self.state.weights.live_versions),
             "num_updates": self.state.optimizer.num_updates, **self.policy.state(),
             "data_start": asdict(self.data_start),
+            "outer_start": 0 if self.state.outer is None else self.state.outer.timeline.since,
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -296,7 +308,7 @@ class Engine:
 
         Raises: CheckpointError naming the first tensor that is missing or of another shape.
         """
-        self.state.load(tensors, meta["versions"], meta["num_updates"])
+        self.state.load(tensors, meta["versions"], meta["num_updates"], meta.get("outer_start", 0))
         self.policy.load_state(meta)
         self.batches_done = meta["batches_done"]
         self.data_start = DataStart(**meta.get("data_start", {}))
@@ -305,7 +317,8 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, loader: Loader, num_batches: int) -> dict[str, float]:
-        """Mean partial losses of the newest weights over the first batches of `loader`, without dropout."""
+        """Mean partial losses of the newest weights over the first batches of `loader`, without dropout; of several
+        sites, the mean over these."""
         newest_version = self.state.weights.newest
         assert self.batches_done == newest_version, "evaluation needs a drained pipeline"
         m = self.sizes.num_microbatches
@@ -319,4 +332,4 @@ class Engine:
             if self.grid.is_first_copy:
                 totals += totals.new_tensor([float(losses.get(n, 0.0)) for n in self.loss_names])
         all_reduce(totals, self.grid.world)
-        return dict(zip(self.loss_names, (totals / num_batches).tolist(), strict=True))
+        return dict(zip(self.loss_names, (totals / num_batches / self.grid.site.size).tolist(), strict=True))

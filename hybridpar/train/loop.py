@@ -182,7 +182,8 @@ def _introduce(config: Config, place: _Place, grid: ProcessGrid, reporter: Repor
     """Says what is trained, on which grid, and from where."""
     parallel = config.parallel
     threads = f"{place.threads} thread{'s' * (place.threads != 1)} a process"
-    where = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}, {place.device.type}, {threads}"
+    sites = f"{parallel.sites} sites of " if parallel.sites > 1 else ""
+    where = f"{sites}tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}, {place.device.type}, {threads}"
     what = f"{config.model.kind}, {config.pipeline.schedule}, {config.train.dtype}"
     how = f"going on after step {resumed}" if resumed else "starting"
     reporter.say(f"{config.run.folder}: {what} on {where}; {how}")

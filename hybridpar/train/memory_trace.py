@@ -167,7 +167,7 @@ class SampleLoader:
     def __init__(self, config: Config):
         self._sample = sample_microbatch(config)
         del self._sample["num_targets"], self._sample["num_samples"]  # which its source tells
-        self._samples = config.train.micro_batch_size * config.parallel.dp
+        self._samples = config.train.micro_batch_size * config.parallel.replicas
         self._targets = max(1, int((self._sample["labels"] >= 0).sum())) * config.pipeline.num_microbatches
         self._num_microbatches = config.pipeline.num_microbatches
 

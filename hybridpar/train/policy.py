@@ -18,13 +18,15 @@ from hybridpar.optim.schedule import learning_rate
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
 from hybridpar.train.anomalies import Anomaly, Judge, RunningJudge
+from hybridpar.train.sites import SiteNews
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of one optimizer step, equal on all ranks. `grad_norm` is before clipping.
+    """Outcome of one optimizer step, equal on all ranks of a site. `grad_norm` is before clipping.
 
     `skipped`: its update was not made. `stage_norms`: of the gradients of each stage, tied ones with the first.
+    `news`: of the other sites, where any came with this step; losses are those of this site.
     """
 
     step: int
@@ -35,6 +37,7 @@ class StepResult:
     skipped: bool
     stage_norms: tuple[float, ...] = ()
     anomaly: Anomaly | None = None
+    news: SiteNews | None = None
 
     @property
     def loss(self) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridpar import checkpoint
 from hybridpar.checkpoint.files import write_text
+from hybridpar.comm import gather_objects
 from hybridpar.data import Blend
 from hybridpar.errors import CheckpointError
 from hybridpar.state import find_divergence
@@ -27,7 +28,7 @@ from hybridpar.train.log import RunLog
 class AnomalyHandler:
     """Takes note of anomalies, writes their replay bundles, and deals with those that are not just skipped.
 
-    Collectives: audit and resolve, on all ranks of the grid.
+    Collectives: agree, audit and resolve, on all ranks of the grid.
     """
 
     def __init__(self, engine: Engine, samples: Blend, log: RunLog, say: Callable[[str], None]):
@@ -74,6 +75,11 @@ class AnomalyHandler:
         bundle = replace(bundle, tokens=content_hash(self._samples, bundle.samples))
         self._log.put(bundle.name, lambda path: write_text(path, bundle.to_json()))
         return str(self._folder / bundle.name)
+
+    def agree(self) -> None:
+        """Takes what another site has found, where one has: all deal with it. Collectives: over the sites."""
+        found = [found for found in gather_objects(self._found, self._engine.grid.site) if found is not None]
+        self._found = next(iter(found), None)
 
     def audit(self) -> None:
         """Compares replicas."""

@@ -97,8 +97,8 @@ class Run:
 
     def _loader(self, samples: Blend) -> BatchLoader:
         return BatchLoader(
-            samples, micro_batch_size=self.config.train.micro_batch_size, dp_rank=self.grid.dp.rank,
-            dp_size=self.grid.dp.size, num_microbatches=self.config.pipeline.num_microbatches)
+            samples, micro_batch_size=self.config.train.micro_batch_size, dp_rank=self.grid.replica,
+            dp_size=self.grid.num_replicas, num_microbatches=self.config.pipeline.num_microbatches)
 
     def close(self) -> None:
         """Closes the files. Where training has failed, a checkpoint that is nearly there may still come."""
@@ -117,6 +117,7 @@ class Run:
                     self._save(last=True)
             while engine.batches_done < end and not stopped_by:
                 self._train_until(self._next_mark(engine.batches_done))
+                self.anomalies.agree()
                 last = engine.batches_done == end
                 stopped_by = 0 if last else self._agree(request.number)
                 last = last or bool(stopped_by)
@@ -172,7 +173,7 @@ class Run:
         if self.memory is not None:
             self.memory.after_step(result.step)
         if not self.anomalies.is_open:  # else the batches that were under way will not count
-            notes = self.anomalies.note(result)
+            notes = self.anomalies.note(result) | (result.news.notes() if result.news else {})
             self.report.step(result, self.clock.seconds(result.step - 1), notes)
 
     def _audit(self, saves: bool) -> None:

@@ -25,8 +25,10 @@ class LoaderSource:
         batch, index = divmod(number, self.config.pipeline.num_microbatches)
         tensors = {n: self._on_device(t) for n, t in self.loader.microbatch(batch, index).items()}
         # on the device: torch divides by numbers of the CPU in another way, and a CUDA graph has them on the GPU
-        tensors["num_targets"] = self._number(self.loader.num_targets(batch))
-        tensors["num_samples"] = self._number(self.config.global_batch_size)
+        # of several sites, a site's share of the batch's: the mean over sites is then that of the whole batch
+        sites = self.config.parallel.sites
+        tensors["num_targets"] = self._number(self.loader.num_targets(batch) / sites)
+        tensors["num_samples"] = self._number(self.config.global_batch_size / sites)
         return tensors, self._key(batch, index) if self.training else None
 
     def _key(self, batch: int, index: int) -> RandomKey:
@@ -34,8 +36,8 @@ class LoaderSource:
         key = RandomKey.of(train.seed, batch, self.loader.first_sample(index), train.micro_batch_size)
         return replace(key, counter=self._on_device(key.counter))  # made there, it would wait for the stream
 
-    def _number(self, x: int) -> Tensor:
-        return torch.full((), float(x), dtype=torch.float64, device=self.device)
+    def _number(self, x: float) -> Tensor:
+        return torch.full((), x, dtype=torch.float64, device=self.device)
 
     def _on_device(self, x: Tensor) -> Tensor:
         if x.device.type == self.device.type:

@@ -77,7 +77,8 @@ class Oracle:
             leaves = self._bind(batch, index // replicas)
             tensors = loader.microbatch(batch, index)
             tensors["num_targets"] = torch.tensor(float(loader.num_targets(batch)), dtype=torch.float64)
-            tensors["num_samples"] = torch.tensor(float(self.config.global_batch_size), dtype=torch.float64)
+            tensors["num_samples"] = torch.tensor(
+                self.config.global_batch_size / self.config.parallel.sites, dtype=torch.float64)
             key = RandomKey.of(self.config.train.seed, batch, loader.first_sample(index))
             x: Any = None
             for number in sorted(self.blocks):

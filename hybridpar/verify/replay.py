@@ -162,6 +162,9 @@ def _check_versions(bundle: Bundle, versions: tuple[tuple[int, ...], ...]) -> No
 def alone(config: Config) -> Config:
     """The same training on one CPU process."""
     parallel, pipeline, train = config.parallel, config.pipeline, config.train
+    if parallel.sites > 1:
+        raise config_error("parallel.sites", parallel.sites, "has no replay: a site's step has weights that it has "
+                           "trained apart", "a run with parallel.sites = 1")
     early = pipeline.early_switch
     if pipeline.schedule in ("naive", "gpipe", "interleaved"):
         pipeline = replace(pipeline, schedule="1f1b", chunks=0)

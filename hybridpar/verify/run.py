@@ -1,5 +1,7 @@
 """`hybridpar verify`: the same few batches on a process grid and in one process, in float64, tensor by tensor.
 
+Of several sites each is compared, with the outer step (verify/sites.py).
+
 Compared for every batch: loss, global gradient norm, every gradient (summed over micro-batches and replicas, before
 clipping), every updated weight; and before the first: that all weights start from the same bits.
 """
@@ -21,7 +23,7 @@ from hybridpar.comm.ranks import run_on_ranks
 from hybridpar.config import Config
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError, Problem
-from hybridpar.grid import ProcessGrid
+from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.models.cost import stage_split
 from hybridpar.nn.placement import Placement
 from hybridpar.pipeline.plan.action import Action
@@ -29,6 +31,7 @@ from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.policy import BatchPolicy
 from hybridpar.verify.oracle import Oracle, OracleStep
+from hybridpar.verify.sites import SiteOracles
 
 TOLERANCE = 1e-9
 """Largest relative difference in float64: sums in another order differ by some 1e-13, a wrong term by 1e-5 or more."""
@@ -91,12 +94,14 @@ class GridRun:
     weights: list[Tensors]
     disagreements: list[str]
     """Replicas (over dp, tp or of tied weights) that are not equal bit for bit, by name."""
+    other_sites: list[GridRun] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Part:
     """The results of one rank of a grid."""
 
+    site: int
     tp: int
     placements: dict[str, Placement]
     snapshots: list[Tensors]
@@ -130,7 +135,8 @@ def verify(config: Config, grid: Mapping[str, int], num_batches: int = 4, distur
     if unknown := set(grid) - set(sizes):
         raise ConfigError(*(Problem("grid", axis, "is not an axis", "tp, pp or dp") for axis in sorted(unknown)))
     parallel = replace(config.parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])
-    config = replace(config, parallel=parallel, train=replace(config.train, dtype="fp64", device="cpu"))
+    config = replace(config, parallel=parallel, train=replace(config.train, dtype="fp64", device="cpu"),
+                     outer=replace(config.outer, precision="full"))
     run = run_grid(config, num_batches, disturbance)
     return compare(config, run, num_batches, disturbance)
 
@@ -138,8 +144,10 @@ def verify(config: Config, grid: Mapping[str, int], num_batches: int = 4, distur
 def run_grid(config: Config, num_batches: int, disturbance: Disturbance = CALM) -> GridRun:
     """Runs the engine on config.parallel in fresh local Gloo processes. Raises: HybridparError if a rank failed."""
     with tempfile.TemporaryDirectory() as folder:
-        return _merge(run_on_ranks(_train, config.parallel.num_ranks, config, num_batches, disturbance, Path(folder),
-                                   timeout_s=config.train.timeout_s))
+        parts = run_on_ranks(_train, config.parallel.num_ranks, config, num_batches, disturbance, Path(folder),
+                             timeout_s=config.train.timeout_s)
+    first, *others = ([part for part in parts if part.site == site] for site in range(config.parallel.sites))
+    return replace(_merge(first), other_sites=list(map(_merge, others)))
 
 
 class _Disturbed(BatchPolicy):
@@ -155,8 +163,7 @@ class _Disturbed(BatchPolicy):
 
 
 def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: Path) -> _Part:
-    parallel = config.parallel
-    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
+    grid = ProcessGrid(sizes_of(config.parallel))
 
     def make_engine() -> Engine:
         policy = _Disturbed(config, disturbance.nan_batches if grid.dp.is_last else frozenset())
@@ -164,8 +171,8 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
 
     engine = make_engine()
     loader = SyntheticLoader(
-        config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size,
-        config.train.seed)
+        config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, grid.replica,
+        grid.num_replicas, config.train.seed)
     snapshots: list[Tensors] = []
     gradients: list[Tensors] = []
     steps: list[StepResult] = []
@@ -181,7 +188,7 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
         assert checkpoint.resume(folder / "checkpoints", engine, "", print) == disturbance.resume_at
     engine.train(loader, num_batches - engine.batches_done, steps.append, on_gradients)
     snapshots.append(_copy(engine.state.weights.full_weights()))
-    return _Part(grid.tp.rank, engine.state.placements, snapshots, gradients,
+    return _Part(grid.site.rank, grid.tp.rank, engine.state.placements, snapshots, gradients,
                  [step.loss for step in steps], [step.grad_norm for step in steps])
 
 
@@ -244,17 +251,20 @@ def compare(config: Config, run: GridRun, num_batches: int, disturbance: Disturb
     def delay(t: int) -> float:
         return schedule.mean_delay(sizes, 0) if t >= schedule.sync_steps else 0.0
 
-    oracle = Oracle(config, version, m, delay=delay, poisoned=disturbance.nan_batches)
+    oracles = SiteOracles(config, lambda: Oracle(config, version, m, delay=delay, poisoned=disturbance.nan_batches))
     loader = SyntheticLoader(
-        config.model, config.train.micro_batch_size, m * parallel.dp, 0, 1, config.train.seed)
-    report = Report({"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp}, num_batches)
-    for name in run.disagreements:
-        report.add(0, "replicas", name, float("inf"))
-    for name, tensor in run.initial.items():
-        report.add(0, "init", name, relative_error(tensor, oracle.history[0][name]), tolerance=0.0)
+        config.model, config.train.micro_batch_size, m * parallel.replicas, 0, 1, config.train.seed)
+    several = {"sites": parallel.sites} if parallel.sites > 1 else {}
+    report = Report({"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, **several}, num_batches)
+    sites = [run, *run.other_sites]
+    for of_site, oracle in zip(sites, oracles.sites, strict=True):
+        for name in of_site.disagreements:
+            report.add(0, "replicas", name, float("inf"))
+        for name, tensor in of_site.initial.items():
+            report.add(0, "init", name, relative_error(tensor, oracle.history[0][name]), tolerance=0.0)
     for t in range(num_batches):
-        step = oracle.step(t, loader, parallel.dp)
-        _compare_step(report, t, run, step)
+        for of_site, step in zip(sites, oracles.step(t, loader), strict=True):
+            _compare_step(report, t, of_site, step)
     return report
 
 

@@ -11,11 +11,11 @@ from hybridpar.validate import problems
 def shrink(config: Config, num_ranks: int) -> Config | None:
     """The resolved `config` on as many of `num_ranks` ranks as it can use, with the same global batch.
 
-    Tensor parts and stages stay, so every rank keeps its memory. None: not even one replica fits, or no number of
-    micro-batches keeps the batch, or there would be fewer ranks than faults.min_ranks.
+    Tensor parts, stages and sites stay, so every rank keeps its memory. None: not even one replica fits, or no number
+    of micro-batches keeps the batch, or there would be fewer ranks than faults.min_ranks.
     """
     parallel, pipeline = config.parallel, config.pipeline
-    one, microbatches = parallel.tp * parallel.pp, pipeline.num_microbatches * parallel.dp
+    one, microbatches = parallel.tp * parallel.pp * parallel.sites, pipeline.num_microbatches * parallel.dp
     for dp in range(min(num_ranks // one, parallel.dp - 1), 0, -1):
         if dp * one < max(config.faults.min_ranks, 1) or not config.faults.min_ranks:
             break

@@ -1,0 +1,188 @@
+"""Claims: two sites that exchange fragments beside training keep 0.97 of their speed over a link of 10 Mbit/s and 20
+ms, over which replicas that sum every gradient are an order of magnitude slower.
+
+    sudo env "PATH=$PATH" python -m benchmarks.sites
+
+Needs root: the hosts are network namespaces (scripts/testbed). Where they cannot be made it says so and does nothing.
+
+One process of one thread on each of two hosts, Gloo over TCP. Every side has a copy on the link and one on `free`, a
+virtual cable without limit, in the same processes, so that all of them run by turns:
+
+    streamed    2 sites, each half of the model exchanged every 30 steps in bf16, 12 steps under way, mix 0.5
+    waiting     2 sites, all of it exchanged every 30 steps in fp32, while training waits (DiLoCo)
+    replicas    dp=2: gradients are summed every step
+
+A round of sites is 30 steps, with all messages that leave in them and all of their way. What is printed: time of a
+step; `share`, speed over that on `free`, medians over the rounds; and how many times as long a step of a side takes as
+one of `streamed` on the same link. by bytes: the share that the byte counts allow.
+
+Paced: forward and backward of a micro-batch wait besides, as if for an accelerator (--pace, 0: not), so that ranks, TCP
+and the link's emulator do not fight for the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import SHAPES, FixedLoader, Shape, arguments, engine_config, over_ranks, parse, write_results
+from benchmarks.link_sides import Link, Paced, grid_on, ratio
+from benchmarks.slow_link import CANNOT_RUN, FREE, ROOT, STATE_VARIABLE, TESTBED
+from hybridpar.config import OuterConfig
+from hybridpar.grid import sizes_of
+from hybridpar.train.engine import Engine
+
+EVERY, DELAY = 30, 12
+OUTER = {
+    "streamed": OuterConfig(every=EVERY, fragments=2, delay=DELAY, mix=0.5, precision="bf16"),
+    "waiting": OuterConfig(every=EVERY), "replicas": None}
+STREAMED = next(iter(OUTER))
+BEGIN = EVERY - 2
+"""Steps before the first round: at no end of a round a message is under way."""
+REPLICA_STEPS = 1
+
+
+@dataclass
+class Side:
+    """A way to train, on one link, with an engine of its own; outer None: replicas. Collectives: on both ranks."""
+
+    outer: OuterConfig | None
+    link: Link
+    shape: Shape
+    m: int
+    pace: float
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        config = engine_config(self.shape, dp=1 if self.outer else 2, num_microbatches=self.m)
+        if self.outer is not None:
+            config = replace(config, outer=self.outer, parallel=replace(config.parallel, sites=2))
+        self.grid = grid_on(self.link, sizes_of(config.parallel))
+        self.engine = Engine(config, self.grid, torch.device("cpu"))
+        if self.pace:
+            stages = self.engine.executor.stages
+            self.engine.executor.stages = {  # type: ignore[assignment]
+                number: [Paced(part, self.pace) for part in parts] for number, parts in stages.items()}
+        self.loader = FixedLoader(self.shape, self.m, self.grid.replica, self.grid.num_replicas)
+        self.steps = EVERY if self.outer else REPLICA_STEPS
+        self._train(BEGIN if self.outer else 1)
+        self.traffic = (self.grid.site if self.outer else self.grid.dp).traffic
+        self.traffic.clear()
+
+    def _train(self, steps: int) -> None:
+        self.engine.train(self.loader, steps, lambda result: self.losses.append(result.loss))
+
+    def run(self) -> None:
+        """A round."""
+        dist.barrier()
+        start = time.perf_counter()
+        self._train(self.steps)
+        self.seconds.append((time.perf_counter() - start) / self.steps)
+
+    def step_bytes(self) -> float:
+        """Bytes of a step, on average, that each rank sends the other. Of what is gathered both are counted."""
+        own = sum(self.traffic.num_bytes.values()) / (2 if self.outer else 1)
+        return own / (len(self.seconds) * self.steps)
+
+
+def entry(sides: Mapping[tuple[str, str], Side], links: list[Link], args: argparse.Namespace) -> dict[str, Any]:
+    """The case in the result file. Collectives: on both ranks."""
+    wall = {key: over_ranks(side.seconds, "max") for key, side in sides.items()}
+    found: dict[str, Any] = {}
+    for name in OUTER:
+        for link in links:
+            side, times, alone = sides[name, link.name], wall[name, link.name], min(wall[name, FREE])
+            wire = link.seconds(side.step_bytes())
+            by_bytes = alone / (max(alone, wire) if name == STREAMED else alone + wire)
+            found.setdefault(name, {})[link.name] = {
+                "step_ms": round(1e3 * statistics.median(times), 2), "share": ratio(wall[name, FREE], times),
+                "share_by_bytes": round(by_bytes, 3), "bytes_of_a_step": round(side.step_bytes()),
+                "over_streamed": ratio(times, wall[STREAMED, link.name]), "wall_ms": [round(1e3 * t, 2) for t in times]}
+    shape = args.shapes[0]
+    return {
+        "case": f"sites {shape} fp32 m={args.microbatches} pace={1e3 * args.pace:.0f} ms", "rounds": args.rounds,
+        "settings": {"shape": shape, "num_microbatches": args.microbatches, "threads": 1, "every": EVERY,
+                     "delay": DELAY, "pace_ms": 1e3 * args.pace},
+        "links": {link.name: {"mbit": link.mbit, "delay_ms": link.delay_ms} for link in links}, "sides": found}
+
+
+def print_case(case: Mapping[str, Any]) -> None:
+    """A line for each side."""
+    print(f"\n{case['case']}\n  {'':<10} {'on':<6} {'ms a step':>10} {'share':>6} {'quartiles':>14} {'by bytes':>8} "
+          f"{'kB a step':>9} {'time over streamed':>19}")
+    for name, links in case["sides"].items():
+        for link, side in links.items():
+            share = side["share"]
+            quartiles = f"[{share['q1']:.3f}, {share['q3']:.3f}]"
+            print(f"  {name:<10} {link:<6} {side['step_ms']:>10.1f} {share['median']:>6.3f} "
+                  f"{quartiles:>14} {side['share_by_bytes']:>8.3f} "
+                  f"{side['bytes_of_a_step'] / 1e3:>9.1f} {side['over_streamed']['median']:>19.2f}", flush=True)
+
+
+def on_host(args: argparse.Namespace) -> None:
+    """Everything, on one of the two ranks."""
+    torch.set_num_threads(1)
+    state = json.loads(Path(os.environ[STATE_VARIABLE]).read_text())
+    links = [Link(link["name"], link["mbit"], link["delay_ms"], link["pid"]) for link in state["links"]]
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    sides = {(name, link.name): Side(outer, link, SHAPES[args.shapes[0]], args.microbatches, args.pace)
+             for name, outer in OUTER.items() for link in links}
+    for i in range(args.rounds):
+        for side in list(sides.values())[:: 1 if i % 2 == 0 else -1]:
+            side.run()
+    for (name, _), side in sides.items():
+        assert side.losses == sides[name, FREE].losses, f"{name}: other losses on a link than on {FREE}"
+    case = entry(sides, links, args)
+    if dist.get_rank() == 0:
+        print_case(case)
+        meaning = "share: speed over that on the link without limit; over_streamed: time of a step over streamed's"
+        print(write_results("sites", [case], args, meaning=meaning))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Makes the hosts, runs this module on them, and removes them."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    testbed = [sys.executable, str(TESTBED), "--name", f"sites{os.getpid()}"]
+    made = subprocess.run([*testbed, "up", "--link", FREE, "--link", args.link], stdout=subprocess.DEVNULL).returncode
+    if made:
+        if made == CANNOT_RUN:
+            print("benchmarks.sites: skipped, as this machine cannot make the hosts (see above)")
+        return 0 if made == CANNOT_RUN else made
+    try:
+        command = ["run", "--link", FREE, "1", "-m", "benchmarks.sites", *sys.argv[1:]]
+        return subprocess.run([*testbed, *command], cwd=ROOT).returncode
+    finally:
+        subprocess.run([*testbed, "down"])
+
+
+def main() -> int:
+    parser = arguments(__doc__, rounds=3, shapes=["thin"])
+    parser.add_argument("--microbatches", type=int, default=1, help="of a site")
+    parser.add_argument("--pace", type=float, default=0.15, help="seconds that a micro-batch waits besides")
+    parser.add_argument("--link", default="far=10:20", metavar="NAME=MBIT:DELAY_MS")
+    args = parse(parser)
+    if STATE_VARIABLE not in os.environ:
+        return launch(args)
+    on_host(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Checkpoints of several sites: each goes on from its own files.
+
+    k sites -> k, as they were            each from its own, to the bit on the same grid; messages under way leave again
+    1 -> k                                all from the one's state; its weights are the anchor
+    k -> another number, or another       all from the first site's state, where the weights of all are the same: after
+    every, fragments, delay, precision    an outer step without fragments, delay and mix
+    generate, export, train.start_from    the anchor: what all sites had in common last
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hybridpar.checkpoint.manifest import Manifest
+from hybridpar.checkpoint.part import Trainee
+from hybridpar.config import Config
+from hybridpar.state.outer_timeline import OuterTimeline
+
+_TIMELINE = ("outer.every", "outer.fragments", "outer.delay", "outer.precision")
+
+
+def mismatch(manifest: Manifest, wanted: Config, where: Path) -> str:
+    """Why `wanted` cannot go on from a checkpoint of several sites; empty where it can."""
+    saved, step = manifest.config, manifest.step
+    if saved.parallel.sites == 1 or not (changed := _changed(saved, wanted)):
+        return ""
+    timeline, mix = OuterTimeline.of(saved.outer, manifest.state.outer_start), saved.outer.mix
+    if timeline.is_common(step, mix):
+        return ""
+    ahead = timeline.next_common(step, mix)
+    remedy = f"they next are after step {ahead}: train on until then as before" if ahead is not None else (
+        "with these settings they never all are: start a new run from their anchor with train.start_from = "
+        f"{str(where)!r}")
+    return (f"{where} is of {saved.parallel.sites} sites whose weights are not the same at step {step}, so "
+            f"{', '.join(changed)} cannot change here; {remedy}")
+
+
+def _changed(saved: Config, wanted: Config) -> list[str]:
+    sites = ["parallel.sites"] if saved.parallel.sites != wanted.parallel.sites else []
+    return sites + [name for name in _TIMELINE if wanted.parallel.sites > 1 and _of(saved, name) != _of(wanted, name)]
+
+
+def _of(config: Config, name: str) -> object:
+    return getattr(config.outer, name.partition(".")[2])
+
+
+def source(manifest: Manifest, engine: Trainee) -> int:
+    """The site whose files a rank goes on from."""
+    return engine.grid.site.rank if manifest.config.parallel.sites == engine.grid.site.size else 0
+
+
+def going_on(manifest: Manifest, wanted: Config) -> Manifest:
+    """The manifest with the step after which sites train apart in the way that `wanted` says."""
+    if not _changed(manifest.config, wanted):
+        return manifest
+    return replace(manifest, state=replace(manifest.state, outer_start=manifest.step))

@@ -1,0 +1,61 @@
+"""What sites will send each other, before a run starts: its own state, on ghosts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hybridpar.config import Config
+from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.predict import default_device
+from hybridpar.memory.silent import silent_grid
+from hybridpar.train.engine import Engine
+
+_DAY_S = 86_400
+
+
+@dataclass(frozen=True)
+class SiteTraffic:
+    """Bytes that each site sends to each other one, by fragment; every: steps in which all of them go once. delay:
+    steps that one may take. step_ms: time of a step where a plan has told it, else 0."""
+
+    fragments: tuple[int, ...]
+    every: int
+    delay: int
+    step_ms: float
+
+    @property
+    def a_day(self) -> float | None:
+        """Bytes that each site sends to each other one in a day."""
+        return sum(self.fragments) / self.every * _DAY_S * 1e3 / self.step_ms if self.step_ms else None
+
+    def __str__(self) -> str:
+        total, largest = sum(self.fragments) / 1e6, max(self.fragments) / 1e6
+        number = len(self.fragments)
+        messages = f"in {number} messages of at most {largest:,.4g} MB, " if number > 1 else ""
+        often = (f"{self.a_day / 1e9:,.4g} GB a day at {self.step_ms:,.4g} ms a step" if self.a_day
+                 else f"{total / self.every:,.4g} GB in 1,000 steps")
+        hidden = (f"a message costs no time that arrives within {self.delay} steps" if self.delay
+                  else "training waits for them (outer.delay = 0)")
+        return f"each site sends each other one {total:,.4g} MB every {self.every} steps, {messages}{often}; {hidden}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        return asdict(self) | {"bytes_a_day": self.a_day}
+
+
+def site_traffic(config: Config) -> SiteTraffic | None:
+    """The traffic between sites of a resolved configuration; None where there is one site. Nothing is sent.
+
+    Replicas share a site's messages among them, so those of one stand for all.
+    """
+    if config.parallel.sites == 1:
+        return None
+    one = replace(config, parallel=replace(config.parallel, dp=1))
+    totals = [0] * config.outer.fragments
+    for rank in range(one.parallel.num_ranks // one.parallel.sites):
+        with Tracker(default_device(config)) as tracker:
+            outer = Engine(one, silent_grid(one, rank), tracker.device).state.outer
+            assert outer is not None
+            totals = [total + outer.message_bytes(f) for f, total in enumerate(totals)]
+    return SiteTraffic(tuple(totals), config.outer.every, config.outer.delay, config.plan.step_ms)

@@ -1,0 +1,190 @@
+"""Sites of whole grids: what goes between them, what they end with, how they go on, and what each of them counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from hybridpar import checkpoint
+from hybridpar.cli.planning import planned
+from hybridpar.config import Config, Launch, from_mapping
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.errors import CheckpointError, ConfigError
+from hybridpar.grid import ProcessGrid, sizes_of
+from hybridpar.state import find_divergence
+from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.site_traffic import site_traffic
+
+pytestmark = pytest.mark.ranks
+STREAMED = {"every": 4, "fragments": 2, "delay": 2, "mix": 0.5, "precision": "bf16"}
+
+
+def make(parallel: dict[str, Any], **sections: dict[str, Any]) -> Config:
+    return from_mapping({
+        "model": {"num_layers": 3, "hidden_size": 12, "num_heads": 3, "seq_length": 6, "vocab_size": 37},
+        "parallel": {"dp": 1} | parallel, "pipeline": {"num_microbatches": 2} | sections.get("pipeline", {}),
+        "train": {"micro_batch_size": 1, "num_steps": 40} | sections.get("train", {}),
+        "optim": {"lr": 1e-2} | sections.get("optim", {}), "outer": sections.get("outer", {})})
+
+
+def start(config: Config) -> tuple[Engine, SyntheticLoader]:
+    grid = ProcessGrid(sizes_of(config.parallel))
+    loader = SyntheticLoader(config.model, 1, config.pipeline.num_microbatches, grid.replica, grid.num_replicas)
+    return Engine(config, grid, torch.device("cpu")), loader
+
+
+def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
+    return {key: tensor.clone() for key, tensor in engine.state.tensors().items()}
+
+
+def losses_and_weights(config: Config, num_batches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine, loader = start(config)
+    steps: list[StepResult] = []
+    engine.train(loader, num_batches, steps.append)
+    news = [step.news.loss for step in steps if step.news is not None]
+    return news or [step.loss for step in steps], dict(engine.state.weights.full_weights())
+
+
+def test_an_outer_step_of_each_sgd_step_is_data_parallelism() -> None:
+    """Means over sites of losses and weights are those of replicas, also where sites differ in labels that count."""
+    sgd = {"name": "sgd", "momentum": 0.0, "clip_grad": 0.0, "lr": 0.3}
+    common = {"optim": sgd, "train": {"dtype": "fp64"}, "outer": {"every": 1, "lr": 1.0, "momentum": 0.0}}
+    sites, replicas = (run_ranks(losses_and_weights, 2, make(parallel, **common), 4)
+                       for parallel in ({"sites": 2}, {"dp": 2}))
+    for rank in range(2):
+        assert sites[rank][0] == pytest.approx(replicas[0][0], rel=1e-9)
+        for name, weight in replicas[0][1].items():
+            torch.testing.assert_close(sites[rank][1][name], weight, rtol=1e-9, atol=1e-12)
+
+
+def spoil(engine: Engine) -> None:
+    """Batch 2 of the last site has an infinite gradient, which an fp16 run takes for an overflow."""
+    usual = engine.policy.loss_gradient
+    if engine.grid.site.is_last and engine.policy.scaler.dynamic:
+        engine.policy.loss_gradient = (  # type: ignore[method-assign]
+            lambda action: float("inf") if action.microbatch // 2 == 2 else usual(action))
+
+
+def train_and_go_on(config: Config, root: Path) -> dict[str, Any]:
+    """Eight steps at once, and seven of which the last are made by another engine; what was counted and found."""
+    engine, loader = start(config)
+    grid = engine.grid
+    spoil(engine)
+    engine.train(loader, 8, lambda result: None)
+    crossed = {name: (dict(axis.traffic.calls), sum(axis.traffic.num_bytes.values()))
+               for name, axis in (("site", grid.site), ("world", grid.world))}
+    first, loader = start(config)
+    spoil(first)
+    first.train(loader, 5, lambda result: None)
+    under_way = [key for key in first.state.tensors() if key.startswith("sent/")]
+    checkpoint.save(root, first, "")
+    second, _ = start(config)
+    checkpoint.resume(root, second, "", print)
+    second.train(loader, 3, lambda result: None)
+    wanted, found = weights_of(engine), weights_of(second)
+    same = wanted.keys() == found.keys() and all(torch.equal(wanted[key], found[key]) for key in wanted)
+    weights = engine.state.weights
+    sizes = {name: place.shape for name, place in engine.state.placements.items()}
+    report = {"same": same, "crossed": crossed, "under_way": under_way, "place": grid.place, "sizes": sizes,
+              "audit": find_divergence(engine.state.placed(), grid), "weights": weights.full_weights(),
+              "meta": (engine.state_meta(), second.state_meta()),
+              "anchor": {k: t.clone() for k, t in engine.state.tensors().items() if k.startswith(("anchor", "outer"))}}
+    if grid.rank == 3:
+        next(iter(engine.state.outer.anchor.views().values())).view(-1)[3] += 1e-3  # type: ignore[union-attr]
+    report["corrupt"] = find_divergence(engine.state.placed(), grid)
+    return report
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bf16"), ("int4", "fp16")])
+def test_messages_are_all_that_crosses_and_go_on_to_the_bit(tmp_path: Path, precision: str, dtype: str) -> None:
+    """In fp16 a site that skips a step has a loss scale and a number of updates of its own, which are saved as well."""
+    config = make({"sites": 2, "pp": 2}, outer=STREAMED | {"precision": precision}, pipeline={"schedule": "2bw"},
+                  train={"dtype": dtype})
+    ranks, forecast = run_ranks(train_and_go_on, 4, config, tmp_path), site_traffic(config)
+    assert forecast is not None
+    # each fragment leaves twice in eight steps, and the four ranks count what both sites send
+    assert sum(found["crossed"]["site"][1] for found in ranks) == 2 * 2 * 2 * sum(forecast.fragments)
+    for found in ranks:
+        assert found["same"]
+        assert not found["audit"]
+        twin = next(r for r in ranks if r["place"]["pp"] == found["place"]["pp"] and r is not found)
+        assert all(torch.equal(tensor, twin["anchor"][key]) for key, tensor in found["anchor"].items())
+        assert any(not torch.equal(w, twin["weights"][name]) for name, w in found["weights"].items()), "never apart"
+        assert found["meta"][0] == found["meta"][1]
+        assert found["meta"][0]["num_updates"] == 8 - (dtype == "fp16" and found["place"]["site"] == 1)
+        calls, num_bytes = found["crossed"]["site"]
+        # each fragment leaves twice in eight steps, from both sites, with four float64 notes
+        numbers = [torch.Size(shape).numel() for shape in found["sizes"].values()]
+        each = [2 * n if precision == "bf16" else -(-n // 64) * (32 + 2) for n in numbers]
+        assert num_bytes == 2 * 2 * sum(each) + 4 * 2 * 4 * 8
+        assert set(calls) == {"broadcast"}
+        assert found["crossed"]["world"] == ({}, 0)
+        assert "of rank 3 is not what rank" in found["corrupt"]
+        # fragment 1 has left at step 4, and is taken by step 6
+        assert bool(found["under_way"]) == (precision == "bf16")
+        assert all(int(key.split(".")[1]) % 2 for key in found["under_way"])
+
+
+def test_plans_and_their_costs_are_of_one_site() -> None:
+    with pytest.raises(ConfigError, match="is not planned for: plan the grid of one site; try 1"):
+        planned(make({"sites": 2}), "", "", Launch(0, 0, 1, 1))
+
+
+def stop_one(config: Config) -> tuple[int, list[int], list[int]]:
+    engine, loader = start(config)
+    seen: list[int] = []
+    told: list[int] = []
+
+    def on_step(result: StepResult) -> None:
+        seen.append(result.step)
+        told.extend([result.step] if result.news is not None else [])
+        engine.stop_requested = engine.grid.rank == 1 and result.step == 2
+
+    engine.train(loader, 30, on_step)
+    return engine.batches_done, seen, told
+
+
+def test_all_sites_stop_with_the_same_batch() -> None:
+    """The request of one site's rank, made at step 2, leaves with the message of step 5, which step 6 takes."""
+    config = make({"sites": 2}, outer={"every": 5, "delay": 1})
+    assert run_ranks(stop_one, 2, config) == [(8, [*range(1, 9)], [6])] * 2
+
+
+def save_after(config: Config, root: Path, num_batches: int) -> dict[str, torch.Tensor]:
+    engine, loader = start(config)
+    engine.train(loader, num_batches, lambda result: None)
+    checkpoint.save(root, engine, "")
+    return dict(engine.state.weights.full_weights())
+
+
+def resumed(config: Config, root: Path) -> tuple[str, dict[str, torch.Tensor], int]:
+    engine, loader = start(config)
+    try:
+        checkpoint.resume(root, engine, "", print)
+    except CheckpointError as error:
+        return str(error), {}, 0
+    loaded = {name: weight.clone() for name, weight in engine.state.weights.full_weights().items()}
+    engine.train(loader, 3, lambda result: None)
+    return "", loaded, engine.batches_done
+
+
+def test_another_number_of_sites_goes_on_where_all_are_the_same(tmp_path: Path) -> None:
+    two = make({"sites": 2}, outer={"every": 3}, optim={"name": "muon"})
+    one = make({}, pipeline={"num_microbatches": 4}, optim={"name": "muon"})
+    run_ranks(save_after, 2, two, tmp_path / "odd", 2)
+    refused = run_ranks(resumed, 1, one, tmp_path / "odd")[0][0]
+    assert "not the same at step 2, so parallel.sites cannot change here; they next are after step 3" in refused
+    common = run_ranks(save_after, 2, two, tmp_path / "even", 3)
+    (error, loaded, done), = run_ranks(resumed, 1, one, tmp_path / "even")
+    assert (error, done) == ("", 6)
+    assert all(torch.equal(loaded[name], site[name]) for site in common for name in loaded)
+    _, full = checkpoint.load_full(tmp_path / "even" / "step_00000003")
+    assert all(torch.equal(full[name], loaded[name]) for name in loaded)
+    alone = run_ranks(save_after, 1, one, tmp_path / "one", 2)[0]
+    for error, loaded, done in run_ranks(resumed, 2, two, tmp_path / "one"):
+        assert (error, done) == ("", 5)
+        assert all(torch.equal(loaded[name], alone[name]) for name in alone)
