@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+from hybridpar.config.compression import CompressionConfig
 from hybridpar.config.data import DataConfig
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
 from hybridpar.config.model import ModelConfig
@@ -273,6 +274,7 @@ class KernelsConfig:
     dropout: str = "auto"
     embedding: str = "auto"
     optimizer: str = "auto"
+    sparse: str = "auto"
 
 
 AUTO = KernelsConfig()
@@ -322,6 +324,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     anomalies: AnomaliesConfig = field(default_factory=AnomaliesConfig)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
 
     @property
     def global_batch_size(self) -> int:
@@ -336,6 +339,16 @@ class Config:
         pipedream's stages update at different times; without clipping none needs to wait for the others.
         """
         return self.pipeline.schedule != "pipedream" or self.optim.clip_grad > 0 or self.train.dtype == "fp16"
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether every replica keeps what it has not sent of its gradients."""
+        return self.compression.gradients != "none"
+
+    @property
+    def replicas_differ(self) -> bool:
+        """Whether every replica has state of its own to save."""
+        return self.parallel.zero > 0 or (self.feeds_back and self.parallel.dp > 1)
 
     @property
     def saves_beside_training(self) -> bool:
@@ -356,5 +369,5 @@ class Config:
         """Settings that do not go together, whatever the job; each value alone is allowed."""
         yield from self.model.conflicts()
         for section in (self.parallel, self.pipeline, self.optim, self.train, self.data, self.memory, self.run,
-                        self.checkpoint, self.anomalies):
+                        self.checkpoint, self.anomalies, self.compression):
             yield from section.conflicts(self)

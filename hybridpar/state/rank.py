@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -19,6 +20,7 @@ from hybridpar.ops.update import Weights
 from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, divisible
 from hybridpar.state import kinds
 from hybridpar.state.chunks import Buffer, Memory, Use, cut
+from hybridpar.state.compression import Compression
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.host import HostUpdates, HostWork
 from hybridpar.state.partition import Partition, make_routes
@@ -37,7 +39,7 @@ class RankState:
     of them this rank updates. `slots`: those parts. `kinds`: what it keeps, by kind.
     `parts`: blocks of the rank that are computed with at a time (none: all). An update is then made in `num_groups`
     parts. `memory`: where the state is kept (None: on `device`). `shares`: of each gradient buffer, where replicas
-    split gradients. `host_work`: how the host works, where it updates.
+    split gradients. `compression`: of the gradients that are sent (None: of none). `host_work`: how the host works, where it updates.
     Until `initialize`, `weights.fill` or `load` all weights are zero.
     """
 
@@ -65,7 +67,9 @@ class RankState:
             chunks=cut(parameters.layout, self.uses), defers=policy.defers)
         self.shares = Shares.of(
             self.partition, self.gradients.buffers, self.memory, split=policy.splits_gradients)
-        self.reducer = GradientReducer(self.partition, self.is_kept)
+        self.compression = Compression.of(
+            self.partition, self.placements, policy.compression, self.memory, policy.sparse)
+        self.reducer = GradientReducer(self.partition, self.is_kept, self.compression)
         self.num_parts = max(len(parts), 1)
         self.num_groups = self.num_parts if elementwise else 1
         self._groups = [[i for i, slot in enumerate(self.slots)
@@ -106,9 +110,12 @@ class RankState:
     def begin(self, batch: int) -> None:
         """Before the first backward of a batch: what its gradient buffer holds is void."""
         self.gradients.begin(self.gradients.buffer_index(batch))
+        self.reducer.proceed()
 
     def close(self, batch: int) -> None:
         """Before the last backward of a batch: what is final from now on may be reduced."""
+        if self.compression is not None:
+            self.compression.begin(batch)
         self.reducer.arm(self.gradients.buffers[self.gradients.buffer_index(batch)])
 
     def bind(self, batch: int, versions: Sequence[int], *, last: bool = False, part: int = 0) -> None:
@@ -192,6 +199,8 @@ class RankState:
         Collectives: as Optimizer.step and WeightStore.advance.
         """
         self.await_copy()
+        if self.compression is not None:
+            self.compression.feedback.close(made=factor is not None)
         if factor is None:
             self.weights.advance(None, group=group)
             return
@@ -240,7 +249,8 @@ class RankState:
         owned = {slot.name: slot for slot in self.slots}
         for key, tensor in self.tensors().items():
             kind, parameter, _ = kinds.parse_key(key)
-            yield key, tensor, (self.whole_slots if kind.whole else owned)[parameter]
+            slot = (self.whole_slots if kind.whole else owned)[parameter]
+            yield key, tensor, replace(slot, shared=False) if kind.differs else slot
 
     def num_bytes(self) -> dict[str, int]:
         """Memory of the state, by column of the memory report. Units: bytes."""
