@@ -273,6 +273,7 @@ class KernelsConfig:
     cross_entropy: str = "auto"
     dropout: str = "auto"
     embedding: str = "auto"
+    quantize: str = "auto"
     optimizer: str = "auto"
     sparse: str = "auto"
 

@@ -110,6 +110,7 @@ TABLE = (
     *_rows("cross_entropy", "cross_entropy", "Compiled Passes", cuda=_CUDA),
     *_rows("dropout", "dropout"),
     *_rows("embedding", "embedding", "Compiled Passes", triton=_ALL),
+    *_rows("quantize", "quantize", "Compiled Passes", triton=_ALL),
     *_rows("optimizer", "update", "Compiled Passes", triton=(torch.float64, torch.float32), apex="FusedAdam"),
     Backend("sparse", "cpp", f"{_HERE}sparse:Compiled {_CPP}", "cpu", _ALL[:2], f"{_HERE}libraries:cpp_missing"),
     Backend("sparse", "torch", f"{_HERE}sparse:Passes"),
