@@ -10,9 +10,10 @@ After t batches, drained, a checkpoint has W(t), and with schedule 2bw W(t-1), t
     pipedream <-> others     as from and to one version
 
 The rest is the same set of numbers however it is cut. State of a kind that the old run had not begins as in a new run
-(StateKind.restate): a master copy equals the weights, an optimizer's state is zero. What replicas have not sent of their
-gradients goes to as many others as there are now: rank i of w gets the sum of the old ones i, i + w, ... Predicted weights are not W: a run
-that does not predict takes W(t) from the master, for both versions.
+(StateKind.restate): a master copy equals the weights, an optimizer's state is zero. Predicted weights are not W: a run
+that does not predict takes W(t) from the master, for both versions. What replicas have not sent of their gradients goes
+to as many others as there are now: rank i of w gets the sum of the old ones i, i + w, and so on. A run that does not
+compress leaves it out.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ class Saved:
         return any((kind, what) in shard.kept for holder in holders for shard in self._files_of(holder.stage))
 
     def read(self, slot: ParameterSlot, kind: str, what: str = "", member: Member | None = None) -> Tensor:
-        """The part that `slot` names of a parameter's tensor of a kind. `what`: as in StateKind.key. `member`: whose, of
-        a kind that differs from replica to replica.
+        """The part that `slot` names of a parameter's tensor of a kind. `what`: as in StateKind.key. `member`: whose,
+        of a kind that differs from replica to replica.
 
         Shapes: slot.shape, on the CPU, in memory of its own.
         """

@@ -20,9 +20,10 @@ class CompressionConfig:
     No effect where parallel.dp is 1 and no weight is tied across stages.
     """
 
-    gradients: Literal["none", "bf16", "dct", "powersgd"] = "none"
-    """bf16: rounded, with 2 or 3 replicas fewer bytes than whole ones; dct: elements above a threshold, and where they
-    are (arXiv 2010.08899); powersgd: two factors of each matrix (arXiv 1905.13727)."""
+    gradients: Literal["none", "bf16", "int8", "int4", "dct", "powersgd"] = "none"
+    """bf16, int8, int4: rounded; every replica gets those of all others, so with 4, 8 and 16 replicas they take as many
+    bytes as whole ones do. dct: elements above a threshold, with their places (arXiv 2010.08899). powersgd: two factors
+    of each matrix (arXiv 1905.13727)."""
     gradients_kept: Annotated[float, Within(above=0, most=1)] = 0.01
     """dct: share of a tensor's elements above its threshold where that is set anew."""
     gradients_limit: Annotated[float, Within(1, most=1e6)] = 2.0
@@ -53,3 +54,6 @@ class CompressionConfig:
             yield f"does not go with train.record_memory = {config.train.record_memory}"
         if config.train.dtype == "fp16":
             yield "does not go with train.dtype = fp16, whose loss scale is the unit of what was not sent"
+
+
+UNCOMPRESSED = CompressionConfig()

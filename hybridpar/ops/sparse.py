@@ -4,8 +4,8 @@ A message of `count` of n elements has their values in order, and their places i
 
     count = n                                       nothing
     ceil(n / 8) <= ceil(n / 255) + count            a bit for each element, the first one lowest in its byte
-    else                                            a byte for each 255 elements: how many of them there are; then a byte
-                                                    for each value: its place among these 255
+    else                                            a byte for each 255 elements: how many of them there are; then a
+                                                    byte for each value: its place among these 255
 """
 
 from __future__ import annotations

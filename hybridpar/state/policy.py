@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridpar.config import CompressionConfig, Config, OptimConfig, ParallelConfig
+from hybridpar.config import (
+    AUTO,
+    UNCOMPRESSED,
+    CompressionConfig,
+    Config,
+    KernelsConfig,
+    OptimConfig,
+    ParallelConfig,
+)
 from hybridpar.models.build import DTYPES
 from hybridpar.nn.placement import split_ranges
 
@@ -18,7 +26,7 @@ class StatePolicy:
     dtype: type that micro-batches compute in. num_versions, num_gradient_buffers: how many the schedule needs.
     optim: settings of the optimizer. parallel: whether replicas share the update. backend: of the optimizer's passes.
     defers: whether weights' gradients may be computed later than those of inputs. on_host: whether the host updates.
-    compression: of gradients; sparse: backend of its passes.
+    compression: of gradients; kernels: backends of its passes.
     """
 
     dtype: torch.dtype
@@ -29,15 +37,15 @@ class StatePolicy:
     backend: str
     defers: bool = False
     on_host: bool = False
-    compression: CompressionConfig = CompressionConfig()
-    sparse: str = "auto"
+    compression: CompressionConfig = UNCOMPRESSED
+    kernels: KernelsConfig = AUTO
 
     @staticmethod
     def of(config: Config, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
         """The policy of a configuration, for a schedule that needs so many weight versions and gradient buffers."""
         return StatePolicy(DTYPES[config.train.dtype], num_versions, num_gradient_buffers, config.optim,
                            config.parallel, config.kernels.optimizer, config.pipeline.split_backward,
-                           config.memory.host_optimizer, config.compression, config.kernels.sparse)
+                           config.memory.host_optimizer, config.compression, config.kernels)
 
     @property
     def splits_gradients(self) -> bool:

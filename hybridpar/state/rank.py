@@ -39,7 +39,8 @@ class RankState:
     of them this rank updates. `slots`: those parts. `kinds`: what it keeps, by kind.
     `parts`: blocks of the rank that are computed with at a time (none: all). An update is then made in `num_groups`
     parts. `memory`: where the state is kept (None: on `device`). `shares`: of each gradient buffer, where replicas
-    split gradients. `compression`: of the gradients that are sent (None: of none). `host_work`: how the host works, where it updates.
+    split gradients. `compression`: of gradients that are sent (None: they are whole). `host_work`: how the host works,
+    where it updates.
     Until `initialize`, `weights.fill` or `load` all weights are zero.
     """
 
@@ -68,7 +69,7 @@ class RankState:
         self.shares = Shares.of(
             self.partition, self.gradients.buffers, self.memory, split=policy.splits_gradients)
         self.compression = Compression.of(
-            self.partition, self.placements, policy.compression, self.memory, policy.sparse)
+            self.partition, self.placements, policy.compression, self.memory, policy.kernels)
         self.reducer = GradientReducer(self.partition, self.is_kept, self.compression)
         self.num_parts = max(len(parts), 1)
         self.num_groups = self.num_parts if elementwise else 1

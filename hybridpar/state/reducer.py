@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from hybridpar.comm import Parts, Work, Works, all_reduce_async, reduce_scatter_async
+from hybridpar.comm import Parts, Waitable, Works, all_reduce_async, reduce_scatter_async
 from hybridpar.grid import Axis
 from hybridpar.state.chunks import Buffer, Use
 from hybridpar.state.compression import Compression, Exchange
@@ -41,7 +41,7 @@ class GradientReducer:
         self._missing: list[set[str]] = []  # by bucket: parameters whose gradient is not final
         self._next = 0  # the bucket to start next
         self._compression = compression
-        self._started: deque[list[Work | Works | Exchange]] = deque()  # by batch, oldest first
+        self._started: deque[list[Waitable]] = deque()  # by batch, oldest first
 
     @property
     def armed(self) -> bool:
@@ -117,7 +117,7 @@ class GradientReducer:
             self._started[-1].append(self._start(bucket, flat, *self._ways[self._next]))
             self._next += 1
 
-    def _start(self, bucket: Bucket, flat: Tensor, axis: Axis, parts: Parts) -> Work | Works | Exchange:
+    def _start(self, bucket: Bucket, flat: Tensor, axis: Axis, parts: Parts) -> Waitable:
         if self._compression is not None and self._compression.covers(bucket):
             return self._compression.start(bucket, flat)
         return reduce_scatter_async(flat, parts, axis) if parts else all_reduce_async(flat, axis)

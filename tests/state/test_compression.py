@@ -1,6 +1,6 @@
-"""Compressed gradients: the same bits as one process that keeps the feedback of all replicas, and nothing is lost.
+"""Compressed gradients: the bits of one process that keeps the feedback of all replicas, and nothing is lost.
 
-Every run hands out what came into each sum and what went out of it; `expected` is that sum computed anew, by other means.
+Every run hands out what came into each sum and what went out of it, and the sum is computed anew by other means.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from hybridpar.checkpoint.part import Part, is_writer
 from hybridpar.checkpoint.save import make_manifest
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.errors import ConfigError
-from hybridpar.grid import Axis, ProcessGrid, sizes_of
+from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory.footprint import Buffers, trace_stage
 from hybridpar.models.build import Recomputation
+from hybridpar.ops import quantize
+from hybridpar.ops.quantize import dequantize_
 from hybridpar.state import find_divergence
 from hybridpar.state.compression.factors import orthonormal
 from hybridpar.train.engine import Engine, StepResult
@@ -80,7 +81,8 @@ def build(config: Config, policy: BatchPolicy | None = None) -> Engine:
 
 def loader(engine: Engine) -> SyntheticLoader:
     config, dp = engine.config, engine.grid.dp
-    return SyntheticLoader(config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, dp.rank, dp.size)
+    return SyntheticLoader(
+        config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, dp.rank, dp.size)
 
 
 def run(config: Config, steps: int, skips: bool = False) -> Ran:
@@ -148,7 +150,14 @@ def in_order(tensors: list[Tensor]) -> Tensor:
     return total
 
 
-ORACLES: dict[str, Method] = {"bf16": rounded, "dct": thresholds}
+def integers(batch: int, wanted: list[Tensor], memory: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    rows = [x.reshape(1, -1) for x in wanted]
+    sent = [dequantize_(torch.empty_like(x), quantize(x, 4, rotate=True), 4, rotate=True) for x in rows]
+    sent = [s.view_as(x) for s, x in zip(sent, wanted, strict=True)]
+    return in_order(sent), [x - s for x, s in zip(wanted, sent, strict=True)]
+
+
+ORACLES: dict[str, Method] = {"bf16": rounded, "dct": thresholds, "int4": integers}
 
 
 def check_against_oracle(ran: list[Ran], method: Method, skipped: int = -1) -> Iterator[str]:
@@ -180,8 +189,10 @@ CASES = [
                  id="dct-dp2-pp2-2bw-split-bf16"),
     pytest.param(BF16, {"dp": 2, "tp": 2}, "1f1b", {}, id="bf16-dp2-tp2-1f1b"),
     pytest.param(DCT, {"dp": 2, "pp": 2, "zero": 1}, "interleaved", {"model": {
-        "num_layers": 4, "hidden_size": 24, "num_heads": 3, "seq_length": 8, "vocab_size": 31}}, id="dct-interleaved-zero1"),
-    pytest.param(BF16, {"dp": 2, "pp": 2}, "pipedream", {}, id="bf16-pipedream"),
+        "num_layers": 4, "hidden_size": 24, "num_heads": 3, "seq_length": 8, "vocab_size": 31}},
+        id="dct-interleaved-zero1"),
+    pytest.param(BF16 | {"gradients": "int4"}, {"dp": 2, "pp": 2}, "pipedream", {"optim": {"clip_grad": 0.0}},
+                 id="int4-pipedream"),
 ]
 
 

@@ -61,7 +61,8 @@ def add_updates(
     `host`: the share of the slack that the host has to make the new weights; 0: it makes none. HOST(t) has it begin:
     `schedule.host_delay` after REDUCE(t), once W(t) is made, or at UPDATE(t), which then waits for the host.
 
-    `feedback`: UPDATE(t) settles what REDUCE(t+1) adds to its gradients, and comes before the last backward of batch t+1.
+    `feedback`: UPDATE(t) settles what REDUCE(t+1) adds to its gradients, so it comes before the last backward of batch
+    t+1.
     """
     assert clip or not host, "the host waits for the norm"
     m = sizes.num_microbatches
@@ -167,8 +168,9 @@ def lower(
     """Yields everything that one rank does for batches [first_batch, first_batch + num_batches), lazily.
 
     The pipeline is drained and all updates are applied at both ends of the range; None means without end. `clip`,
-    `gather`, `host` and `feedback`: see `add_updates`. `split`: whether to `split_backward`. `ahead`: see `add_communication`;
-    None: what the schedule can bear on every transport. `parts`: of each stage; a Division says more.
+    `gather`, `host` and `feedback`: see `add_updates`. `split`: whether to `split_backward`. `ahead`: see
+    `add_communication`; None: what the schedule can bear on every transport. `parts`: of each stage; a Division says
+    more.
 
     Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes, or not so divided.
     """

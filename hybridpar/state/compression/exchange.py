@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import Work, Works
-from hybridpar.config import CompressionConfig
+from hybridpar.config import AUTO, CompressionConfig, KernelsConfig
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
 from hybridpar.state.chunks import Memory
 from hybridpar.state.compression.factors import Factors
 from hybridpar.state.compression.feedback import Feedback
 from hybridpar.state.compression.method import Entry, Method, Sent
-from hybridpar.state.compression.rounded import Rounded
+from hybridpar.state.compression.rounded import BFloat16, Int4, Int8
 from hybridpar.state.compression.thresholds import Thresholds
 from hybridpar.state.layout import Bucket
 from hybridpar.state.partition import Partition
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (Rounded, Thresholds, Factors)}
+METHODS: dict[str, type[Method]] = {method.name: method for method in (BFloat16, Int8, Int4, Thresholds, Factors)}
 """Values of compression.gradients, besides 'none'."""
 
 
@@ -68,9 +68,10 @@ class Compression:
     """
 
     def __init__(self, partition: Partition, placements: Mapping[str, Placement], settings: CompressionConfig,
-                 memory: Memory, backend: str = "auto"):
+                 memory: Memory, kernels: KernelsConfig = AUTO):
         layout, method = partition.layout, METHODS[settings.gradients]
-        shapes, starts = (dict(zip(layout.names, of_each, strict=True)) for of_each in (layout.shapes, layout.offsets))
+        shapes = dict(zip(layout.names, layout.shapes, strict=True))
+        starts = dict(zip(layout.names, layout.offsets, strict=True))
         kept = {name: shapes[name] for name in layout.names if _is_packed(
             shapes[name], placements[name], settings) and partition.axis_of(name).size > 1}
         self.feedback = Feedback(kept, {
@@ -80,17 +81,17 @@ class Compression:
         self._methods = {
             bucket: method([Entry(name, shapes[name], starts[name] - bucket.start, name in kept)
                             for name in bucket.names], axis, settings, self.feedback, memory.device, layout.dtype,
-                           backend)
+                           kernels)
             for bucket, axis in zip(partition.buckets, partition.axes, strict=True) if not kept.keys().isdisjoint(
                 bucket.names)}
 
     @staticmethod
     def of(partition: Partition, placements: Mapping[str, Placement], settings: CompressionConfig, memory: Memory,
-           backend: str = "auto") -> Compression | None:
+           kernels: KernelsConfig = AUTO) -> Compression | None:
         """None where nothing is compressed."""
         if settings.gradients == "none":
             return None
-        made = Compression(partition, placements, settings, memory, backend)
+        made = Compression(partition, placements, settings, memory, kernels)
         return made if made.feedback.kept else None
 
     def begin(self, batch: int) -> None:

@@ -1,4 +1,4 @@
-"""What this rank has not sent of its gradients, and what a method has learned: as of the last update, and the next one."""
+"""What this rank has not sent of its gradients, and what a method has learned: at the last update, and at the next."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import Works
-from hybridpar.config import CompressionConfig
+from hybridpar.config import CompressionConfig, KernelsConfig
 from hybridpar.grid import Axis
 from hybridpar.state.compression.feedback import Feedback
 from hybridpar.state.compression.wire import Reader, Wire
 
 PIECE = 1 << 18
-"""Elements that are converted at a time, where torch would make a copy of all of them."""
+"""Elements that are converted at a time, so that no copy of all of them is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +48,30 @@ class Sent:
     whole_elements: int = 0
     whole_bytes: int = 0
 
+    def __str__(self) -> str:
+        return (f"of gradients this rank sent {self.elements:,} of {self.whole_elements:,} elements "
+                f"({_ratio(self.whole_elements, self.elements)}), {self.num_bytes:,} of {self.whole_bytes:,} bytes "
+                f"({_ratio(self.whole_bytes, self.num_bytes)})")
+
+
+def _ratio(whole: int, part: int) -> str:
+    return f"1 / {whole / part:.3g}" if part else "none"
+
 
 class Method(ABC):
     """Compression of the parameters of one bucket, between the ranks of an axis.
 
-    A message has the tensors that are sent whole, then what `exchange` writes. `backend`: of the operators. `name`: the
-    value of compression.gradients. `rounds`: how many messages follow on each other.
+    A message has the tensors that are sent whole, then what `exchange` writes. `kernels`: backends of operators.
+    `name`: the value of compression.gradients. `rounds`: how many messages follow on each other.
     """
 
     name: ClassVar[str]
     rounds: ClassVar[int]
 
     def __init__(self, entries: Sequence[Entry], axis: Axis, settings: CompressionConfig, feedback: Feedback,
-                 device: torch.device, dtype: torch.dtype, backend: str):
+                 device: torch.device, dtype: torch.dtype, kernels: KernelsConfig):
         self.axis, self.settings, self.feedback = axis, settings, feedback
-        self.device, self.dtype, self.backend = device, dtype, backend
+        self.device, self.dtype, self.kernels = device, dtype, kernels
         self.packed = [entry for entry in entries if entry.packed]
         self.dense = [entry for entry in entries if not entry.packed]
         self.wire = Wire(self._dense_numel * dtype.itemsize + self.most_bytes(), axis, device)
@@ -129,10 +138,6 @@ class Method(ABC):
         self.sent.elements += self._dense_numel
 
 
-def add(to: Tensor, x: Tensor, *, overwrite: bool = False, alpha: float = 1.0) -> None:
-    """to += alpha x, of vectors; x may be of lower precision, and takes no copy."""
-    if x.dtype == to.dtype:
-        to.copy_(x) if overwrite else to.add_(x, alpha=alpha)
-        return
-    for part, piece in zip(to.split(PIECE), x.split(PIECE), strict=True):
-        part.copy_(piece) if overwrite else part.add_(piece.to(to.dtype), alpha=alpha)
+def add(to: Tensor, x: Tensor, *, overwrite: bool) -> None:
+    """to += x; overwrite: to = x."""
+    to.copy_(x) if overwrite else to.add_(x)

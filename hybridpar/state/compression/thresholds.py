@@ -66,17 +66,17 @@ class Thresholds(Method):
         self.sent.num_bytes += counts.nbytes + message.num_bytes
         yield self._header.gather([counts.nbytes] * self.axis.size)
         of_all = [reader.take(len(self.packed), _COUNT).tolist() for reader in self._header.readers()]
-        yield self.wire.gather([self._num_bytes(counts) for counts in of_all])
-        for rank, (reader, counts) in enumerate(zip(self.messages(), of_all, strict=True)):
-            values = [reader.take(count, self._values) for count in counts]
+        yield self.wire.gather([self._num_bytes(own) for own in of_all])
+        for rank, (reader, own) in enumerate(zip(self.messages(), of_all, strict=True)):
+            values = [reader.take(count, self._values) for count in own]
             for gradient, value in zip(gradients, values, strict=True):
                 places = reader.take(place_bytes(gradient.numel(), len(value)), torch.uint8)
-                sparse(gradient, self.backend).add_(gradient, value, places, rank == 0)
+                sparse(gradient, self.kernels.sparse).add_(gradient, value, places, rank == 0)
 
     def _threshold(self, entry: Entry, batch: int) -> tuple[Tensor, int]:
         """The threshold of this batch, and how many elements it sends."""
         key, x = f"{entry.name}.{_THRESHOLD}", self.feedback.next_kept[entry.name]
-        passes, threshold = sparse(x, self.backend), self.feedback.next_learned[key]
+        passes, threshold = sparse(x, self.kernels.sparse), self.feedback.next_learned[key]
         threshold.copy_(self.feedback.learned[key])
         if batch % self.settings.gradients_period == 0 or not threshold > 0:  # 0: it was never set
             threshold.copy_(passes.threshold(x, self._wanted(entry)))
@@ -92,7 +92,7 @@ class Thresholds(Method):
         for entry, value, (threshold, _) in zip(self.packed, values, thresholds, strict=True):
             x = self.feedback.next_kept[entry.name]
             places = message.take(place_bytes(entry.numel, len(value)), torch.uint8)
-            sparse(x, self.backend).pack_(x, threshold, value, places)
+            sparse(x, self.kernels.sparse).pack_(x, threshold, value, places)
 
     def _num_bytes(self, counts: Sequence[int]) -> int:
         """Bytes of a message with so many elements of each tensor."""

@@ -1,0 +1,216 @@
+"""Claim: with PowerSGD between two replicas, hybridpar's step is no slower than that of DDP with torch's powerSGD_hook.
+
+    python -m benchmarks.compression            the race, and how much of a stream of gradients arrives
+    python -m benchmarks.compression --losses   besides: loss at equal tokens of every method; one seed
+
+The race: sides as in data_parallel, fp32, both compressors of rank 4 with error feedback and a warm start. Bytes: what
+a rank sends in a step. Arrived: 1 - |sum of what was applied - sum of gradients|^2 / |sum of gradients|^2 after ten
+batches, of two replicas' matrices with a falling spectrum that keeps most of its direction from batch to batch.
+The losses: a GPT of two layers on the Python standard library's text, two replicas, one stage.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.common import (
+    OURS,
+    SHAPES,
+    OurStep,
+    arguments,
+    case,
+    engine_config,
+    parse,
+    print_case,
+    race,
+    run_ranks,
+    write_results,
+)
+from benchmarks.data_parallel import DDPStep
+from hybridpar.config import CompressionConfig, Config, from_mapping
+from hybridpar.data import BatchLoader, open_data
+from hybridpar.grid import ProcessGrid
+from hybridpar.nn.placement import Init, Placement
+from hybridpar.state import GradientReducer, Partition, Route
+from hybridpar.state.chunks import Memory
+from hybridpar.state.compression import Compression
+from hybridpar.state.layout import FlatLayout
+from hybridpar.train.engine import Engine
+
+RANK = 4
+TOLERANCE = 1e-2  # of the second step's loss, whose weights a part of the gradient has made
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {}, "bf16": {}, "int8": {}, "int4": {}, "dct": {"gradients_kept": 0.01},
+    "powersgd": {"gradients_rank": RANK}}
+BATCHES = 10
+SIZES = {"up": (384, 256), "down": (256, 384)}
+
+
+def settings_of(method: str) -> CompressionConfig:
+    return CompressionConfig(**{"gradients": method} | METHODS[method])
+
+
+def hook_of(model: DistributedDataParallel) -> powerSGD_hook.PowerSGDState:
+    """Has DDP's replicas send factors from the second step on: the first one must be whole."""
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=RANK, start_powerSGD_iter=2, min_compression_rate=1)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return state
+
+
+def measure(shape_name: str, m: int, rounds: int) -> dict[str, Any]:
+    """Races the steps. Collectives: called on all ranks."""
+    shape, size = SHAPES[shape_name], dist.get_world_size()
+    config = engine_config(shape, dp=size, num_microbatches=m)
+    ours, grids = {}, {}
+    for name, method in ((OURS, "powersgd"), ("hybridpar, whole", "none"), ("hybridpar, dct", "dct"),
+                         ("hybridpar, int8", "int8")):
+        grids[name] = ProcessGrid(dp=size)
+        ours[name] = OurStep(replace(config, compression=settings_of(method)), shape, grids[name])
+    whole, theirs = DDPStep(shape, m, "fp32"), DDPStep(shape, m, "fp32")
+    hook = hook_of(theirs.model)
+    result = race({**ours, "DDP, powerSGD_hook": theirs, "DDP": whole}, rounds, warmup=3, tolerance=TOLERANCE)
+    found = case(f"{shape_name} dp={size} m={m}", result, size * m * shape.microbatch_tokens, shape=shape_name,
+                 dp=size, num_microbatches=m, threads=1, rank=RANK)
+    steps = rounds + 3
+    found["bytes_a_step"] = {name: _sent(step.engine) // steps for name, step in ours.items()}
+    _, before, after = hook.compression_stats()
+    theirs_sent = {"DDP, powerSGD_hook": after, "DDP": before}  # in elements, since its second step
+    found["bytes_a_step"] |= {name: round(4 * count / (steps - 1)) for name, count in theirs_sent.items()}
+    return found
+
+
+def _sent(engine: Engine) -> int:
+    """Bytes that a rank put on the wire; of all-reduces, its gradient once."""
+    traffic, compression = engine.grid.dp.traffic.num_bytes, engine.state.compression
+    return traffic["all_reduce"] + (0 if compression is None else compression.sent.num_bytes)
+
+
+# -- what arrives ------------------------------------------------------------------------------------------------------
+
+
+def stream(rank: int) -> Iterator[dict[str, Tensor]]:
+    """Gradients of a replica: a slowly turning matrix whose singular values fall as 1 / k, and noise."""
+    draw = torch.Generator().manual_seed(3)
+    bases = {name: [torch.linalg.qr(torch.randn(n, 64, generator=draw)).Q for n in size]
+             for name, size in SIZES.items()}
+    values = 1 / torch.arange(1, 65)
+    own = torch.Generator().manual_seed(rank)
+    for _ in range(BATCHES):
+        yield {name: (left * values) @ right.t() + 1e-3 * torch.randn(SIZES[name], generator=own)
+               for name, (left, right) in bases.items()}
+        for pair in bases.values():
+            for i, basis in enumerate(pair):
+                pair[i] = torch.linalg.qr(basis + 0.01 * torch.randn(basis.shape, generator=draw)).Q
+
+
+def arrived() -> dict[str, float]:
+    """By compressor, the share that has arrived after all batches. Collectives: called on all ranks."""
+    grid = ProcessGrid(dp=dist.get_world_size())
+    layout = FlatLayout(list(SIZES), list(SIZES.values()), torch.float32)
+    placements = {name: Placement(size, Init("zeros")) for name, size in SIZES.items()}
+    found = {}
+    for method in METHODS:
+        partition = Partition(layout, {name: Route(grid.dp) for name in SIZES})
+        compression = Compression.of(partition, placements, settings_of(method), Memory())
+        reducer, flat = GradientReducer(partition, compression=compression), layout.zeros()
+        totals = _totals()
+        for batch, gradients in enumerate(stream(grid.dp.rank)):
+            for name, view in layout.views(flat).items():
+                view.copy_(gradients[name])
+            if compression is not None:
+                compression.begin(batch)
+            reducer.arm(flat)
+            reducer.flush()
+            reducer.wait()
+            if compression is not None:
+                compression.feedback.close(made=True)
+            _note(totals, gradients, layout.views(flat))
+        found[method] = _share(totals)
+    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(size)) for name, size in SIZES.items()})
+    module.forward = lambda gradients: sum((p * gradients[n]).sum() for n, p in module.items())
+    model = DistributedDataParallel(module)
+    hook_of(model)
+    totals = _totals()
+    for gradients in stream(grid.dp.rank):
+        model.zero_grad(set_to_none=True)
+        model(gradients).backward()
+        _note(totals, gradients, {name: p.grad * grid.dp.size for name, p in module.items()})
+    return found | {"powerSGD_hook (first two batches whole)": _share(totals)}
+
+
+def _totals() -> dict[str, list[Tensor]]:
+    return {name: [torch.zeros(size), torch.zeros(size)] for name, size in SIZES.items()}
+
+
+def _note(totals: dict[str, list[Tensor]], gradients: dict[str, Tensor], applied: dict[str, Tensor]) -> None:
+    for name, (given, taken) in totals.items():
+        whole = gradients[name].clone()
+        dist.all_reduce(whole)
+        given += whole
+        taken += applied[name]
+
+
+def _share(totals: dict[str, list[Tensor]]) -> float:
+    lost, all_ = (sum(float(x.square().sum()) for x in part) for part in (
+        [given - taken for given, taken in totals.values()], [given for given, _ in totals.values()]))
+    return round(1 - lost / all_, 5)
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+def losses(schedule: str, method: str, steps: int, folder: str) -> dict[str, Any]:
+    """Trains a small GPT. Collectives: called on all ranks."""
+    config: Config = from_mapping({
+        "model": {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "seq_length": 64, "vocab_size": 1024,
+                  "position": "rotary", "init_std": 0.05},
+        "parallel": {"dp": dist.get_world_size()}, "pipeline": {"schedule": schedule, "num_microbatches": 4},
+        "optim": {"lr": 3e-3, "min_lr": 1e-4, "warmup_steps": 10, "betas": [0.9, 0.95]},
+        "train": {"num_steps": steps, "micro_batch_size": 2},
+        "compression": {"gradients": method, "gradients_period": 20} | METHODS[method]})
+    grid = ProcessGrid(dp=config.parallel.dp)
+    data = open_data(config.model, config.data, folder, seed=config.train.seed, quiet=True)
+    engine = Engine(config, grid, torch.device("cpu"))
+    options = {"micro_batch_size": 2, "num_microbatches": 4, "dp_rank": grid.dp.rank, "dp_size": grid.dp.size}
+    engine.train(BatchLoader(data.train, **options), steps, lambda step: None)
+    held_out = engine.evaluate(BatchLoader(data.valid, **options), 8)
+    sent = engine.state.compression.sent if engine.state.compression else None
+    return {"schedule": schedule, "method": method, "validation_loss": round(sum(held_out.values()), 4),
+            "elements": 1.0 if sent is None else round(sent.elements / sent.whole_elements, 5),
+            "bytes": 1.0 if sent is None else round(sent.num_bytes / sent.whole_bytes, 5)}
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=7, shapes=["small"])
+    parser.add_argument("--losses", action="store_true", help="train a small model with every method, too")
+    parser.add_argument("--steps", type=int, default=200, help="of each of these trainings")
+    args = parse(parser)
+    cases = []
+    for shape in args.shapes:
+        cases.append(run_ranks(measure, 2, shape, 2, args.rounds))
+        print_case(cases[-1])
+        print(cases[-1]["bytes_a_step"], flush=True)
+    cases[0]["arrived"] = run_ranks(arrived, 2)
+    print(cases[0]["arrived"], flush=True)
+    if args.losses:
+        with tempfile.TemporaryDirectory() as folder:
+            cases[0]["losses"] = []
+            for schedule in ("1f1b", "2bw"):
+                for method in METHODS:
+                    cases[0]["losses"].append(run_ranks(losses, 2, schedule, method, args.steps, folder))
+                    print(cases[0]["losses"][-1], flush=True)
+    print(write_results("compression", cases, args))
+
+
+if __name__ == "__main__":
+    main()
