@@ -262,6 +262,9 @@ class Learned(StateKind):
         return {} if compression is None else {
             f"{self.name}/{name}": tensor for name, tensor in compression.feedback.learned.items()}
 
+    def memory(self) -> list[Tensor]:
+        return []
+
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
         for key, own in self.tensors().items():
             found = tensors[key.partition("/")[2]]

@@ -84,7 +84,9 @@ class GradientReducer:
         if not self._started:
             return
         assert self._flat is None or len(self._started) > 1, "flush before waiting: buckets are missing"
-        for work in self._started.popleft():
+        works = self._started.popleft()
+        _proceed(work for work in works if isinstance(work, Exchange))
+        for work in works:
             work.wait()
 
     def proceed(self) -> None:
@@ -93,9 +95,7 @@ class GradientReducer:
         What is summed over several stages, which are not at one place of their plans, is left to `wait`.
         """
         for works in self._started:
-            for work in works:
-                if isinstance(work, Exchange) and not work.over_stages:
-                    work.proceed()
+            _proceed(work for work in works if isinstance(work, Exchange) and not work.over_stages)
 
     @property
     def newest(self) -> Works:
@@ -121,3 +121,9 @@ class GradientReducer:
         if self._compression is not None and self._compression.covers(bucket):
             return self._compression.start(bucket, flat)
         return reduce_scatter_async(flat, parts, axis) if parts else all_reduce_async(flat, axis)
+
+
+def _proceed(exchanges: Iterable[Exchange]) -> None:
+    """Takes the next step of each, so that second messages are under way together."""
+    for exchange in exchanges:
+        exchange.proceed()

@@ -22,7 +22,7 @@ from hybridpar.checkpoint.folders import begin, publish
 from hybridpar.checkpoint.manifest import TrainingState
 from hybridpar.checkpoint.part import Part, is_writer
 from hybridpar.checkpoint.save import make_manifest
-from hybridpar.config import Config, from_mapping
+from hybridpar.config import UNCOMPRESSED, Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory.footprint import Buffers, trace_stage
@@ -365,14 +365,21 @@ def test_memory_is_predicted() -> None:
     for compression in (DCT, POWER):
         config = make(compression, {"dp": 2, "tp": 2})
         predicted = trace_stage(config, range(4), Recomputation(), Buffers(2, 2), CPU)
-        there = run_ranks(num_bytes, 4, config)[0]
+        there, plain, elements = run_ranks(num_bytes, 4, config)[0]
         assert there == {name: getattr(predicted, name) for name in there}
+        # what was not sent, now and next; besides, messages and what was learned
+        assert 4 * elements <= there["optimizer"] - plain["optimizer"] < 5 * elements
+        assert 4 * elements < there["gradients"] - plain["gradients"] < 8 * elements
 
 
-def num_bytes(config: Config) -> dict[str, int]:
-    engine = build(config)
-    engine.train(loader(engine), 2, lambda step: None)
-    return engine.state.num_bytes()
+def num_bytes(config: Config) -> tuple[dict[str, int], dict[str, int], int]:
+    """Bytes of the state with compression and without, and how many elements are compressed."""
+    engines_ = build(config), build(replace(config, compression=UNCOMPRESSED))
+    engines_[0].train(loader(engines_[0]), 2, lambda step: None)
+    found, plain = (engine.state.num_bytes() for engine in engines_)
+    compression = engines_[0].state.compression
+    assert compression is not None
+    return found, plain, sum(x.numel() for x in compression.feedback.kept.values())
 
 
 def test_one_replica_has_no_feedback() -> None:
