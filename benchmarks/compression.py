@@ -5,7 +5,7 @@
 
 The race: sides as in data_parallel, fp32, both compressors of rank 4 with error feedback and a warm start. Bytes: what
 a rank sends in a step. Arrived: 1 - |sum of what was applied - sum of gradients|^2 / |sum of gradients|^2 after ten
-batches (those that the hook sends whole are not counted), of two replicas' matrices with a falling spectrum that keeps most of its direction from batch to batch.
+batches, without those that the hook sends whole, of two replicas' matrices: a falling spectrum, slowly turning.
 The losses: a GPT of two layers on the Python standard library's text, two replicas, one stage.
 """
 
