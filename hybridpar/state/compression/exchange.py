@@ -123,7 +123,7 @@ class Compression:
     @property
     def rooms(self) -> list[Tensor]:
         """Memory of messages."""
-        return [wire.room for method in self._methods.values() for wire in method.wires]
+        return [wire.room for method in self._methods.values() for wire in (method.wire, method.other)]
 
 
 def _is_packed(shape: Sequence[int], placement: Placement, settings: CompressionConfig) -> bool:

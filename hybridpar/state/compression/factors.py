@@ -19,7 +19,7 @@ from hybridpar import random
 from hybridpar.comm import Works
 from hybridpar.config import CompressionConfig
 from hybridpar.state.compression.method import Entry, Method, add
-from hybridpar.state.compression.wire import Reader, Wire
+from hybridpar.state.compression.wire import Reader
 
 _FACTOR = "factor"
 
@@ -37,14 +37,9 @@ class Factors(Method):
     def learned(cls, shape: Sequence[int], settings: CompressionConfig) -> dict[str, tuple[int, ...]]:
         return {_FACTOR: (shape[1], min(settings.gradients_rank, *shape))}
 
-    def most_bytes(self) -> int:
-        self._second = Wire(self.dtype.itemsize * sum(
-            entry.shape[1] * self._rank(entry) for entry in self.packed), self.axis, self.device)
-        return self.dtype.itemsize * sum(entry.shape[0] * self._rank(entry) for entry in self.packed)
-
-    @property
-    def wires(self) -> list[Wire]:
-        return [self.wire, self._second]
+    def most_bytes(self) -> tuple[int, int]:
+        rows, columns = (sum(entry.shape[dim] * self._rank(entry) for entry in self.packed) for dim in range(2))
+        return self.dtype.itemsize * rows, self.dtype.itemsize * columns
 
     def _rank(self, entry: Entry) -> int:
         return min(self.settings.gradients_rank, *entry.shape)
@@ -55,13 +50,13 @@ class Factors(Method):
         self._multiply(message, matrices, [self._start(entry) for entry in self.packed])
         yield self.wire.gather([message.num_bytes] * self.axis.size)
         bases = [orthonormal(p) for p in self._sums(list(self.messages()), [len(x) for x in matrices])]
-        second = self._second.own
+        second = self.other.own
         for matrix, base, own in zip(matrices, bases, self._multiply(
                 second, [x.t() for x in matrices], bases), strict=True):
             matrix.addmm_(base, own.t(), alpha=-1.0)
         self._count_factors(message, second)
-        yield self._second.gather([second.num_bytes] * self.axis.size)
-        totals = self._sums(list(self._second.readers()), [x.shape[1] for x in matrices])
+        yield self.other.gather([second.num_bytes] * self.axis.size)
+        totals = self._sums(list(self.other.readers()), [x.shape[1] for x in matrices])
         for entry, gradient, base, total in zip(self.packed, gradients, bases, totals, strict=True):
             torch.mm(base, total.t(), out=gradient)
             self.feedback.next_learned[f"{entry.name}.{_FACTOR}"].copy_(total)

@@ -74,7 +74,8 @@ class Method(ABC):
         self.device, self.dtype, self.kernels = device, dtype, kernels
         self.packed = [entry for entry in entries if entry.packed]
         self.dense = [entry for entry in entries if not entry.packed]
-        self.wire = Wire(self._dense_numel * dtype.itemsize + self.most_bytes(), axis, device)
+        main, other = self.most_bytes()
+        self.wire, self.other = Wire(self._dense_numel * dtype.itemsize + main, axis, device), Wire(other, axis, device)
         self.sent = Sent()
 
     @staticmethod
@@ -88,21 +89,17 @@ class Method(ABC):
         return {}
 
     @abstractmethod
-    def most_bytes(self) -> int:
-        """The most that `exchange` writes into the first message. Units: bytes."""
+    def most_bytes(self) -> tuple[int, int]:
+        """The most that `exchange` writes into the message on `wire`, behind the tensors that are sent whole, and into
+        that on `other`. Units: bytes."""
 
     @abstractmethod
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
         """Encodes what the feedback's next_kept has, leaves in it what is not sent, and overwrites the gradients, one
         for each of `packed`, with the sum over all ranks. Yields what it has started, and goes on once that is over.
 
-        message: this rank's, behind the tensors that are sent whole.
+        message: this rank's on `wire`, behind the tensors that are sent whole.
         """
-
-    @property
-    def wires(self) -> list[Wire]:
-        """All rooms that it keeps."""
-        return [self.wire]
 
     def steps(self, flat: Tensor, batch: int) -> Iterator[Works]:
         """Sums the bucket `flat` over the axis; from each yield on, what was started is to be waited for.

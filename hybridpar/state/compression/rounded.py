@@ -37,9 +37,9 @@ class _Narrow(Method):
     def decode(self, message: Tensor, numel: int) -> Tensor:
         """The numbers of a piece. Shapes: message uint8 [num_bytes(numel)] -> [numel], of the gradients' type."""
 
-    def most_bytes(self) -> int:
+    def most_bytes(self) -> tuple[int, int]:
         return sum(self.num_bytes(min(PIECE, entry.numel - start))
-                   for entry in self.packed for start in range(0, entry.numel, PIECE))
+                   for entry in self.packed for start in range(0, entry.numel, PIECE)), 0
 
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
         """See Method. Collectives: a broadcast for each rank."""

@@ -22,7 +22,7 @@ from hybridpar.config import CompressionConfig
 from hybridpar.ops import sparse
 from hybridpar.ops.sparse import most_place_bytes, place_bytes
 from hybridpar.state.compression.method import Entry, Method
-from hybridpar.state.compression.wire import Reader, Wire
+from hybridpar.state.compression.wire import Reader
 
 _THRESHOLD = "threshold"
 _COUNT = torch.int32
@@ -37,14 +37,9 @@ class Thresholds(Method):
     def learned(cls, shape: Sequence[int], settings: CompressionConfig) -> dict[str, tuple[int, ...]]:
         return {_THRESHOLD: (1,)}
 
-    def most_bytes(self) -> int:
-        self._header = Wire(_COUNT.itemsize * len(self.packed), self.axis, self.device)
+    def most_bytes(self) -> tuple[int, int]:
         return sum(self._most(entry) * self._values.itemsize + most_place_bytes(entry.numel, self._most(entry))
-                   for entry in self.packed)
-
-    @property
-    def wires(self) -> list[Wire]:
-        return [self._header, self.wire]
+                   for entry in self.packed), _COUNT.itemsize * len(self.packed)
 
     @property
     def _values(self) -> torch.dtype:
@@ -59,13 +54,13 @@ class Thresholds(Method):
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
         """See Method. Collectives: a broadcast for each rank of its header, then one of its message."""
         thresholds = [self._threshold(entry, batch) for entry in self.packed]
-        counts = self._header.own.take(len(self.packed), _COUNT)
+        counts = self.other.own.take(len(self.packed), _COUNT)
         counts.copy_(torch.tensor([count for _, count in thresholds], dtype=_COUNT))
         self._pack(thresholds, message)
         self.sent.elements += sum(count for _, count in thresholds)
         self.sent.num_bytes += counts.nbytes + message.num_bytes
-        yield self._header.gather([counts.nbytes] * self.axis.size)
-        of_all = [reader.take(len(self.packed), _COUNT).tolist() for reader in self._header.readers()]
+        yield self.other.gather([counts.nbytes] * self.axis.size)
+        of_all = [reader.take(len(self.packed), _COUNT).tolist() for reader in self.other.readers()]
         yield self.wire.gather([self._num_bytes(own) for own in of_all])
         for rank, (reader, own) in enumerate(zip(self.messages(), of_all, strict=True)):
             values = [reader.take(count, self._values) for count in own]
