@@ -60,8 +60,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "none": {}, "bf16": {}, "int8": {}, "int4": {}, "dct": {"gradients_kept": 0.01},
     "powersgd": {"gradients_rank": RANK}}
 WHOLE, BATCHES = 2, 12
-TEXTS = (_pydecimal, argparse, doctest, inspect, mock, tarfile, typing)
-"""Modules whose source text a small model learns."""
+TEXTS = (mock, _pydecimal, argparse, doctest, inspect, tarfile, typing)
+"""Modules whose source text a small model learns; the first is held out."""
 SIZES = {"up": (384, 256), "down": (256, 384)}
 
 
@@ -198,7 +198,8 @@ def losses(schedule: str, method: str, steps: int, folder: str) -> dict[str, Any
                   "position": "rotary", "init_std": 0.05},
         "parallel": {"dp": dist.get_world_size()}, "pipeline": {"schedule": schedule, "num_microbatches": 4},
         "optim": {"lr": 3e-3, "min_lr": 1e-4, "warmup_steps": 10, "betas": [0.9, 0.95]},
-        "train": {"num_steps": steps, "micro_batch_size": 2}, "data": {"corpus": [x.__file__ for x in TEXTS]},
+        "train": {"num_steps": steps, "micro_batch_size": 2}, "data": {
+            "corpus": [text.__file__ for text in TEXTS[1:]], "valid_corpus": [TEXTS[0].__file__]},
         "compression": {"gradients": method, "gradients_period": 20} | METHODS[method]})
     grid = ProcessGrid(dp=config.parallel.dp)
     data = open_data(config.model, config.data, folder, seed=config.train.seed, quiet=True)
