@@ -139,8 +139,9 @@ class Given(nn.Module):
         return torch.stack([(p * gradients[name]).sum() for name, p in self.named_parameters()]).sum()
 
 
-def arrived() -> dict[str, float]:
-    """By compressor, the share that has arrived after all batches. Collectives: called on all ranks."""
+def arrived() -> dict[str, dict[str, float]]:
+    """By compressor, the share that has arrived after all batches, and of the bytes that were sent. Collectives: called
+    on all ranks."""
     grid = ProcessGrid(dp=dist.get_world_size())
     layout = FlatLayout(list(SIZES), list(SIZES.values()), torch.float32)
     placements = {name: Placement(size, Init("zeros")) for name, size in SIZES.items()}
@@ -161,17 +162,19 @@ def arrived() -> dict[str, float]:
             if compression is not None:
                 compression.feedback.close(made=True)
             _note(totals, gradients, layout.views(flat))
-        found[method] = _share(totals)
+        sent = None if compression is None else compression.sent
+        found[method] = _share(totals, 1.0 if sent is None else sent.num_bytes / sent.whole_bytes)
     module = Given()
     model = DistributedDataParallel(module)
-    hook_of(model)
+    hook = hook_of(model)
     totals = _totals()
     for batch, gradients in enumerate(stream(grid.dp.rank)):
         model.zero_grad(set_to_none=True)
         model(gradients).backward()
         if batch >= WHOLE:
             _note(totals, gradients, {name: p.grad * grid.dp.size for name, p in module.named_parameters()})
-    return found | {"powerSGD_hook": _share(totals)}
+    _, before, after = hook.compression_stats()
+    return found | {"powerSGD_hook": _share(totals, after / before)}
 
 
 def _totals() -> dict[str, list[Tensor]]:
@@ -186,10 +189,10 @@ def _note(totals: dict[str, list[Tensor]], gradients: dict[str, Tensor], applied
         taken += applied[name]
 
 
-def _share(totals: dict[str, list[Tensor]]) -> float:
+def _share(totals: dict[str, list[Tensor]], sent: float) -> dict[str, float]:
     lost, all_ = (sum(float(x.square().sum()) for x in part) for part in (
         [given - taken for given, taken in totals.values()], [given for given, _ in totals.values()]))
-    return round(1 - lost / all_, 5)
+    return {"arrived": round(1 - lost / all_, 5), "bytes": round(sent, 5)}
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
