@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.common import (
     OURS,
+    RATIO,
     SHAPES,
     OurStep,
     arguments,
@@ -63,6 +64,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "none": {}, "bf16": {}, "int8": {}, "int4": {}, "dct": {"gradients_kept": 0.01},
     "powersgd": {"gradients_rank": RANK}}
 WHOLE, BATCHES = 2, 12
+MEANING = f"{RATIO}. arrived: share of the sum of the gradients, by energy; bytes: of whole ones"
 TEXTS = (mock, _pydecimal, argparse, doctest, inspect, tarfile, typing)
 """Modules whose source text a small model learns; the first is held out."""
 SIZES = {"up": (384, 256), "down": (256, 384)}
@@ -234,7 +236,7 @@ def main() -> None:
     cases.append({"case": "arrived", "settings": {"shape": args.shapes[0], "sizes": SIZES, "rank": RANK},
                   "arrived": run_ranks(arrived, 2)})
     print(cases[-1]["arrived"], flush=True)
-    print(write_results("compression", cases, args))
+    print(write_results("compression", cases, args, meaning=MEANING))
     if args.losses:
         with tempfile.TemporaryDirectory() as folder:
             cases[-1]["losses"] = []
@@ -242,7 +244,7 @@ def main() -> None:
                 for schedule in ("1f1b", "2bw"):
                     cases[-1]["losses"].append(run_ranks(losses, 2, schedule, method, args.steps, folder))
                     print(cases[-1]["losses"][-1], flush=True)
-                    write_results("compression", cases, args)
+                    write_results("compression", cases, args, meaning=MEANING)
 
 
 if __name__ == "__main__":
