@@ -24,6 +24,7 @@ from hybridpar.checkpoint.part import Part, is_writer
 from hybridpar.checkpoint.save import make_manifest
 from hybridpar.config import UNCOMPRESSED, Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory.footprint import Buffers, trace_stage
 from hybridpar.models.build import Recomputation
@@ -32,8 +33,10 @@ from hybridpar.ops.quantize import dequantize_
 from hybridpar.state import find_divergence
 from hybridpar.state.compression.factors import orthonormal
 from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.memory_trace import predict_trace
 from hybridpar.train.policy import BatchPolicy
 from hybridpar.validate import problems
+from hybridpar.verify.run import verify
 
 CPU = torch.device("cpu")
 DCT = {"gradients": "dct", "gradients_kept": 0.05, "gradients_period": 2, "gradients_smallest": 100}
@@ -378,3 +381,11 @@ def test_what_does_not_go_together_is_said(sections: dict[str, Any], said: str) 
     config = from_mapping({"compression": DCT} | sections)
     found = [str(problem) for problem in problems(config, config.parallel.num_ranks)]
     assert any("compression.gradients" in text and said in text for text in found), found
+
+
+def test_one_process_that_has_no_replicas_says_so() -> None:
+    config = make(DCT, {"dp": 2})
+    with pytest.raises(ConfigError, match=r"compression\.gradients = 'dct': .*the oracle has all of them; try none"):
+        verify(config, {"dp": 2})
+    with pytest.raises(ConfigError, match=r"compression\.gradients = 'dct': has no predicted events of memory"):
+        predict_trace(config)
