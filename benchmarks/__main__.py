@@ -14,6 +14,7 @@ RUNS = (
     ("generate",),
     ("tensor_parallel",),
     ("data_parallel", "--microbatches", "2"),
+    ("compression",),
     ("pipeline", "--shapes", "small", "--name", "pipeline_small"),
     ("pipeline", "--shapes", "balanced", "--schedules", "2bw", "--others", "--name", "pipeline_balanced"),
     ("pipeline", "--shapes", "balanced_small", "--dtypes", "fp32", "--schedules", "interleaved", "--microbatches",

@@ -30,10 +30,10 @@ class GivenUp(Exception):
     """Another rank has failed: there is nothing to wait for."""
 
 
-def writers(sizes: AxisSizes, zero: int) -> list[Place]:
-    """Places of the ranks that have a file to write: the first of those that hold the same part of the model; with ZeRO
-    all replicas, as each keeps a part of the optimizer's state. Those of every site have files of their own."""
-    split = (*MODEL, *APART, *BATCH) if zero else (*MODEL, *APART)
+def writers(sizes: AxisSizes, every_replica: bool) -> list[Place]:
+    """Places of the ranks that have a file to write: the first of those that hold the same part of the model; all
+    replicas where each keeps state of its own (ZeRO, error feedback). Those of every site have files of their own."""
+    split = (*MODEL, *APART, *BATCH) if every_replica else (*MODEL, *APART)
     names = (*MODEL, *(name for name in sizes if name not in MODEL))
     indices = product(*(range(sizes[name] if name in split else 1) for name in names))
     return [dict(zip(names, at, strict=True)) for at in indices]
@@ -50,7 +50,7 @@ def leave(folder: Path, written: Written) -> None:
 
 def collect(folder: Path, config: Config, given_up: Event) -> list[Written]:
     """Waits for the notes of all writers, and takes them away. Raises: GivenUp, OSError, CheckpointError."""
-    paths = [_note(folder, file_name(where)) for where in writers(sizes_of(config.parallel), config.parallel.zero)]
+    paths = [_note(folder, file_name(where)) for where in writers(sizes_of(config.parallel), config.replicas_differ)]
     written = [_read(path, config) for path in _as_they_come(paths, given_up)]
     for path in paths:
         path.unlink()

@@ -3,8 +3,9 @@
     checkpoints/
         step_00000100/
             pp0-tp0.safetensors  pp0-tp1.safetensors ...     the shards of each pipeline stage and tensor part
-            pp0-tp0-dp1.safetensors ...                      with ZeRO: the optimizer state that other replicas keep
-        pp0-tp0-site1.safetensors ...                    of several sites: the same of each but the first
+            pp0-tp0-dp1.safetensors ...                      what other replicas keep: with ZeRO optimizer state, and
+                                                             what they have not sent of compressed gradients
+            pp0-tp0-site1.safetensors ...                    of several sites: the same of each but the first
             manifest.json                                    written last: who made them, at which step, checksums,
                                                              its own among them
         step_00000200/ ...

@@ -82,9 +82,11 @@ class Part:
 
 def is_writer(engine: Trainee) -> bool:
     """Whether this rank has a file to write."""
-    return engine.grid.place in handover.writers(engine.grid.sizes, engine.config.parallel.zero)
+    return engine.grid.place in handover.writers(engine.grid.sizes, engine.config.replicas_differ)
 
 
 def writes(engine: Trainee) -> list[StateKind]:
-    """The kinds of state that go into this rank's file: whole parameters into that of the first replica alone."""
-    return [kind for kind in engine.state.kinds if kind.saved and (engine.grid.dp.is_first or not kind.whole)]
+    """The kinds of state that go into this rank's file: what all replicas have into that of the first one alone."""
+    shares = engine.config.parallel.zero > 0
+    return [kind for kind in engine.state.kinds if kind.saved and (
+        engine.grid.dp.is_first or kind.differs or (shares and not kind.whole))]

@@ -11,7 +11,9 @@ After t batches, drained, a checkpoint has W(t), and with schedule 2bw W(t-1), t
 
 The rest is the same set of numbers however it is cut. State of a kind that the old run had not begins as in a new run
 (StateKind.restate): a master copy equals the weights, an optimizer's state is zero. Predicted weights are not W: a run
-that does not predict takes W(t) from the master, for both versions.
+that does not predict takes W(t) from the master, for both versions. What replicas have not sent of their gradients goes
+to as many others as there are now: rank i of w gets the sum of the old ones i, i + w, and so on. A run that does not
+compress leaves it out.
 """
 
 from __future__ import annotations
@@ -66,6 +68,16 @@ class Restated(Mapping[str, Tensor]):
         if self._unpredicts:
             return self.newest(slot)
         return self._saved.read_version(slot, self._stored(version))
+
+    def share(self, slot: ParameterSlot, kind: str) -> Tensor | None:
+        """See state.kinds.Stored."""
+        axis = self._here.partition.axis_of(slot.name)
+        return self._saved.share(slot, kind, axis.rank, axis.size)
+
+    def same(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
+        """See state.kinds.Stored."""
+        axis = self._here.partition.axis_of(slot.name)
+        return self._saved.same(slot, kind, what, axis.rank, axis.size)
 
     def __getitem__(self, key: str) -> Tensor:
         kind, parameter, what = parse_key(key)

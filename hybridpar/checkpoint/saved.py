@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from hybridpar.checkpoint.reshard import clip, find_pieces
 from hybridpar.checkpoint.shards import SavedShard
 from hybridpar.errors import CheckpointError
 from hybridpar.flight import NO_FLIGHT, Flight
-from hybridpar.grid import APART, MODEL, sizes_of
+from hybridpar.grid import APART, BATCH, MODEL, sizes_of
 from hybridpar.nn.placement import Placement, Range, Shard
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.chunks import block_of
@@ -38,6 +39,21 @@ class Keeper:
     shard: SavedShard
     key: str
     part: Range
+
+    def whole(self) -> Tensor:
+        """All of the tensor."""
+        info = self.shard.file.tensors[self.key]
+        target = torch.empty(prod(info.shape), dtype=info.dtype)
+        self.shard.file.read(self.key, np.array([[0, 0, target.numel()]], np.int64), target)
+        return target.view(info.shape)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of the ranks that summed a parameter's gradient."""
+
+    holder: Holder
+    replica: int
 
 
 class Saved:
@@ -72,15 +88,18 @@ class Saved:
         holders = self.holders(slot.name, slot.placement.tied)
         return any((kind, what) in shard.kept for holder in holders for shard in self._files_of(holder.stage))
 
-    def read(self, slot: ParameterSlot, kind: str, what: str = "") -> Tensor:
-        """The part that `slot` names of a parameter's tensor of a kind. `what`: as in StateKind.key.
+    def read(self, slot: ParameterSlot, kind: str, what: str = "", member: Member | None = None) -> Tensor:
+        """The part that `slot` names of a parameter's tensor of a kind. `what`: as in StateKind.key. `member`: whose,
+        of a kind that differs from replica to replica.
 
         Shapes: slot.shape, on the CPU, in memory of its own.
         """
         self._flight.tick()
-        holders = self.holders(slot.name, slot.placement.tied)
+        holders, replica = self.holders(slot.name, slot.placement.tied), None
+        if member is not None:
+            holders, replica = [member.holder], member.replica
         wanted = f"{kind} {what} of {slot.name}" if what else f"{kind} of {slot.name}"
-        if not (first := self._keepers(holders, 0, kind, what)):
+        if not (first := self._keepers(holders, 0, kind, what, replica)):
             raise CheckpointError(f"{self.folder}: has no {wanted}")
         target = torch.empty(slot.numel, dtype=first[0].shard.file.tensors[first[0].key].dtype)
         filled = 0
@@ -92,7 +111,7 @@ class Saved:
             if slot.part is not None:
                 pieces = clip(pieces, 1, slot.part)
             done = 0
-            for keeper in self._keepers(holders, source, kind, what) if len(pieces) else ():
+            for keeper in self._keepers(holders, source, kind, what, replica) if len(pieces) else ():
                 start, stop = max(done, keeper.part[0]), keeper.part[1]
                 mine = clip(pieces, 0, (start, stop))
                 mine[:, 0] += start - keeper.part[0]
@@ -102,6 +121,32 @@ class Saved:
         if filled != slot.numel:
             raise CheckpointError(f"{self.folder}: has only {filled} of {slot.numel} elements of {wanted}")
         return target.view(slot.shape)
+
+    def members(self, slot: ParameterSlot) -> list[Member]:
+        """The ranks that summed a parameter's gradient, in the order of their axis: stage by stage, all replicas."""
+        holders = sorted(self.holders(slot.name, slot.placement.tied), key=lambda holder: holder.stage)
+        return [Member(holder, replica) for holder in holders for replica in range(self.manifest.config.parallel.dp)]
+
+    def share(self, slot: ParameterSlot, kind: str, rank: int, size: int) -> Tensor | None:
+        """The sum of what the members whose number is `rank` modulo `size` have kept; None: nothing. So the sum over
+        all members stays what it was when their number changes, and as many as before have what they had."""
+        total = None
+        for member in self.members(slot)[rank::size]:
+            if self._keepers([member.holder], 0, kind, "", member.replica):
+                kept = self.read(slot, kind, member=member)
+                total = kept if total is None else total.add_(kept)
+        return total
+
+    def same(self, slot: ParameterSlot, kind: str, what: str, rank: int, size: int) -> Tensor | None:
+        """What member number `rank` of `size` has kept, of whatever shape; None: there were more or fewer of them, or
+        it had another part of the parameter."""
+        if len(members := self.members(slot)) != size:
+            return None
+        holder, replica = members[rank].holder, members[rank].replica
+        if holder.placement.shard != slot.placement.shard:
+            return None
+        keepers = self._keepers([holder], slot.rank, kind, what, replica)
+        return keepers[0].whole() if keepers else None
 
     def read_newest(self, slot: ParameterSlot) -> Tensor:
         """The newest weights of a parameter, neither rounded nor predicted: the master's where there is one."""
@@ -114,20 +159,24 @@ class Saved:
         shared = self._keepers(self.holders(slot.name, slot.placement.tied), 0, WeightShares.name, str(version))
         return self.read(slot, (WeightShares if shared else WeightVersions).name, str(version))
 
-    def _keepers(self, holders: Sequence[Holder], rank: int, kind: str, what: str) -> list[Keeper]:
-        """Tensors that make up part `rank` of what the holders split, in the order of their parts."""
+    def _keepers(self, holders: Sequence[Holder], rank: int, kind: str, what: str,
+                 replica: int | None = None) -> list[Keeper]:
+        """Tensors that make up part `rank` of what the holders split, in the order of their parts. `replica`: of that
+        one alone."""
         found, of_kind = [], saved_kind(kind)
         for holder in holders:
             key = of_kind.key(holder.name, what)
             whole = 0, prod(holder.placement.local_shape(rank))
             found += [Keeper(shard, key, whole if of_kind.whole else shard.parts.get(holder.name, whole))
-                      for shard in self._files_of(holder.stage, holder.placement.shard, rank)
+                      for shard in self._files_of(holder.stage, holder.placement.shard, rank, replica)
                       if key in shard.file.tensors]
         return sorted(found, key=lambda keeper: keeper.part)
 
-    def _files_of(self, stage: int, split: Shard | None = None, rank: int = 0) -> Iterator[SavedShard]:
-        """Files of a stage with part `rank` of what is split so, those of all replicas."""
+    def _files_of(self, stage: int, split: Shard | None = None, rank: int = 0,
+                  replica: int | None = None) -> Iterator[SavedShard]:
+        """Files of a stage with part `rank` of what is split so, those of all replicas or of one."""
         wanted = dict.fromkeys(MODEL, 0) | self._site | {"pp": stage} | ({split.axis: rank} if split else {})
+        wanted |= {} if replica is None else {BATCH[0]: replica}
         for file in self._files:
             if wanted.items() <= file.place.items():
                 if file.name not in self._open:

@@ -24,8 +24,8 @@ class SavedShard:
     """The file of one rank: tensors by the keys of state.kinds, of parameters placed as `placements` say.
 
     `parts`: elements of the local tensor that the rank updates, of the parameters that it updates in part; tensors of
-    those are vectors, but for kinds of whole parameters. All that is read of `file` is compared with the manifest's
-    checksums.
+    those are vectors, but for kinds of whole parameters; those of kinds that are not `shaped` have any shape. All that
+    is read of `file` is compared with the manifest's checksums.
     Raises: CheckpointError if the file is missing, damaged, or not what the manifest and itself say.
     """
 
@@ -68,7 +68,7 @@ class SavedShard:
         if not kind.whole and parameter in self.parts:
             start, stop = self.parts[parameter]
             shape = (stop - start,)
-        if info.shape != shape:
+        if kind.shaped and info.shape != shape:
             raise ValueError(f"{name} has shape {list(info.shape)}, its placement says {list(shape)}")
 
     @cached_property

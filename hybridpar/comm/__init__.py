@@ -11,6 +11,7 @@ from hybridpar.comm.autograd import (
 )
 from hybridpar.comm.collectives import (
     Parts,
+    Waitable,
     Work,
     Works,
     all_gather,
@@ -29,8 +30,8 @@ from hybridpar.comm.collectives import (
 from hybridpar.comm.p2p import irecv, isend
 
 __all__ = [
-    "Parts", "Work", "Works", "all_gather", "all_gather_async", "all_reduce", "all_reduce_async", "all_to_all",
-    "barrier", "broadcast", "copy_to", "gather_from", "gather_objects", "gather_sequence", "irecv", "isend",
-    "reduce_from", "reduce_from_", "reduce_scatter", "reduce_scatter_async", "scatter_sequence", "scatter_to",
+    "Parts", "Waitable", "Work", "Works", "all_gather", "all_gather_async", "all_reduce", "all_reduce_async",
+    "all_to_all", "barrier", "broadcast", "copy_to", "gather_from", "gather_objects", "gather_sequence", "irecv",
+    "isend", "reduce_from", "reduce_from_", "reduce_scatter", "reduce_scatter_async", "scatter_sequence", "scatter_to",
     "start_all_gather", "start_reduce_scatter",
 ]

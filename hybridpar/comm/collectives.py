@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -95,12 +95,19 @@ def all_reduce_async(x: Tensor, axis: Axis, op: Op = "sum") -> Work:
     return Work(handle, x, sent, finish=lambda: put_back(sent, x), waiting=waiting)
 
 
+class Waitable(Protocol):
+    """What is under way: a Work, or what is to be waited for like one."""
+
+    def wait(self) -> None: ...
+    def is_done(self) -> bool: ...
+
+
 class Works:
     """Several communications under way as one: `wait()` waits for all of them."""
 
     __slots__ = ("_works",)
 
-    def __init__(self, works: Iterable[Work | Works] = ()):
+    def __init__(self, works: Iterable[Waitable] = ()):
         self._works = tuple(works)
 
     def wait(self) -> None:

@@ -3,7 +3,7 @@
 Resolution order: defaults, then the TOML file, then flags (`--section.key value`). Errors are reported all at once.
 """
 
-from hybridpar.config.compression import CompressionConfig
+from hybridpar.config.compression import UNCOMPRESSED, CompressionConfig
 from hybridpar.config.data import DataConfig
 from hybridpar.config.environment import Launch, pass_on_signals, triton_is_interpreted
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
@@ -33,9 +33,9 @@ from hybridpar.config.toml import (
 from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_plain, span
 
 __all__ = [
-    "AUTO", "FINITE", "MAX_TOML", "STOP_SIGNALS", "AnomaliesConfig", "CheckpointConfig", "CompressionConfig",
-    "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch", "MemoryConfig", "ModelConfig", "OptimConfig",
-    "OuterConfig", "ParallelConfig", "PipelineConfig", "PlanConfig", "RunConfig", "TrainConfig", "Whole", "Within",
-    "broken_rules", "from_mapping", "from_plain", "load_toml", "pass_on_signals", "span", "to_mapping", "to_toml",
-    "triton_is_interpreted",
+    "AUTO", "FINITE", "MAX_TOML", "STOP_SIGNALS", "UNCOMPRESSED", "AnomaliesConfig", "CheckpointConfig",
+    "CompressionConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch", "MemoryConfig",
+    "ModelConfig", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig", "PlanConfig", "RunConfig",
+    "TrainConfig", "Whole", "Within", "broken_rules", "from_mapping", "from_plain", "load_toml", "pass_on_signals",
+    "span", "to_mapping", "to_toml", "triton_is_interpreted",
 ]

@@ -1,14 +1,25 @@
-"""The section [compression]: what travels in fewer bytes, with fewer bits a number."""
+"""The section [compression]: what is sent between ranks in fewer bytes than it has, with what is lost made up for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from hybridpar.config.typed import AtLeastOne, Count, Within
+from hybridpar.errors import Problem
+
+if TYPE_CHECKING:
+    from hybridpar.config.sections import Config
 
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """Codecs of what ranks send to each other. Evaluation, generation and export use none."""
+    """Codecs of what ranks send to each other. Evaluation, generation and export use none.
+
+    What a batch does not send of gradients between replicas is added to the next one's (error feedback). `gradients`
+    have no effect where parallel.dp is 1 and no weight is tied across stages.
+    """
 
     messages: Literal["none", "bf16", "int8", "int4"] = "none"
     """Activations between stages in training: bf16; or a bfloat16 scale for each 64 features of a token and 8 or 4 bits
@@ -16,9 +27,48 @@ class CompressionConfig:
     own gets exact ones."""
     messages_backward: Literal["same", "none", "bf16", "int8", "int4"] = "same"
     """Gradients between stages; same: as `messages`."""
+    gradients: Literal["none", "bf16", "int8", "int4", "dct", "powersgd"] = "none"
+    """bf16, int8, int4: rounded; every replica gets those of all others, so with 4, 8 and 16 replicas they take as many
+    bytes as whole ones do. dct: elements above a threshold, with their places (arXiv 2010.08899). powersgd: two factors
+    of each matrix (arXiv 1905.13727)."""
+    gradients_kept: Annotated[float, Within(above=0, most=1)] = 0.01
+    """dct: share of a tensor's elements above its threshold where that is set anew."""
+    gradients_limit: Annotated[float, Within(1, most=1e6)] = 2.0
+    """dct: most elements that a batch sends of a tensor, in multiples of gradients_kept; the rest waits."""
+    gradients_period: AtLeastOne = 100
+    """dct: batches from one setting of the thresholds to the next."""
+    gradients_values: Literal["full", "bf16"] = "full"
+    """dct: type of the elements that are sent; full: that of gradients."""
+    gradients_rank: AtLeastOne = 4
+    """powersgd: columns of each factor."""
+    gradients_smallest: Count = 1024
+    """Tensors of fewer elements are sent whole."""
 
     @property
     def both_ways(self) -> tuple[str, str]:
         """The names of the codecs of activations and of their gradients."""
         forward, backward = self.messages, self.messages_backward
         return forward, forward if backward == "same" else backward
+
+    def conflicts(self, config: Config) -> Iterator[Problem]:
+        """Settings that do not go with those of other sections."""
+        for reason in self._against_gradients(config) if self.gradients != "none" else ():
+            yield Problem("compression.gradients", self.gradients, reason, "none")
+
+    @staticmethod
+    def _against_gradients(config: Config) -> Iterator[str]:
+        if config.parallel.zero > 1:
+            yield f"does not go with parallel.zero = {config.parallel.zero}, which sums gradients block by block"
+        if config.parallel.sites > 1:
+            yield f"does not go with parallel.sites = {config.parallel.sites}: outer.precision is for what sites send"
+        if config.memory.host_optimizer:
+            yield "does not go with memory.host_optimizer = true"
+        if config.memory.budget or config.memory.parts:
+            yield "does not go with memory.budget and memory.parts"
+        if config.train.record_memory:
+            yield f"does not go with train.record_memory = {config.train.record_memory}"
+        if config.train.dtype == "fp16":
+            yield "does not go with train.dtype = fp16, whose loss scale is the unit of what was not sent"
+
+
+UNCOMPRESSED = CompressionConfig()

@@ -291,6 +291,7 @@ class KernelsConfig:
     embedding: str = "auto"
     quantize: str = "auto"
     optimizer: str = "auto"
+    sparse: str = "auto"
 
 
 AUTO = KernelsConfig()
@@ -358,6 +359,16 @@ class Config:
         return self.pipeline.schedule != "pipedream" or self.optim.clip_grad > 0 or self.train.dtype == "fp16"
 
     @property
+    def feeds_back(self) -> bool:
+        """Whether every replica keeps what it has not sent of its gradients."""
+        return self.compression.gradients != "none"
+
+    @property
+    def replicas_differ(self) -> bool:
+        """Whether every replica has state of its own to save."""
+        return self.parallel.zero > 0 or (self.feeds_back and self.parallel.dp > 1)
+
+    @property
     def saves_beside_training(self) -> bool:
         """Whether a copy of the training state will be written while training goes on."""
         return self.checkpoint.asynchronous and not self.memory.budget and (
@@ -376,5 +387,5 @@ class Config:
         """Settings that do not go together, whatever the job; each value alone is allowed."""
         yield from self.model.conflicts()
         for section in (self.parallel, self.pipeline, self.optim, self.train, self.data, self.memory, self.run,
-                        self.checkpoint, self.anomalies, self.outer):
+                        self.checkpoint, self.anomalies, self.outer, self.compression):
             yield from section.conflicts(self)

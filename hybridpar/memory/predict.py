@@ -109,7 +109,7 @@ def predict(
         buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers)
         held = {stage: footprint(stage, buffers) for stage in sizes.stages_of(rank)}
         actions = lower(schedule, walked, rank, schedule.sync_steps, batches_to_peak(config), gather=gather,
-                        split=config.pipeline.split_backward)
+                        split=config.pipeline.split_backward, feedback=config.feeds_back)
         memory = walk(actions, held, walked)
         if config.saves_beside_training:
             copy = memory.weights + memory.master + memory.optimizer

@@ -149,7 +149,8 @@ class MemoryCheck:
         """The rough footprint of a stage, which depends neither on where its layers are nor on the other stages."""
         config, ends = cost.config, (blocks.start == 0, blocks.stop == cost.config.model.num_blocks)
         key = (config.optim, cost.tp, cost.zero_share, config.train.micro_batch_size, buffers, len(blocks), ends,
-               bool(recompute.blocks), recompute.whole, bool(recompute.selective))
+               bool(recompute.blocks), recompute.whole, bool(recompute.selective),
+               config.feeds_back and config.parallel.dp)
         if key not in self._known:
             self._known[key] = self._footprints.rough(config, blocks, recompute, buffers, cost.machine.device)
         return self._known[key]

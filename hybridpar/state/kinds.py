@@ -12,7 +12,12 @@
     sent/<parameter>               the same: differences that were sent to    (there are none)
                                    other sites, and not taken yet
     remainder/<parameter>          the same: what was left out of messages    zero
+    feedback/<parameter>           whole local parameters, other ones on      zero; replicas' sum stays where their
+                                   every replica                              number changes
+    learned/<parameter>.<what>     what compression has learned of one, on    zero: it begins anew
+                                   every replica
     gradients                      whole local parameters; never saved
+    messages                       room for compressed gradients; never saved
     host                           room for what goes to the host and comes from it; never saved
 
 Checkpoints, copies of the state, audits and the prediction of memory go through `KINDS`.
@@ -29,6 +34,7 @@ from torch import Tensor
 
 from hybridpar.optim import GroupedOptimizer, ParameterSlot
 from hybridpar.state.chunks import Buffer, Memory, Use
+from hybridpar.state.compression import Compression
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.host import HostUpdates
 from hybridpar.state.outer import OuterStep
@@ -45,6 +51,10 @@ class Stored(Protocol):
     def read(self, slot: ParameterSlot, kind: str, what: str = "") -> Tensor: ...
     def keeps(self, slot: ParameterSlot, kind: str, what: str) -> bool:
         """Whether such a tensor was kept of this parameter or of any other one beside it."""
+    def share(self, slot: ParameterSlot, kind: str) -> Tensor | None:
+        """Of what the ranks that sum a parameter's gradient have each kept: the sum of those that fall to this one."""
+    def same(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
+        """What a rank of the same place in a grid of the same size has kept; None: there is no such rank."""
     def newest(self, slot: ParameterSlot) -> Tensor:
         """The newest weights, neither rounded nor predicted."""
     def version(self, slot: ParameterSlot, version: int) -> Tensor:
@@ -61,6 +71,7 @@ class Holder(Protocol):
     shares: list[Shares]
     host: HostUpdates | None
     outer: OuterStep | None
+    compression: Compression | None
 
     def is_kept(self, use: Use) -> bool: ...
 
@@ -70,14 +81,16 @@ class StateKind(ABC):
 
     name: first part of its tensors' keys. form: the rest of them. what: pattern of the part that tells several tensors
     of a parameter apart. whole: its tensors are whole local parameters, which all replicas have; else this rank has
-    those of the parts that it owns. saved: checkpoints have it. joint: all sites have the same. column: where the
-    memory report shows it.
+    those of the parts that it owns. differs: every replica has tensors of its own. joint: all sites have the same.
+    shaped: tensors have the parameters' shapes. saved: checkpoints have it. column: where the memory report shows it.
     """
 
     name: ClassVar[str]
     form: ClassVar[str] = "{parameter}"
     what: ClassVar[str] = r"\w+"
     whole: ClassVar[bool] = False
+    differs: ClassVar[bool] = False
+    shaped: ClassVar[bool] = True
     saved: ClassVar[bool] = True
     joint: ClassVar[bool] = False
     column: ClassVar[str] = "optimizer"
@@ -287,6 +300,61 @@ class OuterRemainder(StateKind):
         return [] if outer is None or outer.remainder is None else outer.remainder.tensors
 
 
+class Unsent(StateKind):
+    """What this rank has not sent of its gradients, in the units of their sum over replicas."""
+
+    name, whole, differs = "feedback", True, True
+
+    @classmethod
+    def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
+        return stored.share(slot, cls.name)
+
+    def tensors(self) -> dict[str, Tensor]:
+        compression = self.holder.compression
+        return {} if compression is None else {
+            self.key(name): tensor for name, tensor in compression.feedback.kept.items()}
+
+    def memory(self) -> list[Tensor]:
+        compression = self.holder.compression
+        return [] if compression is None else compression.feedback.memory[0]
+
+
+class Learned(StateKind):
+    """What the method that compresses gradients has learned of each parameter; its memory is counted with `Unsent`."""
+
+    name, form, whole, differs, shaped = "learned", "{parameter}.{what}", True, True, False
+
+    @classmethod
+    def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
+        return stored.same(slot, cls.name, what)
+
+    def tensors(self) -> dict[str, Tensor]:
+        compression = self.holder.compression
+        return {} if compression is None else {
+            f"{self.name}/{name}": tensor for name, tensor in compression.feedback.learned.items()}
+
+    def memory(self) -> list[Tensor]:
+        return []
+
+    def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
+        for key, own in self.tensors().items():
+            found = tensors[key.partition("/")[2]]
+            own.copy_(found) if found.shape == own.shape else own.zero_()
+
+
+class Messages(StateKind):
+    """Room for compressed gradients of all replicas, and for what they leave behind. Void between updates."""
+
+    name, column, saved = "messages", "gradients", False
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def memory(self) -> list[Tensor]:
+        compression = self.holder.compression
+        return [] if compression is None else compression.feedback.memory[1] + compression.rooms
+
+
 class HostRoom(StateKind):
     """Room on the host for gradients that have come and weights that leave, where it updates. Void between updates."""
 
@@ -300,8 +368,9 @@ class HostRoom(StateKind):
         return [tensor for buffer in (host and host.staging, made) if buffer for tensor in buffer.tensors]
 
 
-KINDS: tuple[type[StateKind], ...] = (WeightVersions, WeightShares, Gradients, Master, OptimizerState, Anchor,
-                                       OuterMomentum, Sent, OuterRemainder, HostRoom)
+KINDS: tuple[type[StateKind], ...] = (
+    WeightVersions, WeightShares, Gradients, Master, OptimizerState, Anchor, OuterMomentum, Sent, OuterRemainder,
+    Unsent, Learned, Messages, HostRoom)
 """All kinds, in the order in which checkpoints have them."""
 
 

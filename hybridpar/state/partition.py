@@ -98,6 +98,10 @@ class Partition:
         return all(axis.size == 1 for bucket, axis in zip(self.buckets, self.axes, strict=True)
                    if self.use_of(bucket).parts[0] == part)
 
+    def axis_of(self, name: str) -> Axis:
+        """The ranks that a parameter's gradient is summed over."""
+        return self._routes[name].axis
+
     def use_of(self, bucket: Bucket) -> Use:
         """The use of all its parameters."""
         return self.uses(bucket.names[0])

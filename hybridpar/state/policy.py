@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hybridpar.config import Config, OptimConfig, OuterConfig, ParallelConfig
+from hybridpar.config import (
+    AUTO,
+    UNCOMPRESSED,
+    CompressionConfig,
+    Config,
+    KernelsConfig,
+    OptimConfig,
+    OuterConfig,
+    ParallelConfig,
+)
 from hybridpar.models.build import DTYPES
 from hybridpar.nn.placement import split_ranges
 
@@ -19,6 +28,7 @@ class StatePolicy:
     optim: settings of the optimizer. parallel: whether replicas share the update. backend: of the optimizer's passes.
     defers: whether weights' gradients may be computed later than those of inputs. on_host: whether the host updates.
     outer: how sites meet, where there are several.
+    compression: of gradients; kernels: backends of its passes.
     """
 
     dtype: torch.dtype
@@ -30,13 +40,15 @@ class StatePolicy:
     defers: bool = False
     on_host: bool = False
     outer: OuterConfig = field(default_factory=OuterConfig)
+    compression: CompressionConfig = UNCOMPRESSED
+    kernels: KernelsConfig = AUTO
 
     @staticmethod
     def of(config: Config, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
         """The policy of a configuration, for a schedule that needs so many weight versions and gradient buffers."""
         return StatePolicy(DTYPES[config.train.dtype], num_versions, num_gradient_buffers, config.optim,
                            config.parallel, config.kernels.optimizer, config.pipeline.split_backward,
-                           config.memory.host_optimizer, config.outer)
+                           config.memory.host_optimizer, config.outer, config.compression, config.kernels)
 
     @property
     def splits_gradients(self) -> bool:

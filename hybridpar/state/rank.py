@@ -20,6 +20,7 @@ from hybridpar.ops.update import Weights
 from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, divisible
 from hybridpar.state import kinds
 from hybridpar.state.chunks import Buffer, Memory, Use, cut
+from hybridpar.state.compression import Compression
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.host import HostUpdates, HostWork
 from hybridpar.state.outer import OuterStep
@@ -39,8 +40,8 @@ class RankState:
     of them this rank updates. `slots`: those parts. `kinds`: what it keeps, by kind.
     `parts`: blocks of the rank that are computed with at a time (none: all). An update is then made in `num_groups`
     parts. `memory`: where the state is kept (None: on `device`). `shares`: of each gradient buffer, where replicas
-    split gradients. `host_work`: how the host works, where it updates. `outer`: what makes sites meet, where there are
-    several.
+    split gradients. `compression`: of gradients that are sent (None: they are whole). `host_work`: how the host works,
+    where it updates. `outer`: what makes sites meet, where there are several.
     Until `initialize`, `fill` or `load` all weights are zero.
     """
 
@@ -68,7 +69,9 @@ class RankState:
             chunks=cut(parameters.layout, self.uses), defers=policy.defers)
         self.shares = Shares.of(
             self.partition, self.gradients.buffers, self.memory, split=policy.splits_gradients)
-        self.reducer = GradientReducer(self.partition, self.is_kept)
+        self.compression = Compression.of(
+            self.partition, self.placements, policy.compression, self.memory, policy.kernels)
+        self.reducer = GradientReducer(self.partition, self.is_kept, self.compression)
         self.num_parts = max(len(parts), 1)
         self.num_groups = self.num_parts if elementwise else 1
         self._groups = [[i for i, slot in enumerate(self.slots)
@@ -118,9 +121,12 @@ class RankState:
     def begin(self, batch: int) -> None:
         """Before the first backward of a batch: what its gradient buffer holds is void."""
         self.gradients.begin(self.gradients.buffer_index(batch))
+        self.reducer.proceed()
 
     def close(self, batch: int) -> None:
         """Before the last backward of a batch: what is final from now on may be reduced."""
+        if self.compression is not None:
+            self.compression.begin(batch)
         self.reducer.arm(self.gradients.buffers[self.gradients.buffer_index(batch)])
 
     def bind(self, batch: int, versions: Sequence[int], *, last: bool = False, part: int = 0) -> None:
@@ -204,6 +210,8 @@ class RankState:
         Collectives: as Optimizer.step and WeightStore.advance; of several sites, as OuterStep.step.
         """
         self.await_copy()
+        if self.compression is not None:
+            self.compression.feedback.close(made=factor is not None)
         version = self.weights.newest + 1
         outer = self.outer if self.outer is not None and self.outer.concerns(version) else None
         if factor is None and outer is None:
@@ -260,7 +268,8 @@ class RankState:
         for key, tensor in self.tensors().items():
             kind, parameter, _ = kinds.parse_key(key)
             slot = (self.whole_slots if kind.whole else owned)[parameter]
-            yield key, tensor, replace(slot, joint=True) if kind.joint else slot
+            slot = replace(slot, joint=True) if kind.joint else slot
+            yield key, tensor, replace(slot, shared=False) if kind.differs else slot
 
     def num_bytes(self) -> dict[str, int]:
         """Memory of the state, by column of the memory report. Units: bytes."""

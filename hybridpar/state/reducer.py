@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from hybridpar.comm import Work, Works, all_reduce_async, reduce_scatter_async
+from hybridpar.comm import Parts, Waitable, Works, all_reduce_async, reduce_scatter_async
+from hybridpar.grid import Axis
 from hybridpar.state.chunks import Buffer, Use
+from hybridpar.state.compression import Compression, Exchange
+from hybridpar.state.layout import Bucket
 from hybridpar.state.partition import Partition
 
 
@@ -18,16 +21,17 @@ class GradientReducer:
     For each batch: `arm(flat)` before its last backward, `ready(name)` as gradients become final (see
     GradientAccumulator.arm), `flush()` after it for those that got none, `wait()` before the sums are used. A batch may
     be armed while the reduction of an earlier one, flushed but not waited for, is still under way in another buffer.
-    `reduces`: uses whose buckets these are; others are reduced elsewhere.
+    `reduces`: uses whose buckets these are; others are reduced elsewhere. `compression`: of those that it covers.
 
     Afterwards the sums are on the ranks that own them: on all, or each in part where the partition is sharded.
 
     Collectives: one all-reduce or reduce-scatter for each bucket over its axis, in the order of the buckets on every
     rank: a bucket that fills early is held back until those before it have started. On an axis of size 1 nothing is
-    sent.
+    sent. Where a bucket is compressed, those of its method.
     """
 
-    def __init__(self, partition: Partition, reduces: Callable[[Use], bool] = lambda use: True):
+    def __init__(self, partition: Partition, reduces: Callable[[Use], bool] = lambda use: True,
+                 compression: Compression | None = None):
         self.partition, self.layout = partition, partition.layout
         own = [entry for entry in zip(partition.buckets, partition.axes, partition.parts, strict=True)
                if reduces(partition.use_of(entry[0]))]
@@ -36,7 +40,8 @@ class GradientReducer:
         self._flat: Tensor | Buffer | None = None  # the buffer of the armed batch
         self._missing: list[set[str]] = []  # by bucket: parameters whose gradient is not final
         self._next = 0  # the bucket to start next
-        self._started: deque[list[Work | Works]] = deque()  # by batch, oldest first
+        self._compression = compression
+        self._started: deque[list[Waitable]] = deque()  # by batch, oldest first
 
     @property
     def armed(self) -> bool:
@@ -79,8 +84,18 @@ class GradientReducer:
         if not self._started:
             return
         assert self._flat is None or len(self._started) > 1, "flush before waiting: buckets are missing"
-        for work in self._started.popleft():
+        works = self._started.popleft()
+        _proceed(work for work in works if isinstance(work, Exchange))
+        for work in works:
             work.wait()
+
+    def proceed(self) -> None:
+        """Takes the next step of compressed sums under way within this stage; replicas must call it at the same places.
+
+        What is summed over several stages, which are not at one place of their plans, is left to `wait`.
+        """
+        for works in self._started:
+            _proceed(work for work in works if isinstance(work, Exchange) and not work.over_stages)
 
     @property
     def newest(self) -> Works:
@@ -99,7 +114,16 @@ class GradientReducer:
         while self._next < len(self.buckets) and not self._missing[self._next]:
             bucket = self.buckets[self._next]
             flat = self._flat[bucket.start : bucket.stop]
-            axis, parts = self._ways[self._next]
-            work = reduce_scatter_async(flat, parts, axis) if parts else all_reduce_async(flat, axis)
-            self._started[-1].append(work)
+            self._started[-1].append(self._start(bucket, flat, *self._ways[self._next]))
             self._next += 1
+
+    def _start(self, bucket: Bucket, flat: Tensor, axis: Axis, parts: Parts) -> Waitable:
+        if self._compression is not None and self._compression.covers(bucket):
+            return self._compression.start(bucket, flat)
+        return reduce_scatter_async(flat, parts, axis) if parts else all_reduce_async(flat, axis)
+
+
+def _proceed(exchanges: Iterable[Exchange]) -> None:
+    """Takes the next step of each, so that second messages are under way together."""
+    for exchange in exchanges:
+        exchange.proceed()

@@ -187,11 +187,14 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
 
     Times have no meaning (see memory.excerpt.retimed).
     `config`: resolved. `device`: need not be on this machine; None: the one that the configuration names.
-    Raises: ConfigError with ZeRO-2 and 3, whose chunks come and go as no ghost can.
+    Raises: ConfigError with ZeRO-2 and 3, whose chunks come and go as no ghost can, and with compressed gradients.
     """
     if config.parallel.zero > 1:
         raise config_error("parallel.zero", config.parallel.zero, "has no predicted events of memory; `check` predicts "
                            "its peak", "1")
+    if config.feeds_back:
+        raise config_error("compression.gradients", config.compression.gradients, "has no predicted events of memory; "
+                           "messages depend on the numbers, and `check` predicts the peak", "none")
     device = device or default_device(config)
     config = replace(config, train=replace(config.train, cuda_graphs=False))
     spans: list[Span] = []

@@ -98,6 +98,8 @@ class RunReport:
             return
         say, config = self.reporter.say, self.config
         self._compare_with_plan()
+        if (compression := self.engine.state.compression) is not None:
+            say(str(compression.sent))
         if self._costs is not None:
             for line in [*describe(self._costs), *differences(config, self._costs)]:
                 say(line)

@@ -123,6 +123,9 @@ def replay(path: Path, step: int, say: Say) -> Report:
     CheckpointError where there is no checkpoint to start from.
     """
     folder, bundle = (path, bundle_of_step(path, step)) if path.is_dir() else (path.parent.parent, read_bundle(path))
+    if bundle.config.feeds_back:
+        raise config_error("compression.gradients", bundle.config.compression.gradients,
+                           "keeps a part of every replica's gradients, and one process is one replica", "none")
     config = alone(bundle.config)
     data = open_data(config.model, config.data, config.cache_folder, seed=config.train.seed)
     _check_data(bundle, data)

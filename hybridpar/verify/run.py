@@ -22,7 +22,7 @@ from hybridpar import checkpoint
 from hybridpar.comm.ranks import run_on_ranks
 from hybridpar.config import Config
 from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.errors import ConfigError, Problem
+from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.models.cost import stage_split
 from hybridpar.nn.placement import Placement
@@ -134,6 +134,9 @@ def verify(config: Config, grid: Mapping[str, int], num_batches: int = 4, distur
     sizes = {axis: int(grid.get(axis, 1)) for axis in ("tp", "pp", "dp")}
     if unknown := set(grid) - set(sizes):
         raise ConfigError(*(Problem("grid", axis, "is not an axis", "tp, pp or dp") for axis in sorted(unknown)))
+    if config.feeds_back:
+        raise config_error("compression.gradients", config.compression.gradients,
+                           "sends a part of the gradients, and the oracle has all of them", "none")
     parallel = replace(config.parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])
     config = replace(config, parallel=parallel, train=replace(config.train, dtype="fp64", device="cpu"),
                      outer=replace(config.outer, precision="full"))

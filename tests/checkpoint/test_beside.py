@@ -192,7 +192,7 @@ def test_without_the_note_of_a_rank_nothing_is_published(tmp_path: Path) -> None
     """As when it was killed. The others leave their notes and go on."""
     config = make({"pp": 2, "dp": 2, "zero": 1})
     shards = [ShardFile(where, (2 * where["pp"], 2 * where["pp"] + 2), 8, "00" * 4)
-              for where in handover.writers(sizes_of(config.parallel), config.parallel.zero)]
+              for where in handover.writers(sizes_of(config.parallel), config.replicas_differ)]
     assert len(shards) == 4
     for shard in shards[:-1]:
         handover.leave(tmp_path, (shard, (4, 5)))

@@ -69,7 +69,7 @@ def delay_weight_gradients(actions: Iterable[Action], delay: int, num_backwards:
 
 def add_updates(
     actions: Iterable[Action], schedule: Schedule, sizes: Sizes, first_batch: int = 0, *, clip: bool = True,
-    gather: bool = False, host: float = 0.0,
+    gather: bool = False, host: float = 0.0, feedback: bool = False,
 ) -> Iterator[Action]:
     """Adds REDUCE, NORM, HOST and UPDATE of each batch to the compute actions of one rank.
 
@@ -84,6 +84,9 @@ def add_updates(
 
     `host`: the share of the slack that the host has to make the new weights; 0: it makes none. HOST(t) has it begin:
     `schedule.host_delay` after REDUCE(t), once W(t) is made, or at UPDATE(t), which then waits for the host.
+
+    `feedback`: UPDATE(t) settles what REDUCE(t+1) adds to its gradients, so it comes before the last backward of batch
+    t+1.
     """
     assert clip or not host, "the host waits for the norm"
     m = sizes.num_microbatches
@@ -97,6 +100,8 @@ def add_updates(
     for action in actions:
         stage = sizes.rank_of(action.stage)
         needed = _needed_version(action, schedule, sizes, first_batch)
+        if feedback and ROWS[action.kind].adds and (action.microbatch + 1) % m == 0:
+            needed = max(needed, action.microbatch // m)
         # where the pipeline drains all updates come first thing
         position = 0 if schedule.flush else _position(action, schedule, sizes)
         if gather and updated < reduced and position - 2 * m * (updated + 1) >= update_delay(stage):
@@ -183,14 +188,15 @@ def add_communication(
 
 def lower(
     schedule: str | Schedule, sizes: Sizes, rank: int, first_batch: int = 0, num_batches: int | None = None, *,
-    clip: bool = True, gather: bool = False, host: float = 0.0, split: bool = False, ahead: int | None = None,
-    parts: int | Division = 1,
+    clip: bool = True, gather: bool = False, host: float = 0.0, feedback: bool = False, split: bool = False,
+    ahead: int | None = None, parts: int | Division = 1,
 ) -> Iterator[Action]:
     """Yields everything that one rank does for batches [first_batch, first_batch + num_batches), lazily.
 
     The pipeline is drained and all updates are applied at both ends of the range; None means without end. `clip`,
-    `gather` and `host`: see `add_updates`. `split`: whether to `split_backward`. `ahead`: see `add_communication`;
-    None: what the schedule can bear on every transport. `parts`: of each stage; a Division says more.
+    `gather`, `host` and `feedback`: see `add_updates`. `split`: whether to `split_backward`. `ahead`: see
+    `add_communication`; None: what the schedule can bear on every transport. `parts`: of each stage; a Division says
+    more.
 
     Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes, or not so divided.
     """
@@ -201,7 +207,8 @@ def lower(
         compute = split_backward(compute)
     if delay := schedule.weight_delay(sizes, rank):
         compute = delay_weight_gradients(compute, delay, sizes.num_microbatches * sizes.chunks)
-    actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather, host=host)
+    actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather, host=host,
+                          feedback=feedback)
     actions = add_communication(actions, sizes, ahead=ahead, lean=schedule.zero_bubble)
     if host and division != WHOLE:
         division = replace(division, late=True)

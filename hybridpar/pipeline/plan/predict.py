@@ -29,8 +29,9 @@ _WORTH = 1.01
 class Ordering:
     """A schedule, its options, and the passes over it: with the sizes they decide the order of all actions.
 
-    clip: there is a NORM. gather: replicas share the update. host: the host's share of the slack. All as in
-    `passes.add_updates`. split: backwards are I and W. zero_bubble: Ws fill the drain.
+    clip: there is a NORM. gather: replicas share the update. host: the host's share of the slack. feedback:
+    replicas keep what they have not sent. All as in `passes.add_updates`. split: backwards are I and W. zero_bubble: Ws
+    fill the drain.
     """
 
     schedule: str
@@ -42,6 +43,7 @@ class Ordering:
     split: bool = False
     host: float = 0.0
     zero_bubble: bool = False
+    feedback: bool = False
 
     @staticmethod
     def of(config: Config) -> Ordering:
@@ -50,13 +52,14 @@ class Ordering:
         early_switch = pipeline.early_switch if isinstance(pipeline.early_switch, int) else None
         return Ordering(
             pipeline.schedule, pipeline.warmup, early_switch, pipeline.gradient_buffers, config.norms_first,
-            gather=config.parallel.zero > 0, split=pipeline.split_backward,
-            host=_host_share(config), zero_bubble=pipeline.zero_bubble)
+            gather=config.parallel.zero > 0, split=pipeline.split_backward, host=_host_share(config),
+            zero_bubble=pipeline.zero_bubble, feedback=config.feeds_back)
 
     @property
     def options(self) -> dict[str, Any]:
         """Those of `passes.lower`."""
-        return {"clip": self.clip, "gather": self.gather, "split": self.split, "host": self.host}
+        return {"clip": self.clip, "gather": self.gather, "split": self.split, "host": self.host,
+                "feedback": self.feedback}
 
     def make(self) -> Schedule:
         """Raises: ConfigError."""

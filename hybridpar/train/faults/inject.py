@@ -121,7 +121,7 @@ def parse_fault(text: str, config: Config) -> Fault:
         if is_wrong:
             raise config_error("inject", text, rule, works)
     sizes = sizes_of(parallel)
-    if fault.kind in _SAVING and place_of(rank, sizes) not in writers(sizes, parallel.zero):
+    if fault.kind in _SAVING and place_of(rank, sizes) not in writers(sizes, config.replicas_differ):
         raise config_error("inject", text, f"rank {rank} writes no file: replica 0 does", "rank 0")
     return fault
 

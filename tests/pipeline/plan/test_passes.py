@@ -1,5 +1,5 @@
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import islice, pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hybridpar.errors import ConfigError
 from hybridpar.pipeline.plan.action import COMPUTE, Kind, format_actions
+from hybridpar.pipeline.plan.check import check
 from hybridpar.pipeline.plan.passes import forward_actions, lower, make_plan
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, make_schedule
 
@@ -46,6 +47,25 @@ def test_an_update_that_gathers_comes_earlier():
     for name in SCHEDULES.keys() - {"2bw"}:  # no slack: as before
         for sizes in (Sizes(4, 6), Sizes(1, 3)) if name != "interleaved" else (Sizes(4, 6, 2),):
             assert make_plan(name, sizes, 0, 3, gather=True) == make_plan(name, sizes, 0, 3)
+
+
+def test_feedback_is_settled_before_the_next_batch_is_reduced():
+    # on the last stage alone that changes anything: UPDATE0 would come behind REDUCE1
+    assert without_communication("2bw", 3, 4, 2, 2, feedback=True) == (
+        "F0v0 B0v0 F1v0 B1v0 F2v0 B2v0 F3v0 B3v0 REDUCE0 F4v0 B4v0 F5v0 B5v0 F6v0 NORM0 B6v0 F7v0 UPDATE0 B7v0 REDUCE1 "
+        "NORM1 UPDATE1"
+    )
+    for p, m, split, (name, options) in product((1, 2, 4), (1, 4, 5), (False, True), (
+            ("2bw", {}), ("2bw", {"warmup": "bandwidth"}), ("2bw", {"early_switch": 0}), ("pipedream", {}))):
+        schedule, sizes = make_schedule(name, **options), Sizes(p, m)
+        if m < schedule.warmup(sizes, 0):
+            continue
+        plan = make_plan(schedule, sizes, 0, 4, feedback=True, split=split)
+        check(plan, sizes, schedule)
+        for actions in plan.values():
+            updates = [i for i, action in enumerate(actions) if action.kind is Kind.UPDATE]
+            lasts = [i for i, a in enumerate(actions) if a.kind in (Kind.B, Kind.I) and (a.microbatch + 1) % m == 0]
+            assert all(update < last for update, last in zip(updates, lasts[1:], strict=False))
 
 
 def test_one_gradient_buffer():

@@ -1,0 +1,251 @@
+"""Claim: with PowerSGD between two replicas, hybridpar's step is no slower than that of DDP with torch's powerSGD_hook.
+
+    python -m benchmarks.compression             the race, and how much of a stream of gradients arrives
+    python -m benchmarks.compression --no-race   the latter alone, which needs no quiet machine
+    python -m benchmarks.compression --losses    besides: loss at equal tokens of every method; one seed
+
+The race: sides as in data_parallel, fp32, both compressors of rank 4 with error feedback and a warm start. Bytes: what
+a rank sends in a step. Arrived: 1 - |sum of what was applied - sum of gradients|^2 / |sum of gradients|^2 after ten
+batches, without those that the hook sends whole, of two replicas' matrices: a falling spectrum, slowly turning.
+The losses: a GPT of two layers on some of the Python standard library's text, two replicas, one stage.
+"""
+
+from __future__ import annotations
+
+import _pydecimal
+import argparse
+import doctest
+import inspect
+import tarfile
+import tempfile
+import typing
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.common import (
+    OURS,
+    RATIO,
+    SHAPES,
+    OurStep,
+    arguments,
+    case,
+    check_losses,
+    engine_config,
+    parse,
+    print_case,
+    race,
+    run_ranks,
+    write_results,
+)
+from benchmarks.data_parallel import DDPStep
+from hybridpar.config import CompressionConfig, Config, from_mapping
+from hybridpar.data import BatchLoader, open_data
+from hybridpar.grid import ProcessGrid
+from hybridpar.nn.placement import Init, Placement
+from hybridpar.state import GradientReducer, Partition, Route
+from hybridpar.state.chunks import Memory
+from hybridpar.state.compression import Compression
+from hybridpar.state.layout import FlatLayout
+from hybridpar.train.engine import Engine
+
+RANK = 4
+SAME, ALIKE = 1e-4, 0.1
+"""Largest relative differences of the first loss, and of those after updates by a part of the gradient."""
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {}, "bf16": {}, "int8": {}, "int4": {}, "dct": {"gradients_kept": 0.01},
+    "powersgd": {"gradients_rank": RANK}}
+WHOLE, BATCHES = 2, 12
+MEANING = f"{RATIO}. arrived: share of the sum of the gradients, by energy; bytes: of whole ones"
+TEXTS = (mock, _pydecimal, argparse, doctest, inspect, tarfile, typing)
+"""Modules whose source text a small model learns; the first is held out."""
+SIZES = {"up": (384, 256), "down": (256, 384)}
+
+
+def settings_of(method: str) -> CompressionConfig:
+    return CompressionConfig(**{"gradients": method} | METHODS[method])
+
+
+def hook_of(model: DistributedDataParallel) -> powerSGD_hook.PowerSGDState:
+    """Has DDP's replicas send factors: all but of the first steps, which must be whole."""
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=RANK, start_powerSGD_iter=WHOLE, min_compression_rate=1)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return state
+
+
+def measure(shape_name: str, m: int, rounds: int) -> dict[str, Any]:
+    """Races the steps. Collectives: called on all ranks."""
+    shape, size = SHAPES[shape_name], dist.get_world_size()
+    config = engine_config(shape, dp=size, num_microbatches=m)
+    ours, grids = {}, {}
+    for name, method in ((OURS, "powersgd"), ("hybridpar, whole", "none"), ("hybridpar, dct", "dct"),
+                         ("hybridpar, int8", "int8")):
+        grids[name] = ProcessGrid(dp=size)
+        ours[name] = OurStep(replace(config, compression=settings_of(method)), shape, grids[name])
+    whole, theirs = DDPStep(shape, m, "fp32"), DDPStep(shape, m, "fp32")
+    hook = hook_of(theirs.model)
+    result = race({**ours, "DDP, powerSGD_hook": theirs, "DDP": whole}, rounds, warmup=WHOLE + 1, tolerance=ALIKE)
+    check_losses({name: of[:1] for name, of in result.losses.items()}, SAME)
+    found = case(f"{shape_name} dp={size} m={m}", result, size * m * shape.microbatch_tokens, shape=shape_name,
+                 dp=size, num_microbatches=m, threads=1, rank=RANK)
+    steps = rounds + WHOLE + 1
+    found["bytes_a_step"] = {name: _sent(step.engine) // steps for name, step in ours.items()}
+    _, before, after = hook.compression_stats()
+    theirs_sent = {"DDP, powerSGD_hook": after, "DDP": before}  # in elements, of the steps with factors
+    found["bytes_a_step"] |= {name: round(4 * count / (steps - WHOLE)) for name, count in theirs_sent.items()}
+    return found
+
+
+def _sent(engine: Engine) -> int:
+    """Bytes that a rank put on the wire; of all-reduces, its gradient once."""
+    traffic, compression = engine.grid.dp.traffic.num_bytes, engine.state.compression
+    return traffic["all_reduce"] + (0 if compression is None else compression.sent.num_bytes)
+
+
+# -- what arrives ------------------------------------------------------------------------------------------------------
+
+
+def stream(rank: int) -> Iterator[dict[str, Tensor]]:
+    """Gradients of a replica: a slowly turning matrix whose singular values fall as 1 / k, and noise."""
+    draw = torch.Generator().manual_seed(3)
+    bases = {name: [torch.linalg.qr(torch.randn(n, 64, generator=draw)).Q for n in size]
+             for name, size in SIZES.items()}
+    values = 1 / torch.arange(1, 65)
+    own = torch.Generator().manual_seed(rank)
+    for _ in range(BATCHES):
+        yield {name: (left * values) @ right.t() + 1e-3 * torch.randn(SIZES[name], generator=own)
+               for name, (left, right) in bases.items()}
+        for pair in bases.values():
+            for i, basis in enumerate(pair):
+                pair[i] = torch.linalg.qr(basis + 0.01 * torch.randn(basis.shape, generator=draw)).Q
+
+
+class Given(nn.Module):
+    """A model whose gradients are what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, size in SIZES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(size)))
+
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
+        return torch.stack([(p * gradients[name]).sum() for name, p in self.named_parameters()]).sum()
+
+
+def arrived() -> dict[str, dict[str, float]]:
+    """By compressor, the share that has arrived after all batches, and of the bytes that were sent. Collectives: called
+    on all ranks."""
+    grid = ProcessGrid(dp=dist.get_world_size())
+    layout = FlatLayout(list(SIZES), list(SIZES.values()), torch.float32)
+    placements = {name: Placement(size, Init("zeros")) for name, size in SIZES.items()}
+    found = {}
+    for method in METHODS:
+        partition = Partition(layout, {name: Route(grid.dp) for name in SIZES})
+        compression = Compression.of(partition, placements, settings_of(method), Memory())
+        reducer, flat = GradientReducer(partition, compression=compression), layout.zeros()
+        totals = _totals()
+        for batch, gradients in islice(enumerate(stream(grid.dp.rank)), WHOLE, None):
+            for name, view in layout.views(flat).items():
+                view.copy_(gradients[name])
+            if compression is not None:
+                compression.begin(batch)
+            reducer.arm(flat)
+            reducer.flush()
+            reducer.wait()
+            if compression is not None:
+                compression.feedback.close(made=True)
+            _note(totals, gradients, layout.views(flat))
+        sent = None if compression is None else compression.sent
+        found[method] = _share(totals, 1.0 if sent is None else sent.num_bytes / sent.whole_bytes)
+    module = Given()
+    model = DistributedDataParallel(module)
+    hook = hook_of(model)
+    totals = _totals()
+    for batch, gradients in enumerate(stream(grid.dp.rank)):
+        model.zero_grad(set_to_none=True)
+        model(gradients).backward()
+        if batch >= WHOLE:
+            _note(totals, gradients, {name: p.grad * grid.dp.size for name, p in module.named_parameters()})
+    _, before, after = hook.compression_stats()
+    return found | {"powerSGD_hook": _share(totals, after / before)}
+
+
+def _totals() -> dict[str, list[Tensor]]:
+    return {name: [torch.zeros(size), torch.zeros(size)] for name, size in SIZES.items()}
+
+
+def _note(totals: dict[str, list[Tensor]], gradients: dict[str, Tensor], applied: dict[str, Tensor]) -> None:
+    for name, (given, taken) in totals.items():
+        whole = gradients[name].clone()
+        dist.all_reduce(whole)
+        given += whole
+        taken += applied[name]
+
+
+def _share(totals: dict[str, list[Tensor]], sent: float) -> dict[str, float]:
+    lost, all_ = (sum(float(x.square().sum()) for x in part) for part in (
+        [given - taken for given, taken in totals.values()], [given for given, _ in totals.values()]))
+    return {"arrived": round(1 - lost / all_, 5), "bytes": round(sent, 5)}
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+def losses(schedule: str, method: str, steps: int, folder: str) -> dict[str, Any]:
+    """Trains a small GPT. Collectives: called on all ranks."""
+    config: Config = from_mapping({
+        "model": {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "seq_length": 64, "vocab_size": 1024,
+                  "position": "rotary", "init_std": 0.05},
+        "parallel": {"dp": dist.get_world_size()}, "pipeline": {"schedule": schedule, "num_microbatches": 4},
+        "optim": {"lr": 3e-3, "min_lr": 1e-4, "warmup_steps": 10, "betas": [0.9, 0.95]},
+        "train": {"num_steps": steps, "micro_batch_size": 2}, "data": {
+            "corpus": [text.__file__ for text in TEXTS[1:]], "valid_corpus": [TEXTS[0].__file__]},
+        "compression": {"gradients": method, "gradients_period": 20} | METHODS[method]})
+    grid = ProcessGrid(dp=config.parallel.dp)
+    data = open_data(config.model, config.data, folder, seed=config.train.seed, quiet=True)
+    engine = Engine(config, grid, torch.device("cpu"))
+    options = {"micro_batch_size": 2, "num_microbatches": 4, "dp_rank": grid.dp.rank, "dp_size": grid.dp.size}
+    engine.train(BatchLoader(data.train, **options), steps, lambda step: None)
+    held_out = engine.evaluate(BatchLoader(data.valid, **options), 8)
+    sent = engine.state.compression.sent if engine.state.compression else None
+    return {"schedule": schedule, "method": method, "validation_loss": round(sum(held_out.values()), 4),
+            "elements": 1.0 if sent is None else round(sent.elements / sent.whole_elements, 5),
+            "bytes": 1.0 if sent is None else round(sent.num_bytes / sent.whole_bytes, 5)}
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=7, shapes=["small"])
+    parser.add_argument("--no-race", action="store_true", help="leave out what is timed")
+    parser.add_argument("--losses", action="store_true", help="train a small model with every method, too")
+    parser.add_argument("--steps", type=int, default=100, help="of each of these trainings")
+    args = parse(parser)
+    cases = []
+    for shape in () if args.no_race else args.shapes:
+        cases.append(run_ranks(measure, 2, shape, 2, args.rounds))
+        print_case(cases[-1])
+        print(cases[-1]["bytes_a_step"], flush=True)
+    cases.append({"case": "arrived", "settings": {"shape": args.shapes[0], "sizes": SIZES, "rank": RANK},
+                  "arrived": run_ranks(arrived, 2)})
+    print(cases[-1]["arrived"], flush=True)
+    print(write_results("compression", cases, args, meaning=MEANING))
+    if args.losses:
+        with tempfile.TemporaryDirectory() as folder:
+            cases[-1]["losses"] = []
+            for method in METHODS:
+                for schedule in ("1f1b", "2bw"):
+                    cases[-1]["losses"].append(run_ranks(losses, 2, schedule, method, args.steps, folder))
+                    print(cases[-1]["losses"][-1], flush=True)
+                    write_results("compression", cases, args, meaning=MEANING)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The elements of a tensor that are far from zero, as a message of values and places.
+
+A message of `count` of n elements has their values in order, and their places in the form that takes fewer bytes:
+
+    count = n                                       nothing
+    ceil(n / 8) <= ceil(n / 255) + count            a bit for each element, the first one lowest in its byte
+    else                                            a byte for each 255 elements: how many of them there are; then a
+                                                    byte for each value: its place among these 255
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hybridpar.ops.libraries import Shapes, nothing
+from hybridpar.ops.registry import resolve
+
+_BLOCK = 255
+
+
+def sparse(x: Tensor, backend: str = "auto") -> Any:
+    """The passes for tensors like `x`, float32 or float64, without gaps; outside of autograd.
+
+    threshold(x, k) -> [1]: the k-th largest size of an element, never 0 but where k is the number of all.
+    count(x, threshold) -> how many elements are at least that large; NaN is larger than all numbers.
+    pack_(x, threshold, values, places): the first of these, as many as `values` [count] is long, of x's type or
+    bfloat16; what is packed is taken off x. places: uint8 [`place_bytes`].
+    add_(x, values, places, overwrite): adds a message; overwrite: to zero.
+    Raises: ConfigError if the backend cannot run; RuntimeError where a message is damaged.
+    """
+    return resolve("sparse", backend, x)()
+
+
+def place_bytes(numel: int, count: int) -> int:
+    """Bytes of the places of `count` of `numel` elements."""
+    if count == numel:
+        return 0
+    return min(-(-numel // 8), -(-numel // _BLOCK) + count)
+
+
+def most_place_bytes(numel: int, most: int) -> int:
+    """The same of up to `most` elements, at most."""
+    return place_bytes(numel, min(most, numel - 1))
+
+
+class Passes:
+    """The torch reference."""
+
+    @staticmethod
+    def threshold(x: Tensor, k: int) -> Tensor:
+        sizes = _sizes(x)
+        if k == sizes.numel():
+            return x.new_zeros(1)
+        return sizes.kthvalue(sizes.numel() - k + 1).values.clamp(min=1).view(1).view(x.dtype)
+
+    @staticmethod
+    def count(x: Tensor, threshold: Tensor) -> int:
+        return int((_sizes(x) >= _sizes(threshold)).sum())
+
+    @staticmethod
+    def pack_(x: Tensor, threshold: Tensor, values: Tensor, places: Tensor) -> None:
+        flat, count = x.view(-1), len(values)
+        where = (_sizes(x) >= _sizes(threshold)).nonzero().view(-1)[:count]
+        if len(where) < count:
+            raise RuntimeError("there are fewer such elements than are to be packed")
+        values.copy_(flat[where])
+        flat[where] -= values
+        if count == len(flat):
+            return
+        if _by_bits(len(flat), count):
+            bits = F.pad(torch.zeros_like(flat, dtype=torch.uint8).index_fill_(0, where, 1), (0, -len(flat) % 8))
+            places.copy_((bits.view(-1, 8) << torch.arange(8, device=x.device)).sum(1))
+        else:
+            blocks = -(-len(flat) // _BLOCK)
+            places[:blocks] = torch.bincount(where // _BLOCK, minlength=blocks)
+            places[blocks:] = where % _BLOCK
+
+    @staticmethod
+    def add_(x: Tensor, values: Tensor, places: Tensor, overwrite: bool) -> None:
+        flat, count = x.view(-1), len(values)
+        if count == len(flat):
+            flat.copy_(values) if overwrite else flat.add_(values)
+            return
+        if _by_bits(len(flat), count):
+            bits = (places.unsqueeze(1) >> torch.arange(8, device=x.device)) & 1
+            where = bits.view(-1)[: len(flat)].nonzero().view(-1)
+        else:
+            blocks = -(-len(flat) // _BLOCK)
+            each = places[:blocks].long()
+            if int(each.sum()) != count:
+                raise RuntimeError(f"the message is damaged: {int(each.sum())} places of {count} values")
+            where = torch.arange(blocks, device=x.device).repeat_interleave(each) * _BLOCK + places[blocks:]
+        if len(where) != count:
+            raise RuntimeError(f"the message is damaged: {len(where)} places of {count} values")
+        if overwrite:
+            flat.zero_()
+        flat[where] += values.to(x.dtype)
+
+
+class Compiled:
+    """The passes of a library, such as torch.ops.hybridpar."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def threshold(self, x: Tensor, k: int) -> Tensor:
+        return self._library.sparse_threshold(x, k)
+
+    def count(self, x: Tensor, threshold: Tensor) -> int:
+        return int(self._library.sparse_count(x, threshold))
+
+    def pack_(self, x: Tensor, threshold: Tensor, values: Tensor, places: Tensor) -> None:
+        self._library.sparse_pack_(x, threshold, values, places)
+
+    def add_(self, x: Tensor, values: Tensor, places: Tensor, overwrite: bool) -> None:
+        self._library.sparse_add_(x, values, places, overwrite)
+
+
+def _sizes(x: Tensor) -> Tensor:
+    """The bits of sizes, which have the order of sizes."""
+    wide = x.dtype == torch.float64
+    bits = x.view(-1).view(torch.int64 if wide else torch.int32)
+    return bits & (2**63 - 1 if wide else 2**31 - 1)
+
+
+def _by_bits(numel: int, count: int) -> bool:
+    return -(-numel // 8) <= -(-numel // _BLOCK) + count
+
+
+PASSES: Shapes = {
+    "sparse_threshold": lambda x, k: x.new_empty(1),
+    "sparse_count": lambda x, threshold: x.new_empty(1, dtype=torch.int64),
+    "sparse_pack_": nothing,
+    "sparse_add_": nothing,
+}

@@ -1,0 +1,142 @@
+"""Which parameters are compressed, and the exchange of their buckets beside training.
+
+    REDUCE(t)   G(t) + E(t) encoded, bucket by bucket; messages start
+    later       next steps of the exchange, where replicas' plans have them: at the first backward of batch t+1
+    NORM(t)     the sums of the decoded messages are in the place of the gradients
+    UPDATE(t)   what was not sent becomes E(t+1); of a skipped step E(t+1) = E(t)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm import Work, Works
+from hybridpar.config import AUTO, CompressionConfig, KernelsConfig
+from hybridpar.nn.placement import Held, Placement, has_shared_rows
+from hybridpar.state.chunks import Memory
+from hybridpar.state.compression.factors import Factors
+from hybridpar.state.compression.feedback import Feedback
+from hybridpar.state.compression.method import Entry, Method, Sent
+from hybridpar.state.compression.rounded import BFloat16, Int4, Int8
+from hybridpar.state.compression.thresholds import Thresholds
+from hybridpar.state.layout import Bucket
+from hybridpar.state.partition import Partition
+
+METHODS: dict[str, type[Method]] = {method.name: method for method in (BFloat16, Int8, Int4, Thresholds, Factors)}
+"""Values of compression.gradients, besides 'none'."""
+
+
+class Exchange:
+    """The steps of a bucket's sum, of which one at a time is under way; to be waited for as a Work is.
+
+    rounds: how many messages follow on each other. over_stages: ranks of several stages take part.
+    """
+
+    def __init__(self, steps: Iterator[Works], rounds: int, *, over_stages: bool = False):
+        self._steps, self._rounds, self.over_stages = steps, rounds, over_stages
+        self._work: Work | Works | None = next(steps)
+
+    def proceed(self) -> None:
+        """Waits for the message under way and sends the next one, if there is another."""
+        if self._rounds > 1:
+            self._advance()
+
+    def wait(self) -> None:
+        """Returns once the sum is there."""
+        while self._work is not None:
+            self._advance()
+
+    def _advance(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+        self._work, self._rounds = next(self._steps, None), self._rounds - 1
+
+    def is_done(self) -> bool:
+        """Whether what has been started is over."""
+        return self._work is None or self._work.is_done()
+
+
+class Compression:
+    """Compressed sums of the gradients of a partition, where there is something to compress.
+
+    Compressed are parameters of at least `gradients_smallest` elements that are summed over more than one rank. Not
+    those with partial sums along tp, which are small or rare: they are sent whole.
+    """
+
+    def __init__(self, partition: Partition, placements: Mapping[str, Placement], settings: CompressionConfig,
+                 memory: Memory, kernels: KernelsConfig = AUTO):
+        layout, method = partition.layout, METHODS[settings.gradients]
+        shapes = dict(zip(layout.names, layout.shapes, strict=True))
+        starts = dict(zip(layout.names, layout.offsets, strict=True))
+        kept = {name: shapes[name] for name in layout.names if _is_packed(
+            shapes[name], placements[name], settings) and partition.axis_of(name).size > 1}
+        self.feedback = Feedback(kept, {
+            f"{name}.{what}": shape for name in kept
+            for what, shape in method.learned(kept[name], settings).items()}, layout.dtype, memory)
+        self._batch = 0
+        self._methods = {
+            bucket: method([Entry(name, shapes[name], starts[name] - bucket.start, name in kept)
+                            for name in bucket.names], axis, settings, self.feedback, memory.device, layout.dtype,
+                           kernels)
+            for bucket, axis in zip(partition.buckets, partition.axes, strict=True) if not kept.keys().isdisjoint(
+                bucket.names)}
+
+    @staticmethod
+    def of(partition: Partition, placements: Mapping[str, Placement], settings: CompressionConfig, memory: Memory,
+           kernels: KernelsConfig = AUTO) -> Compression | None:
+        """None where nothing is compressed."""
+        if settings.gradients == "none":
+            return None
+        made = Compression(partition, placements, settings, memory, kernels)
+        return made if made.feedback.kept else None
+
+    def begin(self, batch: int) -> None:
+        """The gradients of a batch are about to be reduced."""
+        self.feedback.open()
+        self._batch = batch
+
+    def covers(self, bucket: Bucket) -> bool:
+        """Whether anything of a bucket is compressed."""
+        return bucket in self._methods
+
+    def start(self, bucket: Bucket, flat: Tensor) -> Exchange:
+        """Starts the sum of a bucket that it covers, whose elements are `flat`."""
+        method = self._methods[bucket]
+        steps = _without_grad(method.steps(flat, self._batch))
+        return Exchange(steps, method.rounds, over_stages=method.axis.name == "ends")
+
+    @property
+    def sent(self) -> Sent:
+        """What this rank has sent since the start of the run."""
+        total = Sent()
+        for method in self._methods.values():
+            total.elements += method.sent.elements
+            total.num_bytes += method.sent.num_bytes
+            total.whole_elements += method.sent.whole_elements
+            total.whole_bytes += method.sent.whole_bytes
+        return total
+
+    @property
+    def rooms(self) -> list[Tensor]:
+        """Memory of messages."""
+        return [wire.room for method in self._methods.values() for wire in (method.wire, method.other)]
+
+
+def _is_packed(shape: Sequence[int], placement: Placement, settings: CompressionConfig) -> bool:
+    """Whether a parameter of that local shape is compressed where it is summed over several ranks."""
+    return (prod(shape) >= max(settings.gradients_smallest, 1) and METHODS[settings.gradients].packs(shape)
+            and placement.along("tp") is not Held.PARTIAL and not has_shared_rows(placement))
+
+
+def _without_grad(steps: Iterator[Works]) -> Iterator[Works]:
+    """The same steps, none of them seen by autograd, wherever it is that they are taken."""
+    while True:
+        with torch.no_grad():
+            work = next(steps, None)
+        if work is None:
+            return
+        yield work

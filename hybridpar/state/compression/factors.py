@@ -1,0 +1,110 @@
+"""PowerSGD: a matrix of gradients as the product of two thin ones, by one step of power iteration in each batch.
+
+    P = sum of M Q       over ranks, M [m, n] = G + E of a rank, Q [n, r] of the batch before
+    P <- orthonormal
+    Q = sum of M^T P     over ranks
+    the sum of all M is taken to be P Q^T; each rank's E is its M - P (its M^T P)^T
+
+Source: arXiv 1905.13727, algorithms 1 and 2, with sums in the place of means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hybridpar import random
+from hybridpar.comm import Works
+from hybridpar.config import CompressionConfig
+from hybridpar.state.compression.method import Entry, Method, add
+from hybridpar.state.compression.wire import Reader
+
+_FACTOR = "factor"
+
+
+class Factors(Method):
+    """Two messages: P with the tensors that are sent whole, then Q. Factors are added in rank order."""
+
+    name, rounds = "powersgd", 2
+
+    @staticmethod
+    def packs(shape: Sequence[int]) -> bool:
+        return len(shape) == 2
+
+    @classmethod
+    def learned(cls, shape: Sequence[int], settings: CompressionConfig) -> dict[str, tuple[int, ...]]:
+        return {_FACTOR: (shape[1], min(settings.gradients_rank, *shape))}
+
+    def most_bytes(self) -> tuple[int, int]:
+        rows, columns = (sum(entry.shape[dim] * self._rank(entry) for entry in self.packed) for dim in range(2))
+        return self.dtype.itemsize * rows, self.dtype.itemsize * columns
+
+    def _rank(self, entry: Entry) -> int:
+        return min(self.settings.gradients_rank, *entry.shape)
+
+    def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
+        """See Method. Collectives: two broadcasts for each rank."""
+        matrices = [self.feedback.next_kept[entry.name] for entry in self.packed]
+        self._multiply(message, matrices, [self._start(entry) for entry in self.packed])
+        yield self.wire.gather([message.num_bytes] * self.axis.size)
+        bases = [orthonormal(p) for p in self._sums(list(self.messages()), [len(x) for x in matrices])]
+        second = self.other.own
+        for matrix, base, own in zip(matrices, bases, self._multiply(
+                second, [x.t() for x in matrices], bases), strict=True):
+            matrix.addmm_(base, own.t(), alpha=-1.0)
+        self._count_factors(message, second)
+        yield self.other.gather([second.num_bytes] * self.axis.size)
+        totals = self._sums(list(self.other.readers()), [x.shape[1] for x in matrices])
+        for entry, gradient, base, total in zip(self.packed, gradients, bases, totals, strict=True):
+            torch.mm(base, total.t(), out=gradient)
+            self.feedback.next_learned[f"{entry.name}.{_FACTOR}"].copy_(total)
+
+    def _start(self, entry: Entry) -> Tensor:
+        """The Q to begin with: of the batch before, its columns of length 1; those without one are random ones, the
+        same for all matrices of a shape."""
+        factor = self.feedback.learned[f"{entry.name}.{_FACTOR}"]
+        rows, rank = factor.shape
+        fresh = random.normal(0, random.site(f"powersgd {rows} {rank}"), rows=rows, cols=rank, stride=rank, start=0,
+                              dtype=self.dtype).to(self.device)
+        lengths = torch.linalg.vector_norm(factor, dim=0)
+        return torch.where(lengths > 0, factor / lengths.clamp(min=torch.finfo(self.dtype).tiny), fresh)
+
+    def _multiply(self, message: Reader, matrices: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
+        """Writes the products into a message."""
+        products = []
+        for matrix, factor in zip(matrices, factors, strict=True):
+            shape = len(matrix), factor.shape[1]
+            products.append(torch.mm(
+                matrix, factor, out=message.take(shape[0] * shape[1], self.dtype).view(shape)))
+        return products
+
+    def _sums(self, messages: Sequence[Reader], rows: Sequence[int]) -> list[Tensor]:
+        """The factors of all messages, added up in rank order."""
+        totals = [torch.empty(n, self._rank(entry), dtype=self.dtype, device=self.device)
+                  for entry, n in zip(self.packed, rows, strict=True)]
+        for rank, message in enumerate(messages):
+            for total in totals:
+                add(total.view(-1), message.take(total.numel(), self.dtype), overwrite=rank == 0)
+        return totals
+
+    def _count_factors(self, first: Reader, second: Reader) -> None:
+        self.sent.elements += sum(sum(entry.shape) * self._rank(entry) for entry in self.packed)
+        self.sent.num_bytes += first.num_bytes + second.num_bytes
+
+
+def orthonormal(x: Tensor) -> Tensor:
+    """An orthonormal basis of what the columns of x span, by Gram-Schmidt in float64, twice; columns that nothing is
+    left of are zero. Shapes: [rows, columns] -> [rows, columns]."""
+    columns = list(x.double().unbind(1))
+    for _ in range(2):
+        done: list[Tensor] = []
+        for column in columns:
+            if done:
+                basis = torch.stack(done, 1)
+                column = column - basis @ (basis.t() @ column)
+            length = torch.linalg.vector_norm(column)
+            done.append(torch.where(length == 0, column, column / length))
+        columns = done
+    return torch.stack(columns, 1).to(x.dtype)

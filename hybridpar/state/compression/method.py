@@ -1,0 +1,140 @@
+"""What all ways of compressing gradients have in common: tensors that are sent whole, and the order of steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm import Works
+from hybridpar.config import CompressionConfig, KernelsConfig
+from hybridpar.grid import Axis
+from hybridpar.state.compression.feedback import Feedback
+from hybridpar.state.compression.wire import Reader, Wire
+
+PIECE = 1 << 18
+"""Elements that are converted at a time, so that no copy of all of them is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A parameter of a bucket. start: its first element in the flat buffer. packed: it is compressed."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    packed: bool
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The parameter in a bucket whose first element is the first of the first parameter."""
+        return flat[self.start : self.start + self.numel].view(self.shape)
+
+
+@dataclass(slots=True)
+class Sent:
+    """What this rank has sent: elements and bytes, headers included, and how many these would have been whole."""
+
+    elements: int = 0
+    num_bytes: int = 0
+    whole_elements: int = 0
+    whole_bytes: int = 0
+
+    def __str__(self) -> str:
+        return (f"of gradients this rank sent {self.elements:,} of {self.whole_elements:,} elements "
+                f"({_ratio(self.whole_elements, self.elements)}), {self.num_bytes:,} of {self.whole_bytes:,} bytes "
+                f"({_ratio(self.whole_bytes, self.num_bytes)})")
+
+
+def _ratio(whole: int, part: int) -> str:
+    return f"1 / {whole / part:.3g}" if part else "none"
+
+
+class Method(ABC):
+    """Compression of the parameters of one bucket, between the ranks of an axis.
+
+    A message has the tensors that are sent whole, then what `exchange` writes. `kernels`: backends of operators.
+    `name`: the value of compression.gradients. `rounds`: how many messages follow on each other.
+    """
+
+    name: ClassVar[str]
+    rounds: ClassVar[int]
+
+    def __init__(self, entries: Sequence[Entry], axis: Axis, settings: CompressionConfig, feedback: Feedback,
+                 device: torch.device, dtype: torch.dtype, kernels: KernelsConfig):
+        self.axis, self.settings, self.feedback = axis, settings, feedback
+        self.device, self.dtype, self.kernels = device, dtype, kernels
+        self.packed = [entry for entry in entries if entry.packed]
+        self.dense = [entry for entry in entries if not entry.packed]
+        main, other = self.most_bytes()
+        self.wire, self.other = Wire(self._dense_numel * dtype.itemsize + main, axis, device), Wire(other, axis, device)
+        self.sent = Sent()
+
+    @staticmethod
+    def packs(shape: Sequence[int]) -> bool:
+        """Whether it can compress a tensor of this shape."""
+        return True
+
+    @classmethod
+    def learned(cls, shape: Sequence[int], settings: CompressionConfig) -> dict[str, tuple[int, ...]]:
+        """Shapes of what it learns of a parameter, by name."""
+        return {}
+
+    @abstractmethod
+    def most_bytes(self) -> tuple[int, int]:
+        """The most that `exchange` writes into the message on `wire`, behind the tensors that are sent whole, and into
+        that on `other`. Units: bytes."""
+
+    @abstractmethod
+    def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
+        """Encodes what the feedback's next_kept has, leaves in it what is not sent, and overwrites the gradients, one
+        for each of `packed`, with the sum over all ranks. Yields what it has started, and goes on once that is over.
+
+        message: this rank's on `wire`, behind the tensors that are sent whole.
+        """
+
+    def steps(self, flat: Tensor, batch: int) -> Iterator[Works]:
+        """Sums the bucket `flat` over the axis; from each yield on, what was started is to be waited for.
+
+        Collectives: those of `exchange`, all in one order on every rank.
+        """
+        gradients = [entry.view(flat) for entry in self.packed]
+        for entry, gradient in zip(self.packed, gradients, strict=True):
+            torch.add(gradient, self.feedback.kept[entry.name], out=self.feedback.next_kept[entry.name])
+        message = self.wire.own
+        for entry in self.dense:
+            message.take(entry.numel, self.dtype).copy_(entry.view(flat).view(-1))
+        self._count()
+        yield from self.exchange(gradients, batch, message)
+        for rank, reader in enumerate(self.wire.readers()):
+            for entry in self.dense:
+                add(entry.view(flat).view(-1), reader.take(entry.numel, self.dtype), overwrite=rank == 0)
+
+    def messages(self) -> Iterator[Reader]:
+        """The messages of all ranks, in rank order, behind the tensors that are sent whole."""
+        for reader in self.wire.readers():
+            reader.take(self._dense_numel, self.dtype)
+            yield reader
+
+    @property
+    def _dense_numel(self) -> int:
+        return sum(entry.numel for entry in self.dense)
+
+    def _count(self) -> None:
+        numel = self._dense_numel + sum(entry.numel for entry in self.packed)
+        self.sent.whole_elements += numel
+        self.sent.whole_bytes += numel * self.dtype.itemsize
+        self.sent.elements += self._dense_numel
+
+
+def add(to: Tensor, x: Tensor, *, overwrite: bool) -> None:
+    """to += x; overwrite: to = x."""
+    to.copy_(x) if overwrite else to.add_(x)

@@ -1,0 +1,96 @@
+"""DCT-DP: elements above a threshold of the tensor are sent, with their places; the others wait in the feedback.
+
+    threshold   set every `gradients_period` batches to the k-th largest size, k = gradients_kept of the elements
+    wire        header: int32, how many of each compressed tensor; then tensors that are sent whole, values, places
+                (ops/sparse.py has the form of places)
+    limit       where old thresholds let more through than gradients_limit k, this batch takes a higher one
+
+Source: arXiv 2010.08899, algorithm 1, with a limit: without, kept elements pile up, and 10 times as many pass a new
+threshold as were meant to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm import Works
+from hybridpar.config import CompressionConfig
+from hybridpar.ops import sparse
+from hybridpar.ops.sparse import most_place_bytes, place_bytes
+from hybridpar.state.compression.method import Entry, Method
+from hybridpar.state.compression.wire import Reader
+
+_THRESHOLD = "threshold"
+_COUNT = torch.int32
+
+
+class Thresholds(Method):
+    """Messages of as many elements as are above a threshold that each replica has of its own."""
+
+    name, rounds = "dct", 2
+
+    @classmethod
+    def learned(cls, shape: Sequence[int], settings: CompressionConfig) -> dict[str, tuple[int, ...]]:
+        return {_THRESHOLD: (1,)}
+
+    def most_bytes(self) -> tuple[int, int]:
+        return sum(self._most(entry) * self._values.itemsize + most_place_bytes(entry.numel, self._most(entry))
+                   for entry in self.packed), _COUNT.itemsize * len(self.packed)
+
+    @property
+    def _values(self) -> torch.dtype:
+        return torch.bfloat16 if self.settings.gradients_values == "bf16" else self.dtype
+
+    def _wanted(self, entry: Entry) -> int:
+        return ceil(self.settings.gradients_kept * entry.numel)
+
+    def _most(self, entry: Entry) -> int:
+        return min(entry.numel, ceil(self.settings.gradients_limit * self._wanted(entry)))
+
+    def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
+        """See Method. Collectives: a broadcast for each rank of its header, then one of its message."""
+        thresholds = [self._threshold(entry, batch) for entry in self.packed]
+        counts = self.other.own.take(len(self.packed), _COUNT)
+        counts.copy_(torch.tensor([count for _, count in thresholds], dtype=_COUNT))
+        self._pack(thresholds, message)
+        self.sent.elements += sum(count for _, count in thresholds)
+        self.sent.num_bytes += counts.nbytes + message.num_bytes
+        yield self.other.gather([counts.nbytes] * self.axis.size)
+        of_all = [reader.take(len(self.packed), _COUNT).tolist() for reader in self.other.readers()]
+        yield self.wire.gather([self._num_bytes(own) for own in of_all])
+        for rank, (reader, own) in enumerate(zip(self.messages(), of_all, strict=True)):
+            values = [reader.take(count, self._values) for count in own]
+            for gradient, value in zip(gradients, values, strict=True):
+                places = reader.take(place_bytes(gradient.numel(), len(value)), torch.uint8)
+                sparse(gradient, self.kernels.sparse).add_(gradient, value, places, rank == 0)
+
+    def _threshold(self, entry: Entry, batch: int) -> tuple[Tensor, int]:
+        """The threshold of this batch, and how many elements it sends."""
+        key, x = f"{entry.name}.{_THRESHOLD}", self.feedback.next_kept[entry.name]
+        passes, threshold = sparse(x, self.kernels.sparse), self.feedback.next_learned[key]
+        threshold.copy_(self.feedback.learned[key])
+        if batch % self.settings.gradients_period == 0 or not threshold > 0:  # 0: it was never set
+            threshold.copy_(passes.threshold(x, self._wanted(entry)))
+        count, most = passes.count(x, threshold), self._most(entry)
+        if count <= most:
+            return threshold, count
+        higher = passes.threshold(x, most)
+        return higher, min(passes.count(x, higher), most)
+
+    def _pack(self, thresholds: Sequence[tuple[Tensor, int]], message: Reader) -> None:
+        """Writes the values and the places of this rank's message."""
+        values = [message.take(count, self._values) for _, count in thresholds]
+        for entry, value, (threshold, _) in zip(self.packed, values, thresholds, strict=True):
+            x = self.feedback.next_kept[entry.name]
+            places = message.take(place_bytes(entry.numel, len(value)), torch.uint8)
+            sparse(x, self.kernels.sparse).pack_(x, threshold, value, places)
+
+    def _num_bytes(self, counts: Sequence[int]) -> int:
+        """Bytes of a message with so many elements of each tensor."""
+        of_each = (count * self._values.itemsize + place_bytes(entry.numel, count)
+                   for entry, count in zip(self.packed, counts, strict=True))
+        return self._dense_numel * self.dtype.itemsize + sum(of_each)

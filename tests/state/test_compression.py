@@ -1,0 +1,391 @@
+"""Compressed gradients: the bits of one process that keeps the feedback of all replicas, and nothing is lost.
+
+Every run hands out what came into each sum and what went out of it, and the sum is computed anew by other means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint.grids import engines, fill, load_all
+from ranks import run_ranks
+from torch import Tensor
+
+from hybridpar import checkpoint
+from hybridpar.checkpoint.folders import begin, publish
+from hybridpar.checkpoint.manifest import TrainingState
+from hybridpar.checkpoint.part import Part, is_writer
+from hybridpar.checkpoint.save import make_manifest
+from hybridpar.config import UNCOMPRESSED, Config, from_mapping
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.errors import ConfigError
+from hybridpar.grid import ProcessGrid, sizes_of
+from hybridpar.memory.footprint import Buffers, trace_stage
+from hybridpar.models.build import Recomputation
+from hybridpar.ops import quantize
+from hybridpar.ops.quantize import dequantize_
+from hybridpar.state import find_divergence
+from hybridpar.state.compression.factors import orthonormal
+from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.memory_trace import predict_trace
+from hybridpar.train.policy import BatchPolicy
+from hybridpar.validate import problems
+from hybridpar.verify.run import verify
+
+CPU = torch.device("cpu")
+DCT = {"gradients": "dct", "gradients_kept": 0.05, "gradients_period": 2, "gradients_smallest": 100}
+BF16 = {"gradients": "bf16", "gradients_smallest": 100}
+INT4 = {"gradients": "int4", "gradients_smallest": 100}
+POWER = {"gradients": "powersgd", "gradients_rank": 3, "gradients_smallest": 100}
+SKIPPED = 2
+"""A batch that makes no step, and sets new thresholds."""
+
+
+def make(compression: dict[str, Any], parallel: dict[str, int], schedule: str = "2bw", **sections: Any) -> Config:
+    return from_mapping({
+        "model": {"num_layers": 2, "hidden_size": 24, "num_heads": 3, "seq_length": 8, "vocab_size": 31},
+        "parallel": {"dp": 1} | parallel, "pipeline": {
+            "num_microbatches": 12 // parallel.get("dp", 1), "schedule": schedule} | sections.pop("pipeline", {}),
+        "train": {"micro_batch_size": 1} | sections.pop("train", {}), "compression": compression, **sections})
+
+
+class Skips(BatchPolicy):
+    """Makes no step of one batch."""
+
+    def result(self, batch: int, *numbers: Any) -> StepResult:
+        result = super().result(batch, *numbers)
+        return replace(result, skipped=batch == SKIPPED)
+
+
+@dataclass
+class Ran:
+    """What one rank has seen of every batch, by parameter."""
+
+    rank: int
+    axes: dict[str, tuple[int, ...]]
+    given: list[dict[str, Tensor]] = field(default_factory=list)
+    sums: list[dict[str, Tensor]] = field(default_factory=list)
+    kept: list[dict[str, Tensor]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    sent: Any = None
+    diverged: str = ""
+    traffic: int = 0
+    dense: int = 0
+
+
+def build(config: Config, policy: BatchPolicy | None = None) -> Engine:
+    return Engine(config, ProcessGrid(sizes_of(config.parallel)), CPU, policy=policy)
+
+
+def loader(engine: Engine) -> SyntheticLoader:
+    config, dp = engine.config, engine.grid.dp
+    return SyntheticLoader(
+        config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, dp.rank, dp.size)
+
+
+def run(config: Config, steps: int, skips: bool = False) -> Ran:
+    """Trains, and notes all that goes into the sums of the compressed parameters and comes out of them."""
+    engine = build(config, Skips(config) if skips else None)
+    state, compression = engine.state, engine.state.compression
+    ran = Ran(engine.grid.rank, {})
+    if compression is not None:
+        names = list(compression.feedback.kept)
+        ran.axes = {name: state.partition.axis_of(name).ranks for name in names}
+        start: Callable[..., Any] = compression.start
+
+        def note(bucket: Any, flat: Tensor) -> Any:
+            index = state.gradients.buffer_index(compression._batch)
+            if len(ran.given) == compression._batch:
+                ran.given.append({})
+                ran.kept.append({name: x.clone() for name, x in compression.feedback.kept.items()})
+            views = state.gradients.views(index)
+            ran.given[-1] |= {name: views[name].clone() for name in bucket.names if name in names}
+            return start(bucket, flat)
+
+        compression.start = note  # type: ignore[method-assign]
+    before = engine.grid.dp.traffic.num_bytes["broadcast"]
+    engine.train(loader(engine), steps, lambda step: ran.losses.append(step.loss),
+                 lambda batch, gradients: ran.sums.append({name: x.clone() for name, x in gradients.items()}))
+    ran.traffic = engine.grid.dp.traffic.num_bytes["broadcast"] - before
+    if compression is not None:
+        ran.kept.append({name: x.clone() for name, x in compression.feedback.kept.items()})
+        ran.sent = compression.sent
+        ran.dense = sum(entry.numel for method in compression._methods.values() for entry in method.dense)
+    ran.state = {key: x.clone() for key, x in state.tensors().items()}
+    ran.diverged = find_divergence(state.placed(), engine.grid)
+    return ran
+
+
+Method = Callable[[int, list[Tensor], dict[str, Any]], tuple[Tensor, list[Tensor]]]
+"""Takes the number of a batch, G + E of each replica, and a place to keep things in; the sum, and E of each."""
+
+
+def rounded(batch: int, wanted: list[Tensor], memory: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    sent = [x.bfloat16().to(x.dtype) for x in wanted]
+    return in_order(sent), [x - s for x, s in zip(wanted, sent, strict=True)]
+
+
+def thresholds(batch: int, wanted: list[Tensor], memory: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    sent = []
+    for replica, x in enumerate(wanted):
+        sizes = x.abs().view(-1).sort(descending=True).values
+        k = ceil(DCT["gradients_kept"] * x.numel())
+        if batch % DCT["gradients_period"] == 0:
+            memory[f"next {replica}"] = sizes[k - 1]
+        else:
+            memory[f"next {replica}"] = memory[replica]
+        least = max(memory[f"next {replica}"], sizes[2 * k - 1])
+        mask = (x.abs() >= least) & (x != 0)
+        assert int(mask.sum()) <= 2 * k, "a tie, which this oracle does not know"
+        sent.append(x * mask)
+    return in_order(sent), [x - s for x, s in zip(wanted, sent, strict=True)]
+
+
+def in_order(tensors: list[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def integers(batch: int, wanted: list[Tensor], memory: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    rows = [x.reshape(1, -1) for x in wanted]
+    sent = [dequantize_(torch.empty_like(x), quantize(x, 4, rotate=True), 4, rotate=True) for x in rows]
+    sent = [s.view_as(x) for s, x in zip(sent, wanted, strict=True)]
+    return in_order(sent), [x - s for x, s in zip(wanted, sent, strict=True)]
+
+
+ORACLES: dict[str, Method] = {"bf16": rounded, "dct": thresholds, "int4": integers}
+
+
+def check_against_oracle(ran: list[Ran], method: Method, skipped: int = -1) -> Iterator[str]:
+    """Compares every sum and all feedback, to the bit; the names of what was compared."""
+    for name, ranks in {name: of for one in ran for name, of in one.axes.items()}.items():
+        # a tied weight has another name on the other end
+        group = [(one, name if name in one.axes else next(n for n, of in one.axes.items() if of == ranks))
+                 for one in (ran[rank] for rank in ranks)]
+        memory: dict[Any, Any] = {}
+        kept = [torch.zeros_like(one.given[0][own]) for one, own in group]
+        for batch in range(len(ran[0].given)):
+            for (one, own), expected in zip(group, kept, strict=True):
+                assert torch.equal(one.kept[batch][own], expected), (own, batch, "before")
+            wanted = [one.given[batch][own] + left for (one, own), left in zip(group, kept, strict=True)]
+            total, left = method(batch, wanted, memory)
+            for one, own in group:
+                assert torch.equal(one.sums[batch][own], total), (own, batch)
+            if batch != skipped:
+                kept = left
+                memory |= {replica: memory.get(f"next {replica}") for replica in range(len(group))}
+        for (one, own), expected in zip(group, kept, strict=True):
+            assert torch.equal(one.kept[-1][own], expected), (own, "after")
+        yield name
+
+
+DEEP = {"model": {"num_layers": 4, "hidden_size": 24, "num_heads": 3, "seq_length": 8, "vocab_size": 31}}
+CASES = {
+    "dct, three replicas, a step is skipped": (DCT, {"dp": 3}, "2bw", {}),
+    "dct, tied weights, bf16": (
+        DCT, {"dp": 2, "pp": 2}, "2bw", {"pipeline": {"split_backward": True}, "train": {"dtype": "bf16"}}),
+    "dct, interleaved, ZeRO-1": (DCT, {"dp": 2, "pp": 2, "zero": 1}, "interleaved", DEEP),
+    "bf16, tp": (BF16, {"dp": 2, "tp": 2}, "1f1b", {}),
+    "int4, pipedream": (INT4, {"dp": 2, "pp": 2}, "pipedream", {"optim": {"clip_grad": 0.0}}),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_replicas_are_one_process_with_all_feedback(case: str) -> None:
+    compression, parallel, schedule, more = CASES[case]
+    config, skips = make(compression, parallel, schedule, **more), "skipped" in case
+    ran = run_ranks(run, config.parallel.num_ranks, config, 5, skips)
+    assert {one.diverged for one in ran} == {""}
+    compared = set(check_against_oracle(ran, ORACLES[compression["gradients"]], SKIPPED if skips else -1))
+    assert len(compared) >= 4 * config.model.num_layers
+    assert all(any(x.any() for x in one.kept[-1].values()) for one in ran)
+    assert all(0 < one.sent.elements <= one.sent.whole_elements for one in ran)
+
+
+@pytest.mark.ranks
+def test_all_of_it_is_the_run_without_compression() -> None:
+    parallel, whole = {"dp": 2}, {"train": {"dtype": "fp64"}, "model": {
+        "num_layers": 2, "hidden_size": 24, "num_heads": 3, "seq_length": 8, "vocab_size": 31, "tie_embeddings": False}}
+    plain, *others = (run_ranks(run, 2, make(compression, parallel, **whole), 4) for compression in (
+        {"gradients": "none"}, DCT | {"gradients_kept": 1.0}, POWER | {"gradients_rank": 31}))
+    for number, ran in enumerate(others):
+        for one, other in zip(ran, plain, strict=True):
+            for key, tensor in other.state.items():
+                if number == 0:  # two addends have one order
+                    assert torch.equal(one.state[key], tensor), key
+                else:  # rounding of float64, through bases whose condition is some 1e3
+                    torch.testing.assert_close(one.state[key], tensor, rtol=1e-9, atol=1e-9)
+            if number == 0:
+                assert not any(x.any() for x in one.kept[-1].values())
+
+
+@pytest.mark.ranks
+def test_factors_are_a_step_of_power_iteration() -> None:
+    ran = run_ranks(run, 3, make(POWER, {"dp": 3}, train={"dtype": "fp64"}), 4)
+    assert {one.diverged for one in ran} == {""}
+    assert ran[0].traffic == sum(one.sent.num_bytes for one in ran)
+    for name in ran[0].axes:
+        factor, lost = None, []
+        for batch in range(4):
+            wanted = [one.given[batch][name] + one.kept[batch][name] for one in ran]
+            total = sum(wanted)
+            if factor is not None:
+                basis = torch.linalg.qr(total @ (factor / factor.norm(dim=0))).Q
+                torch.testing.assert_close(ran[0].sums[batch][name], basis @ (basis.t() @ total), rtol=1e-8, atol=1e-10)
+            factor = torch.linalg.lstsq(_basis_of(ran[0].sums[batch][name]), ran[0].sums[batch][name]).solution.t()
+            left = sum(one.kept[batch + 1][name] for one in ran)
+            torch.testing.assert_close(ran[0].sums[batch][name] + left, total, rtol=0, atol=1e-12)  # nothing is lost
+            lost.append(float(left.norm() / total.norm()))
+        assert lost[0] < 1
+        assert torch.linalg.matrix_rank(ran[0].sums[-1][name]) == 3
+
+
+def _basis_of(x: Tensor) -> Tensor:
+    u, _, _ = torch.linalg.svd(x)
+    return u[:, :3]
+
+
+def test_bases_are_orthonormal_where_columns_are_not_independent() -> None:
+    x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    x[:, 2] = 0
+    basis = orthonormal(x)
+    torch.testing.assert_close(basis.t() @ basis, torch.diag(torch.tensor([1.0, 1, 0, 1])), rtol=0, atol=1e-6)
+    assert orthonormal(torch.full((3, 2), torch.nan)).isnan().all()
+
+
+@pytest.mark.ranks
+def test_messages_have_the_bytes_that_are_stated() -> None:
+    ran, expected = run_ranks(run, 2, make(DCT, {"dp": 2}), 3), 0
+    for one in ran:
+        for batch in range(3):
+            for name in one.axes:
+                # what a rank sends is what it had less what it keeps
+                had = one.given[batch][name] + one.kept[batch][name]
+                count, n = int((had != one.kept[batch + 1][name]).sum()), had.numel()
+                expected += 4 + 4 * count + min(ceil(n / 8), ceil(n / 255) + count)
+            expected += 4 * one.dense
+    assert ran[0].traffic == ran[1].traffic == sum(one.sent.num_bytes for one in ran) == expected
+
+
+def save(config: Config, folder: Path) -> dict[str, Tensor]:
+    engine = build(config)
+    engine.train(loader(engine), 3, lambda step: None)
+    checkpoint.save(folder, engine, "corpus")
+    engine.train(loader(engine), 3, lambda step: None)
+    return {key: x.clone() for key, x in engine.state.tensors().items()}
+
+
+def resume(config: Config, folder: Path) -> dict[str, Tensor]:
+    engine = build(config)
+    assert checkpoint.resume(folder, engine, "corpus", print) == 3
+    engine.train(loader(engine), 3, lambda step: None)
+    return {key: x.clone() for key, x in engine.state.tensors().items()}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("compression", "parallel"), [
+    (DCT | {"gradients_period": 100}, {"dp": 2}), (POWER, {"dp": 2, "tp": 2, "zero": 1})], ids=str)
+def test_a_run_goes_on_to_the_bit(tmp_path: Path, compression: dict[str, Any], parallel: dict[str, int]) -> None:
+    config = make(compression, parallel)
+    there, here = (run_ranks(do, config.parallel.num_ranks, config, tmp_path) for do in (save, resume))
+    for one, other in zip(there, here, strict=True):
+        assert one.keys() == other.keys()
+        assert any(key.startswith("learned/") and x.any() for key, x in one.items())
+        assert all(torch.equal(x, other[key]) for key, x in one.items())
+
+
+def own_feedback(root: Path, config: Config) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint in which every rank has not sent something of its own, and the sum of that by parameter."""
+    aside, written, total = begin(root, 5), [], {}
+    for engine in engines(config):
+        fill(engine, 5)
+        for key, x in engine.state.tensors().items():
+            if key.startswith("feedback/"):
+                x.copy_(torch.randint(-99, 99, x.shape, generator=torch.Generator().manual_seed(
+                    engine.grid.rank - engine.grid.tp.rank)))  # exact in any order, and equal on all of tp
+                slot = engine.state.whole_slots[key.partition("/")[2]]
+                add(total, slot, x)
+        if is_writer(engine):
+            written.append(Part.of(engine).write(aside))
+    return publish(aside, make_manifest(config, "corpus", TrainingState.of(engine.state_meta()), written)), total
+
+
+def add(total: dict[str, Tensor], slot: Any, x: Tensor) -> None:
+    """Adds a rank's part of a parameter to the global one; of copies along tp, the first."""
+    name, shard = slot.placement.tied or slot.name, slot.placement.shard
+    whole = total.setdefault(name, torch.zeros(slot.placement.shape))
+    if shard is not None:
+        whole.index_add_(shard.dim, shard.index(slot.rank), x)
+    elif slot.place["tp"] == 0:
+        whole += x
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ({"dp": 2}, {"dp": 4}), ({"dp": 4, "pp": 2}, {"dp": 2, "tp": 2}), ({"dp": 2, "tp": 3}, {"dp": 3, "pp": 2}),
+    ({"dp": 4, "zero": 1}, {"dp": 3}), ({"dp": 3, "pp": 2}, {"dp": 3, "pp": 2})], ids=str)
+def test_replicas_hand_on_the_sum_of_what_they_have_not_sent(
+        tmp_path: Path, before: dict[str, int], after: dict[str, int]) -> None:
+    folder, wanted = own_feedback(tmp_path, make(DCT, before))
+    found: dict[str, Tensor] = {}
+    for engine in load_all(folder, make(DCT, after)):
+        for key, x in engine.state.tensors().items():
+            if key.startswith("feedback/"):
+                add(found, engine.state.whole_slots[key.partition("/")[2]], x)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(x, found[name]) for name, x in wanted.items())
+
+
+@pytest.mark.ranks
+def test_memory_is_predicted() -> None:
+    config = make(POWER, {"dp": 2})
+    predicted = trace_stage(config, range(4), Recomputation(), Buffers(2, 2), CPU)
+    there, plain, elements = run_ranks(num_bytes, 2, config)[0]
+    assert there == {name: getattr(predicted, name) for name in there}
+    # what was not sent, now and next; besides, messages and what was learned
+    assert 4 * elements <= there["optimizer"] - plain["optimizer"] < 5 * elements
+    assert 4 * elements < there["gradients"] - plain["gradients"] < 8 * elements
+
+
+def num_bytes(config: Config) -> tuple[dict[str, int], dict[str, int], int]:
+    """Bytes of the state with compression and without, and how many elements are compressed."""
+    engines_ = build(config), build(replace(config, compression=UNCOMPRESSED))
+    engines_[0].train(loader(engines_[0]), 2, lambda step: None)
+    engines_[1].state.allocate()
+    found, plain = (engine.state.num_bytes() for engine in engines_)
+    compression = engines_[0].state.compression
+    assert compression is not None
+    return found, plain, sum(x.numel() for x in compression.feedback.kept.values())
+
+
+def test_one_replica_has_no_feedback() -> None:
+    assert build(make(DCT, {})).state.compression is None
+
+
+@pytest.mark.parametrize(("sections", "said"), [
+    ({"parallel": {"dp": 2, "zero": 2}}, "does not go with parallel.zero = 2"),
+    ({"memory": {"host_optimizer": True}}, "does not go with memory.host_optimizer"),
+    ({"memory": {"budget": 10**9}}, "does not go with memory.budget"),
+    ({"train": {"dtype": "fp16"}}, "does not go with train.dtype = fp16"),
+    ({"train": {"record_memory": 1}}, "does not go with train.record_memory = 1")], ids=str)
+def test_what_does_not_go_together_is_said(sections: dict[str, Any], said: str) -> None:
+    config = from_mapping({"compression": DCT} | sections)
+    found = [str(problem) for problem in problems(config, config.parallel.num_ranks)]
+    assert any("compression.gradients" in text and said in text for text in found), found
+
+
+def test_one_process_that_has_no_replicas_says_so() -> None:
+    config = make(DCT, {"dp": 2})
+    with pytest.raises(ConfigError, match=r"compression\.gradients = 'dct': .*the oracle has all of them; try none"):
+        verify(config, {"dp": 2})
+    with pytest.raises(ConfigError, match=r"compression\.gradients = 'dct': has no predicted events of memory"):
+        predict_trace(config)
