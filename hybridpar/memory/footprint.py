@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
 from hybridpar.config import Config
-from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.ghost import GHOSTS, Tracker
 from hybridpar.memory.silent import silent_grid
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.models.cost import LABELLED
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.stage import Stage
+from hybridpar.pipeline.run.stash import Notes
 from hybridpar.random import RandomKey
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.policy import cut_into_parts
@@ -37,7 +39,8 @@ class Footprint:
     much of it as a rank sends and receives. forward, first_backward (of a batch), backward, norm, update: the most that
     each takes above what was there when it began. waiting: tensors that a micro-batch keeps between the two parts of a
     split backward; weight_gradients: the most that the second part takes; first_backward and backward are then the
-    first part's. whole_weights, whole_gradients: chunks of what replicas share (ZeRO-2 and 3), while they are there.
+    first part's. whole_weights, whole_gradients: chunks of what replicas share (ZeRO-2 and 3), while they are there. moved: what leaves of `kept` and the
+    input where activations are offloaded.
     """
 
     weights: int
@@ -57,6 +60,7 @@ class Footprint:
     weight_gradients: int = 0
     whole_weights: int = 0
     whole_gradients: int = 0
+    moved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ def trace_stage(
             **traced.static(), kept=kept, output=output, message=traced.lane.whole().nbytes,
             part=traced.lane.room().nbytes, forward=forward, first_backward=first_backward, backward=backward,
             norm=traced.norm(), update=traced.update(), waiting=waiting, weight_gradients=weight_gradients,
-            whole_weights=whole_weights, whole_gradients=whole_gradients)
+            whole_weights=whole_weights, whole_gradients=whole_gradients, moved=traced.moved)
 
 
 class _TracedStage:
@@ -111,6 +115,7 @@ class _TracedStage:
         self.state.allocate()
         self.lane = Lane.of(config, grid, policy.dtype, device)
         self.receives, self.sends = 0 not in blocks, model.num_blocks - 1 not in blocks
+        self.moved = 0  # in the newest forward
         self._input: Tensor | None
         self._empty: int
         self._edge: GradientEdge
@@ -127,7 +132,9 @@ class _TracedStage:
         before = self._start()
         batch = {name: tensor.clone() for name, tensor in batch.items()}
         key = RandomKey.of(self.config.train.seed, 0, 0, device=self.tracker.device)
-        out: Any = self.stage(self._input, batch, key)
+        notes = Notes(GHOSTS)
+        with notes.noting(self._input) if self.config.memory.offload_activations else nullcontext():
+            out: Any = self.stage(self._input, batch, key)
         if isinstance(out, dict):
             out = sum(out.values())
             self._loss_dtype = out.dtype
@@ -135,8 +142,8 @@ class _TracedStage:
         self._edge = get_gradient_edge(out)
         peak = self.tracker.read().peak - before
         del out, batch, key
-        with_output = self.tracker.read().current
-        del sent
+        with_output, self.moved = self.tracker.read().current, notes.num_bytes()
+        del sent, notes
         kept = self.tracker.read().current
         return kept - before, with_output - kept, peak
 

@@ -108,7 +108,7 @@ def predict(
         buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers)
         held = {stage: footprint(stage, buffers) for stage in sizes.stages_of(rank)}
         actions = lower(schedule, walked, rank, schedule.sync_steps, batches_to_peak(config), gather=gather,
-                        split=config.pipeline.split_backward)
+                        split=config.pipeline.split_backward, offload=config.memory.offload_activations)
         memory = walk(actions, held, walked)
         if config.saves_beside_training:
             copy = memory.weights + memory.master + memory.optimizer
@@ -184,6 +184,8 @@ def walk(
                 waiting[Kind.SEND_F] = fp.output
         elif kind is Kind.W:
             kept -= fp.waiting
+        elif row.of_stash:
+            kept += fp.moved * ((kind is Kind.RELOAD) - (kind is Kind.EVICT))
         elif row.receive:
             kept, inputs = kept - fp.kept + fp.waiting * (kind is Kind.I), inputs - has_input
             if has_input:

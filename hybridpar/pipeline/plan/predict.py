@@ -30,7 +30,7 @@ class Ordering:
     """A schedule, its options, and the passes over it: with the sizes they decide the order of all actions.
 
     clip: there is a NORM. gather: replicas share the update. host: the host's share of the slack. All as in
-    `passes.add_updates`. split: backwards are I and W.
+    `passes.add_updates`. split: backwards are I and W. offload: micro-batches that are away at once.
     """
 
     schedule: str
@@ -41,6 +41,7 @@ class Ordering:
     gather: bool = False
     split: bool = False
     host: float = 0.0
+    offload: int = 0
 
     @staticmethod
     def of(config: Config) -> Ordering:
@@ -49,12 +50,14 @@ class Ordering:
         early_switch = pipeline.early_switch if isinstance(pipeline.early_switch, int) else None
         return Ordering(
             pipeline.schedule, pipeline.warmup, early_switch, pipeline.gradient_buffers, config.norms_first,
-            gather=config.parallel.zero > 0, split=pipeline.split_backward, host=_host_share(config))
+            gather=config.parallel.zero > 0, split=pipeline.split_backward, host=_host_share(config),
+            offload=config.memory.offload_activations)
 
     @property
     def options(self) -> dict[str, Any]:
         """Those of `passes.lower`."""
-        return {"clip": self.clip, "gather": self.gather, "split": self.split, "host": self.host}
+        return {"clip": self.clip, "gather": self.gather, "split": self.split, "host": self.host,
+                "offload": self.offload}
 
     def make(self) -> Schedule:
         """Raises: ConfigError."""
