@@ -1,5 +1,5 @@
-"""Claim: with gradients and weights split over two replicas, hybridpar's step is faster than those of PyTorch's FSDP2 and
-of DeepSpeed's ZeRO, and takes no more memory.
+"""Claim: with gradients and weights split over two replicas, hybridpar's step is faster than those of PyTorch's FSDP2
+and of DeepSpeed's ZeRO, and takes no more memory.
 
     python -m benchmarks.zero        DeepSpeed takes part where it is installed: pip install --no-deps deepspeed hjson
                                      msgpack ninja psutil py-cpuinfo
@@ -107,8 +107,8 @@ class _Loss(nn.Module):
 class DeepSpeedStep:
     """One optimizer step of the plain GPT under DeepSpeed's ZeRO, `m` micro-batches on each rank.
 
-    Its buckets, by default 2 GB, are of a layer, as FSDP2's and hybridpar's. By default weights stay gathered where they
-    are used again within a billion parameters, which is all of them; `frugal`: two layers at most do.
+    Its buckets, by default 2 GB, are of a layer, as FSDP2's and hybridpar's. Weights stay gathered where they are used
+    again within a billion parameters, its default, which is all of them; `frugal`: two layers at most do.
     """
 
     def __init__(self, shape: Shape, m: int, *, stage: int, frugal: bool = False):

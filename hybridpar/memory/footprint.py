@@ -39,8 +39,8 @@ class Footprint:
     much of it as a rank sends and receives. forward, first_backward (of a batch), backward, norm, update: the most that
     each takes above what was there when it began. waiting: tensors that a micro-batch keeps between the two parts of a
     split backward; weight_gradients: the most that the second part takes; first_backward and backward are then the
-    first part's. whole_weights, whole_gradients: chunks of what replicas share (ZeRO-2 and 3), while they are there. moved: what leaves of `kept` and the
-    input where activations are offloaded.
+    first part's. whole_weights, whole_gradients: chunks of what replicas share (ZeRO-2 and 3), while they are there.
+    moved: what leaves of `kept` and the input where activations are offloaded.
     """
 
     weights: int

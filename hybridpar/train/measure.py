@@ -115,6 +115,9 @@ def _costs(
     def work(kind: Kind) -> tuple[float, ...]:
         return tuple(map(_mean_or_0, times(kind)))
 
+    def under_way(kind: Kind) -> tuple[float, ...]:
+        return tuple(_under_way(place, kind) for place in places)
+
     links = [list(transfer_times(ranks, link)) for link in range(sizes.num_ranks - (not sizes.is_ring))]
     all_links = [seconds for link in links for seconds in link]
     ends = [*places[0], *places[-1]] if tied else []
@@ -124,9 +127,8 @@ def _costs(
         reduce=tuple(_median_or_0(_collectives(group, Kind.REDUCE)) for group in reducing),
         norm=_median_or_0(_collectives(ranks, Kind.NORM)),
         gather=tuple(_median_or_0(_collectives(place, Kind.UPDATE)) for place in places),
-        latency=tuple(_median_or_0(link or all_links) for link in links), host=tuple(_under_way(place, Kind.HOST) for place in places), tied=tied,
-        offload=tuple(_under_way(place, Kind.OFFLOAD) for place in places),
-        reload=tuple(_under_way(place, Kind.RELOAD) for place in places),
+        latency=tuple(_median_or_0(link or all_links) for link in links), tied=tied,
+        host=under_way(Kind.HOST), offload=under_way(Kind.OFFLOAD), reload=under_way(Kind.RELOAD),
         blocking_norm=ranks[0].host.cores > 0, cores=_cores(ranks, len(places)), transfer_work=_beside(ranks),
         variation={kind: tuple(map(_variation, times(kind))) for kind in VARYING},
         backward_input=work(Kind.I) if splits else None)

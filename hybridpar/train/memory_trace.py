@@ -193,8 +193,8 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
         raise config_error("parallel.zero", config.parallel.zero, "has no predicted events of memory; `check` predicts "
                            "its peak", "1")
     if config.memory.offload_activations:
-        raise config_error("memory.offload_activations", config.memory.offload_activations, "has no predicted events of "
-                           "memory; `check` predicts its peak", "0")
+        raise config_error("memory.offload_activations", config.memory.offload_activations, "has no predicted "
+                           "events of memory; `check` predicts its peak", "0")
     device = device or default_device(config)
     config = replace(config, train=replace(config.train, cuda_graphs=False))
     spans: list[Span] = []

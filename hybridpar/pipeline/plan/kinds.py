@@ -47,9 +47,9 @@ class Row:
     `receive`, `send`: the transfers that bring its input and take its output away. `flow`: 1 for what passes on to
     later stages, -1 to earlier ones. `met_by`: the receive that a send meets.
     `beside`: it starts something and returns; all others take the rank's time. `per_batch`: its number is a batch.
-    `per_item`: its number is an item of the rank's state. `of_stash`: it moves what a micro-batch keeps from its forward
-    to its backward. `cut`: 1 where there is one for each part, from the first
-    part to the last; -1: from the last to the first.
+    `per_item`: its number is an item of the rank's state. `of_stash`: it moves what a micro-batch keeps between its
+    forward and its backward. `cut`: 1 where there is one for each part, from the first part to the last; -1: from the
+    last to the first.
     `holds`: by how much it changes the number of micro-batches whose activations the rank holds. `reads`: it needs the
     weights of its version. `adds`: it adds to its batch's gradients, which the batch's UPDATE empties.
     `makes`: it writes the weights of its version. `after`: a kind whose action of the batch before comes before it.
@@ -85,8 +85,8 @@ _K = Kind
 ROWS: dict[Kind, Row] = {
     _K.F: Row("forward", (_K.RECV_F, _K.UPDATE), _K.RECV_F, _K.SEND_F, 1, cut=1, holds=1, reads=True,
               awaits="the activation"),
-    _K.B: Row("backward", (_K.F, _K.RECV_B, _K.RELOAD), _K.RECV_B, _K.SEND_B, -1, cut=-1, holds=-1, reads=True, adds=True,
-              awaits="the gradient"),
+    _K.B: Row("backward", (_K.F, _K.RECV_B, _K.RELOAD), _K.RECV_B, _K.SEND_B, -1, cut=-1, holds=-1, reads=True,
+              adds=True, awaits="the gradient"),
     _K.I: Row("backward to the input", (_K.F, _K.RECV_B, _K.RELOAD), _K.RECV_B, _K.SEND_B, -1, cut=-1, reads=True,
               adds=True, part_of=_K.B, awaits="the gradient"),
     _K.W: Row("backward to the weights", (_K.I,), cut=-1, holds=-1, adds=True, part_of=_K.B),

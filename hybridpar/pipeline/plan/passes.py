@@ -165,8 +165,8 @@ def lower(
 
     The pipeline is drained and all updates are applied at both ends of the range; None means without end. `clip`,
     `gather` and `host`: see `add_updates`. `split`: whether to `split_backward`. `ahead`: see `add_communication`;
-    None: what the schedule can bear on every transport. `offload`: micro-batches that are away at once, see `add_offload`.
-    `parts`: of each stage; a Division says more.
+    None: what the schedule can bear on every transport. `offload`: micro-batches that are away at once, see
+    `add_offload`. `parts`: of each stage; a Division says more.
 
     Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes, or not so divided.
     """

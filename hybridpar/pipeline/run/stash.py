@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from hybridpar.state.store import PAGE, DiskStore
 from hybridpar.state.tiers import Region
 
 _PIECE = 1 << 20
+_Place = list[tuple[DiskStore, int]]
+_Pieces = list[list[tuple[Tensor, int]]]
 
 
 class Blocks(Protocol):
@@ -106,9 +108,9 @@ def _same(tensor: Tensor) -> Tensor:
 class SlowTier(Protocol):
     """Where the bytes of tensors can be that have no memory. What goes on is waited for by `result`."""
 
-    def write(self, content: Sequence[Tensor]) -> tuple[object, Future[None]]:
+    def write(self, content: Sequence[Tensor]) -> tuple[Any, Future[None]]:
         """Starts to take it, as flat tensors of bytes; what to read it by."""
-    def read(self, place: object, into: Sequence[Tensor]) -> Future[None]:
+    def read(self, place: Any, into: Sequence[Tensor]) -> Future[None]:
         """Starts to bring it back, once: its place is then free."""
 
 
@@ -120,12 +122,12 @@ class FileTier:
         self._threads = {move: ThreadPoolExecutor(1, f"activations {move}") for move in ("out", "in")}
         self._bounce = {move: Region(_PIECE) for move in self._threads}  # pages that a disk can take
 
-    def write(self, content: Sequence[Tensor]) -> tuple[object, Future[None]]:
+    def write(self, content: Sequence[Tensor]) -> tuple[_Place, Future[None]]:
         pieces = _pieces(content)
         place = self._take(len(pieces))
         return place, self._threads["out"].submit(self._write, place, pieces)
 
-    def read(self, place: object, into: Sequence[Tensor]) -> Future[None]:
+    def read(self, place: _Place, into: Sequence[Tensor]) -> Future[None]:
         return self._threads["in"].submit(self._read, place, _pieces(into))
 
     def close(self) -> None:
@@ -135,21 +137,21 @@ class FileTier:
         for store in self._stores:
             store.close()
 
-    def _take(self, count: int) -> list[tuple[DiskStore, int]]:
+    def _take(self, count: int) -> _Place:
         """Room for so many pieces."""
         if (lacking := count - len(self._free)) > 0:
             self._stores.append(DiskStore(self._folder, [_PIECE] * lacking))
             self._free.extend((self._stores[-1], item) for item in range(lacking))
         return [self._free.popleft() for _ in range(count)]
 
-    def _write(self, place: list[tuple[DiskStore, int]], pieces: Sequence[Sequence[tuple[Tensor, int]]]) -> None:
+    def _write(self, place: _Place, pieces: _Pieces) -> None:
         bounce = self._bounce["out"]
         for (store, item), piece in zip(place, pieces, strict=True):
             for part, at in piece:
                 bounce.tensor[at : at + len(part)].copy_(part)
             store.write(item, bounce.view)
 
-    def _read(self, place: list[tuple[DiskStore, int]], pieces: Sequence[Sequence[tuple[Tensor, int]]]) -> None:
+    def _read(self, place: _Place, pieces: _Pieces) -> None:
         bounce = self._bounce["in"]
         for (store, item), piece in zip(place, pieces, strict=True):
             store.read(item, bounce.view)
@@ -158,9 +160,9 @@ class FileTier:
         self._free.extend(place)
 
 
-def _pieces(content: Sequence[Tensor]) -> list[list[tuple[Tensor, int]]]:
+def _pieces(content: Sequence[Tensor]) -> _Pieces:
     """Bytes in pieces of equal size: of each what is in it, and where."""
-    pieces: list[list[tuple[Tensor, int]]] = []
+    pieces: _Pieces = []
     at = _PIECE
     for tensor in content:
         start = 0
@@ -181,7 +183,7 @@ class _Kept:
     notes: Notes = field(default_factory=Notes)
     content: list[Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    place: object = None
+    place: Any = None
     moving: Future[None] | None = None
 
     def wait(self) -> None:
