@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
@@ -196,17 +197,16 @@ def main() -> None:
     args = parse(parser)
     if find_spec("deepspeed") is None:
         print("DeepSpeed is not installed, and does not take part")
-    cases = []
-    for shape in args.shapes:
-        for m in args.microbatches:
-            for zero in args.zero:
-                found = run_ranks(measure, 2, shape, zero, m, args.rounds)
-                found["peak_mib"] = {
-                    name: round(run_ranks(peak, 2, shape, zero, name, m) / 2**20, 1) for name in sides(zero)}
-                print_case(found)
-                print(found["peak_mib"], flush=True)
-                cases.append(found)
-    print(write_results("zero", cases, args))
+    cases, keys = [], list(product(args.shapes, args.microbatches, args.zero))
+    for shape, m, zero in keys:
+        cases.append(run_ranks(measure, 2, shape, zero, m, args.rounds))
+        print_case(cases[-1])
+        path = write_results("zero", cases, args)  # what is known so far
+    for found, (shape, m, zero) in zip(cases, keys, strict=True):
+        found["peak_mib"] = {name: round(run_ranks(peak, 2, shape, zero, name, m) / 2**20, 1) for name in sides(zero)}
+        print(found["case"], found["peak_mib"], flush=True)
+        path = write_results("zero", cases, args)
+    print(path)
 
 
 if __name__ == "__main__":

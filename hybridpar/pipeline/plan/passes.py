@@ -24,7 +24,7 @@ from typing import Any
 from hybridpar.pipeline.plan.action import NO_VERSION, Action
 from hybridpar.pipeline.plan.interleaved import Receives, forward_order
 from hybridpar.pipeline.plan.kinds import INPUTS, ROWS, Kind
-from hybridpar.pipeline.plan.offload import add_offload, most_away
+from hybridpar.pipeline.plan.offload import add_offload
 from hybridpar.pipeline.plan.parts import WHOLE, Division
 from hybridpar.pipeline.plan.parts import divide as divide
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule
@@ -178,7 +178,7 @@ def lower(
     actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather, host=host)
     actions = add_communication(actions, sizes, ahead=ahead)
     if offload:
-        actions = add_offload(actions, offload, most_away(schedule, sizes, rank))
+        actions = add_offload(actions, offload, schedule.max_live_activations(sizes, rank))
     if host and division != WHOLE:
         division = replace(division, late=True)
     return actions if division == WHOLE else divide(actions, division)
