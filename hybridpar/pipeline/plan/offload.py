@@ -7,7 +7,7 @@ A rank with four micro-batches in flight, of which two are away at a time (o, e,
 
 It leaves beside the next forward or backward of its rank, and comes back beside the one before its backward, or, where
 that has no room for it, right before its backward, which waits. What would not be away for one forward or backward at
-least stays. So in memory is never more than what is in flight without those that are away.
+least stays. So where four or more are in flight, there are never more in memory than those that are not to be away.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class _Pass:
                 yield action
                 continue
             yield from self._bring(action)
-            if (following := next(self._computing(), None)) is not None:
-                if self._num_here + (action.kind is Kind.F) < self._room:
-                    yield from self._bring(following)
+            following = next(self._computing(), None)
+            if following is not None and self._num_here + (action.kind is Kind.F) < self._room:
+                yield from self._bring(following)
             yield action
             self._num_here += ROWS[action.kind].holds
             if leaving is not None:
