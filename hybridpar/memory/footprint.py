@@ -65,10 +65,12 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Number of weight versions and of gradient buffers that the schedule needs."""
+    """Number of weight versions and of gradient buffers that the schedule needs. offloads: whether activations leave,
+    for which autograd keeps them in another way."""
 
     versions: int
     gradients: int
+    offloads: bool = False
 
 
 def trace_stage(
@@ -104,7 +106,7 @@ class _TracedStage:
 
     def __init__(self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, tracker: Tracker):
         model, device = config.model, tracker.device
-        self.config, self.tracker = config, tracker
+        self.config, self.tracker, self._offloads = config, tracker, buffers.offloads
         grid = silent_grid(config)
         policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
         sequence = config.parallel.sequence
@@ -133,7 +135,7 @@ class _TracedStage:
         batch = {name: tensor.clone() for name, tensor in batch.items()}
         key = RandomKey.of(self.config.train.seed, 0, 0, device=self.tracker.device)
         notes = Notes(GHOSTS)
-        with notes.noting(self._input) if self.config.memory.offload_activations else nullcontext():
+        with notes.noting(self._input) if self._offloads else nullcontext():
             out: Any = self.stage(self._input, batch, key)
         if isinstance(out, dict):
             out = sum(out.values())

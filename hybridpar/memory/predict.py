@@ -26,6 +26,7 @@ from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
+from hybridpar.pipeline.plan.offload import most_away
 from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
 from hybridpar.pipeline.run.executor import max_unfinished_sends
@@ -105,7 +106,8 @@ def predict(
 
     found = []
     for rank in range(sizes.num_ranks) if ranks is None else ranks:
-        buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers)
+        buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers, offloads=min(
+            config.memory.offload_activations, most_away(schedule, sizes, rank)) > 0)
         held = {stage: footprint(stage, buffers) for stage in sizes.stages_of(rank)}
         actions = lower(schedule, walked, rank, schedule.sync_steps, batches_to_peak(config), gather=gather,
                         split=config.pipeline.split_backward, offload=config.memory.offload_activations)

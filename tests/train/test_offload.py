@@ -58,13 +58,14 @@ def build(config: Config) -> Engine:
     return Engine(config, ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp), CPU)
 
 
-def train(config: Config, num_batches: int = 3) -> Run:
+def train(config: Config, stretches: tuple[int, ...] = (3,)) -> Run:
     steps: list[tuple[float, float]] = []
     with measure(CPU) as meter:
         engine = build(config)
         loader = SyntheticLoader(config.model, config.train.micro_batch_size, config.pipeline.num_microbatches,
                                  engine.grid.dp.rank, engine.grid.dp.size)
-        engine.train(loader, num_batches, lambda result: steps.append((result.loss, result.grad_norm)))
+        for num_batches in stretches:
+            engine.train(loader, num_batches, lambda result: steps.append((result.loss, result.grad_norm)))
         tensors = {key: tensor.clone() for key, tensor in engine.state.tensors().items()}
     kept = engine.executor.stash
     return Run(steps, tensors, meter.read().peak, kept.num_bytes if kept else 0)
@@ -73,7 +74,7 @@ def train(config: Config, num_batches: int = 3) -> Run:
 @pytest.mark.parametrize(("model", "pipeline", "dtype"), [
     ({}, {}, "fp32"), ({"kind": "bert"}, {}, "bf16"), ({}, {"recompute": "0,2"}, "fp32"),
     ({}, {"recompute": "selective", "split_backward": True}, "fp32"),
-    ({"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "logits_chunk": 40}, {}, "fp32"),
+    ({"norm": "rms_norm", "activation": "swiglu", "position": "rotary", "logits_chunk": 40}, {}, "fp32"),
 ], ids=str)
 def test_the_same_bits_in_less_memory(model: dict[str, Any], pipeline: dict[str, Any], dtype: str,
                                       tmp_path: Path) -> None:
@@ -87,8 +88,8 @@ def test_the_same_bits_in_less_memory(model: dict[str, Any], pipeline: dict[str,
 @pytest.mark.ranks
 @pytest.mark.parametrize(("parallel", "pipeline"), [
     ({"pp": 4}, {"schedule": "2bw", "split": (1, 1, 2, 1)}), ({"pp": 2, "tp": 2, "sequence": True}, {}),
+    ({"pp": 2}, {"recompute": "stage"}),
     ({"pp": 2, "tp": 2}, {"schedule": "interleaved", "split": (1, 1, 1, 2)}),
-    ({"pp": 4}, {"schedule": "1f1b", "recompute": "stage", "split": (1, 1, 2, 1)}),
     ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "2bw", "warmup": "latency"})], ids=str)
 def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], tmp_path: Path) -> None:
     configs = [make(tmp_path, away, parallel=parallel, pipeline=pipeline) for away in (0, 99)]
@@ -100,7 +101,7 @@ def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], tmp_path: Pat
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("pp", "model", "pipeline", "dtype"), [
-    (1, {}, {}, "fp32"), (1, {"kind": "bert"}, {"recompute": "selective"}, "bf16"),
+    (1, {"kind": "bert"}, {"recompute": "selective"}, "bf16"),
     (3, {}, {"schedule": "2bw", "warmup": "latency"}, "fp32"), (4, {}, {"schedule": "1f1b"}, "fp32")], ids=str)
 def test_the_allocator_counts_what_is_predicted(pp: int, model: dict[str, Any], pipeline: dict[str, Any], dtype: str,
                                                 tmp_path: Path) -> None:
@@ -108,7 +109,8 @@ def test_the_allocator_counts_what_is_predicted(pp: int, model: dict[str, Any], 
     config = make(tmp_path, 99, large | model, parallel={"pp": pp}, pipeline=pipeline,
                   train={"dtype": dtype, "micro_batch_size": 4, "num_steps": 4})
     plain = predict(replace(config, memory=replace(config.memory, offload_activations=0)))
-    for run, stage, before in zip(run_ranks(train, pp, config, 4), predict(config), plain, strict=True):
+    runs = run_ranks(train, pp, config, (2, 2))  # the optimizer's state is there when the second begins
+    for run, stage, before in zip(runs, predict(config), plain, strict=True):
         assert stage.total == pytest.approx(run.peak, rel=0.02)
         assert (stage.total < before.total) == (run.moved > 0)
 
