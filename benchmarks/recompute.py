@@ -1,27 +1,46 @@
-"""Claim: to make outputs of norms and activations again costs little time for the memory that it saves.
+"""Claim: activations take far less memory where some are made again, or wait in a file, for little time.
 
     python -m benchmarks.recompute        three minutes; on a quiet machine
+    python -m benchmarks.recompute --offload 2 3 4      on so many stages instead: memory.offload_activations
 
 The same step with pipeline.recompute = "none", "selective" and "all", by turns. `saved`: share of the bytes that a
 micro-batch keeps between forward and backward (predicted, which the allocator agrees with), beside what a step takes
 longer. Losses must be equal, to the bit.
+
+--offload: so many stages of one thread each, gpipe and 1f1b with more micro-batches than stages; on one side as many
+micro-batches wait in a file as can. `peak_mib`: of the first rank, predicted, with and without. Where stages outnumber
+cores, what is copied takes time of those that compute.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from benchmarks.common import OURS, SHAPES, OurStep, arguments, case, engine_config, parse, race, write_results
-from hybridpar.config import Config
+from benchmarks.common import (
+    OURS,
+    SHAPES,
+    OurStep,
+    arguments,
+    case,
+    engine_config,
+    parse,
+    race,
+    run_ranks,
+    write_results,
+)
+from hybridpar.config import Config, MemoryConfig
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import predict
 
 MICROBATCHES = 2
 WAYS = ("selective", "all")
+IN_FILE = "offloaded"
+PER_STAGE = 4
 
 
 def kept(config: Config) -> int:
@@ -46,11 +65,45 @@ def cases(shapes: list[str], dtypes: list[str], rounds: int) -> Iterator[dict[st
             yield entry | {"saved": saved}
 
 
+def offloading(shape_name: str, schedule: str, p: int, rounds: int, folder: str) -> dict[str, Any]:
+    """Races a step whose activations stay against one whose activations leave. Collectives: called on all ranks."""
+    shape = SHAPES[shape_name]
+    config = engine_config(shape, pp=p, num_microbatches=PER_STAGE * p, schedule=schedule)
+    configs = {away: replace(config, memory=MemoryConfig(offload_activations=away, folder=folder)) for away in (0, 99)}
+    sides = {name: OurStep(config, shape, ProcessGrid(pp=p))
+             for name, config in zip((OURS, IN_FILE), configs.values(), strict=True)}
+    result = race(sides, rounds, tolerance=0.0)
+    before, after = (predict(config, device=torch.device("cpu"))[0] for config in configs.values())
+    stash = sides[IN_FILE].engine.executor.stash
+    moved = stash.num_bytes // sides[IN_FILE].engine.batches_done if stash else 0
+    return case(f"{shape_name} {schedule} p={p} m={PER_STAGE * p}", result, PER_STAGE * p * shape.microbatch_tokens,
+                shape=shape_name, schedule=schedule, pp=p, num_microbatches=PER_STAGE * p) | {
+        "peak_mib": {OURS: round(before.total / 2**20, 1), IN_FILE: round(after.total / 2**20, 1)},
+        "saved": round(1 - after.total / before.total, 4), "moved_mib": round(moved / 2**20, 1)}
+
+
+def offload_cases(shapes: list[str], stages: list[int], rounds: int) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        for name in shapes:
+            for p in stages:
+                for schedule in ("gpipe", "1f1b"):
+                    entry = run_ranks(offloading, p, name, schedule, p, rounds, folder)
+                    print(f"{entry['case']:<24} {entry['peak_mib']} MiB, {entry['saved']:.0%} less, "
+                          f"{entry['moved_mib']} MiB a step leave, for {entry['ratio'][IN_FILE]['median'] - 1:+.1%} of "
+                          "the time", flush=True)
+                    yield entry
+
+
 def main() -> None:
-    args = parse(arguments(__doc__, rounds=7, shapes=["small", "ref"]))
+    parser = arguments(__doc__, rounds=7, shapes=["small", "ref"])
+    parser.add_argument("--offload", nargs="+", type=int, default=[], help="numbers of stages")
+    args = parse(parser)
     torch.set_num_threads(1)
-    print(write_results("recompute", list(cases(args.shapes, args.dtypes, args.rounds)), args, meaning=(
-        "ratio: time of a step that recomputes / that of one that keeps all, median of the ratios of each round, and "
+    what, found = "recomputes", cases(args.shapes, args.dtypes, args.rounds)
+    if args.offload:
+        what, found = "offloads", offload_cases(args.shapes, args.offload, args.rounds)
+    print(write_results("offload" if args.offload else "recompute", list(found), args, meaning=(
+        f"ratio: time of a step that {what} / that of one that keeps all, median of the ratios of each round, and "
         "their quartiles")))
 
 

@@ -246,8 +246,13 @@ class MemoryConfig:
     """The optimizer's state and the master copy are in the memory of the host, which makes the new weights beside
     training: gradients go there, weights come back. Under schedule 2bw training waits for neither, where a batch is
     long enough; `hybridpar check` says. Muon's matrices stay. Losses and weights stay the same to the bit."""
+    offload_activations: Count = 0
+    """Micro-batches of a rank whose activations wait for their backward in a file in `folder`, not in memory, at once:
+    at most two fewer than it has in flight. They come back ahead of it. Losses and weights stay the same to the bit."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
+        for reason in self._against_offload(config) if self.offload_activations else ():
+            yield Problem("memory.offload_activations", self.offload_activations, reason, "0")
         if self.budget and config.optim.staleness == "prediction":
             yield Problem("memory.budget", self.budget, "does not go with optim.staleness = prediction, which keeps a "
                           "second copy of all weights for evaluations", "0")
@@ -257,6 +262,19 @@ class MemoryConfig:
             yield Problem("memory.host_optimizer", "true", "works on CPUs so far, and train.device is cuda", "false")
         if self.host_optimizer:
             yield from self._host_conflicts(config)
+
+    def _against_offload(self, config: Config) -> Iterator[str]:
+        """Settings that do not go with activations in a file."""
+        if config.train.device == "cuda":
+            yield "works on CPUs so far, and train.device is cuda"
+        for name, value, wrong in (
+                ("memory.budget", self.budget, self.budget > 0),
+                ("memory.host_optimizer", "true", self.host_optimizer),
+                ("parallel.zero", config.parallel.zero, config.parallel.zero > 1),
+                ("train.record_memory", config.train.record_memory, config.train.record_memory > 0),
+                ("compression.messages", config.compression.messages, config.compression.messages != "none")):
+            if wrong:
+                yield f"does not go with {name} = {value}"
 
     def _host_conflicts(self, config: Config) -> Iterator[Problem]:
         optim = config.optim

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,12 +18,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
 from hybridpar.config import Config
-from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.ghost import GHOSTS, Tracker
 from hybridpar.memory.silent import silent_grid
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.models.cost import LABELLED
 from hybridpar.pipeline.run.lane import Lane, Packed
 from hybridpar.pipeline.run.stage import Stage
+from hybridpar.pipeline.run.stash import Notes
 from hybridpar.random import RandomKey
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.policy import cut_into_parts
@@ -40,7 +42,7 @@ class Footprint:
     norm, update: the most that each takes above what was there when it began. waiting: tensors that a micro-batch keeps
     between the two parts of a split backward; weight_gradients: the most that the second part takes; first_backward and
     backward are then the first part's. whole_weights, whole_gradients: chunks of what replicas share (ZeRO-2 and 3),
-    while they are there.
+    while they are there. moved: what leaves of `kept` and the input where activations are offloaded.
     """
 
     weights: int
@@ -63,14 +65,17 @@ class Footprint:
     weight_gradients: int = 0
     whole_weights: int = 0
     whole_gradients: int = 0
+    moved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Number of weight versions and of gradient buffers that the schedule needs."""
+    """Number of weight versions and of gradient buffers that the schedule needs. offloads: whether activations leave,
+    for which autograd keeps them in another way."""
 
     versions: int
     gradients: int
+    offloads: bool = False
 
 
 def trace_stage(
@@ -98,7 +103,7 @@ def trace_stage(
             **traced.static(), kept=kept, output=output, **traced.messages(), forward=forward,
             first_backward=first_backward, backward=backward, norm=traced.norm(), update=traced.update(),
             waiting=waiting, weight_gradients=weight_gradients,
-            whole_weights=whole_weights, whole_gradients=whole_gradients)
+            whole_weights=whole_weights, whole_gradients=whole_gradients, moved=traced.moved)
 
 
 class _TracedStage:
@@ -106,7 +111,7 @@ class _TracedStage:
 
     def __init__(self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, tracker: Tracker):
         model, device = config.model, tracker.device
-        self.config, self.tracker = config, tracker
+        self.config, self.tracker, self._offloads = config, tracker, buffers.offloads
         grid = silent_grid(config)
         policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
         sequence = config.parallel.sequence
@@ -119,6 +124,7 @@ class _TracedStage:
         into, out = (partial(self.lane.codecs.on, first=first) for first in (blocks.start, blocks.stop))
         self._codecs = {"received": into(1), "sent": out(1), "returned": out(-1), "returning": into(-1)}
         self.receives, self.sends = 0 not in blocks, model.num_blocks - 1 not in blocks
+        self.moved = 0  # in the newest forward
         self._input: Tensor | Packed | None
         self._empty: int
         self._input_bytes: int
@@ -150,7 +156,10 @@ class _TracedStage:
         self._input_bytes = before - self._empty
         batch = {name: tensor.clone() for name, tensor in batch.items()}
         key = RandomKey.of(self.config.train.seed, 0, 0, device=self.tracker.device)
-        out: Any = self.stage(self._input, batch, key)
+        notes = Notes(GHOSTS)
+        leaf = self._input.leaf if isinstance(self._input, Packed) else self._input
+        with notes.noting(leaf) if self._offloads else nullcontext():
+            out: Any = self.stage(self._input, batch, key)
         if isinstance(out, dict):
             out = sum(out.values())
             self._loss_dtype = out.dtype
@@ -158,8 +167,8 @@ class _TracedStage:
         self._edge = get_gradient_edge(out)
         peak = self.tracker.read().peak - before
         del out, batch, key
-        with_output = self.tracker.read().current
-        del sent
+        with_output, self.moved = self.tracker.read().current, notes.num_bytes()
+        del sent, notes
         kept = self.tracker.read().current
         return kept - before, with_output - kept, peak
 

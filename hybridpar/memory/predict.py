@@ -26,6 +26,7 @@ from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
+from hybridpar.pipeline.plan.offload import most_away
 from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
 from hybridpar.pipeline.run.executor import max_unfinished_sends
@@ -106,10 +107,12 @@ def predict(
 
     found = []
     for rank in range(sizes.num_ranks) if ranks is None else ranks:
-        buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers)
+        buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers, offloads=min(
+            config.memory.offload_activations, most_away(schedule, sizes, rank)) > 0)
         held = {stage: footprint(stage, buffers) for stage in sizes.stages_of(rank)}
         actions = lower(schedule, walked, rank, schedule.sync_steps, batches_to_peak(config), gather=gather,
-                        split=config.pipeline.split_backward, feedback=config.feeds_back)
+                        split=config.pipeline.split_backward, feedback=config.feeds_back,
+                        offload=config.memory.offload_activations)
         memory = walk(actions, held, walked)
         if config.saves_beside_training:
             copy = memory.weights + memory.master + memory.optimizer
@@ -186,6 +189,8 @@ def walk(
                 waiting[Kind.SEND_F] = fp.output
         elif kind is Kind.W:
             kept -= fp.waiting
+        elif row.of_stash:
+            kept += fp.moved * ((kind is Kind.RELOAD) - (kind is Kind.EVICT))
         elif row.receive:
             kept, inputs = kept - fp.kept + fp.waiting * (kind is Kind.I), inputs - has_input * fp.input
             if has_input:

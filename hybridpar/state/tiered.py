@@ -23,6 +23,11 @@ FOLDER = "state"
 """Folder of a run where the file is, if the configuration does not name one."""
 
 
+def slow_folder(config: Config) -> Path:
+    """The folder of the slow tier."""
+    return Path(config.memory.folder or config.run.folder / FOLDER)
+
+
 @dataclass(frozen=True, slots=True)
 class StateItem:
     """A chunk of one kind of state: 'weights/0' and 'weights/1' (of two versions), 'gradients/0', 'master', or
@@ -87,7 +92,7 @@ class TieredMemory(ItemMemory):
         """The memory that a configuration with memory.budget asks for. Raises: ConfigError."""
         if device.type != "cpu":
             raise config_error("memory.budget", config.memory.budget, "works on CPUs so far", "0")
-        return TieredMemory(config.memory.budget, Path(config.memory.folder or config.run.folder / FOLDER))
+        return TieredMemory(config.memory.budget, slow_folder(config))
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         region = Region(numel * dtype.itemsize)

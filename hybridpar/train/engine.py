@@ -26,6 +26,7 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import build_blocks, loss_names, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action, Kind
+from hybridpar.pipeline.plan.offload import most_away
 from hybridpar.pipeline.plan.passes import forward_actions, lower
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, schedule_of
@@ -33,10 +34,11 @@ from hybridpar.pipeline.run import graphs
 from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.stage import Stage
+from hybridpar.pipeline.run.stash import FileTier, Stash
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.host import HostWork
 from hybridpar.state.shares import WholeChunks
-from hybridpar.state.tiered import ItemMemory, TieredMemory
+from hybridpar.state.tiered import ItemMemory, TieredMemory, slow_folder
 from hybridpar.train.parts import Parts
 from hybridpar.train.policy import BatchPolicy, StepResult
 from hybridpar.train.replicas import SharedChunks
@@ -102,7 +104,7 @@ class Engine:
         self.state.initialize(config.train.seed)
         self.executor = Executor(
             stages, self.state.weights, Lane.of(config, grid, states.dtype, device, self.split),
-            pipeline.num_microbatches, self.tiers or self.replicas)
+            pipeline.num_microbatches, self.tiers or self.replicas, self._stash())
         if (config.train.cuda_graphs and device.type == "cuda" and not config.train.record_memory
                 and not self.parts.is_divided):
             self.executor.graphs = graphs.recorder(
@@ -114,6 +116,15 @@ class Engine:
         self.stop_requested = self._stopping = False
         self.batches_done = 0
         self.data_start = DataStart()
+
+    def _stash(self) -> Stash | None:
+        """Of what this rank's micro-batches keep; none where nothing leaves. Raises: ConfigError."""
+        memory = self.config.memory
+        if not min(memory.offload_activations, most_away(self.schedule, self.sizes, self.grid.pp.rank)):
+            return None
+        if self.device.type != "cpu":
+            raise config_error("memory.offload_activations", memory.offload_activations, "works on CPUs so far", "0")
+        return Stash(FileTier(slow_folder(self.config)))
 
     def train(self, loader: Loader, num_batches: int, on_step: Callable[[StepResult], None],
               on_gradients: Callable[[int, dict[str, Tensor]], None] | None = None) -> None:

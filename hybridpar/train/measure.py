@@ -20,12 +20,12 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, PER_BATCH, PER_ITEM, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, OF_STASH, PER_BATCH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.run.recording import Event
 from hybridpar.train.trace import RankEvents, transfer_times
 
-CALLS = tuple(kind for kind in Kind if kind in BESIDE - PER_ITEM - {Kind.HOST})
+CALLS = tuple(kind for kind in Kind if kind in BESIDE - PER_ITEM.union(OF_STASH) - {Kind.HOST})
 VARYING = tuple(kind for kind in Kind if kind in COMPUTE and ROWS[kind].part_of is None)
 _FEWEST_CORES = 0.1
 _MOST_VARYING = 128  # micro-batches whose own times are kept
@@ -115,6 +115,9 @@ def _costs(
     def work(kind: Kind) -> tuple[float, ...]:
         return tuple(map(_mean_or_0, times(kind)))
 
+    def under_way(kind: Kind) -> tuple[float, ...]:
+        return tuple(_under_way(place, kind) for place in places)
+
     links = [list(transfer_times(ranks, link)) for link in range(sizes.num_ranks - (not sizes.is_ring))]
     all_links = [seconds for link in links for seconds in link]
     ends = [*places[0], *places[-1]] if tied else []
@@ -124,7 +127,8 @@ def _costs(
         reduce=tuple(_median_or_0(_collectives(group, Kind.REDUCE)) for group in reducing),
         norm=_median_or_0(_collectives(ranks, Kind.NORM)),
         gather=tuple(_median_or_0(_collectives(place, Kind.UPDATE)) for place in places),
-        latency=tuple(_median_or_0(link or all_links) for link in links), host=tuple(map(_on_host, places)), tied=tied,
+        latency=tuple(_median_or_0(link or all_links) for link in links), tied=tied,
+        host=under_way(Kind.HOST), offload=under_way(Kind.OFFLOAD), reload=under_way(Kind.RELOAD),
         blocking_norm=ranks[0].host.cores > 0, cores=_cores(ranks, len(places)), transfer_work=_beside(ranks),
         variation={kind: tuple(map(_variation, times(kind))) for kind in VARYING},
         backward_input=work(Kind.I) if splits else None)
@@ -185,10 +189,9 @@ def _collectives(ranks: Sequence[RankEvents], kind: Kind) -> Iterator[float]:
             yield over - max(reduced.get(number, 0.0), *(e.end for e in events))
 
 
-def _on_host(place: Sequence[RankEvents]) -> float:
-    """Seconds from the begin of an update on the host until all its weights are there."""
-    return _median_or_0(e.over - e.end for r in place for e in r.events
-                        if e.action.kind is Kind.HOST and e.over is not None)
+def _under_way(place: Sequence[RankEvents], kind: Kind) -> float:
+    """Seconds for which what actions of that kind start goes on. HOST: until all its weights are there."""
+    return _median_or_0(e.over - e.end for r in place for e in r.events if e.action.kind is kind and e.over is not None)
 
 
 def _beside(ranks: Sequence[RankEvents]) -> float:

@@ -187,7 +187,8 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
 
     Times have no meaning (see memory.excerpt.retimed).
     `config`: resolved. `device`: need not be on this machine; None: the one that the configuration names.
-    Raises: ConfigError with ZeRO-2 and 3, whose chunks come and go as no ghost can, and with compressed gradients.
+    Raises: ConfigError with ZeRO-2 and 3 and where activations are offloaded, for what comes and goes as no ghost can,
+    and with compressed gradients.
     """
     if config.parallel.zero > 1:
         raise config_error("parallel.zero", config.parallel.zero, "has no predicted events of memory; `check` predicts "
@@ -195,6 +196,9 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
     if config.feeds_back:
         raise config_error("compression.gradients", config.compression.gradients, "has no predicted events of memory; "
                            "messages depend on the numbers, and `check` predicts the peak", "none")
+    if config.memory.offload_activations:
+        raise config_error("memory.offload_activations", config.memory.offload_activations, "has no predicted "
+                           "events of memory; `check` predicts its peak", "0")
     device = device or default_device(config)
     config = replace(config, train=replace(config.train, cuda_graphs=False))
     spans: list[Span] = []

@@ -11,6 +11,8 @@
     F12@1.2v3   ... part 2 of the stage alone, where its blocks are cut into parts (parts.py)
     FETCH17@1   starts to bring item 17 of the rank's state into the fast tier (residency.py)
     RELEASE17@1 gives up its room there, once it is written back    DROP17@1  ... its content is void
+    OFFLOAD12@1 starts to write what micro-batch 12 keeps to the slow tier (offload.py)
+    EVICT12@1   waits for that, and gives up its memory             RELOAD12@1  starts to bring it back
 
 Where a rank holds several stages, REDUCE, NORM, HOST, UPDATE and what moves items are of all of them, and name the
 first, which has the rank's number. What each kind needs, makes and holds is in kinds.py.

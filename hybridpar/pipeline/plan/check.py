@@ -4,6 +4,7 @@
     order           an action comes after those on its rank that it needs; collectives come in the order of batches
     transfers       sends and receives of each link come in one order (NCCL has no tags: the i-th meets the i-th)
     items           what an action touches of its rank's state is in the fast tier, which never holds more than it may
+    offload         what has left is evicted, and comes back before its backward
     memory          activations, weight versions and gradients alive at once stay within the schedule's bounds
     no deadlock     the plan runs to its end in the simulator, under the executor's rules
 
@@ -18,7 +19,7 @@ from functools import reduce
 
 from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import NO_VERSION, Action, Plan
-from hybridpar.pipeline.plan.kinds import COMPUTE, PER_BATCH, PER_ITEM, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import COMPUTE, OF_STASH, PER_BATCH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.liveness import Live, live_counts
 from hybridpar.pipeline.plan.parts import PartCounts, order
 from hybridpar.pipeline.plan.residency import FastTier, Residency
@@ -82,6 +83,7 @@ def check(
                                      for part in order(action.kind, parts.count(action.kind, action.stage))))
         _check_order(plan, rank, sizes, parts)
         _check_items(plan, rank, (residency or {}).get(rank))
+        _check_offload(plan, rank)
     for rank in range(p):
         for kind, row in ROWS.items():
             if row.met_by and (sizes.is_ring or 0 <= rank + row.side < p):
@@ -98,6 +100,10 @@ def check(
     )
 
 
+_MOVES = PER_ITEM.union(OF_STASH)
+"""Kinds of which a plan may have any number."""
+
+
 def _range_of_batches(plan: Plan, sizes: Sizes, first_batch: int | None, num_batches: int | None) -> range:
     microbatches = [action.microbatch for actions in plan.values() for action in actions if action.kind is Kind.F]
     if first_batch is None:
@@ -111,7 +117,7 @@ def _kinds_in(actions: Sequence[Action]) -> frozenset[Kind]:
     """The kinds that a plan is made of: it may leave out NORM or HOST, and has I and W or else B."""
     found = {action.kind for action in actions}
     without = {Kind.B} if Kind.I in found else {Kind.I, Kind.W}
-    return frozenset(Kind) - PER_ITEM - without - ({Kind.NORM, Kind.HOST} - found)
+    return frozenset(Kind) - _MOVES - without - ({Kind.NORM, Kind.HOST} - found)
 
 
 def _expected(
@@ -145,7 +151,7 @@ def _check_complete(plan: Plan, rank: int, expected: Iterator[Action]) -> None:
     done: dict[_Key, int] = {}
     for step, action in enumerate(plan[rank]):
         key = _key(action)
-        if action.kind in PER_ITEM:
+        if action.kind in _MOVES:
             continue
         if own and action.stage not in own:
             raise PlanError(f"{action} is on rank {rank}, not on its own", plan, [(rank, step)])
@@ -219,6 +225,25 @@ def _check_items(plan: Plan, rank: int, residency: Residency | None) -> None:
             fault = tier.follow(action)
         if fault:
             raise PlanError(fault, plan, [(rank, step)])
+
+
+def _check_offload(plan: Plan, rank: int) -> None:
+    """What a micro-batch keeps leaves, is evicted and comes back, in this order, between its forward and backward."""
+    stages: dict[_Key, int] = {}  # how far it is on that way, by what ran forward
+    for step, action in enumerate(plan[rank]):
+        if action.kind not in COMPUTE.union(OF_STASH):
+            continue
+        key = Kind.F, action.stage, action.microbatch, 0
+        if action.kind is Kind.F:
+            stages[key] = 0
+            continue
+        at = stages.get(key, -1)
+        if action.kind in OF_STASH:
+            if at != OF_STASH.index(action.kind):
+                raise PlanError(f"{action}: what it moves is not there", plan, [(rank, step)])
+            stages[key] = at + 1
+        elif at not in (0, len(OF_STASH)):
+            raise PlanError(f"{action}: what it needs is in the slow tier", plan, [(rank, step)])
 
 
 def _check_link(plan: Plan, sender: int, kind: Kind, receiver: int) -> None:

@@ -9,6 +9,8 @@ Of a rank with a fast tier one engine brings items into it, the other writes the
 Both take their moves in the order of the list. A FETCH waits for every RELEASE before it, whose room it may need; so
 does an action that makes an item which was not there. What was not changed leaves in no time.
 
+So are what micro-batches keep from forward to backward, where it leaves meanwhile (StashEngines).
+
 Where the host makes the new weights, gradients leave by one engine and the weights arrive by the other, group by group:
 
     rank         F B NORM0 F  HOST0 B F B  ..                  UPDATE0 F8   UPDATE0.1 F8.1
@@ -60,6 +62,25 @@ class CopyEngines:
             self._in_free = self._arrivals[item] = start + mib * self._fetch
             return "", start, self._in_free
         return "", now, now
+
+
+class StashEngines:
+    """The two engines of a rank for what its micro-batches keep. offload, reload: time that one takes of each."""
+
+    def __init__(self, offload: float, reload: float):
+        self._takes = {Kind.OFFLOAD: offload, Kind.RELOAD: reload}
+        self._free = dict.fromkeys(self._takes, 0.0)
+        self._over: dict[tuple[int, int], float] = {}  # when the last move of a micro-batch of a stage is over
+
+    def start(self, action: Action, now: float) -> float:
+        """Starts an OFFLOAD or RELOAD, after those of its kind before it: the time at which it is over."""
+        over = max(now, self._free[action.kind]) + self._takes[action.kind]
+        self._free[action.kind] = self._over[action.stage, action.microbatch] = over
+        return over
+
+    def ready(self, action: Action) -> float:
+        """Time at which nothing of this micro-batch is on its way."""
+        return self._over.get((action.stage, action.microbatch), 0.0)
 
 
 class HostEngines:

@@ -27,6 +27,9 @@ class Costs:
     fetch, release: how long a MiB occupies the engine that brings items of the rank's state into its fast tier, and
     the one that writes back what was changed (copies.py). An action waits for the items that it touches.
 
+    offload, reload: how long what a micro-batch keeps on one stage occupies the engine that takes it to the slow tier,
+    and the one that brings it back. An EVICT waits for the one, a backward for the other.
+
     to_host, host, from_host: of a rank whose weights the host makes: how long the gradients of a batch occupy the
     engine that takes them there, the update the host, and the new weights the engine that brings them back, all groups
     together. host_shares: of each group, by rank; none: all of a rank are equal. An UPDATE waits for its group.
@@ -55,6 +58,8 @@ class Costs:
     latency: PerLink = 0.0
     fetch: PerRank = 0.0
     release: PerRank = 0.0
+    offload: PerRank = 0.0
+    reload: PerRank = 0.0
     to_host: PerRank = 0.0
     host: PerRank = 0.0
     from_host: PerRank = 0.0

@@ -29,6 +29,9 @@ class Kind(str, Enum):
     FETCH = "FETCH"
     RELEASE = "RELEASE"
     DROP = "DROP"
+    OFFLOAD = "OFFLOAD"
+    EVICT = "EVICT"
+    RELOAD = "RELOAD"
 
     __hash__ = str.__hash__  # Enum's own is a Python function, and actions are hashed by the million
     __str__ = str.__str__
@@ -44,8 +47,9 @@ class Row:
     `receive`, `send`: the transfers that bring its input and take its output away. `flow`: 1 for what passes on to
     later stages, -1 to earlier ones. `met_by`: the receive that a send meets.
     `beside`: it starts something and returns; all others take the rank's time. `per_batch`: its number is a batch.
-    `per_item`: its number is an item of the rank's state. `cut`: 1 where there is one for each part, from the first
-    part to the last; -1: from the last to the first.
+    `per_item`: its number is an item of the rank's state. `of_stash`: it moves what a micro-batch keeps between its
+    forward and its backward. `cut`: 1 where there is one for each part, from the first part to the last; -1: from the
+    last to the first.
     `holds`: by how much it changes the number of micro-batches whose activations the rank holds. `reads`: it needs the
     weights of its version. `adds`: it adds to its batch's gradients, which the batch's UPDATE empties.
     `makes`: it writes the weights of its version. `after`: a kind whose action of the batch before comes before it.
@@ -61,6 +65,7 @@ class Row:
     beside: bool = False
     per_batch: bool = False
     per_item: bool = False
+    of_stash: bool = False
     cut: int = 0
     holds: int = 0
     reads: bool = False
@@ -80,10 +85,10 @@ _K = Kind
 ROWS: dict[Kind, Row] = {
     _K.F: Row("forward", (_K.RECV_F, _K.UPDATE), _K.RECV_F, _K.SEND_F, 1, cut=1, holds=1, reads=True,
               awaits="the activation"),
-    _K.B: Row("backward", (_K.F, _K.RECV_B), _K.RECV_B, _K.SEND_B, -1, cut=-1, holds=-1, reads=True, adds=True,
-              awaits="the gradient"),
-    _K.I: Row("backward to the input", (_K.F, _K.RECV_B), _K.RECV_B, _K.SEND_B, -1, cut=-1, reads=True, adds=True,
-              part_of=_K.B, awaits="the gradient"),
+    _K.B: Row("backward", (_K.F, _K.RECV_B, _K.RELOAD), _K.RECV_B, _K.SEND_B, -1, cut=-1, holds=-1, reads=True,
+              adds=True, awaits="the gradient"),
+    _K.I: Row("backward to the input", (_K.F, _K.RECV_B, _K.RELOAD), _K.RECV_B, _K.SEND_B, -1, cut=-1, reads=True,
+              adds=True, part_of=_K.B, awaits="the gradient"),
     _K.W: Row("backward to the weights", (_K.I,), cut=-1, holds=-1, adds=True, part_of=_K.B),
     _K.SEND_F: Row("activation", (_K.F,), flow=1, met_by=_K.RECV_F, beside=True),
     _K.RECV_F: Row("activation", flow=1, beside=True),
@@ -98,12 +103,17 @@ ROWS: dict[Kind, Row] = {
     _K.FETCH: Row("fetch", beside=True, per_item=True),
     _K.RELEASE: Row("release", beside=True, per_item=True),
     _K.DROP: Row("drop", beside=True, per_item=True),
+    _K.OFFLOAD: Row("offload", (_K.F,), beside=True, of_stash=True),
+    _K.EVICT: Row("evict", (_K.OFFLOAD,), beside=True, of_stash=True, awaits="the slow tier"),
+    _K.RELOAD: Row("reload", (_K.EVICT,), beside=True, of_stash=True),
 }
 
 PER_BATCH = frozenset(kind for kind, row in ROWS.items() if row.per_batch)
 """Kinds whose `microbatch` is a batch number."""
 PER_ITEM = frozenset(kind for kind, row in ROWS.items() if row.per_item)
 """Kinds whose `microbatch` is the number of an item of the rank's state."""
+OF_STASH = tuple(kind for kind, row in ROWS.items() if row.of_stash)
+"""Kinds that move what a micro-batch keeps, in their order."""
 BESIDE = frozenset(kind for kind, row in ROWS.items() if row.beside)
 """Kinds that start something and return: it then goes on beside the rank's own work."""
 COMPUTE = frozenset(ROWS) - PER_BATCH - BESIDE

@@ -9,8 +9,8 @@ With the optimizer on the host, which has most of the slack, an UPDATE only wait
     F3 B3 REDUCE0 NORM0 F4 HOST0 B4  F5 B5  F6 B6  F7 B7 REDUCE1  UPDATE0  F8v1     HOST0: the host makes W(1)
 
 split_backward, where it is asked for, is the first pass: I4v0 W4v0 in the place of B4v0; with a zero bubble
-delay_weight_gradients the second. divide (parts.py) comes last:
-F7v0 F7.1v0 in the place of F7v0. A rank sees only its own list,
+delay_weight_gradients the second. add_offload (offload.py) comes behind these, divide (parts.py) last: F7v0 F7.1v0 in
+the place of F7v0. A rank sees only its own list,
 so a plan may be endless; `check` proves that the lists of all ranks fit together.
 """
 
@@ -25,6 +25,7 @@ from typing import Any
 from hybridpar.pipeline.plan.action import NO_VERSION, Action
 from hybridpar.pipeline.plan.interleaved import Receives, forward_order
 from hybridpar.pipeline.plan.kinds import INPUTS, ROWS, Kind
+from hybridpar.pipeline.plan.offload import add_offload
 from hybridpar.pipeline.plan.parts import WHOLE, Division
 from hybridpar.pipeline.plan.parts import divide as divide
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule
@@ -189,14 +190,14 @@ def add_communication(
 def lower(
     schedule: str | Schedule, sizes: Sizes, rank: int, first_batch: int = 0, num_batches: int | None = None, *,
     clip: bool = True, gather: bool = False, host: float = 0.0, feedback: bool = False, split: bool = False,
-    ahead: int | None = None, parts: int | Division = 1,
+    ahead: int | None = None, offload: int = 0, parts: int | Division = 1,
 ) -> Iterator[Action]:
     """Yields everything that one rank does for batches [first_batch, first_batch + num_batches), lazily.
 
     The pipeline is drained and all updates are applied at both ends of the range; None means without end. `clip`,
     `gather`, `host` and `feedback`: see `add_updates`. `split`: whether to `split_backward`. `ahead`: see
-    `add_communication`; None: what the schedule can bear on every transport. `parts`: of each stage; a Division says
-    more.
+    `add_communication`; None: what the schedule can bear on every transport. `offload`: micro-batches that are away at
+    once, see `add_offload`. `parts`: of each stage; a Division says more.
 
     Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes, or not so divided.
     """
@@ -210,6 +211,8 @@ def lower(
     actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather, host=host,
                           feedback=feedback)
     actions = add_communication(actions, sizes, ahead=ahead, lean=schedule.zero_bubble)
+    if offload:
+        actions = add_offload(actions, offload, schedule.max_live_activations(sizes, rank))
     if host and division != WHOLE:
         division = replace(division, late=True)
     return actions if division == WHOLE else divide(actions, division)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.kinds import COMPUTE, PER_ITEM, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import COMPUTE, OF_STASH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.timeline import Timeline
 
 Entry = dict[str, Any]
-_APART = {*PER_ITEM, Kind.HOST}
+_APART = {*PER_ITEM, *OF_STASH, Kind.HOST}
 """Kinds that have tracks of their own beside the actions'."""
 
 
@@ -89,7 +89,7 @@ def wait_name(action: Action) -> str:
 
 
 def _args(action: Action) -> dict[str, int]:
-    name = "micro-batch" if action.kind in COMPUTE else "item" if action.kind in PER_ITEM else "number"
+    name = "micro-batch" if action.kind in COMPUTE.union(OF_STASH) else "item" if action.kind in PER_ITEM else "number"
     args = {name: action.microbatch} | ({"part": action.part} if action.part else {})
     return args | ({"weights": action.version} if action.version >= 0 else {})
 

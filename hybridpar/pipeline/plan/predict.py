@@ -31,7 +31,7 @@ class Ordering:
 
     clip: there is a NORM. gather: replicas share the update. host: the host's share of the slack. feedback:
     replicas keep what they have not sent. All as in `passes.add_updates`. split: backwards are I and W. zero_bubble: Ws
-    fill the drain.
+    fill the drain. offload: micro-batches that are away at once.
     """
 
     schedule: str
@@ -44,6 +44,7 @@ class Ordering:
     host: float = 0.0
     zero_bubble: bool = False
     feedback: bool = False
+    offload: int = 0
 
     @staticmethod
     def of(config: Config) -> Ordering:
@@ -53,13 +54,13 @@ class Ordering:
         return Ordering(
             pipeline.schedule, pipeline.warmup, early_switch, pipeline.gradient_buffers, config.norms_first,
             gather=config.parallel.zero > 0, split=pipeline.split_backward, host=_host_share(config),
-            zero_bubble=pipeline.zero_bubble, feedback=config.feeds_back)
+            zero_bubble=pipeline.zero_bubble, feedback=config.feeds_back, offload=config.memory.offload_activations)
 
     @property
     def options(self) -> dict[str, Any]:
         """Those of `passes.lower`."""
         return {"clip": self.clip, "gather": self.gather, "split": self.split, "host": self.host,
-                "feedback": self.feedback}
+                "feedback": self.feedback, "offload": self.offload}
 
     def make(self) -> Schedule:
         """Raises: ConfigError."""

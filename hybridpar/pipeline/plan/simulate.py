@@ -17,6 +17,9 @@ The rules are those of the executor, so a plan that ends here cannot deadlock th
               its part of what that makes, then takes the rank's time; with sharded optimizer state the new weights are
               there `gather` later
 
+    OFFLOAD, RELOAD return at once; what a micro-batch keeps leaves and comes back beside the rank's work (copies.py).
+              EVICT waits until it has left, its backward until it is back
+
     FETCH, RELEASE, DROP return at once; items come and go beside the rank's work (copies.py). What touches an item
               waits until it is there
 
@@ -40,7 +43,7 @@ from functools import partial
 
 from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import Action, Plan
-from hybridpar.pipeline.plan.copies import CopyEngines, HostEngines
+from hybridpar.pipeline.plan.copies import CopyEngines, HostEngines, StashEngines
 from hybridpar.pipeline.plan.cores import Cores
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, PER_ITEM, ROWS, Kind
@@ -180,6 +183,11 @@ class _Machine:
             self.table[Kind.UPDATE] = self._awaiting_host(*self.table[Kind.UPDATE])
         fetch, release = expand(costs.fetch, p), expand(costs.release, p)
         self.engines = {r: CopyEngines(items, fetch[r], release[r]) for r, items in (residency or {}).items()}
+        offload, reload = expand(costs.offload, p), expand(costs.reload, p)
+        self.stashes = [StashEngines(*times) for times in zip(offload, reload, strict=True)]
+        if any(action.kind is Kind.OFFLOAD for rank in self.ranks for action in rank.actions):
+            self.table |= {kind: self._with_stash(kind, *self.table[kind]) for kind in (
+                Kind.OFFLOAD, Kind.EVICT, Kind.RELOAD, Kind.B, Kind.I)}
         if self.engines:
             self.table = {kind: self._with_items(kind, *entry) for kind, entry in self.table.items()}
         self.runnable = deque(self.ranks)
@@ -251,6 +259,23 @@ class _Machine:
             return max(start, self.hosts[rank.index].ready(action.part))
 
         return when_made, work, effect
+
+    def _with_stash(self, kind: Kind, when: _When | None, work: _Work, effect: _Effect | None) -> _Entry:
+        """The table's entry of a kind that moves what micro-batches keep, or needs it."""
+
+        def when_there(rank: _Rank, action: Action) -> float | None:
+            start = rank.clock if when is None else when(rank, action)
+            if start is None:
+                return None
+            ready = self.stashes[rank.index].ready(action)
+            if ready > start:
+                rank.stalls[len(rank.starts)] = ready - start
+            return max(start, ready)
+
+        def begin(rank: _Rank, action: Action, step: int) -> None:
+            rank.ends[step] = self.stashes[rank.index].start(action, rank.clock)
+
+        return (when, work, begin) if kind in (Kind.OFFLOAD, Kind.RELOAD) else (when_there, work, effect)
 
     def _with_items(self, kind: Kind, when: _When | None, work: _Work, effect: _Effect | None) -> _Entry:
         """The table's entry of a kind that touches or moves items."""

@@ -8,7 +8,7 @@ from html import escape
 
 from hybridpar.pipeline.plan.action import Action, Plan
 from hybridpar.pipeline.plan.draw import as_timeline, number_of
-from hybridpar.pipeline.plan.kinds import COMPUTE, PER_BATCH, PER_ITEM, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import COMPUTE, OF_STASH, PER_BATCH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.shapes import IDLE, INK, MUTED, page, rect
 from hybridpar.pipeline.plan.timeline import Timeline
 
@@ -18,7 +18,8 @@ _COLOURS = (  # by weight version: forward, backward
 )
 _LEFT, _RIGHT, _TOP, _HEIGHT = 74, 92, 58, 30  # pixels
 _LINES = {Kind.SEND_F: (9, "#6fa3dc"), Kind.SEND_B: (12, "#1d4f8b"), Kind.FETCH: (15, "#3aa17e"),
-          Kind.RELEASE: (18, "#c7772e"), Kind.HOST: (15, "#8a4fc7")}
+          Kind.RELEASE: (18, "#c7772e"), Kind.RELOAD: (15, "#3aa17e"), Kind.OFFLOAD: (18, "#c7772e"),
+          Kind.HOST: (15, "#8a4fc7")}
 """Transfers that a stage sends, those between its tiers, and the host's work: pixels below its row, colour."""
 _STALL = "#f3cfcb"
 _SHOWN_PIXELS = 0.5
@@ -59,7 +60,7 @@ def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
         fitting = [css for css, digit in (("", 7.5), ("small", 5.6)) if digits * digit + 3 <= length * per_unit]
         if fitting:
             labels[kind] = fitting[0]
-    more = {*PER_ITEM, Kind.HOST}
+    more = {*PER_ITEM, *OF_STASH, Kind.HOST}
     moves = any(action.kind in more for actions in timeline.plan.values() for action in actions)
     return _Scale(len(timeline.plan), per_unit, 58 if moves else 50, labels)
 
@@ -72,8 +73,8 @@ def draw_svg(
     A box is a micro-batch on a stage: light forward, dark backward (W less so), its colour the weight version, with a b
     (and so on) where the stage is the second of its rank. The bar below a row runs from the end of a batch's gradients
     to the update, dark while a reduction is under way; the thin lines below that are the transfers that the stage
-    sends, then those of items to and from its fast tier, or the time in which the host makes its weights, where they
-    take visible time; where a stage waits for items it is red. Every part has a tooltip.
+    sends, then those of items or activations to and from its fast tier, or the time in which the host makes its
+    weights, where they take visible time; where a stage waits for these it is red. Every part has a tooltip.
     """
     timeline = as_timeline(drawn)
     ranks = sorted(timeline.plan)
@@ -204,6 +205,7 @@ def _svg_legend(timeline: Timeline, y: float, full_width: float, visible: set[Ki
     ]
     for kinds, what in (((Kind.SEND_F, Kind.SEND_B), "activation, gradient on its way"),
                         ((Kind.FETCH, Kind.RELEASE), "fetched, released"),
+                        ((Kind.RELOAD, Kind.OFFLOAD), "activations reloaded, offloaded"),
                         ((Kind.HOST,), "the host makes the new weights")):
         if visible & set(kinds):
             items.append(([rect(0, 4 + 4 * i, 26, 2, _LINES[kind][1]) for i, kind in enumerate(kinds)], what))

@@ -21,7 +21,7 @@ class Timeline:
     something take none of the rank's time, and all others return at their end.
 
     stalls: by rank and step, where it is more than none: of a computation how long it waited for items of the rank's
-    state alone; of a FETCH or RELEASE how long after its call the engine took it up.
+    state or activations alone, and so of an EVICT; of a FETCH or RELEASE how long after its call the engine took it up.
     """
 
     plan: Plan

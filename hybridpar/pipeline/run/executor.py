@@ -5,6 +5,7 @@
     I       the same, but what it takes to compute the weights' gradients waits        W   adds these up (batch hooks)
     RECV_*  post the receive        SEND_*  start the send        REDUCE NORM HOST UPDATE   handed to the batch hooks
     FETCH RELEASE DROP              handed to the tiers of the state; what an action touches is waited for before it
+    OFFLOAD EVICT RELOAD            handed to the stash of what micro-batches keep, which a backward waits for
 
 Parts of a stage hand activations and gradients to each other. It is the only place that waits for other stages.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -25,12 +27,13 @@ from hybridpar.autograd import backward_from
 from hybridpar.comm import Work, irecv, isend
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.kinds import PER_ITEM, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import OF_STASH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.run.codecs import Codec
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs
 from hybridpar.pipeline.run.lane import Lane, Packed
 from hybridpar.pipeline.run.recording import Recording
 from hybridpar.pipeline.run.stage import Stage
+from hybridpar.pipeline.run.stash import Stash
 from hybridpar.random import RandomKey
 from hybridpar.state.weights import WeightStore
 
@@ -92,12 +95,13 @@ class Tiers(Protocol):
 class Executor:
     """Runs the actions of one rank against its stages (by number, in parts), its weights and its neighbours.
 
-    `tiers`: of its state; None: all of it is always at hand.
+    `tiers`: of its state; None: all of it is always at hand. `stash`: of what its micro-batches keep; None: nothing
+    leaves.
     """
 
     def __init__(self, stages: Mapping[int, Sequence[Stage]], weights: WeightStore, lane: Lane, num_microbatches: int,
-                 tiers: Tiers | None = None):
-        self.stages, self.weights, self.lane, self.tiers = stages, weights, lane, tiers
+                 tiers: Tiers | None = None, stash: Stash | None = None):
+        self.stages, self.weights, self.lane, self.tiers, self.stash = stages, weights, lane, tiers, stash
         self.num_microbatches = num_microbatches
         self.losses: dict[int, Losses] = {}
         """Sum of each batch's partial losses so far (last stage only); whoever reads an entry takes it out."""
@@ -122,7 +126,7 @@ class Executor:
             Kind.HOST: lambda a: self._hooks.host(a),
             Kind.UPDATE: lambda a: self._hooks.update(a),
         } | {kind: self._send if row.met_by else self._post_receive for kind, row in ROWS.items() if row.side}
-        self._table |= dict.fromkeys(PER_ITEM, self._move)
+        self._table |= dict.fromkeys(PER_ITEM, self._move) | dict.fromkeys(OF_STASH, self._move_stash)
 
     def run(self, actions: Iterable[Action], source: Source, hooks: BatchHooks) -> None:
         """Executes the actions in order; at the end nothing is in flight."""
@@ -144,7 +148,7 @@ class Executor:
         while self._sends:
             self._sends.popleft().wait()
         self._turn_to(None)
-        left = [*self._flight, *self._handed, *self._received, *self._outputs]
+        left = [*self._flight, *self._handed, *self._received, *self._outputs, *(self.stash.left if self.stash else ())]
         assert not left, f"the plan left micro-batches in flight: {left}"
 
     def _turn_to(self, action: Action | None) -> None:
@@ -184,7 +188,8 @@ class Executor:
         leaf = x.leaf if isinstance(x, Packed) else x
         if leaf is not None and grad:
             leaf.requires_grad_()
-        out = here(x, batch, key)
+        with nullcontext() if self.stash is None or not grad else self.stash.noting(action, leaf):
+            out = here(x, batch, key)
         if isinstance(out, dict):
             self._add_losses(k // self.num_microbatches, out)
             out = sum(out.values())
@@ -206,6 +211,10 @@ class Executor:
         if gradient is None:
             gradient = torch.full((), factor, dtype=self._loss_dtype, device=self.lane.device)  # torch.tensor waits
         self.weights.bind(action.version)
+        if self.stash is not None:
+            if not self.stash.is_here(action):
+                self.wait(partial(self.stash.release, action))
+            self.stash.release(action)
         backward_from(flight.edge, gradient)
         if flight.input is not None:
             made, flight.input.grad = flight.input.grad, None
@@ -224,6 +233,13 @@ class Executor:
     def _move(self, action: Action) -> None:
         assert self.tiers is not None
         self.tiers.move(action)
+
+    def _move_stash(self, action: Action) -> None:
+        assert self.stash is not None
+        if action.kind is Kind.EVICT:
+            self.wait(partial(self.stash.evict, action))
+        else:
+            self.watch((self.stash.offload if action.kind is Kind.OFFLOAD else self.stash.reload)(action))
 
     def _add_losses(self, batch: int, losses: Losses) -> None:
         total = self.losses.setdefault(batch, {})

@@ -1,0 +1,110 @@
+"""Activations that wait in the slow tier: what the pass promises, that check finds what is wrong, and what it costs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridpar.pipeline.plan.action import Action, format_actions, parse_actions
+from hybridpar.pipeline.plan.check import PlanError, check
+from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.kinds import COMPUTE, OF_STASH, ROWS, Kind
+from hybridpar.pipeline.plan.offload import add_offload, most_away
+from hybridpar.pipeline.plan.passes import lower, make_plan
+from hybridpar.pipeline.plan.perfetto import trace_entries
+from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
+from hybridpar.pipeline.plan.simulate import simulate
+from hybridpar.pipeline.plan.svg import draw_svg
+
+
+def most_here(actions: list[Action]) -> int:
+    """The most micro-batches in memory while one is computed with, that one included."""
+    here, most = 0, 0
+    for action in actions:
+        if action.kind in COMPUTE:
+            most = max(most, here + (action.kind is Kind.F))
+        here += ROWS[action.kind].holds + (action.kind is Kind.RELOAD) - (action.kind is Kind.EVICT)
+    return most
+
+
+def test_who_leaves_when() -> None:
+    """The drawing of offload.py: two of four are away, and the first stage of 1f1b waits twice a batch."""
+    actions = [a for a in lower("1f1b", Sizes(4, 6), 0, 0, 1, offload=9) if a.kind in COMPUTE.union(OF_STASH)]
+    assert format_actions(actions).replace("@0v0", "").replace("@0", "") == (
+        "F0 OFFLOAD0 F1 EVICT0 OFFLOAD1 F2 EVICT1 OFFLOAD2 F3 EVICT2 OFFLOAD3 RELOAD0 B0 EVICT3 RELOAD1 F4 OFFLOAD4 B1 "
+        "EVICT4 RELOAD2 F5 OFFLOAD5 B2 EVICT5 RELOAD3 RELOAD4 B3 RELOAD5 B4 B5")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "2bw", "pipedream", "gpipe"])
+@pytest.mark.parametrize("split", [False, True])
+def test_so_many_are_away_at_once(name: str, split: bool) -> None:
+    sizes = Sizes(6, 9)
+    for rank in range(6):
+        in_flight = SCHEDULES[name].max_live_activations(sizes, rank)
+        for away in range(9):
+            here = most_here(list(lower(name, sizes, rank, 0, 3, offload=away, split=split)))
+            if in_flight == 3:  # its first forwards are too near their backwards
+                assert here == 3
+            else:
+                assert here == in_flight - min(away, most_away(SCHEDULES[name], sizes, rank))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_every_plan_is_right_and_changes_nothing_else(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(SCHEDULES)))
+    chunks = 2 if name == "interleaved" else 1
+    p, m = data.draw(st.integers(chunks, 7)), data.draw(st.integers(1, 20))
+    sizes = Sizes(p, max(m, p) if chunks > 1 or SCHEDULES[name].needs_full_pipeline else m, chunks)
+    away, split, parts = data.draw(st.integers(1, 9)), data.draw(st.booleans()), data.draw(st.integers(1, 2))
+    plan = make_plan(name, sizes, 1, 3, offload=away, split=split, parts=parts)
+    check(plan, sizes, name)
+    assert {rank: tuple(a for a in actions if a.kind not in OF_STASH) for rank, actions in plan.items()} == make_plan(
+        name, sizes, 1, 3, split=split, parts=parts)
+    for rank, actions in plan.items():
+        before = most_here(list(lower(name, sizes, rank, 1, 3, split=split)))
+        assert most_here([a for a in actions if a.part == 0]) <= before
+        assert before > 2 or not any(a.kind is Kind.OFFLOAD for a in actions)
+
+
+@pytest.mark.parametrize(("kind", "message"), [
+    (Kind.OFFLOAD, "EVICT0@0: what it moves is not there"), (Kind.EVICT, "RELOAD0@0: what it moves is not there"),
+    (Kind.RELOAD, "B0@0v0: what it needs is in the slow tier")])
+def test_a_move_that_is_missing(kind: Kind, message: str) -> None:
+    sizes, plan = Sizes(4, 4), make_plan("1f1b", Sizes(4, 4), offload=2)
+    wrong = {**plan, 0: tuple(a for a in plan[0] if a.kind is not kind)}
+    with pytest.raises(PlanError) as caught:
+        check(wrong, sizes, "1f1b")
+    assert caught.value.reason == message
+
+
+def test_a_move_of_what_is_not_there() -> None:
+    sizes, plan = Sizes(4, 4), make_plan("1f1b", Sizes(4, 4), offload=2)
+    for text, message in (("OFFLOAD9@0", "what it moves is not there"), ("OFFLOAD0@0", "EVICT0@0 comes before")):
+        with pytest.raises(PlanError, match=message):
+            check({**plan, 0: (*plan[0], *parse_actions(text))}, sizes, "1f1b")
+
+
+def test_nothing_to_move() -> None:
+    actions = list(lower("1f1b", Sizes(2, 5), 0, 0, 2))
+    assert list(add_offload(actions, 3, 2)) == list(add_offload(actions, 0, 9)) == actions
+
+
+@pytest.mark.parametrize(("offload", "reload", "takes"), [(0, 0, 18), (1, 1, 20), (2, 1, 25), (4, 1, 36)])
+def test_what_it_costs(offload: float, reload: float, takes: float) -> None:
+    """A rank alone, gpipe with six micro-batches, a forward 1, a backward 2: it waits where the last one must be out
+    before the first comes back, and wherever a copy takes longer than what it goes on beside."""
+    timeline = simulate(make_plan("gpipe", Sizes(1, 6), offload=4), Costs(1, 2, offload=offload, reload=reload))
+    assert timeline.makespan == takes
+    assert (timeline.stalled(0) > 0) == (takes > 18)
+
+
+def test_it_is_drawn() -> None:
+    timeline = simulate(make_plan("gpipe", Sizes(1, 6), offload=4), Costs(1, 2, offload=0.5, reload=3.0))
+    picture = draw_svg(timeline)
+    for text in ("OFFLOAD0@0: offload of micro-batch 0 on its way, 1 to 1.5", "activations reloaded, offloaded",
+                 "waits for the slow tier"):
+        assert text in picture
+    assert {"offload", "reload"} <= {entry["args"]["name"] for entry in trace_entries(timeline, {0: (0, "rank")})
+                                     if entry["name"] == "thread_name"}

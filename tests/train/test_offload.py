@@ -1,0 +1,203 @@
+"""Activations that wait in the slow tier: the same bits, in less memory, as predicted; stopped, saved, refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+
+from hybridpar import checkpoint
+from hybridpar.config import Config, from_mapping
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.errors import ConfigError, HybridparError
+from hybridpar.grid import ProcessGrid
+from hybridpar.memory import measure, predict
+from hybridpar.pipeline.run import stash
+from hybridpar.pipeline.run.stash import FileTier, Notes
+from hybridpar.state.store import DiskStore
+from hybridpar.train.engine import Engine
+from hybridpar.train.memory_trace import predict_trace
+
+CPU = torch.device("cpu")
+M = 6
+
+
+def make(folder: Path, away: int, model: Mapping[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+    """A GPT of odd sizes with dropout, a page and more a tensor."""
+    return from_mapping({
+        "model": {"num_layers": 3, "hidden_size": 72, "num_heads": 6, "seq_length": 22, "vocab_size": 131,
+                  "dropout": 0.1, "attention_dropout": 0.1, **(model or {})},
+        "parallel": {"dp": 1, **sections.pop("parallel", {})},
+        "pipeline": {"num_microbatches": M, "schedule": "gpipe", **sections.pop("pipeline", {})},
+        "train": {"micro_batch_size": 2, "device": "cpu", **sections.pop("train", {})},
+        "memory": {"offload_activations": away, "folder": str(folder)}, **sections})
+
+
+@dataclass
+class Run:
+    """What a rank's training came to, the allocator's peak, and the bytes that have left."""
+
+    steps: list[tuple[float, float]]
+    tensors: dict[str, Tensor]
+    peak: int
+    moved: int
+
+    def check(self, other: Run) -> None:
+        assert self.steps == other.steps
+        assert not [key for key, tensor in self.tensors.items() if not torch.equal(tensor, other.tensors[key])]
+
+
+def build(config: Config) -> Engine:
+    parallel = config.parallel
+    return Engine(config, ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp), CPU)
+
+
+def train(config: Config, stretches: tuple[int, ...] = (3,)) -> Run:
+    steps: list[tuple[float, float]] = []
+    with measure(CPU) as meter:
+        engine = build(config)
+        loader = SyntheticLoader(config.model, config.train.micro_batch_size, config.pipeline.num_microbatches,
+                                 engine.grid.dp.rank, engine.grid.dp.size)
+        for num_batches in stretches:
+            engine.train(loader, num_batches, lambda result: steps.append((result.loss, result.grad_norm)))
+        tensors = {key: tensor.clone() for key, tensor in engine.state.tensors().items()}
+    kept = engine.executor.stash
+    return Run(steps, tensors, meter.read().peak, kept.num_bytes if kept else 0)
+
+
+@pytest.mark.parametrize(("model", "pipeline", "dtype"), [
+    ({}, {}, "fp32"), ({"kind": "bert"}, {}, "bf16"), ({}, {"recompute": "0,2"}, "fp32"),
+    ({}, {"recompute": "selective", "split_backward": True}, "fp32"),
+    ({"norm": "rms_norm", "activation": "swiglu", "position": "rotary", "logits_chunk": 40}, {}, "fp32"),
+], ids=str)
+def test_the_same_bits_in_less_memory(model: dict[str, Any], pipeline: dict[str, Any], dtype: str,
+                                      tmp_path: Path) -> None:
+    whole, some, most = (train(make(tmp_path, away, model, pipeline=pipeline, train={"dtype": dtype}))
+                         for away in (0, 2, 99))
+    for run in (some, most):
+        run.check(whole)
+    assert 0 == whole.moved < some.moved < most.moved
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("parallel", "pipeline"), [
+    ({"pp": 4}, {"schedule": "2bw", "split": (1, 1, 2, 1)}), ({"pp": 2, "tp": 2, "sequence": True}, {}),
+    ({"pp": 2}, {"recompute": "stage"}),
+    ({"pp": 2, "tp": 2}, {"schedule": "interleaved", "split": (1, 1, 1, 2)}),
+    ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "2bw", "warmup": "latency"})], ids=str)
+def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], tmp_path: Path) -> None:
+    configs = [make(tmp_path, away, parallel=parallel, pipeline=pipeline) for away in (0, 99)]
+    wholes, runs = (run_ranks(train, config.parallel.num_ranks, config) for config in configs)
+    for whole, run in zip(wholes, runs, strict=True):
+        run.check(whole)
+    assert any(run.moved for run in runs)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("pp", "model", "pipeline", "dtype"), [
+    (1, {"kind": "bert"}, {"recompute": "selective"}, "bf16"),
+    (3, {}, {"schedule": "2bw", "warmup": "latency"}, "fp32"), (4, {}, {"schedule": "1f1b"}, "fp32")], ids=str)
+def test_the_allocator_counts_what_is_predicted(pp: int, model: dict[str, Any], pipeline: dict[str, Any], dtype: str,
+                                                tmp_path: Path) -> None:
+    large = {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "seq_length": 128, "vocab_size": 1024}
+    config = make(tmp_path, 99, large | model, parallel={"pp": pp}, pipeline=pipeline,
+                  train={"dtype": dtype, "micro_batch_size": 4, "num_steps": 4})
+    plain = predict(replace(config, memory=replace(config.memory, offload_activations=0)))
+    runs = run_ranks(train, pp, config, (2, 2))  # the optimizer's state is there when the second begins
+    for run, stage, before in zip(runs, predict(config), plain, strict=True):
+        assert stage.total == pytest.approx(run.peak, rel=0.02)
+        assert (stage.total < before.total) == (run.moved > 0)
+
+
+def test_saved_and_stopped(tmp_path: Path) -> None:
+    """Gone on with at another setting, after a stop in the middle of a batch that was under way."""
+    config = make(tmp_path, 0, pipeline={"schedule": "2bw", "num_microbatches": 8}, train={"num_steps": 10})
+    ends = []
+    for number, away in enumerate(((0, 0), (0, 99), (99, 0))):
+        folder, losses = tmp_path / str(number), list[float]()
+        for setting in away:
+            engine = build(replace(config, memory=replace(config.memory, offload_activations=setting)))
+            checkpoint.resume(folder, engine, "corpus", print)
+            loader = SyntheticLoader(config.model, 2, 8)
+
+            def note(result: Any, engine: Engine = engine, losses: list[float] = losses) -> None:
+                losses.append(result.loss)
+                engine.stop_requested = True
+
+            engine.train(loader, 10, note)
+            checkpoint.save(folder, engine, "corpus")
+        ends.append((losses, {key: tensor.clone() for key, tensor in engine.state.tensors().items()}))
+    (losses, tensors), *others = ends
+    assert 2 < len(losses) < 20
+    for other, found in others:
+        assert other == losses
+        assert not [key for key, tensor in tensors.items() if not torch.equal(tensor, found[key])]
+
+
+def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(self: DiskStore, item: int, into: memoryview) -> None:
+        raise self._failure("read a part of the state", OSError(5, "Input/output error"))
+
+    monkeypatch.setattr(DiskStore, "read", read)
+    with pytest.raises(HybridparError, match=f"{tmp_path}: cannot read"):
+        train(make(tmp_path, 1))
+
+
+@pytest.mark.parametrize(("sections", "message"), [
+    ({"memory": {"offload_activations": 1, "budget": 1 << 30}}, r"does not go with memory\.budget = 1073741824; try 0"),
+    ({"memory": {"offload_activations": 1, "host_optimizer": True}}, r"memory\.host_optimizer = true; try 0"),
+    ({"memory": {"offload_activations": 1}, "parallel": {"zero": 2, "dp": 2}}, r"parallel\.zero = 2; try 0"),
+    ({"memory": {"offload_activations": 1}, "train": {"record_memory": 1}}, r"train\.record_memory = 1; try 0"),
+    ({"memory": {"offload_activations": 1}, "train": {"device": "cuda"}}, r"train\.device is cuda; try 0")], ids=str)
+def test_what_it_does_not_go_with(sections: dict[str, Any], message: str) -> None:
+    problems = [str(problem) for problem in from_mapping(sections).conflicts()]
+    with pytest.raises(AssertionError, match=r"memory\.offload_activations = 1: .*" + message):
+        raise AssertionError(problems)
+
+
+def test_events_of_memory_are_not_predicted(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="offload_activations = 1: has no predicted events"):
+        predict_trace(make(tmp_path, 1))
+
+
+# -- what moves --------------------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_the_forwards_own_moves() -> None:
+    """Weights, what others hold, integers and small tensors stay; two views of one block are one; the input may go."""
+    weight, held = torch.randn(64, 64, requires_grad=True), []
+    x, notes = torch.randn(64, 64, requires_grad=True), Notes()
+    with notes.noting(x):
+        y = x @ weight  # keeps both
+        z = y.view(32, 128).exp()  # itself
+        held.append((z * z.t().reshape(32, 128)).sin())  # keeps z, a copy, and what sin is of
+        out = (held[0] * held[0].detach().clone()).sum() + (x[:2] * 2).exp().sum()
+    moving = {tensor.untyped_storage()._cdata for tensor in notes.alone()}
+    assert x.untyped_storage()._cdata in moving
+    assert not moving & {tensor.untyped_storage()._cdata for tensor in (weight, z, held[0])}
+    del z
+    assert len(notes.alone()) == len(moving) + 1
+    out.backward()
+
+
+def test_bytes_come_back_as_they_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of a page, of tensors that do not fill them; a place is used again."""
+    monkeypatch.setattr(stash, "_PIECE", 4096)
+    tier = FileTier(tmp_path)
+    for sizes in ((1, 5000, 4095), (4096, 3, 20_000), (7,)):
+        content = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+        before = [tensor.clone() for tensor in content]
+        place, written = tier.write(content)
+        written.result()
+        for tensor in content:
+            tensor.zero_()
+        tier.read(place, content).result()
+        assert all(map(torch.equal, content, before))
+    assert sum(len(store._sizes) for store in tier._stores) == -(-(4096 + 3 + 20_000) // 4096)
+    tier.close()
