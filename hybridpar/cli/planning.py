@@ -134,7 +134,7 @@ class Plan:
             source = "estimated" if machine.profile.estimated else "measured"
             print(f"{machine.num_devices} x {machine.profile.hardware.name}, {source} times of blocks")
             Console(width=None if sys.stdout.isatty() else 160).print(report.table(result))
-            print("\n".join(report.failures(result)))
+            print("\n".join([*report.reasons(result), *report.failures(result)]))
 
     def _show_choice(self, result: Result, machine: Machine) -> None:
         from hybridpar.planner import report

@@ -103,12 +103,15 @@ def describe(config: Config) -> str:
 
 
 def _how(config: Config, recompute: str) -> list[str]:
-    """Schedule, recomputation and ZeRO-1 in words."""
+    """Schedule, recomputation, ZeRO and where the state is, in words."""
     pipeline = config.pipeline
     schedule = pipeline.schedule + (f" (warm-up {pipeline.warmup})" if pipeline.warmup != "depth" else "")
     schedule += f" ({pipeline.num_chunks} chunks)" if pipeline.num_chunks > 1 else ""
     again = [f"recompute {recompute}"] if recompute != "none" else []
-    return [schedule, *again, *(["ZeRO-1"] if config.parallel.zero else [])]
+    zero = [f"ZeRO-{config.parallel.zero}"] if config.parallel.zero else []
+    host = ["optimizer on the host"] if config.memory.host_optimizer else []
+    budget = [f"{config.memory.budget / _MIB:,.0f} MiB of state in memory"] if config.memory.budget else []
+    return [schedule, *again, *zero, *host, *budget]
 
 
 def table(result: Result) -> Table:
@@ -142,6 +145,11 @@ def _short(text: str) -> str:
     return text if len(text) <= 24 else f"{text[:21]}..."
 
 
+def reasons(result: Result) -> list[str]:
+    """A line for each ranked candidate whose state moves: why it does."""
+    return [f"{place}: {one.because}" for place, one in enumerate(result.ranked, 1) if one.because]
+
+
 def failures(result: Result) -> list[str]:
     """A line for each of the likeliest that cannot run."""
     lines = [f"not {describe(one.config)}: {one.reason}" for one in result.failed[:_SHOWN_FAILURES]]
@@ -163,7 +171,8 @@ def _choice(config: Config) -> dict[str, Any]:
         "tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, "zero": parallel.zero,
         "micro_batch_size": config.train.micro_batch_size, "num_microbatches": pipeline.num_microbatches,
         "schedule": pipeline.schedule, "chunks": pipeline.num_chunks, "warmup": pipeline.warmup,
-        "early_switch": pipeline.early_switch, "split": list(pipeline.split), "recompute": pipeline.recompute}
+        "early_switch": pipeline.early_switch, "split": list(pipeline.split), "recompute": pipeline.recompute,
+        "host_optimizer": config.memory.host_optimizer, "budget": config.memory.budget}
 
 
 def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:
@@ -172,7 +181,7 @@ def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:
         **_choice(candidate.config), "step_ms": 1e3 * cost.step_time, "tokens_per_s": cost.tokens_per_s,
         "memory": None if memory is None else [stage.total for stage in memory],
         "host_memory": None if memory is None else [stage.host for stage in memory],
-        "bound_by": bound_by(candidate, limit),
+        "bound_by": bound_by(candidate, limit), "because": candidate.because,
         "parts_ms": {name: 1e3 * seconds for name, seconds in parts_of(cost).seconds.items()}}
 
 

@@ -109,6 +109,12 @@ def _groups(config: Config) -> tuple[list[list[float]], Division]:
 
 def measure_speeds(config: Config) -> Speeds:
     """Takes a second. Speeds of this machine, with the threads that torch has here."""
+    flops, _ = peak_flops(config, torch.device("cpu"), Axis("world"))
+    return Speeds(*host_speeds(config), flops)
+
+
+def host_speeds(config: Config) -> tuple[float, float]:
+    """Parameters that a host with torch's threads updates, and bytes that it copies, in a second."""
     policy = StatePolicy.of(config, 1, 1)
     master, gradient, target = (torch.zeros(_SAMPLE) for _ in range(3))
     working = (torch.zeros(_SAMPLE, dtype=policy.dtype),) if policy.dtype in LOW_PRECISION else ()
@@ -116,8 +122,7 @@ def measure_speeds(config: Config) -> Speeds:
     optimizer = build_optimizer(config.optim, [slot], Axis("tp"), policy.backend)
     update = _seconds(lambda: optimizer.step(Weights([master], [master], working), [gradient], lr=1e-3))
     copy = _seconds(lambda: target.copy_(gradient))
-    flops, _ = peak_flops(config, torch.device("cpu"), Axis("world"))
-    return Speeds(_SAMPLE / update, gradient.nbytes / copy, flops)
+    return _SAMPLE / update, gradient.nbytes / copy
 
 
 def _seconds(call: Callable[[], object]) -> float:
