@@ -117,7 +117,9 @@ def test_a_host_that_keeps_muons_matrices_has_no_costs() -> None:
 
 def found(base: Config, on: Machine, keep: dict[str, int] | None = None, schedules: tuple[str, ...] = ()) -> Result:
     free = replace(base, parallel=replace(base.parallel, dp=0))
-    return search(free, on, Request(keep=keep or {"pp": 1, "tp": 1}, schedules=schedules, top=3))
+    return search(free, on, Request(
+        batch_size=base.global_batch_size, keep=keep or {"pp": 1, "tp": 1}, schedules=schedules, top=3,
+        micro_batches=(base.train.micro_batch_size,)))
 
 
 def test_gradients_and_weights_are_split_where_nothing_else_fits() -> None:
