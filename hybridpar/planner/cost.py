@@ -217,8 +217,7 @@ class StepCost:
         return found
 
     def reduction(self, stage: StageCost, index: int) -> tuple[float, float]:
-        """Seconds that the gradients of a rank's stages take to be reduced once a batch, and CPU time that goes into it.
-        """
+        """Seconds that what is reduced once a batch of a rank's gradients takes, and CPU time that goes into it."""
         machine, ranks = self.machine, self.ranks_of(index)
         own = 0 if self.splits > 1 else self.gradient_bytes * (stage.parameters - stage.tied)
         seconds = self._in_buckets(own, ranks)

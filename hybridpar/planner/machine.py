@@ -18,6 +18,11 @@ _FRAGMENTS = 0.04
 """Share of an accelerator's memory that an allocator cannot hand out. An estimate."""
 
 
+def memory_limit(memory: float, *, is_cpu: bool) -> float:
+    """Bytes that training may take of a device of so many, or of a host's share."""
+    return 0.9 * memory if is_cpu else (memory - RESERVED) * (1 - _FRAGMENTS)
+
+
 @dataclass(frozen=True)
 class Machine:
     """A profile of blocks, and how the devices that have it are joined.
@@ -38,9 +43,7 @@ class Machine:
     @property
     def memory_limit(self) -> float:
         """Bytes that training may take of a device."""
-        if self.profile.hardware.cores:
-            return 0.9 * self.memory
-        return (self.memory - RESERVED) * (1 - _FRAGMENTS)
+        return memory_limit(self.memory, is_cpu=self.profile.hardware.cores > 0)
 
     @property
     def device(self) -> torch.device:

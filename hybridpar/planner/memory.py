@@ -7,16 +7,19 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import torch
 
-from hybridpar.config import ParallelConfig
+from hybridpar.config import Config, ParallelConfig
 from hybridpar.memory import Footprints, predict
-from hybridpar.memory.footprint import Buffers, Footprint
+from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
+from hybridpar.memory.predict import Tracer
 from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
-from hybridpar.pipeline.plan.schedules import schedule_of
+from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.planner.candidates import Candidate, block_costs
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.split import Matrix, best_split
+from hybridpar.train.ghost_rank import GhostRank
 from hybridpar.validate import problems
 
 TIGHT = 0.9
@@ -28,6 +31,21 @@ _SURELY = 2 / 3
 """Share of the limit below which a bound from above needs no closer look."""
 _TRIES, _TIGHTER = 4, 0.96
 """Splits that are made for a limit, each for so much of the one before: an estimate may be too low."""
+
+
+def largest_budget(config: Config, limit: float, device: torch.device, trace: Tracer = trace_stage) -> int:
+    """The largest memory.budget with which a resolved configuration fits into `limit` bytes, with some room; 0 where
+    there is none: a part of the state, or what else there is, is too much, or settings do not go with a budget."""
+    everything = replace(config, memory=replace(config.memory, budget=_ALL))
+    if device.type != "cpu" or problems(everything, config.parallel.num_ranks):
+        return 0
+    stages = predict(everything, device=device, trace=trace)
+    budget = int(TIGHT * limit - max(stage.total - stage.state for stage in stages)) // _MIB * _MIB
+    if budget <= 0:
+        return 0
+    cpu = replace(everything, train=replace(config.train, device="cpu"))
+    ghosts = GhostRank.pipeline(cpu)
+    return budget if all(ghost.touches(Sizes.of(cpu)).least_budget() <= budget for ghost in ghosts) else 0
 
 
 def host_shortage(candidate: Candidate) -> str:
@@ -127,15 +145,9 @@ class MemoryCheck:
         where there is none: one part of the state, or the activations, are too much."""
         for recompute in dict.fromkeys((candidate.config.pipeline.recompute, "all")):
             made = replace(candidate.config, pipeline=replace(candidate.config.pipeline, recompute=recompute))
-            everything = replace(made, memory=replace(made.memory, budget=_ALL))
-            rest = max(stage.total - stage.state for stage in predict(
-                everything, device=candidate.cost.machine.device, trace=self._footprints))
-            budget = int(TIGHT * self.limit - rest) // _MIB * _MIB
-            made = replace(made, memory=replace(made.memory, budget=max(budget, 1)))
-            if budget <= 0 or problems(made, made.parallel.num_ranks):
-                continue
-            found = Candidate(made, StepCost(made, candidate.cost.machine), tried_recomputation=True)
-            if found.cost.moves is not None and found.cost.moves.least_budget <= budget:
+            if budget := largest_budget(made, self.limit, candidate.cost.machine.device, self._footprints):
+                made = replace(made, memory=replace(made.memory, budget=budget))
+                found = Candidate(made, StepCost(made, candidate.cost.machine), tried_recomputation=True)
                 self.measure(found)
                 return found
         return None

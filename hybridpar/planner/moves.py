@@ -50,6 +50,13 @@ class Moves:
         splits = config.parallel.zero > 1 and config.parallel.dp > 1
         return Moves(config, machine) if splits or memory.host_optimizer or memory.budget else None
 
+    @property
+    def what(self) -> str:
+        """What ranks wait for, where it is not hidden, in words."""
+        memory = self.config.memory
+        return ("the optimizer on the host" if memory.host_optimizer else "the file of the state" if memory.budget else
+                "weights and gradients of other replicas")
+
     @cached_property
     def ghosts(self) -> list[GhostRank]:
         """The ranks of a pipeline."""
@@ -99,11 +106,6 @@ class Moves:
             self._plans[ordering, sizes], costs, {r: items for r, items in found if items is not None})
         starts = timeline.batch_starts(sizes.num_microbatches)
         return (starts[_SETTLING + _COUNTED] - starts[_SETTLING]) / _COUNTED
-
-    @property
-    def least_budget(self) -> int:
-        """Bytes of memory that the state of every rank needs at least."""
-        return max(ghost.touches(Sizes.of(self.config)).least_budget() for ghost in self.ghosts)
 
 
 def _without_costs(config: Config, machine: Machine) -> Iterator[Problem]:
