@@ -84,14 +84,14 @@ class Fitting:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _changes(self, config: Config) -> Iterator[tuple[str | Knob, Config]]:
+    def _changes(self, config: Config) -> Iterator[tuple[Knob, Config]]:
         """Settings to try, and the configuration with them."""
         stages = predict(config, device=self._device, trace=self._trace)
         fullest = max(range(len(stages)), key=lambda rank: stages[rank].total)
         more: list[dict[str, dict[str, Any]]] = []
         if config.train.dtype == "fp32":
             more.append({"train": {"dtype": "bf16"}})
-        split = {"split": []} if config.pipeline.split else {}
+        split: dict[str, Any] = {"split": []} if config.pipeline.split else {}
         if config.parallel.dp % 2 == 0:
             more.append({"parallel": {"pp": 2 * config.parallel.pp, "dp": config.parallel.dp // 2},
                          "pipeline": {"num_microbatches": 2 * config.pipeline.num_microbatches, **split}})

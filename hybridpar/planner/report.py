@@ -92,7 +92,7 @@ def exposed_moves(cost: StepCost) -> float:
         return 0.0
     calls = {kind: time for kind, time in cost.costs.calls.items() if kind not in PER_ITEM}
     return max(0.0, cost.step_time - cost.simulated(replace(
-        cost.costs, calls=calls, **dict.fromkeys(("fetch", "release", "to_host", "host", "from_host"), 0.0))))
+        cost.costs, calls=calls, fetch=0.0, release=0.0, to_host=0.0, host=0.0, from_host=0.0)))
 
 
 def bound_by(candidate: Candidate, limit: float) -> str:

@@ -123,7 +123,7 @@ class _Search:
         if parallel.zero and (only_if_worth or cost.machine.device.type != "cpu"):
             return
         if not only_if_worth or max(rank.update for rank in cost.ranks) >= _WORTH_SHARING * candidate.least_time:
-            made = replace(candidate.config, parallel=replace(parallel, zero=parallel.zero + 1))
+            made = replace(candidate.config, parallel=replace(parallel, zero=parallel.zero + 1))  # type: ignore[arg-type]
             for config in (made, *(self._part_by_part(made) if parallel.zero == 1 else ())):  # whose own next is ZeRO-3
                 if config.parallel.zero < 2 or not problems(config, cost.machine.num_devices):
                     self._consider_later(balanced(config, cost.machine))

@@ -56,7 +56,6 @@ def test_several_together_where_one_is_not_enough() -> None:
     (found,) = Fitting(0.45 * alone, CPU).remedies(base)
     assert " with " in found.settings
     assert found.peak <= 0.45 * alone
-    assert Fitting(1000.0, CPU).remedies(base) == []
 
 
 def test_the_largest_model_fits_and_one_layer_more_does_not() -> None:
