@@ -2,6 +2,7 @@
 its first choice is the fastest grid that was measured, or within 5% of it.
 
     python -m benchmarks.planner                                    ranks of one machine
+    python -m benchmarks.planner --moves --name planner_moves       state split over replicas, on hosts, or in a file
     sudo env "PATH=$PATH" python -m benchmarks.planner --link lan=200:1     two hosts and a slow link (scripts/testbed)
 
 The machine is profiled once, as `hybridpar profile` does. Then every grid is trained, in every round, by Gloo ranks of
@@ -18,6 +19,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -31,7 +33,7 @@ import torch.distributed as dist
 from benchmarks.common import SHAPES, FixedLoader, Shape, arguments, engine_config, parse, run_ranks, write_results
 from hybridpar.config import Config, Launch
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory import MemoryWatch
+from hybridpar.memory import MemoryWatch, predict
 from hybridpar.planner.candidates import Request
 from hybridpar.planner.cluster import measured_machine
 from hybridpar.planner.cost import StepCost
@@ -46,6 +48,10 @@ from hybridpar.train.launch import keep_freed_memory
 ROOT = Path(__file__).resolve().parents[1]
 TESTBED = ROOT / "scripts" / "testbed" / "testbed.py"
 STATE_VARIABLE, CANNOT_RUN = "TESTBED_STATE", 77  # as in testbed.py
+MOVES = (  # stages, schedule, ZeRO, whether the host updates, share of the state that is in memory
+    (1, "1f1b", 1, False, 0.0), (1, "1f1b", 2, False, 0.0), (1, "1f1b", 3, False, 0.0), (1, "gpipe", 3, False, 0.0),
+    (2, "2bw", 0, False, 0.0), (2, "2bw", 0, True, 0.0), (1, "2bw", 1, True, 0.0),
+    (2, "1f1b", 0, False, 0.6), (1, "gpipe", 0, False, 0.6))
 GRIDS = ((1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1), (2, 1, 2))
 MEANING = ("ratio: predicted step time over measured, median of rounds; of a choice: its measured step time over that "
            "of the fastest")
@@ -65,10 +71,11 @@ class Case:
     @property
     def name(self) -> str:
         parallel, pipeline = self.config.parallel, self.config.pipeline
-        zero = " zero" if parallel.zero else ""
+        zero = f" zero {parallel.zero}" if parallel.zero else ""
+        memory = " host" * self.config.memory.host_optimizer + " budget" * (self.config.memory.budget > 0)
         warmup = f" {pipeline.warmup}" if pipeline.warmup != "depth" else ""
         return (f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp} {pipeline.schedule}{warmup} "
-                f"{pipeline.num_microbatches}x{self.config.train.micro_batch_size}{zero}")
+                f"{pipeline.num_microbatches}x{self.config.train.micro_batch_size}{zero}{memory}")
 
     @property
     def ranks(self) -> int:
@@ -108,6 +115,8 @@ def _step_time(config: Config, shape: Shape, batches: int) -> float:
     recorder.close()
     costs = run_costs(config, trace.gather(recorder, grid))
     assert costs is not None, f"{batches} batches are too few"
+    if engine.tiers is not None:
+        engine.tiers.memory.close()
     return costs.measured.step_time
 
 
@@ -121,7 +130,9 @@ def _memory(config: Config, shape: Shape) -> tuple[int, int]:
     watch = MemoryWatch(config, device)
     engine = Engine(config, grid, device)
     engine.train(watch.loader(loader), 5, lambda result: None)
-    compared = watch.compare(grid)
+    compared = watch.compare(grid, engine.tiers.peak if engine.tiers else 0)
+    if engine.tiers is not None:
+        engine.tiers.memory.close()
     fullest = max(range(grid.pp.size), key=compared.measured.__getitem__)
     return compared.measured[fullest], compared.predicted[fullest]
 
@@ -152,6 +163,22 @@ def plan_cases(
         n = config.parallel.num_ranks
         cases.append(Case(config, StepCost(config, measured_machine(profile, n)).step_time))
     return cases, chosen
+
+
+def moving_cases(base: Config, profile: Profile, batch: int, folder: str) -> list[Case]:
+    """Configurations of two ranks whose state moves, each beside the same where it stays."""
+    configs = []
+    for pp, schedule, zero, host, share in MOVES:
+        config = replace(
+            base, parallel=replace(base.parallel, pp=pp, dp=2 // pp, zero=zero), pipeline=replace(
+                base.pipeline, schedule=schedule,  # type: ignore[arg-type]
+                num_microbatches=batch // (base.train.micro_batch_size * (2 // pp))),
+            memory=replace(base.memory, host_optimizer=host))
+        if share:
+            state = min(stage.state for stage in predict(config, device=torch.device("cpu")))
+            config = replace(config, memory=replace(config.memory, budget=int(share * state), folder=folder))
+        configs.append(config)
+    return [Case(config, StepCost(config, measured_machine(profile, 2)).step_time) for config in configs]
 
 
 def _same(a: Config, b: Config) -> bool:
@@ -189,7 +216,8 @@ def on_one_machine(args: Any) -> list[dict[str, Any]]:
                 base, Launch(0, 0, 1, 1), sizes=(shape.micro_batch,))
             if path:
                 write_profile(profile, path)
-            cases, chosen = plan_cases(base, profile, args.batch, args.ranks)
+            cases, chosen = plan_cases(base, profile, args.batch, args.ranks) if not args.moves else (
+                moving_cases(base, profile, args.batch, args.folder), {})
             for round_ in range(args.rounds + 1):
                 for n in args.ranks:
                     here = [case for case in cases if case.ranks == n]
@@ -254,6 +282,8 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=16, help="samples of a step")
     parser.add_argument("--batches", type=int, default=4, help="recorded batches of a run")
     parser.add_argument("--profile", default="", help="of one machine: read from here if it is there, else kept here")
+    parser.add_argument("--moves", action="store_true", help="two ranks of one machine whose state moves")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="of the file of a budget")
     parser.add_argument("--link", default="", metavar="NAME=MBIT:DELAY_MS", help="over two hosts and this link")
     args = parse(parser)
     if args.link and STATE_VARIABLE not in os.environ:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, UseAppendAction, arg
 
 from hybridpar.cli.exchange import Export, Import
+from hybridpar.cli.fitting import Room, fit_report
 from hybridpar.cli.memory import Memory
 from hybridpar.cli.placing import Graph, Place
 from hybridpar.cli.planning import ConfigFile, Overrides, Plan, Profile, Simulate, resolved
@@ -130,10 +131,19 @@ class Check:
     config: Overrides
     world_size: Annotated[int, Within(0, 2**20)] = 0
     """Processes of the pretended job; 0: as many as the grid has."""
+    profile: str = ""
+    """What `hybridpar profile` has measured: the step time is predicted, too, and what each remedy costs of it."""
+    cluster: str = ""
+    """A cluster.toml: of those machines, with estimated times (or those of the profile)."""
+    device_gb: Annotated[float, Within(0, 1e9)] = 0.0
+    """Memory of a device, or of a process on CPUs, in GB; 0: as the profile or cluster has it, else as this machine."""
+    largest: bool = False
+    """Also say how many layers of this width would fit, as it is and with each setting that saves memory."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:
         config = resolved(self.config, self.world_size)
+        room = Room.of(config, launch, self.profile, self.cluster, self.device_gb)
         absent = _absent(config)
         from torch.nn import ModuleList
 
@@ -163,9 +173,11 @@ class Check:
             "device": device.type, "peak_memory": [stage.as_json() for stage in memory], "absent": absent,
         }
         tiers, host, sites = forecasts(config), forecast_host(config), site_traffic(config)
+        name = Sizes.of(config).rank_name
+        fit, fit_lines = fit_report(config, memory, room, name, largest=self.largest)
         if self.json:
-            plain |= {"tiers": [one.as_json() for one in tiers]} | {
-                name: found.as_json() for name, found in (("host", host), ("sites", sites)) if found}
+            plain |= {"tiers": [one.as_json() for one in tiers]} | fit | {
+                key: found.as_json() for key, found in (("host", host), ("sites", sites)) if found}
             print(json.dumps(plain))
             return 0
         fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
@@ -174,7 +186,7 @@ class Check:
         blocks = ", ".join(f"{b.start}-{b.stop - 1}" for b in stages)
         if (chunks := config.pipeline.num_chunks) > 1:
             blocks += f"; each rank holds {chunks}, which are {grid.pp} apart"
-        name, at_sites = Sizes.of(config).rank_name, f" at {grid.sites} sites" if several else ""
+        at_sites = f" at {grid.sites} sites" if several else ""
         print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}{at_sites}, {grid.num_ranks} processes\n"
               f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head)\n"
               f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"
@@ -185,6 +197,8 @@ class Check:
         for found in (host, sites):
             if found is not None:
                 print(f"\n{found}")
+        if fit_lines:
+            print("\n" + "\n".join(fit_lines))
         for text in absent:
             print(f"\nnot on this machine, or of no use: {text}")
         return 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagConversionOff, Positional, arg
 
+from hybridpar.cli.fitting import closest_remedies
 from hybridpar.cli.outputs import check_outputs, write_output
 from hybridpar.cli.values import Devices, MicroBatches, Ranks, Within, parse_grid
 from hybridpar.config import Config, Launch, PipelineConfig, load_toml, to_toml
@@ -117,7 +118,9 @@ class Plan:
         result = search(self.config, machine, request)
         self._show(result, machine)
         if not result.ranked:
-            print("hybridpar plan: nothing fits: " + "; ".join(report.failures(result)), file=sys.stderr)
+            said = ["hybridpar plan: nothing fits: " + "; ".join(report.failures(result)),
+                    *closest_remedies(result.failed, result.limit)]
+            print("\n".join(said), file=sys.stderr)
             return 1
         write_output("out", self.out, report.plan_toml(result.ranked[0]))
         if self.svg:
@@ -136,7 +139,7 @@ class Plan:
             source = "estimated" if machine.profile.estimated else "measured"
             print(f"{machine.num_devices} x {machine.profile.hardware.name}, {source} times of blocks")
             Console(width=None if sys.stdout.isatty() else 160).print(report.table(result))
-            print("\n".join(report.failures(result)))
+            print("\n".join([*report.reasons(result), *report.failures(result)]))
 
     def _show_choice(self, result: Result, machine: Machine) -> None:
         from hybridpar.planner import report

@@ -40,12 +40,14 @@ class Request:
 
 @dataclass
 class Candidate:
-    """One configuration under consideration. `reason`: why it cannot run; empty where it can."""
+    """One configuration under consideration. `reason`: why it cannot run; empty where it can. `because`: why its state
+    moves, where it does."""
 
     config: Config
     cost: StepCost
     memory: list[StageMemory] | None = None
     reason: str = ""
+    because: str = ""
     tried_recomputation: bool = False
 
     @cached_property

@@ -8,6 +8,7 @@
     dp           ring all-reduce of the stage's gradients (ZeRO-1: half of it, the gather is the other); tied weights
                  over both ends; hidden or not as the schedule has it
     update       norm and optimizer of the stage's own parameters; ZeRO-1: a share of it
+    moves        of state that is split over replicas (ZeRO-2 and 3), on a host, or in a file: moves.py
 
 `pipeline.plan.simulate` puts these together, so bubbles, slack and warm-up are those of the plan that would run. All
 replicas and tp ranks of a stage run in step: one pipeline stands for all of them. Units: seconds, bytes.
@@ -21,7 +22,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hybridpar.config import Config
-from hybridpar.errors import config_error
 from hybridpar.models.build import DTYPES, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Kind
@@ -30,6 +30,7 @@ from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.run.codecs import Codecs
 from hybridpar.planner.machine import Machine
+from hybridpar.planner.moves import Moves
 from hybridpar.planner.profile import KINDS, BlockCost
 from hybridpar.state.partition import BUCKET_BYTES
 
@@ -66,17 +67,20 @@ class StageCost:
 class StepCost:
     """Cost of a step of one configuration (resolved: dp is known) on a machine.
 
-    Raises: ConfigError where the profile has nothing of its tp degree, the split does not fit the model, or replicas
-    split gradients (ZeRO-2 and 3).
+    Raises: ConfigError where the profile has nothing of its tp degree, or of what moves its state; or the split does
+    not fit the model.
     """
 
     def __init__(self, config: Config, machine: Machine):
         self.config, self.machine = config, machine
         parallel = config.parallel
-        if parallel.zero > 1:
-            raise config_error("parallel.zero", parallel.zero, "has no estimated costs: the planner knows 0 and 1", "1")
         self.tp, self.pp, self.dp = parallel.tp, parallel.pp, max(parallel.dp, 1)
+        self.moves = Moves.of(config, machine)
         self.zero_share = self.dp if parallel.zero else 1
+        self.splits = parallel.zero if self.dp > 1 else 0
+        """What replicas split: 2: gradients, too; 3: weights, too. These come and go block by block."""
+        self.updates_here = not config.memory.host_optimizer
+        """Whether ranks update on their own time."""
         self.sizes = Sizes.of(config)
         profile, b = machine.profile, config.train.micro_batch_size
         self.kinds = {kind: profile.block(kind, self.tp, b) for kind in KINDS}
@@ -168,7 +172,8 @@ class StepCost:
             sum(b for _, b in times) + sum(times[n - blocks.start][0] for n in again) + gather_gradient
             + sum(self.block(n).remake for n in selective),
             sum(c.norm for c in costs) - (twice.norm if twice else 0.0),
-            (sum(c.update for c in costs) - (twice.update if twice else 0.0)) / self.zero_share + profile.per_batch,
+            (sum(c.update for c in costs) - (twice.update if twice else 0.0)) / self.zero_share * self.updates_here
+            + profile.per_batch,
             sum(c.parameters for c in costs) - (tied if twice else 0),
             tied if ends and not both else 0)
 
@@ -218,9 +223,9 @@ class StepCost:
         return found
 
     def reduction(self, stage: StageCost, index: int) -> tuple[float, float]:
-        """Seconds that the gradients of a rank's stages take to be reduced, and CPU time that goes into it."""
+        """Seconds that what is reduced once a batch of a rank's gradients takes, and CPU time that goes into it."""
         machine, ranks = self.machine, self.ranks_of(index)
-        own = self.gradient_bytes * (stage.parameters - stage.tied)
+        own = 0 if self.splits > 1 else self.gradient_bytes * (stage.parameters - stage.tied)
         seconds = self._in_buckets(own, ranks)
         work = machine.link(ranks).ring_work(own, self.dp) if self.dp > 1 else 0.0
         if stage.tied:
@@ -256,8 +261,15 @@ class StepCost:
         reductions = [self.reduction(rank, r) for r, rank in enumerate(ranks)]
         if any(work for _, work in reductions):
             calls[Kind.REDUCE] = [min(seconds, work) for seconds, work in reductions]
-        sharded = self.config.parallel.zero > 0 and self.dp > 1
+        sharded = self.splits > 0
         reduce = [max(0.0, seconds - work) / (1 + sharded) for seconds, work in reductions]
+        gather = list(reduce) if sharded else [0.0] * p
+        if self.splits == 2:  # what UPDATE makes is whole again; gradients were summed before
+            gathers = [machine.half_ring("gather", self.item * rank.parameters, self.ranks_of(r), self.tp)
+                       for r, rank in enumerate(ranks)]
+            gather = [max(0.0, seconds - work) for seconds, work in gathers]
+            tied = [min(seconds, work) for seconds, work in reductions]
+            calls[Kind.REDUCE] = [own + work for own, (_, work) in zip(tied, gathers, strict=True)]
         if not self.is_cpu:  # half of a last backward hides them, on a stream of its own, in buckets
             reduce = [max(t - 0.5 * rank.backward, min(t, t * BUCKET_BYTES / max(4 * rank.parameters, 1)))
                       for t, rank in zip(reduce, ranks, strict=True)]
@@ -268,11 +280,12 @@ class StepCost:
             here = min(world, machine.devices_per_server)
             cores = max(0.1, p * hardware.cores * hardware.efficiency / (here * hardware.threads)) / self._at_work
         transfer, latency, work = ([link[i] for link in self.links] for i in range(3))
-        return Costs(
+        costs = Costs(
             [s.forward for s in stages], [s.backward for s in stages], [r.update for r in ranks], calls,
-            reduce=reduce, norm=norm, gather=list(reduce) if sharded else 0.0, transfer=transfer, latency=latency,
+            reduce=reduce, norm=norm, gather=gather if sharded else 0.0, transfer=transfer, latency=latency,
             tied=self.config.model.tie_embeddings and p > 1, blocking_norm=self.is_cpu, serial_links=not self.is_cpu,
             cores=cores, transfer_work=work)
+        return self.moves.added_to(costs, [self.ranks_of(r) for r in range(p)], self.tp) if self.moves else costs
 
     @property
     def _at_work(self) -> float:
@@ -316,6 +329,8 @@ class StepCost:
 
     def _step(self, m: int, costs: Costs) -> float:
         ordering, sizes = self.ordering, replace(self.sizes, num_microbatches=m)
+        if self.moves is not None:
+            return self.moves.step_time(ordering, sizes, costs)
         if ordering.make().flush:
             return ordering.timeline(sizes, costs, 4).step_time(m)
         period = ordering.timeline(sizes, costs, _BATCHES_TO_SETTLE).period(m)

@@ -72,6 +72,10 @@ class Link:
         steps = 2 * (ranks - 1)
         return steps * (self.latency + num_bytes / ranks * rings / (self.bandwidth * self.share))
 
+    def half_ring(self, op: str, num_bytes: float, ranks: int, rings: float = 1) -> tuple[float, float]:
+        """A gather or a reduce-scatter, half of an all-reduce each: seconds, and CPU time."""
+        return self.ring_time(num_bytes, ranks, rings) / 2, 0.0
+
     def transfer_work(self, num_bytes: float) -> float:
         """CPU time for a message: none, devices send on their own."""
         return 0.0

@@ -2,6 +2,7 @@
 
     to and fro between two ranks                        half of a round trip
     all-reduce over two, four, .. ranks of a level      on the rank that takes the longest
+    gather and reduce-scatter over them                 likewise, as ZeRO has them
 
 Besides the time on the wall, what it takes of the cores is measured: on CPUs, messages are carried by threads that
 compete with those that compute. A `MeasuredLink` answers the questions that `hardware.Link` does.
@@ -21,9 +22,20 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from hybridpar.comm import all_reduce, barrier, gather_objects, irecv, isend
+from hybridpar.comm import (
+    Parts,
+    all_gather_async,
+    all_reduce,
+    barrier,
+    gather_objects,
+    irecv,
+    isend,
+    reduce_scatter_async,
+)
 from hybridpar.grid import Axis
+from hybridpar.nn.placement import split_ranges
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
 QUICK_SIZES = (1 << 10, 1 << 17, 1 << 21)
@@ -68,7 +80,8 @@ class Curve:
 class MeasuredLink:
     """A link between the ranks of one level: those of a server, or servers. `reduce`: all-reduces, by number of ranks.
 
-    `send_work`, `reduce_work`: CPU time, which a rank takes from who computes. `call`: to issue a send or a receive.
+    `gather`, `scatter`: gathers, and reductions to owners, of so many bytes together; none: half of an all-reduce.
+    `.._work`: CPU time, which a rank takes from who computes. `call`: to issue a send or a receive.
     """
 
     name: str
@@ -77,6 +90,10 @@ class MeasuredLink:
     send_work: Curve = Curve(((1.0, 0.0),))
     reduce_work: Mapping[int, Curve] = field(default_factory=dict)
     call: float = 0.0
+    gather: Mapping[int, Curve] = field(default_factory=dict)
+    gather_work: Mapping[int, Curve] = field(default_factory=dict)
+    scatter: Mapping[int, Curve] = field(default_factory=dict)
+    scatter_work: Mapping[int, Curve] = field(default_factory=dict)
 
     def transfer_time(self, num_bytes: float, flows: float = 1) -> float:
         """As `hardware.Link.transfer_time`."""
@@ -88,17 +105,30 @@ class MeasuredLink:
 
     def ring_time(self, num_bytes: float, ranks: int, rings: float = 1) -> float:
         """As `hardware.Link.ring_time`; over more ranks than were measured, as a ring of more steps."""
-        if ranks == 1:
-            return 0.0
-        measured, scale = self._nearest(self.reduce, ranks)
-        bytes_part = measured(num_bytes) - measured.latency
-        return measured.latency * scale[0] + bytes_part * scale[1] * max(rings, 1)
+        return self._seconds(self.reduce, num_bytes, ranks, rings)
 
     def ring_work(self, num_bytes: float, ranks: int) -> float:
         """CPU time of each rank for that."""
-        if ranks == 1 or not self.reduce_work:
+        return self._work(self.reduce_work, num_bytes, ranks)
+
+    def half_ring(self, op: str, num_bytes: float, ranks: int, rings: float = 1) -> tuple[float, float]:
+        """A gather or a scatter: seconds, and CPU time of each rank."""
+        if seconds := getattr(self, op):
+            return (self._seconds(seconds, num_bytes, ranks, rings),
+                    self._work(getattr(self, f"{op}_work"), num_bytes, ranks))
+        return self.ring_time(num_bytes, ranks, rings) / 2, self.ring_work(num_bytes, ranks) / 2
+
+    def _seconds(self, curves: Mapping[int, Curve], num_bytes: float, ranks: int, rings: float) -> float:
+        if ranks == 1:
             return 0.0
-        measured, scale = self._nearest(self.reduce_work, ranks)
+        measured, scale = self._nearest(curves, ranks)
+        bytes_part = measured(num_bytes) - measured.latency
+        return measured.latency * scale[0] + bytes_part * scale[1] * max(rings, 1)
+
+    def _work(self, curves: Mapping[int, Curve], num_bytes: float, ranks: int) -> float:
+        if ranks == 1 or not curves:
+            return 0.0
+        measured, scale = self._nearest(curves, ranks)
         return measured(num_bytes) * scale[1]
 
     @staticmethod
@@ -145,14 +175,18 @@ def _measure_level(
     sizes: Sequence[int],
 ) -> MeasuredLink:
     send, send_work, calls = _sweep(sizes, lambda n, k: _ping(n, k, pair, world, device), world)
-    reduce, reduce_work = {}, {}
+    found: dict[str, tuple[dict[int, Curve], dict[int, Curve]]] = {op: ({}, {}) for op in _COLLECTIVES}
     for ranks in groups:
         group = world.group if len(ranks) == world.size else dist.new_group(list(ranks))
         axis = (Axis("tp", ranks.index(world.rank), ranks, group, via_host=world.via_host) if world.rank in ranks
                 else None)
-        reduce[len(ranks)], reduce_work[len(ranks)], _ = _sweep(
-            sizes, lambda n, k, axis=axis: _reduce(n, k, axis, device), world)  # type: ignore[misc]
-    return MeasuredLink(name, send, reduce, send_work, reduce_work, calls)
+        for op, call in _COLLECTIVES.items():
+            seconds, work = found[op]
+            seconds[len(ranks)], work[len(ranks)], _ = _sweep(
+                sizes, lambda n, k, axis=axis, call=call: _timed(call, n, k, axis, device), world)  # type: ignore[misc]
+    (reduce, reduce_work), (gather, gather_work), (scatter, scatter_work) = found.values()
+    return MeasuredLink(
+        name, send, reduce, send_work, reduce_work, calls, gather, gather_work, scatter, scatter_work)
 
 
 def _sweep(
@@ -211,7 +245,26 @@ def _ping(num_bytes: int, repeats: int, pair: tuple[int, int], world: Axis, devi
     return median(seconds), max(0.0, beside) / repeats, median(calls)
 
 
-def _reduce(num_bytes: int, repeats: int, axis: Axis | None, device: torch.device) -> Times:
+def _gather(x: Tensor, axis: Axis) -> None:
+    all_gather_async(x, _even_parts(x, axis), axis).wait()
+
+
+def _scatter(x: Tensor, axis: Axis) -> None:
+    reduce_scatter_async(x, _even_parts(x, axis), axis).wait()
+
+
+def _even_parts(x: Tensor, axis: Axis) -> Parts:
+    """A part of a tensor for each rank."""
+    return tuple((owner, a, b) for owner, (a, b) in enumerate(split_ranges(x.numel(), axis.size)))
+
+
+_COLLECTIVES: dict[str, Callable[[Tensor, Axis], object]] = {
+    "reduce": all_reduce, "gather": _gather, "scatter": _scatter}
+
+
+def _timed(
+    call: Callable[[Tensor, Axis], object], num_bytes: int, repeats: int, axis: Axis | None, device: torch.device
+) -> Times:
     if axis is None:
         return _NO_PART
     x = torch.zeros(num_bytes // 4, device=device)
@@ -219,7 +272,7 @@ def _reduce(num_bytes: int, repeats: int, axis: Axis | None, device: torch.devic
     cpu = time.process_time()
     for _ in range(repeats):
         start = time.perf_counter()
-        all_reduce(x, axis)
+        call(x, axis)
         _finish(device)
         seconds.append(time.perf_counter() - start)
     return median(seconds), (time.process_time() - cpu) / repeats, 0.0

@@ -18,6 +18,11 @@ _FRAGMENTS = 0.04
 """Share of an accelerator's memory that an allocator cannot hand out. An estimate."""
 
 
+def memory_limit(memory: float, *, is_cpu: bool) -> float:
+    """Bytes that training may take of a device of so many, or of a host's share."""
+    return 0.9 * memory if is_cpu else (memory - RESERVED) * (1 - _FRAGMENTS)
+
+
 @dataclass(frozen=True)
 class Machine:
     """A profile of blocks, and how the devices that have it are joined.
@@ -38,9 +43,7 @@ class Machine:
     @property
     def memory_limit(self) -> float:
         """Bytes that training may take of a device."""
-        if self.profile.hardware.cores:
-            return 0.9 * self.memory
-        return (self.memory - RESERVED) * (1 - _FRAGMENTS)
+        return memory_limit(self.memory, is_cpu=self.profile.hardware.cores > 0)
 
     @property
     def device(self) -> torch.device:
@@ -62,6 +65,14 @@ class Machine:
         """Seconds of a ring over these ranks, while `rings` equal ones pass through the same servers."""
         if len(ranks) == 1 or not num_bytes:
             return 0.0
-        link = self.link(ranks)
-        shared = max(rings / self.outer_links, 1) if link is self.outer else 1
-        return link.ring_time(num_bytes, len(ranks), shared)
+        return self.link(ranks).ring_time(num_bytes, len(ranks), self._shared(ranks, rings))
+
+    def half_ring(self, op: str, num_bytes: float, ranks: Sequence[int], rings: int = 1) -> tuple[float, float]:
+        """Seconds of a gather or a scatter over these ranks, likewise, and CPU time of each rank."""
+        if len(ranks) == 1 or not num_bytes:
+            return 0.0, 0.0
+        return self.link(ranks).half_ring(op, num_bytes, len(ranks), self._shared(ranks, rings))
+
+    def _shared(self, ranks: Sequence[int], rings: int) -> float:
+        """How many of `rings` equal ones share a link."""
+        return max(rings / self.outer_links, 1) if self.link(ranks) is self.outer else 1

@@ -22,7 +22,8 @@ from hybridpar.cpu import available_cores, cpu_name
 from hybridpar.errors import config_error
 from hybridpar.planner.bench import FULL, QUICK, Effort, measure_blocks, world_axis
 from hybridpar.planner.links import QUICK_SIZES, SIZES, measure_links
-from hybridpar.planner.profile import FORMAT, Hardware, Profile, settings_of
+from hybridpar.planner.profile import FORMAT, Hardware, Profile, StateSpeeds, settings_of
+from hybridpar.planner.state_speeds import file_folder, measure_state
 from hybridpar.train.launch import Job, choose_backend, choose_device, keep_freed_memory, set_threads
 
 
@@ -67,6 +68,7 @@ def identity(config: Config) -> dict[str, Any]:
     return {
         "settings": settings_of(config), "gpus": gpus,
         "train": [config.train.micro_batch_size, config.train.threads, config.train.share_gpus],
+        "folder": str(file_folder(config)),
         "cpu": cpu_name(), "cores": available_cores(), "torch": torch.__version__, "hybridpar": __version__,
         "schedule": config.pipeline.schedule, "format": FORMAT}
 
@@ -84,9 +86,10 @@ def measure_here(
     world, effort = world_axis(device), QUICK if quick else FULL
     links = measure_links(world, device, sizes=QUICK_SIZES if quick else SIZES)
     blocks, had_core = measure_blocks(config, degrees, sizes, device, effort)
+    state = measure_state(config, world, quick=quick) if device.type == "cpu" else StateSpeeds()
     hardware = _hardware(device, gather_objects(platform.node(), world))
     hardware = replace(hardware, efficiency=round(had_core, 4) if hardware.cores else 1.0)
-    return Profile(hardware, blocks, links, settings_of(config), about=_about(effort, world.size))
+    return Profile(hardware, blocks, links, settings_of(config), state=state, about=_about(effort, world.size))
 
 
 def _hardware(device: torch.device, hosts: Sequence[str]) -> Hardware:

@@ -7,25 +7,45 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import torch
 
-from hybridpar.config import ParallelConfig
+from hybridpar.config import Config, ParallelConfig
 from hybridpar.memory import Footprints, predict
-from hybridpar.memory.footprint import Buffers, Footprint
+from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
+from hybridpar.memory.predict import Tracer
 from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
-from hybridpar.pipeline.plan.schedules import schedule_of
+from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.planner.candidates import Candidate, block_costs
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.split import Matrix, best_split
+from hybridpar.train.ghost_rank import GhostRank
+from hybridpar.validate import problems
 
 TIGHT = 0.9
 """Share of the limit beyond which memory is short: fragments, or longer documents, may need the rest."""
+_MIB, _ALL = 2**20, 2**60
 _HOST_SHARE = 0.9
 """Share of a host's memory, beside GPUs, that checkpoints' copies may take."""
 _SURELY = 2 / 3
 """Share of the limit below which a bound from above needs no closer look."""
 _TRIES, _TIGHTER = 4, 0.96
 """Splits that are made for a limit, each for so much of the one before: an estimate may be too low."""
+
+
+def largest_budget(config: Config, limit: float, device: torch.device, trace: Tracer = trace_stage) -> int:
+    """The largest memory.budget with which a resolved configuration fits into `limit` bytes, with some room; 0 where
+    there is none: a part of the state, or what else there is, is too much, or settings do not go with a budget."""
+    everything = replace(config, memory=replace(config.memory, budget=_ALL))
+    if device.type != "cpu" or problems(everything, config.parallel.num_ranks):
+        return 0
+    stages = predict(everything, device=device, trace=trace)
+    budget = int(TIGHT * limit - max(stage.total - stage.state for stage in stages)) // _MIB * _MIB
+    if budget <= 0:
+        return 0
+    cpu = replace(everything, train=replace(config.train, device="cpu"))
+    ghosts = GhostRank.pipeline(cpu)
+    return budget if all(ghost.touches(Sizes.of(cpu)).least_budget() <= budget for ghost in ghosts) else 0
 
 
 def host_shortage(candidate: Candidate) -> str:
@@ -67,8 +87,10 @@ class MemoryCheck:
         """Bytes of the fullest rank at least: its share of the state, if blocks were divided evenly."""
         whole, schedule = self._whole(cost), schedule_of(cost.config.pipeline)
         versions = min(schedule.max_live_versions(cost.sizes, rank) for rank in range(cost.pp))
-        return (versions * whole.weights + schedule.num_gradient_buffers * whole.gradients
-                + (whole.master + whole.optimizer) / cost.zero_share) / (cost.tp * cost.pp)
+        of_gradients, of_weights = (cost.dp if cost.splits >= zero else 1 for zero in (2, 3))
+        return _in_memory(cost, (
+            versions * whole.weights / of_weights + schedule.num_gradient_buffers * whole.gradients / of_gradients
+            + (whole.master + whole.optimizer) / cost.zero_share) / (cost.tp * cost.pp))
 
     def _most(self, cost: StepCost) -> float:
         """Bytes of the fullest rank at most: all of the model, and as many micro-batches as any rank has in flight."""
@@ -77,15 +99,16 @@ class MemoryCheck:
         versions = max(schedule.max_live_versions(cost.sizes, rank) for rank in ranks)
         in_flight = max(schedule.max_live_activations(cost.sizes, rank) for rank in ranks)
         activations = in_flight * (whole.kept + whole.message) + 2 * cost.sizes.chunks * whole.message
-        return (versions * whole.weights + schedule.num_gradient_buffers * whole.gradients + whole.master
-                + whole.optimizer + b * (activations + max(whole.forward, whole.first_backward))
+        state = (versions * whole.weights + schedule.num_gradient_buffers * whole.gradients + whole.master
+                 + whole.optimizer)
+        return (_in_memory(cost, state) + b * (activations + max(whole.forward, whole.first_backward))
                 + max(whole.norm, whole.update))
 
     def _whole(self, cost: StepCost) -> Footprint:
         """The footprint of the whole model on one device, with micro-batches of one sample."""
         train = replace(cost.config.train, micro_batch_size=1)
         config = replace(cost.config, parallel=ParallelConfig(dp=1), train=train)
-        if (key := config.optim) not in self._known:
+        if (key := (config.optim, config.memory.host_optimizer)) not in self._known:
             self._known[key] = self._footprints(config, range(config.model.num_blocks), Recomputation(), Buffers(1, 1),
                                                 cost.machine.device)
         return self._known[key]
@@ -117,6 +140,18 @@ class MemoryCheck:
             room *= _TIGHTER
         return None
 
+    def in_file(self, candidate: Candidate) -> Candidate | None:
+        """The candidate with the largest memory.budget that fits, and all layers recomputed where it must be; None
+        where there is none: one part of the state, or the activations, are too much."""
+        for recompute in dict.fromkeys((candidate.config.pipeline.recompute, "all")):
+            made = replace(candidate.config, pipeline=replace(candidate.config.pipeline, recompute=recompute))
+            if budget := largest_budget(made, self.limit, candidate.cost.machine.device, self._footprints):
+                made = replace(made, memory=replace(made.memory, budget=budget))
+                found = Candidate(made, StepCost(made, candidate.cost.machine), tried_recomputation=True)
+                self.measure(found)
+                return found
+        return None
+
     def _peaks(self, cost: StepCost, whole: bool, stage: int, again: bool) -> Matrix:
         """[i, j]: about what blocks i .. j-1 take on that stage; infinite where they cannot be on it: the ends are on
         the first and the last stage alone."""
@@ -141,19 +176,28 @@ class MemoryCheck:
         fp = self._rough(cost, blocks, recompute, buffers)
         in_flight = -(-schedule.max_live_activations(sizes, rank) // sizes.chunks)
         one = fp.kept + (0 if blocks.start == 0 else fp.input)
-        return fp.weights + fp.master + fp.gradients + fp.optimizer + fp.message + fp.received + max(
-            in_flight * one + max(fp.backward, fp.first_backward), (in_flight - 1) * one + fp.forward + fp.message,
+        state = _in_memory(cost, fp.weights + fp.master + fp.gradients + fp.optimizer)
+        return state + fp.message + fp.received + max(
+            in_flight * one + max(fp.backward, fp.first_backward) + fp.whole_weights + fp.whole_gradients,
+            (in_flight - 1) * one + fp.forward + fp.message + fp.whole_weights,
             (in_flight - 1) * one + max(fp.norm, fp.update))
 
     def _rough(self, cost: StepCost, blocks: range, recompute: Recomputation, buffers: Buffers) -> Footprint:
-        """The rough footprint of a stage, which depends neither on where its layers are nor on the other stages."""
+        """The rough footprint of a stage, which depends neither on where its layers are nor on the other stages. Of
+        chunks that replicas share it is as exact as it must be: they are not what two layers have."""
         config, ends = cost.config, (blocks.start == 0, blocks.stop == cost.config.model.num_blocks)
-        key = (config.optim, cost.tp, cost.zero_share, config.train.micro_batch_size, buffers, len(blocks), ends,
-               bool(recompute.blocks), recompute.whole, bool(recompute.selective),
-               config.feeds_back and config.parallel.dp)
+        key = (config.optim, config.memory.host_optimizer, cost.tp, cost.zero_share, cost.splits,
+               config.train.micro_batch_size, buffers, len(blocks), ends, bool(recompute.blocks), recompute.whole,
+               bool(recompute.selective), config.feeds_back and config.parallel.dp)
         if key not in self._known:
-            self._known[key] = self._footprints.rough(config, blocks, recompute, buffers, cost.machine.device)
+            trace = self._footprints if cost.splits > 1 else self._footprints.rough
+            self._known[key] = trace(config, blocks, recompute, buffers, cost.machine.device)
         return self._known[key]
+
+
+def _in_memory(cost: StepCost, state: float) -> float:
+    """What of so many bytes of state is in memory."""
+    return min(state, cost.config.memory.budget) if cost.config.memory.budget else state
 
 
 def _recompute_text(sizes: Sequence[int], recomputed: Sequence[bool], num_layers: int, whole: bool) -> str:

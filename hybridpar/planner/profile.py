@@ -2,6 +2,7 @@
 
     blocks    embedding, layer, head; by tp degree and micro-batch size: forward, backward, optimizer, collectives
     links     `local` within a server, `network` between servers: seconds against bytes
+    state     what moves a rank's state: updates on the host, copies to it, the file of a budget
 
 A stage's time is the sum over its blocks, that of a micro-batch size between two that were measured lies on the line
 between them. Units: seconds, bytes.
@@ -22,7 +23,7 @@ from hybridpar.errors import ConfigError, DataError, Problem, config_error, show
 from hybridpar.planner.links import Curve, MeasuredLink
 from hybridpar.reading import errors_as, nearest_path, read_json
 
-FORMAT = "hybridpar profile 2"
+FORMAT = "hybridpar profile 3"
 KINDS = ("embedding", "layer", "head")
 _BEARS: dict[str, tuple[str, ...]] = {
     "model": (), "parallel": ("sequence",), "kernels": (), "train": ("dtype",), "optim": ("name", "staleness"),
@@ -61,6 +62,8 @@ class BlockCost:
     kept: Bytes = 0
 
 
+_OF_GROUPS = ("reduce", "reduce_work", "gather", "gather_work", "scatter", "scatter_work")
+"""Curves of a link by number of ranks."""
 Key = tuple[str, int, int]
 """A kind of block, tp degree, micro-batch size."""
 
@@ -99,6 +102,20 @@ class Hardware:
         return "cpu" if self.cores else "cuda"
 
 
+@dataclass(frozen=True, slots=True)
+class StateSpeeds:
+    """Speeds of a rank while all ranks of a host do the same; 0: not known.
+
+    updated: parameters that the optimizer updates on the host, in a second. copied: bytes to the host or from it. read,
+    written: bytes from and to the file of memory.budget.
+    """
+
+    updated: Amount = 0.0
+    copied: Amount = 0.0
+    read: Amount = 0.0
+    written: Amount = 0.0
+
+
 @dataclass(frozen=True)
 class Profile:
     """Contents of profile.json. `settings`: the sections of the configuration that it depends on."""
@@ -111,6 +128,7 @@ class Profile:
     per_microbatch: float = 0.0
     """Time of a forward on every stage besides its blocks: the micro-batch is made, weights are bound."""
     per_batch: float = 0.0
+    state: StateSpeeds = StateSpeeds()
     about: Mapping[str, Any] = field(default_factory=dict)
     """Date, commit, versions."""
 
@@ -187,7 +205,7 @@ def profile_json(profile: Profile) -> str:
     document = {
         "format": FORMAT, "estimated": profile.estimated, "about": dict(profile.about),
         "hardware": asdict(profile.hardware), "settings": profile.settings,
-        "per_microbatch_s": profile.per_microbatch, "per_batch_s": profile.per_batch,
+        "per_microbatch_s": profile.per_microbatch, "per_batch_s": profile.per_batch, "state": asdict(profile.state),
         "blocks": [{"kind": kind, "tp": tp, "micro_batch": b, **_plain(cost)}
                    for (kind, tp, b), cost in profile.blocks.items()],
         "links": {name: _plain_link(link) for name, link in profile.links.items()},
@@ -205,8 +223,7 @@ def _plain_link(link: MeasuredLink) -> dict[str, Any]:
 
     return {
         "call": round(link.call, 9), "send": points(link.send), "send_work": points(link.send_work),
-        "reduce": {str(n): points(curve) for n, curve in link.reduce.items()},
-        "reduce_work": {str(n): points(curve) for n, curve in link.reduce_work.items()}}
+        **{name: {str(n): points(curve) for n, curve in getattr(link, name).items()} for name in _OF_GROUPS}}
 
 
 def read_profile(path: Path) -> Profile:
@@ -229,13 +246,17 @@ _ALLOWED = Within(0, 1e30)
 
 @dataclass(frozen=True)
 class _Link:
-    """A MeasuredLink as it is written; all-reduces by number of ranks."""
+    """A MeasuredLink as it is written; collectives by number of ranks."""
 
     call: Amount
     send: Annotated[_Points, _ALLOWED]
     send_work: Annotated[_Points, _ALLOWED]
     reduce: Annotated[dict[int, _Points], _ALLOWED]
     reduce_work: Annotated[dict[int, _Points], _ALLOWED]
+    gather: Annotated[dict[int, _Points], _ALLOWED]
+    gather_work: Annotated[dict[int, _Points], _ALLOWED]
+    scatter: Annotated[dict[int, _Points], _ALLOWED]
+    scatter_work: Annotated[dict[int, _Points], _ALLOWED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +279,7 @@ class _Document:
     settings: dict[str, dict[str, Any]]
     per_microbatch_s: Amount
     per_batch_s: Amount
+    state: StateSpeeds
     blocks: tuple[_Block, ...]
     links: dict[str, _Link]
 
@@ -281,11 +303,12 @@ def _profile(document: Any) -> Profile:
     if len(calls) > len({key[:2] for key in calls}):
         raise ValueError("blocks of one kind and tp degree must have equally many messages at every micro-batch size")
     return Profile(read.hardware, blocks, {name: _link(name, link) for name, link in read.links.items()},
-                   read.settings, read.estimated, read.per_microbatch_s, read.per_batch_s, read.about)
+                   read.settings, read.estimated, read.per_microbatch_s, read.per_batch_s, read.state,
+                   read.about)
 
 
 def _link(name: str, link: _Link) -> MeasuredLink:
-    if not link.reduce or min(*link.reduce, *link.reduce_work, 2) < 2:
+    curves = {of: {n: Curve(points) for n, points in getattr(link, of).items()} for of in _OF_GROUPS}
+    if not link.reduce or min(n for of in curves.values() for n in (*of, 2)) < 2:
         raise ValueError(f"links.{name}.reduce must hold all-reduces over 2 ranks or more")
-    reduce, work = ({n: Curve(points) for n, points in curves.items()} for curves in (link.reduce, link.reduce_work))
-    return MeasuredLink(name, Curve(link.send), reduce, Curve(link.send_work), work, link.call)
+    return MeasuredLink(name, Curve(link.send), send_work=Curve(link.send_work), call=link.call, **curves)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from hybridpar.config import Config, PlanConfig, to_toml
-from hybridpar.pipeline.plan.action import Kind
+from hybridpar.pipeline.plan.kinds import PER_ITEM, Kind
 from hybridpar.planner.candidates import Candidate
 from hybridpar.planner.cost import TRANSFERS, StepCost
 from hybridpar.planner.memory import TIGHT
@@ -31,8 +31,8 @@ class Parts:
     """Where a step's time goes, by what takes it: seconds that add up to the step.
 
     compute: the busiest rank's forward and backward. tensor: its collectives over tp. optimizer: its norm and update.
-    reduction, transfers: what the step would be shorter by without them. bubble: the rest. rank: the busiest, such as
-    stage 0.
+    reduction, transfers, moves (of state: between replicas, to a host, or a file): what the step would be shorter by
+    without them. bubble: the rest. rank: the busiest, such as stage 0.
     """
 
     compute: float
@@ -40,6 +40,7 @@ class Parts:
     optimizer: float
     reduction: float
     transfers: float
+    moves: float
     bubble: float
     rank: str
 
@@ -52,7 +53,7 @@ class Parts:
     def bound_by(self) -> str:
         """What weighs most, in words."""
         names = (f"compute of {self.rank}", "tensor-parallel collectives", "norm and optimizer",
-                 "reduction of gradients", "links between stages", "bubble")
+                 "reduction of gradients", "links between stages", "moves of state", "bubble")
         parts = dict(zip(names, self.seconds.values(), strict=True))
         first, second, *_ = sorted(parts, key=lambda name: -parts[name])
         whole = sum(parts.values()) or 1.0
@@ -75,13 +76,23 @@ def parts_of(cost: StepCost) -> Parts:
 
     reduction = saved([Kind.REDUCE], reduce=0.0, gather=0.0, norm=0.0) if cost.dp > 1 or costs.tied else 0.0
     transfers = saved(TRANSFERS, transfer=0.0, latency=0.0, transfer_work=0.0) if cost.pp > 1 else 0.0
+    moves = exposed_moves(cost)
     gathers = sum(sum(cost.gathers(cost.stages[stage].blocks)) for stage in cost.sizes.stages_of(slowest))
     tensor = m * (sum(sum(cost.waits[cost.kind(n)]) for n in rank.blocks) + gathers)
     optimizer = rank.norm + rank.update
     compute = m * rank.compute - tensor
-    rest = step - compute - tensor - optimizer - reduction - transfers
-    return Parts(compute, tensor, optimizer, reduction, transfers, max(0.0, rest),
+    rest = step - compute - tensor - optimizer - reduction - transfers - moves
+    return Parts(compute, tensor, optimizer, reduction, transfers, moves, max(0.0, rest),
                  f"{cost.sizes.rank_name} {slowest}")
+
+
+def exposed_moves(cost: StepCost) -> float:
+    """Seconds of a step in which ranks do nothing but move state, or wait for it: what of the moves is not hidden."""
+    if cost.moves is None:
+        return 0.0
+    calls = {kind: time for kind, time in cost.costs.calls.items() if kind not in PER_ITEM}
+    return max(0.0, cost.step_time - cost.simulated(replace(
+        cost.costs, calls=calls, fetch=0.0, release=0.0, to_host=0.0, host=0.0, from_host=0.0)))
 
 
 def bound_by(candidate: Candidate, limit: float) -> str:
@@ -103,12 +114,15 @@ def describe(config: Config) -> str:
 
 
 def _how(config: Config, recompute: str) -> list[str]:
-    """Schedule, recomputation and ZeRO-1 in words."""
+    """Schedule, recomputation, ZeRO and where the state is, in words."""
     pipeline = config.pipeline
     schedule = pipeline.schedule + (f" (warm-up {pipeline.warmup})" if pipeline.warmup != "depth" else "")
     schedule += f" ({pipeline.num_chunks} chunks)" if pipeline.num_chunks > 1 else ""
     again = [f"recompute {recompute}"] if recompute != "none" else []
-    return [schedule, *again, *(["ZeRO-1"] if config.parallel.zero else [])]
+    zero = [f"ZeRO-{config.parallel.zero}"] if config.parallel.zero else []
+    host = ["optimizer on the host"] if config.memory.host_optimizer else []
+    budget = [f"{config.memory.budget / _MIB:,.0f} MiB of state in memory"] if config.memory.budget else []
+    return [schedule, *again, *zero, *host, *budget]
 
 
 def table(result: Result) -> Table:
@@ -142,6 +156,11 @@ def _short(text: str) -> str:
     return text if len(text) <= 24 else f"{text[:21]}..."
 
 
+def reasons(result: Result) -> list[str]:
+    """A line for each ranked candidate whose state moves: why it does."""
+    return [f"{place}: {one.because}" for place, one in enumerate(result.ranked, 1) if one.because]
+
+
 def failures(result: Result) -> list[str]:
     """A line for each of the likeliest that cannot run."""
     lines = [f"not {describe(one.config)}: {one.reason}" for one in result.failed[:_SHOWN_FAILURES]]
@@ -163,7 +182,8 @@ def _choice(config: Config) -> dict[str, Any]:
         "tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, "zero": parallel.zero,
         "micro_batch_size": config.train.micro_batch_size, "num_microbatches": pipeline.num_microbatches,
         "schedule": pipeline.schedule, "chunks": pipeline.num_chunks, "warmup": pipeline.warmup,
-        "early_switch": pipeline.early_switch, "split": list(pipeline.split), "recompute": pipeline.recompute}
+        "early_switch": pipeline.early_switch, "split": list(pipeline.split), "recompute": pipeline.recompute,
+        "host_optimizer": config.memory.host_optimizer, "budget": config.memory.budget}
 
 
 def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:
@@ -172,7 +192,7 @@ def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:
         **_choice(candidate.config), "step_ms": 1e3 * cost.step_time, "tokens_per_s": cost.tokens_per_s,
         "memory": None if memory is None else [stage.total for stage in memory],
         "host_memory": None if memory is None else [stage.host for stage in memory],
-        "bound_by": bound_by(candidate, limit),
+        "bound_by": bound_by(candidate, limit), "because": candidate.because,
         "parts_ms": {name: 1e3 * seconds for name, seconds in parts_of(cost).seconds.items()}}
 
 

@@ -5,6 +5,8 @@
     3  where its memory is too much, a new split, with recomputation where needed       memory
     4  its step time, simulated; done when no candidate that is left can be among the
        best; the memory of these is predicted exactly, and mended where it is too much  cost, memory
+    5  the best with the optimizer on the host, where that is faster; where nothing
+       fits, with a part of the state in a file                                         moves, memory
 
 So what is left out is slower, as far as the bound is one. Axes that the user has chosen stay.
 """
@@ -13,15 +15,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError, config_error
+from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.planner.candidates import Candidate, Request, balanced, batch_size, candidates, grids
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.memory import TIGHT, MemoryCheck, host_shortage
+from hybridpar.planner.moves import HOSTED
 from hybridpar.validate import problems
 
 STALE_GAIN = 0.05
@@ -33,7 +37,10 @@ benchmarks/results/planner*.json). A configuration whose memory is nearly full m
 _WORTH_SHARING = 0.01
 """Share of the step that the optimizer takes from which ZeRO-1 is tried, besides where memory is short."""
 _DOUBT = 0.02
-"""Share by which ZeRO-1 must be faster where a configuration without it fits: less is within predictions' error."""
+"""Share by which each stage of ZeRO, or a host's update, must be faster than none: less is within predictions' error.
+"""
+_MOST_IN_FILES = 12
+"""Grids and schedules of which one with a budget is looked at."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,10 @@ def search(config: Config, machine: Machine, request: Request) -> Result:
     search = _Search(found, machine.memory_limit, request)
     while (candidate := search.next()) is not None:
         search.consider(candidate)
-    ranked = search.verified()
+    search.host_updates()
+    ranked = search.verified() or search.in_files()
+    for candidate in ranked[: request.top]:
+        search.explain(candidate)
     for candidate in search.failed:
         candidate.reason = candidate.reason or _why(candidate, ranked, search.memory.limit)
     return Result(ranked[: request.top], search.failed, search.considered, search.memory.limit)
@@ -106,12 +116,24 @@ class _Search:
             self.ranked.sort(key=_rank)
 
     def _add_sharded(self, candidate: Candidate, *, only_if_worth: bool) -> None:
-        """Also tries ZeRO-1 beside one that may gain by it."""
+        """Also tries ZeRO-1 beside one that may gain by it, and ZeRO-2 and 3 beside one that does not fit."""
         parallel, cost = candidate.config.parallel, candidate.cost
-        if parallel.zero or parallel.dp == 1 or candidate.tried_recomputation:
+        if parallel.zero == 3 or parallel.dp == 1 or candidate.tried_recomputation:
+            return
+        if parallel.zero and (only_if_worth or cost.machine.device.type != "cpu"):
             return
         if not only_if_worth or max(rank.update for rank in cost.ranks) >= _WORTH_SHARING * candidate.least_time:
-            self._consider_later(balanced(replace(candidate.config, parallel=replace(parallel, zero=1)), cost.machine))
+            made = replace(candidate.config, parallel=replace(parallel, zero=parallel.zero + 1))  # type: ignore[arg-type]
+            for config in (made, *(self._part_by_part(made) if parallel.zero == 1 else ())):  # whose own next is ZeRO-3
+                if config.parallel.zero < 2 or not problems(config, cost.machine.num_devices):
+                    self._consider_later(balanced(config, cost.machine))
+
+    def _part_by_part(self, config: Config) -> Iterator[Config]:
+        """The same with all micro-batches through one block before the next, where each then comes but once a batch."""
+        pipeline = config.pipeline
+        if (config.parallel.pp == 1 and pipeline.num_microbatches > 1 and pipeline.schedule == "1f1b"
+                and not config.model.tie_embeddings and not self.request.schedules):
+            yield replace(config, pipeline=replace(pipeline, schedule="gpipe"))
 
     def _add_recomputed(self, candidate: Candidate) -> bool:
         """Puts the candidate back with recomputation: what is cheap of all layers, if that is enough, and layers where
@@ -131,6 +153,54 @@ class _Search:
         for one in [again, cheap] if self.memory.fits(cheap.cost) else [again]:
             self._push(one)
         return True
+
+    def host_updates(self) -> None:
+        """Also ranks the best that leave a host slack with the optimizer there, where it is the faster."""
+        for candidate in self.ranked[: self.request.top]:
+            config, cost = candidate.config, candidate.cost
+            made = replace(config, memory=replace(config.memory, host_optimizer=True))
+            worth = max(rank.update for rank in cost.ranks) >= _WORTH_SHARING * cost.step_time
+            if (config.memory.host_optimizer or config.parallel.zero > 1 or not worth or config.optim.name not in HOSTED
+                    or cost.machine.device.type != "cpu" or not cost.machine.profile.state.updated
+                    or not schedule_of(config.pipeline).slack(cost.sizes)
+                    or problems(made, cost.machine.num_devices)):
+                continue
+            hosted = Candidate(made, StepCost(made, cost.machine), tried_recomputation=True)
+            self.considered += 1
+            if _rank(hosted) < _rank(candidate) and self.memory.fits(hosted.cost):
+                hosted.because = (f"with the optimizer on the host {1 - hosted.cost.step_time / cost.step_time:.1%} "
+                                  "faster than without")
+                self.ranked.append(hosted)
+        self.ranked.sort(key=_rank)
+
+    def in_files(self) -> list[Candidate]:
+        """Candidates that fit with a part of their state in a file, best first. Of each grid and schedule the smallest
+        micro-batches are tried, and at most so many grids."""
+        smallest: dict[object, Candidate] = {}
+        for one in sorted(self.failed, key=lambda one: one.config.train.micro_batch_size):
+            config, machine = one.config, one.cost.machine
+            knows = machine.device.type == "cpu" and machine.profile.state.read and machine.profile.state.written
+            if knows and config.parallel.zero < 2 and not config.memory.host_optimizer and not config.memory.budget:
+                smallest.setdefault((one.grid, config.parallel.zero, config.pipeline.schedule), one)
+        found = []
+        for one in sorted(smallest.values(), key=lambda one: one.least_time)[:_MOST_IN_FILES]:
+            for config in (one.config, *self._part_by_part(one.config)):
+                self.considered += 1
+                if (made := self.memory.in_file(Candidate(config, StepCost(config, one.cost.machine)))) is not None:
+                    moved = max(stage.file for stage in made.memory or ())
+                    made.because = f"nothing fits but with state in a file, {moved / 1e9:.2f} GB of a process"
+                    found.append(made)
+        return sorted(found, key=_rank)
+
+    def explain(self, candidate: Candidate) -> None:
+        """Says why gradients are split, where they are: what the candidate would need with ZeRO-1."""
+        parallel = candidate.config.parallel
+        if parallel.zero > 1 and not candidate.because:
+            less = replace(candidate.config, parallel=replace(parallel, zero=1))
+            whole = Candidate(less, StepCost(less, candidate.cost.machine))
+            self.memory.measure(whole)
+            candidate.because = (f"ZeRO-{parallel.zero}, as with ZeRO-1 a process needs {whole.peak / 1e9:.2f} of "
+                                 f"{self.memory.limit / 1e9:.2f} GB")
 
     def verified(self) -> list[Candidate]:
         """The best of those ranked, whose memory was predicted exactly (quick: until one has room, no others)."""
@@ -158,8 +228,8 @@ class _Search:
 
 
 def _rank(candidate: Candidate) -> float:
-    return (candidate.cost.step_time * (1 + _DOUBT * candidate.config.parallel.zero)
-            * (1 + STALE_GAIN * candidate.is_stale))
+    doubts = candidate.config.parallel.zero + candidate.config.memory.host_optimizer
+    return candidate.cost.step_time * (1 + _DOUBT * doubts) * (1 + STALE_GAIN * candidate.is_stale)
 
 
 def _why(candidate: Candidate, ranked: Sequence[Candidate], limit: float) -> str:
@@ -183,7 +253,7 @@ def _why(candidate: Candidate, ranked: Sequence[Candidate], limit: float) -> str
         elif (t, p) == (tp, pp) and size < b:
             near.append(f"train.micro_batch_size={size}")
         elif other.grid == candidate.grid and other.config.parallel.zero > candidate.config.parallel.zero:
-            near.append("parallel.zero=1")
+            near.append(f"parallel.zero={other.config.parallel.zero}")
     return f"{text}; {' or '.join(dict.fromkeys(near))} would fit" if near else text
 
 

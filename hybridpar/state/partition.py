@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, pairwise
 from math import prod
 
@@ -95,8 +96,13 @@ class Partition:
 
     def is_alone(self, part: int) -> bool:
         """Whether nobody else has a share in the gradients that a part's backward makes final."""
-        return all(axis.size == 1 for bucket, axis in zip(self.buckets, self.axes, strict=True)
-                   if self.use_of(bucket).parts[0] == part)
+        return part not in self._shared_parts
+
+    @cached_property
+    def _shared_parts(self) -> frozenset[int]:
+        """Parts whose backward makes gradients final that others have a share in."""
+        return frozenset(self.use_of(bucket).parts[0] for bucket, axis in zip(self.buckets, self.axes, strict=True)
+                         if axis.size > 1)
 
     def axis_of(self, name: str) -> Axis:
         """The ranks that a parameter's gradient is summed over."""

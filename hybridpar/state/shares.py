@@ -75,9 +75,12 @@ class WholeChunks(Memory):
         if chunk.use.stays or not kind.startswith(self._kinds):
             return super().zeros(kind, chunk, dtype)
         found = WholeChunk(kind, chunk.use, torch.empty(chunk.stop - chunk.start, dtype=dtype, device=self.device))
-        found.free()
+        self._begin(found)
         self.chunks.append(found)
         return found.memory
+
+    def _begin(self, chunk: WholeChunk) -> None:
+        chunk.free()
 
     def viewing(self, chunk: Tensor) -> AbstractContextManager[None]:
         return self.writing(chunk)
@@ -95,6 +98,13 @@ class WholeChunks(Memory):
         finally:
             for chunk in absent:
                 chunk.free()
+
+
+class ListedChunks(WholeChunks):
+    """The same of ghosts, whose chunks are told and never come or go: for the plan of a rank, not for a run."""
+
+    def _begin(self, chunk: WholeChunk) -> None:
+        """It is here, as far as a ghost can be."""
 
 
 def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:

@@ -69,7 +69,7 @@ class Engine:
     """
 
     def __init__(self, config: Config, grid: ProcessGrid, device: torch.device, *, policy: BatchPolicy | None = None,
-                 tamper: Callable[[Actions], Actions] = as_planned, memory: ItemMemory | None = None,
+                 tamper: Callable[[Actions], Actions] = as_planned, memory: ItemMemory | WholeChunks | None = None,
                  host_work: HostWork | None = None):
         self.config, self.grid, self.device = config, grid, device
         self.policy, self._tamper = policy or BatchPolicy(config), tamper
@@ -93,14 +93,16 @@ class Engine:
             memory = TieredMemory.of(config, device)
         if config.memory.host_optimizer and device.type != "cpu":
             raise config_error("memory.host_optimizer", "true", "works on CPUs so far", "false")
-        shared = WholeChunks.of(states, device) if states.splits_gradients else None
-        self.state = RankState(self.stage, grid, states, device, parts=self.parts.ranges, memory=shared or memory,
+        if memory is None and states.splits_gradients:
+            memory = WholeChunks.of(states, device)
+        self.state = RankState(self.stage, grid, states, device, parts=self.parts.ranges, memory=memory,
                                host_work=host_work)
         self._division = self.parts.division(self.state)
-        self.touches = None if memory is None else Touches(
-            memory.items, self.state, self.parts, self.sizes, norms=self._division.norms)
+        self.touches = Touches(memory.items, self.state, self.parts, self.sizes, norms=self._division.norms
+                               ) if isinstance(memory, ItemMemory) else None
         self.tiers = RankTiers(memory, self.touches) if self.touches and isinstance(memory, TieredMemory) else None
-        self.replicas = None if shared is None else SharedChunks(shared, self.state, self.parts, self.sizes)
+        self.replicas = SharedChunks(memory, self.state, self.parts, self.sizes
+                                     ) if isinstance(memory, WholeChunks) else None
         self.state.initialize(config.train.seed)
         self.executor = Executor(
             stages, self.state.weights, Lane.of(config, grid, states.dtype, device, self.split),

@@ -7,14 +7,12 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from hybridpar.config import Config
-from hybridpar.memory.ghost import Tracker
-from hybridpar.memory.predict import default_device
-from hybridpar.memory.silent import silent_grid
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import Kind
+from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.residency import FastTier, Residency, add_residency
-from hybridpar.state.tiered import ItemMemory
-from hybridpar.train.engine import Engine
+from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.train.ghost_rank import GhostRank
 from hybridpar.train.touches import Touches
 
 _MIB = 2**20
@@ -54,14 +52,11 @@ def forecast(config: Config, rank: int = 0) -> TierForecast:
     `config`: resolved, with memory.budget.
     Raises: ConfigError where the budget is smaller than the least.
     """
-    device = default_device(config)
-    with Tracker(device) as tracker:
-        engine = Engine(config, silent_grid(config, rank), tracker.device, memory=ItemMemory(tracker.device))
-        assert engine.touches is not None
-        touches, first = engine.touches, engine.schedule.sync_steps + _BEGUN
-        actions = list(engine.plan(first + _STEPS + _LEFT))
+    ghost, sizes = GhostRank.of(config, rank), Sizes.of(config)
+    touches = ghost.touches(sizes)
     touches.require(config.memory.budget)
-    read, written = moved(actions, touches, config.memory.budget, range(first, first + _STEPS))
+    actions = list(ghost.actions(Ordering.of(config), sizes, _BEGUN + _STEPS + _LEFT))
+    read, written = moved(actions, touches, config.memory.budget, range(_BEGUN, _BEGUN + _STEPS))
     return TierForecast(sum(touches.num_bytes), touches.least_budget(), read // _STEPS, written // _STEPS)
 
 

@@ -18,8 +18,6 @@ import torch
 
 from hybridpar.config import Config
 from hybridpar.grid import Axis
-from hybridpar.memory.ghost import Tracker
-from hybridpar.memory.silent import silent_grid
 from hybridpar.models.cost import training_flops_per_token
 from hybridpar.nn.placement import Init, Placement
 from hybridpar.ops.update import Weights
@@ -31,7 +29,7 @@ from hybridpar.pipeline.plan.predict import Ordering, exposed_on_host
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.weights import LOW_PRECISION
-from hybridpar.train.engine import Engine
+from hybridpar.train.ghost_rank import GhostRank
 from hybridpar.train.peak import peak_flops
 
 _SAMPLE, _REPEATS = 1 << 22, 3
@@ -104,19 +102,19 @@ def forecast_host(config: Config, speeds: Speeds | None = None) -> HostForecast 
 
 def _groups(config: Config) -> tuple[list[list[float]], Division]:
     """Number of parameters that each host of a pipeline updates, by group; and the parts of all stages."""
-    groups: list[list[float]] = []
-    parts: dict[int, int] = {}
-    for rank in range(0, config.parallel.num_ranks, config.parallel.num_ranks // config.parallel.pp):
-        with Tracker(torch.device("cpu")) as tracker:
-            engine = Engine(config, silent_grid(config, rank), tracker.device)
-        assert engine.state.host is not None
-        groups.append(list(map(float, engine.state.host.sizes)))
-        parts |= {stage: len(of_stage) for stage, of_stage in engine.parts.of_stage.items()}
-    return groups, Division(parts)
+    ranks = GhostRank.pipeline(config)
+    parts = {stage: len(of_stage) for rank in ranks for stage, of_stage in rank.parts.of_stage.items()}
+    return [rank.hosted for rank in ranks], Division(parts)
 
 
 def measure_speeds(config: Config) -> Speeds:
     """Takes a second. Speeds of this machine, with the threads that torch has here."""
+    flops, _ = peak_flops(config, torch.device("cpu"), Axis("world"))
+    return Speeds(*host_speeds(config), flops)
+
+
+def host_speeds(config: Config) -> tuple[float, float]:
+    """Parameters that a host with torch's threads updates, and bytes that it copies, in a second."""
     policy = StatePolicy.of(config, 1, 1)
     master, gradient, target = (torch.zeros(_SAMPLE) for _ in range(3))
     working = (torch.zeros(_SAMPLE, dtype=policy.dtype),) if policy.dtype in LOW_PRECISION else ()
@@ -124,8 +122,7 @@ def measure_speeds(config: Config) -> Speeds:
     optimizer = build_optimizer(config.optim, [slot], Axis("tp"), policy.backend)
     update = _seconds(lambda: optimizer.step(Weights([master], [master], working), [gradient], lr=1e-3))
     copy = _seconds(lambda: target.copy_(gradient))
-    flops, _ = peak_flops(config, torch.device("cpu"), Axis("world"))
-    return Speeds(_SAMPLE / update, gradient.nbytes / copy, flops)
+    return _SAMPLE / update, gradient.nbytes / copy
 
 
 def _seconds(call: Callable[[], object]) -> float:

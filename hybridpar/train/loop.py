@@ -29,6 +29,7 @@ from hybridpar.train import continued
 from hybridpar.train import folder as run_folder
 from hybridpar.train.early_switch import measure_early_switch
 from hybridpar.train.engine import Engine
+from hybridpar.train.equal_plans import require_equal_plans
 from hybridpar.train.errors import AnomalyError, LostContactError, SaveError, SetupError, describe_failure
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
@@ -140,6 +141,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         watched = config.train.measure_memory or bool(config.plan.memory_mib)
         watch = MemoryWatch(config, place.device) if watched else None
         engine = place.build(lambda: Engine(config, grid, place.device, tamper=injector.tamper))
+        require_equal_plans(engine)
         resumed = _load(engine, data, reporter, start)
         if rank == 0:
             for line in continued.go_on(config, resumed, data.train.fingerprint, engine.data_start):

@@ -10,14 +10,15 @@ Replicas of a stage have equal plans, for their chunks are of equal sizes; so th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from hybridpar.comm import Works
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.check import PlanError
+from hybridpar.pipeline.plan.copies import SharedItems
 from hybridpar.pipeline.plan.kinds import PER_ITEM
-from hybridpar.pipeline.plan.residency import FastTier, Mode, Residency, Touch, add_residency
+from hybridpar.pipeline.plan.residency import FastTier, Mode, Residency, Touch
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.state import RankState
 from hybridpar.state.shares import WholeChunk, WholeChunks, room
@@ -78,11 +79,15 @@ class SharedChunks:
         self._chunks, self._state = memory.chunks, state
         self._touches, self._m = SharedTouches(memory.chunks, state, parts, sizes), sizes.num_microbatches
         num_bytes = [chunk.num_bytes for chunk in self._chunks]
-        self._residencies = []
-        for kind, touches, consecutive in (("gradients", self._touches.of_gradients, 1),
-                                           ("weights", self._touches.of_weights, 2)):
+
+        def residency(kind: str, touches: Callable[[Action], list[Touch]], consecutive: int) -> Residency:
             own = [(chunk.use, chunk.num_bytes) for chunk in self._chunks if chunk.kind == f"{kind}/0"]
-            self._residencies.append((Residency(touches, num_bytes, room(own, consecutive)), kind))
+            return Residency(touches, num_bytes, room(own, consecutive))
+
+        self.items = SharedItems(
+            residency("weights", self._touches.of_weights, 2), residency("gradients", self._touches.of_gradients, 1),
+            frozenset(i for i, chunk in enumerate(self._chunks) if chunk.kind.startswith("gradients/")))
+        """The chunks as a plan knows them."""
         self._arriving: dict[int, Works] = {}
         self._sums: deque[tuple[int, Works]] = deque()  # of gradients, the oldest first
         self._num_older = 0  # of them, that were started ahead of the newest backward
@@ -92,13 +97,10 @@ class SharedChunks:
     def plan(self, actions: Iterator[Action]) -> Iterator[Action]:
         """The actions of a rank that is drained, with FETCH and RELEASE. At the start nothing is whole."""
         self._settle()
-        for residency, _ in self._residencies:
-            actions = add_residency(actions, residency)
-        tiers = [(FastTier(residency), kind) for residency, kind in self._residencies]
-        for action in actions:
-            for tier, kind in tiers:
-                if action.kind in PER_ITEM and not self._chunks[action.microbatch].kind.startswith(kind):
-                    continue
+        weights, gradients = FastTier(self.items.weights), FastTier(self.items.gradients)
+        for action in self.items.moved(actions):
+            own = gradients if action.microbatch in self.items.summed else weights
+            for tier in (own,) if action.kind in PER_ITEM else (weights, gradients):
                 if fault := tier.follow(action):
                     raise PlanError(fault, {action.stage: [action]}, [(action.stage, 0)])
             yield action

@@ -17,15 +17,21 @@ Where the host makes the new weights, gradients leave by one engine and the weig
     to host           |-- 0 --||-- 1 --|
     host                      |---- 0 ----||---- 1 ----|
     from host                              |- 0 -|      |- 1 -|
+
+Of chunks that replicas share, one row of collectives gathers weights and sums gradients, in the order of the list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.kinds import Kind
-from hybridpar.pipeline.plan.residency import FastTier, Residency
+from hybridpar.pipeline.plan.cores import Cores
+from hybridpar.pipeline.plan.kinds import PER_ITEM, Kind
+from hybridpar.pipeline.plan.residency import FastTier, Mode, Residency, add_residency
 
 MIB = 2**20
 
@@ -41,6 +47,10 @@ class CopyEngines:
         self._tier = FastTier(residency)
         self._arrivals: dict[int, float] = {}
         self._in_free = self._out_free = 0.0
+
+    def sizes(self, kind: Kind) -> list[float]:
+        """MiB that an action of a kind moves at most, by item."""
+        return [num_bytes / MIB for num_bytes in self._residency.num_bytes]
 
     def ready(self, action: Action) -> float:
         """Time at which all is there that the action touches."""
@@ -83,6 +93,74 @@ class StashEngines:
         return self._over.get((action.stage, action.microbatch), 0.0)
 
 
+@dataclass(frozen=True)
+class SharedItems:
+    """Items of a rank that replicas share. summed: the numbers of those that are gradients."""
+
+    weights: Residency
+    gradients: Residency
+    summed: frozenset[int]
+
+    def moved(self, actions: Iterable[Action]) -> Iterator[Action]:
+        """A rank's actions with FETCH and RELEASE of both."""
+        return add_residency(add_residency(actions, self.gradients), self.weights)
+
+
+class ReplicaEngines:
+    """The collectives of a rank's shared items, one after the other, and when these are whole.
+
+    What reads weights waits until they are gathered. What makes gradients waits for the sums that were started ahead of
+    those that were made before; NORM and UPDATE wait for all sums. fetch, release: time that a MiB takes.
+    """
+
+    def __init__(self, items: SharedItems, fetch: float, release: float):
+        self._items, self._times = items, {Kind.FETCH: fetch, Kind.RELEASE: release}
+        self._weights, self._gradients = FastTier(items.weights), FastTier(items.gradients)
+        self._free = 0.0
+        self._arrivals: dict[int, float] = {}
+        self._sums: deque[float] = deque()  # their ends, the oldest first
+        self._num_older = 0  # of them, that were started ahead of the gradients that were made last
+
+    def sizes(self, kind: Kind) -> list[float]:
+        """MiB that an action of a kind moves, by item: nobody sends weights that are dropped."""
+        return [num_bytes / MIB if kind in self._times and (item in self._items.summed) == (kind is Kind.RELEASE)
+                else 0.0 for item, num_bytes in enumerate(self._items.weights.num_bytes)]
+
+    def ready(self, action: Action) -> float:
+        """Time at which all is there that the action touches, and all is over that must be."""
+        arrivals = [self._arrivals.get(item, 0.0) for item, mode in self._items.weights.touches(action)
+                    if mode is Mode.READ]
+        return max([0.0, *arrivals, *list(self._sums)[: self._num_due(action)]])
+
+    def follow(self, action: Action, now: float) -> tuple[str, float, float]:
+        """Goes past an action: what is wrong with it, if anything is, and of a move its start and its end."""
+        if action.kind not in PER_ITEM:
+            due, makes = self._num_due(action), self._gradients.creates(action)
+            for _ in range(due):
+                self._sums.popleft()
+            self._num_older = len(self._sums) if makes else max(0, self._num_older - due)
+            return self._weights.follow(action) or self._gradients.follow(action), now, now
+        item = action.microbatch
+        is_summed = item in self._items.summed
+        if fault := (self._gradients if is_summed else self._weights).follow(action):
+            return fault, now, now
+        if is_summed != (action.kind is Kind.RELEASE):  # weights are dropped
+            return "", now, now
+        start = max(now, self._free)
+        self._free = end = start + self._items.weights.num_bytes[item] / MIB * self._times[action.kind]
+        if is_summed:
+            self._sums.append(end)
+        else:
+            self._arrivals[item] = end
+        return "", start, end
+
+    def _num_due(self, action: Action) -> int:
+        """The number of sums, the oldest first, that must be over before an action."""
+        if action.kind in (Kind.NORM, Kind.UPDATE):
+            return len(self._sums)
+        return self._num_older if self._gradients.creates(action) else 0
+
+
 class HostEngines:
     """The host of a rank, and the engines to and from it.
 
@@ -111,3 +189,62 @@ class HostEngines:
     def ready(self, group: int) -> float:
         """Time at which a group of the weights has arrived."""
         return self._arrived[group]
+
+
+class BusyHost:
+    """A host whose copies and updates take the cores that ranks compute on: each is a piece of work like theirs.
+
+    As HostEngines, but for what is not known before it happens: `ready` is None until then, and `arrived(when)` is
+    called as each group arrives. times: of all groups, to the host, of the update, and back.
+    """
+
+    def __init__(self, cores: Cores, times: Sequence[float], shares: Sequence[float], arrived: Callable[[float], None]):
+        total, number = sum(shares), len(shares)
+        self._cores, self._notify = cores, arrived
+        self._times = [[time * share / total for share in shares] for time in times]
+        self._queues: list[deque[tuple[int, float]]] = [deque() for _ in times]  # group, and when it may begin
+        self._running = [False for _ in times]
+        self._done = [[0] * number for _ in times]  # by row and group: batches
+        self._arrived, self._begun = [0.0] * number, 0
+
+    def send(self, now: float) -> None:
+        """The gradients of a batch may leave."""
+        self._queues[0] += [(group, now) for group in range(len(self._arrived))]
+        self._start(now)
+
+    def begin(self, now: float) -> float:
+        """The host may use them. A time before which nothing has arrived."""
+        self._begun += 1
+        for queue in self._queues[1:]:
+            queue += [(group, now) for group in range(len(self._arrived))]
+        self._start(now)
+        return now
+
+    def ready(self, group: int) -> float | None:
+        """Time at which a group of the weights has arrived; None: it has not."""
+        return self._arrived[group] if self._done[-1][group] == self._begun else None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was begun has arrived."""
+        return all(done == self._begun for done in self._done[-1])
+
+    def _start(self, now: float) -> None:
+        for row, queue in enumerate(self._queues):
+            if queue and not self._running[row] and self._may_begin(row, queue[0][0]):
+                group, earliest = queue.popleft()
+                self._running[row] = True
+                self._cores.add(max(now, earliest), self._times[row][group], partial(self._over, row, group))
+
+    def _may_begin(self, row: int, group: int) -> bool:
+        """What leaves needs the place of the batch before, which the host has read; the rest, what comes before it."""
+        done = [counts[group] for counts in self._done]
+        return done[0] == done[1] if row == 0 else done[row - 1] > done[row]
+
+    def _over(self, row: int, group: int, now: float) -> None:
+        self._running[row] = False
+        self._done[row][group] += 1
+        if row == len(self._queues) - 1:
+            self._arrived[group] = now
+            self._notify(now)
+        self._start(now)

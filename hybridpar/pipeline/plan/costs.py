@@ -18,21 +18,24 @@ class Costs:
 
     On the rank's own time: forward, backward: of one micro-batch. backward_input: the part of a backward that I takes
     where it is split, W takes the rest; None: half. update: the optimizer step. calls: what a rank spends to issue a
-    SEND, a RECV, a REDUCE or a NORM, by kind; it takes effect when the call is over.
+    SEND, a RECV, a REDUCE or a NORM, by kind, and to move a MiB of an item (FETCH, RELEASE); it takes effect when the
+    call is over.
 
     Beside it: reduce: gradients over the replicas. norm: the grid-wide reduction. gather: new weights over the replicas
     (sharded optimizer state), after an UPDATE; the first F that uses them waits. transfer: how long one activation
     occupies a link; latency: from its leaving to its arrival.
 
     fetch, release: how long a MiB occupies the engine that brings items of the rank's state into its fast tier, and
-    the one that writes back what was changed (copies.py). An action waits for the items that it touches.
+    the one that writes back what was changed (copies.py); or the collectives that gather weights from replicas, and sum
+    gradients over them. An action waits for the items that it touches.
 
     offload, reload: how long what a micro-batch keeps on one stage occupies the engine that takes it to the slow tier,
     and the one that brings it back. An EVICT waits for the one, a backward for the other.
 
     to_host, host, from_host: of a rank whose weights the host makes: how long the gradients of a batch occupy the
     engine that takes them there, the update the host, and the new weights the engine that brings them back, all groups
-    together. host_shares: of each group, by rank; none: all of a rank are equal. An UPDATE waits for its group.
+    together. host_shares: of each group, by rank; none: all of a rank are equal. An UPDATE waits for its group. Where
+    cores are shared, all three are work on them.
 
     tied: REDUCE also meets over the first and the last stage (tied embeddings). blocking_norm: NORM waits for its
     REDUCE (a CPU rank that must read the result) instead of queueing behind it. serial_links: the transfers of a rank

@@ -21,13 +21,13 @@ The rules are those of the executor, so a plan that ends here cannot deadlock th
               EVICT waits until it has left, its backward until it is back
 
     FETCH, RELEASE, DROP return at once; items come and go beside the rank's work (copies.py). What touches an item
-              waits until it is there
+              waits until it is there. Of chunks that replicas share they are collectives
 
 Of what is cut into parts, the part that runs first waits (every part of an F for the gather of weights that were made
 before it), the one that runs last sets going what follows, and all take equal times.
 
-"At once" is after the time that its call takes (`calls`). With a number of `cores`, work takes longer while more ranks
-and transfers are at work than there are cores: all of them slow down alike.
+"At once" is after the time that its call takes (`calls`). With a number of `cores`, work takes longer while more ranks,
+hosts and transfers are at work than there are cores: all of them slow down alike.
 
 Each rank runs until it must wait for another, and is woken by what it waits for; where cores are shared, it also stops
 at each piece of work until that is done. No result depends on the order in which ranks are taken, because every queue
@@ -43,7 +43,14 @@ from functools import partial
 
 from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import Action, Plan
-from hybridpar.pipeline.plan.copies import CopyEngines, HostEngines, StashEngines
+from hybridpar.pipeline.plan.copies import (
+    BusyHost,
+    CopyEngines,
+    HostEngines,
+    ReplicaEngines,
+    SharedItems,
+    StashEngines,
+)
 from hybridpar.pipeline.plan.cores import Cores
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, PER_ITEM, ROWS, Kind
@@ -62,11 +69,11 @@ class StuckError(HybridparError):
 
 
 def simulate(
-    plan: Plan, costs: Costs | None = None, residency: Mapping[int, Residency] | None = None,
+    plan: Plan, costs: Costs | None = None, residency: Mapping[int, Residency | SharedItems] | None = None,
 ) -> Timeline:
     """Runs a lowered plan (`passes.make_plan`) with the given costs (default: a forward takes 1, a backward 2).
 
-    residency: by rank, where the plan moves items; without it moves take no time.
+    residency: by rank, where the plan moves items, between tiers or replicas; without it moves take no time.
 
     Raises: StuckError if a rank waits for something that never comes.
     """
@@ -91,8 +98,9 @@ class _Rank:
     ends: list[float] = field(default_factory=list)
     stalls: dict[int, float] = field(default_factory=dict)
     clock: float = 0.0
-    waits_for: _Channel | _Meeting | None = None
+    waits_for: _Channel | _Meeting | BusyHost | None = None
     normed: set[int] = field(default_factory=set)  # batches whose NORM it has issued
+    host_step: int = 0  # its newest HOST
     newest: int = 0  # its newest weight version, and when its replicas have gathered that
     gathered: float = 0.0
 
@@ -146,7 +154,7 @@ class _Machine:
     notes what the rank waits for if that is not known yet), by rank what it takes of its time, and what it then does.
     """
 
-    def __init__(self, plan: Plan, costs: Costs, residency: Mapping[int, Residency] | None = None):
+    def __init__(self, plan: Plan, costs: Costs, residency: Mapping[int, Residency | SharedItems] | None = None):
         p = len(plan)
         self.costs = costs
         self.cores = None if costs.cores is None else Cores(costs.cores)
@@ -182,7 +190,9 @@ class _Machine:
             self.table[Kind.NORM] = self._sending(*self.table[Kind.NORM])
             self.table[Kind.UPDATE] = self._awaiting_host(*self.table[Kind.UPDATE])
         fetch, release = expand(costs.fetch, p), expand(costs.release, p)
-        self.engines = {r: CopyEngines(items, fetch[r], release[r]) for r, items in (residency or {}).items()}
+        self.engines: dict[int, CopyEngines | ReplicaEngines] = {
+            r: (CopyEngines if isinstance(items, Residency) else ReplicaEngines)(items, fetch[r], release[r])  # type: ignore[arg-type]
+            for r, items in (residency or {}).items()}
         offload, reload = expand(costs.offload, p), expand(costs.reload, p)
         self.stashes = [StashEngines(*times) for times in zip(offload, reload, strict=True)]
         if any(action.kind is Kind.OFFLOAD for rank in self.ranks for action in rank.actions):
@@ -224,11 +234,18 @@ class _Machine:
         shares = [[time / counts[stage].count(kind, stage) for time in times] for stage, times in enumerate(work)]
         return when_first, shares, effect_last
 
-    def _hosts(self) -> dict[int, HostEngines]:
+    def _hosts(self) -> dict[int, HostEngines | BusyHost]:
         """The hosts of the ranks that have one."""
         p, costs = len(self.ranks), self.costs
         times = list(zip(expand(costs.to_host, p), expand(costs.host, p), expand(costs.from_host, p), strict=True))
-        return {rank.index: HostEngines(*times[rank.index], self._shares(rank.index)) for rank in self.ranks
+
+        def host(rank: _Rank) -> HostEngines | BusyHost:
+            own, shares = times[rank.index], self._shares(rank.index)
+            if self.cores is None:
+                return HostEngines(*own, shares)
+            return BusyHost(self.cores, own, shares, partial(self._host_arrived, rank))
+
+        return {rank.index: host(rank) for rank in self.ranks
                 if any(action.kind is Kind.HOST for action in rank.actions)}
 
     def _shares(self, rank: int) -> Sequence[float]:
@@ -254,9 +271,13 @@ class _Machine:
 
         def when_made(rank: _Rank, action: Action) -> float | None:
             start = rank.clock if when is None else when(rank, action)
-            if start is None or rank.index not in self.hosts:
+            if start is None or (host := self.hosts.get(rank.index)) is None:
                 return start
-            return max(start, self.hosts[rank.index].ready(action.part))
+            if (made := host.ready(action.part)) is None:
+                assert isinstance(host, BusyHost)
+                rank.waits_for = host
+                return None
+            return max(start, made)
 
         return when_made, work, effect
 
@@ -303,8 +324,15 @@ class _Machine:
                     rank.stalls[step] = start - rank.clock
 
         if kind in PER_ITEM:
-            return when, work, follow
+            return when, self._move_times(kind), follow
         return (when, work, effect) if kind in BESIDE - {Kind.NORM} else (when_ready, work, follow)
+
+    def _move_times(self, kind: Kind) -> _Work:
+        """Rank's time that moving takes, by stage and item."""
+        each = expand(self.costs.calls.get(kind, 0.0), len(self.ranks))
+        of_ranks = [[seconds * mib for mib in self.engines[r].sizes(kind)] if r in self.engines else [0.0]
+                    for r, seconds in enumerate(each)]
+        return of_ranks * self.chunks
 
     def run(self) -> None:
         self._advance_all()
@@ -463,7 +491,7 @@ class _Machine:
             member.ends[at] = meeting.end
             self._wake(member, meeting)
 
-    def _wake(self, rank: _Rank, waited_for: _Channel | _Meeting) -> None:
+    def _wake(self, rank: _Rank, waited_for: _Channel | _Meeting | BusyHost) -> None:
         if rank.waits_for is waited_for:
             rank.waits_for = None
             self.runnable.append(rank)
@@ -481,7 +509,16 @@ class _Machine:
         self._join(meeting, rank, step, ready, self.costs.norm)
 
     def _host(self, rank: _Rank, action: Action, step: int) -> None:
+        rank.host_step = step
         rank.ends[step] = self.hosts[rank.index].begin(rank.clock)
+
+    def _host_arrived(self, rank: _Rank, now: float) -> None:
+        """A group of the weights that the host makes has arrived."""
+        host = self.hosts[rank.index]
+        assert isinstance(host, BusyHost)
+        if host.is_done:
+            rank.ends[rank.host_step] = now
+        self._wake(rank, host)
 
     def _gather(self, rank: _Rank, action: Action, step: int) -> None:
         rank.newest, rank.gathered = action.version, rank.clock + self.gather[rank.index]
@@ -493,6 +530,8 @@ class _Machine:
             sender, n = missing.sender.index, missing.num_used
             what = f"{missing.num_sent} sent, {missing.num_posted} receives posted"
             return f"{action} waits for transfer {n} from rank {sender} ({what})"
+        if isinstance(missing, BusyHost):
+            return f"{action} waits for the host"
         assert missing is not None, f"rank {rank.index} is not waiting"
         there = {member.index for member, _ in missing.issued}
         kind, batch = next((k, b) for (k, b, _), meeting in self.meetings.items() if meeting is missing)

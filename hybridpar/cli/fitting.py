@@ -1,0 +1,120 @@
+"""`hybridpar check` and `plan`: whether a configuration fits into the memory there is, and what would make it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybridpar.config import Config, Launch
+
+if TYPE_CHECKING:
+    from hybridpar.memory import StageMemory
+    from hybridpar.planner.candidates import Candidate
+    from hybridpar.planner.machine import Machine
+
+_GB = 1e9
+_WORTH_SAYING = 0.005
+"""Share of a step."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that a process may take. limit: bytes; 0: not known. machine: its profile; None: there is none."""
+
+    limit: float
+    machine: Machine | None = None
+
+    @staticmethod
+    def of(config: Config, launch: Launch, profile: str, cluster: str, device_gb: float) -> Room:
+        """Of so many GB; else of a profile or a cluster; else of this machine, if the job has as few processes as it
+        has cores or GPUs. `config`: resolved. Raises: ConfigError, DataError."""
+        from hybridpar.planner.local_profile import machine_for
+
+        machine = None
+        if profile or cluster:
+            machine = machine_for(config, launch, profile, cluster, config.parallel.num_ranks)
+        if device_gb:
+            return Room(_GB * device_gb, machine)
+        return Room(machine.memory_limit if machine else _memory_here(config), machine)
+
+
+def _memory_here(config: Config) -> float:
+    """Bytes for each process of a job on this machine; 0 where it is too large for that."""
+    import torch
+
+    from hybridpar.cpu import available_cores
+    from hybridpar.memory.predict import default_device
+    from hybridpar.planner.machine import memory_limit
+
+    ranks = config.parallel.num_ranks
+    if default_device(config).type == "cuda":
+        found = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+        return memory_limit(min(found), is_cpu=False) if len(found) >= ranks else 0.0
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return memory_limit(memory / ranks, is_cpu=True) if ranks <= available_cores() else 0.0
+
+
+def fit_report(
+    config: Config, memory: Sequence[StageMemory], room: Room, rank_name: str, *, largest: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Plain values and lines: whether a resolved configuration fits and what would make it, its predicted step time,
+    and the largest model that fits. memory: its prediction."""
+    from hybridpar.memory.predict import default_device
+    from hybridpar.planner.remedies import Fitting
+
+    peaks = [stage.total for stage in memory]
+    most, device = max(peaks), room.machine.device if room.machine else default_device(config)
+    plain: dict[str, Any] = {"memory_limit": room.limit or None}
+    lines = _times(config, room, plain)
+    if not room.limit:
+        return plain, lines
+    fitting = Fitting(room.limit, device, room.machine)
+    plain["fits"] = most <= room.limit
+    if most > room.limit:
+        found = fitting.remedies(config)
+        plain["remedies"] = [vars(remedy) for remedy in found]
+        lines += [f"{rank_name} {peaks.index(most)} needs {most / _GB:.3g} GB, and there are {room.limit / _GB:.3g}: "
+                  + ("what would make it fit" if found else "nothing that is known makes it fit"),
+                  *(f"  {remedy}" for remedy in found)]
+    if largest:
+        sizes = fitting.largest(config)
+        plain["largest"] = dict(sizes)
+        lines += [f"the largest model of this width in {room.limit / _GB:.3g} GB a process, on this grid",
+                  *(f"  {number:>5} layers  {settings}" for settings, number in sizes)]
+    return plain, lines
+
+
+def _times(config: Config, room: Room, plain: dict[str, Any]) -> list[str]:
+    """The step time that a profile predicts, and what of it is waiting for state that moves."""
+    from hybridpar.planner.cost import StepCost
+    from hybridpar.planner.report import exposed_moves
+
+    if room.machine is None:
+        return []
+    cost = StepCost(config, room.machine)
+    step, exposed = cost.step_time, exposed_moves(cost)
+    plain |= {"step_ms": 1e3 * step, "exposed_moves_ms": 1e3 * exposed}
+    lines = [f"predicted: {1e3 * step:.4g} ms a step, {cost.tokens_per_s:,.0f} tokens/s"]
+    if cost.moves is not None:
+        waits = f"{1e3 * exposed:.3g} ms of it ({exposed / step:.0%}) are waiting for"
+        lines.append(f"{waits if exposed > _WORTH_SAYING * step else 'compute hides'} {cost.moves.what}")
+    return lines
+
+
+def closest_remedies(failed: Sequence[Candidate], limit: float) -> list[str]:
+    """Lines: what would make the configuration fit that lacks the least, of those that were given up."""
+    from hybridpar.planner.memory import MemoryCheck
+    from hybridpar.planner.remedies import Fitting
+    from hybridpar.planner.report import describe
+
+    check = MemoryCheck(limit)
+    nearest = min(failed, key=lambda one: (one.config.train.micro_batch_size, check.least(one.cost)), default=None)
+    if nearest is None:
+        return []
+    machine = nearest.cost.machine
+    found = Fitting(limit, machine.device, machine).remedies(nearest.config)
+    if not found:
+        return [f"no setting that is known makes {describe(nearest.config)} fit"]
+    return [f"what would make {describe(nearest.config)} fit:", *(f"  {remedy}" for remedy in found)]

@@ -1,0 +1,130 @@
+"""What a step costs where a rank's state moves: split over replicas (ZeRO-2 and 3), on a host, or in a file.
+
+    ZeRO-2 and 3    FETCH gathers the weights of a part, RELEASE sums its gradients: as the link between replicas was
+                    measured; CPU time of them is the rank's own
+    host            gradients leave, the host updates, weights arrive: at speeds of the profile; on CPUs, on their cores
+    budget          FETCH and RELEASE read and write the file, at speeds of the profile
+
+The plan with all moves is the one that a run would have, from its state on ghosts. Units: seconds, bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from statistics import fmean
+
+from hybridpar.config import Config
+from hybridpar.errors import ConfigError, Problem
+from hybridpar.models.build import DTYPES
+from hybridpar.pipeline.plan.action import Action, Kind
+from hybridpar.pipeline.plan.copies import MIB, SharedItems
+from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.predict import Ordering
+from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.plan.simulate import simulate
+from hybridpar.planner.machine import Machine
+from hybridpar.train.ghost_rank import GhostRank
+
+_SETTLING, _COUNTED, _AHEAD = 3, 3, 4
+"""Batches that are simulated: before those that count, these, and so many that the moves of a budget look ahead."""
+_GRADIENT_BYTES = 4
+HOSTED = ("adamw", "sgd")
+"""Optimizers that a host runs as a whole; of others it is not known how long a part takes."""
+
+
+class Moves:
+    """The moves of a resolved configuration, and their costs on a machine."""
+
+    def __init__(self, config: Config, machine: Machine):
+        self.config, self.machine = config, machine
+        if wrong := next(_without_costs(config, machine), None):
+            raise ConfigError(wrong)
+        self._plans: dict[tuple[Ordering, Sizes], dict[int, tuple[Action, ...]]] = {}
+
+    @staticmethod
+    def of(config: Config, machine: Machine) -> Moves | None:
+        """None where nothing moves. Raises: ConfigError where it is not known what moving costs."""
+        memory = config.memory
+        splits = config.parallel.zero > 1 and config.parallel.dp > 1
+        return Moves(config, machine) if splits or memory.host_optimizer or memory.budget else None
+
+    @property
+    def what(self) -> str:
+        """What ranks wait for, where it is not hidden, in words."""
+        memory = self.config.memory
+        return ("the optimizer on the host" if memory.host_optimizer else "the file of the state" if memory.budget else
+                "weights and gradients of other replicas")
+
+    @cached_property
+    def ghosts(self) -> list[GhostRank]:
+        """The ranks of a pipeline."""
+        device = self.machine.device.type
+        return GhostRank.pipeline(replace(self.config, train=replace(self.config.train, device=device)))  # type: ignore[arg-type]
+
+    def added_to(self, costs: Costs, replicas: Sequence[Sequence[int]], rings: int) -> Costs:
+        """The costs of the plan's actions, with those of its moves.
+
+        replicas: of each rank of the pipeline, by number. rings: groups of replicas of a stage that use links at once.
+        """
+        memory, speeds = self.config.memory, self.machine.profile.state
+        if memory.host_optimizer:
+            shares, working = [ghost.hosted for ghost in self.ghosts], DTYPES[self.config.train.dtype].itemsize
+            numbers = [sum(groups) for groups in shares]
+            return replace(
+                costs, to_host=[_GRADIENT_BYTES * n / speeds.copied for n in numbers],
+                host=[n / speeds.updated for n in numbers], from_host=[working * n / speeds.copied for n in numbers],
+                host_shares=shares)
+        if memory.budget:
+            return replace(costs, fetch=MIB / speeds.read, release=MIB / speeds.written)
+        gathers, sums = ([self._collective(op, r, ranks, rings) for r, ranks in enumerate(replicas)]
+                         for op in ("gather", "scatter"))
+        calls = {**costs.calls, Kind.FETCH: [work for _, work in gathers], Kind.RELEASE: [work for _, work in sums]}
+        return replace(costs, calls=calls, fetch=[max(0.0, seconds - work) for seconds, work in gathers],
+                       release=[max(0.0, seconds - work) for seconds, work in sums])
+
+    def _collective(self, op: str, rank: int, replicas: Sequence[int], rings: int) -> tuple[float, float]:
+        """Seconds and CPU time that a MiB takes, of items of the usual size."""
+        items = self.ghosts[rank].residency(Sizes.of(self.config))
+        assert isinstance(items, SharedItems)
+        sizes = [num_bytes for item, num_bytes in enumerate(items.weights.num_bytes)
+                 if (item in items.summed) == (op == "scatter")]
+        if not sizes:
+            return 0.0, 0.0
+        seconds, work = self.machine.half_ring(op, usual := fmean(sizes), replicas, rings)
+        return seconds * MIB / usual, min(work, seconds) * MIB / usual
+
+    def step_time(self, ordering: Ordering, sizes: Sizes, costs: Costs) -> float:
+        """Time of a batch in the steady state, simulated."""
+        number, ranks = _SETTLING + _COUNTED + (_AHEAD if self.config.memory.budget else 1), self.ghosts
+        if (ordering, sizes) not in self._plans:
+            self._plans[ordering, sizes] = {r: tuple(ghost.moved(ordering, sizes, number))
+                                            for r, ghost in enumerate(ranks)}
+        found = ((r, ghost.residency(sizes)) for r, ghost in enumerate(ranks))
+        timeline = simulate(
+            self._plans[ordering, sizes], costs, {r: items for r, items in found if items is not None})
+        starts = timeline.batch_starts(sizes.num_microbatches)
+        return (starts[_SETTLING + _COUNTED] - starts[_SETTLING]) / _COUNTED
+
+
+def _without_costs(config: Config, machine: Machine) -> Iterator[Problem]:
+    """Settings whose moves have no known cost on a machine."""
+    memory, speeds, again = config.memory, machine.profile.state, "measure this machine with hybridpar profile"
+    moved = {"parallel.zero": config.parallel.zero > 1, "memory.host_optimizer": memory.host_optimizer,
+             "memory.budget": memory.budget > 0}
+    values = {"parallel.zero": (config.parallel.zero, "1"), "memory.host_optimizer": ("true", "false"),
+              "memory.budget": (memory.budget, "0")}
+    if machine.device.type != "cpu":
+        for field in (field for field, is_set in moved.items() if is_set):
+            yield Problem(field, values[field][0], f"works on CPUs so far, and this is {machine.device.type}",
+                          values[field][1])
+    if memory.host_optimizer and config.optim.name not in HOSTED:
+        yield Problem("optim.name", config.optim.name, "has no estimated costs with memory.host_optimizer, of which "
+                      f"{' and '.join(HOSTED)} have", HOSTED[0])
+    if memory.host_optimizer and not (speeds.updated and speeds.copied):
+        yield Problem("memory.host_optimizer", "true", "has no costs in this profile", again)
+    if memory.budget and not (speeds.read and speeds.written):
+        yield Problem("memory.budget", memory.budget, "has no costs in this profile", again)
+
+

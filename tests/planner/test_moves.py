@@ -1,0 +1,175 @@
+"""Candidates whose state moves: their costs, when the search takes them, and what it says then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planner import made
+
+from hybridpar.config import Config, OptimConfig
+from hybridpar.errors import ConfigError
+from hybridpar.memory import predict
+from hybridpar.pipeline.plan.copies import MIB
+from hybridpar.planner import report
+from hybridpar.planner.candidates import Request
+from hybridpar.planner.cost import StepCost
+from hybridpar.planner.machine import Machine
+from hybridpar.planner.profile import StateSpeeds
+from hybridpar.planner.search import Result, search
+from hybridpar.validate import problems
+
+LARGE = {"hidden_size": 128, "seq_length": 8, "tie_embeddings": False}
+"""A model whose state is most of its memory."""
+
+
+def machine(base: Config, devices: int = 2, *, memory: float = 1e9, update: float = 0.0, bandwidth: float = 1e9,
+            cores: int = 8, layer: float = 1.0) -> Machine:
+    """A CPU with cores for all, whose links and file move 1 MiB in so little time as `bandwidth` says."""
+    profile = made.profile(base, layer=layer, update=update, cores=cores, degrees=(1,))
+    profile = replace(profile, state=StateSpeeds(1e7, 1e9, bandwidth, bandwidth / 2))
+    return made.machine(base, devices, made=profile, inner=made.link(bandwidth=bandwidth), memory=memory)
+
+
+def peak(config: Config) -> int:
+    return max(stage.total for stage in predict(config))
+
+
+# -- costs -----------------------------------------------------------------------------------------------------------
+
+
+def test_gathers_and_sums_take_a_step_what_the_link_says() -> None:
+    """With a link so slow that nothing hides it, a step of ZeRO-3 is the time of its bytes: gpipe moves each block's
+    weights twice, and sums its gradients once."""
+    base = made.config(dp=2, m=4, b=1, zero=3, schedule="gpipe", **LARGE)
+    on = machine(base, bandwidth=1e4, layer=1e-6)
+    cost = StepCost(base, on)
+    assert cost.moves is not None
+    items = cost.moves.ghosts[0].residency(cost.sizes)
+    gradients = sum(items.gradients.num_bytes[i] for i in items.summed)  # type: ignore[union-attr]
+    least = 3 * gradients / 1e4 / 2  # a gather or a scatter is half of a ring
+    assert least * 0.6 < cost.step_time < 1.1 * least
+    sweeping = replace(base, pipeline=replace(base.pipeline, schedule="1f1b"))
+    assert StepCost(sweeping, on).step_time > 2.5 * cost.step_time  # once for each micro-batch
+
+
+def test_a_fast_link_hides_what_replicas_share() -> None:
+    plain = made.config(dp=2, m=4, zero=1, **LARGE)
+    on = machine(plain, bandwidth=1e12)
+    for zero in (2, 3):
+        split = replace(plain, parallel=replace(plain.parallel, zero=zero))
+        assert StepCost(split, on).step_time == pytest.approx(StepCost(plain, on).step_time, rel=1e-3)
+
+
+def test_a_budget_costs_what_does_not_hide_behind_compute() -> None:
+    base = made.config(m=4, b=1, schedule="gpipe", **LARGE)
+    state = predict(base)[0].state
+    times = []
+    for share in (2.0, 0.7, 0.5):
+        config = replace(base, memory=replace(base.memory, budget=int(share * state)))
+        cost = StepCost(config, machine(base, 1, bandwidth=1e5))
+        times.append(cost.step_time)
+    whole = StepCost(base, machine(base, 1)).step_time
+    assert times[0] == pytest.approx(whole, rel=1e-6)  # all is in memory
+    assert whole < times[1] < times[2]
+    assert times[1] - whole <= 3 * state / 1e5 * 2  # weights twice, and the rest once, there and back
+
+
+@pytest.mark.parametrize(("cores", "hides"), [(8, True), (1, False)])
+def test_a_host_hides_only_where_cores_are_idle(cores: int, hides: bool) -> None:
+    plain = made.config(m=6, b=1, schedule="2bw", **LARGE)
+    on = machine(plain, 1, update=1.0, cores=cores)
+    number = StepCost(plain, on).ranks[0].parameters
+    on = replace(on, profile=replace(on.profile, state=StateSpeeds(updated=number / 8.0, copied=1e12)))
+    hosted = StepCost(replace(plain, memory=replace(plain.memory, host_optimizer=True)), on)
+    plain_s, host_s = StepCost(plain, on).step_time, hosted.step_time
+    update = StepCost(plain, on).ranks[0].update
+    if hides:
+        assert host_s == pytest.approx(plain_s - update, rel=1e-6)
+    else:
+        assert plain_s - update + 1.0 < host_s
+
+
+@pytest.mark.parametrize(("changes", "field"), [
+    ({"parallel": {"zero": 2}}, "parallel.zero"), ({"memory": {"budget": 1 << 30}}, "memory.budget"),
+    ({"memory": {"host_optimizer": True}}, "memory.host_optimizer")])
+def test_what_cannot_move_has_no_costs(changes: dict[str, dict[str, object]], field: str) -> None:
+    base = made.config(dp=2, m=4)
+    config = replace(base, **{name: replace(getattr(base, name), **keys) for name, keys in changes.items()})
+    with pytest.raises(ConfigError, match=f"{field} = .*, and this is cuda"):
+        StepCost(config, made.machine(base, 2))
+    if field != "parallel.zero":
+        unknown = replace(machine(base), profile=replace(machine(base).profile, state=StateSpeeds()))
+        with pytest.raises(ConfigError, match=f"{field} = .* has no costs in this profile"):
+            StepCost(config, unknown)
+
+
+def test_a_host_that_keeps_muons_matrices_has_no_costs() -> None:
+    base = replace(made.config(m=4), optim=OptimConfig(name="muon"))
+    config = replace(base, memory=replace(base.memory, host_optimizer=True))
+    with pytest.raises(ConfigError, match=r"optim.name = 'muon': has no estimated costs .*; try adamw"):
+        StepCost(config, machine(base))
+
+
+# -- the search ------------------------------------------------------------------------------------------------------
+
+
+def found(base: Config, on: Machine, keep: dict[str, int] | None = None, schedules: tuple[str, ...] = ()) -> Result:
+    free = replace(base, parallel=replace(base.parallel, dp=0))
+    return search(free, on, Request(
+        batch_size=base.global_batch_size, keep=keep or {"pp": 1, "tp": 1}, schedules=schedules, top=3,
+        micro_batches=(base.train.micro_batch_size,)))
+
+
+def test_gradients_and_weights_are_split_where_nothing_else_fits() -> None:
+    """Less and less memory: ZeRO goes up as it must, and no further, and the report says what ZeRO-1 would need."""
+    base = made.config(dp=2, m=4, b=1, **LARGE)
+    peaks = [peak(replace(base, parallel=replace(base.parallel, zero=zero), pipeline=replace(
+        base.pipeline, recompute="stage"))) for zero in range(4)]
+    assert peaks == sorted(peaks, reverse=True)
+    for zero in (1, 2, 3):
+        on = machine(base, memory=(peaks[zero] + (peaks[zero - 1] - peaks[zero]) / 2) / 0.9)
+        result = found(base, on, schedules=("1f1b",))
+        best = result.ranked[0]
+        assert best.config.parallel.zero == zero
+        assert best.peak <= on.memory_limit
+        assert not problems(best.config, 2)
+        if zero > 1:
+            assert f"ZeRO-{zero}, as with ZeRO-1 a process needs" in report.reasons(result)[0]
+            assert f"ZeRO-{zero}" in report.describe(best.config)
+    accelerators = made.machine(base, 2, memory=1.5 * 2**30 + peaks[3] + (peaks[2] - peaks[3]) / 2)
+    assert not found(base, accelerators, schedules=("1f1b",)).ranked  # where it cannot run
+
+
+def test_with_a_slow_link_blocks_go_one_by_one() -> None:
+    base = made.config(dp=2, m=2, b=1, **{**LARGE, "seq_length": 4})
+    split = replace(base, parallel=replace(base.parallel, zero=3), pipeline=replace(
+        base.pipeline, schedule="gpipe", recompute="none"))
+    on = machine(base, memory=1.02 * peak(split) / 0.9, bandwidth=1e5)
+    assert found(base, on).ranked[0].config.pipeline.schedule == "gpipe"
+
+
+def test_state_goes_to_a_file_only_where_nothing_fits() -> None:
+    base = made.config(m=4, b=1, **LARGE)
+    state = predict(base)[0].state
+    assert not found(base, machine(base, 1), {}).ranked[0].config.memory.budget
+    on = machine(base, 1, memory=0.9 * state / 0.9)
+    result = found(base, on, {})
+    best = result.ranked[0]
+    assert 0 < best.config.memory.budget < state
+    assert best.config.memory.budget % MIB == 0
+    assert best.peak <= on.memory_limit
+    assert "nothing fits but with state in a file" in report.reasons(result)[0]
+    without = replace(on, profile=replace(on.profile, state=StateSpeeds()))
+    assert not found(base, without, {}).ranked
+
+
+def test_a_host_updates_where_that_is_faster() -> None:
+    base = made.config(m=6, b=1, schedule="2bw", **LARGE)
+    on = machine(base, 1, update=1.0)
+    taken = found(base, on, {}, ("2bw",))
+    assert taken.ranked[0].config.memory.host_optimizer
+    assert "faster than without" in taken.ranked[0].because
+    slow = replace(on, profile=replace(on.profile, state=StateSpeeds(updated=100.0, copied=1e9)))
+    assert not found(base, slow, {}, ("2bw",)).ranked[0].config.memory.host_optimizer
+    assert not found(base, on, {}, ("1f1b",)).ranked[0].config.memory.host_optimizer  # no slack
