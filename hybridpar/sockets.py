@@ -35,6 +35,8 @@ _HEADERS = {socket.AF_INET: 52, socket.AF_INET6: 72}
 """Bytes of IP and TCP in a packet, with time stamps."""
 # struct tcp_info: state, retransmits; last_data_recv, last_ack_recv (ms); bytes_received, segs_out, segs_in; bytes_sent
 _INFO = struct.Struct("=BxB49xII68xQII56xQ")
+_MAPPED = "::ffff:"
+"""An IPv4 address on an IPv6 socket."""
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
@@ -60,13 +62,13 @@ def connections() -> list[Connection]:
     found = []
     for number, connected in _sockets():
         with suppress(OSError):
-            own, host = connected.getsockname()[0], connected.getpeername()[0]
+            own, host = (name[0].removeprefix(_MAPPED) for name in (connected.getsockname(), connected.getpeername()))
             info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
             if own == host or len(info) < _INFO.size:
                 continue
             state, retries, data_ms, answer_ms, received, packets_out, packets_in, sent = _INFO.unpack(info)
             if state == _ESTABLISHED:
-                headers = _HEADERS[connected.family]
+                headers = _HEADERS[socket.AF_INET6 if ":" in host else socket.AF_INET]
                 found.append(Connection(number, host, own, min(data_ms, answer_ms) / 1e3, retries,
                                         sent + headers * packets_out, received + headers * packets_in))
     return found

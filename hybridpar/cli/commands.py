@@ -16,7 +16,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from hybridpar.cli.exchange import Export, Import
 from hybridpar.cli.memory import Memory
 from hybridpar.cli.placing import Graph, Place
-from hybridpar.cli.planning import ConfigFile, Overrides, Plan, Profile, Simulate, resolved
+from hybridpar.cli.planning import ConfigFile, Overrides, Plan, Profile, Simulate, cost_on_machine, resolved
 from hybridpar.cli.values import Ranks, Threads, Within, parse_grid
 from hybridpar.config import Config, Launch
 from hybridpar.errors import CheckpointError, config_error
@@ -130,10 +130,16 @@ class Check:
     config: Overrides
     world_size: Annotated[int, Within(0, 2**20)] = 0
     """Processes of the pretended job; 0: as many as the grid has."""
+    profile: str = ""
+    """What `hybridpar profile` has measured: also says what links need and give, and the time of a step."""
+    cluster: str = ""
+    """A cluster.toml: the same of those machines, with estimated times (or those of the profile)."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:
         config = resolved(self.config, self.world_size)
+        on_machine = self.profile or self.cluster
+        cost = cost_on_machine(config, self.profile, self.cluster, launch) if on_machine else None
         absent = _absent(config)
         from torch.nn import ModuleList
 
@@ -145,6 +151,7 @@ class Check:
         from hybridpar.models.build import build_blocks
         from hybridpar.models.cost import stage_split, training_flops_per_token
         from hybridpar.pipeline.plan.sizes import Sizes
+        from hybridpar.planner.links_report import link_lines, link_needs, step_line
         from hybridpar.train.forecast import forecasts
         from hybridpar.train.host_forecast import forecast_host
 
@@ -163,6 +170,8 @@ class Check:
         tiers, host = forecasts(config), forecast_host(config)
         if self.json:
             plain |= {"tiers": [one.as_json() for one in tiers]} | ({"host": host.as_json()} if host else {})
+            if cost is not None:
+                plain |= {"step_ms": 1e3 * cost.step_time, "links": [need.as_json() for need in link_needs(cost)]}
             print(json.dumps(plain))
             return 0
         fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
@@ -181,6 +190,8 @@ class Check:
             print(f"{name} {number}: {tier}")
         if host is not None:
             print(f"\n{host}")
+        if cost is not None:
+            print("", step_line(cost), *link_lines(cost), sep="\n")
         for text in absent:
             print(f"\nnot on this machine, or of no use: {text}")
         return 0

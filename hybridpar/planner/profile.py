@@ -204,7 +204,8 @@ def _plain_link(link: MeasuredLink) -> dict[str, Any]:
         return [[size, round(seconds, 9)] for size, seconds in curve.points]
 
     return {
-        "call": round(link.call, 9), "send": points(link.send), "send_work": points(link.send_work),
+        "call": round(link.call, 9), "there": round(link.there, 4),
+        "send": points(link.send), "send_work": points(link.send_work),
         "reduce": {str(n): points(curve) for n, curve in link.reduce.items()},
         "reduce_work": {str(n): points(curve) for n, curve in link.reduce_work.items()}}
 
@@ -236,6 +237,7 @@ class _Link:
     send_work: Annotated[_Points, _ALLOWED]
     reduce: Annotated[dict[int, _Points], _ALLOWED]
     reduce_work: Annotated[dict[int, _Points], _ALLOWED]
+    there: Annotated[float, Within(above=0, below=2)] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,4 +290,4 @@ def _link(name: str, link: _Link) -> MeasuredLink:
     if not link.reduce or min(*link.reduce, *link.reduce_work, 2) < 2:
         raise ValueError(f"links.{name}.reduce must hold all-reduces over 2 ranks or more")
     reduce, work = ({n: Curve(points) for n, points in curves.items()} for curves in (link.reduce, link.reduce_work))
-    return MeasuredLink(name, Curve(link.send), reduce, Curve(link.send_work), work, link.call)
+    return MeasuredLink(name, Curve(link.send), reduce, Curve(link.send_work), work, link.call, link.there)
