@@ -154,7 +154,8 @@ def on_host(args: argparse.Namespace) -> None:
     """Everything, on one of the two ranks."""
     torch.set_num_threads(1)
     state = json.loads(Path(os.environ[STATE_VARIABLE]).read_text())
-    links = [Link(link["name"], min(link["mbit"], link["back_mbit"]), link["delay_ms"], link["pid"]) for link in state["links"]]
+    links = [Link(link["name"], min(link["mbit"], link["back_mbit"]), link["delay_ms"], link["pid"])
+             for link in state["links"]]
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     cases = []
     for case, rounds, batches in plan_cases(args, links):

@@ -120,6 +120,8 @@ class _Place:
         if launch.loopback or launch.world_size == 1:
             return None
         hosts = Hosts.of(self.job.gather(Hosts.introduce()), launch.rank)
+        if not hosts.names:
+            return None
         files = [run_folder.flight_path(config.run.folder, rank) for rank in hosts.ranks]
         say = reporter.say if launch.rank == 0 else PlainReporter(0).say if launch.rank == hosts.ranks[0] else None
         return LinkWatch(flight, config.longest_wait_s, hosts, files, say)

@@ -129,7 +129,7 @@ class RunReport:
             "mfu": self._peak.share(tokens / seconds * self._flops_per_token),
             "memory_mib": peak_memory_mib(self.engine.device),
         }
-        if self.links is not None and self.links.hosts.names:
+        if self.links is not None:
             sent, received = (self.links.traffic() - self._traffic).a_day
             row |= {"sent_gb_a_day": sent / 1e9, "received_gb_a_day": received / 1e9}
         if len(result.losses) > 1:

@@ -29,6 +29,8 @@ def cost(layers: int = 8, pp: int = 2, bandwidth: float = 1e12, there: float = 1
 
 
 def _even(layers: int, pp: int) -> tuple[int, ...]:
+    if pp == 1:
+        return (layers + 2,)
     each = layers // pp
     return (each + 1, *[each] * (pp - 2), each + 1)
 
@@ -46,14 +48,14 @@ def test_a_stage_link_needs_what_the_formula_says(layers: int, pp: int) -> None:
 @pytest.mark.parametrize(("there", "slower"), [(1.0, 1.0), (1.5, 1.5), (0.4, 1.6)])
 def test_the_slower_way_counts(there: float, slower: float) -> None:
     (need,) = link_needs(cost(bandwidth=1e5, there=there))
-    assert need.gives == pytest.approx(1e5 / slower)
+    assert need.gives == pytest.approx(1e5 / slower, rel=1e-3)  # a byte counts as latency
 
 
 @pytest.mark.parametrize("factor", [1.3, 2.6, 6.0])
 def test_as_many_more_layers_as_it_says_make_it_compute_bound_and_one_less_does_not(factor: float) -> None:
     needs = link_needs(cost())[0].needs
     (need,) = link_needs(cost(bandwidth=needs / factor))
-    assert need.factor == pytest.approx(factor)
+    assert need.factor == pytest.approx(factor, rel=1e-3)
     for more, bound in ((need.more_layers, False), (need.more_layers - 1, True)):
         (then,) = link_needs(cost(8 + 2 * more, bandwidth=0.95 * needs / factor))
         assert then.is_bound == bound
