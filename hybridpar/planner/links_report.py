@@ -31,8 +31,9 @@ class LinkNeed:
     """A link, and what is asked of it. rates: bytes/s of each pipeline, or of each replica for gradients.
 
     name: such as 'stages 0 - 1'. gives: the slower way of a stage link. factor: needs over gives. item: bytes of a
-    number that is sent. more_layers: a stage, that would make it compute-bound; 0: none. deepest: the largest pp at
-    which this model's stages have as many; 0: it has too few even for two stages, or that would not help.
+    number that is sent. layers: of the stage that has fewest; 0: it is no stage link. more_layers: a stage, that would
+    make it compute-bound; 0: none needed. deepest: the largest pp at which this model's stages have as many; 0: it has
+    too few even for two stages.
     """
 
     name: str
@@ -77,7 +78,7 @@ class LinkNeed:
         if not self.layers:
             yield f"{self.ratio:.2g} times as many tokens in a batch"
         elif self.more_layers:
-            deep = (f"pp = {self.deepest} for this model" if self.deepest > 1
+            deep = (f"pp = {self.deepest} for this model" if self.deepest
                     else "a deeper model: this one has too few for two stages")
             yield f"{self.more_layers} more layers a stage ({self.layers} now; {deep})"
 
@@ -129,10 +130,11 @@ def _stage_link(cost: StepCost) -> LinkNeed:
     layer = sum(cost.block_time(1)) or 1e-12
     model, layers = cost.config.model, min(sum(1 for n in rank.blocks if _is_layer(cost, n)) for rank in cost.ranks)
     more = math.ceil(max(0.0, taken / _SPARE - busy) / layer)
-    deepest = model.num_layers // (-(-model.num_layers // cost.pp) + more)
+    deepest = model.num_layers // (-(-model.num_layers // cost.pp) + more) if more else 0
     num_bytes = cost.message_bytes * chunks
     name = f"{cost.sizes.rank_name}s {worst} - {(worst + 1) % cost.pp}"
-    return LinkNeed(name, num_bytes / busy, num_bytes / taken, cost.item, layers, more, deepest)
+    return LinkNeed(name, num_bytes / busy, num_bytes / taken, cost.item, layers, more,
+                    deepest if deepest > 1 else 0)
 
 
 def _replicas(cost: StepCost) -> LinkNeed:

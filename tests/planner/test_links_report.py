@@ -59,7 +59,15 @@ def test_as_many_more_layers_as_it_says_make_it_compute_bound_and_one_less_does_
     for more, bound in ((need.more_layers, False), (need.more_layers - 1, True)):
         (then,) = link_needs(cost(8 + 2 * more, bandwidth=0.95 * needs / factor))
         assert then.is_bound == bound
-    assert need.deepest == (1 if 8 // (4 + need.more_layers) < 2 else 8 // (4 + need.more_layers))
+    assert need.deepest == 0, "8 layers are too few for two stages of that many"
+
+
+def test_a_deep_model_is_told_on_how_many_stages_it_would_be_compute_bound() -> None:
+    needs = link_needs(cost(24, 6))[0].needs
+    (need,) = link_needs(cost(24, 6, bandwidth=needs / 1.9))
+    assert (need.layers, need.more_layers, need.deepest) == (4, 4, 3)
+    (then,) = link_needs(cost(24, need.deepest, bandwidth=needs / 1.9))
+    assert not then.is_bound
 
 
 def test_messages_as_much_smaller_as_it_says_make_the_step_that_of_computing_alone() -> None:
