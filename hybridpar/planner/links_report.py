@@ -3,7 +3,8 @@
     stage link    a micro-batch's activation one way and its gradient the other, each in the time that the busiest stage
                   computes on one: bytes / (F + B). That is R / (36 h L/p) bytes/s in bf16 for stages of L/p layers on
                   devices of R FLOP/s, whatever the batch; here from the times of the stage's own blocks
-    replicas      the all-reduce of a batch's gradients, in the time that the batch is computed in
+    reduction     that of a batch's gradients over replicas, and of tied embeddings over the first and the last stage,
+                  in the time that the batch is computed in
 
 A link that gives less makes ranks wait however the schedule orders them. Fewer bytes help, and more work for each of
 them: more layers a stage; for gradients more tokens in a batch.
@@ -21,6 +22,7 @@ from hybridpar.planner.report import parts_of
 
 CODECS = (("bf16", 2.0), ("int8", 1.0), ("int4", 0.5))
 """Ways to send a number, with their bytes, from the most exact on."""
+_TIED = "tied embeddings"
 _WORTH = 0.9
 _SPARE = 0.95
 """Share of what a link gives that may be asked of it: with more, whatever varies shows."""
@@ -59,7 +61,7 @@ class LinkNeed:
 
     @property
     def codec(self) -> str:
-        """The most exact way of sending that shrinks them so far; empty: none does."""
+        """The most exact way of sending a stage's messages that shrinks them so far; empty: none does."""
         return next((name for name, size in CODECS if size < self.item and self.item / size >= self.ratio), "")
 
     def as_json(self) -> dict[str, Any]:
@@ -73,8 +75,13 @@ class LinkNeed:
         return f"{rates}: link-bound by {self.factor:.2g}: {', or '.join(self._remedies())}"
 
     def _remedies(self) -> Iterator[str]:
-        codec = f"{self.codec} messages" if self.codec else f"more than {CODECS[-1][0]} saves"
-        yield f"messages {self.ratio:.2g} times smaller ({codec})"
+        if self.layers:
+            codec = f"{self.codec} messages" if self.codec else f"more than {CODECS[-1][0]} saves"
+            yield f"messages {self.ratio:.2g} times smaller ({codec})"
+        else:
+            yield f"gradients {self.ratio:.2g} times smaller"
+        if self.name == _TIED:
+            yield "model.tie_embeddings = false"
         if not self.layers:
             yield f"{self.ratio:.2g} times as many tokens in a batch"
         elif self.more_layers:
@@ -113,12 +120,12 @@ def _hidden(cost: StepCost) -> Iterator[str]:
 
 
 def link_needs(cost: StepCost) -> list[LinkNeed]:
-    """The stage link that is shortest of what it needs, and the replicas'; none where there are no such links."""
+    """The stage link that is shortest of what it needs, and that of the reduction; none where there are no such."""
     found = []
     if cost.pp > 1:
         found.append(_stage_link(cost))
-    if cost.dp > 1:
-        found.append(_replicas(cost))
+    if cost.dp > 1 or cost.costs.tied:
+        found.append(_reduction(cost))
     return found
 
 
@@ -137,11 +144,11 @@ def _stage_link(cost: StepCost) -> LinkNeed:
                     deepest if deepest > 1 else 0)
 
 
-def _replicas(cost: StepCost) -> LinkNeed:
+def _reduction(cost: StepCost) -> LinkNeed:
     seconds, rank = max((cost.reduction(stage, r)[0], r) for r, stage in enumerate(cost.ranks))
-    num_bytes = cost.gradient_bytes * cost.ranks[rank].parameters
-    batch = cost.sizes.num_microbatches * _period(cost)
-    name = f"replicas of {cost.sizes.rank_name} {rank}"
+    stage, batch = cost.ranks[rank], cost.sizes.num_microbatches * _period(cost)
+    num_bytes = cost.gradient_bytes * (stage.parameters if cost.dp > 1 else stage.tied)
+    name = f"replicas of {cost.sizes.rank_name} {rank}" if cost.dp > 1 else _TIED
     return LinkNeed(name, num_bytes / batch, num_bytes / max(seconds, 1e-12), GRADIENT_BYTES[cost.config.train.dtype])
 
 

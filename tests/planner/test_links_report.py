@@ -20,9 +20,9 @@ RATE = 1e9
 def cost(layers: int = 8, pp: int = 2, bandwidth: float = 1e12, there: float = 1.0, m: int = 8,
          **other: object) -> StepCost:
     """Stages of equal layers, whose products take all of their time at RATE operations a second."""
-    base = config(pp=pp, b=2, m=m, num_layers=layers, split=_even(layers, pp), **other)  # type: ignore[arg-type]
-    model = base.model
-    forward = 24 * model.hidden_size**2 * model.seq_length / RATE  # of a sample; backward twice that
+    model = {"num_layers": layers, "tie_embeddings": False} | other
+    base = config(pp=pp, b=2, m=m, split=_even(layers, pp), **model)  # type: ignore[arg-type]
+    forward = 24 * base.model.hidden_size**2 * base.model.seq_length / RATE  # of a sample; backward twice that
     made = profile(base, layer=forward, head=0.0)
     outer = replace(link(bandwidth=bandwidth), there=there)
     return StepCost(base, machine(base, pp * base.parallel.dp, made=made, per_server=1, inner=outer, outer=outer))
@@ -101,8 +101,8 @@ def test_text_for_people() -> None:
         "stages 0 - 1: 48 Mbit/s needed, 8 Mbit/s there: link-bound by 6: messages 6.3 times smaller (int4 messages), "
         "or 2 more layers a stage (3 now; pp = 4 for this model)")
     assert str(LinkNeed("replicas of stage 0", 2e9, 1e9, 4)) == (
-        "replicas of stage 0: 16 Gbit/s needed, 8 Gbit/s there: link-bound by 2: messages 2.1 times smaller (int8 "
-        "messages), or 2.1 times as many tokens in a batch")
+        "replicas of stage 0: 16 Gbit/s needed, 8 Gbit/s there: link-bound by 2: gradients 2.1 times smaller, "
+        "or 2.1 times as many tokens in a batch")
     assert str(LinkNeed("stages 0 - 1", 1e6, 4e6, 4)).endswith("compute-bound, 4 times what it needs")
 
 
@@ -110,6 +110,14 @@ def test_replicas_need_less_the_longer_a_batch_is() -> None:
     short, long = (link_needs(cost(pp=1, dp=2, m=m, bandwidth=1e6))[0] for m in (4, 12))
     assert short.needs == pytest.approx(3 * long.needs, rel=1e-3)
     assert (short.name, short.item, short.layers) == ("replicas of stage 0", 4, 0)
+
+
+def test_tied_embeddings_are_reduced_between_both_ends() -> None:
+    one, tied = (link_needs(cost(bandwidth=1e4, tie_embeddings=tie)) for tie in (False, True))
+    assert [need.name for need in one] == ["stages 0 - 1"]
+    assert [need.name for need in tied] == ["stages 0 - 1", "tied embeddings"]
+    assert "model.tie_embeddings = false" in str(tied[1])
+    assert tied[1].gives == pytest.approx(1e4, rel=1e-2)
 
 
 def test_one_that_waits_for_links_that_are_fast_enough_is_told_which_order_hides_them() -> None:
