@@ -64,7 +64,7 @@ def connections() -> list[Connection]:
         with suppress(OSError):
             own, host = (name[0].removeprefix(_MAPPED) for name in (connected.getsockname(), connected.getpeername()))
             info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-            if own == host or len(info) < _INFO.size:
+            if not _are_apart(own, host) or len(info) < _INFO.size:
                 continue
             state, retries, data_ms, answer_ms, received, packets_out, packets_in, sent = _INFO.unpack(info)
             if state == _ESTABLISHED:
@@ -72,6 +72,11 @@ def connections() -> list[Connection]:
                 found.append(Connection(number, host, own, min(data_ms, answer_ms) / 1e3, retries,
                                         sent + headers * packets_out, received + headers * packets_in))
     return found
+
+
+def _are_apart(own: str, host: str) -> bool:
+    """Whether two addresses of a connection are of two hosts: one that talks to itself has the same at both ends."""
+    return own != host
 
 
 def prepare(limit_s: float) -> None:

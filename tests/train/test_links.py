@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from train.runs import metrics, run_job, write_config
 
 from hybridpar import sockets
 from hybridpar.flight import Flight, Waiting
@@ -111,3 +113,18 @@ def test_a_difference_of_traffic_is_a_rate() -> None:
     half_a_day = Traffic(3e9, 2e9, 50_000.0) - Traffic(1e9, 1e9, 6_800.0)
     assert half_a_day.a_day == (4e9, 2e9)
     assert str(half_a_day) == "sent 2 GB to other hosts and received 1 GB, that is 4 GB a day out, 2 GB in"
+
+
+@linux
+@pytest.mark.ranks
+def test_a_run_says_what_its_hosts_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of one host, whose connections count as leading to another: each sends what the other receives."""
+    monkeypatch.setattr(sockets, "_are_apart", lambda own, host: True)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # a run of several hosts names its interface
+    monkeypatch.setattr(links, "_LOOK_EVERY_S", 0.02)
+    out = run_job(2, "train", write_config(tmp_path), "--parallel.pp", "2", "--train.num_steps", "20")
+    rows = [row for row in metrics(tmp_path / "runs" / "run") if "loss" in row]
+    assert rows[-1]["sent_gb_a_day"] > 0
+    assert rows[-1]["sent_gb_a_day"] == pytest.approx(rows[-1]["received_gb_a_day"], rel=0.2), json.dumps(rows[-1])
+    assert len(re.findall(r"\(127.0.0.1\) sent [\d.]+ [kM]B to other hosts and received", out)) == 1, out
+    assert "a day" in next(line for line in out.splitlines() if line.startswith("step 20/20  loss")), out
