@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hybridpar.errors import ConfigError
 from hybridpar.planner.cost import GRADIENT_BYTES, StepCost
 from hybridpar.planner.report import parts_of
 
@@ -107,13 +108,17 @@ def link_lines(cost: StepCost) -> list[str]:
 
 def _hidden(cost: StepCost) -> Iterator[str]:
     """The shortest warm-up of 2bw with which the step is a tenth faster, where there is one."""
-    config = cost.config
+    now = cost.config.pipeline
+    split = now.split if cost.sizes.chunks == 1 else ()
     for warmup in ("latency", "bandwidth"):
-        pipeline = replace(config.pipeline, schedule="2bw", warmup=warmup, chunks=0)
-        if (config.pipeline.schedule, config.pipeline.warmup) == ("2bw", warmup):
+        pipeline = replace(now, schedule="2bw", warmup=warmup, chunks=0, split=split)
+        then = StepCost(replace(cost.config, pipeline=pipeline), cost.machine)
+        try:
+            then.ordering.make().check_sizes(then.sizes)
+            seconds = then.step_time
+        except ConfigError:  # too few micro-batches for that many in flight
             return
-        hidden = StepCost(replace(config, pipeline=pipeline), cost.machine)
-        if (seconds := hidden.step_time) < _WORTH * cost.step_time:
+        if seconds < _WORTH * cost.step_time:
             yield (f'pipeline.schedule = "2bw", pipeline.warmup = "{warmup}": {1e3 * seconds:.4g} ms a step, '
                    f"{1e3 * cost.step_time:.4g} ms now")
             return

@@ -127,6 +127,7 @@ def test_one_that_waits_for_links_that_are_fast_enough_is_told_which_order_hides
     assert line.startswith('pipeline.schedule = "2bw", pipeline.warmup = "latency"'), line
     assert not [line for line in link_lines(cost(bandwidth=3 * needs, schedule="2bw")) if "interleaved" in line]
     assert len(link_lines(cost(bandwidth=needs / 3))) == 1, "no order helps"
+    assert len(link_lines(cost(bandwidth=3 * needs, m=1))) == 1, "2bw does not run on one micro-batch"
 
 
 @pytest.mark.parametrize("between", [
