@@ -42,7 +42,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A connection to another host, at address `host`.
+    """A connection from this host's address `own` to another one's, `host`.
 
     number: the kernel's, for the life of the connection. silent_s: time since anything came from there, be it only an
     acknowledgement. retries: of what was sent last, and not acknowledged. sent, received: bytes, headers included.

@@ -24,6 +24,7 @@ import math
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -119,6 +120,7 @@ def parse_fault(text: str, config: Config) -> Fault:
          f"stage {stages - 1}"),
         (max(rank, fault.peer) >= ranks, f"the job has {ranks} ranks, 0 to {ranks - 1}, on {parallel.pp} stages",
          "rank 0"),
+        (fault.kind == "outage" and sys.platform != "linux", "the kernel must be Linux", "cut link 0-1 at step 5"),
         ("link" in fault.kind and rank == fault.peer, "a link is between two ranks", f"{fault.kind} 0-1"),
         (not first <= fault.step <= last, f"steps are {first} to train.num_steps = {last}", f"step {last}"),
         (fault.microbatch >= m, f"micro-batches of a step are 0 to {m - 1}", f"micro-batch {m - 1}"),
