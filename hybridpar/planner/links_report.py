@@ -63,7 +63,8 @@ class LinkNeed:
     @property
     def codec(self) -> str:
         """The most exact way of sending a stage's messages that shrinks them so far; empty: none does."""
-        return next((name for name, size in CODECS if size < self.item and self.item / size >= self.ratio), "")
+        fit = (name for name, size in CODECS if size < self.item and self.item / size >= self.ratio)
+        return next(fit, "") if self.is_bound and self.layers else ""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -72,7 +73,8 @@ class LinkNeed:
     def __str__(self) -> str:
         rates = f"{self.name}: {_rate(self.needs)} needed, {_rate(self.gives)} there"
         if not self.is_bound:
-            return f"{rates}: compute-bound, {1 / self.factor:.2g} times what it needs"
+            times = "over a hundred" if self.factor < 0.01 else f"{1 / self.factor:.2g}"
+            return f"{rates}: compute-bound, {times} times what it needs"
         return f"{rates}: link-bound by {self.factor:.2g}: {', or '.join(self._remedies())}"
 
     def _remedies(self) -> Iterator[str]:

@@ -87,7 +87,7 @@ def test_messages_as_much_smaller_as_it_says_make_the_step_that_of_computing_alo
 
 @pytest.mark.parametrize(("item", "factor", "codec"), [
     (4, 1.5, "bf16"), (4, 3.0, "int8"), (2, 1.5, "int8"), (2, 3.0, "int4"), (4, 7.0, "int4"), (2, 5.0, ""),
-    (2, 0.5, "int8"),
+    (2, 0.5, ""),
 ])
 def test_the_most_exact_codec_that_does(item: int, factor: float, codec: str) -> None:
     need = LinkNeed("stages 0 - 1", factor * 1e6, 1e6, item, 3, 2, 1)
@@ -104,6 +104,7 @@ def test_text_for_people() -> None:
         "replicas of stage 0: 16 Gbit/s needed, 8 Gbit/s there: link-bound by 2: gradients 2.1 times smaller, "
         "or 2.1 times as many tokens in a batch")
     assert str(LinkNeed("stages 0 - 1", 1e6, 4e6, 4)).endswith("compute-bound, 4 times what it needs")
+    assert str(LinkNeed("stages 0 - 1", 1e6, 4e9, 4)).endswith("compute-bound, over a hundred times what it needs")
 
 
 def test_replicas_need_less_the_longer_a_batch_is() -> None:

@@ -114,7 +114,8 @@ def test_a_collective_that_does_not_end_has_lost_a_link() -> None:
 
 
 def test_who_waits_for_others_is_late_only_when_patience_is_over() -> None:
-    assert [Seen(0, waiting(0), None, 9.0, None, patience).is_late for patience in (0.0, 8.0, 20.0)] == [True, True, False]
+    late = [Seen(0, waiting(0), None, 9.0, None, patience).is_late for patience in (0.0, 8.0, 20.0)]
+    assert late == [True, True, False]
     assert Seen(0, record(0), None, 9.0, None, 20.0).hangs, "patience is for links, not for ranks"
 
 
