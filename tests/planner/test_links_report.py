@@ -6,12 +6,15 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from planner.made import config, link, machine, profile
 
 from hybridpar.config import Config
+from hybridpar.grid import Axis
+from hybridpar.planner import links
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.hardware import Link
-from hybridpar.planner.links import MeasuredLink
+from hybridpar.planner.links import Curve, MeasuredLink
 from hybridpar.planner.links_report import LinkNeed, link_lines, link_needs
 
 RATE = 1e9
@@ -137,6 +140,20 @@ def test_one_that_waits_for_links_that_are_fast_enough_is_told_which_order_hides
 def test_a_link_may_be_slower_one_way(between: Link | MeasuredLink) -> None:
     there, back = (between.transfer_time(3e5, way=way) for way in (1, -1))
     assert (there, back) == (pytest.approx(0.45, rel=1e-5), pytest.approx(0.15, rel=1e-5))
+
+
+@pytest.mark.parametrize(("rates", "there"), [((2e6, 10e6), 5 / 3), ((10e6, 2e6), 1 / 3), ((2e6, 2.2e6), 1.0)])
+def test_both_ways_are_measured(rates: tuple[float, float], there: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of round trips over a link of these rates, there and back, with a latency of 15 ms."""
+    def half_trip(size: float, back: float) -> float:
+        return 0.015 + (size / rates[0] + back / rates[1]) / 2
+
+    monkeypatch.setattr(links, "_ping", lambda n, repeats, pair, world, device, back: (half_trip(n, back), 0.0, 0.0))
+    send = Curve(tuple((float(n), half_trip(n, n)) for n in (1 << 10, 1 << 21)))
+    found = links._there(send, (0, 1), Axis("dp"), torch.device("cpu"))
+    assert found == pytest.approx(there, rel=1e-3)  # the smallest message's bytes count as latency
+    if there != 1.0:
+        assert MeasuredLink("network", send, {}, there=found).rates == pytest.approx(rates, rel=1e-3)
 
 
 def test_the_last_stage_sends_to_the_first_against_the_way() -> None:
