@@ -30,7 +30,8 @@ SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
 QUICK_SIZES = (1 << 10, 1 << 17, 1 << 21)
 _LEAST_S, _MOST_REPEATS = 0.02, 50
 """A size is measured for so long, and so often at most."""
-_WAY_REPEATS = 3
+_WAY_REPEATS, _WAY_S = 3, 1.0
+"""Of a message one way: how often it is sent, and how long it may take."""
 _UNEVEN = 0.15
 """Least difference between a way and the mean of both that counts: less is noise."""
 _TOO_LONG_S = 2.0
@@ -173,7 +174,8 @@ def _there(send: Curve, pair: tuple[int, int], world: Axis, device: torch.device
     """Time of the bytes of a large message to the later rank over the mean of both ways; 1 where they hardly differ."""
     if len(send.points) == 1:
         return 1.0
-    small, large = (int(send.points[i][0]) for i in (0, -1))
+    (small, _), (next_size, _), *_ = send.points
+    small, large = int(small), int(max((n for n, took in send.points[1:] if took < _WAY_S), default=next_size))
     seconds = []
     for sizes in ((large, small), (small, large)):
         barrier(world)
