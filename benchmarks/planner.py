@@ -4,11 +4,13 @@ its first choice is the fastest grid that was measured, or within 5% of it.
     python -m benchmarks.planner                                    ranks of one machine
     python -m benchmarks.planner --moves --name planner_moves       state split over replicas, on hosts, or in a file
     sudo env "PATH=$PATH" python -m benchmarks.planner --link lan=200:1     two hosts and a slow link (scripts/testbed)
+    sudo env "PATH=$PATH" python -m benchmarks.planner --link dsl=20/100:5 --grids 1,2,1 --name planner_dsl
 
 The machine is profiled once, as `hybridpar profile` does. Then every grid is trained, in every round, by Gloo ranks of
 one thread each; the median over the rounds counts. `ratio`: predicted over measured. The planner chooses among the
 grids for the same global batch, and what it chooses is trained like the others. Memory: the allocator's peak of the
-fullest stage, in a run of its own.
+fullest stage, in a run of its own. With --grids, (tp, pp, dp), only these are trained, and none is chosen. Over a link
+each entry has what links need and give (planner.links_report).
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from hybridpar.memory import MemoryWatch, predict
 from hybridpar.planner.candidates import Request
 from hybridpar.planner.cluster import measured_machine
 from hybridpar.planner.cost import StepCost
+from hybridpar.planner.links_report import LinkNeed, link_needs
 from hybridpar.planner.measure_machine import measure_here, measure_machine
 from hybridpar.planner.profile import Profile, read_profile, write_profile
 from hybridpar.planner.search import search
@@ -65,6 +68,7 @@ class Case:
     config: Config
     predicted: float
     measured: list[float] = field(default_factory=list)
+    needs: list[LinkNeed] = field(default_factory=list)
     memory: tuple[int, int] = (0, 0)
     """Measured and predicted, of the fullest stage."""
 
@@ -91,7 +95,8 @@ class Case:
             "case": self.name, "ratio": round(self.predicted / self.typical, 4),
             "predicted_ms": round(1e3 * self.predicted, 3), "measured_ms": [round(1e3 * t, 3) for t in self.measured],
             "memory_measured": measured, "memory_predicted": predicted,
-            "memory_ratio": round(predicted / measured, 4), "settings": settings}
+            "memory_ratio": round(predicted / measured, 4), "settings": settings,
+            "links": [need.as_json() for need in self.needs]}
 
 
 def train_all(configs: Sequence[Config], shape: Shape, batches: int, with_memory: bool) -> list[Any]:
@@ -146,22 +151,23 @@ def choose(base: Config, profile: Profile, ranks: int, batch: int, batches: Sequ
 
 
 def plan_cases(
-    base: Config, profile: Profile, batch: int, ranks: Sequence[int]
+    base: Config, profile: Profile, batch: int, ranks: Sequence[int], grids: Sequence[str] = ()
 ) -> tuple[list[Case], dict[int, Config]]:
     """Every grid of so many ranks, and what the planner chooses for each number of them."""
     b = base.train.micro_batch_size
     configs = [
         replace(base, parallel=replace(base.parallel, tp=tp, pp=pp, dp=dp),
                 pipeline=replace(base.pipeline, num_microbatches=batch // (b * dp)))
-        for tp, pp, dp in GRIDS if tp * pp * dp in ranks]
-    chosen = {n: choose(base, profile, n, batch, (b,)) for n in ranks if n > 1}
+        for tp, pp, dp in GRIDS if tp * pp * dp in ranks and (not grids or f"{tp},{pp},{dp}" in grids)]
+    chosen = {n: choose(base, profile, n, batch, (b,)) for n in ranks if n > 1 and not grids}
     for config in chosen.values():
         if not any(_same(config, other) for other in configs):
             configs.append(config)
     cases = []
     for config in configs:
         n = config.parallel.num_ranks
-        cases.append(Case(config, StepCost(config, measured_machine(profile, n)).step_time))
+        cost = StepCost(config, measured_machine(profile, n))
+        cases.append(Case(config, cost.step_time, needs=link_needs(cost)))
     return cases, chosen
 
 
@@ -193,7 +199,7 @@ def report(cases: Sequence[Case], chosen: dict[int, Config], settings: dict[str,
     rows = [case.row(settings) for case in cases]
     for case, row in zip(cases, rows, strict=True):
         print(f"{case.name:<40} measured {1e3 * case.typical:8.1f} ms, predicted {row['ratio']:.3f} of that; memory "
-              f"{row['memory_ratio']:.3f}", flush=True)
+              f"{row['memory_ratio']:.3f}", *case.needs, sep="\n  ", flush=True)
     for n, config in chosen.items():
         here = [case for case in cases if case.ranks == n]
         fastest = min(here, key=lambda case: case.typical)
@@ -241,10 +247,12 @@ def on_host(args: Any) -> list[dict[str, Any]] | None:
         shape = SHAPES[shape_name]
         for schedule in args.schedules:
             base = engine_config(shape, schedule=schedule, num_microbatches=args.batch // shape.micro_batch)
-            profile = measure_here(base, (1, 2), (shape.micro_batch,), False, torch.device("cpu"))
+            base = replace(base, pipeline=replace(base.pipeline, warmup=args.warmup if schedule == "2bw" else "depth"))
+            degrees = sorted({int(grid.split(",")[0]) for grid in args.grids}) or (1, 2)
+            profile = measure_here(base, degrees, (shape.micro_batch,), False, torch.device("cpu"))
             shared = [profile]
             dist.broadcast_object_list(shared)
-            cases, chosen = plan_cases(base, shared[0], args.batch, (2,))
+            cases, chosen = plan_cases(base, shared[0], args.batch, (2,), args.grids)
             for _ in range(args.rounds):
                 for case in cases:
                     case.measured += train_all([case.config], shape, args.batches, False)
@@ -284,7 +292,9 @@ def main() -> int:
     parser.add_argument("--profile", default="", help="of one machine: read from here if it is there, else kept here")
     parser.add_argument("--moves", action="store_true", help="two ranks of one machine whose state moves")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="of the file of a budget")
-    parser.add_argument("--link", default="", metavar="NAME=MBIT:DELAY_MS", help="over two hosts and this link")
+    parser.add_argument("--link", default="", metavar="NAME=UP[/DOWN]:DELAY_MS", help="over two hosts and this link")
+    parser.add_argument("--grids", nargs="+", default=[], metavar="TP,PP,DP", help="only these, over a link")
+    parser.add_argument("--warmup", default="depth", help="of 2bw, where nothing is chosen")
     args = parse(parser)
     if args.link and STATE_VARIABLE not in os.environ:
         return launch(args)

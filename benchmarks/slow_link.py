@@ -160,7 +160,8 @@ def on_host(args: argparse.Namespace) -> None:
     """Everything, on one of the two ranks."""
     torch.set_num_threads(1)
     state = json.loads(Path(os.environ[STATE_VARIABLE]).read_text())
-    links = [Link(link["name"], link["mbit"], link["delay_ms"], link["pid"]) for link in state["links"]]
+    links = [Link(link["name"], min(link["mbit"], link["back_mbit"]), link["delay_ms"], link["pid"])
+             for link in state["links"]]
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     cases = []
     for case, rounds, batches in plan_cases(args, links):
@@ -231,7 +232,7 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--replica-shape", choices=SHAPES, default="thin")
     parser.add_argument("--replica-microbatches", nargs="+", type=int, default=[4, 12], help="on each replica")
-    parser.add_argument("--links", nargs="+", default=["lan=200:1", "wan=50:5"], metavar="NAME=MBIT:DELAY_MS",
+    parser.add_argument("--links", nargs="+", default=["lan=200:1", "wan=50:5"], metavar="NAME=UP[/DOWN]:DELAY_MS",
                         help="besides the one without limit")
     args = parse(parser)
     if STATE_VARIABLE not in os.environ:

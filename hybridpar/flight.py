@@ -5,7 +5,8 @@
     88   action: kind, stage, micro-batch, version
     120  wait: operation, axis, peer
     168  error with which the rank has ended
-    680  JSON: who the rank is
+    680  bytes sent to other hosts, and received from them
+    696  JSON: who the rank is
 
 The file is mapped into memory: a note is there after kill -9, and can be read while a rank hangs. It does not outlive
 the machine: nothing is synced.
@@ -23,9 +24,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-_HEAD, _PHASE, _ACTION, _WAIT, _ERROR = (
-    struct.Struct(f"<{form}") for form in ("Qd", "64sd", "8sqqq", "24s16sq", "512s"))
-_PHASE_AT, _ACTION_AT, _WAIT_AT, _ERROR_AT, _WHO_AT = 16, 88, 120, 168, 680
+_HEAD, _PHASE, _ACTION, _WAIT, _ERROR, _TRAFFIC = (
+    struct.Struct(f"<{form}") for form in ("Qd", "64sd", "8sqqq", "24s16sq", "512s", "QQ"))
+_PHASE_AT, _ACTION_AT, _WAIT_AT, _ERROR_AT, _TRAFFIC_AT, _WHO_AT = 16, 88, 120, 168, 680, 696
 _LIMIT = struct.Struct("<d")
 _NO_WAIT, _NO_ACTION = _WAIT.pack(b"", b"", -1), _ACTION.pack(b"", -1, -1, -1)
 NOBODY = -1
@@ -91,6 +92,11 @@ class Flight:
             self._map[_WAIT_AT : _WAIT_AT + len(_NO_WAIT)] = _NO_WAIT
             self.tick()
 
+    def traffic(self, sent: int, received: int) -> None:
+        """Notes the bytes that went to other hosts and came from them so far; no progress, so it counts none."""
+        if self._map is not None:
+            _TRAFFIC.pack_into(self._map, _TRAFFIC_AT, sent, received)
+
     def tick(self) -> None:
         """Counts progress in the current action."""
         if self._map is not None:
@@ -127,8 +133,9 @@ class Waiting:
 class Record:
     """The content of a recorder. Without an action `kind` is empty, without a wait `operation`. peer: a global rank.
 
-    count: changes with every note. who: rank, stage (of the grid), the stages that it holds, its place by axis, pid,
-    num_microbatches, and `axes`, the global ranks by axis; whatever was known when the recorder was opened.
+    count: changes with every note. sent, received: bytes to and from other hosts. who: rank, stage (of the grid), the
+    stages that it holds, its place by axis, pid, num_microbatches, and `axes`, the global ranks by axis; whatever was
+    known when the recorder was opened.
     """
 
     count: int
@@ -143,6 +150,8 @@ class Record:
     axis: str = ""
     peer: int = NOBODY
     error: str = ""
+    sent: int = 0
+    received: int = 0
     who: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -193,8 +202,9 @@ def _parse(data: bytes) -> Record:
     kind, stage, microbatch, version = _ACTION.unpack_from(data, _ACTION_AT)
     operation, axis, peer = _WAIT.unpack_from(data, _WAIT_AT)
     (error,) = _ERROR.unpack_from(data, _ERROR_AT)
+    sent, received = _TRAFFIC.unpack_from(data, _TRAFFIC_AT)
     return Record(count, when, _text(phase), limit_s, _text(kind), stage, microbatch, version, _text(operation),
-                  _text(axis), peer, _text(error), json.loads(data[_WHO_AT:]))
+                  _text(axis), peer, _text(error), sent, received, json.loads(data[_WHO_AT:]))
 
 
 def _text(raw: bytes) -> str:

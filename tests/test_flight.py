@@ -42,6 +42,16 @@ def test_what_was_noted_can_be_read(tmp_path: Path) -> None:
     assert (last.step, last.peers) == (3, (0, 2))
 
 
+def test_bytes_are_noted_and_are_no_progress(tmp_path: Path) -> None:
+    flight = Flight(tmp_path / "rank", WHO)
+    before = flight.read()
+    flight.traffic(2**40 + 1, 7)
+    found = read(tmp_path / "rank")
+    assert found is not None
+    assert before is not None
+    assert (found.sent, found.received, found.count, found.who) == (2**40 + 1, 7, before.count, WHO)
+
+
 def test_a_phase_begins_anew_and_an_end_keeps_what_was_done(tmp_path: Path) -> None:
     flight = Flight(tmp_path / "rank", WHO)
     flight.action("F", 1, 0, 0)

@@ -11,8 +11,8 @@ PACKAGE = ROOT / "hybridpar"
 
 # lowest first; modules of one layer may import each other and everything below
 LAYERS = (
-    ("errors", "reading"), ("config",), ("autograd", "cpu", "flight", "native"), ("grid", "random"), ("comm",),
-    ("ops",), ("nn",),
+    ("errors", "reading"), ("config",), ("autograd", "cpu", "flight", "native", "sockets"), ("grid", "random"),
+    ("comm",), ("ops",), ("nn",),
     ("models", "pipeline.plan"), ("optim",), ("state",), ("pipeline.run",), ("data",), ("checkpoint",),
     ("validate",), ("memory",), ("train",), ("verify", "planner"), ("commands",), ("cli",), ("__main__",),
 )

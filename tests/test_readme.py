@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SNIPPETS = [
-    (language, body) for name in ("README.md", "CONTRIBUTING.md")
+    (language, body) for name in ("README.md", "CONTRIBUTING.md", "docs/slow_links.md")
     for language, body in re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
 ]
 PYTHON = [body for language, body in SNIPPETS if language == "python"]

@@ -17,7 +17,7 @@ from hybridpar.cli.exchange import Export, Import
 from hybridpar.cli.fitting import Room, fit_report
 from hybridpar.cli.memory import Memory
 from hybridpar.cli.placing import Graph, Place
-from hybridpar.cli.planning import ConfigFile, Overrides, Plan, Profile, Simulate, resolved
+from hybridpar.cli.planning import ConfigFile, Overrides, Plan, Profile, Simulate, cost_on_machine, resolved
 from hybridpar.cli.values import Ranks, Threads, Within, parse_grid
 from hybridpar.config import Config, Launch
 from hybridpar.errors import CheckpointError, config_error
@@ -132,9 +132,10 @@ class Check:
     world_size: Annotated[int, Within(0, 2**20)] = 0
     """Processes of the pretended job; 0: as many as the grid has."""
     profile: str = ""
-    """What `hybridpar profile` has measured: the step time is predicted, too, and what each remedy costs of it."""
+    """What `hybridpar profile` has measured: also says what links need and give, the time of a step, and what each
+    remedy costs of it."""
     cluster: str = ""
-    """A cluster.toml: of those machines, with estimated times (or those of the profile)."""
+    """A cluster.toml: the same of those machines, with estimated times (or those of the profile)."""
     device_gb: Annotated[float, Within(0, 1e9)] = 0.0
     """Memory of a device, or of a process on CPUs, in GB; 0: as the profile or cluster has it, else as this machine."""
     largest: bool = False
@@ -144,6 +145,8 @@ class Check:
     def run(self, launch: Launch) -> int:
         config = resolved(self.config, self.world_size)
         room = Room.of(config, launch, self.profile, self.cluster, self.device_gb)
+        on_machine = self.profile or self.cluster
+        cost = cost_on_machine(config, self.profile, self.cluster, launch) if on_machine else None
         absent = _absent(config)
         from torch.nn import ModuleList
 
@@ -155,6 +158,7 @@ class Check:
         from hybridpar.models.build import build_blocks
         from hybridpar.models.cost import stage_split, training_flops_per_token
         from hybridpar.pipeline.plan.sizes import Sizes
+        from hybridpar.planner.links_report import link_lines, link_needs, step_line
         from hybridpar.train.forecast import forecasts
         from hybridpar.train.host_forecast import forecast_host
         from hybridpar.train.site_traffic import site_traffic
@@ -178,6 +182,8 @@ class Check:
         if self.json:
             plain |= {"tiers": [one.as_json() for one in tiers]} | fit | {
                 key: found.as_json() for key, found in (("host", host), ("sites", sites)) if found}
+            if cost is not None:
+                plain |= {"step_ms": 1e3 * cost.step_time, "links": [need.as_json() for need in link_needs(cost)]}
             print(json.dumps(plain))
             return 0
         fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
@@ -199,6 +205,8 @@ class Check:
                 print(f"\n{found}")
         if fit_lines:
             print("\n" + "\n".join(fit_lines))
+        if cost is not None:
+            print("", step_line(cost), *link_lines(cost), sep="\n")
         for text in absent:
             print(f"\nnot on this machine, or of no use: {text}")
         return 0

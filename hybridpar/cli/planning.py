@@ -19,6 +19,7 @@ from hybridpar.errors import config_error
 if TYPE_CHECKING:
     from hybridpar.pipeline.plan.costs import Costs
     from hybridpar.planner.candidates import Candidate
+    from hybridpar.planner.cost import StepCost
     from hybridpar.planner.machine import Machine
     from hybridpar.planner.search import Result
     from hybridpar.train.preview import Preview
@@ -143,6 +144,7 @@ class Plan:
 
     def _show_choice(self, result: Result, machine: Machine) -> None:
         from hybridpar.planner import report
+        from hybridpar.planner.links_report import link_lines
 
         best, hardware = result.ranked[0], machine.profile.hardware
         out = sys.stdout if not self.json and not self.brief else sys.stderr
@@ -150,6 +152,8 @@ class Plan:
         print(f"plan: {report.describe(best.config)}: {1e3 * best.cost.step_time:.4g} ms a step, "
               f"{best.cost.tokens_per_s:,.0f} tokens/s predicted; {report.bound_by(best, result.limit)}{share}",
               file=out)
+        for line in link_lines(best.cost):
+            print(f"  {line}", file=out)
         if not self.brief:
             print(f"{self.out}: {self._command(machine)}", file=out)
 
@@ -278,14 +282,19 @@ class Simulate:
 def planned(config: Config, profile: str, cluster: str, launch: Launch) -> tuple[Config, Costs]:
     """The configuration with its grid filled in, and the costs of its stages on the machine that a profile or a cluster
     describes. One pipeline stands for all."""
+    cost = cost_on_machine(config, profile, cluster, launch)
+    return cost.config, cost.costs
+
+
+def cost_on_machine(config: Config, profile: str, cluster: str, launch: Launch) -> StepCost:
+    """The cost of the configuration, with its grid filled in, on that machine."""
     from hybridpar.planner.cost import StepCost
     from hybridpar.planner.local_profile import machine_for
 
     _of_one_site(config)
     devices = config.parallel.num_ranks if config.parallel.dp else 0
     machine = machine_for(config, launch, profile, cluster, devices)
-    config = resolved(config, machine.num_devices)
-    return config, StepCost(config, machine).costs
+    return StepCost(resolved(config, machine.num_devices), machine)
 
 
 def _of_one_site(config: Config) -> None:

@@ -184,7 +184,7 @@ class TrainConfig:
     """On a GPU: micro-batches are recorded and replayed, for GPTs on one stage, without tensor parallelism; others run
     kernel by kernel."""
     timeout_s: Annotated[float, Within(above=0, most=1e8)] = 60.0
-    """Longest wait for another rank before the job is given up."""
+    """Longest wait for another rank before the job is given up; faults.patience_s, where that is longer."""
     stop_signals: Annotated[tuple[str, ...], _SIGNALS] = ("INT", "TERM", "HUP")
     """Signals at which the run saves and leaves; INT is Ctrl-C, HUP a terminal that is closed (nohup: ignored). Batch
     systems may send others: USR1."""
@@ -385,6 +385,11 @@ class Config:
     def replicas_differ(self) -> bool:
         """Whether every replica has state of its own to save."""
         return self.parallel.zero > 0 or (self.feeds_back and self.parallel.dp > 1)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Time-out of what ranks do together: an outage of a link is waited for."""
+        return max(self.train.timeout_s, self.faults.patience_s)
 
     @property
     def saves_beside_training(self) -> bool:

@@ -16,7 +16,8 @@ def least_time(cost: StepCost) -> float:
     work = max(m * rank.compute + rank.update + rank.norm + (_fill(cost, schedule, r) if schedule and flush else 0.0)
                for r, rank in enumerate(cost.ranks))
     # a micro-batch takes a link once for each chunk of the rank before it, but for the model's end
-    link = max((m * (chunks - (r == cost.pp - 1)) * taken for r, (taken, _, _) in enumerate(cost.links)), default=0.0)
+    link = max((m * (chunks - (r == cost.pp - 1)) * taken
+                for links in (cost.links, cost.links_back) for r, (taken, _, _) in enumerate(links)), default=0.0)
     reduction = max(cost.reduction(rank, r)[0] for r, rank in enumerate(cost.ranks))
     return max(work, link, reduction, _round_trips(cost, schedule) if schedule and not flush else 0.0)
 
@@ -39,7 +40,8 @@ def _round_trips(cost: StepCost, schedule: Schedule) -> float:
     """Least time of the ways to the last stage and back: a stage's next forward waits for a backward once it has as
     many micro-batches in flight as its warm-up allows. (Of a few batches slightly less may be measured.)"""
     way, most = 0.0, 0.0
-    links = [0.0, *(sum(link) for link in cost.links[::-1])]
+    links = [0.0, *((sum(there) + sum(back)) / 2 for there, back in zip(cost.links[::-1], cost.links_back[::-1],
+                                                                        strict=True))]
     for r, link in zip(reversed(range(cost.pp)), links, strict=True):
         way += cost.stages[r].compute + 2 * link
         most = max(most, way / (schedule.warmup(cost.sizes, r) + 1))

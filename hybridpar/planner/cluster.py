@@ -5,6 +5,7 @@
     device = "v100-16gb"            # of planner.hardware, or a table: name, tflops, memory_gib, memory_gb_per_s
     inner = "nvlink2"               # joins the devices of a server: of planner.hardware, or a table:
     outer = "ethernet-25"           #   { gbit_per_s = 25, latency_us = 30, share = 0.6 }
+                                    #   back_gbit_per_s: from a later server to an earlier one, if it differs
     outer_links = 1                 # of a server, shared by its devices
 
 `outer` may be left out where there is one server.
@@ -45,7 +46,7 @@ SWEPT = (1, 2, 4, 8, 16)
 
 _MOST, _MOST_DEVICES = 1e9, 100_000
 _DEVICE = {"name": str, "tflops": float, "memory_gib": float, "memory_gb_per_s": float, "matmul_share": float}
-_LINK = {"name": str, "gbit_per_s": float, "latency_us": float, "share": float}
+_LINK = {"name": str, "gbit_per_s": float, "back_gbit_per_s": float, "latency_us": float, "share": float}
 _KEYS = {"servers": int, "devices_per_server": int, "device": (str, dict), "inner": (str, dict),
          "outer": (str, dict), "outer_links": int}
 
@@ -108,7 +109,7 @@ def _link(given: str | Mapping[str, Any], where: str) -> Link:
     if found := [*_problems(f"{where}.", given, _LINK, ("gbit_per_s",))]:
         raise ConfigError(*found)
     return Link(given.get("name", where), GIGABIT * given["gbit_per_s"], 1e-6 * given.get("latency_us", 10.0),
-                given.get("share", 0.8))
+                given.get("share", 0.8), back_bandwidth=GIGABIT * given.get("back_gbit_per_s", 0.0))
 
 
 # -- what it is to a planner -------------------------------------------------------------------------------------------

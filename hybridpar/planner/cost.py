@@ -202,11 +202,19 @@ class StepCost:
 
     @cached_property
     def links(self) -> list[tuple[float, float, float]]:
-        """Time that each link between ranks is taken by a message, latency after that, CPU time.
+        """Time that each link between ranks is taken by an activation, latency after that, CPU time.
 
         A link leads from a rank to the next, in a ring also from the last to the first. Pipelines run in step, and so
         do all links: whatever leaves a server one way shares what the server has.
         """
+        return self._links(1)
+
+    @cached_property
+    def links_back(self) -> list[tuple[float, float, float]]:
+        """The same of a gradient, which goes from the later rank to the earlier."""
+        return self._links(-1)
+
+    def _links(self, flow: int) -> list[tuple[float, float, float]]:
         machine, size, per = self.machine, self.dp * self.tp, self.machine.devices_per_server
         pairs = [[(r * size + i, (r + 1) % self.pp * size + i) for i in range(size)]
                  for r in range(self.pp - (not self.sizes.is_ring))]
@@ -218,7 +226,8 @@ class StepCost:
             most = max(leaving[source // per] for source, _ in of_link) or 1
             flows = max(most / machine.outer_links, 1) if crosses else 1
             latency, work = link.transfer_time(1), link.transfer_work(self.sent_bytes)
-            whole = link.transfer_time(self.sent_bytes, flows)
+            way = flow if of_link[0][0] < of_link[0][1] else -flow
+            whole = link.transfer_time(self.sent_bytes, flows, way)
             found.append((max(0.0, whole - latency - work), min(latency, max(0.0, whole - work)), work))
         return found
 
@@ -280,9 +289,11 @@ class StepCost:
             here = min(world, machine.devices_per_server)
             cores = max(0.1, p * hardware.cores * hardware.efficiency / (here * hardware.threads)) / self._at_work
         transfer, latency, work = ([link[i] for link in self.links] for i in range(3))
+        back = [taken for taken, _, _ in self.links_back]
         costs = Costs(
             [s.forward for s in stages], [s.backward for s in stages], [r.update for r in ranks], calls,
-            reduce=reduce, norm=norm, gather=gather if sharded else 0.0, transfer=transfer, latency=latency,
+            reduce=reduce, norm=norm, gather=gather if sharded else 0.0, transfer=transfer,
+            transfer_back=None if back == transfer else back, latency=latency,
             tied=self.config.model.tie_embeddings and p > 1, blocking_norm=self.is_cpu, serial_links=not self.is_cpu,
             cores=cores, transfer_work=work)
         return self.moves.added_to(costs, [self.ranks_of(r) for r in range(p)], self.tp) if self.moves else costs

@@ -49,7 +49,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins devices, or servers. `bandwidth`: one direction, the other being free of it."""
+    """What joins devices, or servers. `bandwidth`: one direction, the other being free of it.
+
+    back_bandwidth: from a later device or server to an earlier one; 0: the same.
+    """
 
     name: str
     bandwidth: float
@@ -60,17 +63,23 @@ class Link:
     """Between two devices alone, where a device's links lead to several others; 0: all of it."""
     call: float = 0.0
     """What a rank takes to issue a message."""
+    back_bandwidth: float = 0.0
 
-    def transfer_time(self, num_bytes: float, flows: float = 1) -> float:
-        """A message to one neighbour, while `flows` equal ones share this link in the same direction."""
-        return self.latency + num_bytes * flows / ((self.pair_bandwidth or self.bandwidth) * self.share)
+    def transfer_time(self, num_bytes: float, flows: float = 1, way: int = 1) -> float:
+        """A message to one neighbour, while `flows` equal ones share this link in the same direction.
+
+        way: 1 to a later device or server, -1 to an earlier one.
+        """
+        one_way = self.bandwidth if way > 0 else self.back_bandwidth or self.bandwidth
+        return self.latency + num_bytes * flows / (min(one_way, self.pair_bandwidth or one_way) * self.share)
 
     def ring_time(self, num_bytes: float, ranks: int, rings: float = 1) -> float:
         """A ring all-reduce over `ranks`, while `rings` of them share this link. Source: Patarasuk and Yuan, 2009."""
         if ranks == 1:
             return 0.0
         steps = 2 * (ranks - 1)
-        return steps * (self.latency + num_bytes / ranks * rings / (self.bandwidth * self.share))
+        slower = min(self.bandwidth, self.back_bandwidth or self.bandwidth)
+        return steps * (self.latency + num_bytes / ranks * rings / (slower * self.share))
 
     def half_ring(self, op: str, num_bytes: float, ranks: int, rings: float = 1) -> tuple[float, float]:
         """A gather or a reduce-scatter, half of an all-reduce each: seconds, and CPU time."""

@@ -1,6 +1,7 @@
 """Measured links: messages between two ranks and all-reduces, against their size.
 
     to and fro between two ranks                        half of a round trip
+    there alone, and back alone                         once, a large message: rates may differ by direction
     all-reduce over two, four, .. ranks of a level      on the rank that takes the longest
     gather and reduce-scatter over them                 likewise, as ZeRO has them
 
@@ -41,6 +42,10 @@ SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
 QUICK_SIZES = (1 << 10, 1 << 17, 1 << 21)
 _LEAST_S, _MOST_REPEATS = 0.02, 50
 """A size is measured for so long, and so often at most."""
+_WAY_REPEATS, _WAY_S = 3, 1.0
+"""Of a message one way: how often it is sent, and how long it may take."""
+_UNEVEN = 0.15
+"""Least difference between a way and the mean of both that counts: less is noise."""
 _TOO_LONG_S = 2.0
 """Larger messages than one that took so long are not measured."""
 
@@ -80,8 +85,10 @@ class Curve:
 class MeasuredLink:
     """A link between the ranks of one level: those of a server, or servers. `reduce`: all-reduces, by number of ranks.
 
-    `gather`, `scatter`: gathers, and reductions to owners, of so many bytes together; none: half of an all-reduce.
-    `.._work`: CPU time, which a rank takes from who computes. `call`: to issue a send or a receive.
+    `send`: half of a round trip, so the mean of both ways; `there`: what bytes take from a rank to a later one, as a
+    multiple of that; back they take 2 - `there`. `gather`, `scatter`: gathers, and reductions to owners, of so many
+    bytes together; none: half of an all-reduce. `.._work`: CPU time, which a rank takes from who computes. `call`: to
+    issue a send or a receive.
     """
 
     name: str
@@ -94,10 +101,17 @@ class MeasuredLink:
     gather_work: Mapping[int, Curve] = field(default_factory=dict)
     scatter: Mapping[int, Curve] = field(default_factory=dict)
     scatter_work: Mapping[int, Curve] = field(default_factory=dict)
+    there: float = 1.0
 
-    def transfer_time(self, num_bytes: float, flows: float = 1) -> float:
+    def transfer_time(self, num_bytes: float, flows: float = 1, way: int = 1) -> float:
         """As `hardware.Link.transfer_time`."""
-        return self.send.latency + (self.send(num_bytes) - self.send.latency) * max(flows, 1)
+        one_way = self.there if way > 0 else 2 - self.there
+        return self.send.latency + (self.send(num_bytes) - self.send.latency) * one_way * max(flows, 1)
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Bytes a second of large messages, there and back."""
+        return self.send.bandwidth / self.there, self.send.bandwidth / (2 - self.there)
 
     def transfer_work(self, num_bytes: float) -> float:
         """CPU time for a message, both ends together."""
@@ -175,6 +189,7 @@ def _measure_level(
     sizes: Sequence[int],
 ) -> MeasuredLink:
     send, send_work, calls = _sweep(sizes, lambda n, k: _ping(n, k, pair, world, device), world)
+    there = _there(send, pair, world, device)
     found: dict[str, tuple[dict[int, Curve], dict[int, Curve]]] = {op: ({}, {}) for op in _COLLECTIVES}
     for ranks in groups:
         group = world.group if len(ranks) == world.size else dist.new_group(list(ranks))
@@ -186,7 +201,22 @@ def _measure_level(
                 sizes, lambda n, k, axis=axis, call=call: _timed(call, n, k, axis, device), world)  # type: ignore[misc]
     (reduce, reduce_work), (gather, gather_work), (scatter, scatter_work) = found.values()
     return MeasuredLink(
-        name, send, reduce, send_work, reduce_work, calls, gather, gather_work, scatter, scatter_work)
+        name, send, reduce, send_work, reduce_work, calls, gather, gather_work, scatter, scatter_work, there)
+
+
+def _there(send: Curve, pair: tuple[int, int], world: Axis, device: torch.device) -> float:
+    """Time of the bytes of a large message to the later rank over the mean of both ways; 1 where they hardly differ."""
+    if len(send.points) == 1:
+        return 1.0
+    (small, _), (next_size, _), *_ = send.points
+    small, large = int(small), int(max((n for n, took in send.points[1:] if took < _WAY_S), default=next_size))
+    seconds = []
+    for sizes in ((large, small), (small, large)):
+        barrier(world)
+        took = max(gather_objects(_ping(sizes[0], _WAY_REPEATS, pair, world, device, sizes[1])[0], world))
+        seconds.append(max(2 * took - 2 * send.latency, 1e-9))  # of a round trip, without two latencies
+    there = 2 * seconds[0] / sum(seconds)
+    return there if abs(there - 1) > _UNEVEN else 1.0
 
 
 def _sweep(
@@ -220,13 +250,15 @@ def rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], 
     return tuple(reversed(kept))
 
 
-def _ping(num_bytes: int, repeats: int, pair: tuple[int, int], world: Axis, device: torch.device) -> Times:
+def _ping(num_bytes: int, repeats: int, pair: tuple[int, int], world: Axis, device: torch.device,
+          back_bytes: int = 0) -> Times:
+    """A message to the later rank, and one of `back_bytes` back; 0: as many."""
     if world.rank not in pair:
         return _NO_PART
     first = world.rank == pair[0]
     other = pair[1] if first else pair[0]
-    message = torch.zeros(num_bytes // 4, device=device)
-    answer = torch.zeros_like(message)
+    there, back = (torch.zeros(size // 4, device=device) for size in (num_bytes, back_bytes or num_bytes))
+    message, answer = (there, back) if first else (back, there)
     seconds, calls = [], []
     cpu, thread = time.process_time(), time.thread_time()
     for _ in range(repeats):

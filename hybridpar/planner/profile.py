@@ -222,7 +222,8 @@ def _plain_link(link: MeasuredLink) -> dict[str, Any]:
         return [[size, round(seconds, 9)] for size, seconds in curve.points]
 
     return {
-        "call": round(link.call, 9), "send": points(link.send), "send_work": points(link.send_work),
+        "call": round(link.call, 9), "there": round(link.there, 4),
+        "send": points(link.send), "send_work": points(link.send_work),
         **{name: {str(n): points(curve) for n, curve in getattr(link, name).items()} for name in _OF_GROUPS}}
 
 
@@ -257,6 +258,7 @@ class _Link:
     gather_work: Annotated[dict[int, _Points], _ALLOWED]
     scatter: Annotated[dict[int, _Points], _ALLOWED]
     scatter_work: Annotated[dict[int, _Points], _ALLOWED]
+    there: Annotated[float, Within(above=0, below=2)] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,4 +313,5 @@ def _link(name: str, link: _Link) -> MeasuredLink:
     curves = {of: {n: Curve(points) for n, points in getattr(link, of).items()} for of in _OF_GROUPS}
     if not link.reduce or min(n for of in curves.values() for n in (*of, 2)) < 2:
         raise ValueError(f"links.{name}.reduce must hold all-reduces over 2 ranks or more")
-    return MeasuredLink(name, Curve(link.send), send_work=Curve(link.send_work), call=link.call, **curves)
+    return MeasuredLink(
+        name, Curve(link.send), send_work=Curve(link.send_work), call=link.call, there=link.there, **curves)

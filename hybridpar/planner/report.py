@@ -69,13 +69,14 @@ def parts_of(cost: StepCost) -> Parts:
     slowest = busy.index(max(busy))
     rank = cost.ranks[slowest]
 
-    def saved(kinds: Sequence[Kind], **free: float) -> float:
+    def saved(kinds: Sequence[Kind], **free: float | None) -> float:
         """Seconds that the step is shorter by where these actions and costs take nothing."""
         calls = {kind: time for kind, time in costs.calls.items() if kind not in kinds}
         return max(0.0, step - cost.simulated(replace(costs, calls=calls, **free)))  # type: ignore[arg-type]
 
     reduction = saved([Kind.REDUCE], reduce=0.0, gather=0.0, norm=0.0) if cost.dp > 1 or costs.tied else 0.0
-    transfers = saved(TRANSFERS, transfer=0.0, latency=0.0, transfer_work=0.0) if cost.pp > 1 else 0.0
+    free = {"transfer": 0.0, "transfer_back": None, "latency": 0.0, "transfer_work": 0.0}
+    transfers = saved(TRANSFERS, **free) if cost.pp > 1 else 0.0
     moves = exposed_moves(cost)
     gathers = sum(sum(cost.gathers(cost.stages[stage].blocks)) for stage in cost.sizes.stages_of(slowest))
     tensor = m * (sum(sum(cost.waits[cost.kind(n)]) for n in rank.blocks) + gathers)
@@ -219,5 +220,7 @@ def profile_lines(profile: Profile) -> list[str]:
         lines.append(f"{kind:<10} {tp:>3} {b:>11} " + " ".join(f"{1e3 * x:9.3f}" for x in numbers))
     for name, link in profile.links.items():
         reduce = ", ".join(f"all-reduce over {n} {curve.bandwidth / 1e6:,.0f} MB/s" for n, curve in link.reduce.items())
-        lines.append(f"{name}: {1e6 * link.send.latency:.0f} us, {link.send.bandwidth / 1e6:,.0f} MB/s; {reduce}")
+        there, back = (f"{rate / 1e6:,.0f} MB/s" for rate in link.rates)
+        rates = there if link.there == 1 else f"{there} to a later rank, {back} back"
+        lines.append(f"{name}: {1e6 * link.send.latency:.0f} us, {rates}; {reduce}")
     return lines

@@ -33,7 +33,8 @@ _OF_STAGES = ("forward", "backward", _OF_SPLIT)
 _OF_TIERS = ("fetch", "release", "offload", "reload", "to_host", "host", "from_host")  # may be missing
 _OF_RANKS = ("update", "reduce", "gather", *_OF_TIERS)
 _OF_GROUPS = "host_shares"  # is not kept: the groups of a run are measured together
-_OF_LINKS = ("transfer", "latency", "transfer_work")
+_OF_WAY = "transfer_back"  # is there where links were measured each way
+_OF_LINKS = ("transfer", _OF_WAY, "latency", "transfer_work")
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ def write_costs(run: RunCosts, path: Path) -> None:
     costs = {f.name: getattr(measured.costs, f.name) for f in fields(Costs)}
     for name in ("calls", "variation"):
         costs[name] = {kind.value: cost for kind, cost in costs[name].items()}
-    if costs[_OF_SPLIT] is None:
-        del costs[_OF_SPLIT]
+    for name in (_OF_SPLIT, _OF_WAY):
+        if costs[name] is None:
+            del costs[name]
     del costs[_OF_GROUPS]
     document = {
         "format": FORMAT, "schedule": asdict(run.ordering), "sizes": asdict(run.sizes), "costs_s": costs,
@@ -137,7 +139,8 @@ def _run_costs(document: Any) -> RunCosts:
     read: _Document = from_plain(_Document, document, "it")
     sizes, measured, p = read.sizes, read.measured, read.sizes.num_ranks
     read.schedule.make().check_sizes(sizes)
-    if missing := {f.name for f in fields(Costs)} - {_OF_SPLIT, *_OF_TIERS, _OF_GROUPS} - document["costs_s"].keys():
+    optional = {_OF_SPLIT, _OF_WAY, *_OF_TIERS, _OF_GROUPS}
+    if missing := {f.name for f in fields(Costs)} - optional - document["costs_s"].keys():
         raise ValueError(f"costs_s.{min(missing)} is missing")
     _check_costs(read.costs_s, sizes)
     _check_row("measured.idle_share", measured.idle_share, p)

@@ -34,16 +34,16 @@ class SetupError(HybridparError):
     """Training cannot begin as it is configured; raised on all ranks together."""
 
 
-def describe_failure(error: Exception, who: str, record: Record | None = None) -> RankError:
+def describe_failure(error: Exception, who: str, record: Record | None = None, link: str = "") -> RankError:
     """The error of the rank `who` as one line; a defect of ours keeps its traceback.
 
-    record: what the rank was doing when the error was raised.
+    record: what the rank was doing when the error was raised. link: what is known of a link that is out.
     """
     situation = "" if record is None else record.situation()
     if is_lost_contact(error):
         peers = record.peers if record is not None else ()
         other = f"rank {peers[0]}" if len(peers) == 1 else "another rank"
-        return LostContactError(f"{who} lost contact with {other}{situation}")
+        return LostContactError(f"{who} lost contact with {other}{situation}" + (f"; {link}" if link else ""))
     if isinstance(error, HybridparError):
         return RankError(f"{who}: {error}")
     if isinstance(error, OSError) and (text := about_file(error)):

@@ -1,7 +1,7 @@
 """One job of the launched processes: device, threads, agreement before there is a process group, and the group itself.
 
 Ranks agree through the launcher's key-value store without a time limit, so that one of them may prepare data for an
-hour while the others wait. The process group comes after that, with train.timeout_s.
+hour while the others wait. The process group comes after that, with train.timeout_s or faults.patience_s.
 """
 
 from __future__ import annotations
@@ -74,6 +74,10 @@ class Job:
     def decide(self, action: Callable[[], Any]) -> Any:
         """Returns on every process what `action` returns on rank 0 (plain JSON values). Raises: as `together`."""
         return self._exchange(self.together(action, here=self.launch.rank == 0))[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes (plain JSON values), in rank order."""
+        return self._exchange(value)
 
     def _fail_together(self, error: HybridparError | None) -> None:
         if self.launch.world_size == 1:

@@ -34,7 +34,8 @@ from hybridpar.train.errors import AnomalyError, LostContactError, SaveError, Se
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
 from hybridpar.train.launch import Job, choose_backend, choose_device, keep_freed_memory, set_threads
-from hybridpar.train.progress import Reporter, make_reporter
+from hybridpar.train.links import Hosts, LinkWatch
+from hybridpar.train.progress import PlainReporter, Reporter, make_reporter
 from hybridpar.train.run import Outcome, Run
 from hybridpar.validate import resolve
 
@@ -108,8 +109,23 @@ class _Place:
         """Starts the process group, and makes the grid of it. Collectives: on all processes of the job."""
         flight.phase("connecting", config.faults.start_timeout_s)
         with Waiting(flight, "rendezvous", "world"):
-            self.job.start_group(self.device, choose_backend(config.train, self.device), config.train.timeout_s)
+            self.job.start_group(self.device, choose_backend(config.train, self.device), config.longest_wait_s)
             return ProcessGrid(sizes_of(config.parallel), device_type=self.device.type, flight=flight)
+
+    def watch_links(self, config: Config, flight: Flight, reporter: Reporter) -> LinkWatch | None:
+        """The watch over the links to other hosts; None where all ranks are on this one.
+
+        The first rank of each host says which link is out. Collectives: on all processes of the job.
+        """
+        launch = self.job.launch
+        if launch.loopback or launch.world_size == 1:
+            return None
+        hosts = Hosts.of(self.job.gather(Hosts.introduce()), launch.rank)
+        if not hosts.names:
+            return None
+        files = [run_folder.flight_path(config.run.folder, rank) for rank in hosts.ranks]
+        say = reporter.say if launch.rank == 0 else PlainReporter(0).say if launch.rank == hosts.ranks[0] else None
+        return LinkWatch(flight, config.longest_wait_s, hosts, files, say)
 
     def build(self, build: Callable[[], Engine]) -> Engine:
         """The engine. Raises: SetupError on all processes alike, where one finds that its state has no room."""
@@ -130,8 +146,10 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
     rank = place.job.launch.rank
     who, flight, started = f"rank {rank}", run_folder.open_flight(config, rank), False
     injector = Injector(place.faults, config.run.folder, rank, flight)
+    links: LinkWatch | None = None
     try:
         grid = place.connect(config, flight)
+        links = place.watch_links(config, flight, reporter)
         flight.phase("setting up", config.faults.start_timeout_s)
         who = grid.describe(config.pipeline.num_chunks)
         if config.pipeline.early_switch == "auto":
@@ -148,7 +166,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
                 reporter.say(line)
             run_folder.begin(config, data.tokenizer)
         _introduce(config, place, grid, reporter, resumed)
-        with contextlib.closing(Run(engine, data, reporter, resumed, watch)) as run:
+        with contextlib.closing(Run(engine, data, reporter, resumed, watch, links)) as run:
             injector.attach(engine, run.saver)
             started = True
             outcome = run.go()
@@ -162,9 +180,12 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         place.job.end_group()
         raise
     except Exception as error:
-        failure = describe_failure(error, who, flight.read())
+        failure = describe_failure(error, who, flight.read(), str(links.silence or "") if links else "")
         flight.end(LOST if isinstance(failure, LostContactError) else FAILED, str(failure))
         raise failure from error
+    finally:
+        if links is not None:
+            links.close()
 
 
 def _load(engine: Engine, data: Data, reporter: Reporter, start: str) -> int:

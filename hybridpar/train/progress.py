@@ -14,9 +14,11 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from hybridpar.train.links import a_day
+
 _LINE_EVERY_S = 2.0
 _ETA_STEPS = 20
-_DROPPED = ("memory", "ms", "norm", "mfu", "lr", "speed", "val")
+_DROPPED = ("memory", "data", "ms", "norm", "mfu", "lr", "speed", "val")
 """Parts of a line that are left out on a narrow terminal, in this order."""
 
 
@@ -54,6 +56,8 @@ class Status:
             "speed": f"{row['tokens_per_s']:,.0f} tokens/s", "ms": f"{row['step_ms']:,.0f} ms",
             "mfu": f"MFU {100 * row['mfu']:.1f} %", "memory": f"{row['memory_mib']:,.0f} MiB",
         }
+        if "sent_gb_a_day" in row:
+            parts["data"] = a_day(1e9 * row["sent_gb_a_day"], 1e9 * row["received_gb_a_day"])
         if row.get("skipped"):
             parts["skipped"] = "SKIPPED (gradients not finite)"
         for least in _DROPPED:

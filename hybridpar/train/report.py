@@ -7,12 +7,14 @@ from math import ceil
 from statistics import median
 from typing import Any
 
+from hybridpar.comm import gather_objects
 from hybridpar.models.cost import training_flops_per_token, training_flops_rule
 from hybridpar.pipeline.plan.svg import draw_svg
 from hybridpar.train import folder as run_folder
 from hybridpar.train import trace
 from hybridpar.train.costs import RunCosts, describe, run_costs, write_costs
 from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.links import LinkWatch, Traffic
 from hybridpar.train.log import RunLog
 from hybridpar.train.metrics import peak_memory_mib, read_curves
 from hybridpar.train.peak import Peak
@@ -29,12 +31,13 @@ class RunReport:
     """The report of a run on this rank; only rank 0 writes and says anything.
 
     loss, val_loss: the last ones of this run; None where it had none.
-    Collectives: the constructor and `end_stretch`, on all ranks of the grid.
+    Collectives: the constructor, `end_stretch` and, with `links`, `finish`, on all ranks of the grid.
     """
 
-    def __init__(self, engine: Engine, reporter: Reporter, resumed: int):
+    def __init__(self, engine: Engine, reporter: Reporter, resumed: int, links: LinkWatch | None = None):
         config = self.config = engine.config
-        self.engine, self.reporter = engine, reporter
+        self.engine, self.reporter, self.links = engine, reporter, links
+        self._traffic = links.traffic() if links else Traffic()
         self.writes = engine.grid.rank == 0
         self.log = RunLog(config.run.folder, resumed, reporter, writes=self.writes)
         self.loss: float | None = None
@@ -94,9 +97,12 @@ class RunReport:
 
     def finish(self, stopped_by: int) -> None:
         """Says what the run came to, and draws its loss. stopped_by: the signal that ended it early (0: none)."""
+        traffic = self._all_traffic()
         if not self.writes:
             return
         say, config = self.reporter.say, self.config
+        for line in traffic:
+            say(line)
         self._compare_with_plan()
         if (compression := self.engine.state.compression) is not None:
             say(str(compression.sent))
@@ -125,6 +131,9 @@ class RunReport:
             "mfu": self._peak.share(tokens / seconds * self._flops_per_token),
             "memory_mib": peak_memory_mib(self.engine.device),
         }
+        if self.links is not None:
+            sent, received = (self.links.traffic() - self._traffic).a_day
+            row |= {"sent_gb_a_day": sent / 1e9, "received_gb_a_day": received / 1e9}
         if len(result.losses) > 1:
             row["losses"] = result.losses
         if self.engine.policy.scaler.dynamic:
@@ -132,6 +141,13 @@ class RunReport:
         if result.skipped:
             row["skipped"] = True
         return row
+
+    def _all_traffic(self) -> list[str]:
+        """A line for each host: what it has sent to others and received. Collectives: on all ranks, with `links`."""
+        if self.links is None:
+            return []
+        mine = self.links.hosts.own, str(self.links.traffic() - self._traffic)
+        return [f"{host} {text}" for host, text in dict(gather_objects(mine, self.engine.grid.world)).items()]
 
     def _draw_plan(self) -> None:
         schedule, m = self.config.pipeline.schedule, self.config.pipeline.num_microbatches

@@ -25,6 +25,7 @@ from hybridpar.flight import EVALUATING
 from hybridpar.memory import MemoryWatch
 from hybridpar.train import folder as run_folder
 from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.links import LinkWatch
 from hybridpar.train.memory_trace import MemoryLog
 from hybridpar.train.metrics import BatchClock
 from hybridpar.train.progress import Reporter
@@ -72,7 +73,8 @@ class Outcome:
 class Run:
     """Training of a job whose engine stands at step `resumed`. Collectives: go() and the constructor, on all ranks."""
 
-    def __init__(self, engine: Engine, data: Data, reporter: Reporter, resumed: int, watch: MemoryWatch | None = None):
+    def __init__(self, engine: Engine, data: Data, reporter: Reporter, resumed: int, watch: MemoryWatch | None = None,
+                 links: LinkWatch | None = None):
         config = self.config = engine.config
         self.engine, self.grid, self.reporter, self.watch = engine, engine.grid, reporter, watch
         self.resumed = resumed
@@ -82,7 +84,7 @@ class Run:
         self.memory = MemoryLog(engine, resumed, reporter.say) if config.train.record_memory else None
         self.clock = BatchClock(loader if self.memory is None else self.memory.loader(loader))
         self.valid_loader = None if data.valid is None else self._loader(data.valid)
-        self.report = RunReport(engine, reporter, resumed)
+        self.report = RunReport(engine, reporter, resumed, links)
         self.anomalies = AnomalyHandler(engine, data.train, self.report.log, reporter.say)
         saving = run_folder.open_flight(config, self.grid.rank, run_folder.SAVING)
         self.saver = checkpoint.Saver(

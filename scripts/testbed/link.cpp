@@ -1,9 +1,13 @@
 // A link between network namespaces, in user space (netem is not in every kernel): each host has one TUN device, whose
-// packets leave it at a fixed rate, arrive at that rate at most, and do so a fixed delay after they left.
+// packets leave it at a fixed rate, arrive at a fixed rate at most, and do so a fixed delay after they left.
 //
-//     link DEVICE MBIT DELAY_MS QUEUE_KB NAMESPACE...         addresses end in 1, 2, ... in the order of the namespaces
+//     link DEVICE UP DOWN DELAY_MS QUEUE_KB CONTROL NAMESPACE...      addresses end in 1, 2, ... in their order
 //
 //     host i --- egress: one packet after the other, size / rate each --- ingress of host j, the same --- delay ---> j
+//
+// UP and DOWN, in Mbit/s, are egress and ingress of the first host, as of one behind a line of its own; the others have
+// the larger of both. CONTROL is a FIFO, whose last byte says what is lost: `t` what the first host sends, `b` what is
+// sent to it, `l` everything, `n` nothing.
 //
 // A packet that would wait behind more than QUEUE_KB is dropped, as a switch does; TCP then slows down. Prints "ready"
 // once all devices exist. Runs with real-time priority if it may: on a machine whose cores all compute, an ordinary
@@ -37,6 +41,7 @@ struct Packet {
 
 struct Host {
     int device;
+    double out_bytes_per_s, in_bytes_per_s;
     Seconds egress_free = 0, ingress_free = 0;  // when the packets accepted so far have passed
     std::deque<Packet> arriving{};               // in the order in which they are due
 };
@@ -67,8 +72,14 @@ static int open_tun(const std::string& space, const char* name) {
 
 struct Link {
     std::vector<Host> hosts;
-    double bytes_per_s, queue_bytes;
+    double queue_bytes;
     Seconds delay;
+    int control;
+    char lost = 'n';  // as CONTROL says
+
+    bool is_lost(const Host& sender, const Host& receiver) const {
+        return lost == 'l' || (lost == 't' && &sender == &hosts[0]) || (lost == 'b' && &receiver == &hosts[0]);
+    }
 
     // Which host an IPv4 packet goes to; -1: none of ours (broadcasts, IPv6).
     int destination(const char* packet, ssize_t size) const {
@@ -87,11 +98,13 @@ struct Link {
             int to = destination(buffer, size);
             if (to < 0) continue;
             Host& receiver = hosts[to];
-            Seconds t = now(), takes = size / bytes_per_s;
-            Seconds sent = std::max(t, sender.egress_free) + takes;
-            // with one sender the ingress is free when the egress is: it adds nothing
-            Seconds received = std::max(sent, receiver.ingress_free + takes);
-            if ((received - takes - t) * bytes_per_s > queue_bytes) continue;
+            if (is_lost(sender, receiver)) continue;
+            Seconds t = now(), leaves = size / sender.out_bytes_per_s, enters = size / receiver.in_bytes_per_s;
+            Seconds sent = std::max(t, sender.egress_free) + leaves;
+            // with one sender the ingress is free when the egress is: where it is no slower it adds nothing
+            Seconds received = std::max(sent, std::max(sent - leaves, receiver.ingress_free) + enters);
+            Seconds takes = std::max(leaves, enters);
+            if ((received - takes - t) * size / takes > queue_bytes) continue;
             sender.egress_free = sent;
             receiver.ingress_free = received;
             receiver.arriving.push_back({received + delay, std::vector<char>(buffer, buffer + size)});
@@ -118,11 +131,15 @@ struct Link {
     void run() {
         std::vector<pollfd> fds;
         for (Host& host : hosts) fds.push_back({host.device, POLLIN, 0});
+        fds.push_back({control, POLLIN, 0});
         for (;;) {
             Seconds left = deliver();
             timespec wait{static_cast<time_t>(left), static_cast<long>(std::fmod(left, 1.0) * 1e9)};
             if (ppoll(fds.data(), fds.size(), left < 0 ? nullptr : &wait, nullptr) < 0 && errno != EINTR) fail("poll");
-            for (size_t i = 0; i < fds.size(); i++) {
+            if (fds.back().revents & POLLIN)
+                while (read(control, &lost, 1) == 1) {
+                }
+            for (size_t i = 0; i < hosts.size(); i++) {
                 if (fds[i].revents & POLLERR) exit(0);  // the device is gone, with its namespace
                 if (fds[i].revents & POLLIN) accept(hosts[i]);
             }
@@ -131,12 +148,15 @@ struct Link {
 };
 
 int main(int count, char** words) {
-    if (count < 7) {
-        fprintf(stderr, "link DEVICE MBIT DELAY_MS QUEUE_KB NAMESPACE NAMESPACE...\n");
+    if (count < 9) {
+        fprintf(stderr, "link DEVICE UP DOWN DELAY_MS QUEUE_KB CONTROL NAMESPACE NAMESPACE...\n");
         return 2;
     }
-    Link link{{}, atof(words[2]) * 1e6 / 8, atof(words[4]) * 1024, atof(words[3]) * 1e-3};
-    for (int i = 5; i < count; i++) link.hosts.push_back({open_tun(words[i], words[1])});
+    double up = atof(words[2]) * 1e6 / 8, down = atof(words[3]) * 1e6 / 8, most = std::max(up, down);
+    Link link{{}, atof(words[5]) * 1024, atof(words[4]) * 1e-3, open(words[6], O_RDWR | O_NONBLOCK | O_CLOEXEC)};
+    if (link.control < 0) fail(words[6]);
+    for (int i = 7; i < count; i++)
+        link.hosts.push_back({open_tun(words[i], words[1]), i == 7 ? up : most, i == 7 ? down : most});
     sched_param priority{1};
     if (sched_setscheduler(0, SCHED_FIFO, &priority)) perror("link: no real-time priority, delays are less exact");
     prctl(PR_SET_TIMERSLACK, 1000);

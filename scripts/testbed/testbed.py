@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Several hosts on one machine, as network namespaces, and links between them with a rate and a delay; see README.md.
 
-    testbed.py up [--hosts N] [--link NAME[=MBIT:DELAY_MS]]...      makes them, in place of any there were
+    testbed.py up [--hosts N] [--link NAME[=UP[/DOWN]:DELAY_MS]]...     makes them, in place of any there were
     testbed.py run [--link NAME] NPROC_PER_HOST [-m MODULE | SCRIPT] ARGS...       torchrun across them
+    testbed.py outage [--link NAME] [--lost WHAT] SECONDS           takes a link away, and gives it back
     testbed.py check                                                rate and delay as measured against those asked for
     testbed.py down                                                 ends what runs in them and removes them
 
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ NAMESPACE_FILES = Path("/var/run/netns")
 STATE_VARIABLE = "TESTBED_STATE"
 """In the environment of what `run` starts: the file that describes the test bed."""
 MTU = 9000
+LOST = {"all": b"l", "there": b"t", "back": b"b"}
+"""What may be lost of what hosts send, as link.cpp knows it: all, what host 0 sends, what is sent to it."""
+DOWN = "down"
+"""Instead, the interface of host 0 is down."""
 END_S = 5.0
 """How long a process may take to end when asked, or when another one of the job has ended."""
 
@@ -54,30 +59,41 @@ class CannotRunError(TestbedError):
 class Link:
     """A network between all hosts: device `name` in each, host i with address 10.77.`number`.`i + 1`.
 
-    mbit: 0 is a plain virtual cable, as fast as the machine. delay_ms: one way. pid: of the emulator, or 0.
+    mbit: 0 is a plain virtual cable, as fast as the machine. back_mbit: of what is sent to host 0; mbit is then that of
+    what host 0 sends, and the other hosts have the larger of both, each way. delay_ms: one way. pid: of the emulator,
+    or 0.
     """
 
     name: str
     number: int
     mbit: float = 0.0
+    back_mbit: float = 0.0
     delay_ms: float = 0.0
     pid: int = 0
+
+    @property
+    def slowest(self) -> float:
+        """The lower of both rates; of a cable infinity."""
+        return min(self.mbit, self.back_mbit) or float("inf")
 
     def address(self, host: int) -> str:
         return f"10.77.{self.number}.{host + 1}"
 
     @staticmethod
     def parse(text: str, number: int) -> Link:
-        """`NAME` or `NAME=MBIT:DELAY_MS`. Raises: TestbedError."""
+        """`NAME`, `NAME=MBIT:DELAY_MS` or `NAME=UP/DOWN:DELAY_MS`. Raises: TestbedError."""
         name, _, values = text.partition("=")
+        rates, _, delay = values.partition(":")
+        up, _, down = rates.partition("/")
         try:
-            mbit, delay_ms = map(float, values.split(":")) if values else (0.0, 0.0)
+            numbers = [float(up), float(down or up), float(delay)] if values else [0.0, 0.0, 0.0]
         except ValueError:
-            raise TestbedError(f"--link {text}: must be NAME or NAME=MBIT:DELAY_MS, such as slow=200:1") from None
-        if not (name.isalnum() and len(name) <= 12) or (values and mbit <= 0) or delay_ms < 0:
-            raise TestbedError(f"--link {text}: a name has up to 12 letters and digits, MBIT is above 0, DELAY_MS not "
-                               "below 0, such as slow=200:1")
-        return Link(name, number, mbit, delay_ms)
+            raise TestbedError(f"--link {text}: must be NAME, NAME=MBIT:DELAY_MS or NAME=UP/DOWN:DELAY_MS, such as "
+                               "slow=200:1 or dsl=20/100:15") from None
+        if not (name.isalnum() and len(name) <= 12) or (values and min(numbers[:2]) <= 0) or numbers[2] < 0:
+            raise TestbedError(f"--link {text}: a name has up to 12 letters and digits, rates are above 0, DELAY_MS is "
+                               "not below 0, such as slow=200:1")
+        return Link(name, number, *numbers)
 
 
 @dataclass(frozen=True)
@@ -98,7 +114,7 @@ class State:
     def link(self, name: str) -> Link:
         """The link of that name; an empty one is the slowest. Raises: TestbedError."""
         if not name:
-            return min(self.links, key=lambda link: link.mbit or float("inf"))
+            return min(self.links, key=lambda link: link.slowest)
         for link in self.links:
             if link.name == name:
                 return link
@@ -175,7 +191,7 @@ class Testbed:
         for i, host in enumerate(hosts):
             command("ip", "-n", host, "address", "add", f"{link.address(i)}/24", "dev", link.name)
             command("ip", "-n", host, "link", "set", link.name, "mtu", str(MTU), "up")
-        return Link(link.name, link.number, link.mbit, link.delay_ms, pid)
+        return replace(link, pid=pid)
 
     def _lay_cable(self, link: Link, hosts: tuple[str, ...]) -> None:
         """Two hosts are joined directly, more of them through a bridge."""
@@ -197,16 +213,42 @@ class Testbed:
         program = self.folder / "link"
         if not program.exists():
             command(compiler(), "-O2", "-std=c++17", "-o", str(program), str(HERE / "link.cpp"))
-        log = self.folder / f"link.{link.name}.log"
+        log, control = self.folder / f"link.{link.name}.log", self.control(link)
+        os.mkfifo(control)
         with log.open("w") as file:
             process = subprocess.Popen(
-                [program, link.name, str(link.mbit), str(link.delay_ms), str(QUEUE_KB), *hosts],
+                [program, link.name, str(link.mbit), str(link.back_mbit), str(link.delay_ms), str(QUEUE_KB), control,
+                 *hosts],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=file, start_new_session=True)
         assert process.stdout is not None
         if process.stdout.readline() != b"ready\n":
             process.wait()
             raise TestbedError(f"the emulator of link {link.name} did not start: {log.read_text().strip()}")
         return process.pid
+
+    def control(self, link: Link) -> Path:
+        """The FIFO that tells a link's emulator what is lost."""
+        return self.folder / f"link.{link.name}.control"
+
+    def outage(self, link: Link, lost: str, seconds: float) -> None:
+        """Takes a link away for some seconds, and gives it back, also where this is interrupted.
+
+        lost: a key of LOST, or DOWN. Raises: TestbedError.
+        """
+        host = self.state.hosts[0]
+        if lost == DOWN:
+            def switch(away: bool) -> None:
+                command("ip", "-n", host, "link", "set", link.name, DOWN if away else "up")
+        elif link.pid:
+            def switch(away: bool) -> None:
+                self.control(link).write_bytes(LOST[lost] if away else b"n")
+        else:
+            raise TestbedError(f"--lost {lost}: link {link.name} is a cable without an emulator; use --lost {DOWN}")
+        switch(True)
+        try:
+            time.sleep(seconds)
+        finally:
+            switch(False)
 
     def down(self) -> None:
         """Ends what runs in the namespaces, emulators included (they stay in one), and removes all."""
@@ -334,6 +376,8 @@ def check(bed: Testbed) -> bool:
             found = probe(state, link, i)
             as_asked = _within(link, found)
             rate, trip = (f"{link.mbit:g}", f"{2 * link.delay_ms:g}") if link.mbit else ("-", "-")
+            if link.back_mbit != link.mbit:
+                rate += f"/{link.back_mbit:g}"
             both = f"{found['both_there_mbit']:.0f} + {found['both_back_mbit']:.0f}"
             print(f"{link.name:<12}  0 - {i} {rate:>9} {found['there_mbit']:8.1f} {found['back_mbit']:8.1f} {both:>14} "
                   f"{trip:>12} {found['rtt_ms']:8.2f} {found['rtt_p90_ms']:8.2f} {found['emulator_cpu']:13.1%}"
@@ -356,9 +400,11 @@ def probe(state: State, link: Link, host: int) -> dict[str, Any]:
 
 def _within(link: Link, found: dict[str, Any]) -> bool:
     """Whether a link is what was asked for. Headers take 1 % of the rate, a busy machine some more, and up to 1 ms."""
-    low, high = 0.9 * link.mbit, 1.05 * (link.mbit or float("inf"))
-    one_way = all(low <= found[key] <= high for key in ("there_mbit", "back_mbit"))
-    both_ways = all(0.75 * low <= found[key] <= high for key in ("both_there_mbit", "both_back_mbit"))
+    one_way = both_ways = True
+    for way, mbit in (("there", link.mbit), ("back", link.back_mbit)):
+        low, high = 0.9 * mbit, 1.05 * (mbit or float("inf"))
+        one_way &= low <= found[f"{way}_mbit"] <= high
+        both_ways &= 0.75 * low <= found[f"both_{way}_mbit"] <= high
     return one_way and both_ways and 1.98 * link.delay_ms <= found["rtt_ms"] <= 2.2 * link.delay_ms + 1
 
 
@@ -368,12 +414,18 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     up = commands.add_parser("up", help="make hosts and links, in place of any there were")
     up.add_argument("--hosts", type=int, default=2)
-    up.add_argument("--link", action="append", metavar="NAME[=MBIT:DELAY_MS]", help="a link between all hosts with its "
-                    f"rate and one-way delay, or as fast as the machine; default: {' '.join(DEFAULT_LINKS)}")
+    up.add_argument("--link", action="append", metavar="NAME[=UP[/DOWN]:DELAY_MS]", help="a link between all hosts, "
+                    "with its rate (of what host 0 sends, and of what it is sent) and one-way delay, or as fast as the "
+                    f"machine; default: {' '.join(DEFAULT_LINKS)}")
     job = commands.add_parser("run", help="torchrun across the hosts")
     job.add_argument("--link", default="", help="the link it uses; default: the slowest")
     job.add_argument("num_procs", type=int, metavar="NPROC_PER_HOST")
     job.add_argument("words", nargs=argparse.REMAINDER, metavar="-m MODULE | SCRIPT", help="and its arguments")
+    outage = commands.add_parser("outage", help="take a link away for some seconds")
+    outage.add_argument("--link", default="", help="which one; default: the slowest")
+    outage.add_argument("--lost", choices=[*LOST, DOWN], default="all", help="packets of both ways, those that host 0 "
+                        f"sends, or those sent to it; {DOWN}: the interface of host 0 is down")
+    outage.add_argument("seconds", type=float)
     commands.add_parser("check", help="measure the links")
     commands.add_parser("down", help="end what runs in the hosts and remove them")
     args = parser.parse_args()
@@ -388,6 +440,9 @@ def main() -> int:
         elif args.command == "run":
             need_root()
             return run(bed, args.link, args.num_procs, args.words)
+        elif args.command == "outage":
+            need_root()
+            bed.outage(bed.state.link(args.link), args.lost, args.seconds)
         elif args.command == "check":
             need_root()
             return 0 if check(bed) else 1

@@ -45,6 +45,27 @@ def test_from_a_profile_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "predicted" in err
 
 
+def test_check_says_before_a_run_that_a_link_is_too_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, cluster = write_config(tmp_path), tmp_path / "cluster.toml"
+    slow = "{ gbit_per_s = 0.1, back_gbit_per_s = 0.001, latency_us = 5000, share = 1.0 }"
+    cluster.write_text(CLUSTER.replace('"infiniband-hdr"', slow).replace("server = 4", "server = 1"))
+    flags = ("check", config, "--train.dtype", "bf16", "--parallel.pp", 2, "--cluster", cluster)
+    code, out, err = run(capsys, *flags, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    stages = found["links"][0]
+    assert stages["gives"] == pytest.approx(1e6 / 8, rel=1e-3)  # a byte counts as latency
+    assert stages["factor"] > 2
+    base = load_toml(config)
+    sent = 2 * base.train.micro_batch_size * base.model.seq_length * base.model.hidden_size * 8 / 1e6
+    assert found["step_ms"] > 1e3 * base.pipeline.num_microbatches * sent, "the slower way alone takes so long"
+    code, out, err = run(capsys, *flags)
+    assert code == 0, err
+    assert "predicted time of a step" in out
+    assert "stages 0 - 1: " in out
+    assert "1 Mbit/s there: link-bound by " in out
+
+
 def test_a_plan_for_a_cluster_and_its_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, cluster, plan = write_config(tmp_path), tmp_path / "cluster.toml", tmp_path / "plan.toml"
     cluster.write_text(CLUSTER)
@@ -55,6 +76,7 @@ def test_a_plan_for_a_cluster_and_its_pictures(tmp_path: Path, capsys: pytest.Ca
     found = json.loads(out)
     assert {row["pp"] for row in found["ranked"]} == {2}
     assert "each of the 2 servers, R = 0 to 1: torchrun --nnodes 2 --node-rank R --nproc-per-node 4 " in err
+    assert "  stages 0 - 1: " in err, "what its links need and give"
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
     code, out, err = run(capsys, "simulate", plan, "--cluster", cluster, "--json", "--perfetto", tmp_path / "t.json")
     assert code == 0, err

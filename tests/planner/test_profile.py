@@ -22,6 +22,21 @@ def test_reads_back_what_was_written(tmp_path: Path) -> None:
     assert read_profile(tmp_path / "deep" / "profile.json") == profile
 
 
+def test_a_link_that_is_slower_one_way_reads_back_and_an_older_file_has_none(tmp_path: Path) -> None:
+    even = made.profile(made.config())
+    uneven = replace(even, links={"local": replace(even.links["local"], there=1.4)})
+    write_profile(uneven, tmp_path / "p.json")
+    assert read_profile(tmp_path / "p.json").links["local"].there == 1.4
+    document = json.loads((tmp_path / "p.json").read_text())
+    document["links"]["local"].pop("there")
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    assert read_profile(tmp_path / "p.json").links["local"].there == 1.0
+    document["links"]["local"]["there"] = 2.0
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    with pytest.raises(DataError, match="there"):
+        read_profile(tmp_path / "p.json")
+
+
 def test_sizes_between_measured_ones_lie_on_the_line() -> None:
     profile = made.profile(made.config(), layer=3.0, sizes=(2, 8))
     assert profile.block("layer", 1, 4).forward == pytest.approx(12.0)

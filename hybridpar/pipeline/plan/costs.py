@@ -23,7 +23,8 @@ class Costs:
 
     Beside it: reduce: gradients over the replicas. norm: the grid-wide reduction. gather: new weights over the replicas
     (sharded optimizer state), after an UPDATE; the first F that uses them waits. transfer: how long one activation
-    occupies a link; latency: from its leaving to its arrival.
+    occupies a link; transfer_back: how long a gradient does, which goes the other way; None: as long. latency: from its
+    leaving to its arrival.
 
     fetch, release: how long a MiB occupies the engine that brings items of the rank's state into its fast tier, and
     the one that writes back what was changed (copies.py); or the collectives that gather weights from replicas, and sum
@@ -58,6 +59,7 @@ class Costs:
     norm: float = 0.0
     gather: PerRank = 0.0
     transfer: PerLink = 0.0
+    transfer_back: PerLink | None = None
     latency: PerLink = 0.0
     fetch: PerRank = 0.0
     release: PerRank = 0.0

@@ -208,7 +208,8 @@ class _Machine:
         queues = [_Queue() for _ in self.ranks]  # one for what a rank sends and receives
         apart = [_Queue() for _ in self.ranks] if not costs.serial_links else queues
         links = p if ring else p - 1
-        work, transfer, latency = (expand(c, links) for c in (costs.transfer_work, costs.transfer, costs.latency))
+        one_way = costs.transfer if flow > 0 or costs.transfer_back is None else costs.transfer_back
+        work, transfer, latency = (expand(c, links) for c in (costs.transfer_work, one_way, costs.latency))
 
         def channel(sender: int, receiver: int) -> _Channel:
             link = sender if flow > 0 else receiver

@@ -28,7 +28,7 @@ class Seen:
 
     record: None where it has opened no recorder yet. exit_code: None while it lives, the negative signal where one has
     ended it. idle_s: how long its record has not changed. saving: the state of its thread that writes a checkpoint,
-    while it does.
+    while it does. patience_s: how long it may at least wait for others.
     """
 
     rank: int
@@ -36,6 +36,7 @@ class Seen:
     exit_code: int | None = None
     idle_s: float = 0.0
     saving: Seen | None = None
+    patience_s: float = 0.0
 
     @property
     def who(self) -> str:
@@ -63,8 +64,10 @@ class Seen:
 
     @property
     def is_late(self) -> bool:
-        """Whether it has stood still for longer than its phase may take."""
-        return self.record is not None and 0 < self.record.limit_s < self.idle_s
+        """Whether it has stood still for longer than its phase may take, or while it waits than an outage may."""
+        if self.record is None or not self.record.limit_s:
+            return False
+        return max(self.record.limit_s, self.patience_s * self.waits) < self.idle_s
 
     @property
     def hangs(self) -> bool:

@@ -6,6 +6,7 @@
     hang save rank 1 at step 10         its thread that writes the next checkpoint goes on no more
     slow link 0-1 at step 5 for 3 s     what rank 0 sends to rank 1 comes so much later, once
     cut link 0-1 at step 5              ... and never
+    outage rank 1 at step 5 for 3 s     the kernel drops whatever comes to rank 1, and TCP sends it again
     corrupt shard at step 10            a bit of the file that rank 0 writes into the next checkpoint flips
     disk full at step 10                that file cannot be written: training goes on without that checkpoint
     nan gradient rank 2 at step 4       the gradient of one of its micro-batches is not finite
@@ -23,6 +24,8 @@ import math
 import os
 import re
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +34,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridpar import sockets
 from hybridpar.checkpoint import Saver, saved_steps
 from hybridpar.checkpoint.background import Write
 from hybridpar.checkpoint.handover import Written, writers
@@ -46,6 +50,7 @@ _WHO, _WHEN = r"(?P<where>rank|stage) (?P<rank>\d+)", r"at step (?P<step>\d+)(?:
 _FORMS = tuple(re.compile(form) for form in (
     rf"(?P<kind>kill|lose|hang|nan gradient) {_WHO} {_WHEN}",
     rf"(?P<kind>slow link) (?P<rank>\d+)-(?P<peer>\d+) {_WHEN} for (?P<seconds>\d+(?:\.\d+)?) s",
+    rf"(?P<kind>outage) {_WHO} {_WHEN} for (?P<seconds>\d+(?:\.\d+)?) s",
     rf"(?P<kind>cut link) (?P<rank>\d+)-(?P<peer>\d+) {_WHEN}",
     rf"(?P<kind>corrupt shard|disk full|hang save)(?: {_WHO})? {_WHEN}",
 ))
@@ -59,7 +64,7 @@ class Fault:
     """One of the faults above.
 
     rank: where it happens; of a link the sender, and `peer` the receiver. microbatch: of the step; -1: its first
-    action. seconds: how long a link is slow.
+    action. seconds: how long a link is slow, or out.
     """
 
     text: str
@@ -98,7 +103,8 @@ def parse_fault(text: str, config: Config) -> Fault:
     if match is None:
         raise config_error(
             "inject", text, "must be one of 'kill|lose|hang rank R at step S', 'slow link A-B at step S for T s', 'cut "
-            "link A-B at step S', 'corrupt shard|disk full|hang save at step S', 'nan gradient rank R at step S'",
+            "link A-B at step S', 'outage rank R at step S for T s', 'corrupt shard|disk full|hang save at step S', "
+            "'nan gradient rank R at step S'",
             '"kill rank 0 at step 2"')
     parts: dict[str, Any] = match.groupdict()
     parallel, m = config.parallel, config.pipeline.num_microbatches
@@ -114,6 +120,7 @@ def parse_fault(text: str, config: Config) -> Fault:
          f"stage {stages - 1}"),
         (max(rank, fault.peer) >= ranks, f"the job has {ranks} ranks, 0 to {ranks - 1}, on {parallel.pp} stages",
          "rank 0"),
+        (fault.kind == "outage" and sys.platform != "linux", "the kernel must be Linux", "cut link 0-1 at step 5"),
         ("link" in fault.kind and rank == fault.peer, "a link is between two ranks", f"{fault.kind} 0-1"),
         (not first <= fault.step <= last, f"steps are {first} to train.num_steps = {last}", f"step {last}"),
         (fault.microbatch >= m, f"micro-batches of a step are 0 to {m - 1}", f"micro-batch {m - 1}"),
@@ -179,6 +186,9 @@ class Injector:
         if fault.kind == "nan gradient":
             leaves = self._engine.state.weights.leaves_of(action.version)
             return [leaf.register_hook(_not_finite) for leaf in leaves.values()]
+        if fault.kind == "outage":
+            threading.Thread(target=_be_deaf, args=[fault.seconds], daemon=True).start()
+            return []
         if "link" in fault.kind:
             self._flight.wait("send", "world", fault.peer)
         self._stop_here(fault)
@@ -241,6 +251,11 @@ def _kinds_of_link(grid: ProcessGrid, is_ring: bool, peer: int) -> tuple[Kind, .
     if peer == axis.prev and (is_ring or not axis.is_first):
         return (Kind.SEND_B,)
     return (Kind.NORM, Kind.UPDATE)  # where all meet
+
+
+def _be_deaf(seconds: float) -> None:
+    with sockets.deaf():
+        time.sleep(seconds)
 
 
 def _not_finite(gradient: Tensor) -> Tensor:

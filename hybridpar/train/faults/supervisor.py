@@ -97,7 +97,7 @@ class Supervisor(LocalElasticAgent):
     def __init__(self, config: Config, args: Sequence[str], faults: Sequence[Fault]):
         self._config, self._args, self._faults = config, tuple(args), faults
         self._folder, self._ranks = config.run.folder, config.parallel.num_ranks
-        self._watch = Watch(self._folder)
+        self._watch = Watch(self._folder, config.faults.patience_s)
         self._records = Records(self._folder, self._say)
         self._records.begin(FAILURES)
         self._newest, self._blamed = self._saved(), -1
@@ -203,6 +203,7 @@ class Watch:
     """
 
     folder: Path
+    patience_s: float = 0.0
     _looked: float = 0.0
     _last: dict[Path, tuple[int, int, float]] = field(default_factory=dict)
 
@@ -217,7 +218,8 @@ class Watch:
             record, idle_s = self._read(flight_path(self.folder, rank), pid, now)
             saving, saving_idle_s = self._read(flight_path(self.folder, rank, SAVING), pid, now)
             saves = code is None and saving is not None and saving.limit_s > 0
-            found.append(Seen(rank, record, code, idle_s, Seen(rank, saving, None, saving_idle_s) if saves else None))
+            saver = Seen(rank, saving, None, saving_idle_s) if saves else None
+            found.append(Seen(rank, record, code, idle_s, saver, self.patience_s))
         return found
 
     def _read(self, path: Path, pid: int, now: float) -> tuple[flight.Record | None, float]:

@@ -80,6 +80,13 @@ def test_posting_early_hides_the_transfer():
     assert late > early + 2
 
 
+def test_gradients_may_take_longer_on_their_way_than_activations():
+    """One micro-batch through two stages: forward, over, forward and backward, back, backward."""
+    plan = make_plan("1f1b", Sizes(2, 1))
+    took = [simulate(plan, Costs(1, 2, transfer=0.5, transfer_back=back)).makespan for back in (None, [3.0], 0)]
+    assert took == [6 + 0.5 + 0.5, 6 + 0.5 + 3, 6 + 0.5]
+
+
 def test_update_takes_the_ranks_time():
     timeline = simulate(make_plan("1f1b", Sizes(2, 2), 0, 4), Costs(1, 2, update=[5, 4]))
     assert timeline.step_time(2) == 3 * 3 + 5

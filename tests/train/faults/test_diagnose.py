@@ -113,6 +113,12 @@ def test_a_collective_that_does_not_end_has_lost_a_link() -> None:
     assert diagnose(ranks).text.startswith("the link between rank 0 and rank 1, 2, 3 is lost")
 
 
+def test_who_waits_for_others_is_late_only_when_patience_is_over() -> None:
+    late = [Seen(0, waiting(0), None, 9.0, None, patience).is_late for patience in (0.0, 8.0, 20.0)]
+    assert late == [True, True, False]
+    assert Seen(0, record(0), None, 9.0, None, 20.0).hangs, "patience is for links, not for ranks"
+
+
 def test_a_save_that_hangs_beside_training_is_named() -> None:
     """Whatever the other threads do meanwhile; and a save that goes on does not hide who does hang."""
     ranks = [Seen(0, waiting(0), None, 3.0), Seen(1, record(1), None, 4.0, saver(1, 9.0)), Seen(2, record(2))]

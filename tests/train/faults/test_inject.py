@@ -31,16 +31,18 @@ CONFIG = from_mapping({
     ("hang save rank 2 at step 5", ("hang save", 2, 5)),
     ("hang rank 1 at step 0", ("hang", 1, 0)),
     ("nan gradient rank 2 at step 4 micro-batch 2", ("nan gradient", 2, 4, 2)),
+    ("outage stage 1 at step 4 for 1.5 s", ("outage", 2, 4, -1, -1, 1.5)),
 ])
 def test_what_can_be_said(text: str, fault: tuple[object, ...]) -> None:
     found = parse_fault(text, CONFIG)
     assert (found.kind, found.rank, found.step, found.microbatch, found.peer, found.seconds)[: len(fault)] == fault
-    assert found.seconds == (1.5 if "slow" in text else math.inf)
+    assert found.seconds == (1.5 if "1.5 s" in text else math.inf)
 
 
 @pytest.mark.parametrize(("text", "rule"), [
     ("kill rank 3", "must be one of"),
     ("slow link 0-1 at step 3", "must be one of"),
+    ("outage rank 1 at step 3", "must be one of"),
     ("kill rank 4 at step 3", "the job has 4 ranks"),
     ("hang stage 2 at step 3", "the pipeline has 2 stages, 0 to 1"),
     ("cut link 0-4 at step 3", "the job has 4 ranks"),

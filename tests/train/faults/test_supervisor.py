@@ -39,6 +39,29 @@ def failures(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "failures.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="an outage is made with a filter of Linux")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("patience_s", [60.0, 0.0])
+def test_an_outage_within_the_patience_changes_no_bit_and_starts_nothing_again(
+    tmp_path: Path, patience_s: float
+) -> None:
+    """Both time-outs are shorter than the outage. Without patience the link counts as lost, and the job recovers."""
+    config, outage = write_config(tmp_path), 6.0
+    grid, limits = ("--parallel.pp", "2"), ("--faults.timeout_s", "2", "--train.timeout_s", "4")
+    code, out = train(2, config, *grid, *STEPS, *limits, "--faults.patience_s", str(patience_s), "--inject",
+                      f"outage rank 1 at step 12 micro-batch 1 for {outage} s")
+    assert code == 0, out
+    run_job(2, "train", config, *grid, *STEPS, "--run.name", "calm")
+    run, calm = (metrics(tmp_path / "runs" / name) for name in ("run", "calm"))
+    assert steps(run) == steps(calm)
+    assert ("starting again" in out) == (not patience_s), out
+    if patience_s:
+        assert not (tmp_path / "runs" / "run" / "failures.jsonl").exists()
+        assert max(row["step_ms"] for row in run if "step_ms" in row) > 1e3 * (outage - 1), "it waited"
+    else:
+        assert "the link between rank" in out or "hangs" in out or "lost contact" in out, out
+
+
 @pytest.mark.timeout(400)
 def test_four_ranks_recover_to_the_bit(tmp_path: Path) -> None:
     config, grid = write_config(tmp_path), ("--parallel.pp", "2", "--parallel.dp", "2")
