@@ -1,4 +1,4 @@
-"""Claims: two sites that exchange fragments beside training keep 0.97 of their speed over a link of 10 Mbit/s and 20
+"""Claims: two sites that exchange fragments beside training lose little of their speed over a link of 10 Mbit/s and 20
 ms, over which replicas that sum every gradient are an order of magnitude slower.
 
     sudo env "PATH=$PATH" python -m benchmarks.sites
