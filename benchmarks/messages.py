@@ -1,4 +1,4 @@
-"""Claim: with int8 messages between stages a small GPT learns as it does with exact ones, with int4 nearly so.
+"""Question: how much of what a small GPT learns do compressed messages between stages cost?
 
     python -m benchmarks.messages
 
@@ -74,7 +74,7 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = arguments(__doc__, rounds=1)
+    parser = arguments(__doc__, rounds=1, shapes=["study"], choices=["study"])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "2bw"])
