@@ -32,7 +32,7 @@ _OF_SPLIT = "backward_input"  # is there where backwards were split
 _OF_STAGES = ("forward", "backward", _OF_SPLIT)
 _OF_TIERS = ("fetch", "release", "to_host", "host", "from_host")  # may be missing
 _OF_RANKS = ("update", "reduce", "gather", *_OF_TIERS)
-_OF_GROUPS = "host_shares"  # is not kept: the groups of a run are measured together
+_OF_PLANS = ("host_shares", "host_works")  # are not kept: what a run measures is all groups', and on the wall
 _OF_LINKS = ("transfer", "latency", "transfer_work")
 
 
@@ -74,7 +74,8 @@ def write_costs(run: RunCosts, path: Path) -> None:
         costs[name] = {kind.value: cost for kind, cost in costs[name].items()}
     if costs[_OF_SPLIT] is None:
         del costs[_OF_SPLIT]
-    del costs[_OF_GROUPS]
+    for name in _OF_PLANS:
+        del costs[name]
     document = {
         "format": FORMAT, "schedule": asdict(run.ordering), "sizes": asdict(run.sizes), "costs_s": costs,
         "measured": {
@@ -137,7 +138,7 @@ def _run_costs(document: Any) -> RunCosts:
     read: _Document = from_plain(_Document, document, "it")
     sizes, measured, p = read.sizes, read.measured, read.sizes.num_ranks
     read.schedule.make().check_sizes(sizes)
-    if missing := {f.name for f in fields(Costs)} - {_OF_SPLIT, *_OF_TIERS, _OF_GROUPS} - document["costs_s"].keys():
+    if missing := {f.name for f in fields(Costs)} - {_OF_SPLIT, *_OF_TIERS, *_OF_PLANS} - document["costs_s"].keys():
         raise ValueError(f"costs_s.{min(missing)} is missing")
     _check_costs(read.costs_s, sizes)
     _check_row("measured.idle_share", measured.idle_share, p)
