@@ -75,7 +75,7 @@ class Moves:
             return replace(
                 costs, to_host=[_GRADIENT_BYTES * n / speeds.copied for n in numbers],
                 host=[n / speeds.updated for n in numbers], from_host=[working * n / speeds.copied for n in numbers],
-                host_shares=shares)
+                host_shares=shares, host_works=True)
         if memory.budget:
             return replace(costs, fetch=MIB / speeds.read, release=MIB / speeds.written)
         gathers, sums = ([self._collective(op, r, ranks, rings) for r, ranks in enumerate(replicas)]

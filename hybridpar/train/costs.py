@@ -32,7 +32,7 @@ _OF_SPLIT = "backward_input"  # is there where backwards were split
 _OF_STAGES = ("forward", "backward", _OF_SPLIT)
 _OF_TIERS = ("fetch", "release", "offload", "reload", "to_host", "host", "from_host")  # may be missing
 _OF_RANKS = ("update", "reduce", "gather", *_OF_TIERS)
-_OF_GROUPS = "host_shares"  # is not kept: the groups of a run are measured together
+_OF_PLANS = ("host_shares", "host_works")  # are not kept: what a run measures is all groups', and on the wall
 _OF_WAY = "transfer_back"  # is there where links were measured each way
 _OF_LINKS = ("transfer", _OF_WAY, "latency", "transfer_work")
 
@@ -76,7 +76,8 @@ def write_costs(run: RunCosts, path: Path) -> None:
     for name in (_OF_SPLIT, _OF_WAY):
         if costs[name] is None:
             del costs[name]
-    del costs[_OF_GROUPS]
+    for name in _OF_PLANS:
+        del costs[name]
     document = {
         "format": FORMAT, "schedule": asdict(run.ordering), "sizes": asdict(run.sizes), "costs_s": costs,
         "measured": {
@@ -139,7 +140,7 @@ def _run_costs(document: Any) -> RunCosts:
     read: _Document = from_plain(_Document, document, "it")
     sizes, measured, p = read.sizes, read.measured, read.sizes.num_ranks
     read.schedule.make().check_sizes(sizes)
-    optional = {_OF_SPLIT, _OF_WAY, *_OF_TIERS, _OF_GROUPS}
+    optional = {_OF_SPLIT, _OF_WAY, *_OF_TIERS, *_OF_PLANS}
     if missing := {f.name for f in fields(Costs)} - optional - document["costs_s"].keys():
         raise ValueError(f"costs_s.{min(missing)} is missing")
     _check_costs(read.costs_s, sizes)

@@ -13,7 +13,7 @@ from planner import made
 
 from hybridpar.errors import ConfigError, DataError
 from hybridpar.planner.links import Curve, MeasuredLink, rising
-from hybridpar.planner.profile import check_settings, read_profile, write_profile
+from hybridpar.planner.profile import StateSpeeds, check_settings, read_profile, write_profile
 
 
 def test_reads_back_what_was_written(tmp_path: Path) -> None:
@@ -35,6 +35,18 @@ def test_a_link_that_is_slower_one_way_reads_back_and_an_older_file_has_none(tmp
     (tmp_path / "p.json").write_text(json.dumps(document))
     with pytest.raises(DataError, match="there"):
         read_profile(tmp_path / "p.json")
+
+
+def test_gathers_sums_and_what_moves_state_are_kept(tmp_path: Path) -> None:
+    profile = made.profile(made.config(), cores=2)
+    twice, work = ({2: Curve(((1.0, factor), (101.0, 2 * factor)))} for factor in (2.0, 0.5))
+    link = replace(profile.links["local"], scatter=twice, scatter_work=work)
+    profile = replace(profile, links={"local": link}, state=StateSpeeds(1e6, 2e6, 3e6, 4e6))
+    write_profile(profile, tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == profile
+    assert link.half_ring("scatter", 101, 2) == (4.0, 1.0)
+    assert link.half_ring("gather", 101, 2) == (link.ring_time(101, 2) / 2, 0.0)  # which was not measured
+    assert link.half_ring("scatter", 101, 1) == (0.0, 0.0)
 
 
 def test_sizes_between_measured_ones_lie_on_the_line() -> None:
@@ -80,6 +92,8 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no all-reduce": (lambda d: d["links"]["local"].update(reduce={}), "links.local.reduce must hold"),
     "alone": (lambda d: d["links"]["local"]["reduce"].update({"1": [[1, 1]]}), "all-reduces over 2 ranks or more"),
     "settings": (lambda d: d.update(settings={"model": 3}), "settings.model is 3, which must be of type dict"),
+    "a speed": (lambda d: d["state"].update(read=-1.0), "state.read is -1.0"),
+    "no speeds": (lambda d: d.pop("state"), "'state' is missing"),
     "unknown": (lambda d: d["hardware"].update(speed=1), "speed"),
 }
 

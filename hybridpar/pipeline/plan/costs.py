@@ -35,8 +35,8 @@ class Costs:
 
     to_host, host, from_host: of a rank whose weights the host makes: how long the gradients of a batch occupy the
     engine that takes them there, the update the host, and the new weights the engine that brings them back, all groups
-    together. host_shares: of each group, by rank; none: all of a rank are equal. An UPDATE waits for its group. Where
-    cores are shared, all three are work on them.
+    together. host_shares: of each group, by rank; none: all of a rank are equal. An UPDATE waits for its group.
+    host_works: all three are work on the cores that ranks share, so both slow down; else they take what they take.
 
     tied: REDUCE also meets over the first and the last stage (tied embeddings). blocking_norm: NORM waits for its
     REDUCE (a CPU rank that must read the result) instead of queueing behind it. serial_links: the transfers of a rank
@@ -69,6 +69,7 @@ class Costs:
     host: PerRank = 0.0
     from_host: PerRank = 0.0
     host_shares: Sequence[Sequence[float]] = ()
+    host_works: bool = False
     tied: bool = False
     blocking_norm: bool = False
     serial_links: bool = False

@@ -242,7 +242,7 @@ class _Machine:
 
         def host(rank: _Rank) -> HostEngines | BusyHost:
             own, shares = times[rank.index], self._shares(rank.index)
-            if self.cores is None:
+            if self.cores is None or not costs.host_works:
                 return HostEngines(*own, shares)
             return BusyHost(self.cores, own, shares, partial(self._host_arrived, rank))
 
