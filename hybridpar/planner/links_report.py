@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hybridpar.errors import ConfigError
+from hybridpar.ops.quantize import TILE, quantized_bytes
 from hybridpar.planner.cost import GRADIENT_BYTES, StepCost
 from hybridpar.planner.report import parts_of
 
-CODECS = (("bf16", 2.0), ("int8", 1.0), ("int4", 0.5))
-"""Ways to send a number, with their bytes, from the most exact on."""
+CODECS = (("bf16", 2.0), *((f"int{bits}", quantized_bytes(TILE, bits) / TILE) for bits in (8, 4)))
+"""Values of compression.messages, with the bytes of a number, from the most exact on."""
 _TIED = "tied embeddings"
 _WORTH = 0.9
 _SPARE = 0.95
@@ -79,7 +80,7 @@ class LinkNeed:
 
     def _remedies(self) -> Iterator[str]:
         if self.layers:
-            codec = f"{self.codec} messages" if self.codec else f"more than {CODECS[-1][0]} saves"
+            codec = f'compression.messages = "{self.codec}"' if self.codec else f"more than {CODECS[-1][0]} saves"
             yield f"messages {self.ratio:.2g} times smaller ({codec})"
         else:
             yield f"gradients {self.ratio:.2g} times smaller"

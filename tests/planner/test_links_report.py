@@ -101,7 +101,8 @@ def test_the_most_exact_codec_that_does(item: int, factor: float, codec: str) ->
 
 def test_text_for_people() -> None:
     assert str(LinkNeed("stages 0 - 1", 6e6, 1e6, 4, 3, 2, 4)) == (
-        "stages 0 - 1: 48 Mbit/s needed, 8 Mbit/s there: link-bound by 6: messages 6.3 times smaller (int4 messages), "
+        "stages 0 - 1: 48 Mbit/s needed, 8 Mbit/s there: link-bound by 6: messages 6.3 times smaller "
+        "(compression.messages = \"int4\"), "
         "or 2 more layers a stage (3 now; pp = 4 for this model)")
     assert str(LinkNeed("replicas of stage 0", 2e9, 1e9, 4)) == (
         "replicas of stage 0: 16 Gbit/s needed, 8 Gbit/s there: link-bound by 2: gradients 2.1 times smaller, "
