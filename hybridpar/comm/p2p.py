@@ -18,7 +18,8 @@ def isend(x: Tensor, to: int, axis: Axis, tag: int = 0) -> Work:
     assert to != axis.rank, f"rank {to} of axis {axis.name} sends to itself"
     sent, peer = message(x.detach(), axis), axis.ranks[to]
     waiting = axis.call("send", x.nbytes, peer)
-    handle = dist.isend(sent, group=axis.group, tag=tag, group_dst=to)
+    with waiting:  # where the link is broken already, that fails and says so
+        handle = dist.isend(sent, group=axis.group, tag=tag, group_dst=to)
     return Work(handle, sent, waiting=waiting)
 
 
@@ -29,5 +30,6 @@ def irecv(buffer: Tensor, source: int, axis: Axis, tag: int = 0) -> Work:
     buffer, peer = buffer.detach(), axis.ranks[source]
     taken = room_for(buffer.shape, buffer, axis) if axis.via_host else buffer
     waiting = axis.call("recv", buffer.nbytes, peer)
-    handle = dist.irecv(taken, group=axis.group, tag=tag, group_src=source)
+    with waiting:
+        handle = dist.irecv(taken, group=axis.group, tag=tag, group_src=source)
     return Work(handle, buffer, taken, finish=lambda: put_back(taken, buffer), waiting=waiting)
