@@ -8,7 +8,7 @@ Needs root: the hosts are network namespaces (scripts/testbed). Where they canno
 One process of one thread on each of two hosts, Gloo over TCP. Every side has a copy on the link and one on `free`, a
 virtual cable without limit, in the same processes, so that all of them run by turns:
 
-    streamed    2 sites, each half of the model exchanged every 30 steps in bf16, 12 steps under way, mix 0.5
+    streamed    2 sites, each half of the model exchanged every 30 steps in bf16, 14 steps under way, mix 0.5
     waiting     2 sites, all of it exchanged every 30 steps in fp32, while training waits (DiLoCo)
     replicas    dp=2: gradients are summed every step
 
@@ -46,12 +46,12 @@ from hybridpar.config import OuterConfig
 from hybridpar.grid import sizes_of
 from hybridpar.train.engine import Engine
 
-EVERY, DELAY = 30, 12
+EVERY, DELAY = 30, 14
 OUTER = {
     "streamed": OuterConfig(every=EVERY, fragments=2, delay=DELAY, mix=0.5, precision="bf16"),
     "waiting": OuterConfig(every=EVERY), "replicas": None}
 STREAMED = next(iter(OUTER))
-BEGIN = EVERY - 2
+BEGIN = EVERY
 """Steps before the first round: at no end of a round a message is under way."""
 REPLICA_STEPS = 1
 
