@@ -51,7 +51,7 @@ OUTER = {
     "streamed": OuterConfig(every=EVERY, fragments=2, delay=DELAY, mix=0.5, precision="bf16"),
     "waiting": OuterConfig(every=EVERY), "replicas": None}
 STREAMED = next(iter(OUTER))
-BEGIN = EVERY
+BEGIN = EVERY - 1
 """Steps before the first round: at no end of a round a message is under way."""
 REPLICA_STEPS = 1
 

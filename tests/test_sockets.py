@@ -8,22 +8,18 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from connections import HERE, THERE, Pair, connected
 
 from hybridpar import sockets
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells these numbers")
-HERE, THERE = "127.0.0.2", "127.0.0.3"
-Pair = tuple[socket.socket, socket.socket]
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     """Two ends of a connection between two addresses."""
-    with socket.create_server((THERE, 0)) as server:
-        here = socket.create_connection(server.getsockname(), source_address=(HERE, 0))
-        there, _ = server.accept()
-    with here, there:
-        yield here, there
+    with connected() as both:
+        yield both
 
 
 def connection_to(host: str) -> sockets.Connection:

@@ -373,6 +373,7 @@ def test_one_replica_has_no_feedback() -> None:
 
 @pytest.mark.parametrize(("sections", "said"), [
     ({"parallel": {"dp": 2, "zero": 2}}, "does not go with parallel.zero = 2"),
+    ({"parallel": {"sites": 2}}, "does not go with parallel.sites = 2"),
     ({"memory": {"host_optimizer": True}}, "does not go with memory.host_optimizer"),
     ({"memory": {"budget": 10**9}}, "does not go with memory.budget"),
     ({"train": {"dtype": "fp16"}}, "does not go with train.dtype = fp16"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from connections import HERE, THERE, Pair, connected
 from train.runs import metrics, run_job, write_config
 
 from hybridpar import sockets
@@ -20,17 +20,12 @@ from hybridpar.train.errors import describe_failure
 from hybridpar.train.links import Hosts, LinkWatch, Traffic, a_day
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells these numbers")
-HERE, THERE = "127.0.0.2", "127.0.0.3"  # two hosts to whoever compares addresses
-Pair = tuple[socket.socket, socket.socket]
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with socket.create_server((THERE, 0)) as server:
-        here = socket.create_connection(server.getsockname(), source_address=(HERE, 0))
-        there, _ = server.accept()
-    with here, there:
-        yield here, there
+    with connected() as both:
+        yield both
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -153,12 +154,13 @@ def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypat
     ({"memory": {"offload_activations": 1, "budget": 1 << 30}}, r"does not go with memory\.budget = 1073741824; try 0"),
     ({"memory": {"offload_activations": 1, "host_optimizer": True}}, r"memory\.host_optimizer = true; try 0"),
     ({"memory": {"offload_activations": 1}, "parallel": {"zero": 2, "dp": 2}}, r"parallel\.zero = 2; try 0"),
+    ({"memory": {"offload_activations": 1}, "compression": {"messages": "int8"}},
+     r"compression\.messages = int8; try 0"),
     ({"memory": {"offload_activations": 1}, "train": {"record_memory": 1}}, r"train\.record_memory = 1; try 0"),
     ({"memory": {"offload_activations": 1}, "train": {"device": "cuda"}}, r"train\.device is cuda; try 0")], ids=str)
 def test_what_it_does_not_go_with(sections: dict[str, Any], message: str) -> None:
     problems = [str(problem) for problem in from_mapping(sections).conflicts()]
-    with pytest.raises(AssertionError, match=r"memory\.offload_activations = 1: .*" + message):
-        raise AssertionError(problems)
+    assert any(re.search(r"memory\.offload_activations = 1: .*" + message, text) for text in problems), problems
 
 
 def test_events_of_memory_are_not_predicted(tmp_path: Path) -> None:

@@ -191,13 +191,13 @@ class _Machine:
             self.table[Kind.UPDATE] = self._awaiting_host(*self.table[Kind.UPDATE])
         fetch, release = expand(costs.fetch, p), expand(costs.release, p)
         self.engines: dict[int, CopyEngines | ReplicaEngines] = {
-            r: (CopyEngines if isinstance(items, Residency) else ReplicaEngines)(items, fetch[r], release[r])  # type: ignore[arg-type]
-            for r, items in (residency or {}).items()}
+            r: CopyEngines(items, fetch[r], release[r]) if isinstance(items, Residency) else
+            ReplicaEngines(items, fetch[r], release[r]) for r, items in (residency or {}).items()}
         offload, reload = expand(costs.offload, p), expand(costs.reload, p)
         self.stashes = [StashEngines(*times) for times in zip(offload, reload, strict=True)]
         if any(action.kind is Kind.OFFLOAD for rank in self.ranks for action in rank.actions):
-            self.table |= {kind: self._with_stash(kind, *self.table[kind]) for kind in (
-                Kind.OFFLOAD, Kind.EVICT, Kind.RELOAD, Kind.B, Kind.I)}
+            self.table |= {kind: self._with_stash(kind, *self.table[kind]) for kind, row in ROWS.items()
+                           if row.of_stash or Kind.RELOAD in row.needs}
         if self.engines:
             self.table = {kind: self._with_items(kind, *entry) for kind, entry in self.table.items()}
         self.runnable = deque(self.ranks)

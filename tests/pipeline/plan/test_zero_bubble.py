@@ -51,11 +51,12 @@ def test_bubble_of_a_longer_warmup(p: int) -> None:
     assert max(live.activations for live in peaks) == 2 * p - 1
 
 
-@given(st.builds(Sizes, st.integers(2, 9), st.integers(1, 27), st.integers(1, 4)))
-def test_every_plan_is_right(sizes: Sizes) -> None:
-    """Also where the transfers of a rank on an axis queue. No rank holds more than the first."""
+@given(st.builds(Sizes, st.integers(2, 9), st.integers(1, 27), st.integers(1, 4)), st.integers(0, 3))
+def test_every_plan_is_right(sizes: Sizes, offload: int) -> None:
+    """Also where the transfers of a rank on an axis queue, and where activations leave. No rank holds more than the
+    first."""
     schedule = schedule_for(sizes.chunks)
-    report = check(make_plan(schedule, sizes, 0, 2), sizes, schedule)
+    report = check(make_plan(schedule, sizes, 0, 2, offload=offload), sizes, schedule)
     peaks = [live.activations for live in report.peaks]
     assert peaks[0] == max(peaks)
     assert peaks[0] == schedule.max_live_activations(sizes, 0)
