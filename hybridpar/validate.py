@@ -13,10 +13,10 @@ from functools import partial
 from math import isfinite
 
 from hybridpar.checkpoint.compatible import CONTINUABLE
-from hybridpar.config import Config, broken_rules
+from hybridpar.config import Config, ModelConfig, broken_rules
 from hybridpar.errors import ConfigError, Problem
-from hybridpar.models.build import parse_recompute
-from hybridpar.models.cost import stage_split
+from hybridpar.models.build import recomputed_blocks
+from hybridpar.models.cost import require_one_shape, stage_split
 from hybridpar.nn.attention import rotary_features
 from hybridpar.ops.registry import select
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
@@ -86,13 +86,14 @@ def _refused(config: Config) -> Iterator[Problem]:
     model, pipeline, pp, chunks = config.model, config.pipeline, config.parallel.pp, config.pipeline.num_chunks
     device = None if config.train.device == "auto" else config.train.device
     attempts: list[Callable[[], object]] = [
-        lambda: stage_split(model, pp, pipeline.split, chunks),
-        lambda: parse_recompute(pipeline.recompute, model.num_layers, pp * chunks),
+        lambda: require_one_shape(model, stage_split(model, pp, pipeline.split, chunks)),
+        lambda: recomputed_blocks(pipeline.recompute, model, [range(0)] * (pp * chunks)),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
         lambda: Codecs.of(config),
         *(partial(select, op, choice, device) for op, choice in asdict(config.kernels).items())]
     said = {problem.field for problem in model.conflicts()}
-    if model.position == "rotary" and said.isdisjoint(("model.num_heads", "model.position")):
+    if (isinstance(model, ModelConfig) and model.position == "rotary"
+            and said.isdisjoint(("model.num_heads", "model.position"))):
         attempts.append(lambda: rotary_features(model.hidden_size // model.num_heads, model.rotary_fraction))
     for attempt in attempts:
         try:

@@ -64,7 +64,7 @@ def test_booleans_are_written_as_anyone_writes_them(config: Path, words: list[st
 
 
 def test_every_key_of_the_configuration_is_a_flag_of_train(config: Path) -> None:
-    flags = flags_of(COMMANDS["train"])
+    flags = flags_of(COMMANDS["train"], Config())
     own = {"json", "ranks", "inject"}
     assert {"model.hidden_size", "optim.betas", "run.name", *own} <= flags
     for flag in sorted(flags - own):

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from hybridpar.config import Config, DataConfig, to_mapping
+from hybridpar.config import Config, DataConfig, ModelConfig, to_mapping
 from hybridpar.errors import CheckpointError, shown
 
 FREE = ("dropout", "attention_dropout", "init_std", "label_smoothing", "logits_chunk")
@@ -88,6 +88,8 @@ def _reasons(saved: Config, wanted: Config, corpora: Corpora, refused: list[str]
 def _with_positions(config: Config) -> Config:
     """`config` with max_positions as the size of a learned table (0 stands for seq_length), and 0 without one."""
     model = config.model
+    if not isinstance(model, ModelConfig):
+        return config
     rows = model.num_positions if model.position == "learned" else 0
     return replace(config, model=replace(model, max_positions=rows))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from torch import Tensor
@@ -12,23 +11,27 @@ from hybridpar.checkpoint.compatible import FREE
 from hybridpar.checkpoint.load import FullWeights, failures_together, find
 from hybridpar.checkpoint.manifest import read_manifest
 from hybridpar.checkpoint.part import Trainee
-from hybridpar.config import ModelConfig
+from hybridpar.config import ModelConfig, ModelSpec, model_settings
 from hybridpar.data import Tokenizer
 from hybridpar.errors import CheckpointError, ConfigError, Problem, config_error
 
 
-def find_start(path: str | Path, model: ModelConfig) -> Path:
+def find_start(path: str | Path, model: ModelSpec) -> Path:
     """The checkpoint that `train.start_from` names. Reads no weights.
 
     Raises: CheckpointError if it is none; ConfigError naming every key in which its model is another one.
     """
     folder = find(path, lambda text: None)
     saved = read_manifest(folder).config.model
-    there, here = asdict(saved), asdict(model)
+    if type(saved) is not type(model):
+        rule = f"is another model than {saved.kind}, which train.start_from = {str(path)!r} has"
+        raise config_error("model", model.kind, rule, "the same")
+    there, here = model_settings(saved), model_settings(model)
     free = (*FREE, "seq_length", "max_positions")  # the size of a position table is compared apart
     wrong = [Problem(f"model.{key}", here[key], f"train.start_from = {str(path)!r} has {value!r}", repr(value))
              for key, value in there.items() if key not in free and here[key] != value]
-    if saved.position == model.position == "learned" and saved.num_positions != model.num_positions:
+    if (isinstance(saved, ModelConfig) and isinstance(model, ModelConfig)
+            and saved.position == model.position == "learned" and saved.num_positions != model.num_positions):
         rule = f"train.start_from = {str(path)!r} has a table of {saved.num_positions} positions"
         wrong.append(Problem("model.max_positions", model.max_positions, rule, str(saved.num_positions)))
     if wrong:

@@ -21,10 +21,13 @@ from hybridpar import __version__
 from hybridpar.cli.commands import COMMANDS
 from hybridpar.cli.values import out_of_range
 from hybridpar.config import Config, Launch, load_toml
+from hybridpar.config.typed import hints_of
 from hybridpar.errors import ConfigError, HybridparError, about_file
 from hybridpar.train.console import hold_descriptors, lasting_console
 from hybridpar.train.errors import LostContactError, RankError
 
+SPEC = "--model.spec"
+"""The flag that names the class of a model of one's own, which decides what other keys [model] has."""
 _GRACE_S = 2.0
 """How long a rank that lost contact outlives the one that died, so that the launcher sees and names that one first."""
 
@@ -69,9 +72,7 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
     name, rest = args[0], list(args[1:])
     if name not in COMMANDS:
         _refuse(f"hybridpar: {name} is not a command", name, COMMANDS, speaks)
-    command = COMMANDS[name]
-    _check_flags(name, rest, speaks)
-    default: Any = tyro.MISSING_NONPROP
+    command, default, config = COMMANDS[name], tyro.MISSING_NONPROP, Config()
     if "config" in command.__dataclass_fields__:
         if {"-h", "--help"} & set(rest):
             default = command(path=Path("CONFIG.toml"), config=Config())
@@ -80,18 +81,20 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
                 _refuse(f"hybridpar {name}: the first argument must be a configuration file", "", (), speaks)
             rest.insert(0, str(Path(run) / "config.toml"))
         if default is tyro.MISSING_NONPROP:
-            default = command(path=Path(rest[0]), config=load_toml(rest[0]))
+            config, rest = load_toml(rest[0], _value(SPEC, rest)), _without(SPEC, rest)
+            default = command(path=Path(rest[0]), config=config)
+    _check_flags(name, rest, speaks, config)
     made = tyro.cli(
-        command, prog=f"hybridpar {name}", args=_booleans_as_python(rest), default=default, use_underscores=True,
+        command, prog=f"hybridpar {name}", args=_booleans_as_python(rest, config), default=default, use_underscores=True,
         console_outputs=speaks, config=(FlagCreatePairsOff,))
     if problems := out_of_range(made):
         raise ConfigError(*problems)
     return made
 
 
-def _booleans_as_python(args: Sequence[str]) -> list[str]:
+def _booleans_as_python(args: Sequence[str], config: Config) -> list[str]:
     """Spells `--section.key true`, in any case, as True, the only spelling that tyro reads."""
-    kinds = _config_keys()
+    kinds = _config_keys(config)
     flag, words = "", []
     for arg in args:
         head, equals, value = arg.partition("=")
@@ -105,8 +108,8 @@ def _booleans_as_python(args: Sequence[str]) -> list[str]:
     return words
 
 
-def _check_flags(name: str, args: Iterable[str], speaks: bool) -> None:
-    known = flags_of(COMMANDS[name])
+def _check_flags(name: str, args: Iterable[str], speaks: bool, config: Config) -> None:
+    known = flags_of(COMMANDS[name], config)
     for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--") and arg != "--help"):
         word = flag[2:].replace("-", "_")
         if word not in known:
@@ -114,15 +117,15 @@ def _check_flags(name: str, args: Iterable[str], speaks: bool) -> None:
             _refuse(f"hybridpar {name}: unknown flag {flag}", word, same_key or known, speaks, "--")
 
 
-def flags_of(command: type[Any]) -> set[str]:
-    """The names of a command's flags, without dashes: its own and `section.key`."""
-    return own_flags(command).union(_config_keys() if "config" in command.__dataclass_fields__ else ())
+def flags_of(command: type[Any], config: Config) -> set[str]:
+    """The names of a command's flags, without dashes: its own and `section.key` of the configuration."""
+    return own_flags(command).union(_config_keys(config) if "config" in command.__dataclass_fields__ else ())
 
 
-def _config_keys() -> dict[str, Any]:
+def _config_keys(config: Config) -> dict[str, Any]:
     """The types of all keys of the configuration, by `section.key`."""
-    return {f"{section}.{key}": kind for section, table in typing.get_type_hints(Config).items()
-            for key, kind in typing.get_type_hints(table).items()}
+    return {f"{section.name}.{key}": kind for section in dataclasses.fields(config)
+            for key, (kind, _) in hints_of(type(getattr(config, section.name))).items()}
 
 
 def own_flags(command: type[Any]) -> set[str]:
@@ -133,6 +136,12 @@ def own_flags(command: type[Any]) -> set[str]:
     positional = {name for name, hint in hints.items() if "Positional" in map(str, getattr(hint, "__metadata__", ()))}
     fields = {f.name for f in dataclasses.fields(command)} - positional - {"config"}
     return {given.get(name) or name for name in fields}
+
+
+def _without(flag: str, args: Sequence[str]) -> list[str]:
+    """The arguments without a flag and its value."""
+    place = next((i for i, arg in enumerate(args) if arg == flag or arg.startswith(f"{flag}=")), len(args))
+    return [*args[:place], *args[place + (2 if args[place : place + 1] == [flag] else 1) :]]
 
 
 def _value(flag: str, args: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ from hybridpar.config.sections import (
     RunConfig,
     TrainConfig,
 )
+from hybridpar.config.spec import ModelSpec, import_spec, known_spec, model_settings, spec_name
 from hybridpar.config.toml import (
     MAX_TOML,
     from_mapping,
@@ -35,7 +36,8 @@ from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_pla
 __all__ = [
     "AUTO", "FINITE", "MAX_TOML", "STOP_SIGNALS", "UNCOMPRESSED", "AnomaliesConfig", "CheckpointConfig",
     "CompressionConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch", "MemoryConfig",
-    "ModelConfig", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig", "PlanConfig", "RunConfig",
-    "TrainConfig", "Whole", "Within", "broken_rules", "from_mapping", "from_plain", "load_toml", "pass_on_signals",
-    "span", "to_mapping", "to_toml", "triton_is_interpreted",
+    "ModelConfig", "ModelSpec", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig", "PlanConfig",
+    "RunConfig", "TrainConfig", "Whole", "Within", "broken_rules", "from_mapping", "from_plain", "import_spec",
+    "known_spec", "load_toml", "model_settings", "pass_on_signals", "span", "spec_name", "to_mapping", "to_toml",
+    "triton_is_interpreted",
 ]

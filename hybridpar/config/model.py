@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from hybridpar.config.spec import ModelSpec
 from hybridpar.config.typed import Count, NotNegative, Positive, Share, Within
 from hybridpar.errors import Problem
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(ModelSpec):
+    """GPT or BERT, whose blocks are built in models/."""
+
     kind: Literal["gpt", "bert"] = "gpt"
     num_layers: Annotated[int, Within(1, 10_000)] = 4
     hidden_size: Annotated[int, Within(1, 2**20)] = 256
@@ -75,6 +78,26 @@ class ModelConfig:
     def num_blocks(self) -> int:
         """Units that a split into stages can separate: the embedding, each layer, the head."""
         return self.num_layers + 2
+
+    @property
+    def losses(self) -> tuple[str, ...]:  # type: ignore[override]  # of the class, where it is always the same
+        """The partial losses that the head returns, in order."""
+        if self.kind == "gpt":
+            return ("lm",)
+        return ("mlm",) if self.sentence_head == "none" else ("mlm", self.sentence_head)
+
+    @property
+    def max_tp(self) -> int:  # type: ignore[override]
+        """As many as there are attention heads."""
+        return self.num_heads
+
+    @property
+    def tokens_per_sample(self) -> int:  # type: ignore[override]
+        return self.seq_length
+
+    def activation_shape(self, number: int) -> tuple[int, ...]:
+        """Shapes: [s, h] of one sample, after every block but the head."""
+        return self.seq_length, self.hidden_size
 
     def conflicts(self) -> Iterator[Problem]:
         """Settings that do not go together."""

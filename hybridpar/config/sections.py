@@ -13,8 +13,9 @@ from hybridpar.config.data import DataConfig
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
 from hybridpar.config.model import ModelConfig
 from hybridpar.config.outer import OuterConfig
+from hybridpar.config.spec import ModelSpec, spec_name
 from hybridpar.config.typed import AtLeastOne, Count, NotNegative, OneOf, Positive, Within
-from hybridpar.errors import Problem
+from hybridpar.errors import Problem, config_error
 
 STOP_SIGNALS = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU")
 """What train.stop_signals may name: other signals cannot be caught, or mean something else."""
@@ -53,8 +54,12 @@ class ParallelConfig:
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
         """Settings that do not go with those of other sections; the same in every section."""
-        if self.tp > (heads := config.model.num_heads):
-            yield Problem("parallel.tp", self.tp, f"must be at most model.num_heads = {heads}", str(heads))
+        if self.tp > (most := config.model.max_tp):
+            why = f"model.num_heads = {most}" if isinstance(config.model, ModelConfig) else (
+                f"{most}, as {config.model.kind}.max_tp says")
+            yield Problem("parallel.tp", self.tp, f"must be at most {why}", str(most))
+        if self.sequence and not isinstance(config.model, ModelConfig):
+            yield Problem("parallel.sequence", True, "works with GPT and BERT only", "false")
         for reason in self._against_zero(config) if self.zero > 1 else ():
             yield Problem("parallel.zero", self.zero, reason, "1")
 
@@ -346,7 +351,7 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Config:
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelSpec = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -404,7 +409,15 @@ class Config:
 
     @property
     def batch_tokens(self) -> int:
-        return self.global_batch_size * self.model.seq_length
+        return self.global_batch_size * self.model.tokens_per_sample
+
+    @property
+    def transformer(self) -> ModelConfig:
+        """The model, where that is a GPT or a BERT. Raises: ConfigError."""
+        if isinstance(self.model, ModelConfig):
+            return self.model
+        raise config_error("model.spec", spec_name(type(self.model)), "works with GPT and BERT only",
+                           'model.kind = "gpt"')
 
     def conflicts(self) -> Iterator[Problem]:
         """Settings that do not go together, whatever the job; each value alone is allowed."""

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridpar.config.model import ModelConfig
 from hybridpar.config.sections import Config
+from hybridpar.config.spec import ModelSpec, import_spec, known_spec, spec_name
 from hybridpar.config.typed import convert, hints_of
 from hybridpar.errors import ConfigError, Problem
 from hybridpar.reading import read_toml
@@ -19,8 +21,10 @@ MAX_TOML = 1 << 20
 """Bytes of a TOML file."""
 
 
-def load_toml(path: str | Path) -> Config:
+def load_toml(path: str | Path, spec: str = "") -> Config:
     """Reads a TOML file over the defaults.
+
+    The class that model.spec names is imported; modules beside the file come before others. `spec`: takes its place.
 
     Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type;
     also if the file says nothing at all.
@@ -38,6 +42,11 @@ def load_toml(path: str | Path) -> Config:
         raise ConfigError(Problem("config", str(path), f"is not valid TOML: {error}")) from None
     if not document:
         raise ConfigError(Problem("config", str(path), "has no section", "a file with [model] in it"))
+    if spec:
+        document["model"] = {**document.get("model", {}), "spec": spec}
+    model = document.get("model")
+    if isinstance(model, Mapping) and isinstance(named := model.get("spec", ""), str) and named:
+        import_spec(named, path.parent)
     return from_mapping(document)
 
 
@@ -53,7 +62,8 @@ def from_mapping(document: Mapping[str, Any], base: Config | None = None) -> Con
         elif not isinstance(table, Mapping):
             problems.append(Problem(name, table, "is a section and needs keys", f"[{name}]"))
         else:
-            changed[name] = _read_section(name, getattr(base, name), table, problems)
+            start, keys = (_model(base.model, table, problems) if name == "model" else (getattr(base, name), table))
+            changed[name] = _read_section(name, start, keys, problems)
     if problems:
         raise ConfigError(*problems)
     return dataclasses.replace(base, **changed)
@@ -69,7 +79,24 @@ def to_toml(config: Config) -> str:
 def to_mapping(config: Config) -> dict[str, Any]:
     """The configuration as plain dicts, lists and scalars."""
     plain = dataclasses.asdict(config)
+    if not isinstance(config.model, ModelConfig):
+        plain["model"] = {"spec": spec_name(type(config.model)), **plain["model"]}
     return {s: {k: list(v) if isinstance(v, tuple) else v for k, v in t.items()} for s, t in plain.items()}
+
+
+def _model(base: ModelSpec, table: Mapping[str, Any], problems: list[Problem]) -> tuple[ModelSpec, Mapping[str, Any]]:
+    """What the keys of [model] come over, and these: the defaults of the class that "spec" names, where it is one."""
+    keys = {key: value for key, value in table.items() if key != "spec"}
+    name = table.get("spec", "")
+    if not isinstance(name, str):
+        problems.append(Problem("model.spec", name, "must be of type str", '"my_package.my_module:MyModel"'))
+    elif name and name != spec_name(type(base)):
+        try:
+            return known_spec(name)(), keys
+        except ConfigError as error:
+            problems += error.problems
+            return base, {}
+    return base, keys
 
 
 def _no_section(name: str, value: Any, base: Config) -> Problem:

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from hybridpar.config import DataConfig, ModelConfig
+from hybridpar.config import DataConfig, ModelConfig, ModelSpec, spec_name
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
 from hybridpar.data.corpus import check_source
 from hybridpar.data.gpt import GPTDataset
 from hybridpar.data.indexed import IndexedDataset, is_indexed
+from hybridpar.data.mapped import MappedDataset
 from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer
 from hybridpar.data.tokenizer import Tokenizer
 from hybridpar.errors import ConfigError, DataError, Problem, config_error
@@ -35,14 +36,18 @@ class Data:
     tokenizer: Tokenizer | None
 
 
-def open_data(model: ModelConfig, data: DataConfig, folder: str | Path, *, seed: int, quiet: bool = False) -> Data:
+def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: int, quiet: bool = False) -> Data:
     """Opens the corpora, after preparing in `folder` those that are text; without weights, all text is one corpus.
+
+    Of a model that is not GPT or BERT: the datasets that it names itself.
 
     Any number of processes may call it at once: on one machine one works and the others wait for it.
 
     Raises: ConfigError if corpora, weights, tokenizer and model do not go together, or a part of a corpus is too small
     for a sample; DataError for files that are damaged or unreadable.
     """
+    if not isinstance(model, ModelConfig):
+        return _own_data(model, seed)
     options: Any = {"kind": model.kind, "text_key": data.text_key, "quiet": quiet}
     tokenized = {name: open_prepared(_prefix(name)) for name in (*data.corpus, *data.valid_corpus)
                  if is_indexed(_prefix(name))}
@@ -69,6 +74,15 @@ def open_data(model: ModelConfig, data: DataConfig, folder: str | Path, *, seed:
         valid.append(prepare(texts, folder, model.vocab_size, tokenizer=used, **options))
     _check(model, [*prepared, *valid], tokenizer, path)
     return _blend(model, data, prepared, valid, tokenizer, seed)
+
+
+def _own_data(model: ModelSpec, seed: int) -> Data:
+    train, valid = (None if (found := model.dataset(part)) is None else
+                    Blend([MappedDataset(model, found, part)], seed=seed) for part in ("train", "valid"))
+    if train is None:
+        rule = 'has no data to train on: its method dataset("train") returns None'
+        raise config_error("model.spec", spec_name(type(model)), rule, "a dataset of dicts of arrays")
+    return Data(train, valid, (), None)
 
 
 def _parted(names: Sequence[str], tokenized: Mapping[str, Prepared]) -> tuple[list[str], list[Prepared]]:

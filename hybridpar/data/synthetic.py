@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridpar.config import ModelConfig
+from hybridpar.config import ModelConfig, ModelSpec
 from hybridpar.data.loader import BatchLoader
+from hybridpar.data.mapped import as_arrays
 
 
 class SyntheticLoader(BatchLoader):
     """A loader of random samples. `padding`: samples end early, at random, so replicas differ in what counts."""
 
-    def __init__(self, model: ModelConfig, micro_batch_size: int, num_microbatches: int, dp_rank: int = 0,
+    def __init__(self, model: ModelSpec, micro_batch_size: int, num_microbatches: int, dp_rank: int = 0,
                  dp_size: int = 1, seed: int = 0, padding: bool = True):
         super().__init__(_Samples(model, seed, padding), micro_batch_size=micro_batch_size,
                          num_microbatches=num_microbatches, dp_rank=dp_rank, dp_size=dp_size)
@@ -25,7 +26,7 @@ class SyntheticLoader(BatchLoader):
 class _Samples:
     """An endless stream of samples. Shapes: tokens, labels, token_types, padding_mask [b, s]; sentence_labels [b]."""
 
-    model: ModelConfig
+    model: ModelSpec
     seed: int
     padding: bool
     fingerprint: str = "synthetic"
@@ -35,9 +36,13 @@ class _Samples:
         return {name: np.stack([s[name] for s in samples]) for name in samples[0]}
 
     def num_targets(self, counter: NDArray[np.int64]) -> int:
+        if not isinstance(self.model, ModelConfig):
+            return sum(self.model.num_targets(self._sample(n)) for n in counter.tolist())
         return sum(int((self._sample(n)["labels"] != -100).sum()) for n in counter.tolist())
 
     def _sample(self, number: int) -> dict[str, np.ndarray]:
+        if not isinstance(self.model, ModelConfig):
+            return as_arrays(self.model.sample(number, self.seed), "sample")
         random = np.random.default_rng([self.seed, number])
         s, v = self.model.seq_length, self.model.vocab_size
         tokens = random.integers(0, v, s + 1)

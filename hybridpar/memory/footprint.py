@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
-from hybridpar.config import Config
+from hybridpar.config import Config, ModelConfig
+from hybridpar.data.mapped import rehearsal
 from hybridpar.memory.ghost import GHOSTS, Tracker
 from hybridpar.memory.silent import silent_grid
 from hybridpar.models.build import Recomputation, build_blocks
@@ -216,6 +217,8 @@ class _TracedStage:
 def sample_microbatch(config: Config) -> dict[str, Tensor]:
     """A micro-batch of full sequences; of BERT's positions, the usual share is labelled."""
     model, b = config.model, config.train.micro_batch_size
+    if not isinstance(model, ModelConfig):
+        return rehearsal(model, b)
     shape = (b, model.seq_length)
     batch = {"tokens": torch.zeros(shape, dtype=torch.int64), "labels": torch.zeros(shape, dtype=torch.int64)}
     for name in ("num_targets", "num_samples"):

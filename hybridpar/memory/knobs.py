@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hybridpar.config import Config, from_mapping
+from hybridpar.config import Config, ModelConfig, from_mapping
 from hybridpar.memory.events import Category
 from hybridpar.memory.predict import StageMemory, predict
 from hybridpar.pipeline.plan.action import COMPUTE, parse_action
@@ -73,9 +73,9 @@ def _all(config: Config, rank: int, memory: StageMemory) -> Iterator[Knob]:
         for zero in range(parallel.zero + 1, 4):
             split = sum(columns[parallel.zero : zero])
             yield Knob({"parallel": {"zero": zero}}, split - split // parallel.dp)
-    tokens = train.micro_batch_size * config.model.seq_length
+    model, tokens = config.model, train.micro_batch_size * config.model.tokens_per_sample
     chunk = min(_CHUNK, tokens // 4)
-    if rank == parallel.pp - 1 and 0 < chunk < (config.model.logits_chunk or tokens):  # it has the head
+    if isinstance(model, ModelConfig) and rank == parallel.pp - 1 and 0 < chunk < (model.logits_chunk or tokens):
         yield Knob({"model": {"logits_chunk": chunk}}, computing)
     if parallel.tp > 1:
         yield Knob({"parallel": {"sequence": True}}, moving - moving // parallel.tp)

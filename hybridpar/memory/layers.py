@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from hybridpar.config import Config, DataConfig, PipelineConfig, RunConfig, TrainConfig
+from hybridpar.config import Config, DataConfig, ModelConfig, PipelineConfig, RunConfig, TrainConfig
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
 from hybridpar.models.build import Recomputation
 
@@ -28,6 +28,8 @@ class Footprints:
         self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
     ) -> Footprint:
         """The footprint that `trace_stage` gives."""
+        if not isinstance(config.model, ModelConfig):
+            return trace_stage(config, blocks, recompute, buffers, device)
         last = config.model.num_blocks - 1
         first_layer = max(blocks.start, 1)
         layers = range(first_layer, min(blocks.stop, last))
@@ -106,7 +108,7 @@ def _what_counts(config: Config, shape: _Shape) -> Config:
     """The configuration in which all that does not bear on a stage's footprint is at its defaults."""
     parallel, train = config.parallel, config.train
     return replace(
-        config, model=replace(config.model, num_layers=max(1, len(shape.again)) + (not shape.head)),
+        config, model=replace(config.transformer, num_layers=max(1, len(shape.again)) + (not shape.head)),
         parallel=replace(parallel, pp=min(parallel.pp, 2), dp=parallel.dp if config.replicas_differ else 1),
         pipeline=PipelineConfig(split_backward=config.pipeline.split_backward), data=DataConfig(), run=RunConfig(),
         train=TrainConfig(

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hybridpar.config import Config
+from hybridpar.config import Config, ModelConfig
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
 from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
@@ -99,7 +99,9 @@ def predict(
         blocks, again = split[stage], recompute[stage]
         # stages of equal blocks take the same
         ends = (0 in blocks, config.model.num_blocks - 1 in blocks)
-        pattern = (len(blocks), ends, tuple(number in again.blocks for number in blocks), again.whole, buffers,
+        alike = isinstance(config.model, ModelConfig)
+        pattern = (len(blocks) if alike else blocks, ends, tuple(number in again.blocks for number in blocks),
+                   again.whole, buffers,
                    blocks.stop == config.model.num_blocks - 1)  # what a head alone receives is exact
         if pattern not in traced:
             traced[pattern] = trace(config, blocks, again, buffers, device)

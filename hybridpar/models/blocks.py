@@ -175,10 +175,6 @@ class LanguageModelHead(nn.Module):
         self.axis, self.vocab_size = axis, model.vocab_size
         self.vocab_start, _ = split_ranges(model.vocab_size, axis.size)[axis.rank]
 
-    def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """One parameter for both where one stage holds both (across stages their gradients are summed instead)."""
-        self.projection.weight = embedding.weight
-
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None,
                 sizes: tuple[int, ...] | None = None) -> Tensor:
         """Sums the loss of the labels that count, over their number in all; without label smoothing in evaluations.

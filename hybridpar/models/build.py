@@ -5,54 +5,80 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hybridpar.config import AUTO, KernelsConfig, ModelConfig
+from hybridpar.config import AUTO, KernelsConfig, ModelConfig, ModelSpec
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLayer
+from hybridpar.nn.placement import ParallelModule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Types by their names in train.dtype."""
 HEADS: dict[str, type[GPTHead] | type[BertHead]] = {"gpt": GPTHead, "bert": BertHead}
 
 
-def loss_names(model: ModelConfig) -> tuple[str, ...]:
-    """The partial losses that the model's head returns, in order."""
-    if model.kind == "gpt":
-        return ("lm",)
-    return ("mlm",) if model.sentence_head == "none" else ("mlm", model.sentence_head)
+@dataclass(frozen=True)
+class Build:
+    """How a block is built: parallel over `axis` (tp), its dropout named after `name`, with the backends of `kernels`.
+
+    `sequence`: between the blocks' split parts, each rank holds part of every sample's rows (parallel.sequence).
+    """
+
+    axis: Axis
+    name: str
+    kernels: KernelsConfig
+    sequence: bool
+    device: str | torch.device
+    dtype: torch.dtype
+
+    @property
+    def factory(self) -> dict[str, Any]:
+        """The keywords `device` and `dtype` that layers take."""
+        return {"device": self.device, "dtype": self.dtype}
 
 
 def build_blocks(
-    model: ModelConfig, axis: Axis, numbers: Iterable[int], *, kernels: KernelsConfig = AUTO,
+    model: ModelSpec, axis: Axis, numbers: Iterable[int], *, kernels: KernelsConfig = AUTO,
     sequence: bool = False, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32,
 ) -> dict[int, nn.Module]:
-    """The blocks with these numbers (0 the embedding, 1..num_layers the layers, num_layers + 1 the head) of `model`.
+    """The blocks with these numbers of `model`: of GPT and BERT, 0 is the embedding, the last one the head.
 
     `sequence`: between the layers' split parts, each rank holds part of every sample's rows (parallel.sequence).
     Built on the meta device unless told otherwise: nothing is allocated for blocks that live elsewhere. Where the
-    embedding and the head are both here and tied, they share one parameter.
+    first and the last are both here and tied, they share one parameter.
 
     Raises: ConfigError where heads do not fit the hidden size or the axis (see nn.HeadLayout).
     """
-    blocks: dict[int, nn.Module] = {}
-    for number in numbers:
-        if number == 0:
-            kind: type[nn.Module] = Embedding
-        elif number <= model.num_layers:
-            kind = TransformerLayer
-        else:
-            kind = HEADS[model.kind]
-        blocks[number] = kind(
-            model, axis, f"blocks.{number}", kernels, sequence=sequence, device=device, dtype=dtype)
-    first, last = blocks.get(0), blocks.get(model.num_layers + 1)
-    if model.tie_embeddings and isinstance(first, Embedding) and isinstance(last, GPTHead | BertHead):
-        last.language_model.tie(first.tokens)
+    of = partial(_transformer_block, model) if isinstance(model, ModelConfig) else model.block
+    blocks = {number: of(number, Build(axis, f"blocks.{number}", kernels, sequence, device, dtype))
+              for number in numbers}
+    _tie(blocks.values())
     return blocks
+
+
+def _transformer_block(model: ModelConfig, number: int, build: Build) -> nn.Module:
+    """Block `number` of GPT or BERT."""
+    if number == 0:
+        kind: type[nn.Module] = Embedding
+    elif number <= model.num_layers:
+        kind = TransformerLayer
+    else:
+        kind = HEADS[model.kind]
+    return kind(model, build.axis, build.name, build.kernels, sequence=build.sequence, **build.factory)
+
+
+def _tie(blocks: Iterable[nn.Module]) -> None:
+    """Makes one parameter of those of one `Placement.tied` name (across stages their gradients are summed instead)."""
+    held: dict[str, nn.Parameter] = {}
+    for module in (module for block in blocks for module in block.modules() if isinstance(module, ParallelModule)):
+        for name, placement in module.placements.items():
+            if placement.tied:
+                setattr(module, name, held.setdefault(placement.tied, getattr(module, name)))
 
 
 @dataclass(frozen=True)
@@ -67,19 +93,30 @@ class Recomputation:
     selective: frozenset[int] = frozenset()
 
 
-def recomputed_blocks(text: str, model: ModelConfig, split: Sequence[range]) -> tuple[Recomputation, ...]:
+def recomputed_blocks(text: str, model: ModelSpec, split: Sequence[range]) -> tuple[Recomputation, ...]:
     """The recomputation of each stage, by `pipeline.recompute`. split: the blocks of each stage.
 
-    Raises: ConfigError as parse_recompute.
+    Raises: ConfigError as parse_recompute, and where blocks of one's own cannot be recomputed selectively.
     """
-    again = parse_recompute(text, model.num_layers, len(split))
+    again = parse_recompute(text, model.num_blocks - 2, len(split))
     if again.what == "stage":
         return tuple(Recomputation(frozenset(blocks), whole=True) if stage in again.numbers else Recomputation()
                      for stage, blocks in enumerate(split))
     layers = frozenset(layer + 1 for layer in again.numbers)
     if again.what == "selective":
+        _require_remake(model, layers)
         return tuple(Recomputation(selective=layers.intersection(blocks)) for blocks in split)
     return tuple(Recomputation(layers.intersection(blocks)) for blocks in split)
+
+
+def _require_remake(model: ModelSpec, numbers: Iterable[int]) -> None:
+    """Raises: ConfigError where a block cannot make anything again."""
+    if isinstance(model, ModelConfig):
+        return
+    blocks = build_blocks(model, Axis("tp"), numbers).values()
+    if odd := next((type(block).__name__ for block in blocks if not hasattr(block, "remake")), ""):
+        raise config_error("pipeline.recompute", "selective", "needs blocks with a method remake(), which has outputs "
+                           f"made again that are cheap to make; {odd} has none", "all")
 
 
 class Again(NamedTuple):

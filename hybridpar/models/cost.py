@@ -6,12 +6,16 @@ Legend: h hidden, f ffn, s sequence, v vocabulary.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
+from math import prod
 
-from hybridpar.config import ModelConfig
+from hybridpar.config import ModelConfig, ModelSpec
 from hybridpar.errors import config_error
+from hybridpar.grid import Axis
+from hybridpar.models.build import build_blocks
+from hybridpar.nn.placement import named_placements
 
 
 def layer_matmul_parameters(model: ModelConfig) -> int:
@@ -33,28 +37,53 @@ LABELLED = {"gpt": 1.0, "bert": 0.15}
 """Share of the positions that the head projects to the vocabulary."""
 
 
-def forward_flops_per_token(model: ModelConfig) -> tuple[int, ...]:
-    """Forward operations of each block for one token: embedding, layers, head.
+def forward_flops_per_token(model: ModelSpec) -> tuple[int, ...]:
+    """Forward operations of each block for one token: of GPT and BERT, embedding, layers, head.
 
-    A layer: 2 per weight, and 4 s h for the attention scores and their product with the values; of a causal matrix
-    these are twice what counts (`training_flops_per_token`).
+    Of other models what they say (`ModelSpec.forward_flops`), else 2 for each weight of a matrix and each row of
+    features that comes in, or goes out of the first block. A layer of GPT and BERT: 2 per weight, and 4 s h for the
+    attention scores and their product with the values; of a causal matrix these are twice what counts
+    (`training_flops_per_token`).
     """
+    if not isinstance(model, ModelConfig):
+        return _own_flops(model)
     layer = 2 * layer_matmul_parameters(model) + 4 * model.seq_length * model.hidden_size
     return (0, *[layer] * model.num_layers, round(2 * LABELLED[model.kind] * head_matmul_parameters(model)))
 
 
-def training_flops_per_token(model: ModelConfig) -> int:
+@lru_cache(maxsize=256)
+def block_parameters(model: ModelSpec) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The global shapes of the parameters of each block."""
+    return tuple(tuple(placement.shape for _, _, placement in named_placements(block)) for n in range(model.num_blocks)
+                 for block in build_blocks(model, Axis("tp"), [n]).values())
+
+
+def _own_flops(model: ModelSpec) -> tuple[int, ...]:
+    found = []
+    for number, shapes in enumerate(block_parameters(model)):
+        rows = prod(model.activation_shape(max(0, number - 1))[:-1])
+        said = model.forward_flops(number)
+        weights = sum(prod(shape) for shape in shapes if len(shape) > 1)
+        found.append((2 * weights * rows if said is None else said) // model.tokens_per_sample)
+    return tuple(found)
+
+
+def training_flops_per_token(model: ModelSpec) -> int:
     """Model operations to train on one token: 3 x forward, as a backward is two.
 
     With N weights that is 6 N + 12 L h s, as in PaLM (arXiv 2204.02311, appendix B), and 6 N + 6 L h s where attention
     is causal: half of its matrix is masked, and no operation on that half is needed.
     """
-    masked = 2 * model.num_layers * model.seq_length * model.hidden_size if model.kind == "gpt" else 0
+    masked = 0
+    if isinstance(model, ModelConfig) and model.kind == "gpt":
+        masked = 2 * model.num_layers * model.seq_length * model.hidden_size
     return 3 * (sum(forward_flops_per_token(model)) - masked)
 
 
-def training_flops_rule(model: ModelConfig) -> str:
+def training_flops_rule(model: ModelSpec) -> str:
     """The rule of `training_flops_per_token`, for people."""
+    if not isinstance(model, ModelConfig):
+        return "three times the forward's"
     return "6 N + 6 L h s, causal attention once" if model.kind == "gpt" else "6 N + 12 L h s"
 
 
@@ -66,8 +95,11 @@ _STATE_BYTES = 18
 """Bytes of a parameter's state in half precision: weight 2, fp32 weight, gradient and Adam's moments 16."""
 
 
-def _held(model: ModelConfig) -> tuple[tuple[int, int], ...]:
+def _held(model: ModelSpec) -> tuple[tuple[int, int], ...]:
     """Bytes of each block, to compare splits by: its state, and what it keeps of a micro-batch of one sequence."""
+    if not isinstance(model, ModelConfig):
+        return tuple((_STATE_BYTES * sum(map(prod, shapes)), 2 * prod(model.activation_shape(max(0, number - 1))))
+                     for number, shapes in enumerate(block_parameters(model)))
     token = model.seq_length * model.hidden_size
     layer = (_STATE_BYTES * layer_matmul_parameters(model), KEPT_BYTES * token)
     words = model.vocab_size * model.hidden_size
@@ -168,13 +200,20 @@ def even_out(costs: tuple[float, ...], sizes: tuple[int, ...], num_ranks: int) -
         best = better
 
 
-def _balanced(model: ModelConfig, num_stages: int, num_ranks: int) -> tuple[int, ...]:
+def _balanced(model: ModelSpec, num_stages: int, num_ranks: int) -> tuple[int, ...]:
     costs = forward_flops_per_token(model)
     return even_out(costs, balanced_split(costs, num_stages, _held(model)), num_ranks)
 
 
+def _named(model: ModelSpec) -> str:
+    """The blocks, for people."""
+    if isinstance(model, ModelConfig):
+        return f"embedding, {model.num_layers} layers, head"
+    return f"blocks of {model.kind}"
+
+
 def stage_split(
-    model: ModelConfig, num_ranks: int, split: tuple[int, ...] = (), chunks: int = 1
+    model: ModelSpec, num_ranks: int, split: tuple[int, ...] = (), chunks: int = 1
 ) -> tuple[range, ...]:
     """Blocks of each stage: `split` as the user gave it, or balanced by forward operations, then by memory.
 
@@ -194,6 +233,15 @@ def stage_split(
         of, works = "parallel.pp" if chunks == 1 else "parallel.pp * chunks", _balanced(model, num_stages, num_ranks)
         raise config_error(
             "pipeline.split", list(split), f"must be {num_stages} positive numbers ({of}) that add up to {blocks} "
-            f"(embedding, {model.num_layers} layers, head)", str(list(works)))
+            f"({_named(model)})", str(list(works)))
     sizes = split or _balanced(model, num_stages, num_ranks)
     return tuple(range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True))
+
+
+def require_one_shape(model: ModelSpec, split: Sequence[range]) -> None:
+    """Raises: ConfigError where stages hand on activations of different shapes."""
+    shapes = {blocks.stop - 1: model.activation_shape(blocks.stop - 1) for blocks in split[:-1]}
+    if odd := next((n for n, shape in shapes.items() if shape != model.activation_shape(0)), None):
+        rule = (f"lets block {odd} of {model.kind} hand on {list(shapes[odd])} to another stage, and block 0 returns "
+                f"{list(model.activation_shape(0))}; what goes between stages has one shape")
+        raise config_error("pipeline.split", [len(blocks) for blocks in split], rule, "a split at other blocks")

@@ -130,7 +130,7 @@ class Bench:
 
     def __init__(self, config: Config, b: int, tp: Axis, device: torch.device):
         self.config = replace(config, train=replace(config.train, micro_batch_size=b))
-        model = config.model
+        model = config.transformer
         numbers = [0, *range(1, min(model.num_layers, _MOST_LAYERS) + 1), model.num_blocks - 1]
         self.kinds = [KINDS[0], *[KINDS[1]] * (len(numbers) - 2), KINDS[2]]
         self.units = [Unit(self.config, number, tp, device) for number in numbers]

@@ -104,7 +104,7 @@ def grids(config: Config, machine: Machine, keep: Mapping[str, int]) -> list[tup
     number = machine.num_devices
     found = []
     for tp in [t for t in range(1, number + 1) if number % t == 0]:
-        if tp != keep.get("tp", tp) or tp > config.model.num_heads or tp not in machine.profile.tp_degrees:
+        if tp != keep.get("tp", tp) or tp > config.model.max_tp or tp not in machine.profile.tp_degrees:
             continue
         if tp > machine.devices_per_server and "tp" not in keep:
             continue

@@ -158,7 +158,7 @@ def estimate(config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT) -> 
     if config.train.dtype not in ("bf16", "fp16"):
         raise config_error("train.dtype", config.train.dtype, "estimates are of bf16 and fp16 only; measured profiles "
                            "of all", "bf16")
-    model, device = config.model, cluster.device
+    model, device = config.transformer, cluster.device
     degrees = [t for t in (1, 2, 4, 8, 16, 32) if t <= min(model.num_heads, cluster.num_devices)]
     blocks: dict[Key, BlockCost] = {}
     for tp in degrees:

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from hybridpar.config import Config
 from hybridpar.models.build import DTYPES, recomputed_blocks
@@ -85,12 +86,12 @@ class StepCost:
         profile, b = machine.profile, config.train.micro_batch_size
         self.kinds = {kind: profile.block(kind, self.tp, b) for kind in KINDS}
         self.item, self.gradient_bytes = DTYPES[config.train.dtype].itemsize, GRADIENT_BYTES[config.train.dtype]
-        self.message_bytes = self.item * b * config.model.seq_length * config.model.hidden_size
+        self.message_bytes = self.item * b * prod(config.model.activation_shape(0))
         """Bytes of an activation."""
-        codecs, hidden = Codecs.of(config), config.model.hidden_size
+        codecs, (*rows, hidden) = Codecs.of(config), config.model.activation_shape(0)
         row = max(hidden * self.item if codec is None else codec.row_bytes(hidden)
                   for codec in (codecs.forward, codecs.backward))
-        self.wire_bytes = b * config.model.seq_length * row
+        self.wire_bytes = b * prod(rows) * row
         """Bytes that go between two stages for it, or for its gradient where these are more."""
         self.sent_bytes = -(-self.wire_bytes // self.tp)
         """Bytes of them that a rank of tp sends."""
@@ -157,7 +158,7 @@ class StepCost:
 
     def _stage(self, blocks: range, again: set[int], selective: frozenset[int]) -> StageCost:
         """The cost of these blocks, of which `again` are recomputed, or what is cheap of them."""
-        model, profile, last = self.config.model, self.machine.profile, self.config.model.num_blocks - 1
+        model, profile, last = self.config.transformer, self.machine.profile, self.config.model.num_blocks - 1
         costs = [self.block(n) for n in blocks]
         times = [self.block_time(n) for n in blocks]
         gather_input, gather_gradient = self.gathers(blocks)

@@ -143,7 +143,8 @@ def _stage_link(cost: StepCost) -> LinkNeed:
     worst = max(range(len(ways)), key=ways.__getitem__)
     taken = max(ways[worst], 1e-12) * chunks
     layer = sum(cost.block_time(1)) or 1e-12
-    model, layers = cost.config.model, min(sum(1 for n in rank.blocks if _is_layer(cost, n)) for rank in cost.ranks)
+    model = cost.config.transformer
+    layers = min(sum(1 for n in rank.blocks if _is_layer(cost, n)) for rank in cost.ranks)
     more = math.ceil(max(0.0, taken / _SPARE - busy) / layer)
     deepest = model.num_layers // (-(-model.num_layers // cost.pp) + more) if more else 0
     num_bytes = cost.message_bytes * chunks

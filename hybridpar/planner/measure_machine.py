@@ -42,10 +42,10 @@ def measure_machine(
     own = config.train.micro_batch_size
     sizes = tuple(sizes) or ((own,) if quick else (own, 2 * own))
     degrees = tuple(degrees) or tuple(
-        t for t in (1, 2, 4, 8, 16) if t <= min(ranks, config.model.num_heads) and ranks % t == 0)
-    if (most := max(degrees)) > config.model.num_heads:
-        raise config_error("tp", most, f"must be at most model.num_heads = {config.model.num_heads}",
-                           str(config.model.num_heads))
+        t for t in (1, 2, 4, 8, 16) if t <= min(ranks, config.transformer.num_heads) and ranks % t == 0)
+    if (most := max(degrees)) > config.transformer.num_heads:
+        raise config_error("tp", most, f"must be at most model.num_heads = {config.transformer.num_heads}",
+                           str(config.transformer.num_heads))
     request = (config, degrees, sizes, quick)
     if launch.world_size > 1 or ranks == 1:
         device = choose_device(config.train, launch)

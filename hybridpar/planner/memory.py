@@ -128,7 +128,7 @@ class MemoryCheck:
                 if found is None:
                     continue
                 impossible = False
-                text = _recompute_text(found.sizes, found.recomputed, config.model.num_layers, whole)
+                text = _recompute_text(found.sizes, found.recomputed, config.model.num_blocks - 2, whole)
                 made = replace(config, pipeline=replace(config.pipeline, split=found.sizes, recompute=text))
                 again = Candidate(made, StepCost(made, cost.machine), tried_recomputation=True)
                 if exact:

@@ -136,7 +136,7 @@ class Fitting:
     def _most_layers(self, change: Callable[[Config], Config | None], config: Config) -> int:
         """The most layers with which what `change` makes of the configuration fits; by halving."""
         def fits(number: int) -> bool:
-            sized = replace(config, model=replace(config.model, num_layers=number))
+            sized = replace(config, model=replace(config.transformer, num_layers=number))
             changed = None if problems(sized, sized.parallel.num_ranks) else change(sized)
             return changed is not None and not problems(changed, changed.parallel.num_ranks) and (
                 self.peak(changed) <= self.limit)

@@ -263,7 +263,7 @@ def _nothing(config: Config, machine: Machine, request: Request) -> ConfigError:
     kept = " ".join(f"{axis}={size}" for axis, size in keep.items()) or "any grid"
     if keep.get("pp", 1) > (blocks := config.model.num_blocks):
         return config_error("parallel.pp", keep["pp"], f"the model has only {blocks} blocks", str(blocks))
-    if keep.get("tp", 1) > (heads := config.model.num_heads):
+    if keep.get("tp", 1) > (heads := config.model.max_tp):
         return config_error("parallel.tp", keep["tp"], f"must be at most model.num_heads = {heads}", str(heads))
     if grids(config, machine, keep):
         batch = batch_size(config, request)

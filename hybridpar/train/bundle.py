@@ -19,7 +19,6 @@ from hybridpar.checkpoint.files import to_json
 from hybridpar.config import FINITE, Config, Within, from_mapping, from_plain, span, to_mapping
 from hybridpar.data import Blend
 from hybridpar.errors import ConfigError, DataError
-from hybridpar.models.build import loss_names
 from hybridpar.reading import errors_as, parse_json, read_limited
 from hybridpar.validate import problems
 
@@ -98,8 +97,8 @@ def _parse(document: dict[str, Any]) -> Bundle:
     if checkpoint is None and start:
         raise ValueError("it starts with no checkpoint behind the first step")
     losses = read("losses", Annotated[dict[str, float | None], FINITE])
-    if set(losses) != set(loss_names(config.model)):
-        raise ValueError(f"its losses are not {', '.join(loss_names(config.model))}")
+    if set(losses) != set(config.model.losses):
+        raise ValueError(f"its losses are not {', '.join(config.model.losses)}")
     samples = span(document.get("samples"), "samples", _MOST_SAMPLES)
     if samples[1] - samples[0] != config.global_batch_size:
         raise ValueError(f"its samples are not a batch of {config.global_batch_size}")

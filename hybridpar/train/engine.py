@@ -23,7 +23,7 @@ from hybridpar.data import DataStart
 from hybridpar.data.loader import Loader
 from hybridpar.errors import config_error
 from hybridpar.grid import ProcessGrid
-from hybridpar.models.build import build_blocks, loss_names, recomputed_blocks
+from hybridpar.models.build import build_blocks, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action, Kind
 from hybridpar.pipeline.plan.offload import most_away
@@ -78,7 +78,7 @@ class Engine:
         self.schedule = schedule_of(pipeline)
         self.split = stage_split(model, grid.pp.size, pipeline.split, self.sizes.chunks)
         self._held = self.sizes.stages_of(grid.pp.rank)
-        self.loss_names = loss_names(model)
+        self.loss_names = model.losses
         states = StatePolicy.of(config, self.policy.num_versions(grid.pp.rank), self.schedule.num_gradient_buffers)
         numbers = [number for stage in self._held for number in self.split[stage]]
         sequence = config.parallel.sequence

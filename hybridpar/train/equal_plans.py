@@ -62,4 +62,4 @@ def _settings(engine: Engine) -> dict[str, Any]:
         "pipeline.num_microbatches": pipeline.num_microbatches, "pipeline.early_switch": pipeline.early_switch,
         "pipeline.split": list(pipeline.split), "pipeline.split_backward": pipeline.split_backward,
         "memory.parts": memory.parts, "memory.host_optimizer": memory.host_optimizer, "train.dtype": config.train.dtype,
-        "model.num_layers": config.model.num_layers, "hybridpar": __version__}
+        "blocks of the model": config.model.num_blocks, "hybridpar": __version__}

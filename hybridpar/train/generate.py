@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridpar.checkpoint import FullWeights, find, read_manifest
 from hybridpar.checkpoint.stages import load_stage
 from hybridpar.comm import broadcast
-from hybridpar.config import Launch, TrainConfig
+from hybridpar.config import Launch, ModelConfig, TrainConfig
 from hybridpar.data.tokenizer import END, Tokenizer, check_vocab_fits
 from hybridpar.errors import CheckpointError, HybridparError, config_error
 from hybridpar.grid import ProcessGrid
@@ -67,7 +67,7 @@ class Generator:
         """
         grid, folder = grid or ProcessGrid(), find(path, say)
         model = read_manifest(folder).config.model
-        if model.kind != "gpt":
+        if not isinstance(model, ModelConfig) or model.kind != "gpt":
             raise config_error("checkpoint", str(path), f"holds a {model.kind}; only a gpt generates text")
         tokenizer = folder.parent.parent / "tokenizer.json"
         if not tokenizer.is_file():

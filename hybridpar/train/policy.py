@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridpar.config import Config
-from hybridpar.models.build import DTYPES, loss_names
+from hybridpar.models.build import DTYPES
 from hybridpar.optim.loss_scale import MIN_SCALE, LossScaler
 from hybridpar.optim.norm import clip_scale
 from hybridpar.optim.schedule import learning_rate
@@ -58,7 +58,7 @@ class BatchPolicy:
         self.schedule, self.sizes = schedule or schedule_of(config.pipeline), sizes or Sizes.of(config)
         self.scaler = LossScaler.for_dtype(DTYPES[config.train.dtype], config.optim.loss_scale)
         self.first = 0
-        self._loss_names = loss_names(config.model)
+        self._loss_names = config.model.losses
         self._scales = {0: self.scaler.scale}  # the loss scale that came with each version of the weights
 
     def num_versions(self, rank: int) -> int:

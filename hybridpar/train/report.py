@@ -127,7 +127,7 @@ class RunReport:
         row: dict[str, Any] = {
             "step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr,
             "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds,
-            "consumed_tokens": samples * config.model.seq_length,
+            "consumed_tokens": samples * config.model.tokens_per_sample,
             "mfu": self._peak.share(tokens / seconds * self._flops_per_token),
             "memory_mib": peak_memory_mib(self.engine.device),
         }

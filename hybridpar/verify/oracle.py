@@ -54,7 +54,7 @@ class Oracle:
 
     def __post_init__(self) -> None:
         model = self.config.model
-        axis, last = Axis("tp"), model.num_layers + 1
+        axis, last = Axis("tp"), model.num_blocks - 1
         # the head is built apart: a tied weight is then two tensors that start equal and must stay so
         parts = [build_blocks(model, axis, n, device="cpu", dtype=torch.float64) for n in (range(last), [last])]
         self.blocks: dict[int, nn.Module] = {n: block for part in parts for n, block in part.items()}

@@ -23,7 +23,6 @@ from hybridpar.config import Config, KernelsConfig, MemoryConfig
 from hybridpar.data import BatchLoader, Data, open_data
 from hybridpar.errors import CheckpointError, DataError, config_error
 from hybridpar.grid import ProcessGrid
-from hybridpar.models.build import loss_names
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.state.chunks import block_of
@@ -208,7 +207,7 @@ def bundle_of_step(folder: Path, step: int) -> Bundle:
     skipped = tuple(at for at in unused if at > start)
     config, corpus = settings_of(folder, step, start)
     config = resolve(config, config.parallel.num_ranks)
-    names = loss_names(config.model)
+    names = config.model.losses
     values = {name: _number(row.get("losses", {}).get(name) if len(names) > 1 else row["loss"]) for name in names}
     return Bundle(config, step, values, _number(row.get("grad_norm")), corpus, saved, start, skipped,
                   lr=_number(row.get("lr")))

@@ -49,7 +49,7 @@ def export_folder(path: str | Path, output: str | Path, *, dtype: str = "keep", 
     folder, output = find(path, say), Path(output)
     full = FullWeights(folder)
     config = full.manifest.config
-    model, dtype = config.model, config.train.dtype if dtype == "keep" else dtype
+    model, dtype = config.transformer, config.train.dtype if dtype == "keep" else dtype
     family = choose_family(model)
     plan, plain = plan_of(model, family), plain_of(model, family)
     notes: list[str] = []

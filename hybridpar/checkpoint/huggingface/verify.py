@@ -60,7 +60,7 @@ def compare(checkpoint: Path, folder: Path, *, bare: bool = False) -> Comparison
     Raises: ConfigError without transformers; CheckpointError if that misses tensors that it needs.
     """
     config, weights = load_full(checkpoint)
-    model = config.model
+    model = config.transformer
     batch = random_batch(model)
     theirs = their_features(folder, model, batch) if bare else their_logits(folder, model, batch)
     run, real = our_features if bare else our_logits, batch["padding_mask"]

@@ -52,7 +52,7 @@ def compare_megatron(checkpoint: Path, folder: Path) -> Comparison:
     Raises: ConfigError without megatron-core; CheckpointError if that cannot compute the model.
     """
     config, weights = load_full(checkpoint)
-    model = config.model
+    model = config.transformer
     files = MegatronFiles(folder)
     files.cut_vocabulary(model.vocab_size)
     batch = random_batch(model)

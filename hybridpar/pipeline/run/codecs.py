@@ -89,14 +89,14 @@ class Codecs:
     @classmethod
     def of(cls, config: Config) -> Codecs:
         """Those that a configuration names. Raises: ConfigError where one takes as many bytes as the numbers do."""
-        names, hidden = config.compression.both_ways, config.model.hidden_size
+        names, hidden = config.compression.both_ways, config.model.activation_shape(0)[-1]
         forward, backward = (CODECS[name](config.kernels) for name in names)
         plain = hidden * DTYPES[config.train.dtype].itemsize
         for key, name, codec in zip(("messages", "messages_backward"), names, (forward, backward), strict=True):
             if codec is not None and codec.row_bytes(hidden) >= plain:
                 raise config_error(
                     f"compression.{key}", name, f"takes {codec.row_bytes(hidden)} bytes for the {hidden} features of a "
-                    f"token (model.hidden_size), which are {plain} bytes in {config.train.dtype}", "none")
+                    f"row (model.hidden_size), which are {plain} bytes in {config.train.dtype}", "none")
         return cls(forward, backward, config.model.num_blocks - 1)
 
     def on(self, flow: int, first: int) -> Codec | None:

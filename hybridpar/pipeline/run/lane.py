@@ -49,11 +49,13 @@ class Lane:
            split: Sequence[range] = ()) -> Lane:
         """The lane of a rank of `grid`, between the stages of `split`.
 
-        Shapes: an activation is [b, s, h], equal on all ranks of tp; with parallel.sequence each has its own rows.
+        Shapes: an activation is [b, s, h] (`ModelSpec.activation_shape`), equal on all ranks of tp; with
+        parallel.sequence each has its own rows.
         """
         sequence = config.parallel.sequence
-        rows = SequencePart.of(config.model.seq_length, grid.tp, sequence).length
-        shape = (config.train.micro_batch_size, rows, config.model.hidden_size)
+        shape = (config.train.micro_batch_size, *config.model.activation_shape(0))
+        if sequence:
+            shape = (shape[0], SequencePart.of(shape[1], grid.tp, sequence).length, *shape[2:])
         slicing = None if sequence else grid.tp
         return cls(grid.pp, grid.pp_reverse, shape, dtype, device, slicing, Codecs.of(config), split)
 

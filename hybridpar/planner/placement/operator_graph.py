@@ -84,7 +84,7 @@ def operator_graph(config: Config, machine: Machine, *, training: bool) -> dict[
     return {
         "maxSizePerFPGA": max(1, int(machine.memory_limit)), "maxFPGAs": machine.num_devices, "maxCPUs": 0,
         "about": {
-            "kind": config.model.kind, "layers": config.model.num_layers, "training": training,
+            "kind": config.model.kind, "layers": config.transformer.num_layers, "training": training,
             "micro_batch": config.train.micro_batch_size, "dtype": config.train.dtype, "device": hardware.name,
             "estimated": machine.profile.estimated, "unit": "ms"},
         "nodes": rows, "edges": edges}

@@ -57,7 +57,7 @@ class Operator:
 
 def block_operators(config: Config, number: int) -> tuple[Operator, ...]:
     """The operators of a block of the model, unsplit, for one micro-batch, in an order in which they can run."""
-    model, dtype = replace(config.model, logits_chunk=0), DTYPES[config.train.dtype]
+    model, dtype = replace(config.transformer, logits_chunk=0), DTYPES[config.train.dtype]
     kernels = KernelsConfig(**{field.name: "torch" for field in fields(KernelsConfig)})
     block = build_blocks(model, Axis("tp"), [number], kernels=kernels, dtype=dtype)[number]
     batch = sample_microbatch(config)

@@ -1,0 +1,149 @@
+"""What the engine knows of a model, and the base class of models that are not GPT or BERT.
+
+    @dataclass(frozen=True)
+    class Classifier(ModelSpec):             [model]
+        depth: int = 6                       spec = "my_package:Classifier"
+        width: int = 192                     depth = 12
+
+A model is a row of blocks, numbered from 0: `block(x, batch, key) -> x`. The first one takes no x, the last one returns
+its partial losses by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hybridpar.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_KNOWN: dict[str, type[ModelSpec]] = {}  # every subclass, once its module is imported
+
+
+class ModelSpec:
+    """A model as a frozen dataclass: its fields are the keys of [model]; methods say how it is built.
+
+    To be defined: `num_blocks`, `block`, `activation_shape`, `sample`; to be trained on data, `dataset` too. The
+    defaults of the others are those of a model whose blocks no axis divides and whose losses are means over samples.
+    """
+
+    kind: str = ""
+    """Name in messages; by default that of the class."""
+    losses: ClassVar[Sequence[str]] = ("loss",)
+    """Names of the partial losses that the last block returns. Their sum is trained."""
+    tie_embeddings: bool = False
+    """Whether the first block and the last one share parameters (`Placement.tied`)."""
+    max_tp: int = 1
+    """Largest number of tp ranks that its blocks may be divided over."""
+    tokens_per_sample: int = 1
+    """What a sample counts in speeds and totals."""
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        if not cls.__dict__.get("kind"):
+            cls.kind = cls.__name__
+        _KNOWN[spec_name(cls)] = cls
+
+    @property
+    def num_blocks(self) -> int:
+        """Units that a split into stages can separate."""
+        raise NotImplementedError(f"{type(self).__name__} must define num_blocks")
+
+    def block(self, number: int, build: Any) -> nn.Module:
+        """Block `number`, on the axes, the device and of the type that `build` (models.build.Build) says."""
+        raise NotImplementedError(f"{type(self).__name__} must define block")
+
+    def activation_shape(self, number: int) -> tuple[int, ...]:
+        """The shape of one sample of what block `number` returns, features last; the last block's is not asked for."""
+        raise NotImplementedError(f"{type(self).__name__} must define activation_shape")
+
+    def sample(self, number: int, seed: int) -> dict[str, Any]:
+        """A random sample of the form of the data's: arrays by name, the same for the same arguments.
+
+        Rehearsals use it: verify, profiles, predicted memory.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define sample")
+
+    def dataset(self, part: str) -> Any:
+        """The samples of "train" or of "valid": a map-style dataset (`len`, `[i]`) of dicts of arrays by name.
+
+        None: there are none. Samples may have any arrays that batches can be stacked of.
+        """
+        return None
+
+    def num_targets(self, sample: dict[str, Any]) -> int:
+        """How many labels of a sample count: losses divide by their number in the batch, `batch["num_targets"]`."""
+        return 1
+
+    def forward_flops(self, number: int) -> int | None:
+        """Operations of the forward pass of block `number` for a sample. None: two for each weight and row."""
+        return None
+
+    def conflicts(self) -> Iterator[Problem]:
+        """Settings that do not go together."""
+        return iter(())
+
+
+def model_settings(model: ModelSpec) -> dict[str, Any]:
+    """The keys of [model] with their values."""
+    return asdict(model)  # type: ignore[call-overload]  # every ModelSpec that is made is a dataclass
+
+
+def spec_name(kind: type[ModelSpec]) -> str:
+    """The name under which a configuration finds the class: "module:class". Of a script, the module is its file."""
+    module = kind.__module__
+    if module == "__main__" and (path := getattr(sys.modules["__main__"], "__file__", "")):
+        module = Path(path).stem
+    return f"{module}:{kind.__qualname__}"
+
+
+def known_spec(name: str) -> type[ModelSpec]:
+    """The class of that name, which must have been imported: what a checkpoint says imports nothing.
+
+    Raises: ConfigError.
+    """
+    if name not in _KNOWN:
+        rule = "is a model that this program does not know; import its module first, or name it with --model.spec"
+        raise ConfigError(Problem("model.spec", name, rule, f"--model.spec {name}"))
+    return _KNOWN[name]
+
+
+def import_spec(name: str, folder: str | Path = ".") -> type[ModelSpec]:
+    """The class that "module:class" names, imported; modules of `folder` come before others.
+
+    Raises: ConfigError.
+    """
+    if name in _KNOWN:
+        return _KNOWN[name]
+    module, colon, attribute = name.partition(":")
+    works = 'spec = "my_package.my_module:MyModel"'
+    if not (module and colon and attribute.isidentifier()):
+        raise ConfigError(Problem("model.spec", name, "must be a module and a class in it", works))
+    if (path := str(Path(folder).resolve())) not in sys.path:
+        sys.path.insert(0, path)
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        rule = f"cannot be imported ({error}); Python looks in {path} and in what is installed"
+        raise ConfigError(Problem("model.spec", name, rule, works)) from error
+    if not (isinstance(found, type) and issubclass(found, ModelSpec)):
+        rule = f"must name a class that inherits from hybridpar.ModelSpec; {attribute} of {module} is {found!r}"
+        raise ConfigError(Problem("model.spec", name, rule, works))
+    require_settings(found)
+    return found
+
+
+def require_settings(kind: type[ModelSpec]) -> None:
+    """Raises: ConfigError where the class is no frozen dataclass whose fields all have defaults."""
+    if not is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        rule = "must be a frozen dataclass"
+        raise ConfigError(Problem("model.spec", spec_name(kind), rule, "@dataclass(frozen=True)"))
+    if bare := [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]:
+        rule = f"must have a default for every field; {bare[0]} has none"
+        raise ConfigError(Problem("model.spec", spec_name(kind), rule, f"{bare[0]}: int = 8"))

@@ -1,0 +1,88 @@
+"""Samples of a model of one's own: of any map-style dataset, `len(d)` and `d[i]`, whose items are dicts of arrays.
+
+Order, epochs, replicas and resuming are those of text: a function of the sample's number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hybridpar.config import ModelSpec
+from hybridpar.errors import DataError
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def as_arrays(sample: Any, what: str) -> Arrays:
+    """A sample as arrays by name. Raises: DataError where it is something else."""
+    if not isinstance(sample, Mapping) or not sample:
+        raise DataError(f"{what} is a {type(sample).__name__}, which must be a dict of arrays by name, such as "
+                        '{"image": image, "label": 3}')
+    arrays = {str(name): np.asarray(value) for name, value in sample.items()}
+    if odd := next((name for name, array in arrays.items() if array.dtype.kind not in "biuf"), None):
+        raise DataError(f"{what}: {odd!r} has the type {arrays[odd].dtype}, which must be one of numbers or booleans")
+    return arrays
+
+
+def stacked(samples: Iterable[tuple[str, Arrays]]) -> Arrays:
+    """A batch of samples, each with its name. Shapes: [..] each -> [b, ..]. Raises: DataError if they differ."""
+    named = list(samples)
+    first, form = named[0][0], _form(named[0][1])
+    for name, arrays in named:
+        if (other := _form(arrays)) != form:
+            raise DataError(f"{name} has {other}, and {first} has {form}: samples of a batch must be of one form")
+    return {key: np.stack([arrays[key] for _, arrays in named]) for key in form}
+
+
+def _form(arrays: Arrays) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
+
+
+class MappedDataset:
+    """A map-style dataset as a member of a Blend. `part`: its name in errors.
+
+    Raises: DataError if it is empty, or its items are no dicts of arrays.
+    """
+
+    def __init__(self, model: ModelSpec, dataset: Any, part: str):
+        self._model, self._dataset, self._part = model, dataset, part
+        if not len(self):
+            raise DataError(f"{self._where()} is empty")
+        ends = [self._sample(i) for i in sorted({0, len(self) // 2, len(self) - 1})]
+        digest = hashlib.sha256(f"{len(self)}".encode())
+        for name, array in (item for sample in ends for item in sorted(sample.items())):
+            digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+        self.fingerprint = digest.hexdigest()[:32]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def batch(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> Arrays:
+        """The samples at these places. Shapes: [b] -> [b, ..] by name."""
+        return stacked((self._where(i), self._sample(i)) for i in indices.tolist())
+
+    def num_targets(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> int:
+        """How many labels count in the samples at these places."""
+        if type(self._model).num_targets is ModelSpec.num_targets:  # one each: none need be read
+            return len(indices)
+        return sum(self._model.num_targets(self._sample(i)) for i in indices.tolist())
+
+    def _sample(self, index: int) -> Arrays:
+        return as_arrays(self._dataset[index], self._where(index))
+
+    def _where(self, index: int | None = None) -> str:
+        return f"dataset({self._part!r}) of {self._model.kind}" + ("" if index is None else f"[{index}]")
+
+
+def rehearsal(model: ModelSpec, num_samples: int) -> dict[str, torch.Tensor]:
+    """A random micro-batch of the form of the model's data, with what losses divide by."""
+    arrays = stacked((f"sample({n}, 0) of {model.kind}", as_arrays(model.sample(n, 0), f"sample({n}, 0)"))
+                     for n in range(num_samples))
+    counts = {name: torch.ones((), dtype=torch.float64) for name in ("num_targets", "num_samples")}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()} | counts
