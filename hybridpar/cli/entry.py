@@ -85,8 +85,8 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
             default = command(path=Path(rest[0]), config=config)
     _check_flags(name, rest, speaks, config)
     made = tyro.cli(
-        command, prog=f"hybridpar {name}", args=_booleans_as_python(rest, config), default=default, use_underscores=True,
-        console_outputs=speaks, config=(FlagCreatePairsOff,))
+        command, prog=f"hybridpar {name}", args=_booleans_as_python(rest, config), default=default,
+        use_underscores=True, console_outputs=speaks, config=(FlagCreatePairsOff,))
     if problems := out_of_range(made):
         raise ConfigError(*problems)
     return made
@@ -124,8 +124,8 @@ def flags_of(command: type[Any], config: Config) -> set[str]:
 
 def _config_keys(config: Config) -> dict[str, Any]:
     """The types of all keys of the configuration, by `section.key`."""
-    return {f"{section.name}.{key}": kind for section in dataclasses.fields(config)
-            for key, (kind, _) in hints_of(type(getattr(config, section.name))).items()}
+    sections: dict[str, type[Any]] = {s.name: type(getattr(config, s.name)) for s in dataclasses.fields(config)}
+    return {f"{name}.{key}": kind for name, section in sections.items() for key, (kind, _) in hints_of(section).items()}  # type: ignore[arg-type]
 
 
 def own_flags(command: type[Any]) -> set[str]:
