@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hybridpar.config import Config, ModelConfig, ModelSpec, load_toml
     from hybridpar.grid import Axis, ProcessGrid
-    from hybridpar.models.build import Build
+    from hybridpar.models.own import Build
     from hybridpar.nn import (
         ColumnParallelLinear,
         Dropout,
@@ -35,7 +35,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_MODULES = ("config", "grid", "models.build", "nn")
+_MODULES = ("config", "grid", "models.own", "nn")
 """Homes of the public names, as they are searched."""
 
 # An installed package holds hybridpar/kernels; a plain checkout keeps them at its top level.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,31 +14,12 @@ from hybridpar.config import AUTO, KernelsConfig, ModelConfig, ModelSpec
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLayer
+from hybridpar.models.own import Build, adopt, construct
 from hybridpar.nn.placement import ParallelModule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Types by their names in train.dtype."""
 HEADS: dict[str, type[GPTHead] | type[BertHead]] = {"gpt": GPTHead, "bert": BertHead}
-
-
-@dataclass(frozen=True)
-class Build:
-    """How a block is built: parallel over `axis` (tp), its dropout named after `name`, with the backends of `kernels`.
-
-    `sequence`: between the blocks' split parts, each rank holds part of every sample's rows (parallel.sequence).
-    """
-
-    axis: Axis
-    name: str
-    kernels: KernelsConfig
-    sequence: bool
-    device: str | torch.device
-    dtype: torch.dtype
-
-    @property
-    def factory(self) -> dict[str, Any]:
-        """The keywords `device` and `dtype` that layers take."""
-        return {"device": self.device, "dtype": self.dtype}
 
 
 def build_blocks(
@@ -54,9 +34,14 @@ def build_blocks(
 
     Raises: ConfigError where heads do not fit the hidden size or the axis (see nn.HeadLayout).
     """
-    of = partial(_transformer_block, model) if isinstance(model, ModelConfig) else model.block
-    blocks = {number: of(number, Build(axis, f"blocks.{number}", kernels, sequence, device, dtype))
-              for number in numbers}
+    blocks = {}
+    for number in numbers:
+        build = Build(axis, f"blocks.{number}", kernels, sequence, device, dtype)
+        if isinstance(model, ModelConfig):
+            blocks[number] = _transformer_block(model, number, build)
+        else:
+            blocks[number] = construct(model, number, build)
+            adopt(blocks[number], model, number)
     _tie(blocks.values())
     return blocks
 

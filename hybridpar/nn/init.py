@@ -31,6 +31,8 @@ def initialize(named: Iterable[tuple[str, Tensor, Placement]], seed: int, place:
         assert not parameter.is_meta, f"{name} has no memory yet"
         if placement.init.kind == "normal":
             _fill_normal(parameter, placement, seed, random.site(placement.tied or name), rank)
+        elif placement.init.draw is not None:
+            parameter.copy_(placement.take(placement.init.draw(seed), rank))
         else:
             parameter.fill_({"zeros": 0.0, "ones": 1.0}[placement.init.kind])
 

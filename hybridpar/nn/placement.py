@@ -15,8 +15,8 @@ gradient norm, who saves it, how checkpoints reassemble it, and which replicas m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from itertools import accumulate
@@ -59,10 +59,12 @@ def indices(ranges: Sequence[Range]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """How the global parameter starts: 'normal' (mean 0, standard deviation `std`), 'zeros' or 'ones'."""
+    """How the global parameter starts: 'normal' (mean 0, standard deviation `std`), 'zeros', 'ones', or 'constructed':
+    with what `draw(seed)` returns."""
 
-    kind: Literal["normal", "zeros", "ones"]
+    kind: Literal["normal", "zeros", "ones", "constructed"]
     std: float = 0.0
+    draw: Callable[[int], Tensor] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

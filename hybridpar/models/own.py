@@ -1,0 +1,157 @@
+"""Blocks of a model of one's own, which may hold ordinary modules of torch.
+
+Every tp rank holds all parameters of an ordinary module, which start as its constructor leaves them. A constructor
+draws from torch's global generator, in the order of its code, so a block is constructed as a whole, from a seed of its
+own, wherever one of its parameters is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar import random
+from hybridpar.config import AUTO, KernelsConfig, ModelSpec, spec_name
+from hybridpar.errors import ConfigError, config_error
+from hybridpar.grid import Axis
+from hybridpar.nn.placement import Init, ParallelModule, Placement
+
+_UNLIKE = {
+    nn.modules.dropout._DropoutNd: ("draws its mask from torch's generator, so another grid drops other values",
+                                    "hybridpar.Dropout(p, build.name), called with the key"),
+    nn.modules.batchnorm._BatchNorm: ("normalises by the samples of a micro-batch, so other micro-batches are another "
+                                      "training", "a norm over features: hybridpar.LayerNorm"),
+}
+"""Modules that do not do the same on every grid: why, and what does."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """How a block is built: parallel over `axis` (tp), its dropout named after `name`, with the backends of `kernels`.
+
+    `sequence`: between the blocks' split parts, each rank holds part of every sample's rows (parallel.sequence).
+    """
+
+    axis: Axis
+    name: str
+    kernels: KernelsConfig
+    sequence: bool
+    device: str | torch.device
+    dtype: torch.dtype
+
+    @property
+    def factory(self) -> dict[str, Any]:
+        """The keywords `device` and `dtype` that layers take."""
+        return {"device": self.device, "dtype": self.dtype}
+
+
+@contextmanager
+def making(device: str | torch.device, dtype: torch.dtype) -> Any:
+    """Modules and tensors that name neither a device nor a type are made on this device, floats of this type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@dataclass(frozen=True)
+class Constructed:
+    """The value of parameter `name` of block `number` as its constructor leaves it, drawn from a seed."""
+
+    model: ModelSpec
+    number: int
+    name: str
+
+    def __call__(self, seed: int) -> Tensor:
+        """Shapes: the parameter's. In float32, on the CPU."""
+        return constructed(self.model, self.number, seed)[self.name]
+
+
+@lru_cache(maxsize=1)  # a block at a time: its parameters are asked for one after the other
+def constructed(model: ModelSpec, number: int, seed: int) -> dict[str, Tensor]:
+    """Parameters and buffers of a block as its constructor leaves them, whole, by name."""
+    build = Build(Axis("tp"), f"blocks.{number}", AUTO, False, "cpu", torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(random.site(f"{seed}.blocks.{number}"))
+        block = construct(model, number, build)
+    return {name: tensor.detach() for name, tensor in (*block.named_parameters(), *block.named_buffers())}
+
+
+def construct(model: ModelSpec, number: int, build: Build) -> nn.Module:
+    """Block `number` of a model of one's own; what it makes without saying where is on the device of `build`.
+
+    Raises: ConfigError where it is no module.
+    """
+    with making(build.device, build.dtype):
+        block = model.block(number, build)
+    if not isinstance(block, nn.Module):
+        rule = f"returns {block!r} for block {number}, which must be a torch.nn.Module"
+        raise config_error("model.spec", spec_name(type(model)), rule, "a subclass of torch.nn.Module")
+    return block
+
+
+def adopt(block: nn.Module, model: ModelSpec, number: int) -> None:
+    """Gives what ordinary modules of the block hold a placement; their buffers, which nobody trains, values.
+
+    From now on what the block returns is compared with what the model says of it.
+    Raises: ConfigError for a module that does not do the same on every grid.
+    """
+    _require_same_everywhere(block, model, number)
+    block.register_forward_hook(partial(_check_output, model, number))
+    inner = 0 < number < model.num_blocks - 1
+    for prefix, module in block.named_modules():
+        full: Callable[[str], str] = f"{prefix}.{{}}".format if prefix else "{}".format
+        if not isinstance(module, ParallelModule):
+            placements = {name: _placement(module, parameter, Constructed(model, number, full(name)), inner)
+                          for name, parameter in module.named_parameters(recurse=False)}
+            if placements:
+                cast(Any, module).placements = placements
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = constructed(model, number, 0)[full(name)].to(buffer.dtype)
+
+
+def _check_output(model: ModelSpec, number: int, block: nn.Module, args: Any, out: Any) -> None:
+    """Raises: ConfigError where the block returns something else than `activation_shape` and `losses` say."""
+    where = f"block {number} ({type(block).__name__}) of {model.kind}"
+    if number == model.num_blocks - 1:
+        found = list(out) if isinstance(out, dict) else f"a {type(out).__name__}"
+        if found != list(model.losses) or any(loss.dim() for loss in out.values()):
+            raise config_error("model.losses", list(model.losses), f"are numbers (0-d) that the last block returns by "
+                               f"name; {where} returns {found}", "the names of that dict")
+        return
+    wanted = model.activation_shape(number)
+    if not isinstance(out, Tensor) or tuple(out.shape[1:]) != wanted:
+        found = f"[b, {', '.join(map(str, out.shape[1:]))}]" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        raise config_error("model.activation_shape", list(wanted), f"is what {where} is to return of each sample; it "
+                           f"returns {found}", found)
+
+
+def _placement(module: nn.Module, parameter: nn.Parameter, draw: Constructed, inner: bool) -> Placement:
+    is_matrix = inner and isinstance(module, nn.Linear) and parameter is module.weight
+    return Placement(tuple(parameter.shape), Init("constructed", draw=draw), weight_decay=parameter.dim() > 1,
+                     matrices=(((0, len(parameter)),),) if is_matrix else ())
+
+
+def _require_same_everywhere(block: nn.Module, model: ModelSpec, number: int) -> None:
+    for name, module in block.named_modules():
+        for kind, (why, works) in _UNLIKE.items():
+            if isinstance(module, kind) and getattr(module, "p", 1.0) > 0:
+                raise _refused(model, number, name, module, why, works)
+        dropout = getattr(module, "dropout", 0.0)
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and isinstance(dropout, float) and dropout > 0:
+            why, _ = _UNLIKE[nn.modules.dropout._DropoutNd]
+            raise _refused(model, number, name, module, why, "dropout=0.0")
+
+
+def _refused(model: ModelSpec, number: int, name: str, module: object, why: str, works: str) -> ConfigError:
+    rule = f"has a {type(module).__name__} ({name or 'itself'}) in block {number}, which {why}"
+    return config_error("model.spec", spec_name(type(model)), rule, works)
