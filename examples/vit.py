@@ -1,8 +1,7 @@
 """A vision transformer on images made on the spot: which way do the stripes run?
 
-    hybridpar train examples/vit.toml                                                one process
     torchrun --nproc-per-node 4 -m hybridpar train examples/vit.toml --parallel.tp 2 --parallel.pp 2
-    hybridpar verify examples/vit.toml --grid tp=2,pp=2                               is that the same training?
+    hybridpar verify examples/vit.toml --grid tp=2,pp=2
 """
 
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ class ViT(hp.ModelSpec):
         return {"image": (wave + random.normal(0, 0.5, wave.shape)).astype(np.float32), "label": label}
 
     def dataset(self, part):
-        return Stripes(self, 20_000, seed=1) if part == "train" else Stripes(self, 500, seed=2)
+        return Stripes(self, *{"train": (20_000, 1), "valid": (500, 2)}[part])
 
 
 class Stripes(torch.utils.data.Dataset):
@@ -66,8 +65,8 @@ class Patches(nn.Module):
     def __init__(self, model, build):
         super().__init__()
         self.patch, tokens = model.patch, model.activation_shape(0)[0]
-        self.project = hp.ColumnParallelLinear(model.patch**2, model.width, build.axis, gather_output=True,
-                                               **build.factory)
+        whole = {"gather_output": True, **build.factory}
+        self.project = hp.ColumnParallelLinear(model.patch**2, model.width, build.axis, **whole)
         self.positions = hp.LearnedPositionEmbedding(tokens, model.width, build.axis, **build.factory)
 
     def forward(self, x, batch, key):
@@ -93,8 +92,8 @@ class Head(nn.Module):
     def __init__(self, model, build):
         super().__init__()
         self.norm = hp.LayerNorm(model.width, build.axis, **build.factory)
-        self.classify = hp.ColumnParallelLinear(model.width, model.classes, build.axis, gather_output=True,
-                                                **build.factory)
+        whole = {"gather_output": True, **build.factory}
+        self.classify = hp.ColumnParallelLinear(model.width, model.classes, build.axis, **whole)
 
     def forward(self, x, batch, key):
         scores = self.classify(self.norm(x).mean(1))

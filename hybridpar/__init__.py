@@ -27,15 +27,17 @@ if TYPE_CHECKING:
         VocabParallelEmbedding,
         vocab_parallel_cross_entropy,
     )
+    from hybridpar.trainer import Trainer
 
 __all__ = [
     "Axis", "Build", "ColumnParallelLinear", "Config", "Dropout", "Init", "LayerNorm", "LearnedPositionEmbedding",
     "ModelConfig", "ModelSpec", "ParallelAttention", "ParallelMLP", "ParallelModule", "Placement", "ProcessGrid",
-    "RMSNorm", "RowParallelLinear", "Shard", "VocabParallelEmbedding", "load_toml", "vocab_parallel_cross_entropy",
+    "RMSNorm", "RowParallelLinear", "Shard", "Trainer", "VocabParallelEmbedding", "load_toml",
+    "vocab_parallel_cross_entropy",
 ]
 __version__ = "0.1.0"
 
-_MODULES = ("config", "grid", "models.own", "nn")
+_MODULES = ("config", "grid", "models.own", "nn", "trainer")
 """Homes of the public names, as they are searched."""
 
 # An installed package holds hybridpar/kernels; a plain checkout keeps them at its top level.

@@ -120,6 +120,7 @@ def import_spec(name: str, folder: str | Path = ".") -> type[ModelSpec]:
     Raises: ConfigError.
     """
     if name in _KNOWN:
+        require_settings(_KNOWN[name])
         return _KNOWN[name]
     module, colon, attribute = name.partition(":")
     works = 'spec = "my_package.my_module:MyModel"'

@@ -10,7 +10,7 @@
 
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
-from hybridpar.data.datasets import Data, absent_sources, open_data, split_tokens
+from hybridpar.data.datasets import NO_DATASETS, Data, absent_sources, open_data, split_tokens
 from hybridpar.data.gpt import GPTDataset
 from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from hybridpar.data.loader import FROM_THE_START, BatchLoader, DataStart
@@ -19,8 +19,9 @@ from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepar
 from hybridpar.data.tokenizer import BertVocabulary, Tokenizer, train_tokenizer
 
 __all__ = [
-    "FROM_THE_START", "BatchLoader", "BertDataset", "BertVocabulary", "Blend", "Data", "DataStart", "Dataset",
-    "GPTDataset", "IndexedDataset", "IndexedWriter", "Prepared", "SampleOrder", "Tokenizer", "absent_sources",
+    "FROM_THE_START", "NO_DATASETS", "BatchLoader", "BertDataset", "BertVocabulary", "Blend", "Data", "DataStart",
+    "Dataset", "GPTDataset", "IndexedDataset", "IndexedWriter", "Prepared", "SampleOrder", "Tokenizer",
+    "absent_sources",
     "check_vocab", "open_data", "open_prepared", "prepare", "prepare_tokenizer", "split_tokens", "token_dtype",
     "train_tokenizer",
 ]

@@ -25,6 +25,9 @@ Part = tuple[int, int]
 """Positions (start, stop) in the tokens of a corpus."""
 
 
+NO_DATASETS: Mapping[str, Any] = {}
+
+
 @dataclass(frozen=True)
 class Data:
     """The data of a run. `tokenizer` is None for GPT on .bin/.idx files that came without one."""
@@ -36,10 +39,11 @@ class Data:
     tokenizer: Tokenizer | None
 
 
-def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: int, quiet: bool = False) -> Data:
+def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: int, quiet: bool = False,
+              datasets: Mapping[str, Any] = NO_DATASETS) -> Data:
     """Opens the corpora, after preparing in `folder` those that are text; without weights, all text is one corpus.
 
-    Of a model that is not GPT or BERT: the datasets that it names itself.
+    Of a model that is not GPT or BERT: `datasets` by part ("train", "valid"), else those that it names itself.
 
     Any number of processes may call it at once: on one machine one works and the others wait for it.
 
@@ -47,7 +51,7 @@ def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: i
     for a sample; DataError for files that are damaged or unreadable.
     """
     if not isinstance(model, ModelConfig):
-        return _own_data(model, seed)
+        return _own_data(model, seed, datasets)
     options: Any = {"kind": model.kind, "text_key": data.text_key, "quiet": quiet}
     tokenized = {name: open_prepared(_prefix(name)) for name in (*data.corpus, *data.valid_corpus)
                  if is_indexed(_prefix(name))}
@@ -76,9 +80,10 @@ def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: i
     return _blend(model, data, prepared, valid, tokenizer, seed)
 
 
-def _own_data(model: ModelSpec, seed: int) -> Data:
-    train, valid = (None if (found := model.dataset(part)) is None else
-                    Blend([MappedDataset(model, found, part)], seed=seed) for part in ("train", "valid"))
+def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any]) -> Data:
+    found = {part: datasets[part] if part in datasets else model.dataset(part) for part in ("train", "valid")}
+    train, valid = (None if dataset is None else Blend([MappedDataset(model, dataset, part)], seed=seed)
+                    for part, dataset in found.items())
     if train is None:
         rule = 'has no data to train on: its method dataset("train") returns None'
         raise config_error("model.spec", spec_name(type(model)), rule, "a dataset of dicts of arrays")

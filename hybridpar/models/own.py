@@ -91,7 +91,7 @@ def construct(model: ModelSpec, number: int, build: Build) -> nn.Module:
 
     Raises: ConfigError where it is no module.
     """
-    with making(build.device, build.dtype):
+    with making(build.device, build.dtype), torch.random.fork_rng(devices=[]):
         block = model.block(number, build)
     if not isinstance(block, nn.Module):
         rule = f"returns {block!r} for block {number}, which must be a torch.nn.Module"

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hybridpar import checkpoint
 from hybridpar.config import Config, Launch
-from hybridpar.data import Data, open_data
-from hybridpar.errors import CheckpointError, HybridparError
+from hybridpar.data import NO_DATASETS, Data, open_data
+from hybridpar.errors import CheckpointError, HybridparError, config_error
 from hybridpar.flight import FAILED, LOST, REFUSED, Flight, Waiting
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory import MemoryWatch
@@ -27,6 +28,7 @@ from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.prove import prove
 from hybridpar.train import continued
 from hybridpar.train import folder as run_folder
+from hybridpar.train.callbacks import SILENT, Callbacks
 from hybridpar.train.early_switch import measure_early_switch
 from hybridpar.train.engine import Engine
 from hybridpar.train.equal_plans import require_equal_plans
@@ -42,10 +44,12 @@ from hybridpar.validate import resolve
 _PROMPTS = {True: "def ", False: "The "}  # whether the corpus is program text
 
 
-def train(config: Config, launch: Launch, inject: Sequence[str] = ()) -> Outcome:
+def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks: Callbacks = SILENT,
+          datasets: Mapping[str, Any] = NO_DATASETS) -> Outcome:
     """Trains as `config` says in the job that this process belongs to, from the last checkpoint if there is one.
 
-    inject: faults that are to happen, as `train.faults.inject` reads them.
+    inject: faults that are to happen, as `train.faults.inject` reads them. datasets: in the stead of those that a model
+    of one's own names, by part.
     Collectives: to be called by all processes of the job.
     Raises: HybridparError (ConfigError, DataError, CheckpointError) on all processes alike, with nothing overwritten;
     RankError where training fails on this one.
@@ -70,40 +74,44 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = ()) -> Outcome
         return Outcome(folder, saved, num_steps, resumed_from=saved)
     with contextlib.ExitStack() as stack:
         job.together(lambda: stack.enter_context(run_folder.in_use(folder)), here=first)
-        data = _open_data(config, job)
+        data = _open_data(config, job, datasets)
         if start or (saved and config.train.continue_with):  # else other data are refused, whatever their tokens
             run = Path(start).parent.parent if start else folder
             job.decide(lambda: checkpoint.check_tokens(run, data.tokenizer, config.data.tokenizer))
         reporter = stack.enter_context(contextlib.closing(make_reporter(launch.rank, num_steps)))
         for line in changed:
             reporter.say(f"since the last time: {line}")
-        outcome = _train_on_grid(config, data, _Place(job, device, threads, faults), reporter, start)
+        outcome = _train_on_grid(config, data, _Place(job, device, threads, faults, callbacks), reporter, start)
         if first and config.model.kind == "gpt" and data.tokenizer is not None and not outcome.stopped_by:
             _sample(config, reporter)
     return outcome
 
 
-def _open_data(config: Config, job: Job) -> Data:
+def _open_data(config: Config, job: Job, datasets: Mapping[str, Any]) -> Data:
     """Lets the first process of each machine prepare the corpus, then opens it on the others."""
     def opened() -> Data:
         return open_data(config.model, config.data, config.cache_folder, seed=config.train.seed,
-                         quiet=job.launch.rank != 0)
+                         quiet=job.launch.rank != 0, datasets=datasets)
 
     first = job.launch.local_rank == 0
     data = job.together(opened, here=first)
     data = job.together(opened, here=not first) or data
     assert data is not None
+    if data.valid is None and config.train.eval_interval:
+        raise config_error("train.eval_interval", config.train.eval_interval, "needs samples that are held out, and "
+                           f"{config.model.kind} has none", "0")
     return data
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where this process trains, and the faults that are to happen there."""
+    """Where this process trains, the faults that are to happen there, and who is told."""
 
     job: Job
     device: torch.device
     threads: int
     faults: tuple[Fault, ...]
+    callbacks: Callbacks
 
     def connect(self, config: Config, flight: Flight) -> ProcessGrid:
         """Starts the process group, and makes the grid of it. Collectives: on all processes of the job."""
@@ -166,7 +174,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
                 reporter.say(line)
             run_folder.begin(config, data.tokenizer)
         _introduce(config, place, grid, reporter, resumed)
-        with contextlib.closing(Run(engine, data, reporter, resumed, watch, links)) as run:
+        with contextlib.closing(Run(engine, data, reporter, resumed, watch, links, place.callbacks)) as run:
             injector.attach(engine, run.saver)
             started = True
             outcome = run.go()

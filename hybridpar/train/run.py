@@ -24,6 +24,7 @@ from hybridpar.data import BatchLoader, Blend, Data
 from hybridpar.flight import EVALUATING
 from hybridpar.memory import MemoryWatch
 from hybridpar.train import folder as run_folder
+from hybridpar.train.callbacks import SILENT, Callbacks
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.links import LinkWatch
 from hybridpar.train.memory_trace import MemoryLog
@@ -74,8 +75,9 @@ class Run:
     """Training of a job whose engine stands at step `resumed`. Collectives: go() and the constructor, on all ranks."""
 
     def __init__(self, engine: Engine, data: Data, reporter: Reporter, resumed: int, watch: MemoryWatch | None = None,
-                 links: LinkWatch | None = None):
+                 links: LinkWatch | None = None, callbacks: Callbacks = SILENT):
         config = self.config = engine.config
+        self.callbacks = callbacks
         self.engine, self.grid, self.reporter, self.watch = engine, engine.grid, reporter, watch
         self.resumed = resumed
         self.train_loader = self._loader(data.train)
@@ -89,7 +91,7 @@ class Run:
         saving = run_folder.open_flight(config, self.grid.rank, run_folder.SAVING)
         self.saver = checkpoint.Saver(
             config.run.folder / run_folder.CHECKPOINTS, engine, data.train.fingerprint, reporter.say, saving)
-        self.saves = Saves(self.saver, config.checkpoint.max_failed_saves, self.report.log.note)
+        self.saves = Saves(self.saver, config.checkpoint.max_failed_saves, self.report.log.note, callbacks.on_save)
         self.reserved = not config.saves_beside_training
         self.evaluated = -1
         """The step that was evaluated last."""
@@ -177,6 +179,7 @@ class Run:
         if not self.anomalies.is_open:  # else the batches that were under way will not count
             notes = self.anomalies.note(result) | (result.news.notes() if result.news else {})
             self.report.step(result, self.clock.seconds(result.step - 1), notes)
+            self.callbacks.on_step(result)
 
     def _audit(self, saves: bool) -> None:
         """Compares replicas where that is due: at multiples of the interval, and before every save."""
@@ -194,6 +197,7 @@ class Run:
         self.flight.phase("settling", self.faults.start_timeout_s)
         self.evaluated = step
         self.report.evaluation(step, losses)
+        self.callbacks.on_evaluation(step, losses)
 
     def _recover(self) -> None:
         """Deals with an anomaly. Raises: AnomalyError, CheckpointError."""

@@ -1,0 +1,76 @@
+"""Training from Python: the same runs as `hybridpar train`, with the same folders.
+
+    trainer = hybridpar.Trainer(MyModel(depth=4), parallel={"pp": 2}, pipeline={"schedule": "2bw"})
+    assert trainer.verify().ok          # the same training as one process, in float64
+    trainer.fit(on_step=lambda result: print(result.loss))
+
+A script of that starts alone or under torchrun: `torchrun --nproc-per-node 2 script.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridpar.config import Config, Launch, ModelSpec, from_mapping, load_toml
+from hybridpar.config.spec import require_settings
+from hybridpar.validate import resolve
+
+if TYPE_CHECKING:
+    from hybridpar.memory import StageMemory
+    from hybridpar.train.policy import StepResult
+    from hybridpar.train.run import Outcome
+    from hybridpar.verify.run import Report
+
+
+class Trainer:
+    """Trains `model` with `config` (a Config, a TOML file, or the defaults), changed by keywords named as its sections.
+
+    `model`: a ModelSpec, such as a ModelConfig; None: that of `config`. `datasets`: map-style datasets of dicts of
+    arrays, by part ("train", "valid"), in the stead of those that the model names itself (`ModelSpec.dataset`).
+
+    Raises: ConfigError naming every key that is unknown and every value of a wrong type.
+    """
+
+    def __init__(self, model: ModelSpec | None = None, /, config: Config | str | Path | None = None, *,
+                 datasets: Mapping[str, Any] | None = None, **sections: Mapping[str, Any]):
+        base = Config() if config is None else config if isinstance(config, Config) else load_toml(config)
+        if model is not None:
+            require_settings(type(model))
+            base = dataclasses.replace(base, model=model)
+        self.config = from_mapping(sections, base)
+        self.datasets = dict(datasets or {})
+
+    def fit(self, *, on_step: Callable[[StepResult], None] | None = None,
+            on_evaluation: Callable[[int, dict[str, float]], None] | None = None,
+            on_save: Callable[[Path], None] | None = None) -> Outcome:
+        """Trains to the end, or to a signal; goes on from the last checkpoint where the run folder has one.
+
+        The functions are called as `train.callbacks.Callbacks` says. Collectives: on all processes of the job.
+        Raises: HybridparError, as `hybridpar train` reports it.
+        """
+        from hybridpar.train.callbacks import Callbacks
+        from hybridpar.train.loop import train
+
+        given = {"on_step": on_step, "on_evaluation": on_evaluation, "on_save": on_save}
+        callbacks = Callbacks(**{name: call for name, call in given.items() if call is not None})  # type: ignore[arg-type]
+        return train(self.config, Launch.from_environment(), callbacks=callbacks, datasets=self.datasets)
+
+    def verify(self, grid: Mapping[str, int] | None = None, num_batches: int = 4) -> Report:
+        """Compares a few batches on a grid (None: that of the configuration) with one process, in float64.
+
+        Starts the ranks itself: not to be called under torchrun. Raises: ConfigError; HybridparError where one failed.
+        """
+        from hybridpar.verify.run import verify
+
+        parallel = self.config.parallel
+        own = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)}
+        return verify(self.config, own if grid is None else grid, num_batches)
+
+    def memory(self) -> list[StageMemory]:
+        """The peak memory that a process of each pipeline rank will take; nothing is allocated. Raises: ConfigError."""
+        from hybridpar.memory import predict
+
+        return predict(resolve(self.config, self.config.parallel.num_ranks))

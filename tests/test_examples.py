@@ -1,0 +1,99 @@
+"""The examples train, and are the same training on every grid."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train.runs import metrics, run_job, steps
+
+from hybridpar import Trainer, load_toml
+from hybridpar.cli import main
+from hybridpar.config import Config, from_mapping
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SMALL = {"vit": {"depth": 2, "width": 24, "heads": 3, "image": 16}, "mixer": {"depth": 2, "width": 16, "image": 16}}
+
+
+def config_of(name: str, **sections: dict[str, Any]) -> Config:
+    base = from_mapping({"model": SMALL[name], "train": {"micro_batch_size": 2, "num_steps": 6, "threads": 1},
+                         "optim": {"lr": 1e-2}}, load_toml(EXAMPLES / f"{name}.toml"))
+    return from_mapping(sections, base)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short_and_uses_public_names(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) < 100
+    assert not [line for line in lines if "hybridpar." in line and "import" in line], "all is in hybridpar itself"
+    assert path.with_suffix(".toml").is_file()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "grid", "sections"), [
+    ("vit", {"tp": 2, "pp": 2}, {}),
+    ("vit", {"tp": 3, "dp": 2}, {"parallel": {"zero": 1}, "pipeline": {"recompute": "all"}}),
+    ("mixer", {"pp": 2, "dp": 2}, {"pipeline": {"split_backward": True}}),
+    ("mixer", {"pp": 2, "dp": 2}, {"parallel": {"zero": 3}, "pipeline": {"schedule": "1f1b"}}),
+    ("mixer", {"pp": 2}, {"pipeline": {"schedule": "interleaved", "chunks": 2, "recompute": "stage"},
+                          "optim": {"name": "muon"}, "compression": {"messages": "int8"}}),
+], ids=str)
+def test_a_grid_is_the_same_training(name: str, grid: dict[str, int], sections: dict[str, Any]) -> None:
+    report = Trainer(config=config_of(name, **sections)).verify(grid, 3)
+    assert report.ok, report.first_divergence
+
+
+@pytest.mark.ranks
+def test_a_run_goes_on_to_the_bit_and_on_another_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = EXAMPLES / "vit.toml"
+    flags = [f"--model.{key}={value}" for key, value in SMALL["vit"].items()] + [
+        "--train.micro_batch_size=2", "--train.threads=1", "--train.eval_interval=2", "--train.save_interval=2",
+        "--data.split=0.02", "--parallel.pp=2"]
+    run_job(2, "train", path, *flags, "--train.num_steps=4", "--run.name=whole")
+    # stopped after two steps, then on the same grid, then on one process
+    run_job(2, "train", path, *flags, "--train.num_steps=2", "--run.name=parts", "--optim.decay_steps=4")
+    run_job(2, "train", path, *flags, "--train.num_steps=4", "--run.name=parts", "--optim.decay_steps=4")
+    whole, parts = (steps(metrics(tmp_path / "runs" / name)) for name in ("whole", "parts"))
+    assert [step for step, *_ in whole] == [1, 2, 3, 4]
+    assert parts == whole
+    flags.remove("--parallel.pp=2")
+    capsys.readouterr()
+    assert main(["train", str(path), *flags, "--train.num_steps=5", "--run.name=parts", "--json",
+                 "--optim.decay_steps=4"]) == 0
+    assert json.loads(capsys.readouterr().out)["resumed_from"] == 4
+
+
+def test_a_trainer_tells_of_steps_evaluations_and_saves(tmp_path: Path) -> None:
+    config = config_of("mixer", train={"num_steps": 4, "eval_interval": 2, "eval_batches": 1, "save_interval": 2},
+                       run={"dir": str(tmp_path)})
+    told: list[Any] = []
+    outcome = Trainer(config=config).fit(
+        on_step=lambda result: told.append(result.step), on_save=lambda folder: told.append(folder.name),
+        on_evaluation=lambda step, losses: told.append((step, losses)))
+    assert [step for step in told if isinstance(step, int)] == [1, 2, 3, 4]
+    assert [step for step, _ in (entry for entry in told if isinstance(entry, tuple))] == [0, 2, 4]
+    assert [name for name in told if isinstance(name, str)] == ["step_00000002", "step_00000004"]
+    assert outcome.loss is not None
+    assert outcome.val_loss == sum(told[-2][1].values()) if isinstance(told[-2], tuple) else outcome.val_loss
+
+
+def test_a_trainer_takes_datasets_and_refuses_what_is_none(tmp_path: Path) -> None:
+    from mixer import Mixer
+
+    from hybridpar.errors import ConfigError
+
+    model = Mixer(**SMALL["mixer"])
+    given = [model.sample(i, 9) for i in range(16)]
+    trainer = Trainer(model, datasets={"train": given, "valid": None}, run={"dir": str(tmp_path), "name": "own"},
+                      train={"num_steps": 1, "micro_batch_size": 2, "threads": 1, "eval_interval": 1})
+    with pytest.raises(ConfigError, match=r"train\.eval_interval = 1.*Mixer has none; try 0"):
+        trainer.fit()
+    trainer = Trainer(config=trainer.config, datasets=trainer.datasets, train={"eval_interval": 0})
+    assert trainer.fit().step == 1
+    assert next(iter(trainer.memory())).total > 0
+    with pytest.raises(ConfigError, match=r"model\.widht .*try width"):
+        Trainer(model, model={"widht": 3})
