@@ -16,7 +16,7 @@ from hybridpar.checkpoint.compatible import CONTINUABLE
 from hybridpar.config import Config, ModelConfig, broken_rules
 from hybridpar.errors import ConfigError, Problem
 from hybridpar.models.build import recomputed_blocks
-from hybridpar.models.cost import require_one_shape, stage_split
+from hybridpar.models.cost import stage_split
 from hybridpar.nn.attention import rotary_features
 from hybridpar.ops.registry import select
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
@@ -86,7 +86,7 @@ def _refused(config: Config) -> Iterator[Problem]:
     model, pipeline, pp, chunks = config.model, config.pipeline, config.parallel.pp, config.pipeline.num_chunks
     device = None if config.train.device == "auto" else config.train.device
     attempts: list[Callable[[], object]] = [
-        lambda: require_one_shape(model, stage_split(model, pp, pipeline.split, chunks)),
+        lambda: stage_split(model, pp, pipeline.split, chunks),
         lambda: recomputed_blocks(pipeline.recompute, model, [range(0)] * (pp * chunks)),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
         lambda: Codecs.of(config),

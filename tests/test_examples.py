@@ -7,14 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from ranks import run_ranks
 from train.runs import metrics, run_job, steps
 
-from hybridpar import Trainer, load_toml
+from hybridpar import ProcessGrid, Trainer, load_toml
 from hybridpar.cli import main
+from hybridpar.comm import gather_objects
 from hybridpar.config import Config, from_mapping
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.grid import sizes_of
+from hybridpar.memory import MemoryWatch
+from hybridpar.train.engine import Engine
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SMALL = {"vit": {"depth": 2, "width": 24, "heads": 3, "image": 16}, "mixer": {"depth": 2, "width": 16, "image": 16}}
+SMALL = {"vit": {"depth": 2, "width": 24, "heads": 3, "image": 16}, "mixer": {"depth": 2, "width": 16, "image": 16},
+         "t5": {"layers": 1, "width": 16, "heads": 2, "length": 6}}
 
 
 def config_of(name: str, **sections: dict[str, Any]) -> Config:
@@ -35,6 +43,8 @@ def test_an_example_is_short_and_uses_public_names(path: Path) -> None:
 @pytest.mark.parametrize(("name", "grid", "sections"), [
     ("vit", {"tp": 2, "pp": 2}, {}),
     ("vit", {"tp": 3, "dp": 2}, {"parallel": {"zero": 1}, "pipeline": {"recompute": "all"}}),
+    ("t5", {"pp": 5}, {"pipeline": {"num_microbatches": 6}}),
+    ("t5", {"tp": 2, "pp": 2}, {"pipeline": {"schedule": "1f1b", "recompute": "stage"}}),
     ("mixer", {"pp": 2, "dp": 2}, {"pipeline": {"split_backward": True}}),
     ("mixer", {"pp": 2, "dp": 2}, {"parallel": {"zero": 3}, "pipeline": {"schedule": "1f1b"}}),
     ("mixer", {"pp": 2}, {"pipeline": {"schedule": "interleaved", "chunks": 2, "recompute": "stage"},
@@ -43,6 +53,29 @@ def test_an_example_is_short_and_uses_public_names(path: Path) -> None:
 def test_a_grid_is_the_same_training(name: str, grid: dict[str, int], sections: dict[str, Any]) -> None:
     report = Trainer(config=config_of(name, **sections)).verify(grid, 3)
     assert report.ok, report.first_divergence
+
+
+@pytest.mark.ranks
+def test_memory_and_messages_of_several_tensors_are_what_is_said() -> None:
+    config = config_of("t5", parallel={"pp": 3, "dp": 1}, pipeline={"split": [1, 2, 2]}, train={"num_steps": 20},
+                       checkpoint={"asynchronous": False})
+    measured, predicted, sent = run_ranks(train_watched, 3, config)[0]
+    assert measured == pytest.approx(predicted, rel=0.05)
+    one = 2 * 6 * 16 * 4  # bytes: micro-batch, length, width, of the encoder's output, and of the decoder's
+    steps, microbatches = 6, 4
+    assert sent == [steps * microbatches * size for size in (one, one + 2 * one, 2 * one)], "forward, and back"
+
+
+def train_watched(config: Config) -> Any:
+    """Peaks that were measured and predicted, and the bytes that each stage has sent to its neighbours."""
+    grid, cpu = ProcessGrid(sizes_of(config.parallel)), torch.device("cpu")
+    watch = MemoryWatch(config, cpu)
+    engine = Engine(config, grid, cpu)
+    loader = SyntheticLoader(config.model, config.train.micro_batch_size, config.pipeline.num_microbatches)
+    engine.train(watch.loader(loader), 6, lambda result: None)
+    found = watch.compare(grid)
+    sent = gather_objects(sum(axis.traffic.num_bytes["send"] for axis in (grid.pp, grid.pp_reverse)), grid.world)
+    return found.measured, found.predicted, sent
 
 
 @pytest.mark.ranks

@@ -23,7 +23,14 @@ from hybridpar.config.sections import (
     RunConfig,
     TrainConfig,
 )
-from hybridpar.config.spec import ModelSpec, import_spec, known_spec, model_settings, spec_name
+from hybridpar.config.spec import (
+    ModelSpec,
+    import_spec,
+    known_spec,
+    message_shape,
+    model_settings,
+    spec_name,
+)
 from hybridpar.config.toml import (
     MAX_TOML,
     from_mapping,
@@ -38,6 +45,6 @@ __all__ = [
     "CompressionConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch", "MemoryConfig",
     "ModelConfig", "ModelSpec", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig", "PlanConfig",
     "RunConfig", "TrainConfig", "Whole", "Within", "broken_rules", "from_mapping", "from_plain", "import_spec",
-    "known_spec", "load_toml", "model_settings", "pass_on_signals", "span", "spec_name", "to_mapping", "to_toml",
-    "triton_is_interpreted",
+    "known_spec", "load_toml", "message_shape", "model_settings", "pass_on_signals", "span", "spec_name", "to_mapping",
+    "to_toml", "triton_is_interpreted",
 ]

@@ -54,6 +54,10 @@ class CompressionConfig:
         """Settings that do not go with those of other sections."""
         for reason in self._against_gradients(config) if self.gradients != "none" else ():
             yield Problem("compression.gradients", self.gradients, reason, "none")
+        shapes = [config.model.activation_shape(n) for n in range(config.model.num_blocks - 1)]
+        if self.both_ways != ("none", "none") and any(isinstance(s, dict) or s != shapes[0] for s in shapes):
+            yield Problem("compression.messages", self.messages, "needs one tensor of one shape between all blocks, "
+                          f"and {config.model.kind} has others", "none")
 
     @staticmethod
     def _against_gradients(config: Config) -> Iterator[str]:

@@ -15,6 +15,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,8 +60,11 @@ class ModelSpec:
         """Block `number`, on the axes, the device and of the type that `build` (models.build.Build) says."""
         raise NotImplementedError(f"{type(self).__name__} must define block")
 
-    def activation_shape(self, number: int) -> tuple[int, ...]:
-        """The shape of one sample of what block `number` returns, features last; the last block's is not asked for."""
+    def activation_shape(self, number: int) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
+        """The shape of one sample of what block `number` returns, features last; the last block's is not asked for.
+
+        A block that returns several tensors, in a dict by name, has their shapes by name.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define activation_shape")
 
     def sample(self, number: int, seed: int) -> dict[str, Any]:
@@ -88,6 +92,12 @@ class ModelSpec:
     def conflicts(self) -> Iterator[Problem]:
         """Settings that do not go together."""
         return iter(())
+
+
+def message_shape(model: ModelSpec, number: int) -> tuple[int, ...]:
+    """The shape of one sample of what goes on from block `number` to another stage: several tensors are one row."""
+    shape = model.activation_shape(number)
+    return (sum(map(prod, shape.values())),) if isinstance(shape, dict) else shape
 
 
 def model_settings(model: ModelSpec) -> dict[str, Any]:

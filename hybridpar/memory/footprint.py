@@ -38,7 +38,7 @@ class Footprint:
     weights: all working versions. gradients: all buffers. optimizer: its state, and kinds of state that have no column
     of their own. kept: tensors that a micro-batch leaves between its forward and its backward, besides its input.
     input: what it keeps of its input. output: what is sent of its output, where that is not kept anyway. message: an
-    activation between stages. received, returned, returning: what a rank receives of an activation, receives of the
+    activation that it sends. received, returned, returning: what a rank receives of an activation, receives of the
     gradient of its output, and sends of the gradient of its input. forward, first_backward (of a batch), backward,
     norm, update: the most that each takes above what was there when it began. waiting: tensors that a micro-batch keeps
     between the two parts of a split backward; weight_gradients: the most that the second part takes; first_backward and
@@ -117,12 +117,14 @@ class _TracedStage:
         policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
         sequence = config.parallel.sequence
         self.stage = Stage(build_blocks(
-            model, grid.tp, blocks, kernels=config.kernels, sequence=sequence, dtype=policy.dtype), recompute)
+            model, grid.tp, blocks, kernels=config.kernels, sequence=sequence, dtype=policy.dtype), recompute, model)
         parts = cut_into_parts(config, blocks) if policy.splits_gradients else ()
         self.state = RankState(self.stage, grid, policy, device, parts=parts)
         self.state.allocate()
-        self.lane = Lane.of(config, grid, policy.dtype, device)
-        into, out = (partial(self.lane.codecs.on, first=first) for first in (blocks.start, blocks.stop))
+        ends = blocks, range(min(blocks.stop, model.num_blocks - 1), model.num_blocks)
+        lane = Lane.of(config, grid, policy.dtype, device, ends)
+        self.lane, self.next = lane.into(0), lane.into(1)
+        into, out = (partial(lane.codecs.on, first=first) for first in (blocks.start, blocks.stop))
         self._codecs = {"received": into(1), "sent": out(1), "returned": out(-1), "returning": into(-1)}
         self.receives, self.sends = 0 not in blocks, model.num_blocks - 1 not in blocks
         self.moved = 0  # in the newest forward
@@ -138,8 +140,9 @@ class _TracedStage:
 
     def messages(self) -> dict[str, int]:
         """The bytes of what travels, by name; of an activation; and what a micro-batch keeps of its input."""
-        parts = {name: self.lane.room(codec).nbytes for name, codec in self._codecs.items() if name != "sent"}
-        return {"message": self.lane.whole().nbytes, "input": self._input_bytes, **parts}
+        lanes = {"received": self.lane, "returned": self.next, "returning": self.lane}
+        parts = {name: lane.room(self._codecs[name]).nbytes for name, lane in lanes.items()}
+        return {"message": self.next.whole().nbytes, "input": self._input_bytes, **parts}
 
     def _received(self) -> Tensor | Packed | None:
         if not self.receives:
@@ -164,7 +167,7 @@ class _TracedStage:
         if isinstance(out, dict):
             out = sum(out.values())
             self._loss_dtype = out.dtype
-        sent = self.lane.cut(out.detach(), self._codecs["sent"] if self.sends else None)
+        sent = self.next.cut(out.detach(), self._codecs["sent"] if self.sends else None)
         self._edge = get_gradient_edge(out)
         peak = self.tracker.read().peak - before
         del out, batch, key
@@ -175,7 +178,7 @@ class _TracedStage:
 
     def backward(self, first: bool) -> tuple[int, int]:
         """An executor's backward: the most that it took, and what waits after it. `first`: of a batch."""
-        gradient = self.lane.whole() if self.sends else None
+        gradient = self.next.whole() if self.sends else None
         if first:
             self.state.begin(0)
         before = self._start()

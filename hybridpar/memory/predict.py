@@ -159,7 +159,7 @@ def walk(
         for name in ("weights", "master", "gradients", "optimizer", "norm", "update"))
     whole_weights, whole_gradients = (
         max(getattr(fp, name) for fp in held) for name in ("whole_weights", "whole_gradients"))
-    message, last = held[0].message, sizes.num_stages - 1
+    last = sizes.num_stages - 1
     in_flight = kept = inputs = posted = 0  # micro-batches, and what they keep; inputs, and receives not yet taken
     waiting: dict[Kind, int] = {}  # outputs to be sent
     sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
@@ -174,7 +174,7 @@ def walk(
         takes = row.receive is not None and (has_input if row.flow > 0 else has_output)
         posted -= takes * (fp.received if row.flow > 0 else fp.returned)
         activations = kept + inputs
-        whole = fp.input if kind is Kind.F else message
+        whole = fp.input if kind is Kind.F else fp.message
         communication = posted + takes * whole + sum(waiting.values()) + sum(sends)
         is_first = action.microbatch % sizes.num_microbatches == 0 or whole_gradients > 0
         backward = fp.first_backward if is_first else fp.backward

@@ -6,12 +6,12 @@ Legend: h hidden, f ffn, s sequence, v vocabulary.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from math import prod
 
-from hybridpar.config import ModelConfig, ModelSpec
+from hybridpar.config import ModelConfig, ModelSpec, message_shape
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
@@ -61,7 +61,8 @@ def block_parameters(model: ModelSpec) -> tuple[tuple[tuple[int, ...], ...], ...
 def _own_flops(model: ModelSpec) -> tuple[int, ...]:
     found = []
     for number, shapes in enumerate(block_parameters(model)):
-        rows = prod(model.activation_shape(max(0, number - 1))[:-1])
+        shape = model.activation_shape(max(0, number - 1))
+        rows = sum(prod(one[:-1]) for one in (shape.values() if isinstance(shape, dict) else [shape]))
         said = model.forward_flops(number)
         weights = sum(prod(shape) for shape in shapes if len(shape) > 1)
         found.append((2 * weights * rows if said is None else said) // model.tokens_per_sample)
@@ -98,7 +99,7 @@ _STATE_BYTES = 18
 def _held(model: ModelSpec) -> tuple[tuple[int, int], ...]:
     """Bytes of each block, to compare splits by: its state, and what it keeps of a micro-batch of one sequence."""
     if not isinstance(model, ModelConfig):
-        return tuple((_STATE_BYTES * sum(map(prod, shapes)), 2 * prod(model.activation_shape(max(0, number - 1))))
+        return tuple((_STATE_BYTES * sum(map(prod, shapes)), 2 * prod(message_shape(model, max(0, number - 1))))
                      for number, shapes in enumerate(block_parameters(model)))
     token = model.seq_length * model.hidden_size
     layer = (_STATE_BYTES * layer_matmul_parameters(model), KEPT_BYTES * token)
@@ -236,12 +237,3 @@ def stage_split(
             f"({_named(model)})", str(list(works)))
     sizes = split or _balanced(model, num_stages, num_ranks)
     return tuple(range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True))
-
-
-def require_one_shape(model: ModelSpec, split: Sequence[range]) -> None:
-    """Raises: ConfigError where stages hand on activations of different shapes."""
-    shapes = {blocks.stop - 1: model.activation_shape(blocks.stop - 1) for blocks in split[:-1]}
-    if odd := next((n for n, shape in shapes.items() if shape != model.activation_shape(0)), None):
-        rule = (f"lets block {odd} of {model.kind} hand on {list(shapes[odd])} to another stage, and block 0 returns "
-                f"{list(model.activation_shape(0))}; what goes between stages has one shape")
-        raise config_error("pipeline.split", [len(blocks) for blocks in split], rule, "a split at other blocks")

@@ -123,16 +123,22 @@ def _check_output(model: ModelSpec, number: int, block: nn.Module, args: Any, ou
     """Raises: ConfigError where the block returns something else than `activation_shape` and `losses` say."""
     where = f"block {number} ({type(block).__name__}) of {model.kind}"
     if number == model.num_blocks - 1:
-        found = list(out) if isinstance(out, dict) else f"a {type(out).__name__}"
-        if found != list(model.losses) or any(loss.dim() for loss in out.values()):
+        names = list(out) if isinstance(out, dict) else f"a {type(out).__name__}"
+        if names != list(model.losses) or any(loss.dim() for loss in out.values()):
             raise config_error("model.losses", list(model.losses), f"are numbers (0-d) that the last block returns by "
-                               f"name; {where} returns {found}", "the names of that dict")
+                               f"name; {where} returns {names}", "the names of that dict")
         return
     wanted = model.activation_shape(number)
-    if not isinstance(out, Tensor) or tuple(out.shape[1:]) != wanted:
-        found = f"[b, {', '.join(map(str, out.shape[1:]))}]" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        raise config_error("model.activation_shape", list(wanted), f"is what {where} is to return of each sample; it "
-                           f"returns {found}", found)
+    found = _shape_of(out) if not isinstance(wanted, dict) else (
+        {name: _shape_of(one) for name, one in out.items()} if isinstance(out, dict) else f"a {type(out).__name__}")
+    if found != wanted:
+        raise config_error("model.activation_shape", wanted, f"is what {where} is to return of each sample; it returns "
+                           f"{found}", str(found))
+
+
+def _shape_of(x: Any) -> Any:
+    """The shape of a sample, or what `x` is instead of a tensor."""
+    return tuple(x.shape[1:]) if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
 def _placement(module: nn.Module, parameter: nn.Parameter, draw: Constructed, inner: bool) -> Placement:

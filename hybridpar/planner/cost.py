@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from hybridpar.config import Config
+from hybridpar.config import Config, message_shape
 from hybridpar.models.build import DTYPES, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Kind
@@ -86,9 +86,9 @@ class StepCost:
         profile, b = machine.profile, config.train.micro_batch_size
         self.kinds = {kind: profile.block(kind, self.tp, b) for kind in KINDS}
         self.item, self.gradient_bytes = DTYPES[config.train.dtype].itemsize, GRADIENT_BYTES[config.train.dtype]
-        self.message_bytes = self.item * b * prod(config.model.activation_shape(0))
+        self.message_bytes = self.item * b * prod(message_shape(config.model, 0))
         """Bytes of an activation."""
-        codecs, (*rows, hidden) = Codecs.of(config), config.model.activation_shape(0)
+        codecs, (*rows, hidden) = Codecs.of(config), message_shape(config.model, 0)
         row = max(hidden * self.item if codec is None else codec.row_bytes(hidden)
                   for codec in (codecs.forward, codecs.backward))
         self.wire_bytes = b * prod(rows) * row

@@ -86,7 +86,7 @@ class Engine:
             model, grid.tp, numbers, kernels=config.kernels, sequence=sequence, dtype=states.dtype)
         again = recomputed_blocks(pipeline.recompute, model, self.split)
         self.parts = Parts.of(config, {stage: self.split[stage] for stage in self._held})
-        stages = {stage: [Stage({n: blocks[n] for n in numbers}, again[stage]) for numbers in parts]
+        stages = {stage: [Stage({n: blocks[n] for n in numbers}, again[stage], model) for numbers in parts]
                   for stage, parts in self.parts.of_stage.items()}
         self.stage = Stage(blocks)
         if memory is None and config.memory.budget:

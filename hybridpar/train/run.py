@@ -80,13 +80,13 @@ class Run:
         self.callbacks = callbacks
         self.engine, self.grid, self.reporter, self.watch = engine, engine.grid, reporter, watch
         self.resumed = resumed
+        self.report = RunReport(engine, reporter, resumed, links)
         self.train_loader = self._loader(data.train)
         self.train_loader.start = engine.data_start
         loader = self.train_loader if watch is None else watch.loader(self.train_loader)
         self.memory = MemoryLog(engine, resumed, reporter.say) if config.train.record_memory else None
         self.clock = BatchClock(loader if self.memory is None else self.memory.loader(loader))
         self.valid_loader = None if data.valid is None else self._loader(data.valid)
-        self.report = RunReport(engine, reporter, resumed, links)
         self.anomalies = AnomalyHandler(engine, data.train, self.report.log, reporter.say)
         saving = run_folder.open_flight(config, self.grid.rank, run_folder.SAVING)
         self.saver = checkpoint.Saver(

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hybridpar.config import Config, KernelsConfig
+from hybridpar.config import Config, KernelsConfig, message_shape
 from hybridpar.errors import config_error
 from hybridpar.models.build import DTYPES
 from hybridpar.ops.quantize import dequantize_, quantize, quantized_bytes
@@ -89,7 +89,7 @@ class Codecs:
     @classmethod
     def of(cls, config: Config) -> Codecs:
         """Those that a configuration names. Raises: ConfigError where one takes as many bytes as the numbers do."""
-        names, hidden = config.compression.both_ways, config.model.activation_shape(0)[-1]
+        names, hidden = config.compression.both_ways, message_shape(config.model, 0)[-1]
         forward, backward = (CODECS[name](config.kernels) for name in names)
         plain = hidden * DTYPES[config.train.dtype].itemsize
         for key, name, codec in zip(("messages", "messages_backward"), names, (forward, backward), strict=True):

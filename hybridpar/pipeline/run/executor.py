@@ -103,6 +103,7 @@ class Executor:
                  tiers: Tiers | None = None, stash: Stash | None = None):
         self.stages, self.weights, self.lane, self.tiers, self.stash = stages, weights, lane, tiers, stash
         self.num_microbatches = num_microbatches
+        self._lanes = {into: lane.into(into) for into in range(len(lane.shapes))}
         self.losses: dict[int, Losses] = {}
         """Sum of each batch's partial losses so far (last stage only); whoever reads an entry takes it out."""
         self.recording: Recording | None = None
@@ -196,7 +197,8 @@ class Executor:
         elif part + 1 < len(self.stages[stage]):
             self._handed[Kind.F, stage, part + 1, k] = out.detach()
         else:
-            self._outputs[Kind.SEND_F, stage, k] = self.lane.cut(out.detach(), self._codec(Kind.SEND_F, stage))
+            lane, codec = self._link(Kind.SEND_F, stage)
+            self._outputs[Kind.SEND_F, stage, k] = lane.cut(out.detach(), codec)
         if grad:
             self._flight[stage, part, k] = InFlight(leaf, get_gradient_edge(out))
 
@@ -222,7 +224,8 @@ class Executor:
             if part:
                 self._handed[Kind.B, stage, part - 1, k] = made
             else:
-                self._outputs[Kind.SEND_B, stage, k] = self.lane.cut(made, self._codec(Kind.SEND_B, stage))
+                lane, codec = self._link(Kind.SEND_B, stage)
+                self._outputs[Kind.SEND_B, stage, k] = lane.cut(made, codec)
         if action.kind is Kind.B:
             self._hooks.after_backward(action)
 
@@ -248,16 +251,17 @@ class Executor:
             self._loss_dtype = value.dtype
 
     def _post_receive(self, action: Action) -> None:
-        lane, row = self.lane, ROWS[action.kind]
-        buffer = lane.room(self._codec(action.kind, action.stage))
+        (lane, codec), row = self._link(action.kind, action.stage), ROWS[action.kind]
+        buffer = lane.room(codec)
         axis = lane.pp if row.flow > 0 else lane.reverse
         work = irecv(buffer, (axis.rank + row.side) % axis.size, axis, tag=action.stage)
         self._received[action.kind, action.stage, action.microbatch] = (work, buffer)
 
-    def _codec(self, kind: Kind, stage: int) -> Codec | None:
-        """The codec of a transfer; there is none where nothing is trained."""
+    def _link(self, kind: Kind, stage: int) -> tuple[Lane, Codec | None]:
+        """The lane and the codec of a transfer; there is no codec where nothing is trained."""
         row = ROWS[kind]
-        return self.lane.codec(row.flow, stage + (row.side > 0)) if torch.is_grad_enabled() else None
+        into = stage + (row.side > 0)
+        return self._lanes.get(into, self.lane), self.lane.codec(row.flow, into) if torch.is_grad_enabled() else None
 
     def _take(self, kind: Kind, stage: int, k: int, packed: bool = False) -> Any:
         """The received tensor, once it is here; None where this stage receives nothing of that kind. `packed`: as the
@@ -269,9 +273,10 @@ class Executor:
             return None
         work, buffer = entry
         self.wait(work.wait)
-        if (codec := self._codec(kind, stage)) is not None and packed:
-            return Packed(self.lane, self.lane.gather(buffer), codec)
-        return self.lane.join(buffer, codec)
+        lane, codec = self._link(kind, stage)
+        if codec is not None and packed:
+            return Packed(lane, lane.gather(buffer), codec)
+        return lane.join(buffer, codec)
 
     def _send(self, action: Action) -> None:
         lane, row = self.lane, ROWS[action.kind]

@@ -9,7 +9,7 @@ With a codec (codecs.py) slices are whole rows, and they are gathered as the byt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -20,7 +20,7 @@ from torch.autograd.function import Function
 
 from hybridpar.autograd import once_differentiable
 from hybridpar.comm import all_gather
-from hybridpar.config import Config
+from hybridpar.config import Config, ModelConfig, message_shape
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn.placement import Range, split_ranges, split_sizes
 from hybridpar.nn.sequence import SequencePart
@@ -31,6 +31,7 @@ from hybridpar.pipeline.run.codecs import Codec, Codecs
 class Lane:
     """The pipeline's neighbours and what travels between them: one activation, or its gradient, of `shape`.
 
+    `shapes`: where it is not the same everywhere, of the activation into each stage.
     `slicing`: axis whose ranks all hold the same activation, so that each sends a slice of it. None: each rank sends
     all of what it holds. `codecs`: of messages, between the stages of `split` (none: messages are exact).
     """
@@ -43,6 +44,7 @@ class Lane:
     slicing: Axis | None = None
     codecs: Codecs = field(default_factory=Codecs)
     split: Sequence[range] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, config: Config, grid: ProcessGrid, dtype: torch.dtype, device: torch.device,
@@ -53,11 +55,18 @@ class Lane:
         parallel.sequence each has its own rows.
         """
         sequence = config.parallel.sequence
-        shape = (config.train.micro_batch_size, *config.model.activation_shape(0))
+        model, b = config.model, config.train.micro_batch_size
+        shape = (b, *message_shape(model, 0))
         if sequence:
-            shape = (shape[0], SequencePart.of(shape[1], grid.tp, sequence).length, *shape[2:])
+            shape = (b, SequencePart.of(shape[1], grid.tp, sequence).length, *shape[2:])
+        shapes = tuple((b, *message_shape(model, max(0, blocks.start - 1))) for blocks in split)
         slicing = None if sequence else grid.tp
-        return cls(grid.pp, grid.pp_reverse, shape, dtype, device, slicing, Codecs.of(config), split)
+        lane = cls(grid.pp, grid.pp_reverse, shape, dtype, device, slicing, Codecs.of(config), split)
+        return lane if isinstance(model, ModelConfig) or len({*shapes, shape}) == 1 else replace(lane, shapes=shapes)
+
+    def into(self, stage: int) -> Lane:
+        """The lane between that stage and the one before."""
+        return replace(self, shape=self.shapes[stage], shapes=()) if self.shapes else self
 
     def codec(self, flow: int, into: int) -> Codec | None:
         """The codec on the link between stage `into` and the one before. flow: 1 for activations, -1 for gradients."""

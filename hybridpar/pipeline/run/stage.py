@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hybridpar.config import ModelConfig, ModelSpec
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.models.build import Recomputation
+from hybridpar.pipeline.run.packing import Packing
 from hybridpar.random import RandomKey
 
 KEEP_ALL = Recomputation()
@@ -22,13 +24,20 @@ class Stage(nn.Module):
 
     A recomputed block keeps nothing between forward and backward but its input; a stage that is recomputed as a whole
     nothing but the stage's. Of a layer that is recomputed selectively, outputs of norms and activations are made again.
+    `model`: where stages hand on several tensors, as one.
     Shapes: x [b, s, h] (None for the stage that holds the embedding; or a function that makes it, each time that the
     stage runs) -> [b, s, h], or partial losses (0-d each) for the stage that holds the head.
     Source: arXiv 2006.09503, section 4.1 (whole stages).
     """
 
-    def __init__(self, blocks: Mapping[int, nn.Module], recompute: Recomputation = KEEP_ALL):
+    def __init__(self, blocks: Mapping[int, nn.Module], recompute: Recomputation = KEEP_ALL,
+                 model: ModelSpec | None = None):
         super().__init__()
+        first, last = min(blocks), max(blocks)
+        self._into = self._out = None
+        if model is not None and not isinstance(model, ModelConfig):
+            self._into = Packing.after(model, first - 1) if first else None
+            self._out = Packing.after(model, last) if last < model.num_blocks - 1 else None
         self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
         self.recompute = recompute
         for number in recompute.selective.intersection(blocks):
@@ -40,14 +49,15 @@ class Stage(nn.Module):
         return self._run(x, batch, key)
 
     def _run(self, x: Input, batch: MicroBatch, key: RandomKey | None) -> Tensor | Losses:
-        out: Tensor | Losses | None = x if x is None or isinstance(x, Tensor) else x()
+        out: Any = x if x is None or isinstance(x, Tensor) else x()
+        if self._into is not None:
+            out = self._into.unpack(out)
         for number, block in self.blocks.items():
             if int(number) in self.recompute.blocks and not self.recompute.whole:
                 out = _checkpointed(block, out, batch, key)
             else:
                 out = block(out, batch, key)
-        assert out is not None
-        return out
+        return out if self._out is None else self._out.pack(out)
 
 
 def _checkpointed(function: Callable[..., Any], *args: Any) -> Any:
