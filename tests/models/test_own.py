@@ -17,7 +17,7 @@ from hybridpar.config import Config, from_mapping, import_spec, spec_name, to_ma
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks, recomputed_blocks
-from hybridpar.models.cost import forward_flops_per_token, require_one_shape, stage_split
+from hybridpar.models.cost import forward_flops_per_token, stage_split
 from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import named_placements
 from hybridpar.validate import problems
@@ -143,7 +143,7 @@ def run(model: ModelSpec) -> Any:
 
 
 @pytest.mark.parametrize(("what", "text"), [
-    ("width", r"activation_shape = \[6\].*block 1 \(Inner\) of Small.*it returns \[b, 7\]"),
+    ("width", r"activation_shape = \(6,\).*block 1 \(Inner\) of Small.*it returns \(7,\)"),
     ("losses", r"model\.losses = \['loss'\].*block 3 \(Last\) of Small returns \['other'\]"),
 ])
 def test_blocks_that_return_something_else(what: str, text: str) -> None:
@@ -152,11 +152,10 @@ def test_blocks_that_return_something_else(what: str, text: str) -> None:
         run(Small(what=what))
 
 
-def test_stages_hand_on_one_shape() -> None:
-    model = Small(what="shapes")
-    require_one_shape(model, [range(1), range(1, 4)])
-    with pytest.raises(ConfigError, match=r"lets block 1 of Small hand on \[7\].*block 0 returns \[6\]"):
-        require_one_shape(model, [range(2), range(2, 4)])
+def test_messages_of_one_shape_alone_are_compressed() -> None:
+    for what, wrong in (("", False), ("shapes", True)):
+        found = problems(from_mapping({"compression": {"messages": "bf16"}}, Config(model=Small(what=what))), 1)
+        assert any("needs one tensor of one shape" in str(p) for p in found) == wrong
 
 
 def test_work_is_counted_from_weights_or_said() -> None:

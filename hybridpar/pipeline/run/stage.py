@@ -33,9 +33,9 @@ class Stage(nn.Module):
     def __init__(self, blocks: Mapping[int, nn.Module], recompute: Recomputation = KEEP_ALL,
                  model: ModelSpec | None = None):
         super().__init__()
-        first, last = min(blocks), max(blocks)
         self._into = self._out = None
         if model is not None and not isinstance(model, ModelConfig):
+            first, last = min(blocks), max(blocks)
             self._into = Packing.after(model, first - 1) if first else None
             self._out = Packing.after(model, last) if last < model.num_blocks - 1 else None
         self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
