@@ -22,6 +22,7 @@ from hybridpar.config.sections import (
     PlanConfig,
     RunConfig,
     TrainConfig,
+    rank_of_stage,
 )
 from hybridpar.config.toml import (
     MAX_TOML,
@@ -37,5 +38,5 @@ __all__ = [
     "CompressionConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch", "MemoryConfig",
     "ModelConfig", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig", "PlanConfig", "RunConfig",
     "TrainConfig", "Whole", "Within", "broken_rules", "from_mapping", "from_plain", "load_toml", "pass_on_signals",
-    "span", "to_mapping", "to_toml", "triton_is_interpreted",
+    "rank_of_stage", "span", "to_mapping", "to_toml", "triton_is_interpreted",
 ]
