@@ -429,6 +429,9 @@ def _on_v(schedule: Schedule, activations: str, *, warmup: str, early_switch: in
     problems = [Problem(f"pipeline.{name}", value, rule, off) for name, value, off in (
         ("warmup", warmup, "depth"), ("early_switch", "off" if early_switch is None else early_switch, "off"))
         if value != off]
+    if not schedule.flush and schedule.num_gradient_buffers == 1:
+        problems.append(Problem("pipeline.gradient_buffers", 1, "must be 2 with pipeline.placement = v, where the next "
+                                "batch reaches a rank's second chunk before this one has left its first", "0"))
     if problems:
         raise ConfigError(*problems)
     ahead = schedule.warmup if schedule.flush else partial(vee.warmup, activations=activations)
