@@ -54,6 +54,10 @@ class CompressionConfig:
         """Settings that do not go with those of other sections."""
         for reason in self._against_gradients(config) if self.gradients != "none" else ():
             yield Problem("compression.gradients", self.gradients, reason, "none")
+        for name, codec in (("messages", self.messages), ("messages_backward", self.messages_backward)):
+            if config.pipeline.placement == "v" and codec not in ("none", "same"):
+                rule = "does not go with pipeline.placement = v, where a rank hands over to itself what others send"
+                yield Problem(f"compression.{name}", codec, rule, "none")
 
     @staticmethod
     def _against_gradients(config: Config) -> Iterator[str]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hybridpar.config import Config
-from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
+from hybridpar.memory.footprint import Buffers, Footprint, trace_stage, trace_state
 from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Action
@@ -110,6 +110,11 @@ def predict(
         buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers, offloads=min(
             config.memory.offload_activations, most_away(schedule, sizes, rank)) > 0)
         held = {stage: footprint(stage, buffers) for stage in sizes.stages_of(rank)}
+        if rank == 0 and sizes.is_v and config.model.tie_embeddings:
+            first, last = held
+            together = trace_state(config, [*split[first], *split[last]], buffers, device)
+            held[last] = replace(held[last], **{
+                name: whole - getattr(held[first], name) for name, whole in together.items()})
         actions = lower(schedule, walked, rank, schedule.sync_steps, batches_to_peak(config), gather=gather,
                         split=config.pipeline.split_backward, feedback=config.feeds_back,
                         offload=config.memory.offload_activations)

@@ -16,7 +16,6 @@ from torch.autograd.function import Function
 
 from hybridpar.config import Config
 from hybridpar.models.cost import stage_split
-from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.pipeline.run.codecs import Codec, Codecs, through
 
 
@@ -24,9 +23,7 @@ def add_boundaries(blocks: Mapping[int, nn.Module], config: Config) -> None:
     """Puts the links of `config` behind blocks of the whole model, by number. Without gradients they are exact."""
     codecs, pipeline = Codecs.of(config), config.pipeline
     split = stage_split(config.model, config.parallel.pp, pipeline.split, pipeline.num_chunks, pipeline.placement)
-    for stage, (before, after) in enumerate(pairwise(split)):
-        if Sizes.of(config).peer(stage, 1) is None:
-            continue  # the rank hands over to itself
+    for before, after in pairwise(split):
         forward, backward = (codecs.on(flow, after.start) for flow in (1, -1))
         if forward is None and backward is None:
             continue

@@ -320,7 +320,9 @@ def test_with_several_chunks_on_a_rank(p: int, pipeline: dict[str, Any], dtype: 
     (2, {"kind": "bert"} | DROPOUT, {"schedule": "gpipe", "recompute": "all"}, "fp32"),
     (2, {"logits_chunk": 100}, {"recompute": "stage"}, "bf16"),
     (3, {}, {"zero_bubble": True}, "fp32"),
-    (2, DROPOUT, {"schedule": "interleaved", "zero_bubble": True}, "bf16")], ids=str)
+    (2, DROPOUT, {"schedule": "interleaved", "zero_bubble": True}, "bf16"),
+    (2, DROPOUT, {"placement": "v"}, "fp32"),
+    (3, {}, {"placement": "v", "schedule": "2bw", "activations": "half", "recompute": "stage:2,3"}, "bf16")], ids=str)
 def test_with_split_backwards(p: int, model: dict[str, Any], pipeline: dict[str, Any], dtype: str) -> None:
     agree(make(pp=p, model=model, pipeline={"split_backward": True, **pipeline}, train={"dtype": dtype}))
 
