@@ -128,6 +128,8 @@ class PipelineConfig:
         if self.placement == "v" and not self.split_backward:
             yield Problem("pipeline.split_backward", "false", "must be true with pipeline.placement = v, whose order "
                           "is of both parts of a backward", "true")
+        if self.placement == "v" and self.early_switch == "auto":
+            yield Problem("pipeline.early_switch", "auto", "pipeline.placement = v has no early switch", "off")
         if self.activations != "full" and self.placement != "v":
             yield Problem("pipeline.activations", self.activations, "needs pipeline.placement = v", "full")
 

@@ -50,7 +50,7 @@ CASES: list[tuple[dict[str, Any], ...]] = [
     ({"pp": 2}, {"schedule": "interleaved", **STAGE}, {}, {}, {"messages": "int4"}),
     ({"tp": 2, "pp": 2}, {"schedule": "1f1b"}, {}, {}, {"messages": "int4"}),
     ({"pp": 2}, {"placement": "v", **SPLIT}, DROPOUT, {}),
-    ({"tp": 2, "pp": 2}, {"schedule": "2bw", "placement": "v", "activations": "half", **SPLIT, **STAGE}, {}, {}),
+    ({"pp": 2}, {"schedule": "2bw", "placement": "v", "activations": "half", **SPLIT, **STAGE}, {}, {}),
 ]
 
 

@@ -4,20 +4,21 @@ A backward comes back to a rank soon after its second chunk's forward, so activa
 all ranks hold about as many. Three orders, by what a rank may hold (in micro-batches of a whole rank, of which 1f1b's
 first rank holds p):
 
-    full    ZB-V       p             (p-1)F/2 of idle time in a batch where F = I = W
-    half    V-Half     p/2 + 1       none in the steady state
-    min     V-Min      p/3 + 1       none in the steady state where F = I = W
+    full    ZB-V      p          for batches that drain: (p-1)F/2 of idle time in each where F = I = W
+    half    V-Half    p/2 + 1    for 2bw: none in the steady state
+    min     V-Min     p/3 + 1    for 2bw: none in the steady state where F = I = W
 
 half and min repeat a pattern of six slots, in each of which a rank does an F, I or W of a chunk; a slot is the time of
 one of them. Slots in which a rank runs micro-batch 0, p = 4, half (b: the second chunk):
 
-    rank 0   F0    F10b    I14b    W17b   I25    W26        micro-batch k: 6k later
-    rank 1   F2    F9b     I16b    W17b   I24    W25
-    rank 2   F4    F8b     I18b    W19b   I23    W26
-    rank 3   F6    F7b     I20b    W21b   I22    W23
+    rank 0   F 0    Fb 10    Ib 14    Wb 15    I 25    W 29        micro-batch k: 6k later
+    rank 1   F 2    Fb 9     Ib 16    Wb 17    I 24    W 25
+    rank 2   F 4    Fb 8     Ib 18    Wb 19    I 23    W 27
+    rank 3   F 6    Fb 7     Ib 20    Wb 21    I 22    W 23
 
 A rank never has two things to do in one slot, so the pattern never waits, and never has to drain: 2bw goes on with it
-for ever. Between batches that drain, the order is the same and what is there already runs at once.
+for ever. Between batches that drain, the order is the same and what is there already runs at once; filling and draining
+then take longer than ZB-V's (p = 4, m = 8, F = I = W: a quarter of the work, against 6 %).
 
 Source: arXiv 2405.15362 (offsets of V-Half and V-Min, building blocks), 2401.10241 (ZB-V).
 

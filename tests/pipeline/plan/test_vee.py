@@ -231,6 +231,7 @@ def test_picture() -> None:
     ({"schedule": "2bw", "activations": "half", "num_microbatches": 2}, "pipeline.num_microbatches", "3"),
     ({"schedule": "2bw", "activations": "half", "gradient_buffers": 1}, "pipeline.gradient_buffers", "0"),
     ({"schedule": "2bw", "activations": "half", "early_switch": 1}, "pipeline.early_switch", "off"),
+    ({"schedule": "2bw", "activations": "half", "early_switch": "auto"}, "pipeline.early_switch", "off"),
     ({"warmup": "latency"}, "pipeline.warmup", "depth"),
     ({"zero_bubble": True}, "pipeline.zero_bubble", "false"),
     ({"placement": "loop", "activations": "half"}, "pipeline.activations", "full"),
