@@ -327,6 +327,19 @@ def test_with_split_backwards(p: int, model: dict[str, Any], pipeline: dict[str,
     agree(make(pp=p, model=model, pipeline={"split_backward": True, **pipeline}, train={"dtype": dtype}))
 
 
+def test_activations_of_a_v_are_even_over_ranks() -> None:
+    """V-Half holds 5 of the 8 micro-batches of 2bw's first rank, on every rank; with the ends of the model 0.64."""
+    def activations(**pipeline: Any) -> list[int]:
+        model = {"num_layers": 16, "hidden_size": 32, "seq_length": 32, "vocab_size": 64}
+        return [rank.activations for rank in predict(make(pp=8, model=model, pipeline={
+            "schedule": "2bw", "split_backward": True, "num_microbatches": 9, **pipeline}))]
+
+    one, two = activations(split=(3, *[2] * 6, 3)), activations(split=(2, *[1] * 14, 2), placement="v",
+                                                                activations="half")
+    assert max(two) <= 0.65 * max(one)
+    assert min(two) >= 0.9 * max(two)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("recompute", ["0,2", "stage", "selective", "selective:1"])
 def test_with_recomputation(recompute: str) -> None:

@@ -38,10 +38,8 @@ def make(pipeline: dict[str, Any], pp: int = 2, **sections: dict[str, Any]) -> C
 @pytest.mark.parametrize(("pp", "more", "pipeline", "sections"), [
     (2, {}, {"activations": "full"}, {"model": DROPOUT}),
     (4, {}, {"activations": "full", "num_microbatches": 3, "recompute": "stage:1,4"}, {}),
-    (3, {}, {"activations": "min", "recompute": "0,2-4"}, {"model": DROPOUT}),
     (2, {"dp": 2}, {"activations": "half"}, {"parallel": {"zero": 1}}),
     (2, {"tp": 2}, {"activations": "half", "schedule": "2bw", "sync_steps": 1}, {"model": DROPOUT}),
-    (4, {}, {"activations": "half", "schedule": "2bw"}, {"model": {"tie_embeddings": False}}),
     (3, {}, {"activations": "min", "schedule": "2bw", "num_microbatches": 3}, {}),
 ], ids=str)
 def test_verify(pp: int, more: dict[str, int], pipeline: dict[str, Any], sections: dict[str, Any]) -> None:
