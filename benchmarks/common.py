@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -125,12 +125,14 @@ class FixedLoader:
 
 def engine_config(shape: Shape, *, tp: int = 1, pp: int = 1, dp: int = 1, num_microbatches: int = 1,
                   schedule: str = "1f1b", dtype: str = "fp32", split: tuple[int, ...] = (),
-                  warmup: str = "depth", zero_bubble: bool = False, device: str = "cpu") -> Config:
+                  warmup: str = "depth", zero_bubble: bool = False, device: str = "cpu",
+                  placement: Literal["loop", "v"] = "loop") -> Config:
     """hybridpar's settings: AdamW as torch's defaults, constant rate, global gradient norm clipped to 1 as usual."""
     return Config(
         model=shape.model, parallel=ParallelConfig(tp, pp, dp),
         pipeline=PipelineConfig(schedule=schedule, num_microbatches=num_microbatches, split=split,
-                                warmup=warmup, split_backward=zero_bubble, zero_bubble=zero_bubble),
+                                warmup=warmup, split_backward=zero_bubble or placement == "v", zero_bubble=zero_bubble,
+                                placement=placement),
         optim=OptimConfig(lr=LR, decay="constant", weight_decay=0.01, clip_grad=CLIP),
         train=TrainConfig(micro_batch_size=shape.micro_batch, dtype=dtype, seed=SEED, device=device))
 

@@ -199,12 +199,12 @@ class ProcessGrid:
         """Number of replicas at all sites: so many have samples of their own in a batch."""
         return self.site.size * self.dp.size
 
-    def describe(self, chunks: int = 1) -> str:
+    def describe(self, stages: Sequence[int] = ()) -> str:
         """This rank and its place, for messages: 'rank 5 (stage 2, replica 0, tensor part 1)'.
 
-        `chunks`: parts of the model that each rank holds.
+        `stages`: those that this rank holds; none: the one with its number.
         """
-        return describe(self.rank, range(self.pp.rank, chunks * self.pp.size, self.pp.size), self.place)
+        return describe(self.rank, stages or [self.pp.rank], self.place)
 
 
 def describe(rank: int, stages: Sequence[int], place: Place) -> str:

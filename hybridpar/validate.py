@@ -86,7 +86,7 @@ def _refused(config: Config) -> Iterator[Problem]:
     model, pipeline, pp, chunks = config.model, config.pipeline, config.parallel.pp, config.pipeline.num_chunks
     device = None if config.train.device == "auto" else config.train.device
     attempts: list[Callable[[], object]] = [
-        lambda: stage_split(model, pp, pipeline.split, chunks),
+        lambda: stage_split(model, pp, pipeline.split, chunks, pipeline.placement),
         lambda: recomputed_blocks(pipeline.recompute, model, [range(0)] * (pp * chunks)),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
         lambda: Codecs.of(config),

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import torch
 
 from hybridpar import __version__
-from hybridpar.config import FINITE, Config, Whole, Within, from_mapping, from_plain, span, to_mapping
+from hybridpar.config import FINITE, Config, Whole, Within, from_mapping, from_plain, rank_of_stage, span, to_mapping
 from hybridpar.data import FROM_THE_START, DataStart
 from hybridpar.errors import CheckpointError, ConfigError, shown
 from hybridpar.grid import ALONE, BATCH, MODEL, Place, sizes_of, where_of
@@ -251,7 +251,7 @@ def _check_stages(manifest: Manifest) -> None:
     stages = sorted((start, stop, pp) for pp, blocks in dict(held).items()
                     for start, stop in zip(blocks[::2], blocks[1::2], strict=True))
     edges = [0, *(stop for _, stop, _ in stages)]
-    around = [number % parallel.pp for number in range(len(stages))]
+    around = [rank_of_stage(number, parallel.pp, manifest.config.pipeline.placement) for number in range(len(stages))]
     if len(held) != parallel.pp or [s for s, _, _ in stages] != edges[:-1] or [pp for _, _, pp in stages] != around:
         raise ValueError("its stages do not follow each other")
     if edges[-1] != manifest.config.model.num_blocks:

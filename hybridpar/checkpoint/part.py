@@ -18,6 +18,7 @@ from hybridpar.checkpoint.tensorfile import TensorFile, write_tensors
 from hybridpar.config import Config
 from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.grid import Place, ProcessGrid
+from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.state import RankState
 from hybridpar.state.kinds import StateKind
 
@@ -25,7 +26,7 @@ from hybridpar.state.kinds import StateKind
 class Trainee(Protocol):
     """A rank in training, whose state is saved and loaded: train.engine.Engine.
 
-    `split`: the blocks of each stage, which go round the ranks.
+    `split`: the blocks of each stage, which pipeline.placement gives to ranks.
     """
 
     config: Config
@@ -53,7 +54,7 @@ class Part:
     def of(engine: Trainee) -> Part:
         """The part of this rank; `tensors` are those that it trains, without those that the first replica has, too."""
         grid, state = engine.grid, engine.state
-        held = engine.split[grid.pp.rank :: grid.pp.size]
+        held = [engine.split[stage] for stage in Sizes.of(engine.config).stages_of(grid.pp.rank)]
         tensors = {key: tensor for kind in writes(engine) for key, tensor in kind.tensors().items()}
         return Part(
             saved_place(engine.config, grid.place),

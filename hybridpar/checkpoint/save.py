@@ -33,6 +33,7 @@ from hybridpar.config import Config
 from hybridpar.errors import CheckpointError
 from hybridpar.flight import NO_FLIGHT, Flight, Waiting
 from hybridpar.nn.placement import Placement
+from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.state.kinds import WeightVersions
 
 _TURN_S = 1.0  # ranks that wait for each other's files meet so often: no collective runs into its timeout
@@ -97,7 +98,8 @@ class Saver:
         task.start()
 
     def _who(self) -> str:
-        return self._engine.grid.describe(self._engine.config.pipeline.num_chunks)
+        grid = self._engine.grid
+        return grid.describe(Sizes.of(self._engine.config).stages_of(grid.pp.rank))
 
     def _begin(self, step: int) -> Path:
         """The folder to write into, the same on all ranks."""

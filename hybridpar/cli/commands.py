@@ -165,7 +165,8 @@ class Check:
 
         device = default_device(config)
         memory = predict(config, device=device)
-        stages = stage_split(config.model, config.parallel.pp, config.pipeline.split, config.pipeline.num_chunks)
+        stages = stage_split(config.model, config.parallel.pp, config.pipeline.split, config.pipeline.num_chunks,
+                             config.pipeline.placement)
         model = ModuleList(build_blocks(config.model, Axis("tp"), range(config.model.num_blocks)).values())
         several = {"sites": config.parallel.sites} if config.parallel.sites > 1 else {}
         grid, parameters = config.parallel, sum(p.numel() for p in model.parameters())
@@ -191,7 +192,8 @@ class Check:
         saving = next(iter(savings(config, fullest, memory[fullest], likeliest, device)), None)
         blocks = ", ".join(f"{b.start}-{b.stop - 1}" for b in stages)
         if (chunks := config.pipeline.num_chunks) > 1:
-            blocks += f"; each rank holds {chunks}, which are {grid.pp} apart"
+            blocks += (f"; rank r holds r and {2 * grid.pp - 1} - r" if config.pipeline.placement == "v" else
+                       f"; each rank holds {chunks}, which are {grid.pp} apart")
         at_sites = f" at {grid.sites} sites" if several else ""
         print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}{at_sites}, {grid.num_ranks} processes\n"
               f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head)\n"

@@ -22,6 +22,7 @@ from hybridpar.config.sections import (
     PlanConfig,
     RunConfig,
     TrainConfig,
+    rank_of_stage,
 )
 from hybridpar.config.spec import (
     ModelSpec,
@@ -45,6 +46,6 @@ __all__ = [
     "CompressionConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch", "MemoryConfig",
     "ModelConfig", "ModelSpec", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig", "PlanConfig",
     "RunConfig", "TrainConfig", "Whole", "Within", "broken_rules", "from_mapping", "from_plain", "import_spec",
-    "known_spec", "load_toml", "message_shape", "model_settings", "pass_on_signals", "span", "spec_name", "to_mapping",
-    "to_toml", "triton_is_interpreted",
+    "known_spec", "load_toml", "message_shape", "model_settings", "pass_on_signals", "rank_of_stage", "span",
+    "spec_name", "to_mapping", "to_toml", "triton_is_interpreted",
 ]

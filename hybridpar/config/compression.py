@@ -58,6 +58,10 @@ class CompressionConfig:
         if self.both_ways != ("none", "none") and any(isinstance(s, dict) or s != shapes[0] for s in shapes):
             yield Problem("compression.messages", self.messages, "needs one tensor of one shape between all blocks, "
                           f"and {config.model.kind} has others", "none")
+        for name, codec in (("messages", self.messages), ("messages_backward", self.messages_backward)):
+            if config.pipeline.placement == "v" and codec not in ("none", "same"):
+                rule = "does not go with pipeline.placement = v, where a rank hands over to itself what others send"
+                yield Problem(f"compression.{name}", codec, rule, "none")
 
     @staticmethod
     def _against_gradients(config: Config) -> Iterator[str]:

@@ -76,6 +76,11 @@ class ParallelConfig:
             yield "works on CPUs so far, and train.device is cuda"
 
 
+def rank_of_stage(stage: int, num_ranks: int, placement: str) -> int:
+    """The rank that holds a stage. loop: round and round; v: there and back, so two on each."""
+    return min(stage, 2 * num_ranks - 1 - stage) if placement == "v" else stage % num_ranks
+
+
 @dataclass(frozen=True)
 class PipelineConfig:
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "2bw", "pipedream"] = "1f1b"
@@ -101,6 +106,12 @@ class PipelineConfig:
     split_backward: bool = False
     """A backward runs in two parts: the gradient of a stage's input leaves for the stage before while those of its
     weights are still computed. Losses and weights stay the same to the bit; each part keeps its inputs for longer."""
+    placement: Literal["loop", "v"] = "loop"
+    """Stages of a rank where it holds several. loop: stage c * pp + r is chunk c of rank r. v, with 1f1b or 2bw and
+    split_backward: two on each, stage r and stage 2 * pp - 1 - r; so embedding and head are on one rank."""
+    activations: Literal["full", "half", "min"] = "full"
+    """placement v: what a rank keeps for backwards at most. full: as much as 1f1b's first rank (ZB-V, the fewest gaps);
+    half: about a half of that (V-Half); min: about a third (V-Min), which has gaps where I or W takes longer than F."""
     zero_bubble: bool = False
     """1f1b and interleaved, with split_backward: gradients of weights wait until the pipeline drains, which they fill;
     on each rank of as many micro-batches as it holds fewer than the first."""
@@ -110,7 +121,7 @@ class PipelineConfig:
     @property
     def num_chunks(self) -> int:
         """Stages of the model on each rank."""
-        return self.chunks or 2 if self.schedule == "interleaved" else 1
+        return 2 if self.placement == "v" else self.chunks or 2 if self.schedule == "interleaved" else 1
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
         if self.early_switch == "auto" and self.schedule != "2bw":
@@ -119,6 +130,13 @@ class PipelineConfig:
         if self.zero_bubble and not self.split_backward:
             yield Problem("pipeline.split_backward", "false", "must be true with pipeline.zero_bubble, which moves the "
                           "second part of a backward", "true")
+        if self.placement == "v" and not self.split_backward:
+            yield Problem("pipeline.split_backward", "false", "must be true with pipeline.placement = v, whose order "
+                          "is of both parts of a backward", "true")
+        if self.placement == "v" and self.early_switch == "auto":
+            yield Problem("pipeline.early_switch", "auto", "pipeline.placement = v has no early switch", "off")
+        if self.activations != "full" and self.placement != "v":
+            yield Problem("pipeline.activations", self.activations, "needs pipeline.placement = v", "full")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -105,6 +106,18 @@ def trace_stage(
             first_backward=first_backward, backward=backward, norm=traced.norm(), update=traced.update(),
             waiting=waiting, weight_gradients=weight_gradients,
             whole_weights=whole_weights, whole_gradients=whole_gradients, moved=traced.moved)
+
+
+def trace_state(config: Config, blocks: Iterable[int], buffers: Buffers, device: torch.device) -> dict[str, int]:
+    """Bytes that are there all the time, by name, on a rank that holds these blocks: of its stages together, where they
+    have a weight in common."""
+    with Tracker(device) as tracker:
+        grid, policy = silent_grid(config), StatePolicy.of(config, buffers.versions, buffers.gradients)
+        stage = Stage(build_blocks(config.model, grid.tp, blocks, kernels=config.kernels,
+                                   sequence=config.parallel.sequence, dtype=policy.dtype))
+        state = RankState(stage, grid, policy, tracker.device)
+        state.allocate()
+        return state.num_bytes()
 
 
 class _TracedStage:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hybridpar.config import Config, ModelConfig
-from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
+from hybridpar.memory.footprint import Buffers, Footprint, trace_stage, trace_state
 from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Action
@@ -90,7 +90,7 @@ def predict(
     schedule = schedule or schedule_of(config.pipeline)
     device = device or default_device(config)
     sizes = Sizes.of(config)
-    split = stage_split(config.model, sizes.num_ranks, config.pipeline.split, sizes.chunks)
+    split = stage_split(config.model, sizes.num_ranks, config.pipeline.split, sizes.chunks, config.pipeline.placement)
     recompute = recomputed_blocks(config.pipeline.recompute, config.model, split)
     walked, gather = _enough(schedule, sizes), config.parallel.zero > 0
     traced: dict[object, Footprint] = {}
@@ -112,6 +112,11 @@ def predict(
         buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers, offloads=min(
             config.memory.offload_activations, most_away(schedule, sizes, rank)) > 0)
         held = {stage: footprint(stage, buffers) for stage in sizes.stages_of(rank)}
+        if rank == 0 and sizes.is_v and config.model.tie_embeddings:
+            first, last = held
+            together = trace_state(config, [*split[first], *split[last]], buffers, device)
+            held[last] = replace(held[last], **{
+                name: whole - getattr(held[first], name) for name, whole in together.items()})
         actions = lower(schedule, walked, rank, schedule.sync_steps, batches_to_peak(config), gather=gather,
                         split=config.pipeline.split_backward, feedback=config.feeds_back,
                         offload=config.memory.offload_activations)
@@ -160,22 +165,26 @@ def walk(
     whole_weights, whole_gradients = (
         max(getattr(fp, name) for fp in held) for name in ("whole_weights", "whole_gradients"))
     last = sizes.num_stages - 1
-    in_flight = kept = inputs = posted = 0  # micro-batches, and what they keep; inputs, and receives not yet taken
+    in_flight = kept = inputs = posted = handed = 0  # micro-batches, what they keep, inputs, and what was not yet taken
     waiting: dict[Kind, int] = {}  # outputs to be sent
     sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
     best = StageMemory(weights, master, gradients, optimizer, 0, 0, 0, 0, 0, "")
     for action in actions:
         kind, fp, row = action.kind, footprints[action.stage], ROWS[action.kind]
         has_input, has_output = action.stage > 0, action.stage < last
+        from_here, to_here = action.stage - 1 in footprints, action.stage + 1 in footprints  # no link between
         if row.met_by:
             sends.append(waiting.pop(kind))
         elif row.side:
             posted += fp.received if row.flow > 0 else fp.returned
         takes = row.receive is not None and (has_input if row.flow > 0 else has_output)
-        posted -= takes * (fp.received if row.flow > 0 else fp.returned)
+        if takes and (from_here if row.flow > 0 else to_here):
+            handed -= footprints[action.stage - (row.flow > 0)].message
+        else:
+            posted -= takes * (fp.received if row.flow > 0 else fp.returned)
         activations = kept + inputs
         whole = fp.input if kind is Kind.F else fp.message
-        communication = posted + takes * whole + sum(waiting.values()) + sum(sends)
+        communication = posted + takes * whole + handed + sum(waiting.values()) + sum(sends)
         is_first = action.microbatch % sizes.num_microbatches == 0 or whole_gradients > 0
         backward = fp.first_backward if is_first else fp.backward
         transient = {Kind.F: fp.forward, Kind.B: backward, Kind.I: backward, Kind.W: fp.weight_gradients,
@@ -187,7 +196,9 @@ def walk(
         in_flight += row.holds
         if kind is Kind.F:
             kept, inputs = kept + fp.kept, inputs + has_input * fp.input
-            if has_output:
+            if to_here:
+                handed += fp.message
+            elif has_output:
                 waiting[Kind.SEND_F] = fp.output
         elif kind is Kind.W:
             kept -= fp.waiting
@@ -195,6 +206,8 @@ def walk(
             kept += fp.moved * ((kind is Kind.RELOAD) - (kind is Kind.EVICT))
         elif row.receive:
             kept, inputs = kept - fp.kept + fp.waiting * (kind is Kind.I), inputs - has_input * fp.input
-            if has_input:
+            if from_here:
+                handed += footprints[action.stage - 1].message
+            elif has_input:
                 waiting[Kind.SEND_B] = fp.returning
     return best

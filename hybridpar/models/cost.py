@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from math import prod
 
-from hybridpar.config import ModelConfig, ModelSpec, message_shape
+from hybridpar.config import ModelConfig, ModelSpec, message_shape, rank_of_stage
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
@@ -167,7 +167,9 @@ def _smallest(low: int, high: int, enough: Callable[[int], bool]) -> int:
 
 
 @lru_cache(maxsize=256)
-def even_out(costs: tuple[float, ...], sizes: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
+def even_out(
+    costs: tuple[float, ...], sizes: tuple[int, ...], num_ranks: int, placement: str = "loop",
+) -> tuple[int, ...]:
     """Improves a split into chunks: its costliest ranks become cheaper where there is such a split near `sizes`.
 
     Of equal ones it takes that where ranks wait less for each other: the costliest stages of all rounds of the ranks
@@ -177,12 +179,14 @@ def even_out(costs: tuple[float, ...], sizes: tuple[int, ...], num_ranks: int) -
     prefix, best = (0.0, *accumulate(costs)), sizes
     if len(best) == num_ranks:
         return best
+    held = [[stage for stage in range(len(best)) if rank_of_stage(stage, num_ranks, placement) == rank]
+            for rank in range(num_ranks)]
 
     def ranks_of(sizes: tuple[int, ...]) -> tuple[list[float], list[float]]:
         """Costs of the ranks, and of the costliest stage in each round."""
         ends = (0, *accumulate(sizes))
         stages = [prefix[stop] - prefix[start] for start, stop in pairwise(ends)]
-        return ([sum(stages[rank::num_ranks]) for rank in range(num_ranks)],
+        return ([sum(stages[stage] for stage in own) for own in held],
                 [max(stages[first : first + num_ranks]) for first in range(0, len(stages), num_ranks)])
 
     def worth(sizes: tuple[int, ...]) -> tuple[list[float], float]:
@@ -193,7 +197,7 @@ def even_out(costs: tuple[float, ...], sizes: tuple[int, ...], num_ranks: int) -
         ranks, _ = ranks_of(best)
         costliest = ranks.index(max(ranks))
         moved = [tuple(size - (i == giver) + (i == taker) for i, size in enumerate(best))
-                 for giver in range(costliest, len(best), num_ranks) if best[giver] > 1
+                 for giver in held[costliest] if best[giver] > 1
                  for taker in range(len(best)) if taker != giver]
         better = min(moved, key=worth, default=best)
         if not worth(better) < worth(best):
@@ -201,9 +205,9 @@ def even_out(costs: tuple[float, ...], sizes: tuple[int, ...], num_ranks: int) -
         best = better
 
 
-def _balanced(model: ModelSpec, num_stages: int, num_ranks: int) -> tuple[int, ...]:
+def _balanced(model: ModelSpec, num_stages: int, num_ranks: int, placement: str) -> tuple[int, ...]:
     costs = forward_flops_per_token(model)
-    return even_out(costs, balanced_split(costs, num_stages, _held(model)), num_ranks)
+    return even_out(costs, balanced_split(costs, num_stages, _held(model)), num_ranks, placement)
 
 
 def _named(model: ModelSpec) -> str:
@@ -214,11 +218,11 @@ def _named(model: ModelSpec) -> str:
 
 
 def stage_split(
-    model: ModelSpec, num_ranks: int, split: tuple[int, ...] = (), chunks: int = 1
+    model: ModelSpec, num_ranks: int, split: tuple[int, ...] = (), chunks: int = 1, placement: str = "loop",
 ) -> tuple[range, ...]:
     """Blocks of each stage: `split` as the user gave it, or balanced by forward operations, then by memory.
 
-    Stage c * num_ranks + r is chunk c of rank r.
+    `chunks`, `placement`: how many each rank holds, and which (as `pipeline.placement`).
     Raises: ConfigError if there are more stages than blocks, or `split` does not give every stage a block and every
     block a stage.
     """
@@ -227,13 +231,17 @@ def stage_split(
         raise config_error("parallel.pp", num_ranks, f"the model has only {blocks} blocks", str(blocks))
     if num_stages > blocks:
         most = blocks // num_ranks
+        if placement == "v":
+            raise config_error("parallel.pp", num_ranks, f"pipeline.placement = v has two stages on each rank, but the "
+                               f"model has only {blocks} blocks", str(blocks // 2))
         raise config_error(
             "pipeline.chunks", chunks, f"parallel.pp = {num_ranks} ranks would hold {num_stages} stages, but the model "
             f"has only {blocks} blocks", str(most) if most > 1 else "pipeline.schedule = 1f1b")
     if split and (len(split) != num_stages or sum(split) != blocks or min(split) < 1):
-        of, works = "parallel.pp" if chunks == 1 else "parallel.pp * chunks", _balanced(model, num_stages, num_ranks)
+        of = "parallel.pp" if chunks == 1 else "parallel.pp * chunks"
+        works = _balanced(model, num_stages, num_ranks, placement)
         raise config_error(
             "pipeline.split", list(split), f"must be {num_stages} positive numbers ({of}) that add up to {blocks} "
             f"({_named(model)})", str(list(works)))
-    sizes = split or _balanced(model, num_stages, num_ranks)
+    sizes = split or _balanced(model, num_stages, num_ranks, placement)
     return tuple(range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True))

@@ -29,7 +29,7 @@ def _fill(cost: StepCost, schedule: Schedule, rank: int) -> float:
     left, and once its last one has, those behind it, while it has what it runs ahead to do.
     """
     before = sum(stage.compute for stage in cost.stages[:rank])
-    if cost.sizes.is_ring:  # it has other chunks to do
+    if cost.sizes.chunks > 1:  # it has other chunks to do
         return before
     own, behind = cost.stages[rank], sum(stage.compute for stage in cost.stages[rank + 1:])
     ahead = min(schedule.warmup(cost.sizes, rank), cost.sizes.num_microbatches - 1)

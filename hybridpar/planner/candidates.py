@@ -125,8 +125,9 @@ def micro_batches(machine: Machine, tp: int, samples: int, request: Request) -> 
 def _schedules(
     config: Config, pp: int, dp: int, m: int, request: Request
 ) -> Iterator[tuple[PipelineConfig, OptimConfig]]:
-    """The configuration's own schedule and those on new weights, or those asked for; with what they need changed."""
-    own = config.pipeline
+    """The configuration's own schedule and those on new weights, or those asked for; with what they need changed. None
+    is on a V."""
+    own = replace(config.pipeline, placement="loop", activations="full")
     names = request.schedules or (own.schedule, "1f1b", INTERLEAVED)
     for name in dict.fromkeys(find_schedule(name).name for name in names):
         stale = name in STALE

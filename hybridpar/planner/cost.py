@@ -151,7 +151,7 @@ class StepCost:
     def stages(self) -> list[StageCost]:
         """Cost of every stage."""
         config = self.config
-        split = stage_split(config.model, self.pp, config.pipeline.split, self.sizes.chunks)
+        split = stage_split(config.model, self.pp, config.pipeline.split, self.sizes.chunks, config.pipeline.placement)
         again = recomputed_blocks(config.pipeline.recompute, config.model, split)
         return [self._stage(blocks, set(blocks) if one.whole else set(one.blocks), one.selective)
                 for blocks, one in zip(split, again, strict=True)]
@@ -176,7 +176,7 @@ class StepCost:
             (sum(c.update for c in costs) - (twice.update if twice else 0.0)) / self.zero_share * self.updates_here
             + profile.per_batch,
             sum(c.parameters for c in costs) - (tied if twice else 0),
-            tied if ends and not both else 0)
+            tied if ends and not both and not self.sizes.is_v else 0)
 
     @cached_property
     def ranks(self) -> list[StageCost]:
@@ -218,7 +218,7 @@ class StepCost:
     def _links(self, flow: int) -> list[tuple[float, float, float]]:
         machine, size, per = self.machine, self.dp * self.tp, self.machine.devices_per_server
         pairs = [[(r * size + i, (r + 1) % self.pp * size + i) for i in range(size)]
-                 for r in range(self.pp - (not self.sizes.is_ring))]
+                 for r in range(self.sizes.num_links)]
         leaving = Counter(source // per for link in pairs for source, to in link if source // per != to // per)
         found = []
         for of_link in pairs:
@@ -295,7 +295,8 @@ class StepCost:
             [s.forward for s in stages], [s.backward for s in stages], [r.update for r in ranks], calls,
             reduce=reduce, norm=norm, gather=gather if sharded else 0.0, transfer=transfer,
             transfer_back=None if back == transfer else back, latency=latency,
-            tied=self.config.model.tie_embeddings and p > 1, blocking_norm=self.is_cpu, serial_links=not self.is_cpu,
+            tied=self.config.model.tie_embeddings and p > 1 and not self.sizes.is_v,
+            blocking_norm=self.is_cpu, serial_links=not self.is_cpu,
             cores=cores, transfer_work=work)
         return self.moves.added_to(costs, [self.ranks_of(r) for r in range(p)], self.tp) if self.moves else costs
 

@@ -114,7 +114,8 @@ def _hidden(cost: StepCost) -> Iterator[str]:
     now = cost.config.pipeline
     split = now.split if cost.sizes.chunks == 1 else ()
     for warmup in ("latency", "bandwidth"):
-        pipeline = replace(now, schedule="2bw", warmup=warmup, chunks=0, split=split)
+        pipeline = replace(now, schedule="2bw", warmup=warmup, chunks=0, split=split, placement="loop",
+                           activations="full")
         then = StepCost(replace(cost.config, pipeline=pipeline), cost.machine)
         try:
             then.ordering.make().check_sizes(then.sizes)

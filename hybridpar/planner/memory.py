@@ -78,7 +78,7 @@ class MemoryCheck:
         if self._most(cost) < _SURELY * self.limit or self.least(cost) > self.limit:
             return self.least(cost) <= self.limit
         config, sizes = cost.config, cost.sizes
-        split = stage_split(config.model, cost.pp, config.pipeline.split, sizes.chunks)
+        split = stage_split(config.model, cost.pp, config.pipeline.split, sizes.chunks, config.pipeline.placement)
         again = recomputed_blocks(config.pipeline.recompute, config.model, split)
         return all(sum(self._peak(cost, stage, split[stage], again[stage]) for stage in sizes.stages_of(rank))
                    <= self.limit for rank in range(cost.pp))

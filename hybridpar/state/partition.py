@@ -47,14 +47,14 @@ class Route:
 def make_routes(policy: StatePolicy, placements: Mapping[str, Placement], grid: ProcessGrid) -> dict[str, Route]:
     """Routes of the gradients of a stage's parameters.
 
-    A weight tied across stages is summed over both its holders and all their replicas at once (`ends`). Replicated
-    parameters are apart from split ones: the order in which Gloo adds depends on the place in the message, and they
-    must come out equal on all tp ranks, whose split parameters differ in size. Rows that several tp ranks hold lie at
-    different places there, so everyone updates those. What is partial along the axis of a layer is summed over that
-    later, by `reduce_shared_gradients`.
+    A weight tied across stages is summed over both its holders and all their replicas at once (`ends`); a rank that has
+    both ends has summed them. Replicated parameters are apart from split ones: the order in which Gloo adds depends on
+    the place in the message, and they must come out equal on all tp ranks, whose split parameters differ in size. Rows
+    that several tp ranks hold lie at different places there, so everyone updates those. What is partial along the axis
+    of a layer is summed over that later, by `reduce_shared_gradients`.
     """
     def route(name: str, placement: Placement) -> Route:
-        tied, common_rows = placement.along("pp") is Held.PARTIAL, has_shared_rows(placement)
+        tied, common_rows = placement.along("pp") is Held.PARTIAL and policy.ends_apart, has_shared_rows(placement)
         cuttable = divisible(policy.optim, ParameterSlot(name, placement, grid.place))
         return Route(
             grid.ends if tied and grid.pp.size > 1 else grid.axis(*BATCH), (placement.shard is None, common_rows),

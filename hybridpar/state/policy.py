@@ -27,6 +27,7 @@ class StatePolicy:
     dtype: type that micro-batches compute in. num_versions, num_gradient_buffers: how many the schedule needs.
     optim: settings of the optimizer. parallel: whether replicas share the update. backend: of the optimizer's passes.
     defers: whether weights' gradients may be computed later than those of inputs. on_host: whether the host updates.
+    ends_apart: whether embedding and head are on different ranks of a pipeline.
     outer: how sites meet, where there are several.
     compression: of gradients; kernels: backends of its passes.
     """
@@ -38,6 +39,7 @@ class StatePolicy:
     parallel: ParallelConfig
     backend: str
     defers: bool = False
+    ends_apart: bool = True
     on_host: bool = False
     outer: OuterConfig = field(default_factory=OuterConfig)
     compression: CompressionConfig = UNCOMPRESSED
@@ -48,6 +50,7 @@ class StatePolicy:
         """The policy of a configuration, for a schedule that needs so many weight versions and gradient buffers."""
         return StatePolicy(DTYPES[config.train.dtype], num_versions, num_gradient_buffers, config.optim,
                            config.parallel, config.kernels.optimizer, config.pipeline.split_backward,
+                           config.pipeline.placement != "v",
                            config.memory.host_optimizer, config.outer, config.compression, config.kernels)
 
     @property

@@ -53,6 +53,8 @@ class RankState:
         # shares are here all the time, so one update of all of them has no price
         elementwise = not policy.splits_gradients and all(
             divisible(policy.optim, slot) for slot in self.whole_slots.values())
+        self._in_both_ends = frozenset() if policy.ends_apart else frozenset(
+            name for name, placement in self.placements.items() if placement.tied)
         self.uses = uses_of(parts, self.placements, parameters.blocks, elementwise=elementwise,
                             alone=grid.pp.size == 1)
         self.partition = Partition(
@@ -158,7 +160,9 @@ class RankState:
     def _reporter(self, part: int) -> Callable[[str], None]:
         """Takes the names of gradients that the last backward of a part has finished."""
         if self.num_parts == 1 and not self.shares:
-            return self.reducer.ready
+            # of a rank's stages the first one's backward comes last: what the last one shares with it is not final
+            return self.reducer.ready if not part or not self._in_both_ends else (
+                lambda name: None if name in self._in_both_ends else self.reducer.ready(name))
         return lambda name: self.reducer.ready(name) if self._is_final(name, part) else None
 
     def finish(self, batch: int, part: int) -> None:

@@ -54,7 +54,7 @@ class RunCosts:
 def run_costs(config: Config, ranks: Sequence[RankEvents]) -> RunCosts | None:
     """Costs of the recorded actions of a run; None where they are too few."""
     sizes = Sizes.of(config)
-    measured = measure(ranks, sizes, tied=config.model.tie_embeddings and sizes.num_ranks > 1)
+    measured = measure(ranks, sizes, tied=config.model.tie_embeddings and sizes.num_ranks > 1 and not sizes.is_v)
     if measured is None:
         return None
     host = ranks[0].host
@@ -159,7 +159,7 @@ def _check_costs(costs: Costs, sizes: Sizes) -> None:
     if costs.cores is not None and not 0 < costs.cores <= _MOST_CORES:
         raise ValueError(f"costs_s.cores is {shown(costs.cores)}")
     lengths = {"norm": 1} | dict.fromkeys(_OF_STAGES, sizes.num_stages) | dict.fromkeys(_OF_RANKS, p)
-    lengths |= dict.fromkeys(_OF_LINKS, p if sizes.is_ring else p - 1)
+    lengths |= dict.fromkeys(_OF_LINKS, sizes.num_links)
     for name, size in lengths.items():
         if (cost := getattr(costs, name)) is not None:
             _check_row(f"costs_s.{name}", cost, size)

@@ -29,7 +29,7 @@ from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action, Kind
 from hybridpar.pipeline.plan.offload import most_away
 from hybridpar.pipeline.plan.passes import forward_actions, lower
 from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, schedule_of
+from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.pipeline.run import graphs
 from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
@@ -76,7 +76,7 @@ class Engine:
         model, pipeline = config.model, config.pipeline
         self.sizes = Sizes.of(config)
         self.schedule = schedule_of(pipeline)
-        self.split = stage_split(model, grid.pp.size, pipeline.split, self.sizes.chunks)
+        self.split = stage_split(model, grid.pp.size, pipeline.split, self.sizes.chunks, pipeline.placement)
         self._held = self.sizes.stages_of(grid.pp.rank)
         self.loss_names = model.losses
         states = StatePolicy.of(config, self.policy.num_versions(grid.pp.rank), self.schedule.num_gradient_buffers)
@@ -91,6 +91,8 @@ class Engine:
         self.stage = Stage(blocks)
         if memory is None and config.memory.budget:
             memory = TieredMemory.of(config, device)
+        if self.sizes.is_v and device.type != "cpu":
+            raise config_error("pipeline.placement", "v", "works on CPUs so far", "loop")
         if config.memory.host_optimizer and device.type != "cpu":
             raise config_error("memory.host_optimizer", "true", "works on CPUs so far", "false")
         if memory is None and states.splits_gradients:
@@ -106,7 +108,7 @@ class Engine:
         self.state.initialize(config.train.seed)
         self.executor = Executor(
             stages, self.state.weights, Lane.of(config, grid, states.dtype, device, self.split),
-            pipeline.num_microbatches, self.tiers or self.replicas, self._stash())
+            self.sizes, self.tiers or self.replicas, self._stash())
         if (config.train.cuda_graphs and device.type == "cuda" and not config.train.record_memory
                 and not self.parts.is_divided):
             self.executor.graphs = graphs.recorder(
@@ -155,7 +157,7 @@ class Engine:
         """This rank's actions for the next batches; the synchronous ones among them come first."""
         first, stop = self.policy.first, self.policy.first + num_batches
         switch = min(max(self.schedule.sync_steps, first), stop)
-        for schedule, start, end in ((SCHEDULES["1f1b"], first, switch), (self.schedule, switch, stop)):
+        for schedule, start, end in ((self.schedule.drained, first, switch), (self.schedule, switch, stop)):
             if start < end:
                 yield from lower(schedule, self.sizes, self.grid.pp.rank, start, end - start,
                                  **Ordering.of(self.config).options, parts=self._division)

@@ -43,7 +43,8 @@ class GhostRank:
         """A rank of the job, by its number. `config`: resolved."""
         with Tracker(default_device(config)) as tracker:
             grid, sizes, schedule = silent_grid(config, rank), Sizes.of(config), schedule_of(config.pipeline)
-            split = stage_split(config.model, grid.pp.size, config.pipeline.split, sizes.chunks)
+            split = stage_split(config.model, grid.pp.size, config.pipeline.split, sizes.chunks,
+                                config.pipeline.placement)
             held = sizes.stages_of(grid.pp.rank)
             policy = StatePolicy.of(
                 config, BatchPolicy(config).num_versions(grid.pp.rank), schedule.num_gradient_buffers)

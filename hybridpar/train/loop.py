@@ -26,6 +26,7 @@ from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory import MemoryWatch
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.prove import prove
+from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.train import continued
 from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, Callbacks
@@ -159,7 +160,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         grid = place.connect(config, flight)
         links = place.watch_links(config, flight, reporter)
         flight.phase("setting up", config.faults.start_timeout_s)
-        who = grid.describe(config.pipeline.num_chunks)
+        who = grid.describe(Sizes.of(config).stages_of(grid.pp.rank))
         if config.pipeline.early_switch == "auto":
             config = measure_early_switch(config, grid, place.device)
             reporter.say(f"pipeline.early_switch: {config.pipeline.early_switch}, the smallest that costs no time here")

@@ -118,7 +118,7 @@ def _costs(
     def under_way(kind: Kind) -> tuple[float, ...]:
         return tuple(_under_way(place, kind) for place in places)
 
-    links = [list(transfer_times(ranks, link)) for link in range(sizes.num_ranks - (not sizes.is_ring))]
+    links = [list(transfer_times(ranks, link)) for link in range(sizes.num_links)]
     all_links = [seconds for link in links for seconds in link]
     ends = [*places[0], *places[-1]] if tied else []
     reducing = [ends if tied and place in (places[0], places[-1]) else place for place in places]

@@ -57,11 +57,12 @@ def stage_costs(config: Config) -> Costs:
     """Forward operations of each stage over those of the costliest rank; backward twice that, and recomputation."""
     flops = forward_flops_per_token(config.model)
     pp, chunks = config.parallel.pp, config.pipeline.num_chunks
-    stages = stage_split(config.model, pp, config.pipeline.split, chunks)
+    stages = stage_split(config.model, pp, config.pipeline.split, chunks, config.pipeline.placement)
     again = recomputed_blocks(config.pipeline.recompute, config.model, stages)
     forward = [sum(flops[b] for b in blocks) for blocks in stages]
     backward = [2 * f + sum(flops[b] for b in stage.blocks) for f, stage in zip(forward, again, strict=True)]
-    largest = max(sum(forward[rank::pp]) for rank in range(pp))
+    sizes = Sizes.of(config)
+    largest = max(sum(forward[stage] for stage in sizes.stages_of(rank)) for rank in range(pp))
     return Costs([f / largest for f in forward], [b / largest for b in backward])
 
 

@@ -18,8 +18,9 @@ from hybridpar.comm import gather_objects
 from hybridpar.cpu import available_cores
 from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.kinds import ROWS, Kind
+from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
 from hybridpar.pipeline.plan.perfetto import Entry, Slice, trace_entries, trace_json, wait_name
+from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.pipeline.plan.svg import draw_svg
 from hybridpar.pipeline.plan.timeline import Timeline
 from hybridpar.pipeline.run.executor import Executor
@@ -144,10 +145,10 @@ def transfer_times(ranks: Sequence[RankEvents], link: int) -> Iterator[float]:
     # of an action in parts the first one waits for what comes
     events = {(r.pipeline, e.action.stage, e.action.kind, e.action.microbatch): e for r in ranks
               for e in reversed(r.events)}
-    p = _num_ranks(ranks)
+    sizes = _sizes(ranks)
     for (pipeline, stage, kind, number), used in events.items():
         towards, send, receive = _TRANSFERS.get(kind, (0, kind, kind))
-        if not towards or _link(stage, towards, p) != link or not _has_waited(used):
+        if not towards or sizes.link(stage, towards) != link or not _has_waited(used):
             continue
         sent = events.get((pipeline, stage + towards, send, number))
         posted = events.get((pipeline, stage, receive, number))
@@ -155,14 +156,10 @@ def transfer_times(ranks: Sequence[RankEvents], link: int) -> Iterator[float]:
             yield used.waits[0][1] - _transfer_start(sent, posted)
 
 
-def _num_ranks(ranks: Sequence[RankEvents]) -> int:
-    """Number of ranks of a pipeline."""
-    return len({r.stage for r in ranks})
-
-
-def _link(stage: int, towards: int, num_ranks: int) -> int:
-    """The link on which a stage receives from one side: link r leads from rank r to the next, in a ring mod p."""
-    return min(stage, stage + towards) % num_ranks
+def _sizes(ranks: Sequence[RankEvents]) -> Sizes:
+    """Ranks and stages of a pipeline, and which holds which."""
+    homes = {e.action.stage: r.stage for r in ranks for e in r.events if e.action.kind in COMPUTE}
+    return Sizes.found(homes, len({r.stage for r in ranks}))
 
 
 def _transfer_start(sent: Event, posted: Event) -> float:
@@ -184,7 +181,9 @@ def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, ...] = (), *, gat
     pipeline = pipeline or min(r.pipeline for r in ranks)
     stages = sorted((r for r in ranks if r.pipeline == pipeline), key=lambda r: r.stage)
     events = {(e.action.stage, e.action.kind, e.action.microbatch): e for r in stages for e in reversed(r.events)}
-    usual = {link: median(times) for link in range(len(stages)) if (times := list(transfer_times(stages, link)))}
+    sizes = _sizes(stages)
+    usual: dict[int | None, float] = {
+        link: median(times) for link in range(len(stages)) if (times := list(transfer_times(stages, link)))}
 
     def end_of(event: Event) -> float:
         was_seen = event.over is not None and (event.action.kind is not Kind.UPDATE or gathers)
@@ -198,7 +197,7 @@ def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, ...] = (), *, gat
             continue
         arrival = event.ready
         if not _has_waited(event):
-            arrival = min(arrival, _transfer_start(sent, posted) + usual.get(_link(stage, towards, len(stages)), 0.0))
+            arrival = min(arrival, _transfer_start(sent, posted) + usual.get(sizes.link(stage, towards), 0.0))
         ends[stage + towards, send, number] = max(_span(sent)[1], arrival)
         ends[stage, receive, number] = max(posted.end, arrival)
     plan: dict[int, tuple[Action, ...]] = {r.stage: tuple(e.action for e in r.events) for r in stages}

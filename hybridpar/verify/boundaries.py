@@ -22,7 +22,7 @@ from hybridpar.pipeline.run.codecs import Codec, Codecs, through
 def add_boundaries(blocks: Mapping[int, nn.Module], config: Config) -> None:
     """Puts the links of `config` behind blocks of the whole model, by number. Without gradients they are exact."""
     codecs, pipeline = Codecs.of(config), config.pipeline
-    split = stage_split(config.model, config.parallel.pp, pipeline.split, pipeline.num_chunks)
+    split = stage_split(config.model, config.parallel.pp, pipeline.split, pipeline.num_chunks, pipeline.placement)
     for before, after in pairwise(split):
         forward, backward = (codecs.on(flow, after.start) for flow in (1, -1))
         if forward is None and backward is None:

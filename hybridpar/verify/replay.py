@@ -175,7 +175,7 @@ def alone(config: Config) -> Config:
     one = replace(
         config, parallel=replace(parallel, tp=1, pp=1, dp=1, zero=0), kernels=KernelsConfig(), memory=MemoryConfig(),
         pipeline=replace(pipeline, split=(), recompute="none", warmup="depth", gradient_buffers=0, early_switch=early,
-                         split_backward=False, zero_bubble=False),
+                         split_backward=False, zero_bubble=False, placement="loop", activations="full"),
         train=replace(train, device="cpu", micro_batch_size=train.micro_batch_size * parallel.dp))
     return resolve(one, 1)
 
@@ -280,8 +280,9 @@ def _probe(engine: Engine, loader: BatchLoader, bundle: Bundle) -> Report:
     backward = sorted(gradients, key=block_of, reverse=True)
     wrong = next((name for name in backward if not gradients[name].isfinite().all()), "")
     pp, pipeline = bundle.config.parallel.pp, bundle.config.pipeline
-    stages = stage_split(bundle.config.model, pp, pipeline.split, pipeline.num_chunks)
-    held = [{block for blocks in stages[rank::pp] for block in blocks} for rank in range(pp)]
+    stages = stage_split(bundle.config.model, pp, pipeline.split, pipeline.num_chunks, pipeline.placement)
+    sizes = Sizes.of(bundle.config)
+    held = [{block for stage in sizes.stages_of(rank) for block in stages[stage]} for rank in range(pp)]
     norms = tuple(math.sqrt(sum(square for name, square in squares.items() if block_of(name) in mine))
                   for mine in held)
     return Report(bundle, result, norms, weights, outputs.first, wrong, {

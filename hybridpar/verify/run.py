@@ -242,7 +242,7 @@ def compare(config: Config, run: GridRun, num_batches: int, disturbance: Disturb
     parallel, m = config.parallel, config.pipeline.num_microbatches
     sizes = Sizes.of(config)
     schedule = schedule_of(config.pipeline)
-    split = stage_split(config.model, parallel.pp, config.pipeline.split, sizes.chunks)
+    split = stage_split(config.model, parallel.pp, config.pipeline.split, sizes.chunks, config.pipeline.placement)
     stage_of = {block: stage for stage, blocks in enumerate(split) for block in blocks}
 
     def version(block: int, t: int, j: int) -> int:

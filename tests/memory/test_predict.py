@@ -320,9 +320,24 @@ def test_with_several_chunks_on_a_rank(p: int, pipeline: dict[str, Any], dtype: 
     (2, {"kind": "bert"} | DROPOUT, {"schedule": "gpipe", "recompute": "all"}, "fp32"),
     (2, {"logits_chunk": 100}, {"recompute": "stage"}, "bf16"),
     (3, {}, {"zero_bubble": True}, "fp32"),
-    (2, DROPOUT, {"schedule": "interleaved", "zero_bubble": True}, "bf16")], ids=str)
+    (2, DROPOUT, {"schedule": "interleaved", "zero_bubble": True}, "bf16"),
+    (2, DROPOUT, {"placement": "v"}, "fp32"),
+    (3, {}, {"placement": "v", "schedule": "2bw", "activations": "half", "recompute": "stage:2,3"}, "bf16")], ids=str)
 def test_with_split_backwards(p: int, model: dict[str, Any], pipeline: dict[str, Any], dtype: str) -> None:
     agree(make(pp=p, model=model, pipeline={"split_backward": True, **pipeline}, train={"dtype": dtype}))
+
+
+def test_activations_of_a_v_are_even_over_ranks() -> None:
+    """V-Half holds 5 of the 8 micro-batches of 2bw's first rank, on every rank; with the ends of the model 0.64."""
+    def activations(**pipeline: Any) -> list[int]:
+        model = {"num_layers": 16, "hidden_size": 32, "seq_length": 32, "vocab_size": 64}
+        return [rank.activations for rank in predict(make(pp=8, model=model, pipeline={
+            "schedule": "2bw", "split_backward": True, "num_microbatches": 9, **pipeline}))]
+
+    one, two = activations(split=(3, *[2] * 6, 3)), activations(split=(2, *[1] * 14, 2), placement="v",
+                                                                activations="half")
+    assert max(two) <= 0.65 * max(one)
+    assert min(two) >= 0.9 * max(two)
 
 
 @pytest.mark.ranks

@@ -64,8 +64,8 @@ def check(
     """Proves that `plan` runs the given range of batches (default: the one its forwards span) by the schedule's rules.
 
     The transport is the strictest one that can occur (see simulate): the end stages meet in REDUCE, NORM waits for its
-    REDUCE, and, unless `serial_links` is off, the transfers of a rank on one axis wait for each other. `residency`: by
-    rank, where the plan moves items.
+    REDUCE, and, unless `serial_links` is off, the transfers of a rank on one axis wait for each other; not on a V,
+    which no such transport runs. `residency`: by rank, where the plan moves items.
 
     Raises: PlanError at the first fault, with the place drawn; ConfigError if the schedule cannot run on these sizes.
     """
@@ -86,11 +86,13 @@ def check(
         _check_offload(plan, rank)
     for rank in range(p):
         for kind, row in ROWS.items():
-            if row.met_by and (sizes.is_ring or 0 <= rank + row.side < p):
-                _check_link(plan, rank, kind, (rank + row.side) % p)
+            if row.met_by:
+                for receiver in dict.fromkeys(sizes.peer(stage, row.side) for stage in sizes.stages_of(rank)):
+                    if receiver is not None:
+                        _check_link(plan, sizes, kind, (rank, receiver))
     peaks = tuple(_check_memory(plan, rank, schedule, sizes, batches.stop) for rank in range(p))
     try:
-        simulate(plan, Costs(tied=True, blocking_norm=True, serial_links=serial_links))
+        simulate(plan, Costs(tied=True, blocking_norm=True, serial_links=serial_links and not sizes.is_v))
     except StuckError as error:
         cells = [(rank, step) for rank, (step, _) in error.waiting.items()]
         reasons = "; ".join(f"rank {rank} at step {step}: {why}" for rank, (step, why) in error.waiting.items())
@@ -127,7 +129,7 @@ def _expected(
     m = sizes.num_microbatches
     for stage in sizes.stages_of(rank):
         own = [(kind, kind in COMPUTE) for kind in Kind if kind in kinds - PER_BATCH
-               and 0 <= stage + ROWS[kind].side < sizes.num_stages]
+               and (not ROWS[kind].side or sizes.peer(stage, ROWS[kind].side) is not None)]
         for k in range(batches.start * m, batches.stop * m):
             version = schedule.version(sizes, stage, k, batches.start)
             for kind, computes in own:
@@ -204,14 +206,22 @@ def _needs(action: Action, sizes: Sizes, parts: PartCounts) -> Iterator[_Key]:
     for kind in row.needs:
         if ROWS[kind].per_batch == row.per_batch:
             yield kind, stage, k, parts.last(kind, stage)
+            if kind is row.receive and (beside := _beside(stage, ROWS[kind].side, sizes)) is not None:
+                yield action.kind, beside, k, parts.last(action.kind, beside)
         elif row.per_batch:
-            for own in sizes.stages_of(stage):
+            for own in sizes.stages_of(sizes.rank_of(stage)):
                 for microbatch in range(k * m, (k + 1) * m):
                     yield kind, own, microbatch, parts.last(kind, own)
     if row.per_batch:
         yield action.kind, stage, k - 1, parts.last(action.kind, stage)
     if row.after is not None:
         yield row.after, stage, k - 1, parts.last(row.after, stage)
+
+
+def _beside(stage: int, side: int, sizes: Sizes) -> int | None:
+    """The stage's neighbour on that side, if it is on the same rank, which then hands over to itself."""
+    there = 0 <= stage + side < sizes.num_stages and sizes.peer(stage, side) is None
+    return stage + side if there else None
 
 
 def _check_items(plan: Plan, rank: int, residency: Residency | None) -> None:
@@ -246,11 +256,14 @@ def _check_offload(plan: Plan, rank: int) -> None:
             raise PlanError(f"{action}: what it needs is in the slow tier", plan, [(rank, step)])
 
 
-def _check_link(plan: Plan, sender: int, kind: Kind, receiver: int) -> None:
-    """The i-th send of one rank is the i-th receive of its neighbour, and for the stage that follows."""
-    row = ROWS[kind]
-    sent = [step for step, action in enumerate(plan[sender]) if action.kind is kind]
-    received = [step for step, action in enumerate(plan[receiver]) if action.kind is row.met_by]
+def _check_link(plan: Plan, sizes: Sizes, kind: Kind, ranks: tuple[int, int]) -> None:
+    """The i-th send of one rank to another is the i-th receive there of what that one sends, and for the stage that
+    follows."""
+    row, (sender, receiver) = ROWS[kind], ranks
+    sent = [step for step, action in enumerate(plan[sender])
+            if action.kind is kind and sizes.peer(action.stage, row.side) == receiver]
+    received = [step for step, action in enumerate(plan[receiver])
+                if action.kind is row.met_by and sizes.peer(action.stage, -row.side) == sender]
     for i, j in zip(sent, received, strict=True):
         one, other = plan[sender][i], plan[receiver][j]
         if (one.stage + row.side, one.microbatch) != (other.stage, other.microbatch):

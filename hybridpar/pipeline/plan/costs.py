@@ -78,13 +78,14 @@ class Costs:
     variation: Mapping[Kind, Sequence[Sequence[float]]] = field(default_factory=dict)
     backward_input: PerStage | None = None
 
-    def durations(self, kind: Kind, num_ranks: int, chunks: int) -> list[Sequence[float]]:
-        """Rank's time that actions of a kind take, by stage and micro-batch; from the end on again from the start."""
+    def durations(self, kind: Kind, homes: Sequence[int]) -> list[Sequence[float]]:
+        """Rank's time that actions of a kind take, by stage and micro-batch; from the end on again from the start.
+        homes: ranks of the stages."""
         if kind in COMPUTE:
-            means = self._means(kind, num_ranks * chunks)
+            means = self._means(kind, len(homes))
         else:
-            cost = self.update if kind is Kind.UPDATE else self.calls.get(kind, 0)
-            means = [*expand(cost, num_ranks)] * chunks
+            cost = expand(self.update if kind is Kind.UPDATE else self.calls.get(kind, 0), max(homes, default=-1) + 1)
+            means = [cost[rank] for rank in homes]
         factors = self.variation.get(ROWS[kind].part_of or kind) or [(1.0,)] * len(means)
         return [[mean * factor for factor in of_stage] for mean, of_stage in zip(means, factors, strict=True)]
 

@@ -96,6 +96,10 @@ class Receives:
         p, number = sizes.num_ranks, self._count[action.kind]
         self._count[kind] += 1
         rank, forward = sizes.rank_of(action.stage), kind is Kind.F
+        if sizes.is_v:
+            if sizes.peer(action.stage, -1 if forward else 1) is not None:
+                yield action.stage, action.microbatch
+            return
         if rank != (0 if forward else p - 1):
             yield action.stage, action.microbatch
             return

@@ -104,7 +104,7 @@ def add_updates(
         if feedback and ROWS[action.kind].adds and (action.microbatch + 1) % m == 0:
             needed = max(needed, action.microbatch // m)
         # where the pipeline drains all updates come first thing
-        position = 0 if schedule.flush else _position(action, schedule, sizes)
+        position = 0 if schedule.flush else schedule.position(sizes, action)
         if gather and updated < reduced and position - 2 * m * (updated + 1) >= update_delay(stage):
             needed = max(needed, updated + 1)
         for batch in range(updated, needed):
@@ -125,13 +125,6 @@ def add_updates(
         yield from _update(stage, batch, with_norm=clip and batch >= normed, with_host=host > 0 and batch >= hosted)
 
 
-def _position(action: Action, schedule: Schedule, sizes: Sizes) -> int:
-    """Place of the action in an endless row of forwards and backwards by turns: backward k at 2k + 1."""
-    if action.kind is Kind.F:
-        return 2 * (action.microbatch - schedule.warmup(sizes, action.stage))
-    return 2 * action.microbatch + 1
-
-
 def _update(stage: int, batch: int, *, with_norm: bool, with_host: bool) -> Iterator[Action]:
     if with_norm:
         yield Action(Kind.NORM, stage, batch)
@@ -148,7 +141,7 @@ def _needed_version(action: Action, schedule: Schedule, sizes: Sizes, first_batc
     """
     if action.kind is Kind.F or schedule.flush:
         return action.version
-    next_forward = action.microbatch + schedule.warmup(sizes, action.stage)
+    next_forward = schedule.forwards_before(sizes, action)
     emptied = action.microbatch // sizes.num_microbatches + 1 - schedule.num_gradient_buffers
     return max(schedule.version(sizes, action.stage, next_forward, first_batch), emptied)
 
@@ -171,7 +164,7 @@ def add_communication(
         head = window.popleft()
         yield head
         row = ROWS[head.kind]
-        if row.send is not None and 0 <= head.stage + row.flow < sizes.num_stages:
+        if row.send is not None and sizes.peer(head.stage, row.flow) is not None:
             yield Action(row.send, head.stage, head.microbatch)
 
     for action in actions:

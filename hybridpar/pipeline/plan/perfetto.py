@@ -122,7 +122,7 @@ def _arrows(timeline: Timeline, ranks: Mapping[int, tuple[int, str]], scale: flo
     takers = {
         (action.stage, ROWS[action.kind].receive, action.microbatch): start
         for rank in ranks for action, start, _, _ in timeline.actions(rank) if action.kind in COMPUTE}
-    number, num_ranks = 0, len(timeline.plan)
+    number, sizes = 0, timeline.sizes
     for rank, (pid, _) in ranks.items():
         for action, sent, _, _ in timeline.actions(rank):
             row = ROWS[action.kind]
@@ -132,4 +132,5 @@ def _arrows(timeline: Timeline, ranks: Mapping[int, tuple[int, str]], scale: flo
             number += 1
             same: Entry = {"id": f"{pid}.{number}", "name": "transfer", "cat": "transfer", "tid": 0}
             yield same | {"ph": "s", "pid": pid, "ts": sent * scale}
-            yield same | {"ph": "f", "pid": ranks[(rank + row.side) % num_ranks][0], "ts": taken * scale, "bp": "e"}
+            taker = ranks[sizes.rank_of(action.stage + row.side)][0]
+            yield same | {"ph": "f", "pid": taker, "ts": taken * scale, "bp": "e"}

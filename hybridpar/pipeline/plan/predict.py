@@ -43,6 +43,8 @@ class Ordering:
     split: bool = False
     host: float = 0.0
     zero_bubble: bool = False
+    placement: str = "loop"
+    activations: str = "full"
     feedback: bool = False
     offload: int = 0
 
@@ -54,7 +56,8 @@ class Ordering:
         return Ordering(
             pipeline.schedule, pipeline.warmup, early_switch, pipeline.gradient_buffers, config.norms_first,
             gather=config.parallel.zero > 0, split=pipeline.split_backward, host=_host_share(config),
-            zero_bubble=pipeline.zero_bubble, feedback=config.feeds_back, offload=config.memory.offload_activations)
+            zero_bubble=pipeline.zero_bubble, placement=pipeline.placement,
+            activations=pipeline.activations, feedback=config.feeds_back, offload=config.memory.offload_activations)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -66,7 +69,7 @@ class Ordering:
         """Raises: ConfigError."""
         return make_schedule(
             self.schedule, warmup=self.warmup, early_switch=self.early_switch, gradient_buffers=self.gradient_buffers,
-            zero_bubble=self.zero_bubble)
+            zero_bubble=self.zero_bubble, placement=self.placement, activations=self.activations)
 
     def timeline(self, sizes: Sizes, costs: Costs, num_batches: int = 0) -> Timeline:
         """Simulates so many batches (0: enough for a steady state, in which all that varies has its turn).

@@ -8,7 +8,7 @@ from hybridpar.config import Config
 from hybridpar.pipeline.plan.check import CheckReport, check
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.schedules import SCHEDULES, Schedule, Sizes, schedule_of
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
 
 _MOST = 6000
 """Micro-batches, counted on each stage, that are proven in less than half a second."""
@@ -26,7 +26,7 @@ def prove(config: Config) -> list[CheckReport]:
     """
     schedule, sizes, ordering = schedule_of(config.pipeline), Sizes.of(config), Ordering.of(config)
     first = schedule.sync_steps
-    parts = [(SCHEDULES["1f1b"], 0)] * (first > 0) + [(schedule, first)]
+    parts = [(schedule.drained, 0)] * (first > 0) + [(schedule, first)]
     return [_prove(*enough(part, sizes), start, ordering) for part, start in parts]
 
 
@@ -54,6 +54,8 @@ def enough(schedule: Schedule, sizes: Sizes) -> tuple[Schedule, Sizes]:
     p, m = sizes.num_ranks, sizes.num_microbatches
     if p * sizes.chunks * m * _num_batches(schedule, sizes) <= _MOST:
         return schedule, sizes
+    if sizes.is_v:  # a micro-batch leaves when the (3p/2 + 1)th comes at the latest
+        return schedule, replace(sizes, num_microbatches=min(m, 2 * p + _STEADY))
     few = Sizes(min(p, _RANKS), m, min(sizes.chunks, _CHUNKS))
     ranks, steady = few.num_ranks, few.num_ranks + _STEADY
     ahead = schedule.warmup(few, 0) if schedule.needs_full_pipeline else 0

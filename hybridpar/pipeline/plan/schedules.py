@@ -43,7 +43,7 @@ batch; a backward takes two forwards; * is the update of the weights:
     stage 1        F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---*F6 B6--- F7 B7--- F8 B8---*        *
 
 r is the stage, p = num_stages, m = num_microbatches (of one batch in one pipeline), k a micro-batch, t a batch.
-Where a rank holds several chunks of the model, what it does has another order: interleaved.py.
+Where a rank holds several chunks of the model, what it does has another order: interleaved.py, vee.py.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice
 
 from hybridpar.config import PipelineConfig
 from hybridpar.errors import ConfigError, Problem, config_error
-from hybridpar.pipeline.plan import interleaved
+from hybridpar.pipeline.plan import interleaved, vee
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.sizes import Sizes as Sizes
 
@@ -85,6 +86,31 @@ class Schedule:
     early_switch: int | None = None
     sync_steps: int = 0
     zero_bubble: bool = False  # gradients of weights fill the drain (passes.delay_weight_gradients)
+    activations: str = ""  # on a V: how much a rank may keep (vee.py)
+
+    @property
+    def drained(self) -> Schedule:
+        """The schedule of the first sync_steps batches."""
+        return replace(SCHEDULES["1f1b"], activations=self.activations)
+
+    def forwards_before(self, sizes: Sizes, action: Action) -> int:
+        """How many micro-batches have begun, on the first stage of the rank, before an F, B, I or W in the steady
+        state; that of the action among them. Where the pipeline drains, they would have."""
+        if self.activations:
+            return vee.forwards_before(sizes, self.activations, (action.kind, action.stage, action.microbatch))
+        return action.microbatch + self.warmup(sizes, action.stage)
+
+    def position(self, sizes: Sizes, action: Action) -> int:
+        """Place of an F, B, I or W in an endless row of forwards and backwards by turns: the end of backward k at
+        2k + 1."""
+        if self.activations:
+            step = action.kind, action.stage, action.microbatch
+            last = Kind.W, sizes.rank_of(action.stage), 0
+            since = vee.slot_of(sizes, self.activations, step) - vee.slot_of(sizes, self.activations, last)
+            return since * 2 // vee.PERIOD + 1
+        if action.kind is Kind.F:
+            return 2 * (action.microbatch - self.warmup(sizes, action.stage))
+        return 2 * action.microbatch + 1
 
     def version(self, sizes: Sizes, stage: int, microbatch: int, first_batch: int) -> int:
         """The weight version that `stage` uses for `microbatch`, forward and backward; W(t) exists after t updates.
@@ -159,6 +185,9 @@ class Schedule:
         It ends r backwards earlier: 2r/3 pairs where a backward takes two forwards. A longer warm-up, k(p-1-r), is for
         links that take (k-1)/2 pairs: kr/2 pairs. (Without it, r pairs would delay all stages where there is no slack.)
         """
+        if self.activations:
+            ends = [vee.slot_of(sizes, self.activations, (Kind.W, rank, 0)) for rank in (0, stage)]
+            return max(ends[0] - ends[1], 0) * 2 // vee.PERIOD
         warmup = self.warmup(sizes, 0)
         if warmup >= sizes.num_stages > 1:
             return warmup * stage // (sizes.num_stages - 1)
@@ -166,6 +195,8 @@ class Schedule:
 
     def max_live_activations(self, sizes: Sizes, stage: int) -> int:
         """Micro-batches that have run forward and not yet backward on this stage, at most; on all stages of a rank."""
+        if self.activations:
+            return vee.most_held(sizes, stage, self.activations, drains=self.flush)
         in_flight = self.warmup(sizes, stage) + 1 + self.weight_delay(sizes, stage)
         return min(in_flight, sizes.num_microbatches * sizes.chunks) if self.flush else in_flight
 
@@ -176,13 +207,15 @@ class Schedule:
 
     def check_sizes(self, sizes: Sizes) -> None:
         """Raises: ConfigError if this schedule cannot run on these sizes."""
+        if bool(self.activations) != sizes.is_v:
+            raise config_error("pipeline.placement", sizes.placement, "is the order of schedules on a V alone", "loop")
         p, m, warmup = sizes.num_stages, sizes.num_microbatches, self.warmup(sizes, 0)
-        if sizes.chunks > 1 and "chunks" not in self.options:
+        if sizes.chunks > 1 and not self.activations and "chunks" not in self.options:
             raise config_error("pipeline.chunks", sizes.chunks, f"schedule {self.name} has one stage on each rank", "0")
         if self.needs_full_pipeline and m < warmup:
             raise config_error(
                 "pipeline.num_microbatches", m, f"schedule {self.name} keeps two weight versions, which takes at least "
-                f"the {warmup} micro-batches in a batch that stage 0 runs ahead (parallel.pp = {p})",
+                f"the {warmup} micro-batches in a batch that stage 0 runs ahead (parallel.pp = {sizes.num_ranks})",
                 str(warmup),
             )
         if self.early_switch is None:
@@ -216,9 +249,13 @@ class Schedule:
         self, sizes: Sizes, rank: int, first_batch: int, num_batches: int | None
     ) -> Iterator[tuple[Kind, int, int]]:
         m, warmup = sizes.num_microbatches, self.warmup(sizes, rank)
-        if "chunks" in self.options:
+        if self.activations and not self.flush:
+            num = None if num_batches is None else num_batches * m
+            return vee.pattern(sizes, rank, self.activations, first_batch * m, num)
+        if self.activations or "chunks" in self.options:
             batches = _count(first_batch, num_batches)
-            steps = interleaved.batch_order(sizes, rank, warmup)
+            steps = vee.batch_order(sizes, rank, self.activations) if self.activations else interleaved.batch_order(
+                sizes, rank, warmup)
             return ((kind, stage, t * m + k) for t in batches for kind, stage, k in steps)
         order: Iterator[tuple[Kind, int]]
         if self.flush:
@@ -302,14 +339,15 @@ SCHEDULES: dict[str, Schedule] = {
         _synchronous("naive", "one micro-batch in the whole pipeline at a time", _constant(0)),
         _synchronous("gpipe", "GPipe, arXiv 1811.06965, figure 2", lambda sizes, stage: sizes.num_microbatches),
         _synchronous(
-            "1f1b", "PipeDream-Flush, arXiv 2006.09503, section 3.2", _depth_below, "warmup", "zero_bubble"),
+            "1f1b", "PipeDream-Flush, arXiv 2006.09503, section 3.2", _depth_below, "warmup", "zero_bubble",
+            "placement"),
         _synchronous(
             "interleaved", "interleaved 1F1B, arXiv 2104.04473, section 2.2", interleaved.warmup, "chunks",
             "zero_bubble"),
         Schedule(
             "2bw", "PipeDream-2BW, arXiv 2006.09503, section 3.1", False, _depth_below, _double_buffered_version,
             _constant(2), num_gradient_buffers=2, needs_full_pipeline=True,
-            options=frozenset({"warmup", "early_switch", "sync_steps"}),
+            options=frozenset({"warmup", "early_switch", "sync_steps", "placement"}),
         ),
         Schedule(
             "pipedream", "PipeDream with weight stashing, arXiv 1806.03377", False, _depth_below,
@@ -327,7 +365,8 @@ WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
 
 def make_schedule(
     name: str, *, warmup: str = "depth", early_switch: int | None = None, gradient_buffers: int = 0,
-    sync_steps: int = 0, chunks: int = 0, zero_bubble: bool = False,
+    sync_steps: int = 0, chunks: int = 0, zero_bubble: bool = False, placement: str = "loop",
+    activations: str = "full",
 ) -> Schedule:
     """The schedule of that name with its options: the keys of the configuration's section `pipeline`. (How many chunks
     a rank holds is then one of the sizes.)
@@ -350,7 +389,12 @@ def make_schedule(
             f"must be {' or '.join(map(str, buffers))} with schedule {name} and pipeline.warmup = {warmup!r}",
         ),
         "sync_steps": (sync_steps, 0, sync_steps >= 0, "must not be negative"),
-        "zero_bubble": (zero_bubble, False, True, ""),
+        "zero_bubble": (zero_bubble, False, not zero_bubble or placement != "v",
+                        "is what the order of a V does of itself"),
+        "placement": (placement, "loop", True, ""),
+        "activations": (
+            activations, activations, placement != "v" or schedule.flush or activations in vee.ENDLESS,
+            f"must be {' or '.join(vee.ENDLESS)} with schedule {name}, which never drains"),
         "chunks": (chunks, 0, chunks == 0 or chunks > 1, "must be at least 2, or 0 for 2; one on each rank is 1f1b"),
     }
     problems = []
@@ -359,13 +403,17 @@ def make_schedule(
             knowing = [other.name for other in SCHEDULES.values() if option in other.options]
             allowed, rule = False, f"schedule {name} has no such option, only {' and '.join(knowing)}"
         if not allowed:
-            works = {"warmup": "depth", "early_switch": "off", "zero_bubble": "false"}.get(option, "0")
+            works = {"warmup": "depth", "early_switch": "off", "zero_bubble": "false", "placement": "loop",
+                     "activations": "half"}.get(option, "0")
             problems.append(Problem(f"pipeline.{option}", value, rule, works))
     if problems:
         raise ConfigError(*problems)
     ahead = _times_depth_below(factor) if factor > 1 else schedule.warmup
     if zero_bubble and "chunks" in schedule.options:
         ahead = interleaved.lean_warmup
+    if placement == "v":
+        buffered = replace(schedule, num_gradient_buffers=gradient_buffers or most, sync_steps=sync_steps)
+        return _on_v(buffered, activations, warmup=warmup, early_switch=early_switch)
     return replace(
         schedule, warmup=ahead, zero_bubble=zero_bubble,
         # Transfers that take nobody's time may last (k-1)/2 forwards and backwards: receives are posted early enough.
@@ -373,6 +421,21 @@ def make_schedule(
         receive_ahead=2 if factor > 1 and not schedule.flush else schedule.receive_ahead,
         early_switch=early_switch, num_gradient_buffers=gradient_buffers or most, sync_steps=sync_steps,
     )
+
+
+def _on_v(schedule: Schedule, activations: str, *, warmup: str, early_switch: int | None) -> Schedule:
+    """The schedule on a V. Raises: ConfigError with every option that has no meaning there."""
+    rule = "is the order of a V's own: pipeline.placement = v has no such option"
+    problems = [Problem(f"pipeline.{name}", value, rule, off) for name, value, off in (
+        ("warmup", warmup, "depth"), ("early_switch", "off" if early_switch is None else early_switch, "off"))
+        if value != off]
+    if not schedule.flush and schedule.num_gradient_buffers == 1:
+        problems.append(Problem("pipeline.gradient_buffers", 1, "must be 2 with pipeline.placement = v, where the next "
+                                "batch reaches a rank's second chunk before this one has left its first", "0"))
+    if problems:
+        raise ConfigError(*problems)
+    ahead = schedule.warmup if schedule.flush else partial(vee.warmup, activations=activations)
+    return replace(schedule, activations=activations, warmup=ahead)
 
 
 def schedule_of(pipeline: PipelineConfig) -> Schedule:
@@ -384,7 +447,7 @@ def schedule_of(pipeline: PipelineConfig) -> Schedule:
     return make_schedule(
         pipeline.schedule, warmup=pipeline.warmup, early_switch=early_switch if isinstance(early_switch, int) else None,
         gradient_buffers=pipeline.gradient_buffers, sync_steps=pipeline.sync_steps, chunks=pipeline.chunks,
-        zero_bubble=pipeline.zero_bubble)
+        zero_bubble=pipeline.zero_bubble, placement=pipeline.placement, activations=pipeline.activations)
 
 
 def find_schedule(schedule: str | Schedule) -> Schedule:

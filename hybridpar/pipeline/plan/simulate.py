@@ -56,6 +56,7 @@ from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.parts import PartCounts
 from hybridpar.pipeline.plan.residency import Residency
+from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
 
 
@@ -159,14 +160,12 @@ class _Machine:
         self.costs = costs
         self.cores = None if costs.cores is None else Cores(costs.cores)
         self.ranks = [_Rank(r, plan[r]) for r in range(p)]
-        stages = max((a.stage + 1 for actions in plan.values() for a in actions if a.kind in COMPUTE), default=p)
-        self.chunks = -(-stages // p) if p else 1
-        channels = {flow: self._channels(flow) for flow in (1, -1)}  # by flow: what each rank receives
+        self.sizes = Sizes.found({a.stage: r for r, actions in plan.items() for a in actions if a.kind in COMPUTE}, p)
+        self.homes = [self.sizes.rank_of(stage) for stage in range(self.sizes.num_stages)]  # ranks of the stages
+        channels = {flow: self._channels(flow) for flow in (1, -1)}  # by flow: what each stage receives
         self.incoming = {kind: channels[row.flow] for kind, row in ROWS.items() if row.flow}
-        self.outgoing = {kind: [channels[row.flow][(r + row.flow) % p] for r in range(p)]
-                         for kind, row in ROWS.items() if row.met_by}
-        last = p * self.chunks - 1
-        self.source = {kind: 0 if row.flow > 0 else last for kind, row in ROWS.items()}  # the stage with its own input
+        leaving = {1: [*channels[1][1:], None], -1: [None, *channels[-1][:-1]]}  # likewise: what each sends
+        self.outgoing = {kind: leaving[row.flow] for kind, row in ROWS.items() if row.met_by}
         self.reduce, self.gather = expand(costs.reduce, p), expand(costs.gather, p)
         self.meetings: dict[tuple[Kind, int, int], _Meeting] = {}  # by kind, batch, and stage (NORM: 0)
         gathers = any(self.gather)
@@ -179,7 +178,7 @@ class _Machine:
         if gathers:
             effect[Kind.UPDATE] = self._gather
         self.table: dict[Kind, _Entry] = {kind: (
-            when.get(kind, self._when_arrived if row.receive else None), costs.durations(kind, p, self.chunks),
+            when.get(kind, self._when_arrived if row.receive else None), costs.durations(kind, self.homes),
             effect.get(kind, self._send if row.met_by else self._post if row.side else None),
         ) for kind, row in ROWS.items()}
         self.parts = [PartCounts(rank.actions) for rank in self.ranks]
@@ -203,25 +202,27 @@ class _Machine:
         self.runnable = deque(self.ranks)
 
     def _channels(self, flow: int) -> list[_Channel | None]:
-        """The channel that flows that way into each rank; where it begins there is one in a ring only."""
-        p, costs, ring = len(self.ranks), self.costs, self.chunks > 1
+        """The channel that flows that way into each stage; none where it begins, or the rank hands over to itself."""
+        costs, sizes, links = self.costs, self.sizes, self.sizes.num_links
         queues = [_Queue() for _ in self.ranks]  # one for what a rank sends and receives
-        apart = [_Queue() for _ in self.ranks] if not costs.serial_links else queues
-        links = p if ring else p - 1
         one_way = costs.transfer if flow > 0 or costs.transfer_back is None else costs.transfer_back
         work, transfer, latency = (expand(c, links) for c in (costs.transfer_work, one_way, costs.latency))
 
-        def channel(sender: int, receiver: int) -> _Channel:
-            link = sender if flow > 0 else receiver
-            return _Channel(
-                self.ranks[sender], self.ranks[receiver], apart[sender], queues[receiver],
-                work[link], transfer[link], latency[link])
+        found: dict[tuple[int, int], _Channel] = {}  # by sender and receiver: what has the same ones is in one order
 
-        return [channel((r - flow) % p, r) if ring or 0 <= r - flow < p else None for r in range(p)]
+        def channel(stage: int, receiver: int) -> _Channel | None:
+            sender, link = sizes.peer(stage, -flow), sizes.link(stage, -flow)
+            if sender is None or link is None:
+                return None
+            ends = (queues[sender], queues[receiver]) if costs.serial_links else (_Queue(), _Queue())
+            return found.setdefault((sender, receiver), _Channel(
+                self.ranks[sender], self.ranks[receiver], *ends, work[link], transfer[link], latency[link]))
+
+        return [channel(stage, receiver) for stage, receiver in enumerate(self.homes)]
 
     def _by_part(self, kind: Kind, when: _When | None, work: _Work, effect: _Effect | None) -> _Entry:
         """The table's entry of a kind of which ranks have a part at a time."""
-        counts = [self.parts[stage % len(self.ranks)] for stage in range(len(work))]
+        counts = [self.parts[rank] for rank in self.homes]
 
         def when_first(rank: _Rank, action: Action) -> float | None:
             if when is not None and action.part == counts[action.stage].first(kind, action.stage):
@@ -333,7 +334,7 @@ class _Machine:
         each = expand(self.costs.calls.get(kind, 0.0), len(self.ranks))
         of_ranks = [[seconds * mib for mib in self.engines[r].sizes(kind)] if r in self.engines else [0.0]
                     for r, seconds in enumerate(each)]
-        return of_ranks * self.chunks
+        return [of_ranks[rank] for rank in self.homes]
 
     def run(self) -> None:
         self._advance_all()
@@ -383,8 +384,7 @@ class _Machine:
     # -- when an action can start ---------------------------------------------------------------------------------
 
     def _when_arrived(self, rank: _Rank, action: Action) -> float | None:
-        channel = self.incoming[action.kind][rank.index]
-        if channel is None or action.stage == self.source[action.kind]:
+        if (channel := self.incoming[action.kind][action.stage]) is None:
             return rank.clock
         if channel.num_used == len(channel.arrivals):
             rank.waits_for = channel
@@ -418,14 +418,14 @@ class _Machine:
     # -- what an action does ----------------------------------------------------------------------------------------
 
     def _send(self, rank: _Rank, action: Action, step: int) -> None:
-        channel = self.outgoing[action.kind][rank.index]
+        channel = self.outgoing[action.kind][action.stage]
         assert channel is not None, f"{action} has no stage to send to"
         channel.num_sent += 1
         channel.sends.pending.append((channel, step))
         self._transfer(channel)
 
     def _post(self, rank: _Rank, action: Action, step: int) -> None:
-        channel = self.incoming[action.kind][rank.index]
+        channel = self.incoming[action.kind][action.stage]
         assert channel is not None, f"{action} has no stage to receive from"
         channel.num_posted += 1
         channel.receives.pending.append((channel, step))

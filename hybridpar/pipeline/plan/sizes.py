@@ -1,10 +1,11 @@
-"""Sizes of a pipeline."""
+"""Sizes of a pipeline, and which rank holds which stage."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybridpar.config import Config
+from hybridpar.config import Config, rank_of_stage
 from hybridpar.errors import config_error
 
 
@@ -12,13 +13,15 @@ from hybridpar.errors import config_error
 class Sizes:
     """All that a schedule depends on: ranks in the pipeline, micro-batches in a batch, and stages that a rank holds.
 
-    With several `chunks` of the model on each rank the pipeline is a ring: stage c * num_ranks + r is chunk c of rank
-    r, and the last rank sends to the first.
+    With several `chunks` of the model on each rank their `placement` says which. loop: stage c * num_ranks + r is chunk
+    c of rank r; the pipeline is a ring, and the last rank sends to the first. v: stages r and 2 * num_ranks - 1 - r are
+    the two of rank r; the last rank hands over to itself, and the first has both ends.
     """
 
     num_ranks: int
     num_microbatches: int
     chunks: int = 1
+    placement: str = "loop"
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -28,14 +31,22 @@ class Sizes:
         if self.chunks < 1:
             raise config_error("pipeline.chunks", self.chunks, "must be at least 1", "1")
         if self.chunks > 1 and self.num_ranks == 1:
+            works = "pipeline.placement = loop" if self.is_v else "pipeline.schedule = 1f1b"
             raise config_error("parallel.pp", 1, f"must be at least 2 where a rank holds {self.chunks} chunks of the "
-                               "model, which wait for each other on a single one", "2, or pipeline.schedule = 1f1b")
+                               "model, which wait for each other on a single one", f"2, or {works}")
 
     @staticmethod
     def of(config: Config) -> Sizes:
         """The sizes that a configuration names."""
         pipeline = config.pipeline
-        return Sizes(config.parallel.pp, pipeline.num_microbatches, pipeline.num_chunks)
+        return Sizes(config.parallel.pp, pipeline.num_microbatches, pipeline.num_chunks, pipeline.placement)
+
+    @staticmethod
+    def found(ranks: Mapping[int, int], num_ranks: int) -> Sizes:
+        """The sizes of a pipeline whose stages were seen on these ranks. (They do not tell the micro-batches: 1.)"""
+        chunks = max(ranks, default=0) // max(num_ranks, 1) + 1
+        loops = all(rank == rank_of_stage(stage, num_ranks, "loop") for stage, rank in ranks.items())
+        return Sizes(max(num_ranks, 1), 1, chunks, "loop" if loops else "v")
 
     @property
     def num_stages(self) -> int:
@@ -45,7 +56,17 @@ class Sizes:
     @property
     def is_ring(self) -> bool:
         """Whether the last rank sends to the first."""
-        return self.chunks > 1
+        return self.chunks > 1 and not self.is_v
+
+    @property
+    def is_v(self) -> bool:
+        """Whether stages go there and back."""
+        return self.placement == "v"
+
+    @property
+    def num_links(self) -> int:
+        """Number of pairs of ranks that send to each other: rank r and the one after it, in a ring mod p."""
+        return self.num_ranks if self.is_ring else self.num_ranks - 1
 
     @property
     def rank_name(self) -> str:
@@ -54,8 +75,24 @@ class Sizes:
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""
-        return stage % self.num_ranks
+        return rank_of_stage(stage, self.num_ranks, self.placement)
 
     def stages_of(self, rank: int) -> range:
-        """The stages that a rank holds."""
-        return range(rank, self.num_stages, self.num_ranks)
+        """The stages that a rank holds, the first one first; it has the rank's number."""
+        step = self.num_stages - 1 - 2 * rank if self.is_v else self.num_ranks
+        return range(rank, self.num_stages, step)[: self.chunks]
+
+    def peer(self, stage: int, side: int) -> int | None:
+        """The rank to which a stage's neighbour on that side (1: the next stage) is linked; None where there is no
+        such stage, or it is on the same rank."""
+        if not 0 <= stage + side < self.num_stages:
+            return None
+        rank = self.rank_of(stage + side)
+        return None if rank == self.rank_of(stage) else rank
+
+    def link(self, stage: int, side: int) -> int | None:
+        """The number of the link between a stage and its neighbour on that side, as in plan.costs; None as `peer`."""
+        if self.peer(stage, side) is None:
+            return None
+        lower = min(stage, stage + side)
+        return min(self.rank_of(lower), self.rank_of(lower + 1)) if self.is_v else lower % self.num_ranks

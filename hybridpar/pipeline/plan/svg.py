@@ -10,6 +10,7 @@ from hybridpar.pipeline.plan.action import Action, Plan
 from hybridpar.pipeline.plan.draw import as_timeline, number_of
 from hybridpar.pipeline.plan.kinds import COMPUTE, OF_STASH, PER_BATCH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.shapes import IDLE, INK, MUTED, page, rect
+from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
 
 _COLOURS = (  # by weight version: forward, backward
@@ -31,7 +32,7 @@ FORWARDS = "forwards of one micro-batch on the costliest rank"
 class _Scale:
     """From time and rank to pixels."""
 
-    num_ranks: int
+    sizes: Sizes
     per_unit: float
     pitch: int  # from one row to the next
     labels: dict[Kind, str]  # CSS class of the numbers in boxes of that kind; none where they do not fit
@@ -41,7 +42,7 @@ class _Scale:
 
     def y(self, stage: int) -> float:
         """The row of the rank that holds the stage."""
-        return _TOP + stage % self.num_ranks * self.pitch
+        return _TOP + self.sizes.rank_of(stage) * self.pitch
 
 
 def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
@@ -62,7 +63,7 @@ def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
             labels[kind] = fitting[0]
     more = {*PER_ITEM, *OF_STASH, Kind.HOST}
     moves = any(action.kind in more for actions in timeline.plan.values() for action in actions)
-    return _Scale(len(timeline.plan), per_unit, 58 if moves else 50, labels)
+    return _Scale(timeline.sizes, per_unit, 58 if moves else 50, labels)
 
 
 def draw_svg(
@@ -135,7 +136,7 @@ def _svg_compute(action: Action, start: float, end: float, scale: _Scale) -> Ite
     yield rect(x, y, width - gap, _HEIGHT, _colours(action.version)[not forward], tip, shade)
     if action.kind in scale.labels:
         css = f"mid {scale.labels[action.kind]} {'' if forward else 'on-dark'}".strip()
-        label = number_of(action, scale.num_ranks)
+        label = number_of(action, scale.sizes.num_ranks)
         yield f'<text class="{css}" x="{x + (width - gap) / 2:.1f}" y="{y + 19.5:.1f}">{label}</text>'
 
 

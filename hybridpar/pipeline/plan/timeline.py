@@ -9,6 +9,7 @@ from math import inf
 from hybridpar.pipeline.plan.action import Action, Plan
 from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, PER_ITEM, Kind
 from hybridpar.pipeline.plan.liveness import Live, peak_live
+from hybridpar.pipeline.plan.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,15 @@ class Timeline:
         return zip(self.plan[rank], starts, returns, ends, strict=True)
 
     @property
-    def num_chunks(self) -> int:
-        """Number of stages that each rank holds."""
-        stages = {action.stage for actions in self.plan.values() for action in actions if action.kind in COMPUTE}
-        return max(1, len(stages) // max(1, len(self.plan)))
+    def sizes(self) -> Sizes:
+        """Ranks and stages of the plan, and which holds which."""
+        return Sizes.found({action.stage: rank for rank, actions in self.plan.items() for action in actions
+                            if action.kind in COMPUTE}, max(1, len(self.plan)))
 
     @property
     def rank_name(self) -> str:
         """Word for a rank in pictures: stage, where each holds one."""
-        return "stage" if self.num_chunks == 1 else "rank"
+        return self.sizes.rank_name
 
     def shown(self, rank: int) -> Iterator[tuple[Action, float, float]]:
         """Each action of a rank as pictures show it: start and end; of an update, the end of the rank's own work."""

@@ -7,7 +7,8 @@
     FETCH RELEASE DROP              handed to the tiers of the state; what an action touches is waited for before it
     OFFLOAD EVICT RELOAD            handed to the stash of what micro-batches keep, which a backward waits for
 
-Parts of a stage hand activations and gradients to each other. It is the only place that waits for other stages.
+Parts of a stage hand activations and gradients to each other, and so do stages that follow each other on a rank. It is
+the only place that waits for other stages.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hybridpar.comm import Work, irecv, isend
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import OF_STASH, PER_ITEM, ROWS, Kind
+from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.pipeline.run.codecs import Codec
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs
 from hybridpar.pipeline.run.lane import Lane, Packed
@@ -99,10 +101,10 @@ class Executor:
     leaves.
     """
 
-    def __init__(self, stages: Mapping[int, Sequence[Stage]], weights: WeightStore, lane: Lane, num_microbatches: int,
+    def __init__(self, stages: Mapping[int, Sequence[Stage]], weights: WeightStore, lane: Lane, sizes: Sizes,
                  tiers: Tiers | None = None, stash: Stash | None = None):
         self.stages, self.weights, self.lane, self.tiers, self.stash = stages, weights, lane, tiers, stash
-        self.num_microbatches = num_microbatches
+        self.sizes, self.num_microbatches = sizes, sizes.num_microbatches
         self._lanes = {into: lane.into(into) for into in range(len(lane.shapes))}
         self.losses: dict[int, Losses] = {}
         """Sum of each batch's partial losses so far (last stage only); whoever reads an entry takes it out."""
@@ -174,7 +176,7 @@ class Executor:
         batch, key = self._source.microbatch(k)
         grad, here = torch.is_grad_enabled(), self.stages[stage][part]
         x: Tensor | Packed | None
-        if part:
+        if part or stage - 1 in self.stages:
             x = self._handed.pop((Kind.F, stage, part, k))
         else:
             x = self._take(Kind.RECV_F, stage, k, packed=grad and here.recompute.whole)
@@ -196,6 +198,8 @@ class Executor:
             out = sum(out.values())
         elif part + 1 < len(self.stages[stage]):
             self._handed[Kind.F, stage, part + 1, k] = out.detach()
+        elif stage + 1 in self.stages:
+            self._handed[Kind.F, stage + 1, 0, k] = out.detach()
         else:
             lane, codec = self._link(Kind.SEND_F, stage)
             self._outputs[Kind.SEND_F, stage, k] = lane.cut(out.detach(), codec)
@@ -208,7 +212,7 @@ class Executor:
         if self.graphs is not None and self.graphs.backward(k, factor):
             return
         flight = self._flight.pop((stage, part, k))
-        is_last = part + 1 == len(self.stages[stage])
+        is_last = part + 1 == len(self.stages[stage]) and stage + 1 not in self.stages
         gradient = self._take(Kind.RECV_B, stage, k) if is_last else self._handed.pop((Kind.B, stage, part, k))
         if gradient is None:
             gradient = torch.full((), factor, dtype=self._loss_dtype, device=self.lane.device)  # torch.tensor waits
@@ -223,6 +227,8 @@ class Executor:
             assert made is not None
             if part:
                 self._handed[Kind.B, stage, part - 1, k] = made
+            elif stage - 1 in self.stages:
+                self._handed[Kind.B, stage - 1, len(self.stages[stage - 1]) - 1, k] = made
             else:
                 lane, codec = self._link(Kind.SEND_B, stage)
                 self._outputs[Kind.SEND_B, stage, k] = lane.cut(made, codec)
@@ -254,8 +260,12 @@ class Executor:
         (lane, codec), row = self._link(action.kind, action.stage), ROWS[action.kind]
         buffer = lane.room(codec)
         axis = lane.pp if row.flow > 0 else lane.reverse
-        work = irecv(buffer, (axis.rank + row.side) % axis.size, axis, tag=action.stage)
+        work = irecv(buffer, self._peer(action), axis, tag=action.stage)
         self._received[action.kind, action.stage, action.microbatch] = (work, buffer)
+
+    def _peer(self, action: Action) -> int:
+        """The rank at the other end of a transfer."""
+        return self.sizes.rank_of(action.stage + ROWS[action.kind].side)
 
     def _link(self, kind: Kind, stage: int) -> tuple[Lane, Codec | None]:
         """The lane and the codec of a transfer; there is no codec where nothing is trained."""
@@ -282,6 +292,6 @@ class Executor:
         lane, row = self.lane, ROWS[action.kind]
         axis = lane.pp if row.flow > 0 else lane.reverse
         tensor = self._outputs.pop((action.kind, action.stage, action.microbatch)).contiguous()
-        self._sends.append(isend(tensor, (axis.rank + row.side) % axis.size, axis, tag=action.stage + row.side))
+        self._sends.append(isend(tensor, self._peer(action), axis, tag=action.stage + row.side))
         if len(self._sends) > max_unfinished_sends(lane.pp.size):
             self.wait(self._sends.popleft().wait)

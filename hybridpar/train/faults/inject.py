@@ -41,8 +41,10 @@ from hybridpar.checkpoint.handover import Written, writers
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.flight import Flight
-from hybridpar.grid import ProcessGrid, place_of, sizes_of
+from hybridpar.grid import Axis, place_of, sizes_of
 from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action, Kind
+from hybridpar.pipeline.plan.kinds import ROWS
+from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.train.engine import Engine
 from hybridpar.train.folder import CHECKPOINTS, INJECTED
 
@@ -178,7 +180,7 @@ class Injector:
         if fault.kind in _SAVING or batch + 1 != fault.step or (fault.microbatch >= 0 and index != fault.microbatch):
             return False
         if "link" in fault.kind:
-            return action.kind in _kinds_of_link(self._engine.grid, self._engine.sizes.is_ring, fault.peer)
+            return _is_over_link(action, self._engine.grid.pp, self._engine.sizes, fault.peer)
         return action.kind in (Kind.B, Kind.I) if fault.kind == "nan gradient" else True
 
     def _happen(self, fault: Fault, action: Action) -> list[Any]:
@@ -243,14 +245,14 @@ class Injector:
             os.fsync(file.fileno())
 
 
-def _kinds_of_link(grid: ProcessGrid, is_ring: bool, peer: int) -> tuple[Kind, ...]:
-    """The actions in which this rank sends to another one. is_ring: the last stage's rank sends to the first."""
-    axis = grid.pp
-    if peer == axis.next and (is_ring or not axis.is_last):
-        return (Kind.SEND_F,)
-    if peer == axis.prev and (is_ring or not axis.is_first):
-        return (Kind.SEND_B,)
-    return (Kind.NORM, Kind.UPDATE)  # where all meet
+def _is_over_link(action: Action, axis: Axis, sizes: Sizes, peer: int) -> bool:
+    """Whether this rank sends to another one in an action; where it never does, whether all meet in it."""
+    ends = [(kind, sizes.peer(stage, row.side)) for stage in sizes.stages_of(axis.rank)
+            for kind, row in ROWS.items() if row.met_by]
+    if all(end is None or axis.ranks[end] != peer for _, end in ends):
+        return action.kind in (Kind.NORM, Kind.UPDATE)
+    end = sizes.peer(action.stage, ROWS[action.kind].side) if ROWS[action.kind].met_by else None
+    return end is not None and axis.ranks[end] == peer
 
 
 def _be_deaf(seconds: float) -> None:

@@ -1,0 +1,113 @@
+"""Two stages on each rank, there and back: the same training, its memory and its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # recomputation imports it: here once, else in every rank of every test
+from ranks import run_ranks
+from torch import Tensor
+
+from hybridpar import checkpoint
+from hybridpar.config import Config, from_mapping
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.grid import ProcessGrid
+from hybridpar.train.engine import Engine, StepResult
+from hybridpar.verify.run import verify
+
+pytestmark = pytest.mark.ranks
+
+DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
+V = {"placement": "v", "split_backward": True}
+
+
+def make(pipeline: dict[str, Any], pp: int = 2, **sections: dict[str, Any]) -> Config:
+    return from_mapping({
+        "model": {"num_layers": 6, "hidden_size": 24, "num_heads": 2, "seq_length": 10, "vocab_size": 37,
+                  **sections.get("model", {})},
+        "parallel": {"pp": pp, "dp": 1, **sections.get("parallel", {})},
+        "pipeline": {"num_microbatches": 5, **pipeline},
+        "train": {"micro_batch_size": 2, "num_steps": 20, **sections.get("train", {})},
+        "optim": {"lr": 1e-2, **sections.get("optim", {})},
+    })
+
+
+@pytest.mark.parametrize(("pp", "more", "pipeline", "sections"), [
+    (2, {}, {"activations": "full"}, {"model": DROPOUT}),
+    (4, {}, {"activations": "full", "num_microbatches": 3, "recompute": "stage:1,4"}, {}),
+    (2, {"dp": 2}, {"activations": "half"}, {"parallel": {"zero": 1}}),
+    (2, {"tp": 2}, {"activations": "half", "schedule": "2bw", "sync_steps": 1}, {"model": DROPOUT}),
+    (3, {}, {"activations": "min", "schedule": "2bw", "num_microbatches": 3}, {}),
+], ids=str)
+def test_verify(pp: int, more: dict[str, int], pipeline: dict[str, Any], sections: dict[str, Any]) -> None:
+    """Loss, gradients, norm and weights are those of one process, to 1e-9 in float64."""
+    report = verify(make(V | pipeline, pp, **sections), {"pp": pp, **more}, 4)
+    assert report.ok, report.first_divergence
+
+
+def run(config: Config, root: Path, stop: int) -> tuple[list[StepResult], dict[str, Tensor], dict[str, float]]:
+    """Trains from the last checkpoint to step `stop`, and saves: steps, this rank's state, and an evaluation."""
+    parallel, m = config.parallel, config.pipeline.num_microbatches
+    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
+    engine = Engine(config, grid, torch.device("cpu"))
+    loader = SyntheticLoader(config.model, config.train.micro_batch_size, m, grid.dp.rank, grid.dp.size)
+    steps: list[StepResult] = []
+    done = checkpoint.resume(root, engine, "corpus", print)
+    engine.train(loader, stop - done, steps.append)
+    checkpoint.save(root, engine, "corpus")
+    return steps, {n: t.clone() for n, t in engine.state.tensors().items()}, engine.evaluate(loader, 2)
+
+
+def state(results: list[tuple[list[StepResult], dict[str, Tensor], dict[str, float]]]) -> dict[str, Tensor]:
+    """Of all ranks together; what two of them have is the same."""
+    found: dict[str, Tensor] = {}
+    for _, tensors, _ in results:
+        for name, tensor in tensors.items():
+            assert torch.equal(found.setdefault(name, tensor), tensor), name
+    return found
+
+
+@pytest.mark.parametrize(("pp", "schedule", "orders", "sections"), [
+    (2, "1f1b", (V, {}, V | {"activations": "half"}), {"model": DROPOUT}),
+    (4, "1f1b", (V | {"activations": "min", "recompute": "stage"},), {"train": {"dtype": "bf16"}}),
+    (2, "2bw", (V | {"activations": "half"}, {}, V | {"activations": "min"}), {"model": DROPOUT}),
+], ids=str)
+def test_equal_to_a_stage_on_each_rank_to_the_bit(
+    tmp_path: Path, pp: int, schedule: str, orders: tuple[dict[str, Any], ...], sections: dict[str, Any],
+) -> None:
+    """However often orders change, from checkpoint to checkpoint; also where none changes. Nothing is added in another
+    order but the norm, which clips nothing here. (Ends that are tied are: on one rank, head and embedding by turns.)"""
+    untied = {"model": {"tie_embeddings": False} | sections.get("model", {}), "optim": {"clip_grad": 0.0}}
+    last = 2 * len(orders)
+
+    def config(pipeline: dict[str, Any]) -> Config:
+        return make({"schedule": schedule} | pipeline, pp, **sections | untied)
+
+    whole = [run_ranks(run, pp, config({}), tmp_path / "whole", step)
+             for step in ((last,) if schedule == "1f1b" else range(2, last + 1, 2))]  # 2bw drains where it is saved
+    changing = [run_ranks(run, pp, config(order), tmp_path / "changing", 2 * i) for i, order in enumerate(orders, 1)]
+    assert [s.loss for part in changing for s in part[0][0]] == [s.loss for part in whole for s in part[0][0]]
+    expected, found = state(whole[-1]), state(changing[-1])
+    assert found.keys() == expected.keys()
+    assert not [name for name in found if not torch.equal(found[name], expected[name])]
+    assert changing[-1][0][2] == whole[-1][0][2], "evaluations"
+
+
+def test_resume_of_tied_ends_is_exact(tmp_path: Path) -> None:
+    """On the same grid to the bit, with clipping; with another placement within the order of sums."""
+    pipeline = {"schedule": "2bw", "activations": "min", **V}
+    sections: dict[str, Any] = {"model": DROPOUT, "optim": {"clip_grad": 0.1}, "train": {"dtype": "fp64"}}
+    ways: list[tuple[dict[str, Any], ...]] = [(pipeline, pipeline), ({"schedule": "2bw"}, pipeline)]
+    found = []
+    for way, orders in enumerate(ways):
+        for step, order in zip((2, 4), orders, strict=True):
+            results = run_ranks(run, 2, make(order, **sections), tmp_path / str(way), step)
+        found.append(state(results))
+    again = run_ranks(run, 2, make(pipeline, **sections), tmp_path / "0", 6)
+    assert checkpoint.saved_steps(tmp_path / "0")
+    assert again[0][0][0].step == 5
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=1e-9, atol=1e-12)
