@@ -1,24 +1,33 @@
-"""Streaming batch PCA: the numbers of one process that has the factors of all replicas, and state equal on all of them."""
+"""Streaming batch PCA: the numbers of one process that has the factors of all replicas, and what the method holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoint.grids import engines, fill, load_all
 from ranks import run_ranks
-from state.test_compression import SKIPPED, Skips, build, loader, make, resume, save
+from state.test_compression import PCA, SKIPPED, Skips, build, loader, make
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar import random
-from hybridpar.config import Config
-from hybridpar.nn.placement import split_ranges
-from hybridpar.state import find_divergence
-from hybridpar.state.compression.streaming import Tracked, basis
+from hybridpar.checkpoint.folders import begin, publish
+from hybridpar.checkpoint.manifest import TrainingState
+from hybridpar.checkpoint.part import Part, is_writer
+from hybridpar.checkpoint.save import make_manifest
+from hybridpar.config import CompressionConfig, Config
+from hybridpar.grid import ProcessGrid
+from hybridpar.nn.matmul import Product
+from hybridpar.nn.placement import Init, Placement, split_ranges
+from hybridpar.state import Partition, Route, find_divergence
+from hybridpar.state.chunks import Memory
+from hybridpar.state.compression import Compression
+from hybridpar.state.layout import FlatLayout
 
-PCA = {"gradients": "sbpca", "gradients_rank": 3, "gradients_blocks": 3, "gradients_smallest": 100}
 Factors = list[tuple[Tensor, Tensor]]
 Estimate = tuple[Tensor, Tensor, Tensor]
 """X, D and s."""
@@ -123,3 +132,140 @@ def test_replicas_are_one_process_with_all_factors(case: str) -> None:
             for tensor, expected in zip(of(group[0].learned[batch + 1], name), wanted, strict=True):
                 torch.testing.assert_close(tensor, expected, **exact)
     assert sum(len(one.axes) for one in ran) >= 4 * config.model.num_layers
+    if parallel == {"dp": 3}:
+        check_bytes(ran)
+
+
+def check_bytes(ran: list[Ran]) -> None:
+    """What ranks send are two thin matrices for each block, and all else as it is."""
+    shapes = [ran[0].sums[0][name].shape for name in ran[0].axes]
+    whole = sum(x.numel() for x in ran[0].sums[0].values()) - sum(m * n for m, n in shapes)
+    assert {one.sent.num_bytes for one in ran} == {4 * 8 * (whole + sum(3 * 3 * (m + n) for m, n in shapes))}
+    assert {one.sent.elements * 8 for one in ran} == {ran[0].sent.num_bytes}
+    assert {one.traffic for one in ran} == {sum(one.sent.num_bytes for one in ran)}
+
+
+@pytest.mark.parametrize(("before", "after", "stays"), [
+    ({"dp": 2, "tp": 2}, {"dp": 3, "tp": 2}, True), ({"dp": 2}, {"dp": 4, "pp": 2, "zero": 1}, True),
+    ({"dp": 2, "tp": 2}, {"dp": 2}, False)], ids=str)
+def test_another_number_of_replicas_goes_on_with_what_was_learned(
+        tmp_path: Path, before: dict[str, int], after: dict[str, int], stays: bool) -> None:
+    config, wanted, written = make(PCA, before), dict[tuple[str, int], Tensor](), []
+    aside = begin(tmp_path, 5)
+    for engine in engines(config):
+        fill(engine, 5)
+        for key, x in engine.state.tensors().items():
+            if key.startswith("basis/"):
+                draw = torch.Generator().manual_seed(sum(map(ord, key)) + engine.grid.tp.rank)
+                wanted[key, engine.grid.tp.rank] = x.copy_(torch.randn(x.shape, generator=draw)).clone()
+        assert is_writer(engine) == engine.grid.dp.is_first
+        if is_writer(engine):
+            written.append(Part.of(engine).write(aside))
+    folder = publish(aside, make_manifest(config, "corpus", TrainingState.of(engine.state_meta()), written))
+    found = [(key, engine.grid.tp.rank, x) for engine in load_all(folder, make(PCA, after))
+             for key, x in engine.state.tensors().items() if key.startswith("basis/")]
+    assert {key for key, _, _ in found} == {key for key, _ in wanted}
+    for key, rank, x in found:
+        if stays:
+            assert torch.equal(x, wanted[key, rank]), key
+        elif "attention.qkv" in key:
+            assert not x.any(), key
+
+
+class Large(TorchDispatchMode):
+    """Notes the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)}
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.numel = max(self.numel, x.numel())
+        return out
+
+
+class Alone:
+    """The method for one matrix of [64, 48] in one process."""
+
+    def __init__(self, rank: int = 3, num_blocks: int = 8, dtype: torch.dtype = torch.float64):
+        layout, name = FlatLayout(["w"], [(64, 48)], dtype), "w"
+        settings = CompressionConfig(gradients="sbpca", gradients_rank=rank, gradients_blocks=num_blocks)
+        placements = {name: Placement((64, 48), Init("zeros"), matrices=(((0, 64),),))}
+        grid, self.flat, self.batch = ProcessGrid(dp=1), layout.zeros(), 0
+        partition = Partition(layout, {name: Route(grid.dp)})
+        partition.axis_of = lambda name: Several  # type: ignore[assignment, method-assign, return-value]
+        self.compression, self.bucket = Compression(partition, placements, settings, Memory()), partition.buckets[0]
+        self.view = layout.views(self.flat)[name]
+
+    def sum(self, parts: Factors) -> Tensor:
+        self.compression.begin(self.batch, {"w": [Product(dy, x) for dy, x in parts]})
+        self.compression.start(self.bucket, self.flat).wait()
+        self.compression.feedback.close(made=bool(self.view.isfinite().all()))
+        self.batch += 1
+        return self.view
+
+
+class Several:
+    """Stands for an axis of several ranks, as far as it is asked whether it is one."""
+
+    size = 2
+
+
+def blocks_of(x: Tensor, dy: Tensor, rows: int) -> Factors:
+    return list(zip(dy.split(rows), x.split(rows), strict=True))
+
+
+@pytest.mark.parametrize(("rank", "true_rank", "first", "least"), [
+    (3, 3, 0.9, 0.996), (3, 8, 0.8, 0.9), (48, 8, 0.95, 0.98)])
+def test_a_stream_is_followed(rank: int, true_rank: int, first: float, least: float) -> None:
+    """Energy that arrives, beside what the best matrix of that rank has: of the first batch, and of later ones. Batches
+    of 256 rows of one distribution in blocks of 32. Even with as many columns as there are it is not all, since an
+    estimate is in part that of the batches before."""
+    draw = torch.Generator().manual_seed(1)
+    left, right, mixed = (torch.randn(n, true_rank, generator=draw, dtype=torch.float64) for n in (64, 48, true_rank))
+    alone, shares = Alone(rank), []
+    for _ in range(8):
+        z = torch.randn(256, true_rank, generator=draw, dtype=torch.float64)
+        x, dy = z @ right.t(), 1e-4 * z @ mixed @ left.t()
+        taken, whole = alone.sum(blocks_of(x, dy, 32)), dy.t() @ x
+        squares = torch.linalg.svdvals(whole).square()
+        lost = float((whole - taken).square().sum() / squares.sum())
+        shares.append((1 - lost) / float(squares[:rank].sum() / squares.sum()))
+    assert 1 > shares[0] > first
+    assert 1 > min(shares[4:]) > least, shares
+    if rank == true_rank:
+        assert shares[4] > 0.999**2  # a cosine of .999
+
+
+def test_nothing_as_large_as_the_gradient_is_made_beside_it() -> None:
+    draw = torch.Generator().manual_seed(0)
+    alone = Alone(num_blocks=2)
+    with Large() as large:
+        alone.sum(blocks_of(torch.randn(12, 48, generator=draw, dtype=torch.float64),
+                            torch.randn(12, 64, generator=draw, dtype=torch.float64), 6))
+    assert alone.view.any()
+    assert 0 < large.numel <= 6 * 64 < 64 * 48
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_fewer_directions_or_none_or_no_numbers(dtype: torch.dtype) -> None:
+    draw, alone = torch.Generator().manual_seed(0), Alone(num_blocks=3, dtype=dtype)
+    none = [(torch.zeros(4, 64, dtype=dtype), torch.zeros(4, 48, dtype=dtype))] * 4
+    one = [(torch.randn(1, 64, generator=draw, dtype=dtype), torch.randn(1, 48, generator=draw, dtype=dtype))] * 4
+    assert not alone.sum(none).any()
+    assert not alone.sum([]).any()
+    alone.sum(none[:2] + one)  # begins in the middle
+    for _ in range(3):
+        taken = alone.sum(one)
+    torch.testing.assert_close(taken, 4 * one[0][0].t() @ one[0][1], rtol=0.05, atol=0.05)
+    before = {key: x.clone() for key, x in alone.compression.feedback.learned.items()}
+    assert alone.sum([(x.log(), y) for x, y in one]).isnan().any()  # the logarithm of what is negative
+    assert all(torch.equal(x, before[key]) for key, x in alone.compression.feedback.learned.items())
+    alone.sum(none)
+    for _ in range(5):
+        taken = alone.sum([(-x, y) for x, y in one])  # the other way round
+    torch.testing.assert_close(taken, -4 * one[0][0].t() @ one[0][1], rtol=0.05, atol=0.05)
