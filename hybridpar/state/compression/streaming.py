@@ -54,10 +54,6 @@ class Tracked(NamedTuple):
         least = sizes.max() * torch.finfo(self.s.dtype).eps ** 0.5
         return torch.where(self.is_new, 1.0, torch.where(self.s < 0, -1.0, 1.0) * torch.maximum(sizes, least))
 
-    def with_random(self, d: Tensor) -> Tracked:
-        """Itself; where it is none yet, with D = `d` and X = 0."""
-        return Tracked(torch.where(self.is_new, 0.0, self.x), torch.where(self.is_new, d, self.d), self.s)
-
     def with_x(self, p: Tensor, w: Tensor, v: Tensor) -> Tracked:
         """With the X that follows from P."""
         return self._replace(x=basis(w * self.x + v * p / self.divisor()))
@@ -107,7 +103,7 @@ class StreamingPCA(LowRank):
         rows, columns = ([entry.shape[dim] for entry in self.packed] for dim in range(2))
         for i in range(number):
             weights = [((i + more) / (i + more + 1), 1 / (i + more + 1)) for more in before]
-            tracked = [of.with_random(basis(self._random(len(of.d), of.d.shape[1]))) for of in tracked]
+            tracked = [self._begun(of) if of.is_new else of for of in tracked]
             first = message if i == 0 else self.other.own
             for entry, of, own in zip(self.packed, tracked, blocks, strict=True):
                 self._project(first, entry, 1, own[i], of.d)
@@ -124,6 +120,10 @@ class StreamingPCA(LowRank):
             torch.mm(of.d * (number * of.s), of.x.t(), out=gradient)
             for key, tensor in zip(keys, of, strict=True):
                 self.feedback.next_learned[key].copy_(tensor)
+
+    def _begun(self, of: Tracked) -> Tracked:
+        """One that is none yet, with a random D, and an X that has no weight."""
+        return Tracked(torch.zeros_like(of.x), basis(self._random(*of.d.shape)), of.s)
 
     def _take(self, name: str) -> list[Product]:
         """The factors of this rank's gradient, in the order of the backwards."""
