@@ -2,11 +2,12 @@
 
     python -m benchmarks.compression             the race, and how much of a stream of gradients arrives
     python -m benchmarks.compression --no-race   the latter alone, which needs no quiet machine
-    python -m benchmarks.compression --losses    besides: loss at equal tokens of every method; one seed
+    python -m benchmarks.compression --losses    besides: loss at equal tokens of every method, of --seeds seeds
 
 The race: sides as in data_parallel, fp32, both compressors of rank 4 with error feedback and a warm start. Bytes: what
 a rank sends in a step. Arrived: 1 - |sum of what was applied - sum of gradients|^2 / |sum of gradients|^2 after ten
-batches, without those that the hook sends whole, of two replicas' matrices: a falling spectrum, slowly turning.
+batches, without those that the hook sends whole, of two replicas' matrices: a falling spectrum, slowly turning; sbpca
+takes them in four equal parts, and has no error feedback.
 The losses: a GPT of two layers on some of the Python standard library's text, two replicas, one stage.
 """
 
@@ -21,7 +22,7 @@ import tempfile
 import typing
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 from unittest import mock
 
@@ -50,6 +51,7 @@ from benchmarks.data_parallel import DDPStep
 from hybridpar.config import CompressionConfig, Config, from_mapping
 from hybridpar.data import BatchLoader, open_data
 from hybridpar.grid import ProcessGrid
+from hybridpar.nn.matmul import Product
 from hybridpar.nn.placement import Init, Placement
 from hybridpar.state import GradientReducer, Partition, Route
 from hybridpar.state.chunks import Memory
@@ -57,12 +59,12 @@ from hybridpar.state.compression import Compression
 from hybridpar.state.layout import FlatLayout
 from hybridpar.train.engine import Engine
 
-RANK = 4
+RANK, BLOCKS = 4, 4
 SAME, ALIKE = 1e-4, 0.1
 """Largest relative differences of the first loss, and of those after updates by a part of the gradient."""
 METHODS: dict[str, dict[str, Any]] = {
     "none": {}, "bf16": {}, "int8": {}, "int4": {}, "dct": {"gradients_kept": 0.01},
-    "powersgd": {"gradients_rank": RANK}}
+    "powersgd": {"gradients_rank": RANK}, "sbpca": {"gradients_rank": RANK, "gradients_blocks": BLOCKS}}
 WHOLE, BATCHES = 2, 12
 MEANING = f"{RATIO}. arrived: share of the sum of the gradients, by energy; bytes: of whole ones"
 TEXTS = (mock, _pydecimal, argparse, doctest, inspect, tarfile, typing)
@@ -146,7 +148,7 @@ def arrived() -> dict[str, dict[str, float]]:
     on all ranks."""
     grid = ProcessGrid(dp=dist.get_world_size())
     layout = FlatLayout(list(SIZES), list(SIZES.values()), torch.float32)
-    placements = {name: Placement(size, Init("zeros")) for name, size in SIZES.items()}
+    placements = {name: Placement(size, Init("zeros"), matrices=(((0, size[0]),),)) for name, size in SIZES.items()}
     found = {}
     for method in METHODS:
         partition = Partition(layout, {name: Route(grid.dp) for name in SIZES})
@@ -157,7 +159,8 @@ def arrived() -> dict[str, dict[str, float]]:
             for name, view in layout.views(flat).items():
                 view.copy_(gradients[name])
             if compression is not None:
-                compression.begin(batch)
+                compression.begin(batch, {name: [Product(torch.eye(len(x)) / BLOCKS, x)] * BLOCKS
+                                          for name, x in gradients.items() if name in compression.factored})
             reducer.arm(flat)
             reducer.flush()
             reducer.wait()
@@ -200,14 +203,14 @@ def _share(totals: dict[str, list[Tensor]], sent: float) -> dict[str, float]:
 # -- losses ------------------------------------------------------------------------------------------------------------
 
 
-def losses(schedule: str, method: str, steps: int, folder: str) -> dict[str, Any]:
+def losses(schedule: str, method: str, steps: int, seed: int, folder: str) -> dict[str, Any]:
     """Trains a small GPT. Collectives: called on all ranks."""
     config: Config = from_mapping({
         "model": {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "seq_length": 64, "vocab_size": 1024,
                   "position": "rotary", "init_std": 0.05},
         "parallel": {"dp": dist.get_world_size()}, "pipeline": {"schedule": schedule, "num_microbatches": 4},
         "optim": {"lr": 3e-3, "min_lr": 1e-4, "warmup_steps": 10, "betas": [0.9, 0.95]},
-        "train": {"num_steps": steps, "micro_batch_size": 2}, "data": {
+        "train": {"num_steps": steps, "micro_batch_size": 2, "seed": seed}, "data": {
             "corpus": [text.__file__ for text in TEXTS[1:]], "valid_corpus": [TEXTS[0].__file__]},
         "compression": {"gradients": method, "gradients_period": 20} | METHODS[method]})
     grid = ProcessGrid(dp=config.parallel.dp)
@@ -217,7 +220,7 @@ def losses(schedule: str, method: str, steps: int, folder: str) -> dict[str, Any
     engine.train(BatchLoader(data.train, **options), steps, lambda step: None)
     held_out = engine.evaluate(BatchLoader(data.valid, **options), 8)
     sent = engine.state.compression.sent if engine.state.compression else None
-    return {"schedule": schedule, "method": method, "validation_loss": round(sum(held_out.values()), 4),
+    return {"schedule": schedule, "method": method, "seed": seed, "validation_loss": round(sum(held_out.values()), 4),
             "elements": 1.0 if sent is None else round(sent.elements / sent.whole_elements, 5),
             "bytes": 1.0 if sent is None else round(sent.num_bytes / sent.whole_bytes, 5)}
 
@@ -227,6 +230,7 @@ def main() -> None:
     parser.add_argument("--no-race", action="store_true", help="leave out what is timed")
     parser.add_argument("--losses", action="store_true", help="train a small model with every method, too")
     parser.add_argument("--steps", type=int, default=100, help="of each of these trainings")
+    parser.add_argument("--seeds", type=int, default=1, help="of these trainings")
     args = parse(parser)
     cases = []
     for shape in () if args.no_race else args.shapes:
@@ -239,12 +243,13 @@ def main() -> None:
     print(write_results("compression", cases, args, meaning=MEANING))
     if args.losses:
         with tempfile.TemporaryDirectory() as folder:
-            cases[-1]["losses"] = []
-            for method in METHODS:
-                for schedule in ("1f1b", "2bw"):
-                    cases[-1]["losses"].append(run_ranks(losses, 2, schedule, method, args.steps, folder))
-                    print(cases[-1]["losses"][-1], flush=True)
-                    write_results("compression", cases, args, meaning=MEANING)
+            found = cases[-1]["losses"] = []
+            for seed, schedule, method in product(range(args.seeds), ("1f1b", "2bw"), METHODS):
+                found.append(run_ranks(losses, 2, schedule, method, args.steps, seed, folder))
+                whole = next(one for one in found if (one["seed"], one["schedule"]) == (seed, schedule))
+                found[-1]["relative"] = round(found[-1]["validation_loss"] / whole["validation_loss"] - 1, 5)
+                print(found[-1], flush=True)
+                write_results("compression", cases, args, meaning=MEANING)
 
 
 if __name__ == "__main__":

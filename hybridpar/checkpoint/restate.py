@@ -41,7 +41,7 @@ class Restated(Mapping[str, Tensor]):
 
     def __init__(self, saved: Saved, state: RankState, ahead: int = 0):
         self._saved, self._state, self._here = saved, saved.manifest.state, state
-        self.read, self.keeps, self.newest = saved.read, saved.keeps, saved.read_newest
+        self.read, self.keeps, self.newest, self.alike = saved.read, saved.keeps, saved.read_newest, saved.alike
         weights = state.weights
         self._unpredicts = saved.manifest.config.optim.staleness == "prediction" and not weights.predicts
         self._slots = {slot.name: slot for slot in state.slots}

@@ -148,6 +148,14 @@ class Saved:
         keepers = self._keepers([holder], slot.rank, kind, what, replica)
         return keepers[0].whole() if keepers else None
 
+    def alike(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
+        """What all replicas of the ranks with the same part of the parameter have kept, of whatever shape; None: no
+        rank had that part, or they kept nothing."""
+        holders = [holder for holder in self.holders(slot.name, slot.placement.tied)
+                   if holder.placement.shard == slot.placement.shard]
+        keepers = self._keepers(holders, slot.rank, kind, what)
+        return keepers[0].whole() if keepers else None
+
     def read_newest(self, slot: ParameterSlot) -> Tensor:
         """The newest weights of a parameter, neither rounded nor predicted: the master's where there is one."""
         if self._keepers(self.holders(slot.name, slot.placement.tied), 0, Master.name, ""):

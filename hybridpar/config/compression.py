@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class CompressionConfig:
     """Codecs of what ranks send to each other. Evaluation, generation and export use none.
 
-    What a batch does not send of gradients between replicas is added to the next one's (error feedback). `gradients`
-    have no effect where parallel.dp is 1 and no weight is tied across stages.
+    What a batch does not send of gradients between replicas is added to the next one's (error feedback), but for sbpca.
+    `gradients` have no effect where parallel.dp is 1 and no weight is tied across stages.
     """
 
     messages: Literal["none", "bf16", "int8", "int4"] = "none"
@@ -27,10 +27,12 @@ class CompressionConfig:
     own gets exact ones."""
     messages_backward: Literal["same", "none", "bf16", "int8", "int4"] = "same"
     """Gradients between stages; same: as `messages`."""
-    gradients: Literal["none", "bf16", "int8", "int4", "dct", "powersgd"] = "none"
+    gradients: Literal["none", "bf16", "int8", "int4", "dct", "powersgd", "sbpca"] = "none"
     """bf16, int8, int4: rounded; every replica gets those of all others, so with 4, 8 and 16 replicas they take as many
     bytes as whole ones do. dct: elements above a threshold, with their places (arXiv 2010.08899). powersgd: two factors
-    of each matrix (arXiv 1905.13727)."""
+    of each matrix (arXiv 1905.13727). sbpca: the same of each linear layer's weight, from what the products would be
+    made of, which waits until the batch is over; no gradient is computed whole, and what is lost stays lost (streaming
+    batch PCA, doi 10.1145/3577214)."""
     gradients_kept: Annotated[float, Within(above=0, most=1)] = 0.01
     """dct: share of a tensor's elements above its threshold where that is set anew."""
     gradients_limit: Annotated[float, Within(1, most=1e6)] = 2.0
@@ -40,9 +42,17 @@ class CompressionConfig:
     gradients_values: Literal["full", "bf16"] = "full"
     """dct: type of the elements that are sent; full: that of gradients."""
     gradients_rank: AtLeastOne = 4
-    """powersgd: columns of each factor."""
+    """powersgd, sbpca: columns of each factor."""
+    gradients_blocks: AtLeastOne = 4
+    """sbpca: blocks of a batch, of whole micro-batches in order; each is a step, takes as many bytes as a batch of
+    powersgd does, and two messages after each other. As many as there are micro-batches at most."""
     gradients_smallest: Count = 1024
     """Tensors of fewer elements are sent whole."""
+
+    @property
+    def replicas_differ(self) -> bool:
+        """Whether every replica keeps something of its own: what it has not sent of its gradients."""
+        return self.gradients not in ("none", "sbpca")
 
     @property
     def both_ways(self) -> tuple[str, str]:

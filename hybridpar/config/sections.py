@@ -401,13 +401,13 @@ class Config:
 
     @property
     def feeds_back(self) -> bool:
-        """Whether every replica keeps what it has not sent of its gradients."""
+        """Whether the sum of a batch's gradients depends on what sums before it have left."""
         return self.compression.gradients != "none"
 
     @property
     def replicas_differ(self) -> bool:
         """Whether every replica has state of its own to save."""
-        return self.parallel.zero > 0 or (self.feeds_back and self.parallel.dp > 1)
+        return self.parallel.zero > 0 or (self.compression.replicas_differ and self.parallel.dp > 1)
 
     @property
     def longest_wait_s(self) -> float:

@@ -43,7 +43,8 @@ class Footprint:
     gradient of its output, and sends of the gradient of its input. forward, first_backward (of a batch), backward,
     norm, update: the most that each takes above what was there when it began. waiting: tensors that a micro-batch keeps
     between the two parts of a split backward; weight_gradients: the most that the second part takes; first_backward and
-    backward are then the first part's. whole_weights, whole_gradients: chunks of what replicas share (ZeRO-2 and 3),
+    backward are then the first part's. factors: what weights' gradients of a micro-batch are computed from, where that
+    waits until its batch is reduced. whole_weights, whole_gradients: chunks of what replicas share (ZeRO-2 and 3),
     while they are there. moved: what leaves of `kept` and the input where activations are offloaded.
     """
 
@@ -65,6 +66,7 @@ class Footprint:
     update: int
     waiting: int = 0
     weight_gradients: int = 0
+    factors: int = 0
     whole_weights: int = 0
     whole_gradients: int = 0
     moved: int = 0
@@ -95,16 +97,16 @@ def trace_stage(
         tracker.ghost_integers = True  # a forward looks into the micro-batch only
         kept, output, forward = traced.forward(batch)
         first_backward, waiting = traced.backward(first=True)
-        weight_gradients = traced.apply()
+        weight_gradients, factors = traced.apply()
         traced.forward(batch)
         backward, _ = traced.backward(first=False)
-        weight_gradients = max(weight_gradients, traced.apply())
+        weight_gradients = max(weight_gradients, traced.apply()[0])
         tracker.ghost_integers = False
         whole_weights, whole_gradients = traced.state.whole_bytes()
         return Footprint(
             **traced.static(), kept=kept, output=output, **traced.messages(), forward=forward,
             first_backward=first_backward, backward=backward, norm=traced.norm(), update=traced.update(),
-            waiting=waiting, weight_gradients=weight_gradients,
+            waiting=waiting, weight_gradients=weight_gradients, factors=factors,
             whole_weights=whole_weights, whole_gradients=whole_gradients, moved=traced.moved)
 
 
@@ -205,12 +207,13 @@ class _TracedStage:
         left = self.tracker.read()
         return left.peak - before, left.current - self._empty
 
-    def apply(self) -> int:
-        """Executor's second part of a split backward: the most that it took."""
+    def apply(self) -> tuple[int, int]:
+        """Executor's second part of a split backward: the most that it took, and what is left of the micro-batch."""
         before = self._start()
         if self.config.pipeline.split_backward:
             self.state.apply(None)
-        return self.tracker.read().peak - before
+        left = self.tracker.read()
+        return left.peak - before, left.current - self._empty if self.state.gradients.factored else 0
 
     def norm(self) -> int:
         """The most that the norm of the gradients took."""

@@ -107,9 +107,10 @@ def _way(recompute: Recomputation, block: int) -> str:
 def _what_counts(config: Config, shape: _Shape) -> Config:
     """The configuration in which all that does not bear on a stage's footprint is at its defaults."""
     parallel, train = config.parallel, config.train
+    has_dp = config.replicas_differ or config.feeds_back
     return replace(
         config, model=replace(config.transformer, num_layers=max(1, len(shape.again)) + (not shape.head)),
-        parallel=replace(parallel, pp=min(parallel.pp, 2), dp=parallel.dp if config.replicas_differ else 1),
+        parallel=replace(parallel, pp=min(parallel.pp, 2), dp=parallel.dp if has_dp else 1),
         pipeline=PipelineConfig(split_backward=config.pipeline.split_backward), data=DataConfig(), run=RunConfig(),
         train=TrainConfig(
             micro_batch_size=train.micro_batch_size, dtype=train.dtype, device=train.device, seed=train.seed))

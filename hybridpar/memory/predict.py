@@ -2,7 +2,8 @@
 
     static          weights (all versions), fp32 master, gradient buffers, optimizer state; on CPUs also the copy of the
                     state that a checkpoint is written from while training goes on, which of a GPU is in host memory
-    activations     inputs and kept tensors of the micro-batches in flight
+    activations     inputs and kept tensors of the micro-batches in flight, and of those behind them whose gradients are
+                    kept as factors until the batch is reduced
     communication   posted receives, outputs that wait, sends that have not been waited for: of each what one tp rank
                     sends; what was received last, whole
     transient       what the action at the peak takes on top: a forward, a backward, the norm, the update; with ZeRO-2
@@ -13,7 +14,7 @@ The plan says what is in flight when, so a schedule needs no rule of its own her
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -92,7 +93,8 @@ def predict(
     sizes = Sizes.of(config)
     split = stage_split(config.model, sizes.num_ranks, config.pipeline.split, sizes.chunks, config.pipeline.placement)
     recompute = recomputed_blocks(config.pipeline.recompute, config.model, split)
-    walked, gather = _enough(schedule, sizes), config.parallel.zero > 0
+    gather, factored = config.parallel.zero > 0, config.compression.gradients == "sbpca"
+    walked = sizes if factored else _enough(schedule, sizes)
     traced: dict[object, Footprint] = {}
 
     def footprint(stage: int, buffers: Buffers) -> Footprint:
@@ -166,6 +168,7 @@ def walk(
         max(getattr(fp, name) for fp in held) for name in ("whole_weights", "whole_gradients"))
     last = sizes.num_stages - 1
     in_flight = kept = inputs = posted = handed = 0  # micro-batches, what they keep, inputs, and what was not yet taken
+    factors: dict[int, int] = defaultdict(int)  # by batch, until it is reduced
     waiting: dict[Kind, int] = {}  # outputs to be sent
     sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
     best = StageMemory(weights, master, gradients, optimizer, 0, 0, 0, 0, 0, "")
@@ -182,7 +185,7 @@ def walk(
             handed -= footprints[action.stage - (row.flow > 0)].message
         else:
             posted -= takes * (fp.received if row.flow > 0 else fp.returned)
-        activations = kept + inputs
+        activations = kept + inputs + sum(factors.values())
         whole = fp.input if kind is Kind.F else fp.message
         communication = posted + takes * whole + handed + sum(waiting.values()) + sum(sends)
         is_first = action.microbatch % sizes.num_microbatches == 0 or whole_gradients > 0
@@ -194,6 +197,10 @@ def walk(
             best = replace(best, activations=activations, communication=communication, transient=transient,
                            in_flight=in_flight, during=str(action))
         in_flight += row.holds
+        if kind in (Kind.B, Kind.W):
+            factors[action.microbatch // sizes.num_microbatches] += fp.factors
+        elif kind in (Kind.NORM, Kind.UPDATE):
+            factors.pop(action.microbatch, None)
         if kind is Kind.F:
             kept, inputs = kept + fp.kept, inputs + has_input * fp.input
             if to_here:

@@ -177,7 +177,7 @@ class MemoryCheck:
         in_flight = -(-schedule.max_live_activations(sizes, rank) // sizes.chunks)
         one = fp.kept + (0 if blocks.start == 0 else fp.input)
         state = _in_memory(cost, fp.weights + fp.master + fp.gradients + fp.optimizer)
-        return state + fp.message + fp.received + max(
+        return state + fp.message + fp.received + sizes.num_microbatches * fp.factors + max(
             in_flight * one + max(fp.backward, fp.first_backward) + fp.whole_weights + fp.whole_gradients,
             (in_flight - 1) * one + fp.forward + fp.message + fp.whole_weights,
             (in_flight - 1) * one + max(fp.norm, fp.update))

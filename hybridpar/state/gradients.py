@@ -28,18 +28,22 @@ class GradientAccumulator:
 
     With `defers`, parts that are given to a sink (nn.matmul.SINK) may wait: those of the backward that follows
     `collect(key)` are added by `apply(key)`, in the same order, to the same bits.
+
+    Parts of the parameters in `factored` are never added up: `parts(index)` has them, in the order of the backwards,
+    and whoever takes them writes the view.
     """
 
     def __init__(self, layout: FlatLayout, memory: Memory | None = None, num_buffers: int = 1, *,
-                 chunks: Sequence[Chunk] = (), defers: bool = False):
+                 chunks: Sequence[Chunk] = (), defers: bool = False, factored: frozenset[str] = frozenset()):
         assert num_buffers in (1, 2), num_buffers
-        self.layout, self.defers = layout, defers
+        self.layout, self.defers, self.factored = layout, defers, factored
         self.buffers = tuple(Buffer(layout, layout.dtype, memory or Memory(), chunks, f"gradients/{i}")
                              for i in range(num_buffers))
         self.collecting: dict[str, list[Part]] | None = None
         """Parts that wait of the backward that runs, by parameter; None: none wait."""
         self._waiting: dict[Hashable, tuple[int, dict[str, list[Part]]]] = {}  # by key: buffer, and parts
         self.on_final: Callable[[str], None] | None = None
+        self._parts: tuple[dict[str, list[Part]], ...] = tuple({} for _ in self.buffers)
         self._views = tuple(buffer.views() for buffer in self.buffers)
         self._void: tuple[set[str], ...] = tuple(set() for _ in self.buffers)  # parameters without a gradient so far
         self._bound_leaves: Mapping[str, Tensor] | None = None
@@ -59,6 +63,7 @@ class GradientAccumulator:
 
     def begin(self, index: int) -> None:
         """A new batch: what buffer `index` holds is void."""
+        self._parts[index].clear()
         self._void[index].update(self.layout.names)
         self._bound_leaves = None
 
@@ -96,13 +101,25 @@ class GradientAccumulator:
         index, waiting = self._waiting.pop(key)
         if waiting is self.collecting:
             self.collecting = None
-        views, void = self._views[index], self._void[index]
         for name in list(waiting):
             for part in waiting.pop(name):
-                part.add_to(views[name], name in void)
-                void.discard(name)
+                self.take(name, part, index)
             if self.on_final is not None:
                 self.on_final(name)
+
+    def take(self, name: str, part: Part, index: int | None = None) -> None:
+        """Adds a part to buffer `index` (None: the bound one), or keeps it where the parameter is `factored`."""
+        index = self._bound_index if index is None else index
+        void = self._void[index]
+        if name in self.factored:
+            self._parts[index].setdefault(name, []).append(_detached(part))
+        else:
+            part.add_to(self._views[index][name], name in void)
+        void.discard(name)
+
+    def parts(self, index: int) -> dict[str, list[Part]]:
+        """The parts of the batch in buffer `index` that are not added up, by parameter; to be taken away."""
+        return self._parts[index]
 
     def arm(self, on_final: Callable[[str], None] | None) -> None:
         """The next backward is the last of its batch: `on_final(name)` is called as gradients become final in it. None:
@@ -148,8 +165,7 @@ class _Report:
         if (waiting := self.owner.collecting) is not None:
             waiting.setdefault(self.name, []).append(_detached(part))
             return
-        part.add_to(self.view, self.name in self.void)
-        self.void.discard(self.name)
+        self.owner.take(self.name, part)
 
     def __call__(self, leaf: Tensor) -> None:
         gradient = leaf.grad
@@ -160,6 +176,7 @@ class _Report:
         self._report()
 
     def _store(self, gradient: Tensor) -> None:
+        assert gradient.is_sparse or self.name not in self.owner.factored, f"{self.name}: a gradient without factors"
         if self.name in self.void:
             self.view.copy_(gradient)
             self.void.remove(self.name)

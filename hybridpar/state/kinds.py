@@ -16,6 +16,7 @@
                                    every replica                              number changes
     learned/<parameter>.<what>     what compression has learned of one, on    zero: it begins anew
                                    every replica
+    basis/<parameter>.<what>       the same, equal on all replicas            zero: it begins anew
     gradients                      whole local parameters; never saved
     messages                       room for compressed gradients; never saved
     host                           room for what goes to the host and comes from it; never saved
@@ -55,6 +56,8 @@ class Stored(Protocol):
         """Of what the ranks that sum a parameter's gradient have each kept: the sum of those that fall to this one."""
     def same(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
         """What a rank of the same place in a grid of the same size has kept; None: there is no such rank."""
+    def alike(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
+        """What all ranks with the same part of the parameter have kept; None: no rank had that part."""
     def newest(self, slot: ParameterSlot) -> Tensor:
         """The newest weights, neither rounded nor predicted."""
     def version(self, slot: ParameterSlot, version: int) -> Tensor:
@@ -330,7 +333,7 @@ class Learned(StateKind):
 
     def tensors(self) -> dict[str, Tensor]:
         compression = self.holder.compression
-        return {} if compression is None else {
+        return {} if compression is None or compression.method.factored == self.differs else {
             f"{self.name}/{name}": tensor for name, tensor in compression.feedback.learned.items()}
 
     def memory(self) -> list[Tensor]:
@@ -340,6 +343,16 @@ class Learned(StateKind):
         for key, own in self.tensors().items():
             found = tensors[key.partition("/")[2]]
             own.copy_(found) if found.shape == own.shape else own.zero_()
+
+
+class Bases(Learned):
+    """The same of methods that learn from what all replicas have in common."""
+
+    name, differs = "basis", False
+
+    @classmethod
+    def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
+        return stored.alike(slot, cls.name, what)
 
 
 class Messages(StateKind):
@@ -370,7 +383,7 @@ class HostRoom(StateKind):
 
 KINDS: tuple[type[StateKind], ...] = (
     WeightVersions, WeightShares, Gradients, Master, OptimizerState, Anchor, OuterMomentum, Sent, OuterRemainder,
-    Unsent, Learned, Messages, HostRoom)
+    Unsent, Learned, Bases, Messages, HostRoom)
 """All kinds, in the order in which checkpoints have them."""
 
 

@@ -66,13 +66,14 @@ class RankState:
         self.weights = WeightStore(
             parameters, self.partition, policy.num_versions, self.memory, predict=policy.predicts, uses=self.uses,
             splits=policy.splits_weights, host=self._updating if policy.on_host else None, hosted=hosted)
-        self.gradients = GradientAccumulator(
-            parameters.layout, self.memory, policy.num_gradient_buffers,
-            chunks=cut(parameters.layout, self.uses), defers=policy.defers)
-        self.shares = Shares.of(
-            self.partition, self.gradients.buffers, self.memory, split=policy.splits_gradients)
         self.compression = Compression.of(
             self.partition, self.placements, policy.compression, self.memory, policy.kernels)
+        self.gradients = GradientAccumulator(
+            parameters.layout, self.memory, policy.num_gradient_buffers,
+            chunks=cut(parameters.layout, self.uses), defers=policy.defers,
+            factored=self.compression.factored if self.compression is not None else frozenset())
+        self.shares = Shares.of(
+            self.partition, self.gradients.buffers, self.memory, split=policy.splits_gradients)
         self.reducer = GradientReducer(self.partition, self.is_kept, self.compression)
         self.num_parts = max(len(parts), 1)
         self.num_groups = self.num_parts if elementwise else 1
@@ -123,17 +124,17 @@ class RankState:
     def begin(self, batch: int) -> None:
         """Before the first backward of a batch: what its gradient buffer holds is void."""
         self.gradients.begin(self.gradients.buffer_index(batch))
-        self.reducer.proceed()
 
     def close(self, batch: int) -> None:
         """Before the last backward of a batch: what is final from now on may be reduced."""
         if self.compression is not None:
-            self.compression.begin(batch)
+            self.compression.begin(batch, self.gradients.parts(self.gradients.buffer_index(batch)))
         self.reducer.arm(self.gradients.buffers[self.gradients.buffer_index(batch)])
 
     def bind(self, batch: int, versions: Sequence[int], *, last: bool = False, part: int = 0) -> None:
         """The next backward, through a part at these versions, adds to the gradients of a batch. `last`: it makes them
         final."""
+        self.reducer.proceed()
         for version in versions:
             self.gradients.bind(self.weights.leaves_of(version), self.gradients.buffer_index(batch))
         # a tied weight may be of two versions, and is final only with both of them

@@ -85,7 +85,9 @@ class GradientReducer:
             return
         assert self._flat is None or len(self._started) > 1, "flush before waiting: buckets are missing"
         works = self._started.popleft()
-        _proceed(work for work in works if isinstance(work, Exchange))
+        exchanges = [work for work in works if isinstance(work, Exchange)]
+        for _ in range(1, max((exchange.rounds for exchange in exchanges), default=1)):
+            _proceed(exchanges)
         for work in works:
             work.wait()
 
@@ -124,6 +126,6 @@ class GradientReducer:
 
 
 def _proceed(exchanges: Iterable[Exchange]) -> None:
-    """Takes the next step of each, so that second messages are under way together."""
+    """Takes the next step of each, so that messages are under way together."""
     for exchange in exchanges:
         exchange.proceed()

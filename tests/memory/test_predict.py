@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from hybridpar.config import Config, ParallelConfig, from_mapping, load_toml
+from hybridpar.config import UNCOMPRESSED, Config, ParallelConfig, from_mapping, load_toml
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch, StageMemory, measure, predict, table
@@ -40,7 +40,7 @@ def make(tp: int = 1, pp: int = 1, dp: int = 1, **sections: dict[str, Any]) -> C
         "parallel": {"tp": tp, "pp": pp, "dp": dp, **sections.get("parallel", {})},
         "pipeline": {"num_microbatches": 4, **sections.get("pipeline", {})},
         "train": {"micro_batch_size": 4, "num_steps": 4, "device": "cpu", **sections.get("train", {})},
-        "optim": sections.get("optim", {}),
+        "optim": sections.get("optim", {}), "compression": sections.get("compression", {}),
     })
 
 
@@ -404,6 +404,17 @@ def test_with_the_options_of_2bw(pipeline: dict[str, Any]) -> None:
 def test_with_shared_updates(dtype: str, optim: str) -> None:
     agree(make(pp=2, dp=2, parallel={"zero": 1}, pipeline={"schedule": "2bw"}, train={"dtype": dtype},
                optim={"name": optim}))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("schedule", "pipeline", "dtype"), [
+    ("1f1b", {}, "fp32"), ("2bw", {"split_backward": True}, "bf16")])
+def test_with_gradients_that_wait_as_factors(schedule: str, pipeline: dict[str, Any], dtype: str) -> None:
+    config = make(pp=2, dp=2, pipeline={"schedule": schedule} | pipeline, train={"dtype": dtype},
+                  compression={"gradients": "sbpca", "gradients_smallest": 100})
+    agree(config)
+    plain = predict(replace(config, compression=UNCOMPRESSED))
+    assert all(more.activations > less.activations for more, less in zip(predict(config), plain, strict=True))
 
 
 @pytest.mark.ranks

@@ -43,6 +43,7 @@ DCT = {"gradients": "dct", "gradients_kept": 0.05, "gradients_period": 2, "gradi
 BF16 = {"gradients": "bf16", "gradients_smallest": 100}
 INT4 = {"gradients": "int4", "gradients_smallest": 100}
 POWER = {"gradients": "powersgd", "gradients_rank": 3, "gradients_smallest": 100}
+PCA = {"gradients": "sbpca", "gradients_rank": 3, "gradients_blocks": 3, "gradients_smallest": 100}
 SKIPPED = 2
 """A batch that makes no step, and sets new thresholds."""
 
@@ -294,13 +295,13 @@ def resume(config: Config, folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("compression", "parallel"), [
-    (DCT | {"gradients_period": 100}, {"dp": 2}), (POWER, {"dp": 2, "tp": 2, "zero": 1})], ids=str)
+    (DCT | {"gradients_period": 100}, {"dp": 2}), (POWER, {"dp": 2, "tp": 2, "zero": 1}), (PCA, {"dp": 2})], ids=str)
 def test_a_run_goes_on_to_the_bit(tmp_path: Path, compression: dict[str, Any], parallel: dict[str, int]) -> None:
     config = make(compression, parallel)
     there, here = (run_ranks(do, config.parallel.num_ranks, config, tmp_path) for do in (save, resume))
     for one, other in zip(there, here, strict=True):
         assert one.keys() == other.keys()
-        assert any(key.startswith("learned/") and x.any() for key, x in one.items())
+        assert any(key.startswith(("learned/", "basis/")) and x.any() for key, x in one.items())
         assert all(torch.equal(x, other[key]) for key, x in one.items())
 
 

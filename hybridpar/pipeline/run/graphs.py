@@ -61,6 +61,8 @@ def unsupported(config: Config) -> str | None:
         return "ranks of tensor parallelism wait for each other between a micro-batch's kernels"
     if config.pipeline.split_backward:
         return "pipeline.split_backward computes the gradients of weights apart"
+    if config.compression.gradients == "sbpca":
+        return "compression.gradients = sbpca keeps what the gradients of weights are computed from"
     if kind != "gpt":
         return f"the head of {kind} waits for the number of labelled positions"
     return None

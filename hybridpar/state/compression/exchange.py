@@ -16,33 +16,36 @@ from torch import Tensor
 
 from hybridpar.comm import Work, Works
 from hybridpar.config import AUTO, CompressionConfig, KernelsConfig
+from hybridpar.nn.matmul import Part
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
 from hybridpar.state.chunks import Memory
 from hybridpar.state.compression.factors import Factors
 from hybridpar.state.compression.feedback import Feedback
 from hybridpar.state.compression.method import Entry, Method, Sent
 from hybridpar.state.compression.rounded import BFloat16, Int4, Int8
+from hybridpar.state.compression.streaming import StreamingPCA
 from hybridpar.state.compression.thresholds import Thresholds
 from hybridpar.state.layout import Bucket
 from hybridpar.state.partition import Partition
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (BFloat16, Int8, Int4, Thresholds, Factors)}
+METHODS: dict[str, type[Method]] = {method.name: method for method in (
+    BFloat16, Int8, Int4, Thresholds, Factors, StreamingPCA)}
 """Values of compression.gradients, besides 'none'."""
 
 
 class Exchange:
     """The steps of a bucket's sum, of which one at a time is under way; to be waited for as a Work is.
 
-    rounds: how many messages follow on each other. over_stages: ranks of several stages take part.
+    rounds: how many messages follow on each other, at most. over_stages: ranks of several stages take part.
     """
 
     def __init__(self, steps: Iterator[Works], rounds: int, *, over_stages: bool = False):
-        self._steps, self._rounds, self.over_stages = steps, rounds, over_stages
+        self._steps, self.rounds, self.over_stages = steps, rounds, over_stages
         self._work: Work | Works | None = next(steps)
 
     def proceed(self) -> None:
         """Waits for the message under way and sends the next one, if there is another."""
-        if self._rounds > 1:
+        if self.rounds > 1 and self._work is not None:
             self._advance()
 
     def wait(self) -> None:
@@ -53,7 +56,7 @@ class Exchange:
     def _advance(self) -> None:
         assert self._work is not None
         self._work.wait()
-        self._work, self._rounds = next(self._steps, None), self._rounds - 1
+        self._work, self.rounds = next(self._steps, None), self.rounds - 1
 
     def is_done(self) -> bool:
         """Whether what has been started is over."""
@@ -69,20 +72,22 @@ class Compression:
 
     def __init__(self, partition: Partition, placements: Mapping[str, Placement], settings: CompressionConfig,
                  memory: Memory, kernels: KernelsConfig = AUTO):
-        layout, method = partition.layout, METHODS[settings.gradients]
+        layout, self.method = partition.layout, METHODS[settings.gradients]
+        method = self.method
         shapes = dict(zip(layout.names, layout.shapes, strict=True))
         starts = dict(zip(layout.names, layout.offsets, strict=True))
-        kept = {name: shapes[name] for name in layout.names if _is_packed(
-            shapes[name], placements[name], settings) and partition.axis_of(name).size > 1}
-        self.feedback = Feedback(kept, {
+        self.packed = frozenset(name for name in layout.names if partition.axis_of(name).size > 1 and _is_packed(
+            shapes[name], placements[name], settings))
+        kept = {name: shapes[name] for name in layout.names if name in self.packed}
+        self.feedback = Feedback({} if method.factored else kept, {
             f"{name}.{what}": shape for name in kept
             for what, shape in method.learned(kept[name], settings).items()}, layout.dtype, memory)
         self._batch = 0
         self._methods = {
-            bucket: method([Entry(name, shapes[name], starts[name] - bucket.start, name in kept)
+            bucket: method([Entry(name, shapes[name], starts[name] - bucket.start, name in self.packed)
                             for name in bucket.names], axis, settings, self.feedback, memory.device, layout.dtype,
                            kernels)
-            for bucket, axis in zip(partition.buckets, partition.axes, strict=True) if not kept.keys().isdisjoint(
+            for bucket, axis in zip(partition.buckets, partition.axes, strict=True) if not self.packed.isdisjoint(
                 bucket.names)}
 
     @staticmethod
@@ -92,12 +97,19 @@ class Compression:
         if settings.gradients == "none":
             return None
         made = Compression(partition, placements, settings, memory, kernels)
-        return made if made.feedback.kept else None
+        return made if made.packed else None
 
-    def begin(self, batch: int) -> None:
-        """The gradients of a batch are about to be reduced."""
+    @property
+    def factored(self) -> frozenset[str]:
+        """Parameters of which it takes the factors of the gradients."""
+        return self.packed if self.method.factored else frozenset()
+
+    def begin(self, batch: int, parts: dict[str, list[Part]]) -> None:
+        """The gradients of a batch are about to be reduced. parts: of those that are `factored`; it takes them away."""
         self.feedback.open()
         self._batch = batch
+        for method in self._methods.values():
+            method.parts = parts
 
     def covers(self, bucket: Bucket) -> bool:
         """Whether anything of a bucket is compressed."""
@@ -128,7 +140,8 @@ class Compression:
 
 def _is_packed(shape: Sequence[int], placement: Placement, settings: CompressionConfig) -> bool:
     """Whether a parameter of that local shape is compressed where it is summed over several ranks."""
-    return (prod(shape) >= max(settings.gradients_smallest, 1) and METHODS[settings.gradients].packs(shape)
+    packs = METHODS[settings.gradients].packs(shape, placement)
+    return (packs and prod(shape) >= max(settings.gradients_smallest, 1)
             and placement.along("tp") is not Held.PARTIAL and not has_shared_rows(placement))
 
 

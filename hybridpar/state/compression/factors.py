@@ -10,7 +10,7 @@ Source: arXiv 1905.13727, algorithms 1 and 2, with sums in the place of means.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,20 +18,42 @@ from torch import Tensor
 from hybridpar import random
 from hybridpar.comm import Works
 from hybridpar.config import CompressionConfig
+from hybridpar.nn.placement import Placement
 from hybridpar.state.compression.method import Entry, Method, add
 from hybridpar.state.compression.wire import Reader
 
 _FACTOR = "factor"
 
 
-class Factors(Method):
-    """Two messages: P with the tensors that are sent whole, then Q. Factors are added in rank order."""
-
-    name, rounds = "powersgd", 2
+class LowRank(Method):
+    """What methods have in common whose messages are thin matrices, which are added in rank order."""
 
     @staticmethod
-    def packs(shape: Sequence[int]) -> bool:
+    def packs(shape: Sequence[int], placement: Placement) -> bool:
         return len(shape) == 2
+
+    def _rank(self, entry: Entry) -> int:
+        return min(self.settings.gradients_rank, *entry.shape)
+
+    def _sums(self, messages: Iterable[Reader], rows: Sequence[int]) -> list[Tensor]:
+        """The matrices of all messages, added up in rank order."""
+        totals = [torch.empty(n, self._rank(entry), dtype=self.dtype, device=self.device)
+                  for entry, n in zip(self.packed, rows, strict=True)]
+        for rank, message in enumerate(messages):
+            for total in totals:
+                add(total.view(-1), message.take(total.numel(), self.dtype), overwrite=rank == 0)
+        return totals
+
+    def _random(self, rows: int, rank: int) -> Tensor:
+        """A matrix to begin with, the same for all parameters of a shape. Shapes: -> [rows, rank]."""
+        return random.normal(0, random.site(f"{self.name} {rows} {rank}"), rows=rows, cols=rank, stride=rank, start=0,
+                             dtype=self.dtype).to(self.device)
+
+
+class Factors(LowRank):
+    """Two messages: P with the tensors that are sent whole, then Q."""
+
+    name, rounds = "powersgd", 2
 
     @classmethod
     def learned(cls, shape: Sequence[int], settings: CompressionConfig) -> dict[str, tuple[int, ...]]:
@@ -41,22 +63,19 @@ class Factors(Method):
         rows, columns = (sum(entry.shape[dim] * self._rank(entry) for entry in self.packed) for dim in range(2))
         return self.dtype.itemsize * rows, self.dtype.itemsize * columns
 
-    def _rank(self, entry: Entry) -> int:
-        return min(self.settings.gradients_rank, *entry.shape)
-
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
         """See Method. Collectives: two broadcasts for each rank."""
         matrices = [self.feedback.next_kept[entry.name] for entry in self.packed]
         self._multiply(message, matrices, [self._start(entry) for entry in self.packed])
         yield self.wire.gather([message.num_bytes] * self.axis.size)
-        bases = [orthonormal(p) for p in self._sums(list(self.messages()), [len(x) for x in matrices])]
+        bases = [orthonormal(p) for p in self._sums(self.messages(), [len(x) for x in matrices])]
         second = self.other.own
         for matrix, base, own in zip(matrices, bases, self._multiply(
                 second, [x.t() for x in matrices], bases), strict=True):
             matrix.addmm_(base, own.t(), alpha=-1.0)
         self._count_factors(message, second)
         yield self.other.gather([second.num_bytes] * self.axis.size)
-        totals = self._sums(list(self.other.readers()), [x.shape[1] for x in matrices])
+        totals = self._sums(self.other.readers(), [x.shape[1] for x in matrices])
         for entry, gradient, base, total in zip(self.packed, gradients, bases, totals, strict=True):
             torch.mm(base, total.t(), out=gradient)
             self.feedback.next_learned[f"{entry.name}.{_FACTOR}"].copy_(total)
@@ -65,9 +84,7 @@ class Factors(Method):
         """The Q to begin with: of the batch before, its columns of length 1; those without one are random ones, the
         same for all matrices of a shape."""
         factor = self.feedback.learned[f"{entry.name}.{_FACTOR}"]
-        rows, rank = factor.shape
-        fresh = random.normal(0, random.site(f"powersgd {rows} {rank}"), rows=rows, cols=rank, stride=rank, start=0,
-                              dtype=self.dtype).to(self.device)
+        fresh = self._random(*factor.shape)
         lengths = torch.linalg.vector_norm(factor, dim=0)
         return torch.where(lengths > 0, factor / lengths.clamp(min=torch.finfo(self.dtype).tiny), fresh)
 
@@ -79,15 +96,6 @@ class Factors(Method):
             products.append(torch.mm(
                 matrix, factor, out=message.take(shape[0] * shape[1], self.dtype).view(shape)))
         return products
-
-    def _sums(self, messages: Sequence[Reader], rows: Sequence[int]) -> list[Tensor]:
-        """The factors of all messages, added up in rank order."""
-        totals = [torch.empty(n, self._rank(entry), dtype=self.dtype, device=self.device)
-                  for entry, n in zip(self.packed, rows, strict=True)]
-        for rank, message in enumerate(messages):
-            for total in totals:
-                add(total.view(-1), message.take(total.numel(), self.dtype), overwrite=rank == 0)
-        return totals
 
     def _count_factors(self, first: Reader, second: Reader) -> None:
         self.sent.elements += sum(sum(entry.shape) * self._rank(entry) for entry in self.packed)

@@ -14,6 +14,8 @@ from torch import Tensor
 from hybridpar.comm import Works
 from hybridpar.config import CompressionConfig, KernelsConfig
 from hybridpar.grid import Axis
+from hybridpar.nn.matmul import Part
+from hybridpar.nn.placement import Placement
 from hybridpar.state.compression.feedback import Feedback
 from hybridpar.state.compression.wire import Reader, Wire
 
@@ -62,11 +64,14 @@ class Method(ABC):
     """Compression of the parameters of one bucket, between the ranks of an axis.
 
     A message has the tensors that are sent whole, then what `exchange` writes. `kernels`: backends of operators.
-    `name`: the value of compression.gradients. `rounds`: how many messages follow on each other.
+    `name`: the value of compression.gradients. `rounds`: how many messages follow on each other, at most. `factored`:
+    it takes the factors of gradients, which are never multiplied with each other; it then has no feedback, and what it
+    learns is equal on all replicas.
     """
 
     name: ClassVar[str]
-    rounds: ClassVar[int]
+    factored: ClassVar[bool] = False
+    rounds: int
 
     def __init__(self, entries: Sequence[Entry], axis: Axis, settings: CompressionConfig, feedback: Feedback,
                  device: torch.device, dtype: torch.dtype, kernels: KernelsConfig):
@@ -77,10 +82,11 @@ class Method(ABC):
         main, other = self.most_bytes()
         self.wire, self.other = Wire(self._dense_numel * dtype.itemsize + main, axis, device), Wire(other, axis, device)
         self.sent = Sent()
+        self.parts: dict[str, list[Part]] = {}
 
     @staticmethod
-    def packs(shape: Sequence[int]) -> bool:
-        """Whether it can compress a tensor of this shape."""
+    def packs(shape: Sequence[int], placement: Placement) -> bool:
+        """Whether it can compress a parameter of this local shape."""
         return True
 
     @classmethod
@@ -97,6 +103,7 @@ class Method(ABC):
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
         """Encodes what the feedback's next_kept has, leaves in it what is not sent, and overwrites the gradients, one
         for each of `packed`, with the sum over all ranks. Yields what it has started, and goes on once that is over.
+        Where it is `factored`, it encodes what `parts` has, and takes it away.
 
         message: this rank's on `wire`, behind the tensors that are sent whole.
         """
@@ -107,7 +114,7 @@ class Method(ABC):
         Collectives: those of `exchange`, all in one order on every rank.
         """
         gradients = [entry.view(flat) for entry in self.packed]
-        for entry, gradient in zip(self.packed, gradients, strict=True):
+        for entry, gradient in zip(self.packed, () if self.factored else gradients, strict=not self.factored):
             torch.add(gradient, self.feedback.kept[entry.name], out=self.feedback.next_kept[entry.name])
         message = self.wire.own
         for entry in self.dense:

@@ -1,0 +1,274 @@
+"""Streaming batch PCA: the numbers of one process that has the factors of all replicas, and what the method holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint.grids import engines, fill, load_all
+from ranks import run_ranks
+from state.test_compression import PCA, SKIPPED, Skips, build, loader, make
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybridpar import random
+from hybridpar.checkpoint.folders import begin, publish
+from hybridpar.checkpoint.manifest import TrainingState
+from hybridpar.checkpoint.part import Part, is_writer
+from hybridpar.checkpoint.save import make_manifest
+from hybridpar.config import CompressionConfig, Config
+from hybridpar.grid import ProcessGrid
+from hybridpar.nn.matmul import Product
+from hybridpar.nn.placement import Init, Placement, split_ranges
+from hybridpar.state import Partition, Route, find_divergence
+from hybridpar.state.chunks import Memory
+from hybridpar.state.compression import Compression
+from hybridpar.state.layout import FlatLayout
+
+Factors = list[tuple[Tensor, Tensor]]
+Estimate = tuple[Tensor, Tensor, Tensor]
+"""X, D and s."""
+
+
+@dataclass
+class Ran:
+    """What one rank has seen of every batch, by parameter, and its state before each, and at the end."""
+
+    axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    parts: list[dict[str, Factors]] = field(default_factory=list)
+    sums: list[dict[str, Tensor]] = field(default_factory=list)
+    learned: list[dict[str, Tensor]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    sent: Any = None
+    traffic: int = 0
+    diverged: str = ""
+
+
+def run(config: Config, steps: int, skips: bool = False) -> Ran:
+    engine = build(config, Skips(config) if skips else None)
+    state, compression, ran = engine.state, engine.state.compression, Ran()
+    assert compression is not None
+    ran.axes = {name: state.partition.axis_of(name).ranks for name in compression.packed}
+    start: Any = compression.start
+
+    def note(bucket: Any, flat: Tensor) -> Any:
+        batch = compression._batch
+        if len(ran.parts) == batch:
+            ran.parts.append({})
+            ran.learned.append({key: x.clone() for key, x in compression.feedback.learned.items()})
+        there = state.gradients.parts(state.gradients.buffer_index(batch))
+        ran.parts[-1] |= {name: [(part.dy.double(), part.x.double()) for part in there[name]]
+                          for name in bucket.names if name in compression.packed}
+        return start(bucket, flat)
+
+    compression.start = note  # type: ignore[method-assign]
+    before = engine.grid.dp.traffic.num_bytes["broadcast"]
+    engine.train(loader(engine), steps, lambda step: ran.losses.append(step.loss),
+                 lambda batch, gradients: ran.sums.append({name: x.clone() for name, x in gradients.items()}))
+    ran.traffic = engine.grid.dp.traffic.num_bytes["broadcast"] - before
+    ran.learned.append({key: x.clone() for key, x in compression.feedback.learned.items()})
+    ran.sent, ran.diverged = compression.sent, find_divergence(state.placed(), engine.grid)
+    return ran
+
+
+def of(learned: dict[str, Tensor], name: str) -> Estimate:
+    x, d, s = (learned[f"{name}.{what}"].double() for what in ("basis_in", "basis_out", "scale"))
+    return x, d, s
+
+
+def orthonormal(x: Tensor) -> Tensor:
+    q, r = torch.linalg.qr(x)
+    return q @ torch.diag(torch.sign(torch.diag(r)))
+
+
+def oracle(replicas: list[Factors], before: Estimate, num_blocks: int) -> tuple[Tensor, Estimate]:
+    """The sum that is taken for that of a batch, and what is learned from it; of gradients that are whole."""
+    (x, d, s), more = before, int(before[2].any())
+    for i, (a, b) in enumerate(split_ranges(len(replicas[0]), num_blocks), start=more):
+        g = sum(dy.t() @ rows for own in replicas for dy, rows in own[a:b])
+        if i == 0:
+            m, k = d.shape
+            d = orthonormal(random.normal(0, random.site(f"sbpca {m} {k}"), rows=m, cols=k, stride=k, start=0,
+                                          dtype=torch.float64))
+            x = orthonormal(g.t() @ d)
+            d = orthonormal(g @ x)
+        else:
+            x = orthonormal(i * x + g.t() @ d / s)
+            d = orthonormal(i * d + g @ x / s)
+        s = (i * s + torch.diag(d.t() @ g @ x)) / (i + 1)
+    return num_blocks * d @ torch.diag(s) @ x.t(), (x, d, s)
+
+
+DEEP = {"model": {"num_layers": 4, "hidden_size": 24, "num_heads": 3, "seq_length": 8, "vocab_size": 31}}
+FP64 = {"train": {"dtype": "fp64"}}
+CASES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
+    "2bw, three replicas, a step is skipped": ({"dp": 3}, "2bw", FP64),
+    "1f1b, tp": ({"dp": 2, "tp": 2}, "1f1b", FP64),
+    "2bw, split backward, bf16": (
+        {"dp": 2, "pp": 2}, "2bw", {"pipeline": {"split_backward": True}, "train": {"dtype": "bf16"}}),
+    "interleaved, ZeRO-1": ({"dp": 2, "pp": 2, "zero": 1}, "interleaved", DEEP | FP64),
+    "pipedream": ({"dp": 2, "pp": 2}, "pipedream", {"optim": {"clip_grad": 0.0}} | FP64)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_replicas_are_one_process_with_all_factors(case: str) -> None:
+    parallel, schedule, more = CASES[case]
+    config, skips = make(PCA, parallel, schedule, **more), "skipped" in case
+    ran = run_ranks(run, config.parallel.num_ranks, config, 4, skips)
+    assert {one.diverged for one in ran} == {""}
+    exact = {"rtol": 1e-9, "atol": 1e-11} if config.train.dtype == "fp64" else {"rtol": 1e-3, "atol": 1e-4}
+    for name, ranks in {name: of for one in ran for name, of in one.axes.items()}.items():
+        group = [ran[rank] for rank in ranks]
+        for batch in range(4):
+            before = of(group[0].learned[batch], name)
+            total, after = oracle([one.parts[batch][name] for one in group], before, 3)
+            for one in group:
+                torch.testing.assert_close(one.sums[batch][name].double(), total, **exact)
+            wanted = before if skips and batch == SKIPPED else after
+            for tensor, expected in zip(of(group[0].learned[batch + 1], name), wanted, strict=True):
+                torch.testing.assert_close(tensor, expected, **exact)
+    assert sum(len(one.axes) for one in ran) >= 4 * config.model.num_layers
+    if parallel == {"dp": 3}:
+        check_bytes(ran)
+
+
+def check_bytes(ran: list[Ran]) -> None:
+    """What ranks send are two thin matrices for each block, and all else as it is."""
+    shapes = [ran[0].sums[0][name].shape for name in ran[0].axes]
+    whole = sum(x.numel() for x in ran[0].sums[0].values()) - sum(m * n for m, n in shapes)
+    assert {one.sent.num_bytes for one in ran} == {4 * 8 * (whole + sum(3 * 3 * (m + n) for m, n in shapes))}
+    assert {one.sent.elements * 8 for one in ran} == {ran[0].sent.num_bytes}
+    assert {one.traffic for one in ran} == {sum(one.sent.num_bytes for one in ran)}
+
+
+@pytest.mark.parametrize(("before", "after", "stays"), [
+    ({"dp": 2, "tp": 2}, {"dp": 3, "tp": 2}, True), ({"dp": 2}, {"dp": 4, "pp": 2, "zero": 1}, True),
+    ({"dp": 2, "tp": 2}, {"dp": 2}, False)], ids=str)
+def test_another_number_of_replicas_goes_on_with_what_was_learned(
+        tmp_path: Path, before: dict[str, int], after: dict[str, int], stays: bool) -> None:
+    config, wanted, written = make(PCA, before), dict[tuple[str, int], Tensor](), []
+    aside = begin(tmp_path, 5)
+    for engine in engines(config):
+        fill(engine, 5)
+        for key, x in engine.state.tensors().items():
+            if key.startswith("basis/"):
+                draw = torch.Generator().manual_seed(sum(map(ord, key)) + engine.grid.tp.rank)
+                wanted[key, engine.grid.tp.rank] = x.copy_(torch.randn(x.shape, generator=draw)).clone()
+        assert is_writer(engine) == engine.grid.dp.is_first
+        if is_writer(engine):
+            written.append(Part.of(engine).write(aside))
+    folder = publish(aside, make_manifest(config, "corpus", TrainingState.of(engine.state_meta()), written))
+    found = [(key, engine.grid.tp.rank, x) for engine in load_all(folder, make(PCA, after))
+             for key, x in engine.state.tensors().items() if key.startswith("basis/")]
+    assert {key for key, _, _ in found} == {key for key, _ in wanted}
+    for key, rank, x in found:
+        if stays:
+            assert torch.equal(x, wanted[key, rank]), key
+        elif "attention.qkv" in key:
+            assert not x.any(), key
+
+
+class Large(TorchDispatchMode):
+    """Notes the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+        self.name = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)}
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given and x.numel() > self.numel:
+                self.numel, self.name = x.numel(), str(func)
+        return out
+
+
+class Alone:
+    """The method for one matrix of [64, 48] in one process."""
+
+    def __init__(self, rank: int = 3, num_blocks: int = 8, dtype: torch.dtype = torch.float64):
+        layout, name = FlatLayout(["w"], [(64, 48)], dtype), "w"
+        settings = CompressionConfig(gradients="sbpca", gradients_rank=rank, gradients_blocks=num_blocks)
+        placements = {name: Placement((64, 48), Init("zeros"), matrices=(((0, 64),),))}
+        grid, self.flat, self.batch = ProcessGrid(dp=1), layout.zeros(), 0
+        partition = Partition(layout, {name: Route(grid.dp)})
+        partition.axis_of = lambda name: Several  # type: ignore[assignment, method-assign, return-value]
+        self.compression, self.bucket = Compression(partition, placements, settings, Memory()), partition.buckets[0]
+        self.view = layout.views(self.flat)[name]
+
+    def sum(self, parts: Factors) -> Tensor:
+        self.compression.begin(self.batch, {"w": [Product(dy, x) for dy, x in parts]})
+        self.compression.start(self.bucket, self.flat).wait()
+        self.compression.feedback.close(made=bool(self.view.isfinite().all()))
+        self.batch += 1
+        return self.view
+
+
+class Several:
+    """Stands for an axis of several ranks, as far as it is asked whether it is one."""
+
+    size = 2
+
+
+def blocks_of(x: Tensor, dy: Tensor, rows: int) -> Factors:
+    return list(zip(dy.split(rows), x.split(rows), strict=True))
+
+
+@pytest.mark.parametrize(("rank", "true_rank", "first", "least"), [
+    (3, 3, 0.9, 0.996), (3, 8, 0.8, 0.9), (48, 8, 0.95, 0.98)])
+def test_a_stream_is_followed(rank: int, true_rank: int, first: float, least: float) -> None:
+    """Energy that arrives, beside what the best matrix of that rank has: of the first batch, and of later ones. Batches
+    of 256 rows of one distribution in blocks of 32. Even with as many columns as there are it is not all, since an
+    estimate is in part that of the batches before."""
+    draw = torch.Generator().manual_seed(1)
+    left, right, mixed = (torch.randn(n, true_rank, generator=draw, dtype=torch.float64) for n in (64, 48, true_rank))
+    alone, shares = Alone(rank), []
+    for _ in range(8):
+        z = torch.randn(256, true_rank, generator=draw, dtype=torch.float64)
+        x, dy = z @ right.t(), 1e-4 * z @ mixed @ left.t()
+        taken, whole = alone.sum(blocks_of(x, dy, 32)), dy.t() @ x
+        squares = torch.linalg.svdvals(whole).square()
+        lost = float((whole - taken).square().sum() / squares.sum())
+        shares.append((1 - lost) / float(squares[:rank].sum() / squares.sum()))
+    assert 1 > shares[0] > first
+    assert 1 > min(shares[4:]) > least, shares
+    if rank == true_rank:
+        assert max(shares[:5]) > 0.999**2  # a cosine of .999 by the fifth
+
+
+def test_nothing_as_large_as_the_gradient_is_made_beside_it() -> None:
+    draw = torch.Generator().manual_seed(0)
+    alone = Alone(num_blocks=2)
+    factors = blocks_of(torch.randn(12, 48, generator=draw, dtype=torch.float64),
+                        torch.randn(12, 64, generator=draw, dtype=torch.float64), 6)
+    alone.compression.begin(0, {"w": [Product(dy, x) for dy, x in factors]})
+    with Large() as large:
+        alone.compression.start(alone.bucket, alone.flat).wait()
+    assert alone.view.any()
+    assert 0 < large.numel <= 6 * 64 < 64 * 48, large.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_fewer_directions_or_none_or_no_numbers(dtype: torch.dtype) -> None:
+    draw, alone = torch.Generator().manual_seed(0), Alone(num_blocks=3, dtype=dtype)
+    none = [(torch.zeros(4, 64, dtype=dtype), torch.zeros(4, 48, dtype=dtype))] * 4
+    one = [(torch.randn(1, 64, generator=draw, dtype=dtype), torch.randn(1, 48, generator=draw, dtype=dtype))] * 4
+    assert not alone.sum(none).any()
+    assert not alone.sum([]).any()
+    alone.sum(none[:2] + one)  # begins in the middle
+    for _ in range(3):
+        taken = alone.sum(one)
+    torch.testing.assert_close(taken, 4 * one[0][0].t() @ one[0][1], rtol=0.05, atol=0.05)
+    before = {key: x.clone() for key, x in alone.compression.feedback.learned.items()}
+    assert alone.sum([(x.log(), y) for x, y in one]).isnan().any()  # the logarithm of what is negative
+    assert all(torch.equal(x, before[key]) for key, x in alone.compression.feedback.learned.items())
+    alone.sum(none)
+    for _ in range(5):
+        taken = alone.sum([(-x, y) for x, y in one])  # the other way round
+    torch.testing.assert_close(taken, -4 * one[0][0].t() @ one[0][1], rtol=0.05, atol=0.05)
