@@ -262,8 +262,9 @@ class MemoryConfig:
         return 0 if self.offload_activations == "auto" else self.offload_activations
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
-        for reason in self._against_offload(config) if self.offload_activations else ():
-            yield Problem("memory.offload_activations", _listed(self.offload_activations), reason, "0")
+        away = self.offload_activations
+        for reason in self._against_offload(config) if away != 0 else ():
+            yield Problem("memory.offload_activations", list(away) if isinstance(away, tuple) else away, reason, "0")
         if self.budget and config.optim.staleness == "prediction":
             yield Problem("memory.budget", self.budget, "does not go with optim.staleness = prediction, which keeps a "
                           "second copy of all weights for evaluations", "0")
@@ -302,11 +303,6 @@ class MemoryConfig:
         if config.train.record_memory:
             yield Problem("train.record_memory", config.train.record_memory, "does not go with memory.host_optimizer, "
                           "whose threads it does not see", "0")
-
-
-def _listed(value: object) -> str:
-    """As it is written in config.toml, without quotes."""
-    return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
 @dataclass(frozen=True)

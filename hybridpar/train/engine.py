@@ -125,7 +125,7 @@ class Engine:
         if not num_away(memory.num_away, self.schedule, self.sizes, self.grid.pp.rank):
             return None
         if self.device.type != "cpu":
-            raise config_error("memory.offload_activations", str(memory.num_away), "works on CPUs so far", "0")
+            raise config_error("memory.offload_activations", memory.offload_activations, "works on CPUs so far", "0")
         return Stash(FileTier(slow_folder(self.config)))
 
     def train(self, loader: Loader, num_batches: int, on_step: Callable[[StepResult], None],

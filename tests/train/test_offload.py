@@ -167,18 +167,16 @@ def test_all_ranks_find_the_same(tmp_path: Path) -> None:
 
 def test_a_forecast(tmp_path: Path) -> None:
     """A fast file costs nothing, a slow one is used by none; what is saved is what the two predictions differ by."""
-    config = make(tmp_path, "auto", parallel={"pp": 3})
+    config, given = (make(tmp_path, away, parallel={"pp": 2}) for away in ("auto", 4))
     fast, slow = (forecast_offload(config, OffloadSpeeds(speed, speed, 1e10)) for speed in (1e15, 1e3))
-    assert fast is not None
-    assert slow is not None
-    assert (fast.away, slow.away) == ((4, 4, 4), (0, 0, 0))
+    asked = forecast_offload(given, OffloadSpeeds(1e3, 1e3, 1e10))
+    assert fast is not None and slow is not None and asked is not None  # noqa: PT018
+    assert (fast.away, slow.away) == ((4, 4), (0, 0))
     assert fast.exposed_ms < 0.01 * fast.step_ms
     assert min(fast.moved) > 0
-    assert slow.saved == (0, 0, 0)
-    given = forecast_offload(make(tmp_path, 4, parallel={"pp": 3}), OffloadSpeeds(1e3, 1e3, 1e10))
-    assert given is not None
-    assert given.saved == fast.saved
-    assert given.exposed_ms > fast.exposed_ms
+    assert slow.saved == (0, 0)
+    assert asked.saved == fast.saved
+    assert asked.exposed_ms > fast.exposed_ms
     assert forecast_offload(make(tmp_path, 0)) is None
 
 
@@ -218,8 +216,9 @@ def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize(("sections", "message"), [
     ({"memory": {"offload_activations": "auto", "budget": 1 << 30}},
-     r"auto: does not go with memory\.budget = 1073741824, .*; try 0"),
+     r"'auto': does not go with memory\.budget = 1073741824, .*; try 0"),
     ({"memory": {"offload_activations": -1}}, r"-1: must not be negative; try 0"),
+    ({"memory": {"offload_activations": []}}, r"\[\]: must have a number for each of the 1 ranks"),
     ({"memory": {"offload_activations": [1, 2]}}, r"\[1, 2\]: must have a number for each of the 1 ranks"),
     ({"memory": {"offload_activations": 1}, "train": {"record_memory": 1}}, r"1: .*train\.record_memory = 1; try 0"),
     ({"memory": {"offload_activations": 1}, "train": {"device": "cuda"}}, r"1: .*train\.device is cuda; try 0")],
