@@ -19,7 +19,7 @@ from hybridpar.cli.memory import Memory
 from hybridpar.cli.placing import Graph, Place
 from hybridpar.cli.planning import ConfigFile, Overrides, Plan, Profile, Simulate, cost_on_machine, resolved
 from hybridpar.cli.values import Ranks, Threads, Within, parse_grid
-from hybridpar.config import Config, Launch
+from hybridpar.config import Config, Launch, from_mapping
 from hybridpar.errors import CheckpointError, config_error
 
 
@@ -159,11 +159,16 @@ class Check:
         from hybridpar.models.cost import stage_split, training_flops_per_token
         from hybridpar.pipeline.plan.sizes import Sizes
         from hybridpar.planner.links_report import link_lines, link_needs, step_line
+        from hybridpar.train.folder import measured
         from hybridpar.train.forecast import forecasts
         from hybridpar.train.host_forecast import forecast_host
+        from hybridpar.train.offload_forecast import forecast_offload
         from hybridpar.train.site_traffic import site_traffic
 
-        device = default_device(config)
+        config, device = from_mapping(measured(config), config), default_device(config)
+        offload = forecast_offload(config)
+        if offload is not None:
+            config = from_mapping({"memory": {"offload_activations": offload.away}}, config)
         memory = predict(config, device=device)
         stages = stage_split(config.model, config.parallel.pp, config.pipeline.split, config.pipeline.num_chunks,
                              config.pipeline.placement)
@@ -182,7 +187,8 @@ class Check:
         fit, fit_lines = fit_report(config, memory, room, name, largest=self.largest)
         if self.json:
             plain |= {"tiers": [one.as_json() for one in tiers]} | fit | {
-                key: found.as_json() for key, found in (("host", host), ("sites", sites)) if found}
+                key: found.as_json() for key, found in (
+                    ("host", host), ("offload", offload), ("sites", sites)) if found}
             if cost is not None:
                 plain |= {"step_ms": 1e3 * cost.step_time, "links": [need.as_json() for need in link_needs(cost)]}
             print(json.dumps(plain))
@@ -202,7 +208,7 @@ class Check:
               f"{table(memory, name)}\n" + "\n".join(short_form(memory, name, saving)))
         for number, tier in enumerate(tiers):
             print(f"{name} {number}: {tier}")
-        for found in (host, sites):
+        for found in (host, offload, sites):
             if found is not None:
                 print(f"\n{found}")
         if fit_lines:

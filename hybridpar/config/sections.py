@@ -269,13 +269,20 @@ class MemoryConfig:
     """The optimizer's state and the master copy are in the memory of the host, which makes the new weights beside
     training: gradients go there, weights come back. Under schedule 2bw training waits for neither, where a batch is
     long enough; `hybridpar check` says. Muon's matrices stay. Losses and weights stay the same to the bit."""
-    offload_activations: Count = 0
+    offload_activations: int | tuple[int, ...] | Literal["auto"] = 0
     """Micro-batches of a rank whose activations wait for their backward in a file in `folder`, not in memory, at once:
-    at most two fewer than it has in flight. They come back ahead of it. Losses and weights stay the same to the bit."""
+    at most two fewer than it has in flight. They come back ahead of it. Losses and weights stay the same to the bit.
+    A list has a number for each rank of a pipeline; "auto": as many on each as cost no time, measured at the start."""
+
+    @property
+    def num_away(self) -> int | tuple[int, ...]:
+        """offload_activations; "auto" counts as 0 until it is measured."""
+        return 0 if self.offload_activations == "auto" else self.offload_activations
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
-        for reason in self._against_offload(config) if self.offload_activations else ():
-            yield Problem("memory.offload_activations", self.offload_activations, reason, "0")
+        away = self.offload_activations
+        for reason in self._against_offload(config) if away != 0 else ():
+            yield Problem("memory.offload_activations", list(away) if isinstance(away, tuple) else away, reason, "0")
         if self.budget and config.optim.staleness == "prediction":
             yield Problem("memory.budget", self.budget, "does not go with optim.staleness = prediction, which keeps a "
                           "second copy of all weights for evaluations", "0")
@@ -287,17 +294,18 @@ class MemoryConfig:
             yield from self._host_conflicts(config)
 
     def _against_offload(self, config: Config) -> Iterator[str]:
-        """Settings that do not go with activations in a file."""
+        """What is wrong with activations in a file: their number, and settings that they do not go with."""
+        numbers, pp = (self.num_away,) if isinstance(self.num_away, int) else self.num_away, config.parallel.pp
+        if min(numbers, default=0) < 0:
+            yield "must not be negative"
+        if self.num_away == numbers and len(numbers) != pp:
+            yield f"must have a number for each of the {pp} ranks of a pipeline"
         if config.train.device == "cuda":
             yield "works on CPUs so far, and train.device is cuda"
-        for name, value, wrong in (
-                ("memory.budget", self.budget, self.budget > 0),
-                ("memory.host_optimizer", "true", self.host_optimizer),
-                ("parallel.zero", config.parallel.zero, config.parallel.zero > 1),
-                ("train.record_memory", config.train.record_memory, config.train.record_memory > 0),
-                ("compression.messages", config.compression.messages, config.compression.messages != "none")):
-            if wrong:
-                yield f"does not go with {name} = {value}"
+        if config.train.record_memory:
+            yield f"does not go with train.record_memory = {config.train.record_memory}"
+        if self.budget and self.offload_activations == "auto":
+            yield f"does not go with memory.budget = {self.budget}, whose moves take the time of the same disk"
 
     def _host_conflicts(self, config: Config) -> Iterator[Problem]:
         optim = config.optim

@@ -27,7 +27,7 @@ from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
-from hybridpar.pipeline.plan.offload import most_away
+from hybridpar.pipeline.plan.offload import num_away
 from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
 from hybridpar.pipeline.run.executor import max_unfinished_sends
@@ -39,7 +39,8 @@ class StageMemory:
 
     in_flight: micro-batches between forward and backward then, counted on each stage of the rank. during: the action at
     the peak. host: of host memory, beside a GPU's: the copy of the state that a checkpoint is written from. file: of
-    the state, what is in a file and not in memory.
+    the state, what is in a file and not in memory. moved: what of a micro-batch leaves where activations do, of the
+    rank's stages on average.
     """
 
     weights: int
@@ -54,6 +55,7 @@ class StageMemory:
     during: str
     host: int = 0
     file: int = 0
+    moved: int = 0
 
     @property
     def state(self) -> int:
@@ -111,8 +113,8 @@ def predict(
 
     found = []
     for rank in range(sizes.num_ranks) if ranks is None else ranks:
-        buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers, offloads=min(
-            config.memory.offload_activations, most_away(schedule, sizes, rank)) > 0)
+        buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers, offloads=num_away(
+            config.memory.num_away, schedule, sizes, rank) > 0)
         held = {stage: footprint(stage, buffers) for stage in sizes.stages_of(rank)}
         if rank == 0 and sizes.is_v and config.model.tie_embeddings:
             first, last = held
@@ -121,8 +123,8 @@ def predict(
                 name: whole - getattr(held[first], name) for name, whole in together.items()})
         actions = lower(schedule, walked, rank, schedule.sync_steps, batches_to_peak(config), gather=gather,
                         split=config.pipeline.split_backward, feedback=config.feeds_back,
-                        offload=config.memory.offload_activations)
-        memory = walk(actions, held, walked)
+                        offload=config.memory.num_away)
+        memory = replace(walk(actions, held, walked), moved=sum(fp.moved for fp in held.values()) // len(held))
         if config.saves_beside_training:
             copy = memory.weights + memory.master + memory.optimizer
             memory = replace(memory, host=copy) if device.type == "cuda" else replace(memory, checkpoint=copy)

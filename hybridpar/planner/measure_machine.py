@@ -23,7 +23,8 @@ from hybridpar.errors import config_error
 from hybridpar.planner.bench import FULL, QUICK, Effort, measure_blocks, world_axis
 from hybridpar.planner.links import QUICK_SIZES, SIZES, measure_links
 from hybridpar.planner.profile import FORMAT, Hardware, Profile, StateSpeeds, settings_of
-from hybridpar.planner.state_speeds import file_folder, measure_state
+from hybridpar.planner.state_speeds import measure_state
+from hybridpar.state.tiered import folder_to_measure
 from hybridpar.train.launch import Job, choose_backend, choose_device, keep_freed_memory, set_threads
 
 
@@ -68,7 +69,7 @@ def identity(config: Config) -> dict[str, Any]:
     return {
         "settings": settings_of(config), "gpus": gpus,
         "train": [config.train.micro_batch_size, config.train.threads, config.train.share_gpus],
-        "folder": str(file_folder(config)),
+        "folder": str(folder_to_measure(config)),
         "cpu": cpu_name(), "cores": available_cores(), "torch": torch.__version__, "hybridpar": __version__,
         "schedule": config.pipeline.schedule, "format": FORMAT}
 

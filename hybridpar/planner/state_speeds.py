@@ -12,6 +12,7 @@ from hybridpar.errors import HybridparError
 from hybridpar.grid import Axis
 from hybridpar.planner.profile import StateSpeeds
 from hybridpar.state.store import DiskStore
+from hybridpar.state.tiered import folder_to_measure
 from hybridpar.state.tiers import Region
 from hybridpar.train.host_forecast import host_speeds
 
@@ -24,15 +25,9 @@ def measure_state(config: Config, world: Axis, *, quick: bool) -> StateSpeeds:
     barrier(world)
     host = host_speeds(config) if config.optim.name != "lamb" else (0.0, 0.0)  # which hosts do not update
     barrier(world)
-    file = _file_speeds(file_folder(config), _QUICK_FILE_BYTES if quick else _FILE_BYTES)
+    file = _file_speeds(folder_to_measure(config), _QUICK_FILE_BYTES if quick else _FILE_BYTES)
     everyone = gather_objects((*host, *file), world)
     return StateSpeeds(*(fmean(speeds) for speeds in zip(*everyone, strict=True)))
-
-
-def file_folder(config: Config) -> Path:
-    """The folder of the file of a budget, or the nearest one above it that is there."""
-    folder = Path(config.memory.folder or config.run.folder).absolute()
-    return next(one for one in (folder, *folder.parents) if one.is_dir())
 
 
 def _file_speeds(folder: Path, num_bytes: int) -> tuple[float, float]:

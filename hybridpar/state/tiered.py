@@ -28,6 +28,12 @@ def slow_folder(config: Config) -> Path:
     return Path(config.memory.folder or config.run.folder / FOLDER)
 
 
+def folder_to_measure(config: Config) -> Path:
+    """That folder, or the nearest one above it that is there."""
+    folder = Path(config.memory.folder or config.run.folder).absolute()
+    return next(one for one in (folder, *folder.parents) if one.is_dir())
+
+
 @dataclass(frozen=True, slots=True)
 class StateItem:
     """A chunk of one kind of state: 'weights/0' and 'weights/1' (of two versions), 'gradients/0', 'master', or

@@ -26,7 +26,7 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import build_blocks, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action, Kind
-from hybridpar.pipeline.plan.offload import most_away
+from hybridpar.pipeline.plan.offload import num_away
 from hybridpar.pipeline.plan.passes import forward_actions, lower
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
@@ -124,7 +124,7 @@ class Engine:
     def _stash(self) -> Stash | None:
         """Of what this rank's micro-batches keep; none where nothing leaves. Raises: ConfigError."""
         memory = self.config.memory
-        if not min(memory.offload_activations, most_away(self.schedule, self.sizes, self.grid.pp.rank)):
+        if not num_away(memory.num_away, self.schedule, self.sizes, self.grid.pp.rank):
             return None
         if self.device.type != "cpu":
             raise config_error("memory.offload_activations", memory.offload_activations, "works on CPUs so far", "0")

@@ -61,5 +61,6 @@ def _settings(engine: Engine) -> dict[str, Any]:
         "parallel.zero": config.parallel.zero, "pipeline.schedule": pipeline.schedule,
         "pipeline.num_microbatches": pipeline.num_microbatches, "pipeline.early_switch": pipeline.early_switch,
         "pipeline.split": list(pipeline.split), "pipeline.split_backward": pipeline.split_backward,
-        "memory.parts": memory.parts, "memory.host_optimizer": memory.host_optimizer, "train.dtype": config.train.dtype,
+        "memory.parts": memory.parts, "memory.host_optimizer": memory.host_optimizer,
+        "memory.offload_activations": memory.num_away, "train.dtype": config.train.dtype,
         "blocks of the model": config.model.num_blocks, "hybridpar": __version__}

@@ -18,8 +18,8 @@ import contextlib
 import importlib
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hybridpar.checkpoint import check_compatible, saved_steps
 from hybridpar.checkpoint.files import write_text
@@ -34,24 +34,30 @@ CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "check
 COSTS, FLIGHT, FAILURES, INJECTED = "costs.json", "flight", "failures.jsonl", "injected"
 NOTES, CHANGES = "notes.jsonl", "changes.jsonl"
 MEMORY = "memory"
+_MEASURED = {("pipeline", "early_switch"): int, ("memory", "offload_activations"): list}
+"""Settings that may be "auto", and the type of what is then found."""
 SAVING = "saving"
 """Name of the thread of a rank that writes checkpoints."""
 
 
-def measured_early_switch(config: Config) -> int | str:
-    """pipeline.early_switch; where that is "auto", the value that an earlier job of this run measured on such a grid.
-
-    "auto": none has measured it.
-    """
-    path = config.run.folder / CONFIG
-    if config.pipeline.early_switch == "auto" and path.exists():
-        with contextlib.suppress(ConfigError):  # find_run says what is wrong with it
-            before = load_toml(path)
-            measured = replace(config.pipeline, early_switch=before.pipeline.early_switch)
-            if (before.parallel, before.pipeline, before.train.micro_batch_size) == (
-                    config.parallel, measured, config.train.micro_batch_size):
-                return measured.early_switch
-    return config.pipeline.early_switch
+def measured(config: Config) -> dict[str, dict[str, Any]]:
+    """By section, settings that are "auto" in `config`, as an earlier job of this run measured them, on such a grid and
+    with such a file; none where none has."""
+    path, now = config.run.folder / CONFIG, to_mapping(config)
+    automatic = [(section, key) for section, key in _MEASURED if now[section][key] == "auto"]
+    if not automatic or not path.exists():
+        return {}
+    try:
+        before = to_mapping(load_toml(path))
+    except ConfigError:  # find_run says what is wrong with it
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for section, key in automatic:
+        if not isinstance(before[section][key], _MEASURED[section, key]):  # given, not found
+            return {}
+        found[section] = {key: before[section][key]}
+    alike = all(before[name] == now[name] | found.get(name, {}) for name in ("parallel", "pipeline", "memory"))
+    return found if alike and before["train"]["micro_batch_size"] == now["train"]["micro_batch_size"] else {}
 
 
 def find_run(config: Config) -> tuple[int, list[str]]:

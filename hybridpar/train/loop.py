@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hybridpar import checkpoint
-from hybridpar.config import Config, Launch
+from hybridpar.config import Config, Launch, from_mapping
 from hybridpar.data import NO_DATASETS, Data, open_data
 from hybridpar.errors import CheckpointError, HybridparError, config_error
 from hybridpar.flight import FAILED, LOST, REFUSED, Flight, Waiting
@@ -30,7 +30,6 @@ from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.train import continued
 from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, Callbacks
-from hybridpar.train.early_switch import measure_early_switch
 from hybridpar.train.engine import Engine
 from hybridpar.train.equal_plans import require_equal_plans
 from hybridpar.train.errors import AnomalyError, LostContactError, SaveError, SetupError, describe_failure
@@ -40,6 +39,7 @@ from hybridpar.train.launch import Job, choose_backend, choose_device, keep_free
 from hybridpar.train.links import Hosts, LinkWatch
 from hybridpar.train.progress import PlainReporter, Reporter, make_reporter
 from hybridpar.train.run import Outcome, Run
+from hybridpar.train.settle import settle
 from hybridpar.validate import resolve
 
 _PROMPTS = {True: "def ", False: "The "}  # whether the corpus is program text
@@ -63,8 +63,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
         keep_freed_memory()
     job = Job.connect(launch)
     folder, num_steps, first = config.run.folder, config.train.num_steps, launch.rank == 0
-    early_switch = job.decide(lambda: run_folder.measured_early_switch(config))
-    config = replace(config, pipeline=replace(config.pipeline, early_switch=early_switch))
+    config = from_mapping(job.decide(lambda: run_folder.measured(config)), config)
     saved, changed = job.decide(lambda: run_folder.find_run(config))
     start = ""
     if config.train.start_from and not saved:
@@ -161,9 +160,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         links = place.watch_links(config, flight, reporter)
         flight.phase("setting up", config.faults.start_timeout_s)
         who = grid.describe(Sizes.of(config).stages_of(grid.pp.rank))
-        if config.pipeline.early_switch == "auto":
-            config = measure_early_switch(config, grid, place.device)
-            reporter.say(f"pipeline.early_switch: {config.pipeline.early_switch}, the smallest that costs no time here")
+        config = settle(config, grid, place.device, reporter.say)
         prove(config)
         watched = config.train.measure_memory or bool(config.plan.memory_mib)
         watch = MemoryWatch(config, place.device) if watched else None

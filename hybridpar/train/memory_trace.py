@@ -196,7 +196,7 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
     if config.feeds_back:
         raise config_error("compression.gradients", config.compression.gradients, "has no predicted events of memory; "
                            "messages depend on the numbers, and `check` predicts the peak", "none")
-    if config.memory.offload_activations:
+    if config.memory.num_away:
         raise config_error("memory.offload_activations", config.memory.offload_activations, "has no predicted "
                            "events of memory; `check` predicts its peak", "0")
     device = device or default_device(config)

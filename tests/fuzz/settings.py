@@ -23,7 +23,7 @@ from hybridpar.train.bundle import Bundle, read_bundle
 from hybridpar.train.continued import settings_of
 from hybridpar.train.costs import read_costs, run_costs, write_costs
 from hybridpar.train.engine import Engine
-from hybridpar.train.folder import find_run, measured_early_switch
+from hybridpar.train.folder import find_run, measured
 from hybridpar.train.metrics import read_metrics
 from hybridpar.train.peak import read_peaks
 from hybridpar.validate import problems
@@ -49,7 +49,7 @@ def read_run(folder: Path) -> None:
     """What a run looks at when it goes on."""
     read_metrics(folder / "metrics.jsonl")
     here = replace(TINY, run=replace(TINY.run, dir=str(folder.parent), name=folder.name))
-    measured_early_switch(replace(here, pipeline=replace(here.pipeline, early_switch="auto")))
+    measured(replace(here, pipeline=replace(here.pipeline, early_switch="auto")))
     find_run(here)
 
 

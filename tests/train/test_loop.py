@@ -18,7 +18,7 @@ from hybridpar.config import Config, Launch, from_mapping, load_toml, to_toml
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Schedule, Sizes
 from hybridpar.train import loop
-from hybridpar.train.folder import in_use, measured_early_switch
+from hybridpar.train.folder import in_use, measured
 from hybridpar.train.run import Run
 from hybridpar.validate import resolve
 
@@ -145,17 +145,21 @@ def test_a_run_goes_on_under_another_schedule(config: Config, capsys: pytest.Cap
         loop.train(with_train(longer, num_steps=9, micro_batch_size=2), ALONE)
 
 
-def test_an_early_switch_is_measured_again_on_another_grid(config: Config) -> None:
-    auto = resolve(replace(config, pipeline=replace(config.pipeline, early_switch="auto")), 1)
-    assert measured_early_switch(auto) == "auto"
+def test_what_is_automatic_is_measured_again_on_another_grid(config: Config) -> None:
+    auto = from_mapping({"pipeline": {"early_switch": "auto"}, "memory": {"offload_activations": "auto"}},
+                        resolve(config, 1))
+    assert measured(auto) == {}
     run_folder = config.run.folder
     run_folder.mkdir(parents=True)
-    (run_folder / "config.toml").write_text(to_toml(replace(auto, pipeline=replace(auto.pipeline, early_switch=1))))
-    assert measured_early_switch(auto) == 1
+    found = {"pipeline": {"early_switch": 1}, "memory": {"offload_activations": [3]}}
+    (run_folder / "config.toml").write_text(to_toml(from_mapping(found, auto)))
+    assert measured(auto) == found
     for section, change in (("parallel", {"pp": 2}), ("pipeline", {"num_microbatches": 4}),
-                            ("train", {"micro_batch_size": 1})):
-        assert measured_early_switch(from_mapping({section: change}, auto)) == "auto"
-    assert measured_early_switch(from_mapping({"pipeline": {"early_switch": 0}}, auto)) == 0
+                            ("train", {"micro_batch_size": 1}), ("memory", {"folder": "elsewhere"})):
+        assert measured(from_mapping({section: change}, auto)) == {}
+    given = from_mapping({"pipeline": {"early_switch": 1}}, auto)
+    assert measured(given) == {"memory": found["memory"]}
+    assert measured(from_mapping({"pipeline": {"early_switch": 0}}, auto)) == {}
 
 
 def test_another_model_is_refused_and_nothing_overwritten(config: Config) -> None:

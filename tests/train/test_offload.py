@@ -24,12 +24,14 @@ from hybridpar.pipeline.run.stash import FileTier, Notes
 from hybridpar.state.store import DiskStore
 from hybridpar.train.engine import Engine
 from hybridpar.train.memory_trace import predict_trace
+from hybridpar.train.offload_forecast import OffloadSpeeds, forecast_offload
+from hybridpar.train.settle import settle
 
 CPU = torch.device("cpu")
 M = 6
 
 
-def make(folder: Path, away: int, model: Mapping[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+def make(folder: Path, away: int | str, model: Mapping[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     """A GPT of odd sizes with dropout, a page and more a tensor."""
     return from_mapping({
         "model": {"num_layers": 3, "hidden_size": 72, "num_heads": 6, "seq_length": 22, "vocab_size": 131,
@@ -37,7 +39,7 @@ def make(folder: Path, away: int, model: Mapping[str, Any] | None = None, **sect
         "parallel": {"dp": 1, **sections.pop("parallel", {})},
         "pipeline": {"num_microbatches": M, "schedule": "gpipe", **sections.pop("pipeline", {})},
         "train": {"micro_batch_size": 2, "device": "cpu", **sections.pop("train", {})},
-        "memory": {"offload_activations": away, "folder": str(folder)}, **sections})
+        "memory": {"offload_activations": away, "folder": str(folder), **sections.pop("memory", {})}, **sections})
 
 
 @dataclass
@@ -106,14 +108,76 @@ def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], tmp_path: Pat
     (3, {}, {"schedule": "2bw", "warmup": "latency"}, "fp32"), (4, {}, {"schedule": "1f1b"}, "fp32")], ids=str)
 def test_the_allocator_counts_what_is_predicted(pp: int, model: dict[str, Any], pipeline: dict[str, Any], dtype: str,
                                                 tmp_path: Path) -> None:
-    large = {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "seq_length": 128, "vocab_size": 1024}
-    config = make(tmp_path, 99, large | model, parallel={"pp": pp}, pipeline=pipeline,
+    config = make(tmp_path, 99, LARGE | model, parallel={"pp": pp}, pipeline=pipeline,
                   train={"dtype": dtype, "micro_batch_size": 4, "num_steps": 4})
     plain = predict(replace(config, memory=replace(config.memory, offload_activations=0)))
     runs = run_ranks(train, pp, config, (2, 2))  # the optimizer's state is there when the second begins
     for run, stage, before in zip(runs, predict(config), plain, strict=True):
         assert stage.total == pytest.approx(run.peak, rel=0.02)
         assert (stage.total < before.total) == (run.moved > 0)
+
+
+LARGE = {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "seq_length": 128, "vocab_size": 1024}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sections", [
+    {"parallel": {"dp": 2, "zero": 2}}, {"parallel": {"dp": 2, "zero": 3}},
+    {"parallel": {"pp": 2}, "compression": {"messages": "int8"}},
+    {"parallel": {"pp": 2}, "compression": {"messages": "int8"}, "pipeline": {"recompute": "stage"}},
+    {"memory": {"host_optimizer": True}}, {"memory": {"budget": 8 << 20}}], ids=str)
+def test_beside_what_else_moves(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """The same bits, and as much less memory as predicted."""
+    whole, away = (make(tmp_path, away, LARGE, **sections) for away in (0, 99))
+    ranks, grid = whole.parallel.num_ranks, whole.parallel
+    before, after = (run_ranks(train, ranks, config, (1, 2)) for config in (whole, away))
+    predicted = [a.total - b.total for a, b in zip(predict(whole), predict(away), strict=True)]
+    for rank, (run, less) in enumerate(zip(before, after, strict=True)):
+        less.check(run)
+        saved = predicted[rank // (ranks // grid.pp)]
+        assert saved > 0
+        assert run.peak - less.peak == pytest.approx(saved, rel=0.02)
+
+
+@pytest.mark.parametrize(("seconds", "away"), [((0.0, 0.0), (4,)), ((1e3, 1e3), (0,)), ((0.0, 1e3), (0,))])
+def test_as_many_as_cost_no_time(seconds: tuple[float, float], away: tuple[int, ...], tmp_path: Path,
+                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tier that takes no time all leave, with one that takes for ever, either way, none."""
+    monkeypatch.setattr(FileTier, "seconds_per_move", lambda self: seconds)
+    config, said = make(tmp_path, "auto"), list[str]()
+    found = settle(config, ProcessGrid(), CPU, said.append)
+    assert found == replace(config, memory=replace(config.memory, offload_activations=away))
+    assert f"memory.offload_activations: {list(away)}" in said[0]
+
+
+def settled(config: Config) -> object:
+    parallel = config.parallel
+    grid = ProcessGrid(pp=parallel.pp, dp=parallel.dp)
+    return settle(config, grid, CPU, print).memory.offload_activations
+
+
+@pytest.mark.ranks
+def test_all_ranks_find_the_same(tmp_path: Path) -> None:
+    """Of three stages, the last of which has nothing to send away; the other two may."""
+    first, *others = run_ranks(settled, 4, make(tmp_path, "auto", parallel={"pp": 2, "dp": 2}))
+    assert len(first) == 2
+    assert all(0 <= number <= M - 2 for number in first)
+    assert others == [first] * 3
+
+
+def test_a_forecast(tmp_path: Path) -> None:
+    """A fast file costs nothing, a slow one is used by none; what is saved is what the two predictions differ by."""
+    config, given = (make(tmp_path, away, parallel={"pp": 2}) for away in ("auto", 4))
+    fast, slow = (forecast_offload(config, OffloadSpeeds(speed, speed, 1e10)) for speed in (1e15, 1e3))
+    asked = forecast_offload(given, OffloadSpeeds(1e3, 1e3, 1e10))
+    assert fast is not None and slow is not None and asked is not None  # noqa: PT018
+    assert (fast.away, slow.away) == ((4, 4), (0, 0))
+    assert fast.exposed_ms < 0.01 * fast.step_ms
+    assert min(fast.moved) > 0
+    assert slow.saved == (0, 0)
+    assert asked.saved == fast.saved
+    assert asked.exposed_ms > fast.exposed_ms
+    assert forecast_offload(make(tmp_path, 0)) is None
 
 
 def test_saved_and_stopped(tmp_path: Path) -> None:
@@ -151,16 +215,17 @@ def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(("sections", "message"), [
-    ({"memory": {"offload_activations": 1, "budget": 1 << 30}}, r"does not go with memory\.budget = 1073741824; try 0"),
-    ({"memory": {"offload_activations": 1, "host_optimizer": True}}, r"memory\.host_optimizer = true; try 0"),
-    ({"memory": {"offload_activations": 1}, "parallel": {"zero": 2, "dp": 2}}, r"parallel\.zero = 2; try 0"),
-    ({"memory": {"offload_activations": 1}, "compression": {"messages": "int8"}},
-     r"compression\.messages = int8; try 0"),
-    ({"memory": {"offload_activations": 1}, "train": {"record_memory": 1}}, r"train\.record_memory = 1; try 0"),
-    ({"memory": {"offload_activations": 1}, "train": {"device": "cuda"}}, r"train\.device is cuda; try 0")], ids=str)
+    ({"memory": {"offload_activations": "auto", "budget": 1 << 30}},
+     r"'auto': does not go with memory\.budget = 1073741824, .*; try 0"),
+    ({"memory": {"offload_activations": -1}}, r"-1: must not be negative; try 0"),
+    ({"memory": {"offload_activations": []}}, r"\[\]: must have a number for each of the 1 ranks"),
+    ({"memory": {"offload_activations": [1, 2]}}, r"\[1, 2\]: must have a number for each of the 1 ranks"),
+    ({"memory": {"offload_activations": 1}, "train": {"record_memory": 1}}, r"1: .*train\.record_memory = 1; try 0"),
+    ({"memory": {"offload_activations": 1}, "train": {"device": "cuda"}}, r"1: .*train\.device is cuda; try 0")],
+    ids=str)
 def test_what_it_does_not_go_with(sections: dict[str, Any], message: str) -> None:
     problems = [str(problem) for problem in from_mapping(sections).conflicts()]
-    assert any(re.search(r"memory\.offload_activations = 1: .*" + message, text) for text in problems), problems
+    assert any(re.search(r"memory\.offload_activations = " + message, text) for text in problems), problems
 
 
 def test_events_of_memory_are_not_predicted(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ least stays. So where four or more are in flight, there are never more in memory
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import COMPUTE, INPUTS, ROWS, Kind
@@ -28,6 +28,11 @@ _GAP = 3
 def most_away(schedule: Schedule, sizes: Sizes, rank: int) -> int:
     """Micro-batches of a rank that can be away at once, counted on each of its stages."""
     return max(schedule.max_live_activations(sizes, rank) - _LEAST, 0)
+
+
+def num_away(offload: int | Sequence[int], schedule: Schedule, sizes: Sizes, rank: int) -> int:
+    """How many of a rank are away at once. offload: as many as are to be, of all ranks or of each."""
+    return min(offload if isinstance(offload, int) else offload[rank], most_away(schedule, sizes, rank))
 
 
 def add_offload(actions: Iterable[Action], away: int, in_flight: int) -> Iterator[Action]:

@@ -17,7 +17,7 @@ so a plan may be endless; `check` proves that the lists of all ranks fit togethe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 from hybridpar.pipeline.plan.action import NO_VERSION, Action
 from hybridpar.pipeline.plan.interleaved import Receives, forward_order
 from hybridpar.pipeline.plan.kinds import INPUTS, ROWS, Kind
-from hybridpar.pipeline.plan.offload import add_offload
+from hybridpar.pipeline.plan.offload import add_offload, num_away
 from hybridpar.pipeline.plan.parts import WHOLE, Division
 from hybridpar.pipeline.plan.parts import divide as divide
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule
@@ -183,14 +183,14 @@ def add_communication(
 def lower(
     schedule: str | Schedule, sizes: Sizes, rank: int, first_batch: int = 0, num_batches: int | None = None, *,
     clip: bool = True, gather: bool = False, host: float = 0.0, feedback: bool = False, split: bool = False,
-    ahead: int | None = None, offload: int = 0, parts: int | Division = 1,
+    ahead: int | None = None, offload: int | Sequence[int] = 0, parts: int | Division = 1,
 ) -> Iterator[Action]:
     """Yields everything that one rank does for batches [first_batch, first_batch + num_batches), lazily.
 
     The pipeline is drained and all updates are applied at both ends of the range; None means without end. `clip`,
     `gather`, `host` and `feedback`: see `add_updates`. `split`: whether to `split_backward`. `ahead`: see
     `add_communication`; None: what the schedule can bear on every transport. `offload`: micro-batches that are away at
-    once, see `add_offload`. `parts`: of each stage; a Division says more.
+    once, of all ranks or of each, see `add_offload`. `parts`: of each stage; a Division says more.
 
     Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes, or not so divided.
     """
@@ -204,8 +204,8 @@ def lower(
     actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather, host=host,
                           feedback=feedback)
     actions = add_communication(actions, sizes, ahead=ahead, lean=schedule.zero_bubble)
-    if offload:
-        actions = add_offload(actions, offload, schedule.max_live_activations(sizes, rank))
+    if away := num_away(offload, schedule, sizes, rank):
+        actions = add_offload(actions, away, schedule.max_live_activations(sizes, rank))
     if host and division != WHOLE:
         division = replace(division, late=True)
     return actions if division == WHOLE else divide(actions, division)

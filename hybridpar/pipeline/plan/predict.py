@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -10,6 +11,7 @@ from hybridpar.config import Config
 from hybridpar.errors import ConfigError
 from hybridpar.pipeline.plan.action import Plan
 from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.offload import most_away
 from hybridpar.pipeline.plan.parts import Division
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
@@ -22,7 +24,8 @@ _KEPT = 8
 _BESIDE_REDUCTION = 2 / 3
 """The host's share of the slack where gradients are reduced over replicas before."""
 _WORTH = 1.01
-"""Step time that a smaller early switch may take, over that of the paper's rule."""
+"""Step time that counts as the same: of a smaller early switch over the paper's rule, with activations away over all
+in memory."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Ordering:
 
     clip: there is a NORM. gather: replicas share the update. host: the host's share of the slack. feedback:
     replicas keep what they have not sent. All as in `passes.add_updates`. split: backwards are I and W. zero_bubble: Ws
-    fill the drain. offload: micro-batches that are away at once.
+    fill the drain. offload: micro-batches that are away at once, of all ranks or of each.
     """
 
     schedule: str
@@ -46,18 +49,18 @@ class Ordering:
     placement: str = "loop"
     activations: str = "full"
     feedback: bool = False
-    offload: int = 0
+    offload: int | tuple[int, ...] = 0
 
     @staticmethod
     def of(config: Config) -> Ordering:
-        """The ordering of a run with this configuration; early_switch = "auto" counts as off."""
+        """The ordering of a run with this configuration; "auto" counts as off."""
         pipeline = config.pipeline
         early_switch = pipeline.early_switch if isinstance(pipeline.early_switch, int) else None
         return Ordering(
             pipeline.schedule, pipeline.warmup, early_switch, pipeline.gradient_buffers, config.norms_first,
             gather=config.parallel.zero > 0, split=pipeline.split_backward, host=_host_share(config),
             zero_bubble=pipeline.zero_bubble, placement=pipeline.placement,
-            activations=pipeline.activations, feedback=config.feeds_back, offload=config.memory.offload_activations)
+            activations=pipeline.activations, feedback=config.feeds_back, offload=config.memory.num_away)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -120,3 +123,29 @@ def smallest_early_switch(costs: Costs, sizes: Sizes, ordering: Ordering) -> int
         if early.timeline(sizes, costs).step_time(m) <= _WORTH * paper:
             return switch
     raise AssertionError("the paper's rule is one of them")
+
+
+def free_to_leave(costs: Costs, sizes: Sizes, ordering: Ordering) -> tuple[int, ...]:
+    """For each rank, how many micro-batches may be away at once so that the simulated step takes within 1 % of one with
+    all in memory. The most on the first rank, where most are in flight, then on the next.
+
+    costs: with what a micro-batch takes to leave and to come back. A block may so leave where both fit between its
+    forward and its backward, and the engines have time for all that do. Raises: ConfigError.
+    """
+    schedule, m = ordering.make(), sizes.num_microbatches
+
+    def takes(away: Sequence[int]) -> float:
+        return replace(ordering, offload=tuple(away)).timeline(sizes, costs).step_time(m)
+
+    most = [most_away(schedule, sizes, rank) for rank in range(sizes.num_ranks)]
+    chosen = [0] * sizes.num_ranks
+    limit = _WORTH * takes(chosen)
+    if takes(most) <= limit:
+        return tuple(most)
+    for rank, bound in enumerate(most):
+        least = 0
+        while least < bound:
+            chosen[rank] = (least + bound + 1) // 2
+            least, bound = (chosen[rank], bound) if takes(chosen) <= limit else (least, chosen[rank] - 1)
+        chosen[rank] = least
+    return tuple(chosen)

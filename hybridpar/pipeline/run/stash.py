@@ -11,6 +11,7 @@ sent. So do integers, and what is smaller than a page.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -112,6 +113,10 @@ class SlowTier(Protocol):
         """Starts to take it, as flat tensors of bytes; what to read it by."""
     def read(self, place: Any, into: Sequence[Tensor]) -> Future[None]:
         """Starts to bring it back, once: its place is then free."""
+    def seconds_per_move(self) -> tuple[float, float]:
+        """How long a write and a read took so far, on average, without waiting for their turn; 0: there was none."""
+    def close(self) -> None:
+        """Ends what is under way, and gives back the room."""
 
 
 class FileTier:
@@ -121,17 +126,21 @@ class FileTier:
         self._folder, self._stores, self._free = folder, list[DiskStore](), deque[tuple[DiskStore, int]]()
         self._threads = {move: ThreadPoolExecutor(1, f"activations {move}") for move in ("out", "in")}
         self._bounce = {move: Region(_PIECE) for move in self._threads}  # pages that a disk can take
+        self._took = dict.fromkeys(self._threads, (0, 0.0))  # moves that are over, and their seconds
 
     def write(self, content: Sequence[Tensor]) -> tuple[_Place, Future[None]]:
         pieces = _pieces(content)
         place = self._take(len(pieces))
-        return place, self._threads["out"].submit(self._write, place, pieces)
+        return place, self._threads["out"].submit(self._timed, "out", self._write, place, pieces)
 
     def read(self, place: _Place, into: Sequence[Tensor]) -> Future[None]:
-        return self._threads["in"].submit(self._read, place, _pieces(into))
+        return self._threads["in"].submit(self._timed, "in", self._read, place, _pieces(into))
+
+    def seconds_per_move(self) -> tuple[float, float]:
+        writes, reads = (seconds / max(1, number) for number, seconds in self._took.values())
+        return writes, reads
 
     def close(self) -> None:
-        """Ends what is under way."""
         for thread in self._threads.values():
             thread.shutdown()
         for store in self._stores:
@@ -143,6 +152,12 @@ class FileTier:
             self._stores.append(DiskStore(self._folder, [_PIECE] * lacking))
             self._free.extend((self._stores[-1], item) for item in range(lacking))
         return [self._free.popleft() for _ in range(count)]
+
+    def _timed(self, way: str, move: Callable[[_Place, _Pieces], None], place: _Place, pieces: _Pieces) -> None:
+        start = time.perf_counter()
+        move(place, pieces)
+        number, seconds = self._took[way]
+        self._took[way] = number + 1, seconds + time.perf_counter() - start
 
     def _write(self, place: _Place, pieces: _Pieces) -> None:
         bounce = self._bounce["out"]

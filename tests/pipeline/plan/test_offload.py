@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from hybridpar.pipeline.plan.kinds import COMPUTE, OF_STASH, ROWS, Kind
 from hybridpar.pipeline.plan.offload import add_offload, most_away
 from hybridpar.pipeline.plan.passes import lower, make_plan
 from hybridpar.pipeline.plan.perfetto import trace_entries
+from hybridpar.pipeline.plan.predict import Ordering, free_to_leave
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
 from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.pipeline.plan.svg import draw_svg
@@ -98,6 +101,30 @@ def test_what_it_costs(offload: float, reload: float, takes: float) -> None:
     timeline = simulate(make_plan("gpipe", Sizes(1, 6), offload=4), Costs(1, 2, offload=offload, reload=reload))
     assert timeline.makespan == takes
     assert (timeline.stalled(0) > 0) == (takes > 18)
+
+
+@pytest.mark.parametrize("takes", [0.0, 0.1, 0.5, 1.0, 2.0, 100.0])
+def test_as_many_as_cost_no_time(takes: float) -> None:
+    """One more on the rank that it was counted on last takes longer; none where a copy takes for ever."""
+    costs, ordering = Costs(1, 2, offload=takes, reload=takes), Ordering("gpipe")
+
+    def step(sizes: Sizes, away: tuple[int, ...]) -> float:
+        return replace(ordering, offload=away).timeline(sizes, costs).step_time(sizes.num_microbatches)
+
+    alone = Sizes(1, 12)
+    number, = free_to_leave(costs, alone, ordering)
+    assert number == max(n for n in range(11) if step(alone, (n,)) <= 1.01 * step(alone, (0,)))
+    sizes = Sizes(3, 8)
+    found = free_to_leave(costs, sizes, ordering)
+    assert step(sizes, found) <= 1.01 * step(sizes, (0, 0, 0))
+    assert {0.0: found == (6, 6, 6), 100.0: found == (0, 0, 0)}.get(takes, True)
+
+
+def test_each_rank_has_its_own_number() -> None:
+    sizes, away = Sizes(4, 6), (2, 0, 0, 0)
+    for rank, actions in make_plan("gpipe", sizes, offload=away).items():
+        assert actions == tuple(lower("gpipe", sizes, rank, 0, 1, offload=away[rank]))
+        assert any(a.kind is Kind.OFFLOAD for a in actions) == (away[rank] > 0)
 
 
 def test_it_is_drawn() -> None:

@@ -1,0 +1,109 @@
+"""What activations that leave will save and cost a run, before it starts: its plan, with speeds that are measured here.
+
+The time of products is that of the fastest ones, so a run computes for longer beside what it moves: it has no fewer
+micro-batches that may leave at no cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from hybridpar.config import Config
+from hybridpar.grid import Axis
+from hybridpar.memory.predict import predict
+from hybridpar.models.cost import training_flops_per_token
+from hybridpar.pipeline.plan.costs import Costs, expand
+from hybridpar.pipeline.plan.offload import num_away
+from hybridpar.pipeline.plan.predict import Ordering, free_to_leave
+from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.pipeline.run.stash import FileTier
+from hybridpar.state.tiered import folder_to_measure
+from hybridpar.train.peak import peak_flops
+from hybridpar.train.preview import stage_costs
+
+_MIB = 2**20
+_SAMPLE, _REPEATS = 16 * _MIB, 3
+
+
+@dataclass(frozen=True)
+class OffloadForecast:
+    """By rank of the pipeline. away: micro-batches that are away at once; moved: bytes of one of them, on a stage;
+    saved: bytes of the peak. step_ms: of a step whose products take all of it; exposed_ms: what of it is waiting for
+    the file. measured: the numbers are given, or the run's own, and not found here. Units: bytes, milliseconds."""
+
+    away: tuple[int, ...]
+    moved: tuple[int, ...]
+    saved: tuple[int, ...]
+    step_ms: float
+    exposed_ms: float
+    measured: bool
+
+    def __str__(self) -> str:
+        moved, saved = (", ".join(f"{num_bytes / _MIB:,.1f}" for num_bytes in found)
+                        for found in (self.moved, self.saved))
+        found = "" if self.measured else ", as many as should cost no time; the run measures it when it starts"
+        return (f"activations in a file: of the ranks of a pipeline {', '.join(map(str, self.away))} micro-batches are "
+                f"away at once{found}.\n  {moved} MiB of each leave; the peaks are {saved} MiB smaller. Of a step of "
+                f"at least {self.step_ms:,.1f} ms, {self.exposed_ms:,.1f} ms are waiting for the file (speeds measured "
+                "here, in one process)")
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class OffloadSpeeds:
+    """Of one process. write, read: bytes a second to the file and from it; flops: FLOP/s of products."""
+
+    write: float
+    read: float
+    flops: float
+
+
+def forecast_offload(config: Config, speeds: OffloadSpeeds | None = None) -> OffloadForecast | None:
+    """The forecast for a resolved configuration; None where no activations are to leave.
+
+    speeds: None, measured here. Raises: HybridparError where the file has no room.
+    """
+    given = config.memory.offload_activations
+    if not given or config.train.device == "cuda":
+        return None
+    sizes, speeds = Sizes.of(config), speeds or measure_speeds(config)
+    moved = [stage.moved for stage in predict(_with(config, sizes.num_microbatches * sizes.chunks))]
+    counted, tokens = stage_costs(config), config.train.micro_batch_size * config.model.tokens_per_sample
+    forward, backward = (expand(cost, sizes.num_stages) for cost in (counted.forward, counted.backward))
+    seconds = tokens * training_flops_per_token(config.model) / speeds.flops / config.parallel.tp
+    unit = seconds / (3 * sum(forward))
+    costs = Costs([unit * one for one in forward], [unit * one for one in backward],
+                  offload=[one / speeds.write for one in moved], reload=[one / speeds.read for one in moved])
+    ordering = replace(Ordering.of(config), host=0.0)
+    away = free_to_leave(costs, sizes, ordering) if given == "auto" else tuple(
+        num_away(config.memory.num_away, schedule_of(config.pipeline), sizes, rank) for rank in range(sizes.num_ranks))
+    after, plain = (predict(_with(config, number)) for number in (away, 0))
+    step, alone = (replace(ordering, offload=number).timeline(sizes, costs).step_time(sizes.num_microbatches)
+                   for number in (away, 0))
+    return OffloadForecast(away, tuple(moved), tuple(a.total - b.total for a, b in zip(plain, after, strict=True)),
+                           1e3 * step, 1e3 * (step - alone), given != "auto")
+
+
+def _with(config: Config, away: int | tuple[int, ...]) -> Config:
+    return replace(config, memory=replace(config.memory, offload_activations=away))
+
+
+def measure_speeds(config: Config) -> OffloadSpeeds:
+    """Takes a second. Speeds of this machine, with the threads that torch has here."""
+    flops, _ = peak_flops(config, torch.device("cpu"), Axis("world"))
+    tier, content = FileTier(folder_to_measure(config)), [torch.ones(_SAMPLE, dtype=torch.uint8)]
+    try:
+        for _ in range(_REPEATS):
+            place, written = tier.write(content)
+            written.result()
+            tier.read(place, content).result()
+        write, read = tier.seconds_per_move()
+    finally:
+        tier.close()
+    return OffloadSpeeds(_SAMPLE / write, _SAMPLE / read, flops)

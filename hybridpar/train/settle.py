@@ -1,0 +1,88 @@
+"""Settings that are "auto" and depend on speeds: measured on the machines that the run is on, and from then on its own.
+
+A few batches of random tokens are trained on weights that are then thrown away, and their measured costs simulated with
+every value. What was found is written into the run's config.toml, which a run that goes on takes it from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from hybridpar.comm import gather_objects
+from hybridpar.config import Config, OuterConfig
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.errors import config_error
+from hybridpar.grid import ProcessGrid
+from hybridpar.pipeline.plan.predict import free_to_leave, smallest_early_switch
+from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.train import trace
+from hybridpar.train.costs import RunCosts, run_costs
+from hybridpar.train.engine import Engine
+
+_BATCHES = 8
+
+
+def settle(config: Config, grid: ProcessGrid, device: torch.device, say: Callable[[str], None]) -> Config:
+    """`config` with a value in the place of each "auto", which is said.
+
+    pipeline.early_switch: the smallest that costs no time here. memory.offload_activations: for each rank of a pipeline
+    how many may leave at no cost in time. Collectives: on all ranks of the grid.
+    Raises: ConfigError where activations do not leave this device; HybridparError where the file has no room.
+    """
+    if config.pipeline.early_switch == "auto":
+        trial = replace(config, pipeline=replace(config.pipeline, early_switch="off"))
+        run, engine = _tried(_without_offload(trial), grid, device)
+        found = smallest_early_switch(run.measured.costs, engine.sizes, run.ordering)
+        switch = gather_objects(found, grid.world)[0]
+        config = replace(config, pipeline=replace(config.pipeline, early_switch=switch))
+        say(f"pipeline.early_switch: {switch}, the smallest that costs no time here")
+    if config.memory.offload_activations == "auto":
+        if device.type != "cpu":
+            raise config_error("memory.offload_activations", "auto", "works on CPUs so far", "0")
+        away = _free_to_leave(config, grid, device)
+        config = replace(config, memory=replace(config.memory, offload_activations=away))
+        say(f"memory.offload_activations: {list(away)}, by rank of a pipeline: as many as may leave at no cost in time "
+            "here")
+    return config
+
+
+def _free_to_leave(config: Config, grid: ProcessGrid, device: torch.device) -> tuple[int, ...]:
+    """Tries with all away that can be: times are then those beside moves of all ranks, and no more memory is taken than
+    with any other number."""
+    sizes = Sizes.of(config)
+    everything = sizes.num_microbatches * sizes.chunks
+    run, engine = _tried(
+        replace(config, memory=replace(config.memory, offload_activations=everything)), grid, device)
+    stash = engine.executor.stash
+    of_rank = (0.0, 0.0) if stash is None else stash.tier.seconds_per_move()
+    everyone = gather_objects((grid.pp.rank, *of_rank), grid.world)
+    offload, reload = ([max(times[way] for times in everyone if times[0] == rank) for rank in range(grid.pp.size)]
+                       for way in (1, 2))
+    costs = replace(run.measured.costs, offload=offload, reload=reload)
+    found = free_to_leave(costs, sizes, run.ordering) if grid.world.rank == 0 else ()
+    away: tuple[int, ...] = gather_objects(found, grid.world)[0]
+    return away
+
+
+def _without_offload(config: Config) -> Config:
+    """What waits in a file is settled last."""
+    away = 0 if config.memory.offload_activations == "auto" else config.memory.offload_activations
+    return replace(config, memory=replace(config.memory, offload_activations=away))
+
+
+def _tried(config: Config, grid: ProcessGrid, device: torch.device) -> tuple[RunCosts, Engine]:
+    """A few batches, and what they cost."""
+    trial = replace(config, pipeline=replace(config.pipeline, sync_steps=0), outer=OuterConfig(every=_BATCHES + 1))
+    engine = Engine(trial, grid, device)
+    loader = SyntheticLoader(
+        config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, grid.replica,
+        grid.num_replicas)
+    recorder = trace.Recorder(engine.executor, 0, _BATCHES)
+    engine.train(loader, _BATCHES, lambda result: recorder.after_step(result.step))
+    recorder.close()
+    run = run_costs(trial, trace.gather(recorder, grid))
+    assert run is not None, "too few batches were recorded"
+    return run, engine
