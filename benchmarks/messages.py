@@ -29,9 +29,11 @@ from hybridpar.train.engine import Engine, StepResult
 from hybridpar.validate import resolve
 from hybridpar.verify.boundaries import add_boundaries
 
-CODECS: dict[str, dict[str, str]] = {
+CODECS: dict[str, dict[str, Any]] = {
     "none": {}, "bf16": {"messages": "bf16"}, "int8": {"messages": "int8"}, "int4": {"messages": "int4"},
-    "int4, gradients int8": {"messages": "int4", "messages_backward": "int8"}}
+    "int4, gradients int8": {"messages": "int4", "messages_backward": "int8"},
+    "dct 0.5": {"messages": "dct", "messages_kept": 0.5}, "dct 0.2": {"messages": "dct", "messages_kept": 0.2},
+    "dct 0.1": {"messages": "dct"}, "dct 0.05": {"messages": "dct", "messages_kept": 0.05}}
 STUDY = Shape(4, 128, 4, 64, 2048, 4)
 M, EVAL_BATCHES = 8, 32
 

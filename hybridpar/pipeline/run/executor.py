@@ -28,7 +28,7 @@ from hybridpar.comm import Work, irecv, isend
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import OF_STASH, PER_ITEM, ROWS, Kind
-from hybridpar.pipeline.run.codecs import Codec
+from hybridpar.pipeline.run.codecs import Codec, Largest, Marked
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs
 from hybridpar.pipeline.run.lane import Lane, Packed
 from hybridpar.pipeline.run.recording import Recording
@@ -117,6 +117,7 @@ class Executor:
         self._handed: dict[tuple[Kind, int, int, int], Tensor] = {}  # to a part by its neighbour, by kind and as above
         self._received: dict[tuple[Kind, int, int], tuple[Work, Tensor]] = {}  # by kind, stage and micro-batch
         self._outputs: dict[tuple[Kind, int, int], Tensor] = {}
+        self._places: dict[tuple[Kind, int, int], Tensor] = {}  # of gradients that will be sent or received, as above
         self._sends: deque[Work] = deque()
         self._table: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward,
@@ -148,7 +149,8 @@ class Executor:
         while self._sends:
             self._sends.popleft().wait()
         self._turn_to(None)
-        left = [*self._flight, *self._handed, *self._received, *self._outputs, *(self.stash.left if self.stash else ())]
+        left = [*self._flight, *self._handed, *self._received, *self._outputs, *self._places,
+                *(self.stash.left if self.stash else ())]
         assert not left, f"the plan left micro-batches in flight: {left}"
 
     def _turn_to(self, action: Action | None) -> None:
@@ -196,7 +198,9 @@ class Executor:
         elif part + 1 < len(self.stages[stage]):
             self._handed[Kind.F, stage, part + 1, k] = out.detach()
         else:
-            self._outputs[Kind.SEND_F, stage, k] = self.lane.cut(out.detach(), self._codec(Kind.SEND_F, stage))
+            codec = self._codec(Kind.SEND_F, stage, k)
+            self._outputs[Kind.SEND_F, stage, k] = sent = self.lane.cut(out.detach(), codec)
+            self._keep_places(Kind.RECV_B, stage, k, sent, codec)
         if grad:
             self._flight[stage, part, k] = InFlight(leaf, get_gradient_edge(out))
 
@@ -222,7 +226,10 @@ class Executor:
             if part:
                 self._handed[Kind.B, stage, part - 1, k] = made
             else:
-                self._outputs[Kind.SEND_B, stage, k] = self.lane.cut(made, self._codec(Kind.SEND_B, stage))
+                self._outputs[Kind.SEND_B, stage, k] = self.lane.cut(made, self._codec(Kind.SEND_B, stage, k))
+        if part == 0:
+            for kind in (Kind.RECV_B, Kind.SEND_B):
+                self._places.pop((kind, stage, k), None)
         if action.kind is Kind.B:
             self._hooks.after_backward(action)
 
@@ -249,15 +256,22 @@ class Executor:
 
     def _post_receive(self, action: Action) -> None:
         lane, row = self.lane, ROWS[action.kind]
-        buffer = lane.room(self._codec(action.kind, action.stage))
+        buffer = lane.room(self._codec(action.kind, action.stage, action.microbatch))
         axis = lane.pp if row.flow > 0 else lane.reverse
         work = irecv(buffer, (axis.rank + row.side) % axis.size, axis, tag=action.stage)
         self._received[action.kind, action.stage, action.microbatch] = (work, buffer)
 
-    def _codec(self, kind: Kind, stage: int) -> Codec | None:
+    def _codec(self, kind: Kind, stage: int, k: int) -> Codec | None:
         """The codec of a transfer; there is none where nothing is trained."""
         row = ROWS[kind]
-        return self.lane.codec(row.flow, stage + (row.side > 0)) if torch.is_grad_enabled() else None
+        codec = self.lane.codec(row.flow, stage + (row.side > 0)) if torch.is_grad_enabled() else None
+        places = self._places.get((kind, stage, k))
+        return codec.at(places) if isinstance(codec, Marked) and places is not None else codec
+
+    def _keep_places(self, kind: Kind, stage: int, k: int, message: Tensor, codec: Codec | None) -> None:
+        """Keeps which features `message` has, for the transfer of their gradients."""
+        if isinstance(codec, Largest) and isinstance(self._codec(kind, stage, k), Marked):
+            self._places[kind, stage, k] = codec.places(message, self.lane.shape[-1])
 
     def _take(self, kind: Kind, stage: int, k: int, packed: bool = False) -> Any:
         """The received tensor, once it is here; None where this stage receives nothing of that kind. `packed`: as the
@@ -269,7 +283,10 @@ class Executor:
             return None
         work, buffer = entry
         self.wait(work.wait)
-        if (codec := self._codec(kind, stage)) is not None and packed:
+        codec = self._codec(kind, stage, k)
+        if kind is Kind.RECV_F:
+            self._keep_places(Kind.SEND_B, stage, k, buffer, codec)
+        if codec is not None and packed:
             return Packed(self.lane, self.lane.gather(buffer), codec)
         return self.lane.join(buffer, codec)
 
