@@ -75,11 +75,11 @@ class Tiles:
 class Largest:
     """Of each row the k numbers farthest from zero, and where they are (ops.largest); zeros in place of the others.
 
-    Bytes of a row: k values and ceil(cols / 8), k = share * cols to the nearest. This is DCT-MP (arXiv 2010.08899, algorithm 2)
-    with a threshold for each token, its own k-th largest feature, in place of one for a tensor that is set anew every L
-    iterations. So there is no state that could differ between the ends of a link, messages have one length, and which
-    features pass depends neither on micro-batches nor on the grid. What is left out is not added later: it belongs to a
-    sample that does not come again.
+    Bytes of a row: k values and ceil(cols / 8), k = share * cols to the nearest. This is DCT-MP (arXiv 2010.08899,
+    algorithm 2) with a threshold for each token, its own k-th largest feature, in place of one for a tensor that is set
+    anew every L iterations. So there is no state that could differ between the ends of a link, messages have one
+    length, and which features pass depends neither on micro-batches nor on the grid. What is left out is not added
+    later: it belongs to a sample that does not come again.
 
     dtype: of the numbers. rounded: values are sent as bfloat16.
     """
