@@ -36,6 +36,8 @@ CODECS: dict[str, dict[str, Any]] = {
     "dct 0.1": {"messages": "dct"}, "dct 0.05": {"messages": "dct", "messages_kept": 0.05}}
 STUDY = Shape(4, 128, 4, 64, 2048, 4)
 M, EVAL_BATCHES = 8, 32
+_EVERY = 10
+"""Steps from one loss in the result file to the next."""
 
 
 def settings(schedule: str, stages: int, codec: str, steps: int, cache: str) -> Config:
@@ -72,7 +74,7 @@ def train(config: Config) -> dict[str, Any]:
     start = time.perf_counter()
     engine.train(loader(data.train), config.train.num_steps, note)
     valid = engine.evaluate(loader(data.valid), EVAL_BATCHES)["lm"]
-    return {"valid_loss": round(valid, 4), "seconds": round(time.perf_counter() - start, 1), "losses": losses}
+    return {"valid_loss": round(valid, 4), "seconds": round(time.perf_counter() - start, 1), "losses": losses[::_EVERY]}
 
 
 def main() -> int:

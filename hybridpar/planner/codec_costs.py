@@ -31,7 +31,8 @@ def measure_codecs(config: Config, world: Axis) -> dict[str, CodecSpeeds]:
     """
     model, found = config.model, {}
     rows = min(config.train.micro_batch_size * model.seq_length, 2048)
-    x = torch.randn((rows, model.hidden_size)).to(DTYPES[config.train.dtype])
+    x = torch.randn((rows, model.hidden_size), generator=torch.Generator().manual_seed(0))
+    x = x.to(DTYPES[config.train.dtype])
     for name in CODECS:
         settings = replace(config.compression, messages=name, messages_backward="same")  # type: ignore[arg-type]
         try:
@@ -56,6 +57,7 @@ def _speeds(forward: Codec, backward: Codec, x: torch.Tensor) -> tuple[float, fl
 
 
 def _speed(call: Callable[[], object], num_bytes: int) -> float:
+    """Bytes a second: the median of a few calls."""
     times = []
     for _ in range(_ROUNDS + 1):
         start = time.perf_counter()

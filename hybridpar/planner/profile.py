@@ -121,7 +121,7 @@ class StateSpeeds:
 class CodecSpeeds:
     """Bytes of numbers that a rank encodes and decodes in a second while all ranks of a host do; 0: not known.
 
-    encoded, decoded: activations. gradients_encoded, gradients_decoded: their gradients.
+    Of dct: with the messages_kept that the profile was made with. encoded, decoded: activations. gradients_encoded, gradients_decoded: their gradients.
     """
 
     encoded: Amount = 0.0
