@@ -121,7 +121,8 @@ class StateSpeeds:
 class CodecSpeeds:
     """Bytes of numbers that a rank encodes and decodes in a second while all ranks of a host do; 0: not known.
 
-    Of dct: with the messages_kept that the profile was made with. encoded, decoded: activations. gradients_encoded, gradients_decoded: their gradients.
+    encoded, decoded: activations. gradients_encoded, gradients_decoded: their gradients. Of dct: with the messages_kept
+    that the profile was made with.
     """
 
     encoded: Amount = 0.0
