@@ -49,6 +49,7 @@ CASES: list[tuple[dict[str, Any], ...]] = [
     ({"pp": 2}, {"schedule": "2bw"}, {}, {}, {"messages": "int8", "messages_backward": "bf16"}),
     ({"pp": 2}, {"schedule": "interleaved", **STAGE}, {}, {}, {"messages": "int4"}),
     ({"tp": 2, "pp": 2}, {"schedule": "1f1b"}, {}, {}, {"messages": "int4"}),
+    ({"tp": 2, "pp": 2}, {"schedule": "2bw"}, {}, {}, {"messages": "dct"}),
 ]
 
 
