@@ -29,11 +29,15 @@ from hybridpar.train.engine import Engine, StepResult
 from hybridpar.validate import resolve
 from hybridpar.verify.boundaries import add_boundaries
 
-CODECS: dict[str, dict[str, str]] = {
+CODECS: dict[str, dict[str, Any]] = {
     "none": {}, "bf16": {"messages": "bf16"}, "int8": {"messages": "int8"}, "int4": {"messages": "int4"},
-    "int4, gradients int8": {"messages": "int4", "messages_backward": "int8"}}
+    "int4, gradients int8": {"messages": "int4", "messages_backward": "int8"},
+    "dct 0.5": {"messages": "dct", "messages_kept": 0.5}, "dct 0.2": {"messages": "dct", "messages_kept": 0.2},
+    "dct 0.1": {"messages": "dct"}, "dct 0.05": {"messages": "dct", "messages_kept": 0.05}}
 STUDY = Shape(4, 128, 4, 64, 2048, 4)
 M, EVAL_BATCHES = 8, 32
+_EVERY = 10
+"""Steps from one loss in the result file to the next."""
 
 
 def settings(schedule: str, stages: int, codec: str, steps: int, cache: str) -> Config:
@@ -70,7 +74,7 @@ def train(config: Config) -> dict[str, Any]:
     start = time.perf_counter()
     engine.train(loader(data.train), config.train.num_steps, note)
     valid = engine.evaluate(loader(data.valid), EVAL_BATCHES)["lm"]
-    return {"valid_loss": round(valid, 4), "seconds": round(time.perf_counter() - start, 1), "losses": losses}
+    return {"valid_loss": round(valid, 4), "seconds": round(time.perf_counter() - start, 1), "losses": losses[::_EVERY]}
 
 
 def main() -> int:

@@ -5,6 +5,8 @@ its first choice is the fastest grid that was measured, or within 5% of it.
     python -m benchmarks.planner --moves --name planner_moves       state split over replicas, on hosts, or in a file
     sudo env "PATH=$PATH" python -m benchmarks.planner --link lan=200:1     two hosts and a slow link (scripts/testbed)
     sudo env "PATH=$PATH" python -m benchmarks.planner --link dsl=20/100:5 --grids 1,2,1 --name planner_dsl
+    sudo env "PATH=$PATH" python -m benchmarks.planner --link wan=50:5 --grids 1,2,1 --shapes thin --schedules 2bw \
+        --warmup latency --codecs none int8 int4 dct --name planner_codecs
 
 The machine is profiled once, as `hybridpar profile` does. Then every grid is trained, in every round, by Gloo ranks of
 one thread each; the median over the rounds counts. `ratio`: predicted over measured. The planner chooses among the
@@ -36,6 +38,7 @@ from benchmarks.common import SHAPES, FixedLoader, Shape, arguments, engine_conf
 from hybridpar.config import Config, Launch
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch, predict
+from hybridpar.pipeline.run.codecs import CODECS
 from hybridpar.planner.candidates import Request
 from hybridpar.planner.cluster import measured_machine
 from hybridpar.planner.cost import StepCost
@@ -78,8 +81,9 @@ class Case:
         zero = f" zero {parallel.zero}" if parallel.zero else ""
         memory = " host" * self.config.memory.host_optimizer + " budget" * (self.config.memory.budget > 0)
         warmup = f" {pipeline.warmup}" if pipeline.warmup != "depth" else ""
+        messages = f" {self.config.compression.messages}" if self.config.compression.messages != "none" else ""
         return (f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp} {pipeline.schedule}{warmup} "
-                f"{pipeline.num_microbatches}x{self.config.train.micro_batch_size}{zero}{memory}")
+                f"{pipeline.num_microbatches}x{self.config.train.micro_batch_size}{zero}{memory}{messages}")
 
     @property
     def ranks(self) -> int:
@@ -151,9 +155,13 @@ def choose(base: Config, profile: Profile, ranks: int, batch: int, batches: Sequ
 
 
 def plan_cases(
-    base: Config, profile: Profile, batch: int, ranks: Sequence[int], grids: Sequence[str] = ()
+    base: Config, profile: Profile, batch: int, ranks: Sequence[int], grids: Sequence[str] = (),
+    codecs: Sequence[Any] = ("none",),
 ) -> tuple[list[Case], dict[int, Config]]:
-    """Every grid of so many ranks, and what the planner chooses for each number of them."""
+    """Every grid of so many ranks, and what the planner chooses for each number of them.
+
+    codecs: of messages between stages; each grid with each of them.
+    """
     b = base.train.micro_batch_size
     configs = [
         replace(base, parallel=replace(base.parallel, tp=tp, pp=pp, dp=dp),
@@ -163,6 +171,8 @@ def plan_cases(
     for config in chosen.values():
         if not any(_same(config, other) for other in configs):
             configs.append(config)
+    configs = [replace(config, compression=replace(config.compression, messages=name)) for config in configs
+               for name in (codecs if config.parallel.pp > 1 else codecs[:1])]
     cases = []
     for config in configs:
         n = config.parallel.num_ranks
@@ -252,7 +262,7 @@ def on_host(args: Any) -> list[dict[str, Any]] | None:
             profile = measure_here(base, degrees, (shape.micro_batch,), False, torch.device("cpu"))
             shared = [profile]
             dist.broadcast_object_list(shared)
-            cases, chosen = plan_cases(base, shared[0], args.batch, (2,), args.grids)
+            cases, chosen = plan_cases(base, shared[0], args.batch, (2,), args.grids, args.codecs)
             for _ in range(args.rounds):
                 for case in cases:
                     case.measured += train_all([case.config], shape, args.batches, False)
@@ -294,6 +304,7 @@ def main() -> int:
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="of the file of a budget")
     parser.add_argument("--link", default="", metavar="NAME=UP[/DOWN]:DELAY_MS", help="over two hosts and this link")
     parser.add_argument("--grids", nargs="+", default=[], metavar="TP,PP,DP", help="only these, over a link")
+    parser.add_argument("--codecs", nargs="+", default=["none"], choices=list(CODECS), help="of messages, over a link")
     parser.add_argument("--warmup", default="depth", help="of 2bw, where nothing is chosen")
     args = parse(parser)
     if args.link and STATE_VARIABLE not in os.environ:

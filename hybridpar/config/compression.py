@@ -21,12 +21,17 @@ class CompressionConfig:
     `gradients` have no effect where parallel.dp is 1 and no weight is tied across stages.
     """
 
-    messages: Literal["none", "bf16", "int8", "int4"] = "none"
+    messages: Literal["none", "bf16", "int8", "int4", "dct"] = "none"
     """Activations between stages in training: bf16; or a bfloat16 scale for each 64 features of a token and 8 or 4 bits
-    a feature, 4 bits after a Hadamard rotation. fp32 takes 2, 3.9 or 7.5 times the bytes. A head that is a stage of its
-    own gets exact ones."""
+    a feature, 4 bits after a Hadamard rotation. fp32 takes 2, 3.9 or 7.5 times the bytes. dct: each token's features
+    that are farthest from zero, and a bit for each feature; zeros behind the link (after arXiv 2010.08899). Of small
+    models that were tried int4 learns more for the same bytes. A head that is a stage of its own gets exact ones."""
     messages_backward: Literal["same", "none", "bf16", "int8", "int4"] = "same"
-    """Gradients between stages; same: as `messages`."""
+    """Gradients between stages; same: as `messages`, with dct those of the features that were sent."""
+    messages_kept: Annotated[float, Within(above=0, most=1)] = 0.1
+    """dct: share of a token's features that is sent."""
+    messages_values: Literal["full", "bf16"] = "full"
+    """dct: type of the features that are sent, and of their gradients; full: train.dtype."""
     gradients: Literal["none", "bf16", "int8", "int4", "dct", "powersgd", "sbpca"] = "none"
     """bf16, int8, int4: rounded; every replica gets those of all others, so with 4, 8 and 16 replicas they take as many
     bytes as whole ones do. dct: elements above a threshold, with their places (arXiv 2010.08899). powersgd: two factors

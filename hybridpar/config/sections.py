@@ -339,6 +339,7 @@ class KernelsConfig:
     dropout: str = "auto"
     embedding: str = "auto"
     quantize: str = "auto"
+    largest: str = "auto"
     optimizer: str = "auto"
     sparse: str = "auto"
 

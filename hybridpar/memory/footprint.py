@@ -24,6 +24,7 @@ from hybridpar.memory.ghost import GHOSTS, Tracker
 from hybridpar.memory.silent import silent_grid
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.models.cost import LABELLED
+from hybridpar.pipeline.run.codecs import Largest, Marked
 from hybridpar.pipeline.run.lane import Lane, Packed
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.stash import Notes
@@ -144,6 +145,7 @@ class _TracedStage:
         self.receives, self.sends = 0 not in blocks, model.num_blocks - 1 not in blocks
         self.moved = 0  # in the newest forward
         self._input: Tensor | Packed | None
+        self._places: list[Tensor | None]  # of messages received and sent
         self._empty: int
         self._input_bytes: int
         self._edge: GradientEdge
@@ -167,10 +169,18 @@ class _TracedStage:
             return Packed(self.lane, self.lane.message(codec), codec)
         return self.lane.whole().requires_grad_()
 
+    def _places_of(self, forth: str, back: str) -> Tensor | None:
+        """What an executor keeps of a message of the codec `forth` for the gradient's codec, `back`."""
+        codec, gradients = self._codecs[forth], self._codecs[back]
+        if not isinstance(codec, Largest) or not isinstance(gradients, Marked):
+            return None
+        return codec.places(self.lane.room(codec), self.lane.shape[-1])
+
     def forward(self, batch: dict[str, Tensor]) -> tuple[int, int, int]:
         """An executor's forward: bytes kept after it, bytes of the output besides, and the most that it took."""
         self._empty = self.tracker.read().current
         self._input = self._received()
+        self._places = [self._places_of("received", "returning")] if self.receives else []
         before = self._start()
         self._input_bytes = before - self._empty
         batch = {name: tensor.clone() for name, tensor in batch.items()}
@@ -183,6 +193,7 @@ class _TracedStage:
             out = sum(out.values())
             self._loss_dtype = out.dtype
         sent = self.next.cut(out.detach(), self._codecs["sent"] if self.sends else None)
+        self._places += [self._places_of("sent", "returned")] if self.sends else []
         self._edge = get_gradient_edge(out)
         peak = self.tracker.read().peak - before
         del out, batch, key
@@ -203,7 +214,7 @@ class _TracedStage:
         if self.config.pipeline.split_backward:
             self.state.collect(None)
         backward_from(self._edge, gradient)
-        del self._edge, self._input, gradient
+        del self._edge, self._input, self._places, gradient
         left = self.tracker.read()
         return left.peak - before, left.current - self._empty
 

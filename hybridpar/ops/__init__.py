@@ -5,6 +5,7 @@ from hybridpar.ops.attention import attention
 from hybridpar.ops.cross_entropy import cross_entropy
 from hybridpar.ops.dropout import dropout
 from hybridpar.ops.embedding import embedding
+from hybridpar.ops.largest import largest
 from hybridpar.ops.norm import add_norm, bias_dropout_add, layer_norm, rms_norm
 from hybridpar.ops.quantize import quantize
 from hybridpar.ops.rotary import rotary
@@ -12,6 +13,6 @@ from hybridpar.ops.sparse import sparse
 from hybridpar.ops.update import optimizer
 
 __all__ = [
-    "add_norm", "attention", "bias_dropout_add", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm",
-    "optimizer", "quantize", "rms_norm", "rotary", "sparse", "swiglu",
+    "add_norm", "attention", "bias_dropout_add", "cross_entropy", "dropout", "embedding", "gelu", "largest",
+    "layer_norm", "optimizer", "quantize", "rms_norm", "rotary", "sparse", "swiglu",
 ]

@@ -112,6 +112,8 @@ TABLE = (
     *_rows("embedding", "embedding", "Compiled Passes", triton=_ALL),
     Backend("quantize", "cpp", f"{_HERE}quantize:Compiled {_CPP}", "cpu", _ALL, f"{_HERE}libraries:cpp_missing"),
     Backend("quantize", "torch", f"{_HERE}quantize:Passes"),  # on GPUs, so far
+    Backend("largest", "cpp", f"{_HERE}largest:Compiled {_CPP}", "cpu", _ALL, f"{_HERE}libraries:cpp_missing"),
+    Backend("largest", "torch", f"{_HERE}largest:Passes"),
     *_rows("optimizer", "update", "Compiled Passes", triton=(torch.float64, torch.float32), apex="FusedAdam"),
     Backend("sparse", "cpp", f"{_HERE}sparse:Compiled {_CPP}", "cpu", _ALL[:2], f"{_HERE}libraries:cpp_missing"),
     Backend("sparse", "torch", f"{_HERE}sparse:Passes"),

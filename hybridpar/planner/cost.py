@@ -20,16 +20,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 
-from hybridpar.config import Config, message_shape
-from hybridpar.models.build import DTYPES, recomputed_blocks
+from hybridpar.config import Config
+from hybridpar.models.build import DTYPES, Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
 from hybridpar.pipeline.plan.schedules import Sizes
-from hybridpar.pipeline.run.codecs import Codecs
+from hybridpar.planner.codec_costs import CodecCosts
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.moves import Moves
 from hybridpar.planner.profile import KINDS, BlockCost
@@ -86,15 +85,9 @@ class StepCost:
         profile, b = machine.profile, config.train.micro_batch_size
         self.kinds = {kind: profile.block(kind, self.tp, b) for kind in KINDS}
         self.item, self.gradient_bytes = DTYPES[config.train.dtype].itemsize, GRADIENT_BYTES[config.train.dtype]
-        self.message_bytes = self.item * b * prod(message_shape(config.model, 0))
+        self.codecs = CodecCosts(config, profile)
+        self.message_bytes = self.codecs.message_bytes
         """Bytes of an activation."""
-        codecs, (*rows, hidden) = Codecs.of(config), message_shape(config.model, 0)
-        row = max(hidden * self.item if codec is None else codec.row_bytes(hidden)
-                  for codec in (codecs.forward, codecs.backward))
-        self.wire_bytes = b * prod(rows) * row
-        """Bytes that go between two stages for it, or for its gradient where these are more."""
-        self.sent_bytes = -(-self.wire_bytes // self.tp)
-        """Bytes of them that a rank of tp sends."""
         self.is_cpu = profile.hardware.cores > 0
 
     # -- blocks and stages ---------------------------------------------------------------------------------------------
@@ -130,8 +123,13 @@ class StepCost:
         """Time in which tp ranks gather a stage's input, and the gradient of its output: of a ring, the second half."""
         if self.config.parallel.sequence:  # ranks work on the part that they receive
             return 0.0, 0.0
-        once = self.machine.all_reduce(self.wire_bytes, range(self.tp), self._groups) / 2
-        return once * (0 not in blocks), once * (self.config.model.num_blocks - 1 not in blocks)
+        def gather(flow: int, first: int) -> float:
+            sent = self.codecs.gathered_bytes(flow, first)
+            return self.machine.all_reduce(sent, range(self.tp), self._groups) / 2
+
+        first, behind = blocks[0], blocks[-1] + 1
+        return (gather(1, first) if first else 0.0,
+                gather(-1, behind) if behind < self.config.model.num_blocks else 0.0)
 
     def kind(self, number: int) -> str:
         """The kind of a block, by its number in the model."""
@@ -153,15 +151,16 @@ class StepCost:
         config = self.config
         split = stage_split(config.model, self.pp, config.pipeline.split, self.sizes.chunks, config.pipeline.placement)
         again = recomputed_blocks(config.pipeline.recompute, config.model, split)
-        return [self._stage(blocks, set(blocks) if one.whole else set(one.blocks), one.selective)
-                for blocks, one in zip(split, again, strict=True)]
+        return [self._stage(blocks, one) for blocks, one in zip(split, again, strict=True)]
 
-    def _stage(self, blocks: range, again: set[int], selective: frozenset[int]) -> StageCost:
-        """The cost of these blocks, of which `again` are recomputed, or what is cheap of them."""
+    def _stage(self, blocks: range, recompute: Recomputation) -> StageCost:
+        """The cost of these blocks, of which some are recomputed, or what is cheap of them."""
+        again, selective = set(blocks) if recompute.whole else set(recompute.blocks), recompute.selective
         model, profile, last = self.config.transformer, self.machine.profile, self.config.model.num_blocks - 1
         costs = [self.block(n) for n in blocks]
         times = [self.block_time(n) for n in blocks]
         gather_input, gather_gradient = self.gathers(blocks)
+        coding, coding_back = self.codecs.times(blocks, recompute.whole)
         embedding = self.kinds["embedding"]
         tied = embedding.parameters if model.tie_embeddings else 0
         if model.position == "learned":
@@ -169,8 +168,8 @@ class StepCost:
         both, ends = 0 in blocks and last in blocks, 0 in blocks or last in blocks
         twice = embedding if both and model.tie_embeddings else None  # held once
         return StageCost(
-            blocks, sum(f for f, _ in times) + profile.per_microbatch + gather_input,
-            sum(b for _, b in times) + sum(times[n - blocks.start][0] for n in again) + gather_gradient
+            blocks, sum(f for f, _ in times) + profile.per_microbatch + gather_input + coding,
+            sum(b for _, b in times) + sum(times[n - blocks.start][0] for n in again) + gather_gradient + coding_back
             + sum(self.block(n).remake for n in selective),
             sum(c.norm for c in costs) - (twice.norm if twice else 0.0),
             (sum(c.update for c in costs) - (twice.update if twice else 0.0)) / self.zero_share * self.updates_here
@@ -221,16 +220,20 @@ class StepCost:
                  for r in range(self.sizes.num_links)]
         leaving = Counter(source // per for link in pairs for source, to in link if source // per != to // per)
         found = []
-        for of_link in pairs:
+        for r, of_link in enumerate(pairs):
             crosses = any(source // per != to // per for source, to in of_link)
             link = machine.outer if crosses and machine.outer else machine.link(of_link[0])
             most = max(leaving[source // per] for source, _ in of_link) or 1
             flows = max(most / machine.outer_links, 1) if crosses else 1
-            latency, work = link.transfer_time(1), link.transfer_work(self.sent_bytes)
+            latency, work = link.transfer_time(1), link.transfer_work(self._sent_bytes(1, r))
             way = flow if of_link[0][0] < of_link[0][1] else -flow
-            whole = link.transfer_time(self.sent_bytes, flows, way)
+            whole = link.transfer_time(self._sent_bytes(flow, r), flows, way)
             found.append((max(0.0, whole - latency - work), min(latency, max(0.0, whole - work)), work))
         return found
+
+    def _sent_bytes(self, flow: int, r: int) -> int:
+        """Bytes of a message that a rank of tp sends between pipeline ranks r and r + 1."""
+        return -(-self.codecs.wire_bytes(flow, self.stages[(r + 1) % self.sizes.num_stages].blocks[0]) // self.tp)
 
     def reduction(self, stage: StageCost, index: int) -> tuple[float, float]:
         """Seconds that what is reduced once a batch of a rank's gradients takes, and CPU time that goes into it."""

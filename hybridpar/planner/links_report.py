@@ -43,7 +43,7 @@ class LinkNeed:
     name: str
     needs: float
     gives: float
-    item: int
+    item: float
     layers: int = 0
     more_layers: int = 0
     deepest: int = 0
@@ -148,9 +148,11 @@ def _stage_link(cost: StepCost) -> LinkNeed:
     layers = min(sum(1 for n in rank.blocks if _is_layer(cost, n)) for rank in cost.ranks)
     more = math.ceil(max(0.0, taken / _SPARE - busy) / layer)
     deepest = model.num_layers // (-(-model.num_layers // cost.pp) + more) if more else 0
-    num_bytes = cost.message_bytes * chunks
+    into = cost.stages[(worst + 1) % cost.sizes.num_stages].blocks[0]
+    wire = max(cost.codecs.wire_bytes(flow, into) for flow in (1, -1))
+    item, num_bytes = cost.item * wire / cost.message_bytes, wire * chunks
     name = f"{cost.sizes.rank_name}s {worst} - {(worst + 1) % cost.pp}"
-    return LinkNeed(name, num_bytes / busy, num_bytes / taken, cost.item, layers, more,
+    return LinkNeed(name, num_bytes / busy, num_bytes / taken, item, layers, more,
                     deepest if deepest > 1 else 0)
 
 

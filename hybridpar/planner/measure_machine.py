@@ -21,6 +21,7 @@ from hybridpar.config import Config, Launch
 from hybridpar.cpu import available_cores, cpu_name
 from hybridpar.errors import config_error
 from hybridpar.planner.bench import FULL, QUICK, Effort, measure_blocks, world_axis
+from hybridpar.planner.codec_costs import measure_codecs
 from hybridpar.planner.links import QUICK_SIZES, SIZES, measure_links
 from hybridpar.planner.profile import FORMAT, Hardware, Profile, StateSpeeds, settings_of
 from hybridpar.planner.state_speeds import measure_state
@@ -88,9 +89,11 @@ def measure_here(
     links = measure_links(world, device, sizes=QUICK_SIZES if quick else SIZES)
     blocks, had_core = measure_blocks(config, degrees, sizes, device, effort)
     state = measure_state(config, world, quick=quick) if device.type == "cpu" else StateSpeeds()
+    codecs = measure_codecs(config, world) if device.type == "cpu" else {}
     hardware = _hardware(device, gather_objects(platform.node(), world))
     hardware = replace(hardware, efficiency=round(had_core, 4) if hardware.cores else 1.0)
-    return Profile(hardware, blocks, links, settings_of(config), state=state, about=_about(effort, world.size))
+    return Profile(hardware, blocks, links, settings_of(config), state=state, codecs=codecs,
+                   about=_about(effort, world.size))
 
 
 def _hardware(device: torch.device, hosts: Sequence[str]) -> Hardware:

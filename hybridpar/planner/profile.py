@@ -3,6 +3,7 @@
     blocks    embedding, layer, head; by tp degree and micro-batch size: forward, backward, optimizer, collectives
     links     `local` within a server, `network` between servers: seconds against bytes
     state     what moves a rank's state: updates on the host, copies to it, the file of a budget
+    codecs    of messages between stages, by name: bytes a second
 
 A stage's time is the sum over its blocks, that of a micro-batch size between two that were measured lies on the line
 between them. Units: seconds, bytes.
@@ -116,6 +117,20 @@ class StateSpeeds:
     written: Amount = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class CodecSpeeds:
+    """Bytes of numbers that a rank encodes and decodes in a second while all ranks of a host do; 0: not known.
+
+    encoded, decoded: activations. gradients_encoded, gradients_decoded: their gradients. Of dct: with the messages_kept
+    that the profile was made with.
+    """
+
+    encoded: Amount = 0.0
+    decoded: Amount = 0.0
+    gradients_encoded: Amount = 0.0
+    gradients_decoded: Amount = 0.0
+
+
 @dataclass(frozen=True)
 class Profile:
     """Contents of profile.json. `settings`: the sections of the configuration that it depends on."""
@@ -129,6 +144,7 @@ class Profile:
     """Time of a forward on every stage besides its blocks: the micro-batch is made, weights are bound."""
     per_batch: float = 0.0
     state: StateSpeeds = StateSpeeds()
+    codecs: Mapping[str, CodecSpeeds] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     """Date, commit, versions."""
 
@@ -209,6 +225,7 @@ def profile_json(profile: Profile) -> str:
         "blocks": [{"kind": kind, "tp": tp, "micro_batch": b, **_plain(cost)}
                    for (kind, tp, b), cost in profile.blocks.items()],
         "links": {name: _plain_link(link) for name, link in profile.links.items()},
+        "codecs": {name: asdict(speeds) for name, speeds in profile.codecs.items()},
     }
     return json.dumps(document, indent=1) + "\n"
 
@@ -284,6 +301,7 @@ class _Document:
     state: StateSpeeds
     blocks: tuple[_Block, ...]
     links: dict[str, _Link]
+    codecs: dict[str, CodecSpeeds] = field(default_factory=dict)
 
 
 def _profile(document: Any) -> Profile:
@@ -306,7 +324,7 @@ def _profile(document: Any) -> Profile:
         raise ValueError("blocks of one kind and tp degree must have equally many messages at every micro-batch size")
     return Profile(read.hardware, blocks, {name: _link(name, link) for name, link in read.links.items()},
                    read.settings, read.estimated, read.per_microbatch_s, read.per_batch_s, read.state,
-                   read.about)
+                   read.codecs, read.about)
 
 
 def _link(name: str, link: _Link) -> MeasuredLink:

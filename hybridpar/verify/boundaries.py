@@ -16,7 +16,7 @@ from torch.autograd.function import Function
 
 from hybridpar.config import Config
 from hybridpar.models.cost import stage_split
-from hybridpar.pipeline.run.codecs import Codec, Codecs, through
+from hybridpar.pipeline.run.codecs import Codec, Codecs, Largest, Marked, through
 
 
 def add_boundaries(blocks: Mapping[int, nn.Module], config: Config) -> None:
@@ -38,6 +38,9 @@ def add_boundaries(blocks: Mapping[int, nn.Module], config: Config) -> None:
 class _Crossing(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Codec | None, backward: Codec | None) -> Tensor:
+        if isinstance(forward, Largest) and isinstance(backward, Marked):
+            rows = x.reshape(-1, x.shape[-1])
+            backward = backward.at(forward.places(forward.encode(rows), rows.shape[1]))
         ctx.codec = backward
         return x.view_as(x) if forward is None else through(forward, x)
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from train.runs import run_job, write_config
 
 from hybridpar.comm.ranks import run_on_ranks
-from hybridpar.config import Config, from_plain, load_toml
+from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory import predict
 from hybridpar.memory.events import Category, Span, What, lives, read_trace
@@ -50,6 +50,7 @@ CASES: list[tuple[dict[str, Any], ...]] = [
     ({"pp": 2}, {"schedule": "interleaved", **STAGE}, {}, {}, {"messages": "int4"}),
     ({"tp": 2, "pp": 2}, {"schedule": "1f1b"}, {}, {}, {"messages": "int4"}),
     ({"pp": 2}, {"schedule": "2bw", "placement": "v", "activations": "half", **SPLIT, **STAGE}, {}, {}),
+    ({"tp": 2, "pp": 2}, {"schedule": "2bw"}, {}, {}, {"messages": "dct"}),
 ]
 
 
@@ -59,7 +60,7 @@ def config_of(case: tuple[dict[str, Any], ...]) -> Config:
     plain = {"model": MODEL | model, "parallel": parallel, "pipeline": {"num_microbatches": 4} | pipeline,
              "train": {"micro_batch_size": 2, "num_steps": 10, "device": "cpu"} | train,
              "compression": compression[0] if compression else {}}
-    return resolve(from_plain(Config, plain, "config"), num_ranks)
+    return resolve(from_mapping(plain), num_ranks)
 
 
 def record(config: Config, steps: int) -> list[Span]:

@@ -22,7 +22,7 @@ from hybridpar.validate import problems
 STEPS, M, B, SEQ, HIDDEN = 2, 3, 2, 7, 70
 
 
-def make(compression: dict[str, str], **sections: dict[str, Any]) -> Config:
+def make(compression: dict[str, Any], **sections: dict[str, Any]) -> Config:
     return from_mapping({
         "model": {"num_layers": 2, "hidden_size": HIDDEN, "num_heads": 7, "seq_length": SEQ, "vocab_size": 37,
                   **sections.get("model", {})},
@@ -50,17 +50,19 @@ def train(config: Config) -> dict[str, Any]:
 
 @pytest.mark.ranks
 def test_bytes_are_those_of_the_formula_and_evaluation_is_exact() -> None:
-    """14 rows on three tp ranks: 5, 5 and 4. int4: two tiles of 32 bytes and a scale; int8: of 64."""
-    exact, compressed = (run_ranks(train, 6, make(c)) for c in (
-        {}, {"messages": "int4", "messages_backward": "int8"}))
-    for rank, (found, plain) in enumerate(zip(compressed, exact, strict=True)):
-        rows = split_sizes(B * SEQ, 3)[rank % 3]
-        op, back = ("send", "recv") if rank < 3 else ("recv", "send")
-        assert found["trained"] == {"pp": {op: STEPS * M * rows * 2 * (32 + 2)},
-                                    "pp_reverse": {back: STEPS * M * rows * 2 * (64 + 2)}}
-        assert found["evaluated"] == plain["evaluated"]
-        assert found["first"] == plain["first"]
-        assert found["bits"] != plain["bits"]
+    """14 rows on three tp ranks: 5, 5 and 4. int4: two tiles of 32 bytes and a scale; int8: of 64. dct: a tenth of the
+    70 features, and forth 70 bits."""
+    exact = run_ranks(train, 6, make({}))
+    for compression, forth, back in (({"messages": "int4", "messages_backward": "int8"}, 2 * (32 + 2), 2 * (64 + 2)),
+                                     ({"messages": "dct"}, 7 * 4 + 9, 7 * 4)):
+        for rank, (found, plain) in enumerate(zip(run_ranks(train, 6, make(compression)), exact, strict=True)):
+            rows = split_sizes(B * SEQ, 3)[rank % 3]
+            op, other = ("send", "recv") if rank < 3 else ("recv", "send")
+            assert found["trained"] == {"pp": {op: STEPS * M * rows * forth},
+                                        "pp_reverse": {other: STEPS * M * rows * back}}
+            assert found["evaluated"] == plain["evaluated"]
+            assert found["first"] == plain["first"]
+            assert found["bits"] != plain["bits"]
 
 
 @pytest.mark.ranks
@@ -73,9 +75,11 @@ def test_a_codec_without_a_link_changes_no_bit() -> None:
 @pytest.mark.parametrize(("compression", "tp", "pipeline"), [
     ({"messages": "int4"}, 1, {"schedule": "2bw", "recompute": "stage"}),
     ({"messages": "int8", "messages_backward": "none"}, 2, {"schedule": "gpipe", "recompute": "stage"}),
+    ({"messages": "dct"}, 2, {"schedule": "2bw", "recompute": "stage"}),
+    ({"messages": "dct", "messages_kept": 0.5, "messages_values": "bf16"}, 1, {"schedule": "gpipe"}),
     ({"messages": "int4", "messages_backward": "bf16"}, 1, {"schedule": "1f1b", "split": (2, 3, 1)}),
 ], ids=str)
-def test_predicted_memory_is_the_allocators(compression: dict[str, str], tp: int, pipeline: dict[str, Any]) -> None:
+def test_predicted_memory_is_the_allocators(compression: dict[str, Any], tp: int, pipeline: dict[str, Any]) -> None:
     pp = len(pipeline.get("split", (0, 0)))
     config = large(tp=tp, pp=pp, model={"num_layers": 4}, pipeline=pipeline)
     agree(from_mapping({"compression": compression}, config))
@@ -96,6 +100,9 @@ def test_a_recomputed_stage_keeps_its_input_as_it_came() -> None:
     ({"messages_backward": "bf16"}, {"train": {"dtype": "fp16"}},
      "compression.messages_backward = 'bf16': takes 140 bytes for the 70 features of a token (model.hidden_size), "
      "which are 140 bytes in fp16; try none"),
+    ({"messages": "dct", "messages_kept": 1.0}, {},
+     "compression.messages = 'dct': takes 289 bytes for the 70 features of a token (model.hidden_size), which are 280 "
+     "bytes in fp32; try none"),
 ], ids=str)
-def test_what_saves_nothing_is_refused(compression: dict[str, str], sections: dict[str, Any], message: str) -> None:
+def test_what_saves_nothing_is_refused(compression: dict[str, Any], sections: dict[str, Any], message: str) -> None:
     assert [str(problem) for problem in problems(make(compression, **sections), 6)] == [message]

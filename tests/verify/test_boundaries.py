@@ -15,10 +15,10 @@ from hybridpar.verify import replay as replay_module
 from hybridpar.verify.replay import replay
 from hybridpar.verify.run import Disturbance, verify
 
-INT4, INT8 = {"messages": "int4"}, {"messages": "int8"}
+INT4, INT8, DCT = {"messages": "int4"}, {"messages": "int8"}, {"messages": "dct"}
 
 
-def make(compression: dict[str, str], model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+def make(compression: dict[str, Any], model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     """4 layers, 70 features: a tile and six numbers of the next."""
     return from_mapping({
         "model": {"num_layers": 4, "hidden_size": 70, "num_heads": 7, "seq_length": 11, "vocab_size": 61,
@@ -36,6 +36,12 @@ def make(compression: dict[str, str], model: dict[str, Any] | None = None, **sec
     ({"pp": 2, "tp": 2}, INT8, {"schedule": "interleaved", "recompute": "stage:0,3"}, {"sequence": True}),
     ({"pp": 3, "dp": 2}, INT8 | {"messages_backward": "int4"}, {"split_backward": True, "split": (2, 3, 1)}, {}),
     ({"pp": 2, "dp": 2}, {"messages": "bf16", "messages_backward": "none"}, {"schedule": "pipedream"}, {"zero": 2}),
+    ({"pp": 2, "tp": 3}, DCT, {"schedule": "2bw", "recompute": "stage"}, {}),
+    ({"pp": 2, "tp": 2}, DCT | {"messages_kept": 0.3}, {"schedule": "interleaved", "recompute": "stage:0,3"},
+     {"sequence": True}),
+    ({"pp": 3}, DCT | {"messages_values": "bf16"}, {"schedule": "pipedream", "split": (2, 3, 1)}, {}),
+    ({"pp": 2, "dp": 2}, DCT, {"split_backward": True}, {"zero": 3}),
+    ({"pp": 2}, DCT | {"messages_backward": "int4"}, {"schedule": "gpipe"}, {}),
     ({"pp": 3}, {"messages_backward": "int8"}, {"schedule": "gpipe", "recompute": "all"}, {}),
 ], ids=str)
 def test_every_grid_and_schedule_equals_one_process(grid, compression, pipeline, parallel):
@@ -44,8 +50,9 @@ def test_every_grid_and_schedule_equals_one_process(grid, compression, pipeline,
 
 
 @pytest.mark.ranks
-def test_a_step_that_is_not_finite_is_one_behind_a_codec_too():
-    report = verify(make(INT4, pipeline={"schedule": "2bw"}), {"pp": 2}, 4, Disturbance(frozenset({1}), 3))
+@pytest.mark.parametrize("compression", [INT4, DCT], ids=str)
+def test_a_step_that_is_not_finite_is_one_behind_a_codec_too(compression):
+    report = verify(make(compression, pipeline={"schedule": "2bw"}), {"pp": 2}, 4, Disturbance(frozenset({1}), 3))
     assert report.ok, report.first_divergence
 
 

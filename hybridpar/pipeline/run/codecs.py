@@ -4,21 +4,23 @@
                 dC(x) <---- decode_ ---- bytes ==== link ==== bytes <---- encode ---- dx
 
 A row is a token's features. Its bytes depend on it alone, so slices of an activation over tp, parts of a sequence and
-replicas' micro-batches all travel as the same bytes. The backward takes C for the identity (straight through).
+replicas' micro-batches all travel as the same bytes. The backward takes C for the identity (straight through), but for
+`Largest`: the gradient of y = C(x) is that of the features that were sent (`Marked`), which both sides know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hybridpar.config import Config, KernelsConfig, message_shape
+from hybridpar.config import Config, message_shape
 from hybridpar.errors import config_error
 from hybridpar.models.build import DTYPES
+from hybridpar.ops.largest import largest, places_bytes, value_bytes
 from hybridpar.ops.quantize import dequantize_, quantize, quantized_bytes
 
 
@@ -69,11 +71,83 @@ class Tiles:
         dequantize_(x, message, self.bits, rotate=self.rotate, backend=self.backend)
 
 
-CODECS: dict[str, Callable[[KernelsConfig], Codec | None]] = {
-    "none": lambda kernels: None,
-    "bf16": lambda kernels: Rounded(torch.bfloat16),
-    "int8": lambda kernels: Tiles(8, backend=kernels.quantize),
-    "int4": lambda kernels: Tiles(4, rotate=True, backend=kernels.quantize),
+@dataclass(frozen=True)
+class Largest:
+    """Of each row the k numbers farthest from zero, and where they are (ops.largest); zeros in place of the others.
+
+    Bytes of a row: k values and ceil(cols / 8), k = share * cols to the nearest. This is DCT-MP (arXiv 2010.08899,
+    algorithm 2) with a threshold for each token, its own k-th largest feature, in place of one for a tensor that is set
+    anew every L iterations. So there is no state that could differ between the ends of a link, messages have one
+    length, and which features pass depends neither on micro-batches nor on the grid. What is left out is not added
+    later: it belongs to a sample that does not come again.
+
+    dtype: of the numbers. rounded: values are sent as bfloat16.
+    """
+
+    share: float
+    dtype: torch.dtype
+    rounded: bool = False
+    backend: str = "auto"
+
+    def kept(self, cols: int) -> int:
+        """k of rows of `cols` numbers."""
+        return max(1, round(self.share * cols))
+
+    def values(self, cols: int) -> int:
+        """Bytes of a row's values."""
+        return self.kept(cols) * value_bytes(self.dtype, self.rounded)
+
+    def row_bytes(self, cols: int) -> int:
+        return self.values(cols) + places_bytes(cols)
+
+    def encode(self, x: Tensor) -> Tensor:
+        message: Tensor = largest(x, self.backend).largest(x.contiguous(), self.kept(x.shape[1]), self.rounded)
+        return message
+
+    def decode_(self, x: Tensor, message: Tensor) -> None:
+        values, places = message.split((self.values(x.shape[1]), places_bytes(x.shape[1])), 1)
+        largest(x, self.backend).spread_(x, values, places, self.rounded)
+
+    def places(self, message: Tensor, cols: int) -> Tensor:
+        """Where the numbers of a message are: a copy. Shapes: uint8 [rows, `places_bytes`]."""
+        return message[:, self.values(cols):].clone()
+
+
+@dataclass(frozen=True, eq=False)
+class Marked:
+    """Of each row the numbers at `where`, which both ends of the link know; zeros in place of the others."""
+
+    of: Largest
+    where: Tensor | None = None
+
+    def at(self, places: Tensor) -> Marked:
+        """The codec of one message."""
+        return replace(self, where=places)
+
+    def row_bytes(self, cols: int) -> int:
+        return self.of.values(cols)
+
+    def encode(self, x: Tensor) -> Tensor:
+        passes, k = largest(x, self.of.backend), self.of.kept(x.shape[1])
+        message: Tensor = passes.pick(x.contiguous(), self.where, k, self.of.rounded)
+        return message
+
+    def decode_(self, x: Tensor, message: Tensor) -> None:
+        largest(x, self.of.backend).spread_(x, message, self.where, self.of.rounded)
+
+
+def _largest(config: Config) -> Largest:
+    compression = config.compression
+    return Largest(compression.messages_kept, DTYPES[config.train.dtype], compression.messages_values == "bf16",
+                   config.kernels.largest)
+
+
+CODECS: dict[str, Callable[[Config], Codec | None]] = {
+    "none": lambda config: None,
+    "bf16": lambda config: Rounded(torch.bfloat16),
+    "int8": lambda config: Tiles(8, backend=config.kernels.quantize),
+    "int4": lambda config: Tiles(4, rotate=True, backend=config.kernels.quantize),
+    "dct": _largest,
 }
 """By their names in [compression]; None: numbers travel as they are."""
 
@@ -90,7 +164,9 @@ class Codecs:
     def of(cls, config: Config) -> Codecs:
         """Those that a configuration names. Raises: ConfigError where one takes as many bytes as the numbers do."""
         names, hidden = config.compression.both_ways, message_shape(config.model, 0)[-1]
-        forward, backward = (CODECS[name](config.kernels) for name in names)
+        forward, backward = (CODECS[name](config) for name in names)
+        if isinstance(backward, Largest):
+            backward = Marked(backward)
         plain = hidden * DTYPES[config.train.dtype].itemsize
         for key, name, codec in zip(("messages", "messages_backward"), names, (forward, backward), strict=True):
             if codec is not None and codec.row_bytes(hidden) >= plain:

@@ -30,7 +30,7 @@ from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import OF_STASH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.sizes import Sizes
-from hybridpar.pipeline.run.codecs import Codec
+from hybridpar.pipeline.run.codecs import Codec, Largest, Marked
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs
 from hybridpar.pipeline.run.lane import Lane, Packed
 from hybridpar.pipeline.run.recording import Recording
@@ -120,6 +120,7 @@ class Executor:
         self._handed: dict[tuple[Kind, int, int, int], Tensor] = {}  # to a part by its neighbour, by kind and as above
         self._received: dict[tuple[Kind, int, int], tuple[Work, Tensor]] = {}  # by kind, stage and micro-batch
         self._outputs: dict[tuple[Kind, int, int], Tensor] = {}
+        self._places: dict[tuple[Kind, int, int], Tensor] = {}  # of gradients that will be sent or received, as above
         self._sends: deque[Work] = deque()
         self._table: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward,
@@ -151,7 +152,8 @@ class Executor:
         while self._sends:
             self._sends.popleft().wait()
         self._turn_to(None)
-        left = [*self._flight, *self._handed, *self._received, *self._outputs, *(self.stash.left if self.stash else ())]
+        left = [*self._flight, *self._handed, *self._received, *self._outputs, *self._places,
+                *(self.stash.left if self.stash else ())]
         assert not left, f"the plan left micro-batches in flight: {left}"
 
     def _turn_to(self, action: Action | None) -> None:
@@ -201,8 +203,9 @@ class Executor:
         elif stage + 1 in self.stages:
             self._handed[Kind.F, stage + 1, 0, k] = out.detach()
         else:
-            lane, codec = self._link(Kind.SEND_F, stage)
-            self._outputs[Kind.SEND_F, stage, k] = lane.cut(out.detach(), codec)
+            lane, codec = self._link(Kind.SEND_F, stage, k)
+            self._outputs[Kind.SEND_F, stage, k] = sent = lane.cut(out.detach(), codec)
+            self._keep_places(Kind.RECV_B, stage, k, sent, codec)
         if grad:
             self._flight[stage, part, k] = InFlight(leaf, get_gradient_edge(out))
 
@@ -230,8 +233,11 @@ class Executor:
             elif stage - 1 in self.stages:
                 self._handed[Kind.B, stage - 1, len(self.stages[stage - 1]) - 1, k] = made
             else:
-                lane, codec = self._link(Kind.SEND_B, stage)
+                lane, codec = self._link(Kind.SEND_B, stage, k)
                 self._outputs[Kind.SEND_B, stage, k] = lane.cut(made, codec)
+        if part == 0:
+            for kind in (Kind.RECV_B, Kind.SEND_B):
+                self._places.pop((kind, stage, k), None)
         if action.kind is Kind.B:
             self._hooks.after_backward(action)
 
@@ -257,7 +263,7 @@ class Executor:
             self._loss_dtype = value.dtype
 
     def _post_receive(self, action: Action) -> None:
-        (lane, codec), row = self._link(action.kind, action.stage), ROWS[action.kind]
+        (lane, codec), row = self._link(action.kind, action.stage, action.microbatch), ROWS[action.kind]
         buffer = lane.room(codec)
         axis = lane.pp if row.flow > 0 else lane.reverse
         work = irecv(buffer, self._peer(action), axis, tag=action.stage)
@@ -267,11 +273,20 @@ class Executor:
         """The rank at the other end of a transfer."""
         return self.sizes.rank_of(action.stage + ROWS[action.kind].side)
 
-    def _link(self, kind: Kind, stage: int) -> tuple[Lane, Codec | None]:
+    def _link(self, kind: Kind, stage: int, k: int) -> tuple[Lane, Codec | None]:
         """The lane and the codec of a transfer; there is no codec where nothing is trained."""
         row = ROWS[kind]
         into = stage + (row.side > 0)
-        return self._lanes.get(into, self.lane), self.lane.codec(row.flow, into) if torch.is_grad_enabled() else None
+        codec = self.lane.codec(row.flow, into) if torch.is_grad_enabled() else None
+        places = self._places.get((kind, stage, k))
+        if isinstance(codec, Marked) and places is not None:
+            codec = codec.at(places)
+        return self._lanes.get(into, self.lane), codec
+
+    def _keep_places(self, kind: Kind, stage: int, k: int, message: Tensor, codec: Codec | None) -> None:
+        """Keeps which features `message` has, for the transfer of their gradients."""
+        if isinstance(codec, Largest) and isinstance(self._link(kind, stage, k)[1], Marked):
+            self._places[kind, stage, k] = codec.places(message, self.lane.shape[-1])
 
     def _take(self, kind: Kind, stage: int, k: int, packed: bool = False) -> Any:
         """The received tensor, once it is here; None where this stage receives nothing of that kind. `packed`: as the
@@ -283,7 +298,9 @@ class Executor:
             return None
         work, buffer = entry
         self.wait(work.wait)
-        lane, codec = self._link(kind, stage)
+        lane, codec = self._link(kind, stage, k)
+        if kind is Kind.RECV_F:
+            self._keep_places(Kind.SEND_B, stage, k, buffer, codec)
         if codec is not None and packed:
             return Packed(lane, lane.gather(buffer), codec)
         return lane.join(buffer, codec)

@@ -3,7 +3,8 @@
     tp rank 0    [ a | b ]   sends a    ---- link ---->    receives a   [ a | b ]   gathered over tp,
     tp rank 1    [ a | b ]   sends b    ---- link ---->    receives b   [ a | b ]   behind the link
 
-With a codec (codecs.py) slices are whole rows, and they are gathered as the bytes that they came in.
+With a codec (codecs.py) slices are whole rows, and they are gathered as the bytes that they came in; gradients of the
+features that were sent as numbers, since a rank knows only of its own rows which these are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hybridpar.config import Config, ModelConfig, message_shape
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn.placement import Range, split_ranges, split_sizes
 from hybridpar.nn.sequence import SequencePart
-from hybridpar.pipeline.run.codecs import Codec, Codecs
+from hybridpar.pipeline.run.codecs import Codec, Codecs, Marked
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,10 @@ class Lane:
 
         Shapes: as `room` -> `shape`. Collectives: one all-gather over `slicing`.
         """
+        if isinstance(codec, Marked):
+            rows = torch.empty((len(part), self.shape[-1]), dtype=self.dtype, device=self.device)
+            codec.decode_(rows, part)
+            return self.gather(rows).view(self.shape)
         if codec is not None:
             return self.decode(self.gather(part), codec)
         if self._slice is None or self.slicing is None:
@@ -111,7 +116,7 @@ class Lane:
         return all_gather(part, self.slicing, 0, split_sizes(prod(self.shape), self.slicing.size)).view(self.shape)
 
     def gather(self, part: Tensor) -> Tensor:
-        """The bytes of the activation of which this rank has received `part`. Collectives: one all-gather as `join`."""
+        """The rows of the activation of which this rank has received `part`. Collectives: one all-gather as `join`."""
         if self.slicing is None:
             return part
         return all_gather(part, self.slicing, 0, split_sizes(self._num_rows, self.slicing.size))

@@ -8,19 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridpar.config import AUTO, from_mapping
+from hybridpar.config import from_mapping
 from hybridpar.grid import Axis
 from hybridpar.memory.silent import silent_group
-from hybridpar.pipeline.run.codecs import CODECS, Codec, Codecs, through
+from hybridpar.models.build import DTYPES
+from hybridpar.pipeline.run.codecs import CODECS, Codec, Codecs, Largest, Marked, through
 from hybridpar.pipeline.run.lane import Lane, Packed
 
 NAMES = [name for name in CODECS if name != "none"]
-STEP = {"bf16": 2**-8, "int8": 1 / 100, "int4": 1 / 3}
+DCT = {"messages": "dct", "messages_kept": 0.1}
+STEP = {"bf16": 2**-8, "int8": 1 / 100, "int4": 1 / 3, "dct": 1.0}
 """Largest error over the largest number of a row: half a step, and a scale that is rounded up."""
 
 
-def codec_of(name: str) -> Codec:
-    codec = CODECS[name](AUTO)
+def codec_of(name: str, dtype: str = "fp32") -> Codec:
+    codec = CODECS[name](from_mapping({"train": {"dtype": dtype}}))
     assert codec is not None
     return codec
 
@@ -32,7 +34,8 @@ def numbers(*shape: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_arrives_is_near_and_depends_on_the_row_alone(name: str, dtype: torch.dtype) -> None:
-    codec, x = codec_of(name), numbers(3, 5, 70).to(dtype)
+    names = {kind: name for name, kind in DTYPES.items()}
+    codec, x = codec_of(name, names[dtype]), numbers(3, 5, 70).to(dtype)
     arrived = through(codec, x)
     assert (arrived.shape, arrived.dtype) == (x.shape, dtype)
     assert ((arrived - x).abs().amax(-1) <= STEP[name] * x.abs().amax(-1)).all()
@@ -75,3 +78,23 @@ def test_a_head_alone_gets_exact_activations() -> None:
     assert codecs.on(1, 3) == codec_of("int8")
     assert codecs.on(-1, 3) == codec_of("bf16")
     assert codecs.on(1, codecs.head) is codecs.on(-1, codecs.head) is None
+
+
+def test_gradients_are_those_of_the_features_that_were_sent() -> None:
+    """A tenth of 33 features: 3 of a token; of the 14 tokens, tp rank 1 of 3 has 5."""
+    codecs = Codecs.of(from_mapping({"model": {"hidden_size": 64}, "compression": DCT}))
+    forward, backward = codecs.on(1, 3), codecs.on(-1, 3)
+    assert isinstance(forward, Largest)
+    assert isinstance(backward, Marked)
+    assert (forward.row_bytes(33), backward.row_bytes(33)) == (3 * 4 + 5, 3 * 4)
+    x, dy = numbers(2, 7, 33), numbers(7, 2, 33).view(2, 7, 33)
+    lane = Lane(Axis("pp"), Axis("pp_reverse"), (2, 7, 33), torch.float32, torch.device("cpu"))
+    lane = replace(lane, slicing=Axis("tp", 1, tuple(range(3)), silent_group(1, 3)))
+    message = lane.cut(x, forward)
+    sent = lane.cut(dy, backward.at(forward.places(message, 33)))
+    assert sent.shape == lane.room(backward).shape == (5, 12)
+    rows = torch.empty(5, 33)
+    backward.at(forward.places(message, 33)).decode_(rows, sent)
+    mask = through(forward, x).view(-1, 33)[5:10] != 0
+    assert mask.sum(1).tolist() == [3] * 5
+    assert torch.equal(rows, dy.view(-1, 33)[5:10] * mask)
