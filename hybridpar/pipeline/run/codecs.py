@@ -172,7 +172,7 @@ class Codecs:
             if codec is not None and codec.row_bytes(hidden) >= plain:
                 raise config_error(
                     f"compression.{key}", name, f"takes {codec.row_bytes(hidden)} bytes for the {hidden} features of a "
-                    f"row (model.hidden_size), which are {plain} bytes in {config.train.dtype}", "none")
+                    f"token (model.hidden_size), which are {plain} bytes in {config.train.dtype}", "none")
         return cls(forward, backward, config.model.num_blocks - 1)
 
     def on(self, flow: int, first: int) -> Codec | None:
