@@ -124,7 +124,6 @@ LARGE = {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "seq_length": 128,
 @pytest.mark.parametrize("sections", [
     {"parallel": {"dp": 2, "zero": 2}}, {"parallel": {"dp": 2, "zero": 3}},
     {"parallel": {"pp": 2}, "compression": {"messages": "int8"}},
-    {"parallel": {"pp": 2}, "compression": {"messages": "int8"}, "pipeline": {"recompute": "stage"}},
     {"memory": {"host_optimizer": True}}, {"memory": {"budget": 8 << 20}}], ids=str)
 def test_beside_what_else_moves(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """The same bits, and as much less memory as predicted."""
