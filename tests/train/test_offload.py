@@ -144,6 +144,7 @@ def test_as_many_as_cost_no_time(seconds: tuple[float, float], away: tuple[int, 
                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """With a tier that takes no time all leave, with one that takes for ever, either way, none."""
     monkeypatch.setattr(FileTier, "seconds_per_move", lambda self: seconds)
+    monkeypatch.setattr(FileTier, "work_per_move", lambda self: (0.0, 0.0))
     config, said = make(tmp_path, "auto"), list[str]()
     found = settle(config, ProcessGrid(), CPU, said.append)
     assert found == replace(config, memory=replace(config.memory, offload_activations=away))
