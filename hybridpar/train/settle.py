@@ -35,7 +35,7 @@ def settle(config: Config, grid: ProcessGrid, device: torch.device, say: Callabl
     """
     if config.pipeline.early_switch == "auto":
         trial = replace(config, pipeline=replace(config.pipeline, early_switch="off"))
-        run, engine = _tried(_without_offload(trial), grid, device)
+        run, engine = _tried(trial, grid, device)
         found = smallest_early_switch(run.measured.costs, engine.sizes, run.ordering)
         switch = gather_objects(found, grid.world)[0]
         config = replace(config, pipeline=replace(config.pipeline, early_switch=switch))
@@ -57,8 +57,10 @@ def _free_to_leave(config: Config, grid: ProcessGrid, device: torch.device) -> t
     everything = sizes.num_microbatches * sizes.chunks
     run, engine = _tried(
         replace(config, memory=replace(config.memory, offload_activations=everything)), grid, device)
-    stash = engine.executor.stash
-    of_rank = (0.0,) * 4 if stash is None else (*stash.tier.seconds_per_move(), *stash.tier.work_per_move())
+    of_rank = (0.0,) * 4
+    if (stash := engine.executor.stash) is not None:
+        of_rank = (*stash.tier.seconds_per_move(), *stash.tier.work_per_move())
+        stash.tier.close()
     everyone = gather_objects((grid.pp.rank, *of_rank), grid.world)
     offload, reload, *work = ([max(times[way] for times in everyone if times[0] == rank)
                                for rank in range(grid.pp.size)] for way in range(1, 5))
@@ -69,12 +71,6 @@ def _free_to_leave(config: Config, grid: ProcessGrid, device: torch.device) -> t
     found = free_to_leave(costs, sizes, run.ordering) if grid.world.rank == 0 else ()
     away: tuple[int, ...] = gather_objects(found, grid.world)[0]
     return away
-
-
-def _without_offload(config: Config) -> Config:
-    """What waits in a file is settled last."""
-    away = 0 if config.memory.offload_activations == "auto" else config.memory.offload_activations
-    return replace(config, memory=replace(config.memory, offload_activations=away))
 
 
 def _tried(config: Config, grid: ProcessGrid, device: torch.device) -> tuple[RunCosts, Engine]:
