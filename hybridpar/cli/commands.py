@@ -73,7 +73,9 @@ class Verify:
         parallel = self.config.parallel
         own = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)}
         sizes = {"tp": 1, "pp": 1, "dp": 1} | parse_grid(self.grid) if self.grid else own
-        resolved(replace(self.config, parallel=replace(parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])))
+        memory = self.config.memory if sizes["pp"] == parallel.pp else self.config.memory.on_another_grid()
+        resolved(replace(self.config, memory=memory,
+                         parallel=replace(parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])))
         for name, number in (("resume_at", self.resume_at), *(("nan_batches", n) for n in self.nan_batches)):
             if not 0 <= number < self.batches:
                 rule = f"must be at least 0 and below the number of batches, {self.batches}"
@@ -166,8 +168,8 @@ class Check:
         from hybridpar.train.site_traffic import site_traffic
 
         config, device = from_mapping(measured(config), config), default_device(config)
-        offload = forecast_offload(config)
-        if offload is not None:
+        offload = forecast_offload(config) if device.type == "cpu" else None
+        if offload is not None and config.memory.offload_activations == "auto":
             config = from_mapping({"memory": {"offload_activations": offload.away}}, config)
         memory = predict(config, device=device)
         stages = stage_split(config.model, config.parallel.pp, config.pipeline.split, config.pipeline.num_chunks,

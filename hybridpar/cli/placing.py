@@ -158,7 +158,7 @@ class Graph:
         from hybridpar.planner.placement.operator_graph import operator_graph
 
         check_outputs([self.path, self.profile, self.cluster], out=self.out)
-        resolved(replace(self.config, parallel=ParallelConfig(dp=1),
+        resolved(replace(self.config, parallel=ParallelConfig(dp=1), memory=self.config.memory.on_another_grid(),
                          pipeline=replace(self.config.pipeline, split=(), recompute="none")))
         document = operator_graph(self.config, self._machine(launch), training=self.training)
         write_output("out", self.out, json.dumps(document, indent=1) + "\n")

@@ -104,6 +104,7 @@ class Plan:
         _of_one_site(self.config)
         resolved(replace(  # all but what is to be chosen
             self.config, parallel=replace(self.config.parallel, tp=1, pp=1, dp=1),
+            memory=self.config.memory.on_another_grid(),
             pipeline=PipelineConfig(num_microbatches=self.config.pipeline.num_microbatches),
             optim=replace(self.config.optim, staleness="none")))
         check_outputs([self.path, self.profile, self.cluster], out=self.out, svg=self.svg or None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -278,6 +278,12 @@ class MemoryConfig:
     def num_away(self) -> int | tuple[int, ...]:
         """offload_activations; "auto" counts as 0 until it is measured."""
         return 0 if self.offload_activations == "auto" else self.offload_activations
+
+    def on_another_grid(self) -> MemoryConfig:
+        """The same without numbers of micro-batches by rank, which are those of one grid."""
+        if not isinstance(self.offload_activations, tuple):
+            return self
+        return replace(self, offload_activations=0 if self.budget else "auto")
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
         away = self.offload_activations

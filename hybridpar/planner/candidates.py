@@ -81,7 +81,7 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
             for pipeline, optim in _schedules(config, pp, dp, m, request):
                 made = replace(
                     config, pipeline=replace(pipeline, num_microbatches=m, recompute="none"), optim=optim,
-                    parallel=replace(config.parallel, tp=tp, pp=pp, dp=dp),
+                    parallel=replace(config.parallel, tp=tp, pp=pp, dp=dp), memory=config.memory.on_another_grid(),
                     train=replace(config.train, micro_batch_size=b))
                 same = len(config.pipeline.split) == pp * pipeline.num_chunks
                 if config.pipeline.split and same and request.keep.get("pp"):

@@ -93,8 +93,11 @@ class Fitting:
             more.append({"train": {"dtype": "bf16"}})
         split: dict[str, Any] = {"split": []} if config.pipeline.split else {}
         if config.parallel.dp % 2 == 0:
+            away = config.memory.on_another_grid().offload_activations
+            moved = {"memory": {"offload_activations": away}} if away != config.memory.offload_activations else {}
             more.append({"parallel": {"pp": 2 * config.parallel.pp, "dp": config.parallel.dp // 2},
-                         "pipeline": {"num_microbatches": 2 * config.pipeline.num_microbatches, **split}})
+                         "pipeline": {"num_microbatches": 2 * config.pipeline.num_microbatches, **split},
+                         **moved})
         budget = largest_budget(config, self.limit, self._device, self._trace)
         if budget and not config.memory.budget:
             more.append({"memory": {"budget": budget}})

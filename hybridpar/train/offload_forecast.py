@@ -32,19 +32,19 @@ _SAMPLE, _REPEATS = 16 * _MIB, 3
 class OffloadForecast:
     """By rank of the pipeline. away: micro-batches that are away at once; moved: bytes of one of them, on a stage;
     saved: bytes of the peak. step_ms: of a step whose products take all of it; exposed_ms: what of it is waiting for
-    the file. measured: the numbers are given, or the run's own, and not found here. Units: bytes, milliseconds."""
+    the file. given: the numbers are the configuration's, and not found here. Units: bytes, milliseconds."""
 
     away: tuple[int, ...]
     moved: tuple[int, ...]
     saved: tuple[int, ...]
     step_ms: float
     exposed_ms: float
-    measured: bool
+    given: bool
 
     def __str__(self) -> str:
         moved, saved = (", ".join(f"{num_bytes / _MIB:,.1f}" for num_bytes in found)
                         for found in (self.moved, self.saved))
-        found = "" if self.measured else ", as many as should cost no time; the run measures it when it starts"
+        found = "" if self.given else ", as many as should cost no time; the run measures it when it starts"
         return (f"activations in a file: of the ranks of a pipeline {', '.join(map(str, self.away))} micro-batches are "
                 f"away at once{found}.\n  {moved} MiB of each leave; the peaks are {saved} MiB smaller. Of a step of "
                 f"at least {self.step_ms:,.1f} ms, {self.exposed_ms:,.1f} ms are waiting for the file (speeds measured "
@@ -70,7 +70,7 @@ def forecast_offload(config: Config, speeds: OffloadSpeeds | None = None) -> Off
     speeds: None, measured here. Raises: HybridparError where the file has no room.
     """
     given = config.memory.offload_activations
-    if not given or config.train.device == "cuda":
+    if not given:
         return None
     sizes, speeds = Sizes.of(config), speeds or measure_speeds(config)
     moved = [stage.moved for stage in predict(_with(config, sizes.num_microbatches * sizes.chunks))]

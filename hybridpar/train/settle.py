@@ -16,6 +16,7 @@ from hybridpar.config import Config, OuterConfig
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import config_error
 from hybridpar.grid import ProcessGrid
+from hybridpar.pipeline.plan.kinds import Kind
 from hybridpar.pipeline.plan.predict import free_to_leave, smallest_early_switch
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.train import trace
@@ -34,7 +35,7 @@ def settle(config: Config, grid: ProcessGrid, device: torch.device, say: Callabl
     """
     if config.pipeline.early_switch == "auto":
         trial = replace(config, pipeline=replace(config.pipeline, early_switch="off"))
-        run, engine = _tried(_without_offload(trial), grid, device)
+        run, engine = _tried(trial, grid, device)
         found = smallest_early_switch(run.measured.costs, engine.sizes, run.ordering)
         switch = gather_objects(found, grid.world)[0]
         config = replace(config, pipeline=replace(config.pipeline, early_switch=switch))
@@ -51,26 +52,25 @@ def settle(config: Config, grid: ProcessGrid, device: torch.device, say: Callabl
 
 def _free_to_leave(config: Config, grid: ProcessGrid, device: torch.device) -> tuple[int, ...]:
     """Tries with all away that can be: times are then those beside moves of all ranks, and no more memory is taken than
-    with any other number."""
+    with any other number. Where ranks and their moves are more than the cores, moves take time of the ranks."""
     sizes = Sizes.of(config)
     everything = sizes.num_microbatches * sizes.chunks
     run, engine = _tried(
         replace(config, memory=replace(config.memory, offload_activations=everything)), grid, device)
-    stash = engine.executor.stash
-    of_rank = (0.0, 0.0) if stash is None else stash.tier.seconds_per_move()
+    of_rank = (0.0,) * 4
+    if (stash := engine.executor.stash) is not None:
+        of_rank = (*stash.tier.seconds_per_move(), *stash.tier.work_per_move())
+        stash.tier.close()
     everyone = gather_objects((grid.pp.rank, *of_rank), grid.world)
-    offload, reload = ([max(times[way] for times in everyone if times[0] == rank) for rank in range(grid.pp.size)]
-                       for way in (1, 2))
-    costs = replace(run.measured.costs, offload=offload, reload=reload)
+    offload, reload, *work = ([max(times[way] for times in everyone if times[0] == rank)
+                               for rank in range(grid.pp.size)] for way in range(1, 5))
+    costs = run.measured.costs
+    if costs.cores is not None and costs.cores < 2 * grid.pp.size:
+        costs = replace(costs, calls={**costs.calls, Kind.OFFLOAD: work[0], Kind.RELOAD: work[1]})
+    costs = replace(costs, offload=offload, reload=reload)
     found = free_to_leave(costs, sizes, run.ordering) if grid.world.rank == 0 else ()
     away: tuple[int, ...] = gather_objects(found, grid.world)[0]
     return away
-
-
-def _without_offload(config: Config) -> Config:
-    """What waits in a file is settled last."""
-    away = 0 if config.memory.offload_activations == "auto" else config.memory.offload_activations
-    return replace(config, memory=replace(config.memory, offload_activations=away))
 
 
 def _tried(config: Config, grid: ProcessGrid, device: torch.device) -> tuple[RunCosts, Engine]:

@@ -138,7 +138,8 @@ def verify(config: Config, grid: Mapping[str, int], num_batches: int = 4, distur
         raise config_error("compression.gradients", config.compression.gradients,
                            "sends a part of the gradients, and the oracle has all of them", "none")
     parallel = replace(config.parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])
-    config = replace(config, parallel=parallel, train=replace(config.train, dtype="fp64", device="cpu"),
+    memory = config.memory if parallel.pp == config.parallel.pp else config.memory.on_another_grid()
+    config = replace(config, parallel=parallel, train=replace(config.train, dtype="fp64", device="cpu"), memory=memory,
                      outer=replace(config.outer, precision="full"))
     run = run_grid(config, num_batches, disturbance)
     return compare(config, run, num_batches, disturbance)

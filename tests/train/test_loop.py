@@ -162,6 +162,21 @@ def test_what_is_automatic_is_measured_again_on_another_grid(config: Config) -> 
     assert measured(from_mapping({"pipeline": {"early_switch": 0}}, auto)) == {}
 
 
+def test_what_was_measured_stays(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that goes on has the plan that it began with."""
+    pipeline = {"schedule": "gpipe", "num_microbatches": 5}
+    auto = with_train(from_mapping({"pipeline": pipeline, "memory": {"offload_activations": "auto"}}, config),
+                      num_steps=3, save_interval=0, eval_interval=0)
+    loop.train(with_train(auto, num_steps=2), ALONE)
+    away = load_toml(auto.run.folder / "config.toml").memory.offload_activations
+    assert isinstance(away, tuple)
+    assert f"memory.offload_activations: {list(away)}" in capsys.readouterr().err
+    loop.train(auto, ALONE)
+    assert "memory.offload_activations:" not in capsys.readouterr().err
+    assert load_toml(auto.run.folder / "config.toml").memory.offload_activations == away
+    assert [row[0] for row in steps(metrics(auto.run.folder))] == [1, 2, 3]
+
+
 def test_another_model_is_refused_and_nothing_overwritten(config: Config) -> None:
     loop.train(config, ALONE)
     before = {p: p.read_bytes() for p in config.run.folder.rglob("*") if p.is_file()}

@@ -115,6 +115,8 @@ class SlowTier(Protocol):
         """Starts to bring it back, once: its place is then free."""
     def seconds_per_move(self) -> tuple[float, float]:
         """How long a write and a read took so far, on average, without waiting for their turn; 0: there was none."""
+    def work_per_move(self) -> tuple[float, float]:
+        """CPU time of a write and of a read so far, on average."""
     def close(self) -> None:
         """Ends what is under way, and gives back the room."""
 
@@ -126,7 +128,7 @@ class FileTier:
         self._folder, self._stores, self._free = folder, list[DiskStore](), deque[tuple[DiskStore, int]]()
         self._threads = {move: ThreadPoolExecutor(1, f"activations {move}") for move in ("out", "in")}
         self._bounce = {move: Region(_PIECE) for move in self._threads}  # pages that a disk can take
-        self._took = dict.fromkeys(self._threads, (0, 0.0))  # moves that are over, and their seconds
+        self._took = dict.fromkeys(self._threads, (0, 0.0, 0.0))  # moves that are over, their seconds and CPU time
 
     def write(self, content: Sequence[Tensor]) -> tuple[_Place, Future[None]]:
         pieces = _pieces(content)
@@ -137,7 +139,11 @@ class FileTier:
         return self._threads["in"].submit(self._timed, "in", self._read, place, _pieces(into))
 
     def seconds_per_move(self) -> tuple[float, float]:
-        writes, reads = (seconds / max(1, number) for number, seconds in self._took.values())
+        writes, reads = (seconds / max(1, number) for number, seconds, _ in self._took.values())
+        return writes, reads
+
+    def work_per_move(self) -> tuple[float, float]:
+        writes, reads = (work / max(1, number) for number, _, work in self._took.values())
         return writes, reads
 
     def close(self) -> None:
@@ -154,10 +160,10 @@ class FileTier:
         return [self._free.popleft() for _ in range(count)]
 
     def _timed(self, way: str, move: Callable[[_Place, _Pieces], None], place: _Place, pieces: _Pieces) -> None:
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.thread_time()
         move(place, pieces)
-        number, seconds = self._took[way]
-        self._took[way] = number + 1, seconds + time.perf_counter() - start
+        number, seconds, work = self._took[way]
+        self._took[way] = number + 1, seconds + time.perf_counter() - start, work + time.thread_time() - worked
 
     def _write(self, place: _Place, pieces: _Pieces) -> None:
         bounce = self._bounce["out"]

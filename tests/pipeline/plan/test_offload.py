@@ -120,6 +120,11 @@ def test_as_many_as_cost_no_time(takes: float) -> None:
     assert {0.0: found == (6, 6, 6), 100.0: found == (0, 0, 0)}.get(takes, True)
 
 
+def test_copies_that_take_the_ranks_own_time_are_not_free() -> None:
+    costs = Costs(1, 2, calls={Kind.OFFLOAD: 0.5, Kind.RELOAD: 0.5})
+    assert free_to_leave(costs, Sizes(1, 12), Ordering("gpipe")) == (0,)
+
+
 def test_each_rank_has_its_own_number() -> None:
     sizes, away = Sizes(4, 6), (2, 0, 0, 0)
     for rank, actions in make_plan("gpipe", sizes, offload=away).items():
