@@ -1,7 +1,7 @@
 """What activations that leave will save and cost a run, before it starts: its plan, with speeds that are measured here.
 
-The time of products is that of the fastest ones, so a run computes for longer beside what it moves: it has no fewer
-micro-batches that may leave at no cost.
+The time of products is that of the fastest ones, and copies have cores of their own. What a run measures, when it
+starts, may be more or, where cores are few, less.
 """
 
 from __future__ import annotations
