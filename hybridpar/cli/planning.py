@@ -88,6 +88,8 @@ class Plan:
     """Micro-batch sizes to choose from; empty: those profiled, and powers of two between."""
     top: Annotated[int, Within(1, 10_000)] = 5
     """How many to rank."""
+    compression: bool = False
+    """Also try codecs of messages and gradients, which change training."""
     out: str = "plan.toml"
     svg: str = ""
     """Also draw the pipeline, to this file."""
@@ -112,7 +114,8 @@ class Plan:
             write_output("out", self.out, to_toml(begun))
             print(f"plan: {report.describe(begun)}, as {self.config.run.folder} began", file=sys.stderr)
             return 0
-        request = Request(self._keep(), self.batch_size, self.schedules, self.micro_batches, self.top, quick=self.brief)
+        request = Request(self._keep(), self.batch_size, self.schedules, self.micro_batches, self.top, quick=self.brief,
+                          compression=self.compression)
         machine = machine_for(self.config, launch, self.profile, self.cluster, self.devices, self._keep())
         if not (hardware := machine.profile.hardware).was_quiet:
             print(f"other programs took {100 * hardware.taken:.0f} % of the cores while this machine was measured: the "

@@ -27,7 +27,7 @@ class Request:
 
     schedules: names (none: the configuration's, and those on new weights). micro_batches: sizes (none: all profiled
     ones and powers of two between them). top: number of candidates to rank. quick: memory is predicted of the best
-    alone, and of those that may not fit.
+    alone, and of those that may not fit. compression: codecs are tried, too.
     """
 
     keep: Mapping[str, int] = field(default_factory=dict)
@@ -36,6 +36,7 @@ class Request:
     micro_batches: tuple[int, ...] = ()
     top: int = 5
     quick: bool = False
+    compression: bool = False
 
 
 @dataclass

@@ -5,8 +5,8 @@
                  tp group
     pp           messages, of which each tp rank sends its slice, on links that all pipelines which cross them share;
                  CPU time that goes into them
-    dp           ring all-reduce of the stage's gradients (ZeRO-1: half of it, the gather is the other); tied weights
-                 over both ends; hidden or not as the schedule has it
+    dp           ring all-reduce of the stage's gradients (ZeRO-1: half of it, the gather is the other), or compressed
+                 messages to all; tied weights over both ends; hidden or not as the schedule has it
     update       norm and optimizer of the stage's own parameters; ZeRO-1: a share of it
     moves        of state that is split over replicas (ZeRO-2 and 3), on a host, or in a file: moves.py
 
@@ -29,6 +29,7 @@ from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.planner.codec_costs import CodecCosts
+from hybridpar.planner.compressed import gradient_share
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.moves import Moves
 from hybridpar.planner.profile import KINDS, BlockCost
@@ -239,12 +240,28 @@ class StepCost:
         """Seconds that what is reduced once a batch of a rank's gradients takes, and CPU time that goes into it."""
         machine, ranks = self.machine, self.ranks_of(index)
         own = 0 if self.splits > 1 else self.gradient_bytes * (stage.parameters - stage.tied)
+        if self.config.compression.gradients != "none":
+            return self._compressed(own, ranks, stage)
         seconds = self._in_buckets(own, ranks)
         work = machine.link(ranks).ring_work(own, self.dp) if self.dp > 1 else 0.0
         if stage.tied:
             ends = [*self.ranks_of(0), *self.ranks_of(self.pp - 1)]
             seconds += self._in_buckets(self.gradient_bytes * stage.tied, ends)
             work += machine.link(ends).ring_work(self.gradient_bytes * stage.tied, len(ends))
+        return seconds, work
+
+    def _compressed(self, own: float, ranks: Sequence[int], stage: StageCost) -> tuple[float, float]:
+        """The same where replicas exchange compressed messages, all of which go to all."""
+        share, speeds = gradient_share(self.config), self.machine.profile.codecs.get(self.config.compression.gradients)
+        groups, seconds, work = [(own, ranks)], 0.0, 0.0
+        if stage.tied:
+            groups.append((self.gradient_bytes * stage.tied, [*self.ranks_of(0), *self.ranks_of(self.pp - 1)]))
+        for num_bytes, group in groups:
+            taken, used = self.machine.half_ring("gather", share * num_bytes * len(group), group, self.tp)
+            coding = 0.0
+            if speeds is not None and self.config.compression.gradients != "dct" and len(group) > 1:
+                coding = num_bytes / speeds.encoded + len(group) * num_bytes / speeds.decoded
+            seconds, work = seconds + taken + coding, work + used + coding
         return seconds, work
 
     def _in_buckets(self, num_bytes: float, ranks: Sequence[int]) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 
 from hybridpar.errors import ConfigError
 from hybridpar.ops.quantize import TILE, quantized_bytes
+from hybridpar.planner.compressed import gradient_share
 from hybridpar.planner.cost import GRADIENT_BYTES, StepCost
 from hybridpar.planner.report import parts_of
 
@@ -159,9 +160,10 @@ def _stage_link(cost: StepCost) -> LinkNeed:
 def _reduction(cost: StepCost) -> LinkNeed:
     seconds, rank = max((cost.reduction(stage, r)[0], r) for r, stage in enumerate(cost.ranks))
     stage, batch = cost.ranks[rank], cost.sizes.num_microbatches * _period(cost)
-    num_bytes = cost.gradient_bytes * (stage.parameters if cost.dp > 1 else stage.tied)
+    item = gradient_share(cost.config) * GRADIENT_BYTES[cost.config.train.dtype]
+    num_bytes = item * (stage.parameters if cost.dp > 1 else stage.tied)
     name = f"replicas of {cost.sizes.rank_name} {rank}" if cost.dp > 1 else _TIED
-    return LinkNeed(name, num_bytes / batch, num_bytes / max(seconds, 1e-12), GRADIENT_BYTES[cost.config.train.dtype])
+    return LinkNeed(name, num_bytes / batch, num_bytes / max(seconds, 1e-12), item)
 
 
 def _period(cost: StepCost) -> float:

@@ -123,7 +123,9 @@ def _how(config: Config, recompute: str) -> list[str]:
     zero = [f"ZeRO-{config.parallel.zero}"] if config.parallel.zero else []
     host = ["optimizer on the host"] if config.memory.host_optimizer else []
     budget = [f"{config.memory.budget / _MIB:,.0f} MiB of state in memory"] if config.memory.budget else []
-    return [schedule, *again, *zero, *host, *budget]
+    codecs = [f"{what} {name}" for what, name in (
+        ("messages", config.compression.messages), ("gradients", config.compression.gradients)) if name != "none"]
+    return [schedule, *again, *zero, *host, *budget, *codecs]
 
 
 def table(result: Result) -> Table:
@@ -184,7 +186,8 @@ def _choice(config: Config) -> dict[str, Any]:
         "micro_batch_size": config.train.micro_batch_size, "num_microbatches": pipeline.num_microbatches,
         "schedule": pipeline.schedule, "chunks": pipeline.num_chunks, "warmup": pipeline.warmup,
         "early_switch": pipeline.early_switch, "split": list(pipeline.split), "recompute": pipeline.recompute,
-        "host_optimizer": config.memory.host_optimizer, "budget": config.memory.budget}
+        "host_optimizer": config.memory.host_optimizer, "budget": config.memory.budget,
+        "messages": config.compression.messages, "gradients": config.compression.gradients}
 
 
 def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:

@@ -5,8 +5,9 @@
     3  where its memory is too much, a new split, with recomputation where needed       memory
     4  its step time, simulated; done when no candidate that is left can be among the
        best; the memory of these is predicted exactly, and mended where it is too much  cost, memory
-    5  the best with the optimizer on the host, where that is faster; where nothing
-       fits, with a part of the state in a file                                         moves, memory
+    5  the best with the optimizer on the host, where that is faster; with codecs of
+       messages and gradients, where they are asked for; where nothing fits, with a
+       part of the state in a file                                                      moves, compressed, memory
 
 So what is left out is slower, as far as the bound is one. Axes that the user has chosen stay.
 """
@@ -22,6 +23,7 @@ from hybridpar.config import Config
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.planner.candidates import Candidate, Request, balanced, batch_size, candidates, grids
+from hybridpar.planner.compressed import CHANGES_TRAINING, with_codecs
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.memory import TIGHT, MemoryCheck, host_shortage
@@ -34,6 +36,8 @@ and of step times that differ by little the planner cannot say which is the shor
 ERROR = 0.035
 """Half of the step times that were predicted and measured differ by more (25 of two machines and a slow link:
 benchmarks/results/planner*.json). A configuration whose memory is nearly full must be faster by this share."""
+CODEC_GAIN = 0.05
+"""Share by which a codec must be faster than what is more exact."""
 _WORTH_SHARING = 0.01
 """Share of the step that the optimizer takes from which ZeRO-1 is tried, besides where memory is short."""
 _DOUBT = 0.02
@@ -62,6 +66,8 @@ def search(config: Config, machine: Machine, request: Request) -> Result:
     while (candidate := search.next()) is not None:
         search.consider(candidate)
     search.host_updates()
+    if request.compression:
+        search.compressed()
     ranked = search.verified() or search.in_files()
     for candidate in ranked[: request.top]:
         search.explain(candidate)
@@ -171,6 +177,22 @@ class _Search:
                 hosted.because = (f"with the optimizer on the host {1 - hosted.cost.step_time / cost.step_time:.1%} "
                                   "faster than without")
                 self.ranked.append(hosted)
+        self.ranked.sort(key=_rank)
+
+    def compressed(self) -> None:
+        """Also ranks the best with codecs of their messages and gradients, from the most exact on, each where it is the
+        faster by far."""
+        for candidate in self.ranked[: self.request.top]:
+            before = candidate.cost.step_time
+            for made in with_codecs(candidate.config):
+                if problems(made, candidate.cost.machine.num_devices):
+                    continue
+                smaller = Candidate(made, StepCost(made, candidate.cost.machine), tried_recomputation=True)
+                self.considered += 1
+                if smaller.cost.step_time * (1 + CODEC_GAIN) < before and self.memory.fits(smaller.cost):
+                    smaller.because = CHANGES_TRAINING
+                    self.ranked.append(smaller)
+                    before = smaller.cost.step_time
         self.ranked.sort(key=_rank)
 
     def in_files(self) -> list[Candidate]:

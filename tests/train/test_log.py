@@ -16,7 +16,7 @@ from hybridpar.train.metrics import read_curves, read_metrics
 from hybridpar.train.progress import Reporter
 from hybridpar.train.records import Records
 
-LINES = 1_000_000
+LINES = 200_000
 RESUME = """
 import resource, sys
 from pathlib import Path
@@ -41,7 +41,7 @@ print(resume(path) - before)
 """
 
 
-def test_a_log_of_a_million_lines_takes_no_memory(tmp_path: Path) -> None:
+def test_a_log_of_many_lines_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with path.open("w") as file:
         for step in range(1, LINES + 1):
@@ -53,7 +53,7 @@ def test_a_log_of_a_million_lines_takes_no_memory(tmp_path: Path) -> None:
     with path.open("rb") as file:
         file.seek(-300, 2)
         last = [json.loads(line) for line in file.read().splitlines()[-2:]]
-    assert [(row["step"], row["loss"]) for row in last] == [(LINES - 3, 1.000001), (LINES - 2, 0.5)]
+    assert [(row["step"], row["loss"]) for row in last] == [(LINES - 3, 1.000005), (LINES - 2, 0.5)]
     assert path.stat().st_ino == inode, "what stays is not written again"
 
 

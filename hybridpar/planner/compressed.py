@@ -1,0 +1,59 @@
+"""Compressed gradients as a planner counts them, and the codecs that it tries where training may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+
+from hybridpar.config import CompressionConfig, Config
+from hybridpar.models.build import DTYPES
+from hybridpar.ops.quantize import TILE, quantized_bytes
+
+CHANGES_TRAINING = "changes training: see docs/slow_links.md"
+MESSAGES, GRADIENTS = ("int8", "int4", "dct"), ("int8", "int4", "dct")
+"""What `plan --compression` tries, from the most exact on."""
+
+
+def gradient_share(config: Config) -> float:
+    """Bytes of a replica's message over those of its gradients in `compression.gradients`, of large tensors.
+
+    dct: in the mean over a period, in which it sends up to gradients_limit times what it is to keep. powersgd, sbpca:
+    of a transformer layer.
+    """
+    settings, item = config.compression, max(DTYPES[config.train.dtype].itemsize, 4)
+    return _ITEM_BYTES[settings.gradients](settings, config, item) / item
+
+
+def _dct(settings: CompressionConfig, config: Config, item: int) -> float:
+    kept = min(1.0, settings.gradients_kept * (1 + settings.gradients_limit) / 2)
+    return kept * (2 if settings.gradients_values == "bf16" else item) + min(1 / 8, 1 / 255 + kept)
+
+
+def _powersgd(settings: CompressionConfig, config: Config, item: int) -> float:
+    """Of a layer's matrices rows and columns are 16 h, and their elements 12 h^2."""
+    h = config.transformer.hidden_size
+    return min(1.0, settings.gradients_rank * 16 * h / (12 * h * h)) * item
+
+
+_ITEM_BYTES: dict[str, Callable[[CompressionConfig, Config, int], float]] = {
+    "none": lambda settings, config, item: float(item),
+    "bf16": lambda settings, config, item: 2.0,
+    "int8": lambda settings, config, item: quantized_bytes(TILE, 8) / TILE,
+    "int4": lambda settings, config, item: quantized_bytes(TILE, 4) / TILE,
+    "dct": _dct,
+    "powersgd": _powersgd,
+    "sbpca": lambda settings, config, item: settings.gradients_blocks * _powersgd(settings, config, item),
+}
+"""Bytes of an element, by the value of compression.gradients."""
+
+
+def with_codecs(config: Config) -> Iterator[Config]:
+    """The configuration with codecs where something is sent that it does not compress yet."""
+    compression, parallel = config.compression, config.parallel
+    messages = MESSAGES if parallel.pp > 1 and compression.messages == "none" else ()
+    gradients = GRADIENTS if parallel.dp > 1 and compression.gradients == "none" else ()
+    for message, gradient in product((compression.messages, *messages), (compression.gradients, *gradients)):
+        made = replace(compression, messages=message, gradients=gradient)  # type: ignore[arg-type]
+        if made != compression:
+            yield replace(config, compression=made)
