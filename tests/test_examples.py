@@ -18,7 +18,9 @@ from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import sizes_of
 from hybridpar.memory import MemoryWatch
+from hybridpar.pipeline.plan.prove import prove
 from hybridpar.train.engine import Engine
+from hybridpar.validate import problems, resolve
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = {"vit": {"depth": 2, "width": 24, "heads": 3, "image": 16}, "mixer": {"depth": 2, "width": 16, "image": 16},
@@ -37,6 +39,13 @@ def test_an_example_is_short_and_uses_public_names(path: Path) -> None:
     assert len(lines) < 100
     assert not [line for line in lines if "hybridpar." in line and "import" in line], "all is in hybridpar itself"
     assert path.with_suffix(".toml").is_file()
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_configuration_is_right_and_its_plan_proven(path: Path) -> None:
+    config = resolve(load_toml(path), load_toml(path).parallel.num_ranks)
+    assert not problems(config, config.parallel.num_ranks)
+    prove(config)
 
 
 @pytest.mark.ranks

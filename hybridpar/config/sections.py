@@ -83,7 +83,7 @@ def rank_of_stage(stage: int, num_ranks: int, placement: str) -> int:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "2bw", "pipedream"] = "1f1b"
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "2bw", "pipedream", "own"] = "1f1b"
     num_microbatches: Annotated[int, Within(1, 2**20)] = 4
     """Micro-batches a batch for each data-parallel replica (gradient accumulation when pp = 1)."""
     split: tuple[int, ...] = ()
@@ -112,6 +112,9 @@ class PipelineConfig:
     activations: Literal["full", "half", "min"] = "full"
     """placement v: what a rank keeps for backwards at most. full: as much as 1f1b's first rank (ZB-V, the fewest gaps);
     half: about a half of that (V-Half); min: about a third (V-Min), which has gaps where I or W takes longer than F."""
+    order: tuple[str, ...] = ()
+    """own: for each rank what it computes of a batch, such as "F0 F1 B0 B1": forwards and backwards of micro-batches of
+    the batch; with split_backward I (gradient of the input) and W (of the weights) may stand for B."""
     zero_bubble: bool = False
     """1f1b and interleaved, with split_backward: gradients of weights wait until the pipeline drains, which they fill;
     on each rank of as many micro-batches as it holds fewer than the first."""
@@ -133,6 +136,8 @@ class PipelineConfig:
         if self.placement == "v" and not self.split_backward:
             yield Problem("pipeline.split_backward", "false", "must be true with pipeline.placement = v, whose order "
                           "is of both parts of a backward", "true")
+        if not self.split_backward and any(word[0] in "IW" for line in self.order for word in line.split()):
+            yield Problem("pipeline.split_backward", "false", "must be true where pipeline.order has I and W", "true")
         if self.placement == "v" and self.early_switch == "auto":
             yield Problem("pipeline.early_switch", "auto", "pipeline.placement = v has no early switch", "off")
         if self.activations != "full" and self.placement != "v":

@@ -129,7 +129,8 @@ def _schedules(
     """The configuration's own schedule and those on new weights, or those asked for; with what they need changed. None
     is on a V."""
     own = replace(config.pipeline, placement="loop", activations="full")
-    names = request.schedules or (own.schedule, "1f1b", INTERLEAVED)
+    names = request.schedules or ("1f1b" if own.order else own.schedule, "1f1b", INTERLEAVED)
+    own = replace(own, order=())
     for name in dict.fromkeys(find_schedule(name).name for name in names):
         stale = name in STALE
         if stale and pp == dp == 1 and not request.schedules:

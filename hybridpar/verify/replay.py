@@ -168,8 +168,8 @@ def alone(config: Config) -> Config:
         raise config_error("parallel.sites", parallel.sites, "has no replay: a site's step has weights that it has "
                            "trained apart", "a run with parallel.sites = 1")
     early = pipeline.early_switch
-    if pipeline.schedule in ("naive", "gpipe", "interleaved"):
-        pipeline = replace(pipeline, schedule="1f1b", chunks=0)
+    if pipeline.schedule in ("naive", "gpipe", "interleaved", "own"):
+        pipeline = replace(pipeline, schedule="1f1b", chunks=0, order=())
     if isinstance(early, int):
         early += parallel.pp - 1
     one = replace(

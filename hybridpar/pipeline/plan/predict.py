@@ -48,6 +48,7 @@ class Ordering:
     zero_bubble: bool = False
     placement: str = "loop"
     activations: str = "full"
+    order: tuple[str, ...] = ()
     feedback: bool = False
     offload: int | tuple[int, ...] = 0
 
@@ -60,7 +61,8 @@ class Ordering:
             pipeline.schedule, pipeline.warmup, early_switch, pipeline.gradient_buffers, config.norms_first,
             gather=config.parallel.zero > 0, split=pipeline.split_backward, host=_host_share(config),
             zero_bubble=pipeline.zero_bubble, placement=pipeline.placement,
-            activations=pipeline.activations, feedback=config.feeds_back, offload=config.memory.num_away)
+            activations=pipeline.activations, order=pipeline.order, feedback=config.feeds_back,
+            offload=config.memory.num_away)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -72,7 +74,7 @@ class Ordering:
         """Raises: ConfigError."""
         return make_schedule(
             self.schedule, warmup=self.warmup, early_switch=self.early_switch, gradient_buffers=self.gradient_buffers,
-            zero_bubble=self.zero_bubble, placement=self.placement, activations=self.activations)
+            zero_bubble=self.zero_bubble, placement=self.placement, activations=self.activations, order=self.order)
 
     def timeline(self, sizes: Sizes, costs: Costs, num_batches: int = 0) -> Timeline:
         """Simulates so many batches (0: enough for a steady state, in which all that varies has its turn).

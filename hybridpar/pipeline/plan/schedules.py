@@ -43,13 +43,14 @@ batch; a backward takes two forwards; * is the update of the weights:
     stage 1        F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---*F6 B6--- F7 B7--- F8 B8---*        *
 
 r is the stage, p = num_stages, m = num_microbatches (of one batch in one pipeline), k a micro-batch, t a batch.
-Where a rank holds several chunks of the model, what it does has another order: interleaved.py, vee.py.
+Where a rank holds several chunks of the model, what it does has another order: interleaved.py, vee.py. One's own is in
+the configuration: order.py.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
@@ -57,6 +58,7 @@ from itertools import count, islice
 from hybridpar.config import PipelineConfig
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.pipeline.plan import interleaved, vee
+from hybridpar.pipeline.plan import order as own_order
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.sizes import Sizes as Sizes
 
@@ -87,6 +89,7 @@ class Schedule:
     sync_steps: int = 0
     zero_bubble: bool = False  # gradients of weights fill the drain (passes.delay_weight_gradients)
     activations: str = ""  # on a V: how much a rank may keep (vee.py)
+    order: tuple[tuple[own_order.Step, ...], ...] = ()  # one's own: what each rank computes of a batch (order.py)
 
     @property
     def drained(self) -> Schedule:
@@ -197,6 +200,8 @@ class Schedule:
         """Micro-batches that have run forward and not yet backward on this stage, at most; on all stages of a rank."""
         if self.activations:
             return vee.most_held(sizes, stage, self.activations, drains=self.flush)
+        if self.order:
+            return own_order.most_held(self.order[stage])
         in_flight = self.warmup(sizes, stage) + 1 + self.weight_delay(sizes, stage)
         return min(in_flight, sizes.num_microbatches * sizes.chunks) if self.flush else in_flight
 
@@ -207,6 +212,8 @@ class Schedule:
 
     def check_sizes(self, sizes: Sizes) -> None:
         """Raises: ConfigError if this schedule cannot run on these sizes."""
+        if "order" in self.options:
+            own_order.check_order(self.order, sizes)
         if bool(self.activations) != sizes.is_v:
             raise config_error("pipeline.placement", sizes.placement, "is the order of schedules on a V alone", "loop")
         p, m, warmup = sizes.num_stages, sizes.num_microbatches, self.warmup(sizes, 0)
@@ -258,7 +265,9 @@ class Schedule:
                 sizes, rank, warmup)
             return ((kind, stage, t * m + k) for t in batches for kind, stage, k in steps)
         order: Iterator[tuple[Kind, int]]
-        if self.flush:
+        if self.order:
+            order = ((kind, t * m + k) for t in _count(first_batch, num_batches) for kind, k in self.order[rank])
+        elif self.flush:
             batches = _count(first_batch, num_batches)
             order = (step for t in batches for step in _one_forward_one_backward(warmup, t * m, m))
         else:
@@ -359,6 +368,9 @@ SCHEDULES: dict[str, Schedule] = {
     )
 }
 
+OWN = _synchronous("own", "pipeline.order", _constant(0), "order")
+"""Ones of the user's, which an order makes (`make_schedule`)."""
+_ORDER = '["F0 F1 B0 B1", "F0 B0 F1 B1"]'
 WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
 """By name k, where stage r runs k(p-1-r) forwards ahead. 3 keeps a link busy all the time: no more is worth while."""
 
@@ -366,7 +378,7 @@ WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
 def make_schedule(
     name: str, *, warmup: str = "depth", early_switch: int | None = None, gradient_buffers: int = 0,
     sync_steps: int = 0, chunks: int = 0, zero_bubble: bool = False, placement: str = "loop",
-    activations: str = "full",
+    activations: str = "full", order: Sequence[str] = (),
 ) -> Schedule:
     """The schedule of that name with its options: the keys of the configuration's section `pipeline`. (How many chunks
     a rank holds is then one of the sizes.)
@@ -395,19 +407,24 @@ def make_schedule(
         "activations": (
             activations, activations, placement != "v" or schedule.flush or activations in vee.ENDLESS,
             f"must be {' or '.join(vee.ENDLESS)} with schedule {name}, which never drains"),
+        "order": (tuple(order), (), bool(order) == (name == "own"),
+                  "must name what each rank computes with schedule own"),
         "chunks": (chunks, 0, chunks == 0 or chunks > 1, "must be at least 2, or 0 for 2; one on each rank is 1f1b"),
     }
     problems = []
     for option, (value, default, allowed, rule) in options.items():
         if value != default and option not in schedule.options:
-            knowing = [other.name for other in SCHEDULES.values() if option in other.options]
+            knowing = [other.name for other in (*SCHEDULES.values(), OWN) if option in other.options]
             allowed, rule = False, f"schedule {name} has no such option, only {' and '.join(knowing)}"
         if not allowed:
             works = {"warmup": "depth", "early_switch": "off", "zero_bubble": "false", "placement": "loop",
-                     "activations": "half"}.get(option, "0")
+                     "activations": "half", "order": _ORDER if name == "own" else "[]"}.get(option, "0")
             problems.append(Problem(f"pipeline.{option}", value, rule, works))
     if problems:
         raise ConfigError(*problems)
+    if order:
+        steps = tuple(own_order.parse_order(line, rank) for rank, line in enumerate(order))
+        return replace(schedule, order=steps, warmup=lambda sizes, rank: own_order.runs_ahead(steps[rank]))
     ahead = _times_depth_below(factor) if factor > 1 else schedule.warmup
     if zero_bubble and "chunks" in schedule.options:
         ahead = interleaved.lean_warmup
@@ -447,7 +464,8 @@ def schedule_of(pipeline: PipelineConfig) -> Schedule:
     return make_schedule(
         pipeline.schedule, warmup=pipeline.warmup, early_switch=early_switch if isinstance(early_switch, int) else None,
         gradient_buffers=pipeline.gradient_buffers, sync_steps=pipeline.sync_steps, chunks=pipeline.chunks,
-        zero_bubble=pipeline.zero_bubble, placement=pipeline.placement, activations=pipeline.activations)
+        zero_bubble=pipeline.zero_bubble, placement=pipeline.placement, activations=pipeline.activations,
+        order=pipeline.order)
 
 
 def find_schedule(schedule: str | Schedule) -> Schedule:
@@ -457,6 +475,8 @@ def find_schedule(schedule: str | Schedule) -> Schedule:
     """
     if isinstance(schedule, Schedule):
         return schedule
+    if schedule == OWN.name:
+        return OWN
     if schedule not in SCHEDULES:
         raise config_error("pipeline.schedule", schedule, f"must be one of {', '.join(SCHEDULES)}", "1f1b")
     return SCHEDULES[schedule]

@@ -1,0 +1,92 @@
+"""A schedule of one's own: for each rank what it computes of a batch, in its order, as text.
+
+    F0 F1 F2 B0 B1 B2       rank 0      micro-batches count from 0 in a batch; F forward, B backward, or its two parts:
+    F0 B0 F1 B1 F2 B2       rank 1      I (gradient of the input) and W (of the weights)
+
+Everything else is added as to any schedule (passes.py), and `check` proves that the lists of all ranks fit together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+
+from hybridpar.errors import ConfigError, config_error
+from hybridpar.pipeline.plan.kinds import ROWS, Kind
+from hybridpar.pipeline.plan.sizes import Sizes
+
+Step = tuple[Kind, int]
+"""Kind and micro-batch of the batch."""
+_WORD = re.compile(r"([FBIW])(\d{1,7})")
+_FIELD = "pipeline.order"
+
+
+@lru_cache(maxsize=64)
+def parse_order(text: str, rank: int) -> tuple[Step, ...]:
+    """The steps that a rank's line names. Raises: ConfigError at the first word that is none."""
+    steps = []
+    for word in text.split():
+        if (match := _WORD.fullmatch(word)) is None:
+            raise config_error(_FIELD, word, f"of rank {rank} must be F, B, I or W and the number of a micro-batch in "
+                               "the batch", "F0")
+        steps.append((Kind(match[1]), int(match[2])))
+    return tuple(steps)
+
+
+def check_order(order: Sequence[Sequence[Step]], sizes: Sizes) -> None:
+    """Raises: ConfigError where an order is not of these sizes, or a rank's is not one that can run."""
+    if len(order) != sizes.num_ranks:
+        raise config_error(_FIELD, len(order), f"must have a line for each of parallel.pp = {sizes.num_ranks} ranks",
+                           f"{sizes.num_ranks} lines")
+    for rank, steps in enumerate(order):
+        if problem := _problem(steps, sizes.num_microbatches):
+            error, works = problem
+            raise _wrong(rank, steps, error, works)
+
+
+def _problem(steps: Sequence[Step], m: int) -> tuple[str, str] | None:
+    """What is wrong with a rank's steps, and what would be right."""
+    counts, at = Counter(steps), {step: i for i, step in enumerate(steps)}
+    for k in range(m):
+        found = tuple(counts[kind, k] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+        if found not in ((1, 1, 0, 0), (1, 0, 1, 1)):
+            return (f"must have F{k} and either B{k} or both I{k} and W{k}, each once (pipeline.num_microbatches = "
+                    f"{m})", f"F{k} B{k}")
+        row = [at[kind, k] for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if (kind, k) in at]
+        if row != sorted(row):
+            return f"must run F{k} before its backward, and I{k} before W{k}", f"F{k} B{k}"
+    if extra := [k for _, k in steps if k >= m]:
+        return f"has micro-batch {extra[0]}, and pipeline.num_microbatches is {m}", f"0 to {m - 1}"
+    for kinds in ((Kind.F,), (Kind.B, Kind.I), (Kind.B, Kind.W)):
+        numbers = [k for kind, k in steps if kind in kinds]
+        if numbers != sorted(numbers):
+            names = " and ".join(kind.value for kind in kinds)
+            return f"must have its {names} in the order of micro-batches, in which neighbours send and gradients add", (
+                "F0 F1 B0 B1")
+    return None
+
+
+def _wrong(rank: int, steps: Sequence[Step], rule: str, works: str) -> ConfigError:
+    text = " ".join(f"{kind.value}{k}" for kind, k in steps)
+    return config_error(_FIELD, text if len(text) < 80 else f"{text[:76]} ..", f"of rank {rank} {rule}", works)
+
+
+def runs_ahead(steps: Sequence[Step]) -> int:
+    """Forwards before the one that the first backward follows."""
+    ahead = 0
+    for kind, _ in steps:
+        if kind is not Kind.F:
+            break
+        ahead += 1
+    return max(ahead - 1, 0)
+
+
+def most_held(steps: Sequence[Step]) -> int:
+    """Micro-batches that have run forward and not yet backward, at most."""
+    held = most = 0
+    for kind, _ in steps:
+        held += ROWS[kind].holds
+        most = max(most, held)
+    return most
