@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from hybridpar.config.spec import ModelSpec
 from hybridpar.config.typed import Count, NotNegative, Positive, Share, Within
@@ -15,6 +15,7 @@ from hybridpar.errors import Problem
 class ModelConfig(ModelSpec):
     """GPT or BERT, whose blocks are built in models/."""
 
+    counts: ClassVar[str] = "tokens"  # type: ignore[misc]  # which others say for themselves
     kind: Literal["gpt", "bert"] = "gpt"
     num_layers: Annotated[int, Within(1, 10_000)] = 4
     hidden_size: Annotated[int, Within(1, 2**20)] = 256

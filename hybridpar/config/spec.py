@@ -24,8 +24,6 @@ from hybridpar.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from torch import nn
 
-_KNOWN: dict[str, type[ModelSpec]] = {}  # every subclass, once its module is imported
-
 
 class ModelSpec:
     """A model as a frozen dataclass: its fields are the keys of [model]; methods say how it is built.
@@ -44,12 +42,13 @@ class ModelSpec:
     """Largest number of tp ranks that its blocks may be divided over."""
     tokens_per_sample: int = 1
     """What a sample counts in speeds and totals."""
+    counts: str = "samples"
+    """What these count, for people."""
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         if not cls.__dict__.get("kind"):
             cls.kind = cls.__name__
-        _KNOWN[spec_name(cls)] = cls
 
     @property
     def num_blocks(self) -> int:
@@ -118,10 +117,20 @@ def known_spec(name: str) -> type[ModelSpec]:
 
     Raises: ConfigError.
     """
-    if name not in _KNOWN:
+    if (found := _imported(name)) is None:
         rule = "is a model that this program does not know; import its module first, or name it with --model.spec"
         raise ConfigError(Problem("model.spec", name, rule, f"--model.spec {name}"))
-    return _KNOWN[name]
+    return found
+
+
+def _imported(name: str) -> type[ModelSpec] | None:
+    """The class of that name, where its module has been imported."""
+    found, left = None, [ModelSpec]
+    while left:
+        kind = left.pop()
+        found = kind if spec_name(kind) == name else found
+        left += kind.__subclasses__()
+    return found
 
 
 def import_spec(name: str, folder: str | Path = ".") -> type[ModelSpec]:
@@ -129,9 +138,9 @@ def import_spec(name: str, folder: str | Path = ".") -> type[ModelSpec]:
 
     Raises: ConfigError.
     """
-    if name in _KNOWN:
-        require_settings(_KNOWN[name])
-        return _KNOWN[name]
+    if (known := _imported(name)) is not None:
+        require_settings(known)
+        return known
     module, colon, attribute = name.partition(":")
     works = 'spec = "my_package.my_module:MyModel"'
     if not (module and colon and attribute.isidentifier()):

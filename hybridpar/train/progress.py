@@ -53,7 +53,7 @@ class Status:
             parts["val"] = f"val {self.val_loss:.4f}"
         parts |= {
             "norm": f"grad norm {row['grad_norm']:.3f}", "lr": f"lr {row['lr']:.2e}",
-            "speed": f"{row['tokens_per_s']:,.0f} tokens/s", "ms": f"{row['step_ms']:,.0f} ms",
+            "speed": f"{row['tokens_per_s']:,.0f} {row.get('counts', 'tokens')}/s", "ms": f"{row['step_ms']:,.0f} ms",
             "mfu": f"MFU {100 * row['mfu']:.1f} %", "memory": f"{row['memory_mib']:,.0f} MiB",
         }
         if "sent_gb_a_day" in row:

@@ -48,7 +48,9 @@ class RunReport:
         self._costs: RunCosts | None = None
         self._flops_per_token = training_flops_per_token(config.model)
         self._peak = Peak(config, engine.device, engine.grid.world, reporter.say, goes_on=resumed > 0)
-        reporter.say(f"MFU = tokens/s x {self._flops_per_token:,} FLOP/token ({training_flops_rule(config.model)}) / "
+        counts = config.model.counts
+        each = f"{self._flops_per_token:,} FLOP/{counts.removesuffix('s')} ({training_flops_rule(config.model)})"
+        reporter.say(f"MFU = {counts}/s x {each} / "
                      f"{self._peak.flops / 1e9:,.0f} GFLOP/s ({self._peak.source})")
         if self.writes:
             self._draw_plan()
@@ -126,6 +128,7 @@ class RunReport:
         samples = self.engine.data_start.consumed(result.step, config.global_batch_size)
         row: dict[str, Any] = {
             "step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr,
+            **({} if config.model.counts == "tokens" else {"counts": config.model.counts}),
             "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds,
             "consumed_tokens": samples * config.model.tokens_per_sample,
             "mfu": self._peak.share(tokens / seconds * self._flops_per_token),
