@@ -65,6 +65,8 @@ class Saver:
         self._root, self._engine, self._corpus, self._say, self._flight = root, engine, corpus, say, flight
         self.wrap: Callable[[Write], Write] = lambda write: write
         """Called on ranks that write, when a save starts; what it returns writes this rank's file."""
+        self.on_save: Callable[[Path], None] = lambda folder: None
+        """Told of each checkpoint that is there, on all ranks, when they agree that it is."""
         self._snapshot = Snapshot()
         self._task: Task | None = None
         self._num_bytes = 0
@@ -153,7 +155,9 @@ class Saver:
             if grid.rank == 0:
                 discard(task.aside)
             raise CheckpointError(failures[0]) from task.error
-        return everyone[0][2]
+        if (folder := everyone[0][2]) is not None:
+            self.on_save(folder)
+        return folder
 
     def close(self) -> None:
         """Gives a save under way some seconds to end, where training has failed. No collectives."""

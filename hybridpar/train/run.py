@@ -91,7 +91,8 @@ class Run:
         saving = run_folder.open_flight(config, self.grid.rank, run_folder.SAVING)
         self.saver = checkpoint.Saver(
             config.run.folder / run_folder.CHECKPOINTS, engine, data.train.fingerprint, reporter.say, saving)
-        self.saves = Saves(self.saver, config.checkpoint.max_failed_saves, self.report.log.note, callbacks.on_save)
+        self.saver.on_save = callbacks.on_save
+        self.saves = Saves(self.saver, config.checkpoint.max_failed_saves, self.report.log.note)
         self.reserved = not config.saves_beside_training
         self.evaluated = -1
         """The step that was evaluated last."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from hybridpar.checkpoint import Saver
 from hybridpar.errors import CheckpointError
@@ -15,19 +14,18 @@ _PAUSES_S = 1.0, 2.0, 4.0, 8.0, 16.0
 
 
 class Saves:
-    """The saves of a run. limit: so many failures in a row end it. warn: told of each failure before that; on_save: of
-    each checkpoint that is there, by its folder.
+    """The saves of a run. limit: so many failures in a row end it. warn: told of each failure before that.
 
     Collectives: all methods, on all ranks of the grid. Raises: SaveError, on all ranks, where the run cannot go on.
     """
 
-    def __init__(self, saver: Saver, limit: int, warn: Callable[[str], None], on_save: Callable[[Path], None]):
-        self._saver, self._limit, self._warn, self._on_save = saver, limit, warn, on_save
+    def __init__(self, saver: Saver, limit: int, warn: Callable[[str], None]):
+        self._saver, self._limit, self._warn = saver, limit, warn
         self._failed = 0
 
     def settle(self, *, wait: bool = True) -> None:
         """Ends the save under way; without `wait` only where it is over."""
-        self._try(lambda: self._settled(wait=wait))
+        self._try(lambda: self._saver.settle(wait=wait) is not None)
 
     def start(self, val_loss: float | None, *, beside: bool) -> None:
         """Saves. beside: training may go on meanwhile."""
@@ -35,15 +33,9 @@ class Saves:
 
         def save() -> bool:
             self._saver.start(val_loss, beside=beside)
-            return not beside and self._settled()
+            return not beside and self._saver.settle() is not None
 
         self._try(save)
-
-    def _settled(self, *, wait: bool = True) -> bool:
-        """Whether a checkpoint is there that was not before."""
-        if (folder := self._saver.settle(wait=wait)) is not None:
-            self._on_save(folder)
-        return folder is not None
 
     def _try(self, save: Callable[[], bool]) -> None:
         """Counts failures. save: returns whether a checkpoint is there now."""
@@ -61,9 +53,8 @@ class Saves:
         """Saves where the run needs the checkpoint, at its end or at a signal. Tries for half a minute."""
         for pause in (*_PAUSES_S, None):
             try:
-                self._settled()
                 self._saver.start(val_loss, beside=False)
-                self._settled()
+                self._saver.settle()
                 return
             except CheckpointError as error:
                 if pause is None:

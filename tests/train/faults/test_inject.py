@@ -13,8 +13,9 @@ import pytest
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.flight import NO_FLIGHT
-from hybridpar.pipeline.plan.action import Kind
-from hybridpar.train.faults.inject import Fault, Injector, _kinds_of_link, parse_fault, parse_faults
+from hybridpar.pipeline.plan.action import Action, Kind
+from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.train.faults.inject import Fault, Injector, _is_over_link, parse_fault, parse_faults
 
 CONFIG = from_mapping({
     "parallel": {"pp": 2, "dp": 2, "tp": 1}, "pipeline": {"num_microbatches": 3}, "train": {"num_steps": 50}}, Config())
@@ -64,10 +65,19 @@ def test_on_a_ring_a_rank_holds_several_stages_and_the_last_one_sends_to_the_fir
     assert parse_fault("hang stage 3 at step 7", ring).rank == 2
     with pytest.raises(ConfigError, match="the pipeline has 4 stages, 0 to 3"):
         parse_fault("hang stage 4 at step 7", ring)
-    last = SimpleNamespace(pp=SimpleNamespace(prev=1, next=0, is_first=False, is_last=True))
-    assert _kinds_of_link(last, True, 0) == (Kind.SEND_F,)
-    assert _kinds_of_link(last, True, 1) == _kinds_of_link(last, False, 1) == (Kind.SEND_B,)
-    assert _kinds_of_link(last, False, 0) == (Kind.NORM, Kind.UPDATE)
+
+
+@pytest.mark.parametrize(("sizes", "peer", "sends"), [
+    (Sizes(3, 4, 2), 0, ["SEND_F2"]), (Sizes(3, 4, 2), 1, ["SEND_B2", "SEND_B5"]),
+    (Sizes(3, 4), 1, ["SEND_B2"]), (Sizes(3, 4), 0, ["NORM2", "UPDATE2"]),
+    (Sizes(3, 4, 2, "v"), 1, ["SEND_B2", "SEND_F3"]),
+], ids=str)
+def test_what_the_last_of_three_ranks_sends_to_another(sizes: Sizes, peer: int, sends: list[str]) -> None:
+    """By kind and stage; all meet in NORM and UPDATE."""
+    axis = SimpleNamespace(rank=2, ranks=(0, 1, 2))
+    actions = [Action(kind, stage, 0) for stage in sizes.stages_of(2) for kind in Kind]
+    assert [f"{action.kind.value}{action.stage}" for action in actions
+            if _is_over_link(action, axis, sizes, peer)] == sends
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
