@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +105,11 @@ def test_a_run_goes_on_to_the_bit_and_on_another_grid(tmp_path: Path, monkeypatc
     whole, parts = (steps(metrics(tmp_path / "runs" / name)) for name in ("whole", "parts"))
     assert [step for step, *_ in whole] == [1, 2, 3, 4]
     assert parts == whole
+    again = subprocess.run([sys.executable, "-m", "hybridpar", "replay", "runs/whole", "--step", "3"], check=False,
+                           env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
     flags.remove("--parallel.pp=2")
+    assert main(["memory", str(path), *flags, "--train.num_steps=4"]) == 0
     capsys.readouterr()
     assert main(["train", str(path), *flags, "--train.num_steps=5", "--run.name=parts", "--json",
                  "--optim.decay_steps=4"]) == 0

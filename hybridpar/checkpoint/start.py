@@ -11,7 +11,7 @@ from hybridpar.checkpoint.compatible import FREE
 from hybridpar.checkpoint.load import FullWeights, failures_together, find
 from hybridpar.checkpoint.manifest import read_manifest
 from hybridpar.checkpoint.part import Trainee
-from hybridpar.config import ModelConfig, ModelSpec, model_settings
+from hybridpar.config import ModelConfig, ModelSpec, model_settings, spec_name
 from hybridpar.data import Tokenizer
 from hybridpar.errors import CheckpointError, ConfigError, Problem, config_error
 
@@ -24,8 +24,9 @@ def find_start(path: str | Path, model: ModelSpec) -> Path:
     folder = find(path, lambda text: None)
     saved = read_manifest(folder).config.model
     if type(saved) is not type(model):
-        rule = f"is another model than {saved.kind}, which train.start_from = {str(path)!r} has"
-        raise config_error("model", model.kind, rule, "the same")
+        rule = f"is another model than train.start_from = {str(path)!r} has"
+        works = f"kind = {saved.kind!r}" if isinstance(saved, ModelConfig) else f"spec = {spec_name(type(saved))!r}"
+        raise config_error("model", spec_name(type(model)), rule, works)
     there, here = model_settings(saved), model_settings(model)
     free = (*FREE, "seq_length", "max_positions")  # the size of a position table is compared apart
     wrong = [Problem(f"model.{key}", here[key], f"train.start_from = {str(path)!r} has {value!r}", repr(value))

@@ -30,10 +30,12 @@ from hybridpar.config.spec import (
     known_spec,
     message_shape,
     model_settings,
+    spec_folder,
     spec_name,
 )
 from hybridpar.config.toml import (
     MAX_TOML,
+    MODEL_FOLDER,
     from_mapping,
     load_toml,
     to_mapping,
@@ -42,10 +44,10 @@ from hybridpar.config.toml import (
 from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_plain, span
 
 __all__ = [
-    "AUTO", "FINITE", "MAX_TOML", "STOP_SIGNALS", "UNCOMPRESSED", "AnomaliesConfig", "CheckpointConfig",
+    "AUTO", "FINITE", "MAX_TOML", "MODEL_FOLDER", "STOP_SIGNALS", "UNCOMPRESSED", "AnomaliesConfig", "CheckpointConfig",
     "CompressionConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch", "MemoryConfig",
     "ModelConfig", "ModelSpec", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig", "PlanConfig",
     "RunConfig", "TrainConfig", "Whole", "Within", "broken_rules", "from_mapping", "from_plain", "import_spec",
     "known_spec", "load_toml", "message_shape", "model_settings", "pass_on_signals", "rank_of_stage", "span",
-    "spec_name", "to_mapping", "to_toml", "triton_is_interpreted",
+    "spec_folder", "spec_name", "to_mapping", "to_toml", "triton_is_interpreted",
 ]

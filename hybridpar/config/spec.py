@@ -53,25 +53,25 @@ class ModelSpec:
     @property
     def num_blocks(self) -> int:
         """Units that a split into stages can separate."""
-        raise NotImplementedError(f"{type(self).__name__} must define num_blocks")
+        raise self._undefined("num_blocks = 8")
 
     def block(self, number: int, build: Any) -> nn.Module:
         """Block `number`, on the axes, the device and of the type that `build` (models.build.Build) says."""
-        raise NotImplementedError(f"{type(self).__name__} must define block")
+        raise self._undefined("def block(self, number, build): ...")
 
     def activation_shape(self, number: int) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
         """The shape of one sample of what block `number` returns, features last; the last block's is not asked for.
 
         A block that returns several tensors, in a dict by name, has their shapes by name.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define activation_shape")
+        raise self._undefined("def activation_shape(self, number): ...")
 
     def sample(self, number: int, seed: int) -> dict[str, Any]:
         """A random sample of the form of the data's: arrays by name, the same for the same arguments.
 
         Rehearsals use it: verify, profiles, predicted memory.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define sample")
+        raise self._undefined("def sample(self, number, seed): ...")
 
     def dataset(self, part: str) -> Any:
         """The samples of "train" or of "valid": a map-style dataset (`len`, `[i]`) of dicts of arrays by name.
@@ -92,11 +92,15 @@ class ModelSpec:
         """Settings that do not go together."""
         return iter(())
 
+    def _undefined(self, works: str) -> ConfigError:
+        what = works.removeprefix("def ").partition("(")[0].partition(" ")[0]
+        return ConfigError(Problem("model.spec", spec_name(type(self)), f"must define {what}", works))
+
 
 def message_shape(model: ModelSpec, number: int) -> tuple[int, ...]:
     """The shape of one sample of what goes on from block `number` to another stage: several tensors are one row."""
     shape = model.activation_shape(number)
-    return (sum(map(prod, shape.values())),) if isinstance(shape, dict) else shape
+    return (sum(map(prod, shape.values())),) if isinstance(shape, dict) else tuple(shape)
 
 
 def model_settings(model: ModelSpec) -> dict[str, Any]:
@@ -118,8 +122,8 @@ def known_spec(name: str) -> type[ModelSpec]:
     Raises: ConfigError.
     """
     if (found := _imported(name)) is None:
-        rule = "is a model that this program does not know; import its module first, or name it with --model.spec"
-        raise ConfigError(Problem("model.spec", name, rule, f"--model.spec {name}"))
+        rule = "is a model that this program does not know, and what a checkpoint names is not imported"
+        raise ConfigError(Problem("model.spec", name, rule, f'a configuration with spec = "{name}", or its import'))
     return found
 
 
@@ -133,8 +137,15 @@ def _imported(name: str) -> type[ModelSpec] | None:
     return found
 
 
-def import_spec(name: str, folder: str | Path = ".") -> type[ModelSpec]:
-    """The class that "module:class" names, imported; modules of `folder` come before others.
+def spec_folder(kind: type[ModelSpec]) -> Path:
+    """The folder in which its module is found by name."""
+    module = sys.modules[kind.__module__]
+    depth = 0 if kind.__module__ == "__main__" else kind.__module__.count(".")
+    return Path(getattr(module, "__file__", None) or ".").resolve().parents[depth]
+
+
+def import_spec(name: str, folders: Sequence[str | Path] = (".",)) -> type[ModelSpec]:
+    """The class that "module:class" names, imported; modules of `folders` come before others.
 
     Raises: ConfigError.
     """
@@ -145,12 +156,12 @@ def import_spec(name: str, folder: str | Path = ".") -> type[ModelSpec]:
     works = 'spec = "my_package.my_module:MyModel"'
     if not (module and colon and attribute.isidentifier()):
         raise ConfigError(Problem("model.spec", name, "must be a module and a class in it", works))
-    if (path := str(Path(folder).resolve())) not in sys.path:
-        sys.path.insert(0, path)
+    paths = [str(Path(folder).resolve()) for folder in folders]
+    sys.path[:0] = [path for path in paths if path not in sys.path]
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
-        rule = f"cannot be imported ({error}); Python looks in {path} and in what is installed"
+        rule = f"cannot be imported ({error}); Python looks in {', '.join(paths)} and in what is installed"
         raise ConfigError(Problem("model.spec", name, rule, works)) from error
     if not (isinstance(found, type) and issubclass(found, ModelSpec)):
         rule = f"must name a class that inherits from hybridpar.ModelSpec; {attribute} of {module} is {found!r}"
@@ -167,3 +178,8 @@ def require_settings(kind: type[ModelSpec]) -> None:
     if bare := [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]:
         rule = f"must have a default for every field; {bare[0]} has none"
         raise ConfigError(Problem("model.spec", spec_name(kind), rule, f"{bare[0]}: int = 8"))
+    try:
+        hash(kind())
+    except TypeError as error:
+        rule = f"must have values that can be compared and kept as keys ({error})"
+        raise ConfigError(Problem("model.spec", spec_name(kind), rule, "tuple[int, ...] for a list")) from None

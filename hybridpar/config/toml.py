@@ -19,12 +19,15 @@ from hybridpar.reading import read_toml
 
 MAX_TOML = 1 << 20
 """Bytes of a TOML file."""
+MODEL_FOLDER = "model_folder"
+"""Name of a file beside a run's configuration: the folder of the module that its model.spec names."""
 
 
 def load_toml(path: str | Path, spec: str = "") -> Config:
     """Reads a TOML file over the defaults.
 
-    The class that model.spec names is imported; modules beside the file come before others. `spec`: takes its place.
+    The class that model.spec names is imported, from beside the file, from the folder that a run has noted there
+    (MODEL_FOLDER), from the working folder, or of what is installed. `spec`: takes its place.
 
     Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type;
     also if the file says nothing at all.
@@ -46,7 +49,9 @@ def load_toml(path: str | Path, spec: str = "") -> Config:
         document["model"] = {**document.get("model", {}), "spec": spec}
     model = document.get("model")
     if isinstance(model, Mapping) and isinstance(named := model.get("spec", ""), str) and named:
-        import_spec(named, path.parent)
+        note = path.with_name(MODEL_FOLDER)
+        noted = [note.read_text(encoding="utf-8").strip()] if note.is_file() else []
+        import_spec(named, [path.parent, *noted, "."])
     return from_mapping(document)
 
 

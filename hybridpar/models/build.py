@@ -83,7 +83,7 @@ def recomputed_blocks(text: str, model: ModelSpec, split: Sequence[range]) -> tu
 
     Raises: ConfigError as parse_recompute, and where blocks of one's own cannot be recomputed selectively.
     """
-    again = parse_recompute(text, model.num_blocks - 2, len(split))
+    again = parse_recompute(text, max(0, model.num_blocks - 2), len(split))
     if again.what == "stage":
         return tuple(Recomputation(frozenset(blocks), whole=True) if stage in again.numbers else Recomputation()
                      for stage, blocks in enumerate(split))

@@ -129,6 +129,7 @@ def _check_output(model: ModelSpec, number: int, block: nn.Module, args: Any, ou
                                f"name; {where} returns {names}", "the names of that dict")
         return
     wanted = model.activation_shape(number)
+    wanted = {name: tuple(one) for name, one in wanted.items()} if isinstance(wanted, dict) else tuple(wanted)
     found = _shape_of(out) if not isinstance(wanted, dict) else (
         {name: _shape_of(one) for name, one in out.items()} if isinstance(out, dict) else f"a {type(out).__name__}")
     if found != wanted:

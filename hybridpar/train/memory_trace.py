@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar import native
-from hybridpar.config import Config
+from hybridpar.config import Config, ModelConfig
 from hybridpar.data.loader import Loader
 from hybridpar.errors import config_error
 from hybridpar.memory.events import Header, Span, header_line, span_line
@@ -168,7 +168,10 @@ class SampleLoader:
         self._sample = sample_microbatch(config)
         del self._sample["num_targets"], self._sample["num_samples"]  # which its source tells
         self._samples = config.train.micro_batch_size * config.parallel.replicas
-        self._targets = max(1, int((self._sample["labels"] >= 0).sum())) * config.pipeline.num_microbatches
+        model, b = config.model, config.train.micro_batch_size
+        targets = int((self._sample["labels"] >= 0).sum()) if isinstance(model, ModelConfig) else sum(
+            model.num_targets(model.sample(n, 0)) for n in range(b))
+        self._targets = max(1, targets) * config.pipeline.num_microbatches
         self._num_microbatches = config.pipeline.num_microbatches
 
     def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar import checkpoint
-from hybridpar.config import Config, KernelsConfig, MemoryConfig
+from hybridpar.config import Config, KernelsConfig, MemoryConfig, load_toml
 from hybridpar.data import BatchLoader, Data, open_data
-from hybridpar.errors import CheckpointError, DataError, config_error
+from hybridpar.errors import CheckpointError, ConfigError, DataError, config_error
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.sizes import Sizes
@@ -121,6 +122,8 @@ def replay(path: Path, step: int, say: Say) -> Report:
     Raises: ConfigError for what cannot be replayed; DataError for a damaged bundle, or other data than there were;
     CheckpointError where there is no checkpoint to start from.
     """
+    with suppress(ConfigError):  # a model of one's own is known once the run's configuration is read
+        load_toml((path if path.is_dir() else path.parent.parent) / run_folder.CONFIG)
     folder, bundle = (path, bundle_of_step(path, step)) if path.is_dir() else (path.parent.parent, read_bundle(path))
     if bundle.config.feeds_back:
         raise config_error("compression.gradients", bundle.config.compression.gradients,

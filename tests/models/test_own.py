@@ -189,7 +189,7 @@ def test_a_configuration_names_the_class_and_has_its_keys() -> None:
         from_mapping({"model": {"dept": 3}}, config)
     with pytest.raises(ConfigError, match=r"model\.depth = 'a'.*must be of type int"):
         from_mapping({"model": {"depth": "a"}}, config)
-    with pytest.raises(ConfigError, match=r"model\.spec = 'nowhere:Model'.*does not know.*--model\.spec"):
+    with pytest.raises(ConfigError, match=r"model\.spec = 'nowhere:Model'.*does not know.*try a configuration"):
         from_mapping({"model": {"spec": "nowhere:Model"}})
     with pytest.raises(ConfigError, match=r"model\.spec = 3.*must be of type str"):
         from_mapping({"model": {"spec": 3}})
@@ -200,16 +200,19 @@ def test_a_configuration_names_the_class_and_has_its_keys() -> None:
     ("json:JSONDecoder", "must name a class that inherits from hybridpar.ModelSpec"),
     ("json:missing", "must name a class"), ("bare_specs:Thawed", "must be a frozen dataclass"),
     ("bare_specs:Bare", "must have a default for every field; depth has none"),
+    ("bare_specs:Listed", r"must have values that can be compared.*try tuple\[int"),
 ])
 def test_names_that_are_no_model(name: str, text: str, tmp_path: Any, monkeypatch: Any) -> None:
     (tmp_path / "bare_specs.py").write_text(
-        "from dataclasses import dataclass\nfrom hybridpar import ModelSpec\n"
+        "from dataclasses import dataclass, field\nfrom hybridpar import ModelSpec\n"
         "@dataclass\nclass Thawed(ModelSpec):\n    depth: int = 1\n"
-        "@dataclass(frozen=True)\nclass Bare(ModelSpec):\n    depth: int\n")
+        "@dataclass(frozen=True)\nclass Bare(ModelSpec):\n    depth: int\n"
+        "@dataclass(frozen=True)\nclass Listed(ModelSpec):\n"
+        "    widths: list[int] = field(default_factory=list)\n")
     with monkeypatch.context() as patch:
         patch.setattr("sys.path", [*__import__("sys").path])
         with pytest.raises(ConfigError, match=text):
-            import_spec(name, tmp_path)
+            import_spec(name, [tmp_path])
 
 
 def test_what_is_not_defined_is_named() -> None:
@@ -218,7 +221,7 @@ def test_what_is_not_defined_is_named() -> None:
 
     for use in (lambda m: m.num_blocks, lambda m: m.block(0, None), lambda m: m.activation_shape(0),
                 lambda m: m.sample(0, 0)):
-        with pytest.raises(NotImplementedError, match="Nothing must define"):
+        with pytest.raises(ConfigError, match=r"model\.spec = .*Nothing'.*must define \w+; try .*(def|=) "):
             use(Nothing())
     assert Nothing().dataset("train") is None
     assert replace(Small(), depth=1).kind == "Small"

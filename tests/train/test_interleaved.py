@@ -10,16 +10,15 @@ import torch
 from ranks import run_ranks
 from torch import Tensor
 from train.runs import run_job, write_config
+from train.stretches import run, state
 
 from hybridpar import checkpoint
 from hybridpar.checkpoint.manifest import read_manifest
 from hybridpar.config import Config, from_mapping, load_toml
-from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
-from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.train.costs import read_costs
-from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.engine import StepResult
 from hybridpar.train.generate import Generator, Sampling
 from hybridpar.train.preview import costs_of_run, preview
 from hybridpar.validate import problems
@@ -55,28 +54,6 @@ def test_against_the_oracle(grid: dict[str, int], pipeline: dict[str, Any], mode
     report = verify(make(grid, pipeline, model=model), grid, 3)
     assert report.ok, report.first_divergence
     assert set(report.worst) == {"init", "loss", "grad_norm", "gradient", "weight"}
-
-
-def run(config: Config, root: Path, stop: int) -> tuple[list[StepResult], dict[str, Tensor], dict[str, float]]:
-    """Trains from the last checkpoint to step `stop`, and saves: steps, this rank's state, and an evaluation."""
-    parallel, m = config.parallel, config.pipeline.num_microbatches
-    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
-    engine = Engine(config, grid, torch.device("cpu"))
-    loader = SyntheticLoader(config.model, config.train.micro_batch_size, m, grid.dp.rank, grid.dp.size)
-    steps: list[StepResult] = []
-    done = checkpoint.resume(root, engine, "corpus", print)
-    engine.train(loader, stop - done, steps.append)
-    checkpoint.save(root, engine, "corpus")
-    return steps, {n: t.clone() for n, t in engine.state.tensors().items()}, engine.evaluate(loader, 2)
-
-
-def state(results: list[tuple[list[StepResult], dict[str, Tensor], dict[str, float]]]) -> dict[str, Tensor]:
-    """Of all ranks together; what two of them have is the same."""
-    found: dict[str, Tensor] = {}
-    for _, tensors, _ in results:
-        for name, tensor in tensors.items():
-            assert torch.equal(found.setdefault(name, tensor), tensor), name
-    return found
 
 
 def losses(results: list[tuple[list[StepResult], dict[str, Tensor], dict[str, float]]]) -> list[float]:

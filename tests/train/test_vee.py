@@ -9,13 +9,10 @@ import pytest
 import torch
 import torch._dynamo  # recomputation imports it: here once, else in every rank of every test
 from ranks import run_ranks
-from torch import Tensor
+from train.stretches import run, state
 
 from hybridpar import checkpoint
 from hybridpar.config import Config, from_mapping
-from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.grid import ProcessGrid
-from hybridpar.train.engine import Engine, StepResult
 from hybridpar.verify.run import verify
 
 pytestmark = pytest.mark.ranks
@@ -46,28 +43,6 @@ def test_verify(pp: int, more: dict[str, int], pipeline: dict[str, Any], section
     """Loss, gradients, norm and weights are those of one process, to 1e-9 in float64."""
     report = verify(make(V | pipeline, pp, **sections), {"pp": pp, **more}, 4)
     assert report.ok, report.first_divergence
-
-
-def run(config: Config, root: Path, stop: int) -> tuple[list[StepResult], dict[str, Tensor], dict[str, float]]:
-    """Trains from the last checkpoint to step `stop`, and saves: steps, this rank's state, and an evaluation."""
-    parallel, m = config.parallel, config.pipeline.num_microbatches
-    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
-    engine = Engine(config, grid, torch.device("cpu"))
-    loader = SyntheticLoader(config.model, config.train.micro_batch_size, m, grid.dp.rank, grid.dp.size)
-    steps: list[StepResult] = []
-    done = checkpoint.resume(root, engine, "corpus", print)
-    engine.train(loader, stop - done, steps.append)
-    checkpoint.save(root, engine, "corpus")
-    return steps, {n: t.clone() for n, t in engine.state.tensors().items()}, engine.evaluate(loader, 2)
-
-
-def state(results: list[tuple[list[StepResult], dict[str, Tensor], dict[str, float]]]) -> dict[str, Tensor]:
-    """Of all ranks together; what two of them have is the same."""
-    found: dict[str, Tensor] = {}
-    for _, tensors, _ in results:
-        for name, tensor in tensors.items():
-            assert torch.equal(found.setdefault(name, tensor), tensor), name
-    return found
 
 
 @pytest.mark.parametrize(("pp", "schedule", "orders", "sections"), [
