@@ -15,11 +15,12 @@ def least_time(cost: StepCost) -> float:
     flush = schedule is not None and schedule.flush
     work = max(m * rank.compute + rank.update + rank.norm + (_fill(cost, schedule, r) if schedule and flush else 0.0)
                for r, rank in enumerate(cost.ranks))
-    # a micro-batch takes a link once for each chunk of the rank before it, but for the model's end
-    link = max((m * (chunks - (r == cost.pp - 1)) * taken
+    # a micro-batch takes a link once for each chunk of the rank before it, but for the model's end; on a V once
+    link = max((m * (1 if cost.sizes.is_v else chunks - (r == cost.pp - 1)) * taken
                 for links in (cost.links, cost.links_back) for r, (taken, _, _) in enumerate(links)), default=0.0)
     reduction = max(cost.reduction(rank, r)[0] for r, rank in enumerate(cost.ranks))
-    return max(work, link, reduction, _round_trips(cost, schedule) if schedule and not flush else 0.0)
+    return max(work, link, reduction, _round_trips(cost, schedule)
+               if schedule and not flush and not schedule.activations else 0.0)
 
 
 def _fill(cost: StepCost, schedule: Schedule, rank: int) -> float:
@@ -28,7 +29,8 @@ def _fill(cost: StepCost, schedule: Schedule, rank: int) -> float:
     Before its first forward and after its last backward the stages before it work; once its first micro-batch has
     left, and once its last one has, those behind it, while it has what it runs ahead to do.
     """
-    before = sum(stage.compute for stage in cost.stages[:rank])
+    before = sum(stage.forward if schedule.zero_bubble or schedule.activations else stage.compute
+                 for stage in cost.stages[:rank])  # whose last gradients of weights its own may be beside
     if cost.sizes.chunks > 1:  # it has other chunks to do
         return before
     own, behind = cost.stages[rank], sum(stage.compute for stage in cost.stages[rank + 1:])

@@ -110,6 +110,21 @@ def test_a_split_that_is_given_stays_with_its_pipeline() -> None:
     assert (6, 2) not in {one.config.pipeline.split for one in free}
 
 
+def test_drains_are_shortened() -> None:
+    """With zero bubbles, and on a V, which takes two blocks a rank; their bounds are below what they take."""
+    config = made.config(m=8, b=1)
+    request = Request(keep={"pp": 2, "tp": 1}, micro_batches=(1,), schedules=("1f1b", "interleaved", "2bw"))
+    found = list(candidates(config, machine(config), request))
+    names = {(one.config.pipeline.schedule, one.config.pipeline.zero_bubble,
+              one.config.pipeline.placement == "v" and one.config.pipeline.activations) for one in found}
+    assert names >= {("1f1b", False, False), ("1f1b", True, False), ("interleaved", True, False),
+                     ("1f1b", False, "full"), ("1f1b", False, "min"), ("2bw", False, "half")}
+    assert ("2bw", False, "full") not in names
+    assert all(one.least_time <= one.cost.step_time * (1 + 1e-9) for one in found)
+    best = search(config, machine(config), replace(request, schedules=("1f1b", "interleaved"))).ranked[0].config
+    assert best.pipeline.zero_bubble or best.pipeline.placement == "v"
+
+
 def test_stale_schedules_are_taken_only_where_they_are_asked_for() -> None:
     config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=0))
     schedules = {one.config.pipeline.schedule for one in candidates(config, machine(config), Request())}
