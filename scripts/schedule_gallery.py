@@ -43,7 +43,8 @@ input and W for the weights, takes 1; transfers take nothing.
 - activations: the most that a rank holds, in micro-batches of all its layers. versions: of the weights, likewise.
 - messages: activations and gradients that go from rank to rank for each micro-batch.
 
-All are proven by `check` as a run's plan is. `pipeline.schedule = "auto"` measures them and takes the fastest of those that drain.
+All are proven by `check` as a run's plan is. `pipeline.schedule = "auto"` measures those that drain, and takes the
+fastest.
 """
 
 
@@ -105,8 +106,8 @@ def page() -> str:
     drawn = "\n\n".join(f"{title}: {settings(name, options)}\n\n```\n{picture(name, options)}\n```"
                         for title, name, options in SCHEDULES)
     return (f"{_HEAD}\n{table()}\n\n## On one axis\n\n{p} ranks, {m} micro-batches, {_COLUMNS} columns for half a "
-            f"forward; where nothing drains, the first batches. `F0b` is on the second stage of a rank, `*` an update.\n\n"
-            f"{drawn}\n")
+            "forward; where nothing drains, the first batches. `F0b` is on the second stage of a rank, `*` an update."
+            f"\n\n{drawn}\n")
 
 
 if __name__ == "__main__":

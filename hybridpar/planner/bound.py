@@ -29,8 +29,9 @@ def _fill(cost: StepCost, schedule: Schedule, rank: int) -> float:
     Before its first forward and after its last backward the stages before it work; once its first micro-batch has
     left, and once its last one has, those behind it, while it has what it runs ahead to do.
     """
-    before = sum(stage.forward if schedule.zero_bubble or schedule.activations else stage.compute
-                 for stage in cost.stages[:rank])  # whose last gradients of weights its own may be beside
+    if cost.config.pipeline.split_backward:  # gradients of weights may be beside all but the first forwards
+        return sum(stage.forward for stage in cost.stages[:rank])
+    before = sum(stage.compute for stage in cost.stages[:rank])
     if cost.sizes.chunks > 1:  # it has other chunks to do
         return before
     own, behind = cost.stages[rank], sum(stage.compute for stage in cost.stages[rank + 1:])

@@ -27,7 +27,8 @@ class Request:
 
     schedules: names (none: the configuration's, and those on new weights). micro_batches: sizes (none: all profiled
     ones and powers of two between them). top: number of candidates to rank. quick: memory is predicted of the best
-    alone, and of those that may not fit. compression: codecs are tried, too.
+    alone, and of those that may not fit. compression: codecs are tried, too. split_backward: so are zero bubbles, and
+    two stages on each rank, there and back.
     """
 
     keep: Mapping[str, int] = field(default_factory=dict)
@@ -37,6 +38,7 @@ class Request:
     top: int = 5
     quick: bool = False
     compression: bool = False
+    split_backward: bool = True
 
 
 @dataclass
@@ -143,7 +145,8 @@ def _schedules(
         if name == INTERLEAVED:
             for pipeline in _interleaved(base, pp, m, config.model.num_blocks):
                 yield pipeline, optim
-                yield replace(pipeline, zero_bubble=True, split_backward=True), optim
+                if request.split_backward:
+                    yield replace(pipeline, zero_bubble=True, split_backward=True), optim
             continue
         for warmup in WARMUPS if name == "2bw" and pp > 1 else (base.warmup,):
             switch, factor = base.early_switch, WARMUPS[warmup]
@@ -161,9 +164,9 @@ def _schedules(
             except ConfigError:
                 continue
             yield pipeline, optim
-            if pp > 1 and name == "1f1b" and pipeline.warmup == "depth":
+            if request.split_backward and pp > 1 and name == "1f1b" and pipeline.warmup == "depth":
                 yield replace(pipeline, zero_bubble=True, split_backward=True), optim
-        if pp > 1 and name in ("1f1b", "2bw") and is_cpu:  # NCCL has no tags
+        if request.split_backward and is_cpu and pp > 1 and name in ("1f1b", "2bw"):  # NCCL has no tags
             yield from ((pipeline, optim) for pipeline in _on_v(base, pp, m, config.model.num_blocks))
 
 
