@@ -95,8 +95,9 @@ def main() -> None:
                           args.batches)
         cases.append(entry)
         for name, speed in entry["speed"].items():
-            print(f"{entry['case']}  {name:<11} peak {entry['peak_bytes'][name] / 2**20:6.2f} MiB, "
-                  f"{entry['peak_share'][name]:.3f}; speed {speed['median']:.3f} [{speed['q1']:.3f}, {speed['q3']:.3f}]; "
+            print(f"{entry['case']}  {name:<11} peak {entry['peak_bytes'][name] / 2**20:6.2f} MiB "
+                  f"({entry['peak_share'][name]:.3f}), speed {speed['median']:.3f} [{speed['q1']:.3f}, "
+                  f"{speed['q3']:.3f}], "
                   f"batch {statistics.median(entry['wall_ms'][name]):.0f} ms, ideal {entry['ideal_ms']:.0f}")
     meaning = "peak_share: bytes over those of 2bw; speed: 2bw's time over the side's, median of rounds, quartiles"
     print(write_results("vee", cases, args, meaning=meaning, shapes=SHAPES))
