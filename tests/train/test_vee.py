@@ -19,6 +19,10 @@ pytestmark = pytest.mark.ranks
 
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 V = {"placement": "v", "split_backward": True}
+FILLED = {"schedule": "own", "order": [
+    "F0 F1 F2 F0b I0b F1b W0b I1b I0 F3 W1b F2b I2b W0 I1 F4 W2b F3b W1 I3b I2 W3b F4b I4b W2 I3 W4b I4 W3 W4",
+    "F0 F0b F1 F1b I0b I0 W0b F2 I1b F2b W0 W1b I1 F3 I2b F3b W2b W1 I2 I3b F4 W3b F4b W2 I3 I4b W4b I4 W3 W4"]}
+"""ZB-V, with Ws filled into the gaps of other costs."""
 
 
 def make(pipeline: dict[str, Any], pp: int = 2, **sections: dict[str, Any]) -> Config:
@@ -47,6 +51,7 @@ def test_verify(pp: int, more: dict[str, int], pipeline: dict[str, Any], section
 
 @pytest.mark.parametrize(("pp", "schedule", "orders", "sections"), [
     (2, "1f1b", (V, {}, V | {"activations": "half"}), {"model": DROPOUT}),
+    (2, "1f1b", (V | FILLED, {}), {"model": DROPOUT}),
     (4, "1f1b", (V | {"activations": "min", "recompute": "stage"},), {"train": {"dtype": "bf16"}}),
     (2, "2bw", (V | {"activations": "half"}, {}, V | {"activations": "min"}), {"model": DROPOUT}),
 ], ids=str)
