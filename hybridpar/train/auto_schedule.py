@@ -26,6 +26,7 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.memory import predict
 from hybridpar.memory.layers import Footprints
 from hybridpar.memory.limit import limit_here
+from hybridpar.memory.predict import Tracer
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.costs import Costs
@@ -65,7 +66,7 @@ def find_schedule_for(config: Config, grid: ProcessGrid, device: torch.device, m
             found += simulated(shape, costs)
     names = gather_objects(platform.node(), grid.world)
     limit = min(gather_objects(limit_here(device.type, names.count(platform.node())), grid.world))
-    best = choose(config, found, limit, device) if grid.world.rank == 0 else None
+    best = choose(config, found, limit, device, Footprints()) if grid.world.rank == 0 else None
     chosen: tuple[Found, Found] = gather_objects((best, found[0] if found else None), grid.world)[0]
     return chosen
 
@@ -131,9 +132,8 @@ def filled(pipeline: PipelineConfig, sizes: Sizes, costs: Costs) -> PipelineConf
         order=tuple(format_order(line, sizes, rank) for rank, line in enumerate(steps)))
 
 
-def choose(config: Config, found: list[Found], limit: float, device: torch.device) -> Found:
+def choose(config: Config, found: list[Found], limit: float, device: torch.device, trace: Tracer) -> Found:
     """The first that takes no more than 1 % longer than the fastest that is proven and fits; 1f1b where none does."""
-    trace = Footprints()
 
     @cache
     def can_run(one: Found) -> bool:

@@ -51,7 +51,7 @@ def test_the_simplest_of_the_fastest_that_fit() -> None:
     for limit in (2 * max(peaks), peaks[0], 1):
         fitting = [one for one, peak in zip(found, peaks, strict=True) if peak <= limit] or found[:1]
         longest = 1.01 * min(one.step_time for one in fitting)
-        chosen.append(choose(config, found, limit, CPU))
+        chosen.append(choose(config, found, limit, CPU, trace))
         assert chosen[-1] == next(one for one in fitting if one.step_time <= longest)
     assert chosen[0].step_time < chosen[1].step_time
     assert chosen[2] == found[0]
