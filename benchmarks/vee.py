@@ -27,18 +27,21 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.memory import measure, predict
 from hybridpar.train.engine import Engine
 
-SHAPES = {"deep": Shape(14, 64, 4, 64, 256, 8)}
-"""Sixteen blocks: two on each of eight ranks, or one on each of their stages."""
+SHAPES = {"deep": Shape(32, 64, 2, 64, 64, 2)}
+"""Four layers on each of eight ranks."""
 CPU = torch.device("cpu")
 _BOTH = {"schedule": "2bw"}
 SIDES: dict[str, dict[str, Any]] = {
-    "2bw": _BOTH, "2bw, split": _BOTH | {"split_backward": True},
+    "2bw": _BOTH,
     "V-Half": _BOTH | {"placement": "v", "activations": "half", "split_backward": True},
     "V-Min": _BOTH | {"placement": "v", "activations": "min", "split_backward": True}}
 
 
 def config_of(shape: Shape, pp: int, m: int, pipeline: dict[str, Any]) -> Config:
-    return from_mapping({"pipeline": {"num_microbatches": m, **pipeline}, "parallel": {"pp": pp, "dp": 1},
+    stages = pp * (1 + ("placement" in pipeline))
+    each = shape.num_layers // stages
+    split = [each + 1, *[each] * (stages - 2), each + 1]  # the embedding and the head
+    return from_mapping({"pipeline": {"num_microbatches": m, "split": split, **pipeline}, "parallel": {"pp": pp, "dp": 1},
                          "train": {"micro_batch_size": shape.micro_batch, "device": "cpu", "dtype": "fp32"}},
                         Config(model=shape.model))
 
@@ -69,8 +72,8 @@ def measure_sides(shape_name: str, m: int, seconds: float, rounds: int, batches:
             engines[name].train(loader, batches + 3, lambda result, ends=ends: ends.append(time.perf_counter()))
             times[name].append((ends[batches] - ends[0]) / batches)
     wall = {name: over_ranks(each, "max") for name, each in times.items()}
-    predicted = {name: max(stage.activations + stage.communication + stage.transient for stage in predict(
-        config_of(shape, size, m, pipeline))) for name, pipeline in SIDES.items()}
+    stages = {name: predict(config_of(shape, size, m, pipeline)) for name, pipeline in SIDES.items()}
+    predicted = {name: max(stage.total - stage.static for stage in each) for name, each in stages.items()}
     base = next(iter(SIDES))
     return {
         "case": f"{shape_name} pp={size} m={m} pace={1e3 * seconds:.0f} ms",
@@ -83,10 +86,10 @@ def measure_sides(shape_name: str, m: int, seconds: float, rounds: int, batches:
 
 
 def main() -> None:
-    parser = arguments(__doc__, rounds=5, shapes=["deep"], choices=SHAPES)
+    parser = arguments(__doc__, rounds=3, shapes=["deep"], choices=SHAPES)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--pace-ms", type=float, default=120.0, help="of forward and backward of a micro-batch")
+    parser.add_argument("--microbatches", type=int, default=10)
+    parser.add_argument("--pace-ms", type=float, default=300.0, help="of forward and backward of a micro-batch")
     parser.add_argument("--batches", type=int, default=2, help="batches of a timed round")
     args = parse(parser)
     cases = []
