@@ -7,7 +7,7 @@ forward, I and W alike. All sides take turns in the same processes. Speed is tha
 
 peak: the most bytes that torch's allocator had handed out on a rank while it trained, less those that it holds where
 nothing is in flight: activations, what is on its way, scratch space. Of the fullest rank; predicted beside it, as
-`hybridpar check` does.
+`hybridpar check` does, and of that what activations take alone.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def config_of(shape: Shape, pp: int, m: int, pipeline: dict[str, Any]) -> Config
     stages = pp * (1 + ("placement" in pipeline))
     each = shape.num_layers // stages
     split = [each + 1, *[each] * (stages - 2), each + 1]  # the embedding and the head
-    return from_mapping({"pipeline": {"num_microbatches": m, "split": split, **pipeline}, "parallel": {"pp": pp, "dp": 1},
-                         "train": {"micro_batch_size": shape.micro_batch, "device": "cpu", "dtype": "fp32"}},
-                        Config(model=shape.model))
+    return from_mapping({
+        "pipeline": {"num_microbatches": m, "split": split, **pipeline}, "parallel": {"pp": pp, "dp": 1},
+        "train": {"micro_batch_size": shape.micro_batch, "device": "cpu", "dtype": "fp32"}}, Config(model=shape.model))
 
 
 def measure_sides(shape_name: str, m: int, seconds: float, rounds: int, batches: int) -> dict[str, Any]:
@@ -78,7 +78,8 @@ def measure_sides(shape_name: str, m: int, seconds: float, rounds: int, batches:
     return {
         "case": f"{shape_name} pp={size} m={m} pace={1e3 * seconds:.0f} ms",
         "settings": {"shape": shape_name, "pp": size, "num_microbatches": m, "pace_ms": 1e3 * seconds, "sides": SIDES},
-        "peak_bytes": peaks, "predicted_bytes": predicted,
+        "peak_bytes": peaks, "predicted_bytes": predicted, "predicted_activation_bytes": {
+            name: max(stage.activations for stage in each) for name, each in stages.items()},
         "peak_share": {name: round(peak / peaks[base], 4) for name, peak in peaks.items()},
         "speed": {name: summary([a / b for a, b in zip(wall[base], wall[name], strict=True)]) for name in SIDES},
         "ideal_ms": round(1e3 * m * seconds, 3), "losses": losses,
