@@ -58,8 +58,9 @@ def find_schedule_for(config: Config, grid: ProcessGrid, device: torch.device, m
     """What "auto" stands for, and 1f1b, to compare it with. Collectives: on all ranks of the grid."""
     found: list[Found] = []
     for shape in shapes(config, device):
-        trial = replace(shape[0], pipeline=replace(shape[0].pipeline, split_backward=True))
-        if problems(trial, grid.world.size):
+        split = replace(shape[0], pipeline=replace(shape[0].pipeline, split_backward=True))
+        trial = next((one for one in (split, shape[0]) if not problems(one, grid.world.size)), None)
+        if trial is None:
             continue
         costs = gather_objects(measure(trial), grid.world)[0]
         if grid.world.rank == 0:
@@ -80,8 +81,6 @@ def shapes(config: Config, device: torch.device) -> Iterator[list[Config]]:
         return [replace(config, pipeline=replace(bare, **one)) for one in options]  # type: ignore[arg-type]
 
     yield made({}, _BUBBLE, _BUBBLE | {"warmup": "latency"})
-    if config.parallel.pp == 1:
-        return
     if device.type == "cpu" and _divides(config, 2, "v"):  # NCCL has no tags
         there_and_back = {"placement": "v", "split_backward": True}
         yield made(*(there_and_back | {"activations": kept} for kept in ("full", "half", "min")))
@@ -106,7 +105,7 @@ def simulated(shape: list[Config], costs: Costs) -> list[Found]:
         if problems(config, config.parallel.num_ranks):
             continue
         found.append(_simulated(config, costs))
-        if config.pipeline.split_backward and config.parallel.pp > 1:
+        if config.pipeline.split_backward:
             sizes = Sizes.of(config)
             if sizes.num_microbatches * sizes.chunks <= _MOST_FILLED:
                 found.append(_simulated(replace(config, pipeline=filled(config.pipeline, sizes, costs)), costs))

@@ -35,6 +35,8 @@ def settle(config: Config, grid: ProcessGrid, device: torch.device, say: Callabl
     Collectives: on all ranks of the grid.
     Raises: ConfigError where activations do not leave this device; HybridparError where the file has no room.
     """
+    if config.pipeline.schedule == "auto" and config.parallel.pp == 1:
+        config = replace(config, pipeline=replace(config.pipeline, schedule="1f1b"))
     if config.pipeline.schedule == "auto":
         best, usual = find_schedule_for(
             config, grid, device, lambda trial: _tried(trial, grid, device)[0].measured.costs)

@@ -96,6 +96,10 @@ def test_orders_that_are_filled_train_the_same(pipeline: dict[str, Any]) -> None
     assert report.ok, report.first_divergence
 
 
+def test_a_single_stage_has_nothing_to_choose() -> None:
+    assert settled(make(1, 4)) == replace(make(1, 4).pipeline, schedule="1f1b")
+
+
 def test_what_it_finds_is_not_given() -> None:
     wrong = make(2, 4, chunks=2, zero_bubble=True).conflicts()
     assert {problem.field for problem in wrong} == {"pipeline.chunks", "pipeline.zero_bubble"}
