@@ -27,7 +27,8 @@ from hybridpar.validate import problems, resolve
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = {"vit": {"depth": 2, "width": 24, "heads": 3, "image": 16}, "mixer": {"depth": 2, "width": 16, "image": 16},
-         "t5": {"layers": 1, "width": 16, "heads": 2, "length": 6}}
+         "t5": {"layers": 1, "width": 16, "heads": 2, "length": 6},
+         "transformers_model": {"depth": 2, "width": 16, "heads": 2, "groups": 1, "vocab": 32, "length": 8}}
 
 
 def config_of(name: str, **sections: dict[str, Any]) -> Config:
@@ -58,6 +59,7 @@ def test_a_configuration_is_right_and_its_plan_proven(path: Path) -> None:
     ("t5", {"pp": 5}, {"pipeline": {"num_microbatches": 6}}),
     ("t5", {"tp": 2, "pp": 2}, {"pipeline": {"schedule": "1f1b", "recompute": "stage"}}),
     ("mixer", {"pp": 2, "dp": 2}, {"pipeline": {"split_backward": True}}),
+    ("transformers_model", {"pp": 2, "dp": 2}, {"pipeline": {"recompute": "all"}}),
     ("mixer", {"pp": 2, "dp": 2}, {"parallel": {"zero": 3}, "pipeline": {"schedule": "1f1b"}}),
     ("mixer", {"pp": 2}, {"pipeline": {"schedule": "interleaved", "chunks": 2, "recompute": "stage"},
                           "optim": {"name": "muon"}, "compression": {"messages": "int8"}}),
