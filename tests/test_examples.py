@@ -132,6 +132,23 @@ def test_a_trainer_tells_of_steps_evaluations_and_saves(tmp_path: Path) -> None:
     assert outcome.val_loss == sum(told[-2][1].values()) if isinstance(told[-2], tuple) else outcome.val_loss
 
 
+def test_a_trainer_goes_on_in_a_stream(tmp_path: Path) -> None:
+    from mixer import Mixer
+
+    model = Mixer(**SMALL["mixer"])
+
+    def fit(name: str, num_steps: int) -> list[tuple[int, float, float]]:
+        stream = (model.sample(i, 9) for i in range(100))
+        Trainer(model, datasets={"train": stream, "valid": None}, run={"dir": str(tmp_path), "name": name},
+                optim={"decay": "constant"}, pipeline={"num_microbatches": 2},
+                train={"num_steps": num_steps, "micro_batch_size": 3, "threads": 1, "eval_interval": 0}).fit()
+        return steps(metrics(tmp_path / name))
+
+    whole = fit("whole", 4)
+    fit("parts", 2)
+    assert fit("parts", 4) == whole
+
+
 def test_a_trainer_takes_datasets_and_refuses_what_is_none(tmp_path: Path) -> None:
     from mixer import Mixer
 
