@@ -33,7 +33,8 @@ CODECS: dict[str, dict[str, Any]] = {
     "none": {}, "bf16": {"messages": "bf16"}, "int8": {"messages": "int8"}, "int4": {"messages": "int4"},
     "int4, gradients int8": {"messages": "int4", "messages_backward": "int8"},
     "dct 0.5": {"messages": "dct", "messages_kept": 0.5}, "dct 0.2": {"messages": "dct", "messages_kept": 0.2},
-    "dct 0.1": {"messages": "dct"}, "dct 0.05": {"messages": "dct", "messages_kept": 0.05}}
+    "dct 0.1": {"messages": "dct"}, "subspace 0.25": {"messages": "subspace", "messages_kept": 0.25},
+    "subspace 0.12": {"messages": "subspace", "messages_kept": 0.12}, "dct 0.05": {"messages": "dct", "messages_kept": 0.05}}
 STUDY = Shape(4, 128, 4, 64, 2048, 4)
 M, EVAL_BATCHES = 8, 32
 _EVERY = 10
@@ -59,12 +60,14 @@ def train(config: Config) -> dict[str, Any]:
     """Trains in this process; losses by step, and the validation loss at the end."""
     torch.set_num_threads(1)
     data = _open(config)
-    alone = resolve(from_mapping({"parallel": {"pp": 1}}, config), 1)
+    whole = M * STUDY.micro_batch  # micro-batches make no difference, and a large one is faster
+    alone = resolve(from_mapping({"parallel": {"pp": 1}, "pipeline": {"num_microbatches": 1},
+                                  "train": {"micro_batch_size": whole}}, config), 1)
     engine = Engine(alone, ProcessGrid(), torch.device("cpu"))
     add_boundaries({int(number): block for number, block in engine.stage.blocks.items()}, config)
 
     def loader(dataset: Any) -> BatchLoader:
-        return BatchLoader(dataset, micro_batch_size=STUDY.micro_batch, num_microbatches=M)
+        return BatchLoader(dataset, micro_batch_size=whole, num_microbatches=1)
 
     losses: list[float] = []
 

@@ -51,10 +51,11 @@ def train(config: Config) -> dict[str, Any]:
 @pytest.mark.ranks
 def test_bytes_are_those_of_the_formula_and_evaluation_is_exact() -> None:
     """14 rows on three tp ranks: 5, 5 and 4. int4: two tiles of 32 bytes and a scale; int8: of 64. dct: a tenth of the
-    70 features, and forth 70 bits."""
+    70 features, and forth 70 bits. subspace: of seven directions."""
     exact = run_ranks(train, 6, make({}))
     for compression, forth, back in (({"messages": "int4", "messages_backward": "int8"}, 2 * (32 + 2), 2 * (64 + 2)),
-                                     ({"messages": "dct"}, 7 * 4 + 9, 7 * 4)):
+                                     ({"messages": "dct"}, 7 * 4 + 9, 7 * 4),
+                                     ({"messages": "subspace", "messages_values": "bf16"}, 7 * 2, 7 * 2)):
         for rank, (found, plain) in enumerate(zip(run_ranks(train, 6, make(compression)), exact, strict=True)):
             rows = split_sizes(B * SEQ, 3)[rank % 3]
             op, other = ("send", "recv") if rank < 3 else ("recv", "send")
@@ -76,6 +77,7 @@ def test_a_codec_without_a_link_changes_no_bit() -> None:
     ({"messages": "int4"}, 1, {"schedule": "2bw", "recompute": "stage"}),
     ({"messages": "int8", "messages_backward": "none"}, 2, {"schedule": "gpipe", "recompute": "stage"}),
     ({"messages": "dct"}, 2, {"schedule": "2bw", "recompute": "stage"}),
+    ({"messages": "subspace"}, 1, {"schedule": "2bw", "recompute": "stage"}),
     ({"messages": "dct", "messages_kept": 0.5, "messages_values": "bf16"}, 1, {"schedule": "gpipe"}),
     ({"messages": "int4", "messages_backward": "bf16"}, 1, {"schedule": "1f1b", "split": (2, 3, 1)}),
 ], ids=str)
