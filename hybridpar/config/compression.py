@@ -82,17 +82,16 @@ class CompressionConfig:
     @staticmethod
     def _against_gradients(config: Config) -> Iterator[str]:
         if config.parallel.zero > 1:
-            yield f"does not go with parallel.zero = {config.parallel.zero}, which sums gradients block by block"
+            yield (f"does not go with parallel.zero = {config.parallel.zero}, which keeps no whole gradients: what a "
+                   "replica has not sent would take as much memory as these")
         if config.parallel.sites > 1:
-            yield f"does not go with parallel.sites = {config.parallel.sites}: outer.precision is for what sites send"
-        if config.memory.host_optimizer:
-            yield "does not go with memory.host_optimizer = true"
-        if config.memory.budget or config.memory.parts:
-            yield "does not go with memory.budget and memory.parts"
+            yield (f"does not go with parallel.sites = {config.parallel.sites}, within which links are fast: "
+                   "outer.precision is for what sites send")
+        if config.memory.budget:
+            yield (f"does not go with memory.budget = {config.memory.budget}: what a replica has not sent is needed "
+                   "whole, once a batch")
         if config.train.record_memory:
             yield f"does not go with train.record_memory = {config.train.record_memory}"
-        if config.train.dtype == "fp16":
-            yield "does not go with train.dtype = fp16, whose loss scale is the unit of what was not sent"
 
 
 UNCOMPRESSED = CompressionConfig()
