@@ -92,8 +92,8 @@ def measure(shape_name: str, m: int, rounds: int) -> dict[str, Any]:
     shape, size = SHAPES[shape_name], dist.get_world_size()
     config = engine_config(shape, dp=size, num_microbatches=m)
     ours, grids = {}, {}
-    for name, method in ((OURS, "powersgd"), ("hybridpar, whole", "none"), ("hybridpar, dct", "dct"),
-                         ("hybridpar, int8", "int8")):
+    for name, method in ((OURS, "powersgd"), ("hybridpar, whole", "none"), ("hybridpar, sbpca", "sbpca"),
+                         ("hybridpar, dct", "dct"), ("hybridpar, int8", "int8")):
         grids[name] = ProcessGrid(dp=size)
         ours[name] = OurStep(replace(config, compression=settings_of(method)), shape, grids[name])
     whole, theirs = DDPStep(shape, m, "fp32"), DDPStep(shape, m, "fp32")

@@ -1,8 +1,9 @@
 """Checkpoints of several sites: each goes on from its own files.
 
     k sites -> k, as they were            each from its own, to the bit on the same grid; messages under way leave again
+    k -> fewer                            the first ones each from its own, as if the others had never been
     1 -> k                                all from the one's state; its weights are the anchor
-    k -> another number, or another       all from the first site's state, where the weights of all are the same: after
+    k -> more, or another                 all from the first site's state, where the weights of all are the same: after
     every, fragments, delay, precision    an outer step without fragments, delay and mix
     generate, export, train.start_from    the anchor: what all sites had in common last
 """
@@ -23,7 +24,7 @@ _TIMELINE = ("outer.every", "outer.fragments", "outer.delay", "outer.precision")
 def mismatch(manifest: Manifest, wanted: Config, where: Path) -> str:
     """Why `wanted` cannot go on from a checkpoint of several sites; empty where it can."""
     saved, step = manifest.config, manifest.step
-    if saved.parallel.sites == 1 or not (changed := _changed(saved, wanted)):
+    if saved.parallel.sites == 1 or not (changed := _changed(saved, wanted)) or _fewer(saved, wanted):
         return ""
     timeline, mix = OuterTimeline.of(saved.outer, manifest.state.outer_start), saved.outer.mix
     if timeline.is_common(step, mix):
@@ -41,17 +42,22 @@ def _changed(saved: Config, wanted: Config) -> list[str]:
     return sites + [name for name in _TIMELINE if wanted.parallel.sites > 1 and _of(saved, name) != _of(wanted, name)]
 
 
+def _fewer(saved: Config, wanted: Config) -> bool:
+    """Whether sites are missing, and those that are there go on as before."""
+    return _changed(saved, wanted) == ["parallel.sites"] and wanted.parallel.sites < saved.parallel.sites
+
+
 def _of(config: Config, name: str) -> object:
     return getattr(config.outer, name.partition(".")[2])
 
 
 def source(manifest: Manifest, engine: Trainee) -> int:
     """The site whose files a rank goes on from."""
-    return engine.grid.site.rank if manifest.config.parallel.sites == engine.grid.site.size else 0
+    return engine.grid.site.rank if manifest.config.parallel.sites >= engine.grid.site.size else 0
 
 
 def going_on(manifest: Manifest, wanted: Config) -> Manifest:
     """The manifest with the step after which sites train apart in the way that `wanted` says."""
-    if not _changed(manifest.config, wanted):
+    if not _changed(manifest.config, wanted) or _fewer(manifest.config, wanted):
         return manifest
     return replace(manifest, state=replace(manifest.state, outer_start=manifest.step))

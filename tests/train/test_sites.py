@@ -174,9 +174,10 @@ def resumed(config: Config, root: Path) -> tuple[str, dict[str, torch.Tensor], i
 
 def test_another_number_of_sites_goes_on_where_all_are_the_same(tmp_path: Path) -> None:
     two = make({"sites": 2}, outer={"every": 3}, optim={"name": "muon"})
-    one = make({}, pipeline={"num_microbatches": 4}, optim={"name": "muon"})
+    one, four = (make({"sites": sites}, pipeline={"num_microbatches": m}, optim={"name": "muon"}, outer={"every": 3})
+                 for sites, m in ((1, 4), (4, 1)))
     run_ranks(save_after, 2, two, tmp_path / "odd", 2)
-    refused = run_ranks(resumed, 1, one, tmp_path / "odd")[0][0]
+    refused = run_ranks(resumed, 4, four, tmp_path / "odd")[3][0]
     assert "not the same at step 2, so parallel.sites cannot change here; they next are after step 3" in refused
     common = run_ranks(save_after, 2, two, tmp_path / "even", 3)
     (error, loaded, done), = run_ranks(resumed, 1, one, tmp_path / "even")
@@ -188,3 +189,29 @@ def test_another_number_of_sites_goes_on_where_all_are_the_same(tmp_path: Path) 
     for error, loaded, done in run_ranks(resumed, 2, two, tmp_path / "one"):
         assert (error, done) == ("", 5)
         assert all(torch.equal(loaded[name], alone[name]) for name in alone)
+
+
+def test_sites_that_are_left_go_on_from_their_own_state_at_any_step(tmp_path: Path) -> None:
+    """Three, with a message under way, of which one does not come back, or two."""
+    three, two, one = (make({"sites": sites}, outer=STREAMED, pipeline={"num_microbatches": m})
+                       for sites, m in ((3, 2), (2, 3), (1, 6)))
+    saved = run_ranks(save_after, 3, three, tmp_path, 5)
+    assert any(not torch.equal(saved[0][name], saved[1][name]) for name in saved[0]), "never apart"
+    found = run_ranks(gone_on, 2, two, tmp_path)
+    for site, (weights, divergence, anchor, done) in enumerate(found):
+        assert all(torch.equal(weights[name], saved[site][name]) for name in weights)
+        assert (divergence, done) == ("", 8)
+        assert all(torch.equal(x, found[0][2][key]) for key, x in anchor.items())
+    assert any(x.any() for x in found[0][2].values())
+    weights, _, _, done = run_ranks(gone_on, 1, one, tmp_path)[0]
+    assert done == 8
+    assert all(torch.equal(weights[name], saved[0][name]) for name in weights)
+
+
+def gone_on(config: Config, root: Path) -> tuple[dict[str, torch.Tensor], str, dict[str, torch.Tensor], int]:
+    engine, loader = start(config)
+    checkpoint.resume(root, engine, "", print)
+    weights = {name: weight.clone() for name, weight in engine.state.weights.full_weights().items()}
+    engine.train(loader, 3, lambda result: None)
+    anchor = {key: x.clone() for key, x in engine.state.tensors().items() if key.startswith(("anchor", "outer"))}
+    return weights, find_divergence(engine.state.placed(), engine.grid), anchor, engine.batches_done

@@ -142,6 +142,25 @@ def test_a_job_goes_on_without_a_rank_that_does_not_come_back(tmp_path: Path) ->
     assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 31))
 
 
+@pytest.mark.timeout(300)
+def test_a_site_leaves_and_comes_back(tmp_path: Path) -> None:
+    """The other one goes on from its own state with the whole batch; the one that returns begins with what that has
+    trained, and both meet again."""
+    config, sites = write_config(tmp_path), ("--parallel.sites", "2", "--parallel.dp", "1", "--outer.every", "4",
+                                             "--outer.fragments", "2", "--outer.delay", "1", "--faults.min_ranks", "1")
+    code, out = train(2, config, *sites, "--train.num_steps", "18", "--inject", "lose rank 1 at step 11")
+    assert code == 0, out
+    run = tmp_path / "runs" / "run"
+    assert [(one["kind"], one["rank"]) for one in failures(run)] == [("died", 1), ("died", 1)]
+    assert "on 1 ranks, parallel.dp = 1, parallel.sites = 1, pipeline.num_microbatches = 4" in out
+    assert "since the last time: parallel.sites: 2 -> 1" in out
+    code, out = train(2, config, *sites, "--train.num_steps", "26")
+    assert code == 0, out
+    assert "going on after step 18" in out
+    assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 27))
+    assert any("sites_loss" in row for row in metrics(run) if row.get("step", 0) > 18)
+
+
 def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
     code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", "--data.corpus", "nowhere")
     assert code == 1
