@@ -34,7 +34,8 @@ CODECS: dict[str, dict[str, Any]] = {
     "int4, gradients int8": {"messages": "int4", "messages_backward": "int8"},
     "dct 0.5": {"messages": "dct", "messages_kept": 0.5}, "dct 0.2": {"messages": "dct", "messages_kept": 0.2},
     "dct 0.1": {"messages": "dct"}, "subspace 0.25": {"messages": "subspace", "messages_kept": 0.25},
-    "subspace 0.12": {"messages": "subspace", "messages_kept": 0.12}, "dct 0.05": {"messages": "dct", "messages_kept": 0.05}}
+    "subspace 0.12": {"messages": "subspace", "messages_kept": 0.12},
+    "dct 0.05": {"messages": "dct", "messages_kept": 0.05}}
 STUDY = Shape(4, 128, 4, 64, 2048, 4)
 M, EVAL_BATCHES = 8, 32
 _EVERY = 10
