@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """Codecs of what ranks send to each other. Evaluation, generation and export use none.
+    """Codecs of what ranks send to each other. Evaluation, generation and export use none, but for a subspace.
 
     What a batch does not send of gradients between replicas is added to the next one's (error feedback), but for sbpca.
     `gradients` have no effect where parallel.dp is 1 and no weight is tied across stages.
@@ -25,8 +25,9 @@ class CompressionConfig:
     """Activations between stages in training: bf16; or a bfloat16 scale for each 64 features of a token and 8 or 4 bits
     a feature, 4 bits after a Hadamard rotation. fp32 takes 2, 3.9 or 7.5 times the bytes. dct: each token's features
     that are farthest from zero, and a bit for each feature; zeros behind the link (after arXiv 2010.08899).
-    subspace: a token's coordinates along fixed random directions, of all else nothing. Of small models that were tried
-    int4 learns more for the same bytes than either. A head that is a stage of its own gets exact ones."""
+    subspace: a token's coordinates along fixed random directions, of all else nothing; then the projection is a part of
+    the model, also in evaluations, which needs the same stages from then on, and is not exported. Of small models that
+    were tried int4 learns more for the same bytes than either. A head that is a stage of its own gets exact ones."""
     messages_backward: Literal["same", "none", "bf16", "int8", "int4"] = "same"
     """Gradients between stages; same: as `messages`, with dct those of the features that were sent."""
     messages_kept: Annotated[float, Within(above=0, most=1)] = 0.1

@@ -221,14 +221,14 @@ class Codecs:
                     f"token (model.hidden_size), which are {plain} bytes in {config.train.dtype}", "none")
         return cls(forward, backward, config.model.num_blocks - 1)
 
-    def on(self, flow: int, first: int) -> Codec | None:
+    def on(self, flow: int, first: int, *, training: bool = True) -> Codec | None:
         """The codec on the link into the stage that begins with block `first`; a head alone gets exact activations.
 
-        flow: 1 for activations, -1 for their gradients.
+        flow: 1 for activations, -1 for their gradients. training: else messages are exact, but for those of a subspace:
+        what lies outside of it was never seen behind the link, so the projection is a part of the model.
         """
-        if first == self.head:
-            return None
-        return self.forward if flow > 0 else self.backward
+        codec = self.forward if flow > 0 else self.backward
+        return None if first == self.head or not (training or isinstance(codec, Subspace)) else codec
 
 
 def through(codec: Codec | None, x: Tensor) -> Tensor:
