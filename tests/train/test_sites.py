@@ -172,13 +172,13 @@ def resumed(config: Config, root: Path) -> tuple[str, dict[str, torch.Tensor], i
     return "", loaded, engine.batches_done
 
 
-def test_another_number_of_sites_goes_on_where_all_are_the_same(tmp_path: Path) -> None:
+def test_another_timeline_goes_on_where_all_are_the_same(tmp_path: Path) -> None:
     two = make({"sites": 2}, outer={"every": 3}, optim={"name": "muon"})
-    one, four = (make({"sites": sites}, pipeline={"num_microbatches": m}, optim={"name": "muon"}, outer={"every": 3})
-                 for sites, m in ((1, 4), (4, 1)))
+    one, often = (make({"sites": sites}, pipeline={"num_microbatches": m}, optim={"name": "muon"}, outer={"every": 2})
+                  for sites, m in ((1, 4), (2, 2)))
     run_ranks(save_after, 2, two, tmp_path / "odd", 2)
-    refused = run_ranks(resumed, 4, four, tmp_path / "odd")[3][0]
-    assert "not the same at step 2, so parallel.sites cannot change here; they next are after step 3" in refused
+    refused = run_ranks(resumed, 2, often, tmp_path / "odd")[1][0]
+    assert "not the same at step 2, so outer.every cannot change here; they next are after step 3" in refused
     common = run_ranks(save_after, 2, two, tmp_path / "even", 3)
     (error, loaded, done), = run_ranks(resumed, 1, one, tmp_path / "even")
     assert (error, done) == ("", 6)
@@ -192,11 +192,18 @@ def test_another_number_of_sites_goes_on_where_all_are_the_same(tmp_path: Path) 
 
 
 def test_sites_that_are_left_go_on_from_their_own_state_at_any_step(tmp_path: Path) -> None:
-    """Three, with a message under way, of which one does not come back, or two."""
-    three, two, one = (make({"sites": sites}, outer=STREAMED, pipeline={"num_microbatches": m})
-                       for sites, m in ((3, 2), (2, 3), (1, 6)))
+    """Three, with a message under way, of which one does not come back, or two; and a fourth, which comes with the
+    weights that the three had in common last."""
+    four, three, two, one = (make({"sites": sites}, outer=STREAMED, pipeline={"num_microbatches": 12 // sites})
+                             for sites in (4, 3, 2, 1))
     saved = run_ranks(save_after, 3, three, tmp_path, 5)
     assert any(not torch.equal(saved[0][name], saved[1][name]) for name in saved[0]), "never apart"
+    common = checkpoint.load_full(tmp_path / "step_00000005")[1]
+    more = run_ranks(gone_on, 4, four, tmp_path)
+    for site, (weights, divergence, anchor, done) in enumerate(more):
+        assert all(torch.equal(w, saved[site][name] if site < 3 else common[name]) for name, w in weights.items())
+        assert (divergence, done) == ("", 8)
+        assert all(torch.equal(x, more[0][2][key]) for key, x in anchor.items())
     found = run_ranks(gone_on, 2, two, tmp_path)
     for site, (weights, divergence, anchor, done) in enumerate(found):
         assert all(torch.equal(weights[name], saved[site][name]) for name in weights)
