@@ -26,7 +26,7 @@ from hybridpar.models.build import DTYPES, Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
+from hybridpar.pipeline.plan.predict import Ordering, extended, smallest_early_switch
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.planner.codec_costs import CodecCosts
 from hybridpar.planner.compressed import gradient_share
@@ -38,10 +38,8 @@ from hybridpar.state.partition import BUCKET_BYTES
 GRADIENT_BYTES = {name: max(dtype.itemsize, 4) for name, dtype in DTYPES.items()}
 TRANSFERS = (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B)
 _NORM_BYTES = 64
-_FEWEST_SIMULATED = 8
-_STEADY = 0.999
-_BATCHES_TO_SETTLE = 5
-"""Batches without a drain after which most pipelines repeat themselves."""
+_FEWEST_MOVED = 16
+"""Micro-batches, besides those of a full pipeline, whose moves are simulated where there are many."""
 
 
 @dataclass(frozen=True)
@@ -336,38 +334,18 @@ class StepCost:
         return self.simulated(self.costs)
 
     def simulated(self, costs: Costs) -> float:
-        """The step time with these costs.
+        """The step time with these costs."""
+        ordering, moves, sizes = self.ordering, self.moves, self.sizes
+        if moves is None:
+            return ordering.step_time(sizes, costs)
+        few = max(2 * self.pp, ordering.make().warmup(sizes, 0)) + _FEWEST_MOVED
+        few += (sizes.num_microbatches - few) % self.pp if sizes.is_ring else 0
 
-        Where there are many micro-batches, some are simulated: once a pipeline is full, each more takes what the one
-        before took. Where few of them wait for a reduction that more would hide, all are.
-        """
-        m = self.sizes.num_microbatches
-        if (few := self._few) == m:
-            return self._step(m, costs)
-        more = self.pp + _FEWEST_SIMULATED
-        more += -more % self.pp if self.sizes.is_ring else 0  # rounds of interleaved micro-batches are then alike
-        first, second = self._step(few, costs), self._step(few + more, costs)
-        each = (second - first) / more
-        if each < _STEADY * max(rank.compute for rank in self.ranks):
-            return self._step(m, costs)
-        return first + (m - few) * each
+        def takes(m: int) -> float:
+            return moves.step_time(ordering, replace(sizes, num_microbatches=m), costs)
 
-    @property
-    def _few(self) -> int:
-        """Number of micro-batches to simulate: those of a full pipeline, and some more."""
-        p, m = self.pp, self.sizes.num_microbatches
-        few = max(2 * p, self.ordering.make().warmup(self.sizes, 0)) + 2 * _FEWEST_SIMULATED
-        few += (m - few) % p if self.sizes.is_ring else 0
-        return m if m <= 2 * few or self.ordering.early_switch is not None else few
-
-    def _step(self, m: int, costs: Costs) -> float:
-        ordering, sizes = self.ordering, replace(self.sizes, num_microbatches=m)
-        if self.moves is not None:
-            return self.moves.step_time(ordering, sizes, costs)
-        if ordering.make().flush:
-            return ordering.timeline(sizes, costs, 4).step_time(m)
-        period = ordering.timeline(sizes, costs, _BATCHES_TO_SETTLE).period(m)
-        return period or ordering.timeline(sizes, costs).step_time(m)
+        whole = sizes.num_microbatches <= 2 * few
+        return extended(takes, sizes, sizes.num_microbatches if whole else few, max(r.compute for r in self.ranks))
 
     @property
     def tokens_per_s(self) -> float:
