@@ -11,7 +11,7 @@ open:
     inter-layer   a batch is one micro-batch in each pipeline, so every micro-batch pays for an update
     2bw           tied embeddings, clipping and the overflow check are left out; versions are copied when they change
 
-Times are costs by `planner.hardware` of `Machine`, its three fitted numbers included; the order of all things is a plan
+Times are costs by `planner.kernels` of `Machine`, its three fitted numbers included; the order of all things is a plan
 of ours, timed by `paper_network`. Only tensor parallelism, which has no pipeline, is a sum.
 
 Legend: b micro-batch, m micro-batches of a batch in a pipeline, d stages, w pipelines, B global batch. Seconds, bytes.
@@ -29,19 +29,8 @@ from hybridpar.models.cost import layer_matmul_parameters
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.simulate import Costs
-from hybridpar.planner.hardware import (
-    DEVICES,
-    FULL,
-    GIB,
-    GIGABIT,
-    HALF,
-    LINKS,
-    BlockTime,
-    Cluster,
-    Link,
-    activation_bytes,
-    block_times,
-)
+from hybridpar.planner.hardware import DEVICES, GIB, GIGABIT, LINKS, Cluster, Link
+from hybridpar.planner.kernels import FULL, HALF, MEGATRON_2020, BlockTime, activation_bytes, block_times
 
 MICRO_BATCH = 8
 SIZES = {"2.2b": (32, 2304, 32), "3.8b": (32, 3072, 32)}  # layers, hidden, heads (scripts/driver_sweep.py)
@@ -205,7 +194,7 @@ def pipeline_costs(setting: Setting, machine: Machine, system: str) -> Costs:
     cluster = machine.cluster(setting.servers, machine.ring_gbit)
     device, devices, model = cluster.device, setting.devices(), setting.model
     stages = setting.stages()
-    compute = _stage_times(setting, block_times(model, MICRO_BATCH, device), stages)
+    compute = _stage_times(setting, block_times(model, MICRO_BATCH, device, kernels=MEGATRON_2020), stages)
     parameters = [setting.parameters(blocks) for blocks in stages]
     reduce = [all_reduce_time(cluster, HALF * n, group) for n, group in zip(parameters, devices, strict=True)]
     if system == "2bw":
@@ -249,7 +238,7 @@ def _tensor_step(setting: Setting, machine: Machine) -> float:
     """Megatron's tensor parallelism over `depth` devices, the rest data parallel: a sum, as nothing overlaps."""
     model, tp = setting.model, setting.depth
     cluster = machine.cluster(setting.servers, machine.ring_gbit)
-    times = block_times(model, MICRO_BATCH, cluster.device, tp)
+    times = block_times(model, MICRO_BATCH, cluster.device, tp, MEGATRON_2020)
     compute = sum(_stage_times(setting, times, [range(model.num_blocks)])[0])
     message = all_reduce_time(cluster, activation_bytes(model, MICRO_BATCH), range(tp))
     collectives = 6 * model.num_layers + 2  # 4 and recomputed 2 in a layer; and embedding and head

@@ -28,12 +28,10 @@ from hybridpar.planner.hardware import (
     Cluster,
     Device,
     Link,
-    activation_bytes,
-    block_times,
     find_device,
     find_link,
-    remake_time,
 )
+from hybridpar.planner.kernels import OURS, Kernels, activation_bytes, block_times, remake_time
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import KINDS, BlockCost, Hardware, Key, Profile, settings_of
 from hybridpar.reading import nearest_path, read_toml
@@ -150,8 +148,10 @@ def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
     return Machine(profile, number, per, inner or Link("none", 1.0, 0.0), outer, memory)
 
 
-def estimate(config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT) -> Profile:
-    """The profile of a model on a cluster's device, from planner.hardware's formulas.
+def estimate(
+    config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT, kernels: Kernels = OURS
+) -> Profile:
+    """The profile of a model on a cluster's device, from planner.kernels' formulas.
 
     Raises: ConfigError if the model is not in 16 bits.
     """
@@ -164,7 +164,7 @@ def estimate(config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT) -> 
     for tp in degrees:
         parameters = count_parameters(model, tp)
         for b in sizes:
-            times = block_times(model, b, device, tp)
+            times = block_times(model, b, device, tp, kernels)
             message = activation_bytes(model, b)
             half = (message // 2,)  # a gather, or a reduce_scatter
             # embedding, layer and head: their all-reduces over tp, forward and backward
@@ -179,7 +179,7 @@ def estimate(config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT) -> 
                     device.memory_time(UPDATE_TRAFFIC * n), forward_messages=forward, backward_messages=backward,
                     remake=remake_time(model, b, device, tp) if kind == "layer" else 0.0, parameters=n)
     hardware = Hardware(device.name, cluster.devices_per_server, device.memory_bytes, hosts=cluster.num_servers)
-    return Profile(hardware, blocks, {}, settings_of(config), estimated=True, about={"source": "planner.hardware"})
+    return Profile(hardware, blocks, {}, settings_of(config), estimated=True, about={"source": "planner.kernels"})
 
 
 def count_parameters(model: ModelConfig, tp: int) -> dict[str, int]:

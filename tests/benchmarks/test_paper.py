@@ -25,7 +25,8 @@ from hybridpar.models.cost import forward_flops_per_token
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.simulate import simulate
-from hybridpar.planner.hardware import DEVICES, LINKS, BlockTime, Cluster, activation_bytes, block_times
+from hybridpar.planner.hardware import DEVICES, LINKS, Cluster
+from hybridpar.planner.kernels import MEGATRON_2020, BlockTime, activation_bytes, block_times
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_one_gpu() -> None:
     machine = Machine()
     model = replace(GPT[0].model, num_layers=24, hidden_size=1024, num_heads=16)
     layers, device = range(1, 25), machine.cluster(1, machine.ring_gbit).device
-    step = sum(stage_time(block_times(model, MICRO_BATCH, device), range(26), layers))
+    step = sum(stage_time(block_times(model, MICRO_BATCH, device, kernels=MEGATRON_2020), range(26), layers))
     step += device.memory_time(UPDATE_TRAFFIC * 355e6)
     forward = forward_flops_per_token(model)
     flops = MICRO_BATCH * model.seq_length * (3 * sum(forward) + sum(forward[i] for i in layers))

@@ -12,7 +12,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import ConfigError
 from hybridpar.planner.cluster import count_parameters, estimate, machine_of, measured_machine, read_cluster
 from hybridpar.planner.cost import StepCost
-from hybridpar.planner.hardware import block_times
+from hybridpar.planner.kernels import block_times
 
 GOOD = """
 servers = 2

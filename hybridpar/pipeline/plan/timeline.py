@@ -100,9 +100,9 @@ class Timeline:
     def steady(self, num_microbatches: int) -> tuple[float, float, int]:
         """A stretch of whole batches in the steady state, as rank 0 begins them: since when, until when, how many.
 
-        One that the plan drains before and behind, where it has begun to repeat itself. Else the second half of the plan
-        without its last batch, so fill and drain do not count; that needs at least four batches, and schedules with a
-        long pipeline of few micro-batches need more to settle.
+        One that the plan drains before and behind, where it has begun to repeat itself. Else the second half of the
+        plan without its last batch, so fill and drain do not count; that needs at least four batches, and schedules
+        with a long pipeline of few micro-batches need more to settle.
         """
         if repeating := self.drained(num_microbatches):
             return *repeating[0], 1
@@ -118,8 +118,11 @@ class Timeline:
 
     def steady_step(self, num_microbatches: int) -> tuple[float, tuple[float, ...]]:
         """Steady-state time of a batch, and the idle share of each rank meanwhile."""
-        since, until, num_batches = self.steady(num_microbatches)
-        windows = self.drained(num_microbatches) or [(since, until)] * len(self.plan)
+        windows, num_batches = self.drained(num_microbatches), 1
+        if not windows:
+            *window, num_batches = self.steady(num_microbatches)
+            windows = [(window[0], window[1])] * len(self.plan)
+        since, until = windows[0]
         return (until - since) / num_batches, tuple(
             self.idle_share(rank, *window) for rank, window in zip(sorted(self.plan), windows, strict=True))
 
