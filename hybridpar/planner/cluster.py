@@ -8,6 +8,11 @@
                                     #   back_gbit_per_s: from a later server to an earlier one, if it differs
     outer_links = 1                 # of a server, shared by its devices
 
+    [[levels]]                      # beyond servers, from the inside out; left out: none
+    groups = 4                      # of what is below in one of these: servers in a rack, racks in a row
+    link = "infiniband-hdr"         # joins the racks
+    links = 2                       # of a rack, shared by its servers
+
 `outer` may be left out where there is one server.
 """
 
@@ -27,6 +32,7 @@ from hybridpar.planner.hardware import (
     GIGABIT,
     Cluster,
     Device,
+    Level,
     Link,
     find_device,
     find_link,
@@ -46,7 +52,8 @@ _MOST, _MOST_DEVICES = 1e9, 100_000
 _DEVICE = {"name": str, "tflops": float, "memory_gib": float, "memory_gb_per_s": float, "matmul_share": float}
 _LINK = {"name": str, "gbit_per_s": float, "back_gbit_per_s": float, "latency_us": float, "share": float}
 _KEYS = {"servers": int, "devices_per_server": int, "device": (str, dict), "inner": (str, dict),
-         "outer": (str, dict), "outer_links": int}
+         "outer": (str, dict), "outer_links": int, "levels": list}
+_LEVEL = {"groups": int, "link": (str, dict), "links": int}
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -63,12 +70,25 @@ def read_cluster(path: Path) -> Cluster:
         problems.append(Problem("outer", None, f"joins the {servers} servers, so there must be one", '"ethernet-25"'))
     if not problems and (number := servers * document["devices_per_server"]) > _MOST_DEVICES:
         problems.append(Problem("servers", servers, f"are {number} devices; there may be {_MOST_DEVICES}", "1024"))
+    levels = document.get("levels", [])
+    for i, level in enumerate(levels if not problems else ()):
+        if not isinstance(level, dict):
+            problems.append(Problem(f"levels[{i}]", level, "is no table", "[[levels]] groups = 4, link = ..."))
+        else:
+            problems += _problems(f"levels[{i}].", level, _LEVEL, ("groups", "link"))
     if problems:
         raise ConfigError(*(replace(p, field=f"{path.name}: {p.field}") for p in problems))
     inner = _link(document["inner"], "inner")
     return Cluster(
         _device(document["device"]), document["devices_per_server"], servers, inner,
-        _link(document["outer"], "outer") if "outer" in document else inner, document.get("outer_links", 1))
+        _link(document["outer"], "outer") if "outer" in document else inner, document.get("outer_links", 1),
+        tuple(_levels(levels, document["devices_per_server"])))
+
+
+def _levels(tables: Iterable[Mapping[str, Any]], devices: int) -> Iterable[Level]:
+    for i, table in enumerate(tables):
+        devices *= table["groups"]
+        yield Level(devices, _link(table["link"], f"levels[{i}].link"), table.get("links", 1))
 
 
 def _problems(
@@ -123,7 +143,7 @@ def machine_of(cluster: Cluster, profile: Profile, num_devices: int = 0) -> Mach
     return Machine(
         profile, num_devices or cluster.num_devices, cluster.devices_per_server, cluster.inner,
         cluster.outer if cluster.num_servers > 1 else None, cluster.device.memory_bytes, cluster.outer_links,
-        measured=False)
+        measured=False, levels=cluster.levels)
 
 
 def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:

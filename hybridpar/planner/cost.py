@@ -16,10 +16,11 @@ replicas and tp ranks of a stage run in step: one pipeline stands for all of the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+import numpy as np
 
 from hybridpar.config import Config
 from hybridpar.models.build import DTYPES, Recomputation, recomputed_blocks
@@ -30,7 +31,7 @@ from hybridpar.pipeline.plan.predict import Ordering, extended, smallest_early_s
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.planner.codec_costs import CodecCosts
 from hybridpar.planner.compressed import gradient_share
-from hybridpar.planner.machine import Machine
+from hybridpar.planner.machine import AnyLink, Machine
 from hybridpar.planner.moves import Moves
 from hybridpar.planner.profile import KINDS, BlockCost
 from hybridpar.state.partition import BUCKET_BYTES
@@ -214,21 +215,30 @@ class StepCost:
         return self._links(-1)
 
     def _links(self, flow: int) -> list[tuple[float, float, float]]:
-        machine, size, per = self.machine, self.dp * self.tp, self.machine.devices_per_server
-        pairs = [[(r * size + i, (r + 1) % self.pp * size + i) for i in range(size)]
-                 for r in range(self.sizes.num_links)]
-        leaving = Counter(source // per for link in pairs for source, to in link if source // per != to // per)
-        found = []
-        for r, of_link in enumerate(pairs):
-            crosses = any(source // per != to // per for source, to in of_link)
-            link = machine.outer if crosses and machine.outer else machine.link(of_link[0])
-            most = max(leaving[source // per] for source, _ in of_link) or 1
-            flows = max(most / machine.outer_links, 1) if crosses else 1
-            latency, work = link.transfer_time(1), link.transfer_work(self._sent_bytes(1, r))
-            way = flow if of_link[0][0] < of_link[0][1] else -flow
-            whole = link.transfer_time(self._sent_bytes(flow, r), flows, way)
-            found.append((max(0.0, whole - latency - work), min(latency, max(0.0, whole - work)), work))
-        return found
+        size = self.dp * self.tp
+        sources = np.arange(self.sizes.num_links * size).reshape(-1, size)
+        targets = (sources + size) % (self.pp * size)
+        crossed: list[list[tuple[AnyLink, float]]] = [[] for _ in sources]  # by link: what it crosses, and its flows
+        for of_group, link, links in self.machine.borders:
+            groups, crosses = sources // of_group, sources // of_group != targets // of_group
+            if crosses.any():
+                leaving = np.bincount(groups[crosses])
+                most = np.where(crosses, leaving[np.minimum(groups, len(leaving) - 1)], 0).max(axis=1)
+                for of_link, number in zip(crossed, most.tolist(), strict=True):
+                    of_link += [(link, max(number / links, 1))] if number else []
+        return [self._link(flow if flat[0] < flat[1] else -flow, self._sent_bytes(flow, r), self._sent_bytes(1, r),
+                           of_link or [(self.machine.inner, 1)])
+                for r, (flat, of_link) in enumerate(zip(
+                    zip(sources[:, 0].tolist(), targets[:, 0].tolist(), strict=True), crossed, strict=True))]
+
+    def _link(
+        self, way: int, num_bytes: int, carried: int, crossed: Sequence[tuple[AnyLink, float]]
+    ) -> tuple[float, float, float]:
+        """The slowest of the links that a message crosses, each shared by all that leave a group there."""
+        whole, link = max(((link.transfer_time(num_bytes, flows, way), link) for link, flows in crossed),
+                          key=lambda pair: pair[0])
+        latency, work = link.transfer_time(1), link.transfer_work(carried)
+        return max(0.0, whole - latency - work), min(latency, max(0.0, whole - work)), work
 
     def _sent_bytes(self, flow: int, r: int) -> int:
         """Bytes of a message that a rank of tp sends between pipeline ranks r and r + 1."""

@@ -11,11 +11,12 @@ Units: seconds, bytes, bytes/s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hybridpar.errors import config_error
+from hybridpar.pipeline.plan.network import Network, Route
 
 T = TypeVar("T")
 GIB = 2**30
@@ -32,7 +33,7 @@ class Device:
     memory_bandwidth: float
     matmul_share: float
     """Share of `peak_flops` that an endless matrix product reaches; others reach less (kernels.py). Measured on the
-    H200 (802 TFLOP/s, benchmarks/results/gpu_ops.json), else an estimate."""
+    H200 (802 TFLOP/s, benchmarks/results/gpu_ops.json), fitted on the V100 (benchmarks/paper.py), else an estimate."""
     memory_share: float = 0.8
     """Share of `memory_bandwidth` that element-wise kernels reach. Measured on the H200 (AdamW, 0.81), else an
     estimate."""
@@ -101,8 +102,8 @@ class Link:
 DEVICES = {
     device.name: device
     for device in (
-        Device("v100-16gb", 125e12, 16 * GIB, 900e9, 0.78, units=80),
-        Device("v100-32gb", 125e12, 32 * GIB, 900e9, 0.78, units=80),
+        Device("v100-16gb", 125e12, 16 * GIB, 900e9, 0.66, units=80),
+        Device("v100-32gb", 125e12, 32 * GIB, 900e9, 0.66, units=80),
         Device("a100-40gb", 312e12, 40 * GIB, 1555e9, 0.83, attention_share=0.65, attention_back_share=0.55),
         Device("a100-80gb", 312e12, 80 * GIB, 2039e9, 0.83, attention_share=0.65, attention_back_share=0.55),
         Device("h100-80gb", 989e12, 80 * GIB, 3350e9, 0.825, 0.8, 132, 0.58, 0.39),
@@ -148,11 +149,107 @@ def _find(field: str, name: str, known: Mapping[str, T], works: str) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
-    """Equal servers of equal devices, numbered server by server: `inner` joins those of a server, `outer` the servers.
+class Level:
+    """Groups of devices beyond servers, such as racks: `link` joins those of a level, and each group has `links`."""
 
-    `outer_links`: how many `outer` links a server has; its devices share them evenly.
+    devices: int
+    """Of a group, which follow each other."""
+    link: Link
+    links: int = 1
+
+
+class Joined:
+    """Devices that are numbered server by server, and what joins them: the one model of a network.
+
+    Those of a server are joined by `inner`. Servers have `outer_links` links `outer` each, groups of a level its links;
+    what leaves a group shares these, and what enters it. So a message from rack to rack crosses the links of two
+    servers and of two racks.
     """
+
+    __slots__ = ()
+    devices_per_server: int
+    inner: Any
+    outer: Any
+    outer_links: int
+    levels: tuple[Level, ...]
+
+    @property
+    def borders(self) -> list[tuple[int, Any, int]]:
+        """Devices of a group, the link that joins such groups, and how many a group has: servers, then the levels."""
+        return [(self.devices_per_server, self.outer, self.outer_links),
+                *((level.devices, level.link, level.links) for level in self.levels)]
+
+    def crossed(self, source: int, target: int) -> Iterator[tuple[int, int, int]]:
+        """The borders between two devices: number, group that is left, group that is entered."""
+        for number, (size, _, _) in enumerate(self.borders):
+            if source // size != target // size:
+                yield number, source // size, target // size
+
+    def servers(self, ranks: Sequence[int]) -> int:
+        """Number of servers that these devices are on."""
+        return len({rank // self.devices_per_server for rank in ranks})
+
+    def link(self, ranks: Sequence[int]) -> Any:
+        """The outermost link among these devices."""
+        crossed = [link for size, link, _ in self.borders if len({rank // size for rank in ranks}) > 1]
+        assert None not in crossed, "a machine of several servers has a link between them"
+        return crossed[-1] if crossed else self.inner
+
+    def all_reduce(self, num_bytes: float, ranks: Sequence[int], rings: int = 1) -> float:
+        """Seconds of a ring over these devices, while `rings` equal ones pass through the same servers."""
+        if len(ranks) == 1 or not num_bytes:
+            return 0.0
+        return max(float(link.ring_time(num_bytes, len(ranks), shared)) for link, shared in self._shared(ranks, rings))
+
+    def half_ring(self, op: str, num_bytes: float, ranks: Sequence[int], rings: int = 1) -> tuple[float, float]:
+        """Seconds of a gather or a scatter over these devices, likewise, and CPU time of each."""
+        if len(ranks) == 1 or not num_bytes:
+            return 0.0, 0.0
+        return max(link.half_ring(op, num_bytes, len(ranks), shared) for link, shared in self._shared(ranks, rings))
+
+    def _shared(self, ranks: Sequence[int], rings: int) -> list[tuple[Any, float]]:
+        """Each link that a ring crosses (it enters and leaves a group once), and how many share it: all that pass
+        through a server, and so through a group as many times as it has servers for each that the ring is on."""
+        found = []
+        for size, link, links in self.borders:
+            groups = {rank // size for rank in ranks}
+            if len(groups) > 1:
+                through = rings * size * len(groups) / (self.devices_per_server * self.servers(ranks))
+                found.append((link, max(through / links, 1)))
+        return found or [(self.inner, 1)]
+
+    def network(self, stages: Sequence[Sequence[int]], message_bytes: float, *, half_duplex: bool = False) -> Network:
+        """The network of a pipeline: `stages[r][i]` is the device of stage r in replica i, which sends one message of
+        so many bytes to `stages[r + 1][i]`.
+
+        Devices of one server have a link of their own to each other. half_duplex: what leaves a group and what enters
+        it shares its links, too.
+        """
+        own = (self.inner.pair_bandwidth or self.inner.bandwidth) * self.inner.share
+        bandwidth: dict[Hashable, float] = {}
+        routes: dict[int, list[Route]] = {1: [], -1: []}
+        for r in range(len(stages) - 1):
+            for step, sources, targets in ((1, stages[r], stages[r + 1]), (-1, stages[r + 1], stages[r])):
+                load: dict[Hashable, float] = {}
+                latency = self.inner.latency
+                for source, target in zip(sources, targets, strict=True):
+                    shared = {("inner", source, target): own}
+                    for number, left, entered in self.crossed(source, target):
+                        _, link, links = self.borders[number]
+                        shared = {} if number == 0 else shared
+                        ways = ("both", "both") if half_duplex else ("out", "in")
+                        rate, latency = link.bandwidth * link.share * links, max(latency, link.latency)
+                        shared |= {(number, group, way): rate for group, way in zip((left, entered), ways, strict=True)}
+                    bandwidth |= shared
+                    for key in shared:
+                        load[key] = load.get(key, 0.0) + message_bytes
+                routes[step].append(Route(load, latency))
+        return Network(bandwidth, routes[1], routes[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster(Joined):
+    """Equal servers of equal devices. `outer_links`: how many `outer` links a server has; its devices share them."""
 
     device: Device
     devices_per_server: int
@@ -160,11 +257,8 @@ class Cluster:
     inner: Link
     outer: Link
     outer_links: int = 1
+    levels: tuple[Level, ...] = ()
 
     @property
     def num_devices(self) -> int:
         return self.devices_per_server * self.num_servers
-
-    def server(self, device: int) -> int:
-        assert 0 <= device < self.num_devices, f"device {device} of {self.num_devices}"
-        return device // self.devices_per_server

@@ -51,7 +51,11 @@ def best_split(
     costs, uses, memory = [plain] * num_stages, [np.zeros_like(plain, dtype=bool)] * num_stages, []
     if peaks is not None:
         for stage in range(num_stages):
-            held, least = peaks(stage, False), peaks(stage, True)
+            held = peaks(stage, False)
+            if math.isinf(limit):
+                memory.append(held)
+                continue
+            least = peaks(stage, True)
             uses[stage] = ~(held <= limit)
             memory.append(np.where(uses[stage], least, held))
             cost = np.where(uses[stage], np.where(least <= limit, again, np.inf), plain)

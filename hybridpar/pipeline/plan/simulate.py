@@ -26,6 +26,10 @@ The rules are those of the executor, so a plan that ends here cannot deadlock th
 Of what is cut into parts, the part that runs first waits (every part of an F for the gather of weights that were made
 before it), the one that runs last sets going what follows, and all take equal times.
 
+Where costs have a `network`, transfers share its links (network.py), and take what that lets them, not `transfer`. With
+`blocking` a rank computes nothing while it communicates: SENDs and RECVs with one neighbour that follow each other are
+one exchange, and what comes next waits for it to be over, and for a REDUCE.
+
 "At once" is after the time that its call takes (`calls`). With a number of `cores`, work takes longer while more ranks,
 hosts and transfers are at work than there are cores: all of them slow down alike.
 
@@ -54,6 +58,7 @@ from hybridpar.pipeline.plan.copies import (
 from hybridpar.pipeline.plan.cores import Cores
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, PER_ITEM, ROWS, Kind
+from hybridpar.pipeline.plan.network import Route, Wires
 from hybridpar.pipeline.plan.parts import PartCounts
 from hybridpar.pipeline.plan.residency import Residency
 from hybridpar.pipeline.plan.sizes import Sizes
@@ -99,11 +104,21 @@ class _Rank:
     ends: list[float] = field(default_factory=list)
     stalls: dict[int, float] = field(default_factory=dict)
     clock: float = 0.0
-    waits_for: _Channel | _Meeting | BusyHost | None = None
+    waits_for: _Channel | _Meeting | BusyHost | _Exchange | None = None
+    exchange: _Exchange | None = None  # blocking: what it last began to send or receive
     normed: set[int] = field(default_factory=set)  # batches whose NORM it has issued
     host_step: int = 0  # its newest HOST
     newest: int = 0  # its newest weight version, and when its replicas have gathered that
     gathered: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Exchange:
+    """Transfers of a blocking rank with the neighbour on one side, or its REDUCE (side 0)."""
+
+    side: int
+    left: int = 0  # that are not over
+    over: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +140,7 @@ class _Channel:
     work: float
     transfer: float
     latency: float
+    route: Route | None = None
     num_sent: int = 0
     num_posted: int = 0
     num_used: int = 0
@@ -159,6 +175,8 @@ class _Machine:
         p = len(plan)
         self.costs = costs
         self.cores = None if costs.cores is None else Cores(costs.cores)
+        self.wires = None if costs.network is None else Wires(costs.network.bandwidth)
+        assert self.cores is None or self.wires is None, "cores or links are shared, not both"
         self.ranks = [_Rank(r, plan[r]) for r in range(p)]
         self.sizes = Sizes.found({a.stage: r for r, actions in plan.items() for a in actions if a.kind in COMPUTE}, p)
         self.homes = [self.sizes.rank_of(stage) for stage in range(self.sizes.num_stages)]  # ranks of the stages
@@ -197,6 +215,8 @@ class _Machine:
         if any(action.kind is Kind.OFFLOAD for rank in self.ranks for action in rank.actions):
             self.table |= {kind: self._with_stash(kind, *self.table[kind]) for kind, row in ROWS.items()
                            if row.of_stash or Kind.RELOAD in row.needs}
+        if costs.blocking:
+            self.table = {kind: self._blocking(kind, *entry) for kind, entry in self.table.items()}
         if self.engines:
             self.table = {kind: self._with_items(kind, *entry) for kind, entry in self.table.items()}
         self.runnable = deque(self.ranks)
@@ -207,6 +227,9 @@ class _Machine:
         queues = [_Queue() for _ in self.ranks]  # one for what a rank sends and receives
         one_way = costs.transfer if flow > 0 or costs.transfer_back is None else costs.transfer_back
         work, transfer, latency = (expand(c, links) for c in (costs.transfer_work, one_way, costs.latency))
+        network = costs.network
+        routes = [] if network is None else network.forward if flow > 0 else network.backward
+        assert not network or len(routes) == links, f"{len(routes)} routes for {links} links"
 
         found: dict[tuple[int, int], _Channel] = {}  # by sender and receiver: what has the same ones is in one order
 
@@ -216,9 +239,39 @@ class _Machine:
                 return None
             ends = (queues[sender], queues[receiver]) if costs.serial_links else (_Queue(), _Queue())
             return found.setdefault((sender, receiver), _Channel(
-                self.ranks[sender], self.ranks[receiver], *ends, work[link], transfer[link], latency[link]))
+                self.ranks[sender], self.ranks[receiver], *ends, work[link], transfer[link],
+                routes[link].latency if routes else latency[link], routes[link] if routes else None))
 
         return [channel(stage, receiver) for stage, receiver in enumerate(self.homes)]
+
+    def _blocking(self, kind: Kind, when: _When | None, work: _Work, effect: _Effect | None) -> _Entry:
+        """The table's entry where a rank waits for its exchange before it does anything else."""
+        side, joins = ROWS[kind].side, ROWS[kind].side != 0 or kind is Kind.REDUCE
+
+        def when_over(rank: _Rank, action: Action) -> float | None:
+            exchange = rank.exchange
+            if exchange is not None and (not side or side != exchange.side):
+                if exchange.left:
+                    rank.waits_for = exchange
+                    return None
+                rank.clock, rank.exchange = max(rank.clock, exchange.over), None
+            return rank.clock if when is None else when(rank, action)
+
+        def join(rank: _Rank, action: Action, step: int) -> None:
+            rank.exchange = rank.exchange or _Exchange(side)
+            rank.exchange.left += 1
+            if effect is not None:
+                effect(rank, action, step)
+
+        return when_over, work, join if joins else effect
+
+    def _over(self, rank: _Rank, when: float) -> None:
+        """One of the transfers of a blocking rank, or its REDUCE, is over."""
+        if (exchange := rank.exchange) is not None:
+            exchange.left -= 1
+            exchange.over = max(exchange.over, when)
+            if not exchange.left:
+                self._wake(rank, exchange)
 
     def _by_part(self, kind: Kind, when: _When | None, work: _Work, effect: _Effect | None) -> _Entry:
         """The table's entry of a kind of which ranks have a part at a time."""
@@ -338,7 +391,7 @@ class _Machine:
 
     def run(self) -> None:
         self._advance_all()
-        while self.cores is not None and self.cores.step():
+        while (shared := self.cores or self.wires) is not None and shared.step():
             self._advance_all()
         waiting = {r.index: (len(r.starts), self._reason(r)) for r in self.ranks if r.waits_for is not None}
         if waiting:
@@ -443,6 +496,10 @@ class _Machine:
             if first is not channel or other is not channel:
                 continue
             start = max(channel.sender.returns[sent], channel.receiver.returns[posted], sends.free, receives.free)
+            if self.wires is not None and channel.route is not None:
+                channel.under_way = True
+                self.wires.add(start, channel.route.load, partial(self._worked, channel))
+                continue
             if channel.work and self.cores is not None:
                 channel.under_way = True
                 self.cores.add(start, channel.work, partial(self._worked, channel))
@@ -464,10 +521,13 @@ class _Machine:
         """The channel's first transfer occupies the link from `start` on."""
         sender, receiver = channel.sender, channel.receiver
         (_, sent), (_, posted) = channel.sends.pending.popleft(), channel.receives.pending.popleft()
-        channel.sends.free = channel.receives.free = over = start + channel.transfer
-        sender.ends[sent] = receiver.ends[posted] = over + channel.latency
-        channel.arrivals.append(over + channel.latency)
+        channel.sends.free = channel.receives.free = over = start + channel.transfer * (channel.route is None)
+        sender.ends[sent] = receiver.ends[posted] = arrival = over + channel.latency
+        channel.arrivals.append(arrival)
         self._wake(receiver, channel)
+        if self.costs.blocking:
+            self._over(sender, arrival)
+            self._over(receiver, arrival)
 
     def _reduction(self, rank: _Rank, batch: int) -> _Meeting:
         """The REDUCE of that batch that this rank takes part in."""
@@ -491,8 +551,10 @@ class _Machine:
         for member, at in meeting.issued:
             member.ends[at] = meeting.end
             self._wake(member, meeting)
+            if self.costs.blocking and member.actions[at].kind is Kind.REDUCE:
+                self._over(member, meeting.end)
 
-    def _wake(self, rank: _Rank, waited_for: _Channel | _Meeting | BusyHost) -> None:
+    def _wake(self, rank: _Rank, waited_for: _Channel | _Meeting | BusyHost | _Exchange) -> None:
         if rank.waits_for is waited_for:
             rank.waits_for = None
             self.runnable.append(rank)
@@ -533,6 +595,8 @@ class _Machine:
             return f"{action} waits for transfer {n} from rank {sender} ({what})"
         if isinstance(missing, BusyHost):
             return f"{action} waits for the host"
+        if isinstance(missing, _Exchange):
+            return f"{action} waits for {missing.left} transfers of this rank"
         assert missing is not None, f"rank {rank.index} is not waiting"
         there = {member.index for member, _ in missing.issued}
         kind, batch = next((k, b) for (k, b, _), meeting in self.meetings.items() if meeting is missing)

@@ -136,7 +136,8 @@ class Timeline:
         """
         windows, took = [], []
         for rank, actions in sorted(self.plan.items()):
-            updates = [i for i, action in enumerate(actions) if action.kind is Kind.UPDATE]
+            updates = list({action.microbatch: i for i, action in enumerate(actions)  # the last part of each
+                            if action.kind is Kind.UPDATE}.values())
             if len(updates) < 2 or updates[-1] != len(actions) - 1 or rank not in self.returns:
                 return []
             before, last = updates if len(updates) == 2 else updates[-3:-1]
