@@ -4,9 +4,10 @@
 
 Nothing is measured here. Our H200: the tokens a second of benchmarks/results/gpu_single*.json. Megatron-LM's table of
 GPT models from 1.7 to 145.6 billion parameters on 32 to 1,536 A100 (arXiv 2104.04473, table 1): layers, hidden sizes,
-degrees, batches and TFLOP/s of a GPU; its micro-batches are not stated, so the best of 1, 2, 4 and 8 counts, and the
-slowest is beside it. Kernels are those of each framework, hardware that of the tables in planner/hardware.py. Of the
-H200 the rates of a large product, of attention at 1.3B and of AdamW were measured; 345M is another shape.
+degrees, batches and TFLOP/s of a GPU, from memory; its micro-batches are not stated, so the best of 1, 2, 4 and 8
+counts, and all are in the file. Kernels are those of each framework, hardware that of the tables in
+planner/hardware.py. Of the H200 the rates of a large product, of attention at 1.3B and of AdamW were measured; 345M is
+another shape.
 """
 
 from __future__ import annotations

@@ -152,9 +152,10 @@ class Plan:
 
         best, hardware = result.ranked[0], machine.profile.hardware
         out = sys.stdout if not self.json and not self.brief else sys.stderr
+        price = f", {best.cost.price:.4g} for a million" if best.cost.price else ""
         share = f"; measured with {hardware.efficiency:.0%} of the cores" if hardware.cores else ""
         print(f"plan: {report.describe(best.config)}: {1e3 * best.cost.step_time:.4g} ms a step, "
-              f"{best.cost.tokens_per_s:,.0f} tokens/s predicted; {report.bound_by(best, result.limit)}{share}",
+              f"{best.cost.tokens_per_s:,.0f} tokens/s predicted{price}; {report.bound_by(best, result.limit)}{share}",
               file=out)
         for line in link_lines(best.cost):
             print(f"  {line}", file=out)

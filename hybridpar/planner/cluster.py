@@ -7,6 +7,7 @@
     outer = "ethernet-25"           #   { gbit_per_s = 25, latency_us = 30, share = 0.6 }
                                     #   back_gbit_per_s: from a later server to an earlier one, if it differs
     outer_links = 1                 # of a server, shared by its devices
+    price = 2.5                     # of a device and an hour, in any currency; left out: not known
 
     [[levels]]                      # beyond servers, from the inside out; left out: none
     groups = 4                      # of what is below in one of these: servers in a rack, racks in a row
@@ -52,7 +53,7 @@ _MOST, _MOST_DEVICES = 1e9, 100_000
 _DEVICE = {"name": str, "tflops": float, "memory_gib": float, "memory_gb_per_s": float, "matmul_share": float}
 _LINK = {"name": str, "gbit_per_s": float, "back_gbit_per_s": float, "latency_us": float, "share": float}
 _KEYS = {"servers": int, "devices_per_server": int, "device": (str, dict), "inner": (str, dict),
-         "outer": (str, dict), "outer_links": int, "levels": list}
+         "outer": (str, dict), "outer_links": int, "levels": list, "price": float}
 _LEVEL = {"groups": int, "link": (str, dict), "links": int}
 
 
@@ -82,7 +83,7 @@ def read_cluster(path: Path) -> Cluster:
     return Cluster(
         _device(document["device"]), document["devices_per_server"], servers, inner,
         _link(document["outer"], "outer") if "outer" in document else inner, document.get("outer_links", 1),
-        tuple(_levels(levels, document["devices_per_server"])))
+        tuple(_levels(levels, document["devices_per_server"])), document.get("price", 0.0))
 
 
 def _levels(tables: Iterable[Mapping[str, Any]], devices: int) -> Iterable[Level]:
@@ -143,7 +144,7 @@ def machine_of(cluster: Cluster, profile: Profile, num_devices: int = 0) -> Mach
     return Machine(
         profile, num_devices or cluster.num_devices, cluster.devices_per_server, cluster.inner,
         cluster.outer if cluster.num_servers > 1 else None, cluster.device.memory_bytes, cluster.outer_links,
-        measured=False, levels=cluster.levels)
+        measured=False, levels=cluster.levels, price=cluster.price)
 
 
 def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:

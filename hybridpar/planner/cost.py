@@ -360,3 +360,8 @@ class StepCost:
     @property
     def tokens_per_s(self) -> float:
         return self.config.batch_tokens / self.step_time
+
+    @property
+    def price(self) -> float:
+        """Of a million tokens, in the currency of the machine's price; 0: not known."""
+        return self.machine.price * self.machine.num_devices / 3600 * 1e6 / self.tokens_per_s

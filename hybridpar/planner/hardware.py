@@ -233,7 +233,7 @@ class Joined:
                 load: dict[Hashable, float] = {}
                 latency = self.inner.latency
                 for source, target in zip(sources, targets, strict=True):
-                    shared = {("inner", source, target): own}
+                    shared: dict[Hashable, float] = {("inner", source, target): own}
                     for number, left, entered in self.crossed(source, target):
                         _, link, links = self.borders[number]
                         shared = {} if number == 0 else shared
@@ -258,6 +258,8 @@ class Cluster(Joined):
     outer: Link
     outer_links: int = 1
     levels: tuple[Level, ...] = ()
+    price: float = 0.0
+    """Of a device and an hour, in any currency; 0: not known."""
 
     @property
     def num_devices(self) -> int:

@@ -40,6 +40,8 @@ class Machine(Joined):
     outer_links: int = 1
     measured: bool = True
     levels: tuple[Level, ...] = ()
+    price: float = 0.0
+    """Of a device and an hour; 0: not known."""
 
     @property
     def memory_limit(self) -> float:

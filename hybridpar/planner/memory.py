@@ -174,7 +174,8 @@ class MemoryCheck:
         """The terms of `_terms` by number of blocks, of which every other stage has one. whole: whether recomputation
         is of stages, or of layers; None: there is none. Rough footprints lie on a line where there are layers."""
         count, p = cost.config.model.num_blocks, cost.sizes.num_stages
-        found = np.full((4, count + 1), np.inf)
+        found = np.zeros((4, count + 1))
+        found[0] = np.inf
         line: list[tuple[int, Footprint]] = []
         for size in range(1, count - p + 2) if p > 1 else (count,):
             start = 0 if stage == 0 else count - size if stage == p - 1 else 1

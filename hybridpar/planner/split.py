@@ -83,11 +83,11 @@ def _smallest_largest(values: Sequence[Matrix]) -> tuple[float, list[NDArray[np.
     count = len(values[0]) - 1
     worst: Matrix = np.full(count + 1, np.inf)
     worst[0], cuts = 0.0, []
-    for value in values:
-        reached = np.maximum(worst[:, None], value)
-        # the last of the best places to cut: later stages get fewer blocks
-        cuts.append(count - np.argmin(reached[::-1], axis=0))
-        worst = reached[cuts[-1], np.arange(count + 1)]
+    for value in values:  # places to cut from the last on, so of the best the last: later stages get fewer blocks
+        reached = np.maximum(worst[::-1], np.ascontiguousarray(value.T[:, ::-1]))
+        best = reached.argmin(axis=1)
+        cuts.append(count - best)
+        worst = reached[np.arange(count + 1), best]
     return float(worst[count]), cuts
 
 
