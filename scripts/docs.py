@@ -35,7 +35,7 @@ PICTURES: dict[str, dict[str, Any]] = {
     "2bw_v_half": {"schedule": "2bw", "split_backward": True, "placement": "v", "activations": "half"},
 }
 """Settings of the schedules that are drawn."""
-_RUN = {"plan.svg": "plan.svg", "executed.svg": "executed.svg", "loss.png": "loss.png"}
+_RUN = ("plan.svg", "executed.svg", "loss.png")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -43,7 +43,7 @@ def on_files(files: Files, config: Any) -> Files:
     made = {"settings.md": settings(), "api.md": api()} | {f"pictures/{name}.svg": picture(name) for name in PICTURES}
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(os.environ.get("SITE_RUN") or train(Path(scratch)))
-        made |= {f"run/{name}": (run / name).read_bytes() for name in _RUN}
+        made |= {f"run/{name}": (run / name).read_bytes() for name in _RUN} | {"run/watch.html": dashboard(run)}
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
     for path in linked(ROOT / "docs"):
@@ -108,6 +108,13 @@ def train(folder: Path) -> Path:
     command = [sys.executable, "-m", "hybridpar", *example(folder), "--ranks", "2"]
     subprocess.run(command, check=True, capture_output=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
     return folder / "runs" / "my"
+
+
+def dashboard(run: Path) -> str:
+    """The page of `hybridpar watch`."""
+    from hybridpar.watch import Board, page
+
+    return page(Board(run))
 
 
 def settings() -> str:

@@ -124,7 +124,8 @@ def test_the_site_builds_without_warnings(shared: Path, tmp_path: Path, monkeypa
     assert "Bytes of memory that the state of a process may take" in settings
     for name in hybridpar.__all__:
         assert re.search(rf'<h2 id="hybridpar[.\w]*\.{name}"', names), name
-    for picture in ("pictures/2bw.svg", "run/executed.svg", "run/loss.png", "repository/examples/vit.py"):
+    for picture in ("pictures/2bw.svg", "run/executed.svg", "run/loss.png", "run/watch.html",
+                    "repository/examples/vit.py"):
         assert (site / picture).stat().st_size > 1000
 
 
