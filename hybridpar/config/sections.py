@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -362,6 +363,10 @@ AUTO = KernelsConfig()
 class RunConfig:
     name: str = "run"
     dir: str = "runs"
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
+    """Services that are sent the numbers of metrics.jsonl, each as its own environment variables set it up."""
+    project: str = "hybridpar"
+    """The run's project (wandb), or experiment (mlflow)."""
 
     @property
     def folder(self) -> Path:
@@ -373,6 +378,9 @@ class RunConfig:
             yield Problem("run.name", self.name, "must be the name of a folder in run.dir", "run")
         elif os.path.abspath(self.folder) == os.path.abspath(config.cache_folder):
             yield Problem("run.name", self.name, "must not name the folder of prepared corpora (data.cache)", "run")
+        for name in self.trackers:
+            if importlib.util.find_spec(name) is None:
+                yield Problem("run.trackers", name, "is not installed", f"pip install {name}")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@
         anomalies/        steps to be run again by replay  checkpoints/     the newest ones, and the best
         flight/           what each rank is doing, or did  injected/        faults that were injected
         failures.jsonl    supervised jobs: a line each     notes.jsonl      a console or disk that was lost for a while
-        changes.jsonl     where train.continue_with was used
+        changes.jsonl     where train.continue_with was used  trackers.json  who it is for run.trackers
         model_folder      of a model of one's own: where its module is found
 """
 
