@@ -1,7 +1,7 @@
 """What the documentation site has besides docs/, made as it is built (a hook of mkdocs).
 
-    pictures/*.svg    schedules, simulated          settings.md    every section of the configuration, from its source
-    run/*             what the run $SITE_RUN drew   api.md         the public names, for mkdocstrings
+    pictures/*.svg    schedules, simulated            settings.md    every section of the configuration, from its source
+    run/*             pictures of a run ($SITE_RUN)   api.md         the public names, for mkdocstrings
     repository/       the files of the repository that pages link to, as ../FILE, and those that they link to in turn
 """
 
@@ -16,7 +16,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,8 @@ _RUN = ("plan.svg", "executed.svg", "loss.png")
 def on_files(files: Files, config: Any) -> Files:
     """Adds the generated files to those of docs/."""
     made = {"settings.md": settings(), "api.md": api()} | {f"pictures/{name}.svg": picture(name) for name in PICTURES}
-    with tempfile.TemporaryDirectory() as scratch:
-        run = Path(os.environ.get("SITE_RUN") or train(Path(scratch)))
-        made |= {f"run/{name}": (run / name).read_bytes() for name in _RUN} | {"run/watch.html": dashboard(run)}
+    run = Path(os.environ.get("SITE_RUN") or train(ROOT / "build" / "site-run"))
+    made |= {f"run/{name}": (run / name).read_bytes() for name in _RUN} | {"run/watch.html": dashboard(run)}
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
     for path in linked(ROOT / "docs"):
@@ -104,10 +102,13 @@ def example(folder: Path) -> list[str]:
 
 
 def train(folder: Path) -> Path:
-    """The folder of a run of the example."""
+    """The folder of a run of the example: of an earlier build, or trained now."""
+    if (run := folder / "runs" / "my").is_dir():
+        return run
+    folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "hybridpar", *example(folder), "--ranks", "2"]
     subprocess.run(command, check=True, capture_output=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    return folder / "runs" / "my"
+    return run
 
 
 def dashboard(run: Path) -> str:

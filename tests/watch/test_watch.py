@@ -119,6 +119,16 @@ def test_a_line_counts_once_it_is_whole_and_a_cut_begins_anew(tmp_path: Path) ->
     assert ([row["loss"] for row in tail.rows()], tail.begins) == ([1.0, 8.0, 1 / 3], 2)
 
 
+def test_a_long_file_is_read_bit_by_bit(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("".join(line(step + 1) for step in range(50)))
+    tail, seen = Tail(path), list[int]()
+    while new := [row["step"] for row in tail.rows(most_bytes=500)]:
+        assert len(new) < 10
+        seen += new
+    assert seen == list(range(1, 51))
+
+
 def test_curves_keep_means_and_extremes() -> None:
     curve = Curve(most=8)
     for step in range(1, 101):
