@@ -152,7 +152,12 @@ def _notes(kind: type[Any]) -> dict[str, str]:
 def api() -> str:
     """A page of all public names."""
     import hybridpar
+    from hybridpar import conformance
 
-    names = sorted(hybridpar.__all__, key=str.lower)
-    return "\n".join(["# Python", "", "All public names; `import hybridpar as hp` and `hp.NAME`.", "",
-                      *(f"::: {getattr(hybridpar, name).__module__}.{name}\n" for name in names)])
+    lines = ["# Python"]
+    for module, use in ((hybridpar, "`import hybridpar as hp` and `hp.NAME`"),
+                        (conformance, "`from hybridpar.conformance import NAME` ([what for](verify.md))")):
+        names = [name for name in sorted(module.__all__, key=str.lower) if hasattr(getattr(module, name), "__module__")]
+        lines += ["", f"All public names of {module.__name__}: {use}.", "",
+                  *(f"::: {getattr(module, name).__module__}.{name}\n" for name in names if name != "Factory")]
+    return "\n".join(lines)

@@ -132,7 +132,7 @@ def _ones() -> tuple[Tensor, ...]:
 CASES: dict[str, Case] = {
     "mlp": Case(Mlp, _rows, "a sum over ranks left out or made twice, a bias added by every rank, uneven shares"),
     "accumulated": Case(Mlp, _rows, "gradients of several micro-batches summed over ranks more than once",
-                        "pytorch#180952", steps=2),
+                        steps=2),
     "block": Case(Block, _rows, "a parameter left out of the clipping norm, or counted once a rank",
                   "7452 (8); ROCm/TransformerEngine#715"),
     "embedding": Case(lambda: nn.Embedding(VOCAB, HIDDEN), lambda: (torch.randperm(VOCAB),),
@@ -144,7 +144,8 @@ CASES: dict[str, Case] = {
                           "1446", dealt="rows", returned="rows"),
     "mean_loss": Case(Loss, _labelled, "a mean of means over unequal numbers of labels; a loss divided twice",
                       "7452 (3); torchtitan#3280", dealt="rows"),
-    "tied": Case(Tied, lambda: (*_ids(), *_ids()), "copies of a tied table that drift apart", "torchtitan#1409"),
+    "tied": Case(Tied, lambda: (*_ids(), *_ids()), "copies of a tied table that drift apart, or count twice",
+                 "torchtitan#1409; pytorch#180952"),
     "dropout_copies": Case(lambda: nn.Dropout(0.5), _ones, "masks that differ where all ranks have the same", "1256",
                            dropout=0.5),
     "dropout_rows": Case(lambda: nn.Dropout(0.5), _ones, "masks that repeat from rank to rank", "1256", dealt="rows",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ from hybridpar.errors import ConfigError
 from hybridpar.watch import Board
 from hybridpar.watch.serve import server
 from hybridpar.watch.tail import Curve, Tail
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def line(step: int, **numbers: float | str) -> str:
@@ -76,6 +80,21 @@ def test_a_page_is_served_and_follows_the_run(run: Path) -> None:
         for path in ("/executed.svg", "/config.toml", "/../some/plan.svg", "/%2e%2e/some/config.toml"):
             assert get(port, path)[0].status == 404
         assert get(port, "/data.json", host="evil.example:80")[0].status == 403
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+def test_a_browser_draws_it(run: Path) -> None:
+    (run / "failures.jsonl").write_text(json.dumps({"text": "rank 1 hangs <b>"}) + "\n")
+    with served(Board(run)) as port:
+        assert BROWSER is not None
+        seen = subprocess.run(
+            [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000", "--dump-dom",
+             f"http://127.0.0.1:{port}/"], capture_output=True, text=True, check=True, timeout=120).stdout
+    assert "<title>some: hybridpar</title>" in seen
+    assert "rank 1 hangs &lt;b&gt;" in seen
+    for card in ("Loss", "Peak memory by kind, predicted", "Timeline, simulated"):
+        assert f">{card}<" in seen
+    assert seen.count('stroke="var(--blue)"') == 3, "loss, speed, and time of a step"
 
 
 def test_a_file_needs_no_other(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
