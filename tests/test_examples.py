@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.exchange import make_theirs
 from ranks import run_ranks
 from train.runs import metrics, run_job, steps
 
 from hybridpar import ProcessGrid, Trainer, load_toml
+from hybridpar.checkpoint.huggingface import import_folder
 from hybridpar.cli import main
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config, from_mapping
+from hybridpar.data import train_tokenizer
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import sizes_of
 from hybridpar.memory import MemoryWatch
@@ -42,7 +45,7 @@ def test_an_example_is_short_and_uses_public_names(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert len(lines) < 100
     assert not [line for line in lines if "hybridpar." in line and "import" in line], "all is in hybridpar itself"
-    assert path.with_suffix(".toml").is_file()
+    assert path.with_suffix(".toml").is_file() or '__name__ == "__main__"' in lines[-2]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
@@ -165,3 +168,31 @@ def test_a_trainer_takes_datasets_and_refuses_what_is_none(tmp_path: Path) -> No
     assert next(iter(trainer.memory())).total > 0
     with pytest.raises(ConfigError, match=r"model\.widht .*try width"):
         Trainer(model, model={"widht": 3})
+
+
+def test_answers_alone_are_learned(tmp_path: Path) -> None:
+    """The loss before training is that of transformers with labels of -100 where the prompt is."""
+    import finetune
+    from tokenizers import Tokenizer
+    from transformers import LlamaForCausalLM
+
+    theirs = make_theirs(tmp_path / "theirs", "llama", vocab_size=320, hidden_size=32, num_hidden_layers=2,
+                         num_attention_heads=4, intermediate_size=48, max_position_embeddings=24)
+    words = ("red", "green", "blue", "black")
+    train_tokenizer([f"What mixes with {word}? Never {word}." for word in words], 300).save(theirs / "tokenizer.json")
+    import_folder(theirs, tmp_path / "llama")
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": f"What mixes with {word}?", "answer": f" Never {word}."}) + "\n"
+                                 for word in words * 5))
+    outcome = finetune.main([str(tmp_path / "llama"), str(questions), "--steps", "30", "--lr", "0.01"])
+    before, *_, after = (row["val_loss"] for row in metrics(tmp_path / "llama-tuned") if "val_loss" in row)
+    assert after == outcome.val_loss < 0.5 * before
+    made = finetune.samples(questions, Tokenizer.from_file(str(theirs / "tokenizer.json")), 24)[:2]
+    tokens, labels = (torch.tensor([sample[name].tolist() for sample in made]) for name in ("tokens", "labels"))
+    assert 0 < (labels != -100).sum() < labels.numel() / 2
+    with torch.no_grad():
+        logits = LlamaForCausalLM.from_pretrained(theirs)(tokens).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    assert before == pytest.approx(expected.item(), rel=1e-5)
+    assert main(["generate", "--checkpoint", str(tmp_path / "llama-tuned"), "--prompt", "What mixes with red?",
+                 "--max_tokens", "4"]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from hybridpar.config.spec import ModelSpec
 from hybridpar.config.typed import Count, NotNegative, Positive, Share, Within
@@ -99,6 +99,10 @@ class ModelConfig(ModelSpec):
     def activation_shape(self, number: int) -> tuple[int, ...]:
         """Shapes: [s, h] of one sample, after every block but the head."""
         return self.seq_length, self.hidden_size
+
+    def num_targets(self, sample: dict[str, Any]) -> int:
+        """Labels that are not -100."""
+        return int((sample["labels"] != -100).sum())
 
     def conflicts(self) -> Iterator[Problem]:
         """Settings that do not go together."""

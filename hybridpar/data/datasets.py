@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,17 @@ def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: i
               datasets: Mapping[str, Any] = NO_DATASETS, kept: int = 1 << 10) -> Data:
     """Opens the corpora, after preparing in `folder` those that are text; without weights, all text is one corpus.
 
-    Of a model that is not GPT or BERT: `datasets` by part ("train", "valid"), else those that it names itself; `kept`
-    samples of one that is a stream stay in memory.
+    `datasets`, by part ("train", "valid"), are in the stead of corpora; of a model that is not GPT or BERT, of those
+    that it names itself. `kept`: samples of one that is a stream stay in memory.
 
     Any number of processes may call it at once: on one machine one works and the others wait for it.
 
     Raises: ConfigError if corpora, weights, tokenizer and model do not go together, or a part of a corpus is too small
     for a sample; DataError for files that are damaged or unreadable.
     """
-    if not isinstance(model, ModelConfig):
-        return _own_data(model, seed, datasets, kept)
+    if datasets or not isinstance(model, ModelConfig):
+        return replace(_own_data(model, seed, datasets, kept),
+                       tokenizer=Tokenizer.load(data.tokenizer) if data.tokenizer else None)
     options: Any = {"kind": model.kind, "text_key": data.text_key, "quiet": quiet}
     tokenized = {name: open_prepared(_prefix(name)) for name in (*data.corpus, *data.valid_corpus)
                  if is_indexed(_prefix(name))}
