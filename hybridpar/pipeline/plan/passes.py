@@ -211,7 +211,7 @@ def lower(
         compute = delay_weight_gradients(compute, delay, sizes.num_microbatches * sizes.chunks)
     actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather, host=host,
                           feedback=feedback)
-    actions = add_communication(actions, sizes, ahead=ahead, lean=schedule.zero_bubble)
+    actions = add_communication(actions, sizes, ahead=ahead, lean=schedule.zero_bubble or bool(schedule.order))
     if away := num_away(offload, schedule, sizes, rank):
         actions = add_offload(actions, away, schedule.max_live_activations(sizes, rank))
     if host and division != WHOLE:
