@@ -136,13 +136,15 @@ def on_host(args: argparse.Namespace) -> None:
     link = next(Link(one["name"], min(one["mbit"], one["back_mbit"]), one["delay_ms"], one["pid"])
                 for one in state["links"] if one["name"] == args.on)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    cases = []
     for kind in args.kinds:
         found = measure(kind, link, args)
+        cases.append(found)
         if dist.get_rank() == 0:
             print_case(found)
             for name, sent in found["bytes_a_step"].items():
                 print(f"    {name:<22} {sent / 1e3:9.1f} kB a step, wire {found['wire'][name]:.2f}", flush=True)
-            write_results("link_peers", [found], args, meaning="ratio: peer's time / hybridpar's; bytes_a_step: over "
+            write_results("link_peers", cases, args, meaning="ratio: peer's time / hybridpar's; bytes_a_step: over "
                           "the link, of the host that sends more; wire: what they take of a step's time")
     dist.barrier()
     dist.destroy_process_group()

@@ -182,9 +182,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _is_ours(weight: Tensor) -> bool:
-    """Whether nn.matmul's products, or its way to add up gradients, are better than torch's."""
+    """Whether nn.matmul's products, or its way to add up gradients, are better than torch's, or its factors wanted."""
     return (weight.dtype in (torch.float32, torch.float64) or matmul.by_float32(weight)
-            or matmul.sums_in_float32(weight.device.type, weight.dtype))
+            or getattr(weight, matmul.FACTORED, False) or matmul.sums_in_float32(weight.device.type, weight.dtype))
 
 
 class _Linear(Function):

@@ -33,6 +33,9 @@ SINK = "gradient_sink"
 Whoever sets it promises that gradients are wanted in `.grad` only, never from torch.autograd.grad.
 """
 
+FACTORED = "gradient_factored"
+"""Attribute of a leaf, from before its first forward: true where its SINK wants factors, and no gradient whole."""
+
 ONEDNN_BLOCK = 2**22
 """Elements of a weight's gradient that oneDNN computes at a time, before they are added: 16 MiB, half of a third-level
 cache. All 51 million of a vocabulary of 50,304 at once: 109 GFLOP/s; in blocks 169."""

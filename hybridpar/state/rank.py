@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hybridpar.grid import ProcessGrid
 from hybridpar.nn.init import initialize
+from hybridpar.nn.matmul import FACTORED
 from hybridpar.ops.update import Weights
 from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, divisible
 from hybridpar.state import kinds
@@ -68,10 +69,13 @@ class RankState:
             splits=policy.splits_weights, host=self._updating if policy.on_host else None, hosted=hosted)
         self.compression = Compression.of(
             self.partition, self.placements, policy.compression, self.memory, policy.kernels)
+        factored = self.compression.factored if self.compression is not None else frozenset()
+        for leaves in self.weights.leaves if factored else ():
+            for name in factored:
+                setattr(leaves[name], FACTORED, True)
         self.gradients = GradientAccumulator(
             parameters.layout, self.memory, policy.num_gradient_buffers,
-            chunks=cut(parameters.layout, self.uses), defers=policy.defers,
-            factored=self.compression.factored if self.compression is not None else frozenset())
+            chunks=cut(parameters.layout, self.uses), defers=policy.defers, factored=factored)
         self.shares = Shares.of(
             self.partition, self.gradients.buffers, self.memory, split=policy.splits_gradients)
         self.reducer = GradientReducer(self.partition, self.is_kept, self.compression)

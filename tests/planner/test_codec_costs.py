@@ -68,7 +68,7 @@ def test_a_link_is_told_what_its_codec_leaves_and_a_smaller_one_named() -> None:
 def test_speeds_are_measured_of_codecs_that_save_and_kept_in_the_file(tmp_path: Path) -> None:
     config = made.config(b=1)
     found = measure_codecs(with_codec(config, "none", messages_kept=0.2), Axis("world"))
-    assert list(found) == ["bf16", "int8", "int4", "dct"]
+    assert list(found) == ["bf16", "int8", "int4", "dct", "subspace"]
     assert all(speed > 0 for one in found.values() for speed in (
         one.encoded, one.decoded, one.gradients_encoded, one.gradients_decoded))
     assert "dct" not in measure_codecs(with_codec(config, "none", messages_kept=1.0), Axis("world"))
