@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -27,7 +27,8 @@ class Request:
 
     schedules: names (none: the configuration's, and those on new weights). micro_batches: sizes (none: all profiled
     ones and powers of two between them). top: number of candidates to rank. quick: memory is predicted of the best
-    alone, and of those that may not fit. compression: codecs are tried, too.
+    alone, and of those that may not fit. compression: codecs are tried, too. split_backward: so are zero bubbles, and
+    two stages on each rank, there and back.
     """
 
     keep: Mapping[str, int] = field(default_factory=dict)
@@ -37,6 +38,7 @@ class Request:
     top: int = 5
     quick: bool = False
     compression: bool = False
+    split_backward: bool = True
 
 
 @dataclass
@@ -79,7 +81,7 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
             continue
         for b in micro_batches(machine, tp, batch // dp, request):
             m = batch // (dp * b)
-            for pipeline, optim in _schedules(config, pp, dp, m, request):
+            for pipeline, optim in _schedules(config, pp, dp, m, request, is_cpu=machine.device.type == "cpu"):
                 made = replace(
                     config, pipeline=replace(pipeline, num_microbatches=m, recompute="none"), optim=optim,
                     parallel=replace(config.parallel, tp=tp, pp=pp, dp=dp), memory=config.memory.on_another_grid(),
@@ -124,11 +126,11 @@ def micro_batches(machine: Machine, tp: int, samples: int, request: Request) -> 
 
 
 def _schedules(
-    config: Config, pp: int, dp: int, m: int, request: Request
+    config: Config, pp: int, dp: int, m: int, request: Request, *, is_cpu: bool,
 ) -> Iterator[tuple[PipelineConfig, OptimConfig]]:
-    """The configuration's own schedule and those on new weights, or those asked for; with what they need changed. None
-    is on a V."""
-    own = replace(config.pipeline, placement="loop", activations="full")
+    """The configuration's own schedule and those on new weights, or those asked for; with what they need changed, and
+    with what shortens their drain or takes less memory."""
+    own = replace(config.pipeline, placement="loop", activations="full", zero_bubble=False)
     names = request.schedules or ("1f1b" if own.order else own.schedule, "1f1b", INTERLEAVED)
     own = replace(own, order=())
     for name in dict.fromkeys(find_schedule(name).name for name in names):
@@ -141,7 +143,10 @@ def _schedules(
             warmup="depth", early_switch="off", gradient_buffers=0, chunks=0,
             sync_steps=own.sync_steps if stale else 0)
         if name == INTERLEAVED:
-            yield from ((pipeline, optim) for pipeline in _interleaved(base, pp, m, config.model.num_blocks))
+            for pipeline in _interleaved(base, pp, m, config.model.num_blocks):
+                yield pipeline, optim
+                if request.split_backward:
+                    yield replace(pipeline, zero_bubble=True, split_backward=True), optim
             continue
         for warmup in WARMUPS if name == "2bw" and pp > 1 else (base.warmup,):
             switch, factor = base.early_switch, WARMUPS[warmup]
@@ -159,6 +164,24 @@ def _schedules(
             except ConfigError:
                 continue
             yield pipeline, optim
+            if request.split_backward and pp > 1 and name == "1f1b" and pipeline.warmup == "depth":
+                yield replace(pipeline, zero_bubble=True, split_backward=True), optim
+        if request.split_backward and is_cpu and pp > 1 and name in ("1f1b", "2bw"):  # NCCL has no tags
+            yield from ((pipeline, optim) for pipeline in _on_v(base, pp, m, config.model.num_blocks))
+
+
+def _on_v(base: PipelineConfig, pp: int, m: int, num_blocks: int) -> Iterator[PipelineConfig]:
+    """With two stages on each rank, there and back, for all sizes of what it keeps."""
+    if 2 * pp > num_blocks:
+        return
+    for activations in ("full", "half", "min"):
+        made = replace(base, placement="v", activations=activations, split_backward=True, warmup="depth", split=(),
+                       early_switch="off", gradient_buffers=0, num_microbatches=m)  # type: ignore[arg-type]
+        try:
+            schedule_of(made).check_sizes(Sizes(pp, m, 2, "v"))
+        except ConfigError:
+            continue
+        yield made
 
 
 def _interleaved(base: PipelineConfig, pp: int, m: int, num_blocks: int) -> Iterator[PipelineConfig]:
@@ -174,7 +197,7 @@ def balanced(config: Config, machine: Machine) -> Candidate:
     cost = StepCost(config, machine)
     if cost.pp > 1:
         costs = block_costs(cost)
-        found = best_split(*costs, cost.sizes.num_stages, lambda stage, again: _held(cost, stage))
+        found = best_split(*costs, cost.sizes.num_stages, _held(cost))
         assert found is not None, "there are as many blocks as stages"
         split = even_out(tuple(sum(of_block) for of_block in zip(*costs, strict=True)), found.sizes, cost.pp)
         config = replace(config, pipeline=replace(config.pipeline, split=split))
@@ -182,18 +205,24 @@ def balanced(config: Config, machine: Machine) -> Candidate:
     return Candidate(config, cost)
 
 
-def _held(cost: StepCost, stage: int) -> Matrix:
-    """[i, j]: about what blocks i .. j-1 take on that stage, to compare splits by: weights, gradients and Adam's state,
-    and what is kept of micro-batches in flight."""
-    config, sizes, rank = cost.config, cost.sizes, cost.sizes.rank_of(stage)
+def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
+    """By stage, [i, j]: about what blocks i .. j-1 take there, to compare splits by: weights, gradients and Adam's
+    state, and what is kept of micro-batches in flight."""
+    config, sizes = cost.config, cost.sizes
     schedule = schedule_of(config.pipeline)
     mixed, moments = config.train.dtype in ("bf16", "fp16"), 2 * (config.optim.name in ("adamw", "lamb"))
-    state = (schedule.max_live_versions(sizes, rank) * cost.item + cost.gradient_bytes * schedule.num_gradient_buffers
-             + 4 * (mixed + moments) / cost.zero_share)
-    in_flight = schedule.max_live_activations(sizes, rank) / sizes.chunks
-    kept = {"layer": KEPT_BYTES / 2 * cost.message_bytes / cost.tp}
-    return sums([state * cost.block(n).parameters + in_flight * (cost.block(n).kept or kept.get(cost.kind(n), 0.0))
-                 for n in range(config.model.num_blocks)])
+    rest = cost.gradient_bytes * schedule.num_gradient_buffers + 4 * (mixed + moments) / cost.zero_share
+    likely = {"layer": KEPT_BYTES / 2 * cost.message_bytes / cost.tp}
+    blocks = range(config.model.num_blocks)
+    parameters = sums([cost.block(n).parameters for n in blocks])
+    kept = sums([cost.block(n).kept or likely.get(cost.kind(n), 0.0) for n in blocks])
+
+    def held(stage: int, again: bool) -> Matrix:
+        rank = sizes.rank_of(stage)
+        state = schedule.max_live_versions(sizes, rank) * cost.item + rest
+        return state * parameters + schedule.max_live_activations(sizes, rank) / sizes.chunks * kept
+
+    return held
 
 
 def block_costs(cost: StepCost) -> tuple[list[float], list[float], list[float]]:

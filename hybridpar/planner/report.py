@@ -118,7 +118,9 @@ def _how(config: Config, recompute: str) -> list[str]:
     """Schedule, recomputation, ZeRO and where the state is, in words."""
     pipeline = config.pipeline
     schedule = pipeline.schedule + (f" (warm-up {pipeline.warmup})" if pipeline.warmup != "depth" else "")
-    schedule += f" ({pipeline.num_chunks} chunks)" if pipeline.num_chunks > 1 else ""
+    schedule += f" on a V ({pipeline.activations})" if pipeline.placement == "v" else (
+        f" ({pipeline.num_chunks} chunks)" if pipeline.num_chunks > 1 else "")
+    schedule += " with zero bubbles" if pipeline.zero_bubble else ""
     again = [f"recompute {recompute}"] if recompute != "none" else []
     zero = [f"ZeRO-{config.parallel.zero}"] if config.parallel.zero else []
     host = ["optimizer on the host"] if config.memory.host_optimizer else []
@@ -185,6 +187,7 @@ def _choice(config: Config) -> dict[str, Any]:
         "tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, "zero": parallel.zero,
         "micro_batch_size": config.train.micro_batch_size, "num_microbatches": pipeline.num_microbatches,
         "schedule": pipeline.schedule, "chunks": pipeline.num_chunks, "warmup": pipeline.warmup,
+        "placement": pipeline.placement, "activations": pipeline.activations, "zero_bubble": pipeline.zero_bubble,
         "early_switch": pipeline.early_switch, "split": list(pipeline.split), "recompute": pipeline.recompute,
         "host_optimizer": config.memory.host_optimizer, "budget": config.memory.budget,
         "messages": config.compression.messages, "gradients": config.compression.gradients}
@@ -194,6 +197,7 @@ def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:
     cost, memory = candidate.cost, candidate.memory
     return {
         **_choice(candidate.config), "step_ms": 1e3 * cost.step_time, "tokens_per_s": cost.tokens_per_s,
+        "price_per_million_tokens": cost.price or None,
         "memory": None if memory is None else [stage.total for stage in memory],
         "host_memory": None if memory is None else [stage.host for stage in memory],
         "bound_by": bound_by(candidate, limit), "because": candidate.because,

@@ -145,7 +145,8 @@ class _Search:
         """Puts the candidate back with recomputation: what is cheap of all layers, if that is enough, and layers where
         it is needed, of which there may be few. False: it does not fit so either."""
         pipeline, b = candidate.config.pipeline, candidate.config.train.micro_batch_size
-        kind = (candidate.grid, candidate.config.parallel.zero, pipeline.schedule, pipeline.warmup, pipeline.num_chunks)
+        kind = (candidate.grid, candidate.config.parallel.zero, pipeline.schedule, pipeline.warmup, pipeline.num_chunks,
+                pipeline.zero_bubble, pipeline.placement, pipeline.activations)
         if candidate.tried_recomputation or b >= self._too_large.get(kind, b + 1):
             return False
         again = None

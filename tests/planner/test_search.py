@@ -110,6 +110,22 @@ def test_a_split_that_is_given_stays_with_its_pipeline() -> None:
     assert (6, 2) not in {one.config.pipeline.split for one in free}
 
 
+def test_drains_are_shortened() -> None:
+    """With zero bubbles, and on a V, which takes two blocks a rank; their bounds are below what they take."""
+    config = made.config(m=8, b=1)
+    request = Request(keep={"pp": 2, "tp": 1}, micro_batches=(1,), schedules=("1f1b", "interleaved", "2bw"))
+    on = made.machine(config, 2, made=made.profile(config, cores=4), memory=1e11)
+    found = list(candidates(config, on, request))
+    names = {(one.config.pipeline.schedule, one.config.pipeline.zero_bubble,
+              one.config.pipeline.placement == "v" and one.config.pipeline.activations) for one in found}
+    assert names >= {("1f1b", False, False), ("1f1b", True, False), ("interleaved", True, False),
+                     ("1f1b", False, "full"), ("1f1b", False, "min"), ("2bw", False, "half")}
+    assert ("2bw", False, "full") not in names
+    assert all(one.least_time <= one.cost.step_time * (1 + 1e-9) for one in found)
+    best = search(config, on, replace(request, schedules=("1f1b", "interleaved"))).ranked[0].config
+    assert best.pipeline.zero_bubble or best.pipeline.placement == "v"
+
+
 def test_stale_schedules_are_taken_only_where_they_are_asked_for() -> None:
     config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=0))
     schedules = {one.config.pipeline.schedule for one in candidates(config, machine(config), Request())}
@@ -217,7 +233,7 @@ def even(memory: float) -> tuple[Config, Machine]:
     return config, made.machine(config, 4, made=made.profile(config), memory=memory)
 
 
-PIPELINE = Request(keep={"tp": 1, "pp": 4}, micro_batches=(1,), top=4)
+PIPELINE = Request(keep={"tp": 1, "pp": 4}, micro_batches=(1,), top=4, split_backward=False)
 
 
 def test_interleaves_where_that_makes_the_bubble_smaller() -> None:
@@ -285,7 +301,8 @@ def test_old_gradients_are_taken_for_a_gain_only(m: int, chosen: str) -> None:
     """The bubble of two stages is 1 / m of the work: 12 % of 8 micro-batches, 1.6 % of 64."""
     config, on = stale(0.0)
     config = replace(config, pipeline=replace(config.pipeline, num_microbatches=m, early_switch=1))
-    request = Request(keep={"tp": 1, "pp": 2}, micro_batches=(1,), top=9, schedules=("2bw", "1f1b"))
+    request = Request(keep={"tp": 1, "pp": 2}, micro_batches=(1,), top=9, schedules=("2bw", "1f1b"),
+                      split_backward=False)
     result = search(config, on, request)
     times = {name: min(one.cost.step_time for one in result.ranked if one.config.pipeline.schedule == name)
              for name in ("2bw", "1f1b")}
