@@ -11,4 +11,4 @@ bench:  ## every claim against its peer, in one run each; results in benchmarks/
 	EXTRAS=plot,dev,hf bash -c 'source scripts/env.sh && "$$PYTHON" -m benchmarks'
 
 docs:  ## the site, in build/site
-	EXTRAS=plot,docs bash -c 'source scripts/env.sh && NO_MKDOCS_2_WARNING=1 "$$PYTHON" -m mkdocs build --strict'
+	EXTRAS=plot,dev bash -c 'source scripts/env.sh && NO_MKDOCS_2_WARNING=1 "$$PYTHON" -m mkdocs build --strict'
