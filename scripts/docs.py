@@ -18,9 +18,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:
+    from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).resolve().parent.parent
 _LINK = re.compile(r"(\]\()([^)\s#]+)")
@@ -39,6 +40,8 @@ _RUN = ("plan.svg", "executed.svg", "loss.png")
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the generated files to those of docs/."""
+    from mkdocs.structure.files import File
+
     made = {"settings.md": settings(), "api.md": api()} | {f"pictures/{name}.svg": picture(name) for name in PICTURES}
     run = Path(os.environ.get("SITE_RUN") or train(ROOT / "build" / "site-run"))
     made |= {f"run/{name}": (run / name).read_bytes() for name in _RUN} | {"run/watch.html": dashboard(run)}

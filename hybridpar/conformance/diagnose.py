@@ -35,15 +35,16 @@ def about_tensor(got: Sequence[Tensor], want: Tensor, parameters: Mapping[str, T
     if not first.isfinite().all():
         return "not finite, or some of it is on no rank"
     factor = float((first * want).sum() / want.square().sum().clamp_min(1e-300))
-    if close(first, factor * want) and (want.numel() > 1 or _is_whole(factor) or _is_whole(1 / factor)):
+    if close(first, factor * want) and (want.numel() > 1 or _is_whole(factor) or _is_whole(1 / (factor or math.inf))):
         return f"{factor:.6g} times what it should be"
     off = first - want
     for name, parameter in parameters.items():
         if parameter.dim() == 1 and off.shape[-1:] == parameter.shape and (times := _times(off, parameter, close)):
             return f"{name} is in it {times + 1:.6g} times"
     if close(off, off.mean().expand_as(off)):
-        log = f", log({round(math.exp(mean))})" if _is_whole(math.exp(mean := float(off.mean()))) else ""
-        return f"off by {mean:.6g}{log}"
+        mean = float(off.mean())
+        whole = math.exp(min(mean, 10.0))
+        return f"off by {mean:.6g}" + (f", log({round(whole)})" if _is_whole(whole) else "")
     return f"off by {_error(got, want):.1e} of its largest element"
 
 
@@ -61,7 +62,7 @@ def about_norm(got: float, want: float, squares: Mapping[str, float], split: Map
 
 
 def _is_whole(number: float) -> bool:
-    return math.isclose(number, round(number), rel_tol=1e-9) and round(number) != 0
+    return 0.5 < abs(number) < 1e6 and math.isclose(number, round(number), rel_tol=1e-9)
 
 
 def _times(off: Tensor, parameter: Tensor, close: Closeness) -> float:

@@ -192,10 +192,11 @@ def _differences(case: Case, ran: Sequence[Ran], close: Closeness) -> Iterable[F
         whole = [torch.cat(got)] if case.returned == "rows" and want.dim() else got
         yield from compared("output", f"step {step}" if case.steps > 1 else "", whole, want)
         wanted, grads = plain.input_gradients[step], [one.input_gradients[step] for one in ran]
-        if wanted is not None and all(grad is not None for grad in grads):
-            known = [grad for grad in grads if grad is not None]
-            got = [torch.cat(known)] if case.dealt == "rows" else known
-            yield from compared("input gradient", "", got, wanted)
+        known = [grad for grad in grads if grad is not None]
+        if wanted is not None and len(known) < len(grads):
+            yield Finding("input gradient", "", "there is none")
+        elif wanted is not None:
+            yield from compared("input gradient", "", [torch.cat(known)] if case.dealt == "rows" else known, wanted)
     for name, found in plain.parameters.items():
         held = [one.parameters[name] for one in ran if name in one.parameters]
         if not held:
@@ -250,7 +251,7 @@ def _masks(case: Case, ran: Sequence[Ran]) -> Iterable[Finding]:
         yield Finding("mask", "", "is the same at the next step")
     for one, of_rank in zip(ran, masks, strict=True):
         gradient = one.input_gradients[0]
-        if gradient is not None and not torch.equal(gradient != 0, of_rank[0]):
+        if gradient is None or not torch.equal(gradient != 0, of_rank[0]):
             yield Finding("mask", "", "of the backward is another one than that of the forward")
             break
     kept, number = sum(int(mask.sum()) for mask in first), sum(mask.numel() for mask in first)

@@ -65,17 +65,17 @@ MEGATRON_2020 = Kernels(fused=False, forward_launches=30, backward_launches=50)
 
 
 class Product(NamedTuple):
-    """`count` products of m x k and k x n at once."""
+    """`times` products of m x k and k x n at once."""
 
     m: int
     n: int
     k: int
-    count: int = 1
+    times: int = 1
 
     @property
     def backward(self) -> tuple[Product, Product]:
         """The gradients of the first factor, and of the second, the weights."""
-        return Product(self.m, self.k, self.n, self.count), Product(self.n, self.k, self.m, self.count)
+        return Product(self.m, self.k, self.n, self.times), Product(self.n, self.k, self.m, self.times)
 
 
 @lru_cache(maxsize=4096)
@@ -111,6 +111,8 @@ def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels
         Product(tokens, -(-joined // tp), h), Product(tokens, h, h // tp), Product(tokens, gates * f // tp, h),
         Product(tokens, h, f // tp)))
     attention = (_fused_attention if kernels.fused else _written_attention)(model, b, device, tp)
+    whole: float
+    whole_back: float
     if kernels.fused:  # norm and sum before it: two in, two out; biases' gradients are sums; q, k, v are joined again
         whole, split = 2 * 4 * h, (gates + 1) * f
         whole_back, split_back = 2 * 4 * h + 2 * h, (2 * gates + 1) * f + joined + gates * f + 2 * joined

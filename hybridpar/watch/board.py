@@ -104,7 +104,7 @@ class Board:
         """What each rank is doing, by its flight record."""
         found = []
         for path in sorted(self.folder.glob(f"{FLIGHT}/rank_[0-9]*"))[:_MOST_RANKS]:
-            record = flight.read(path) if path.suffix == "" else None
+            record = flight.read(path) if path.name[5:].isdecimal() else None  # else of a thread
             if record is not None:
                 ended = record.phase in _ENDED
                 does = f"{record.phase} {record.error}" if ended else record.situation()

@@ -6,6 +6,7 @@ import base64
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -79,8 +80,9 @@ class _Handler(BaseHTTPRequestHandler):
                    "X-Content-Type-Options": "nosniff", "Content-Security-Policy": _POLICY}
         for header, value in headers.items():
             self.send_header(header, value)
-        self.end_headers()
-        self.wfile.write(content)
+        with suppress(ConnectionError):  # the page was closed meanwhile
+            self.end_headers()
+            self.wfile.write(content)
 
     def log_message(self, *args: Any) -> None:
         """Says nothing."""

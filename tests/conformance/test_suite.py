@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,9 @@ BUGS: dict[str, tuple[str, Factory, int, str]] = {
     "no sum over rows": ("mlp", wrong.mlp("sum"), 2, "output: ranks differ; right on none"),
     "no sum of the input's gradient": ("mlp", wrong.mlp("input"), 3,
                                        "input gradient: every rank has a part of it: a sum"),
+    "no gradient of the input": ("mlp", wrong.of(lambda plain, x: plain(x.detach())), 2,
+                                 "input gradient: there is none"),
+    "no loss": ("loss", wrong.of(lambda plain, x, labels: 0 * plain(x, labels)), 2, "output: off by -"),
     "bias of every rank": ("mlp", wrong.mlp("bias"), 3, "output: down.bias is in it 3 times"),
     "gradient summed twice": ("mlp", wrong.mlp("twice"), 3, "gradient of up.weight: 3 times what it should be"),
     "summed at every micro-batch": ("accumulated", wrong.accumulated, 2, "gradient of up.weight: off by"),
@@ -100,6 +104,7 @@ def torch_norm(plain: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 def test_torchs_own_modules_are_equal() -> None:
     """In equal shares; it refuses others, as of 21 features on two ranks."""
+    importlib.import_module("torch._dynamo")  # else every rank does
     results = [*conform({"mlp": torch_mlp}, [3]),
                *conform({"embedding": torch_embedding, "sequence_norm": torch_norm}, [2])]
     assert all(result.ok for result in results), [*map(str, results)]

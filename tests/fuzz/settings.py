@@ -27,6 +27,7 @@ from hybridpar.train.folder import find_run, measured
 from hybridpar.train.metrics import read_metrics
 from hybridpar.train.peak import read_peaks
 from hybridpar.validate import problems
+from hybridpar.watch import Board, page
 
 from .mutate import mutate_json, mutate_lines, mutate_toml
 from .samples import CHANGES, CLUSTER, INSTANCE, MEMORY, METRICS, PROFILE, RUN, SPLIT, TINY, WORKLOAD
@@ -61,6 +62,10 @@ def read_run(folder: Path) -> None:
 def make_runs(folder: Path) -> list[Path]:
     return [folder_with(folder / "run", config__toml=RUN, metrics__jsonl=METRICS, changes__jsonl=CHANGES,
                         peaks__json=json.dumps({"a machine": 1e11}))]
+
+
+def make_boards(folder: Path) -> list[Path]:
+    return [folder_with(folder / "board", metrics__jsonl=METRICS, failures__jsonl=CHANGES, notes__jsonl=METRICS)]
 
 
 def make_bundles(folder: Path) -> list[Path]:
@@ -121,6 +126,7 @@ TARGETS = (
     Target("configuration", make_configs, read_config, {".toml": mutate_toml}, share=0.5),
     Target("run folder", make_runs, read_run, {
         ".toml": mutate_toml, ".jsonl": mutate_lines, ".json": mutate_json}, share=0.3),
+    Target("dashboard", make_boards, lambda folder: page(Board(folder)), {".jsonl": mutate_lines}, share=0.5),
     Target("replay bundle", make_bundles, lambda folder: read_bundle(folder / "step_00000007.json"), {
         ".json": mutate_json}),
     Target("costs", make_costs, lambda folder: read_costs(folder / "costs.json"), {".json": mutate_json}),
