@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from hybridpar.config import ModelConfig
 from hybridpar.errors import config_error
 from hybridpar.models.cost import layer_matmul_parameters
-from hybridpar.planner.hardware import GIB, HALF, Cluster, activation_bytes, block_times
+from hybridpar.planner.hardware import GIB, Cluster
+from hybridpar.planner.kernels import HALF, MEGATRON_2020, activation_bytes, block_times
 
 RECOMPUTE_FACTOR = 4 / 3
 STATE_BYTES = 24
@@ -100,7 +101,7 @@ def throughput(
     model: ModelConfig, cluster: Cluster, width: int, depth: int, b: int, m: int, recompute: bool
 ) -> float:
     """Samples a second of all pipelines."""
-    times = block_times(model, b, cluster.device)
+    times = block_times(model, b, cluster.device, kernels=MEGATRON_2020)
     compute = sum(t.forward + t.backward for t in times) / depth
     period = compute * (RECOMPUTE_FACTOR if recompute else 1.0)
     # replicas of a stage are on one server, if they fit there: so pipelines cross servers, and share their cards

@@ -11,8 +11,8 @@ open:
     inter-layer   a batch is one micro-batch in each pipeline, so every micro-batch pays for an update
     2bw           tied embeddings, clipping and the overflow check are left out; versions are copied when they change
 
-Times are costs by `planner.hardware` of `Machine`, its three fitted numbers included; the order of all things is a plan
-of ours, timed by `paper_network`. Only tensor parallelism, which has no pipeline, is a sum.
+Times are costs by `planner.kernels` of `Machine`, its three fitted numbers included; the order of all things is a plan
+of ours on links that are shared (pipeline/plan/network.py). Only tensor parallelism, which has no pipeline, is a sum.
 
 Legend: b micro-batch, m micro-batches of a batch in a pipeline, d stages, w pipelines, B global batch. Seconds, bytes.
 """
@@ -23,25 +23,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from benchmarks.paper_network import pipeline_network, simulate_on
 from hybridpar.config import ModelConfig
 from hybridpar.models.cost import layer_matmul_parameters
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.schedules import Sizes
-from hybridpar.pipeline.plan.simulate import Costs
-from hybridpar.planner.hardware import (
-    DEVICES,
-    FULL,
-    GIB,
-    GIGABIT,
-    HALF,
-    LINKS,
-    BlockTime,
-    Cluster,
-    Link,
-    activation_bytes,
-    block_times,
-)
+from hybridpar.pipeline.plan.simulate import Costs, simulate
+from hybridpar.planner.hardware import DEVICES, GIB, GIGABIT, LINKS, Cluster, Link
+from hybridpar.planner.kernels import FULL, HALF, MEGATRON_2020, BlockTime, activation_bytes, block_times
 
 MICRO_BATCH = 8
 SIZES = {"2.2b": (32, 2304, 32), "3.8b": (32, 3072, 32)}  # layers, hidden, heads (scripts/driver_sweep.py)
@@ -70,9 +58,9 @@ class Machine:
     in and out together (half_duplex), or each way. ring_gbit: for rings, each way.
     """
 
-    matmul_share: float = 0.60
+    matmul_share: float = 0.66
     exchange_gbit: float = 21.5
-    ring_gbit: float = 15.5
+    ring_gbit: float = 16.0
     half_duplex: bool = True
 
     def cluster(self, servers: int, card_gbit: float) -> Cluster:
@@ -186,16 +174,6 @@ def stage_time(times: Sequence[BlockTime], blocks: Iterable[int], recomputed: It
         sum(times[i].backward + times[i].forward * (i in again) for i in blocks))
 
 
-def all_reduce_time(cluster: Cluster, num_bytes: float, devices: Sequence[int], rings: int = 1) -> float:
-    """A ring over `devices`, while `rings` equal ones pass through the same servers (itself included).
-
-    A ring enters and leaves each server once, so its slowest link is `outer` as soon as it has two servers.
-    """
-    if len({cluster.server(device) for device in devices}) == 1:
-        return cluster.inner.ring_time(num_bytes, len(devices))
-    return cluster.outer.ring_time(num_bytes, len(devices), max(rings / cluster.outer_links, 1))
-
-
 def _stage_times(setting: Setting, times: Sequence[BlockTime], stages: Sequence[range]) -> list[BlockTime]:
     return [stage_time(times, blocks, range(1, setting.model.num_layers + 1)) for blocks in stages]
 
@@ -205,9 +183,9 @@ def pipeline_costs(setting: Setting, machine: Machine, system: str) -> Costs:
     cluster = machine.cluster(setting.servers, machine.ring_gbit)
     device, devices, model = cluster.device, setting.devices(), setting.model
     stages = setting.stages()
-    compute = _stage_times(setting, block_times(model, MICRO_BATCH, device), stages)
+    compute = _stage_times(setting, block_times(model, MICRO_BATCH, device, kernels=MEGATRON_2020), stages)
     parameters = [setting.parameters(blocks) for blocks in stages]
-    reduce = [all_reduce_time(cluster, HALF * n, group) for n, group in zip(parameters, devices, strict=True)]
+    reduce = [cluster.all_reduce(HALF * n, group) for n, group in zip(parameters, devices, strict=True)]
     if system == "2bw":
         switches = [2 * (setting.depth - 1 - r) for r in range(setting.depth)]
         traffic = [UPDATE_TRAFFIC_2BW + SWITCH_TRAFFIC * n for n in switches]
@@ -215,7 +193,7 @@ def pipeline_costs(setting: Setting, machine: Machine, system: str) -> Costs:
         reduce = [t + device.memory_time(n * k) for t, n, k in zip(reduce, traffic, parameters, strict=True)]
         return Costs([t.forward for t in compute], [t.backward for t in compute], reduce=reduce)
     ends = [devices[0][0], devices[-1][0]]
-    tied = all_reduce_time(cluster, HALF * model.vocab_size * model.hidden_size, ends, setting.width)
+    tied = cluster.all_reduce(HALF * model.vocab_size * model.hidden_size, ends, setting.width)
     if system == "ours":
         update = [device.memory_time(OURS_TRAFFIC * n) for n in parameters]
     else:
@@ -232,16 +210,15 @@ def _simulated(
     of forward and backward alone.
     """
     ours = system == "ours"
-    network = pipeline_network(
-        machine.cluster(setting.servers, machine.exchange_gbit), setting.devices(),
-        activation_bytes(setting.model, MICRO_BATCH), blocking=not ours, half_duplex=machine.half_duplex)
+    network = machine.cluster(setting.servers, machine.exchange_gbit).network(
+        setting.devices(), activation_bytes(setting.model, MICRO_BATCH), half_duplex=machine.half_duplex)
     num_batches = 4 if schedule == "2bw" else 1
     plan = make_plan(schedule, Sizes(setting.depth, num_microbatches), 0, num_batches,
                      clip=system != "2bw", ahead=1 if ours else 0)
     costs = pipeline_costs(setting, machine, system)
     if not update:
         costs = Costs(costs.forward, costs.backward)
-    timeline = simulate_on(network, plan, costs)
+    timeline = simulate(plan, replace(costs, network=network, blocking=not ours))
     return timeline.step_time(num_microbatches) if num_batches > 1 else timeline.makespan
 
 
@@ -249,13 +226,13 @@ def _tensor_step(setting: Setting, machine: Machine) -> float:
     """Megatron's tensor parallelism over `depth` devices, the rest data parallel: a sum, as nothing overlaps."""
     model, tp = setting.model, setting.depth
     cluster = machine.cluster(setting.servers, machine.ring_gbit)
-    times = block_times(model, MICRO_BATCH, cluster.device, tp)
+    times = block_times(model, MICRO_BATCH, cluster.device, tp, MEGATRON_2020)
     compute = sum(_stage_times(setting, times, [range(model.num_blocks)])[0])
-    message = all_reduce_time(cluster, activation_bytes(model, MICRO_BATCH), range(tp))
+    message = cluster.all_reduce(activation_bytes(model, MICRO_BATCH), range(tp))
     collectives = 6 * model.num_layers + 2  # 4 and recomputed 2 in a layer; and embedding and head
     embedding = model.vocab_size * model.hidden_size
     parameters = (setting.parameters(range(model.num_blocks)) - embedding) / tp
-    reduce = all_reduce_time(cluster, HALF * parameters, range(0, cluster.num_devices, tp), rings=8)
+    reduce = cluster.all_reduce(HALF * parameters, range(0, cluster.num_devices, tp), rings=8)
     update = cluster.device.memory_time(UPDATE_TRAFFIC * parameters)
     return setting.num_microbatches * (compute + collectives * message) + reduce + update
 

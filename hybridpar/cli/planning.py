@@ -152,9 +152,10 @@ class Plan:
 
         best, hardware = result.ranked[0], machine.profile.hardware
         out = sys.stdout if not self.json and not self.brief else sys.stderr
+        price = f", {best.cost.price:.4g} for a million" if best.cost.price else ""
         share = f"; measured with {hardware.efficiency:.0%} of the cores" if hardware.cores else ""
         print(f"plan: {report.describe(best.config)}: {1e3 * best.cost.step_time:.4g} ms a step, "
-              f"{best.cost.tokens_per_s:,.0f} tokens/s predicted; {report.bound_by(best, result.limit)}{share}",
+              f"{best.cost.tokens_per_s:,.0f} tokens/s predicted{price}; {report.bound_by(best, result.limit)}{share}",
               file=out)
         for line in link_lines(best.cost):
             print(f"  {line}", file=out)
@@ -265,21 +266,24 @@ class Simulate:
         pipeline, ranks = config.pipeline, config.parallel.pp
         # a second has so many units of the simulation; what takes one where nothing is measured is drawn as 1 ms
         per_second = 1.0 if timed else 1e3
-        drawn = shown.timeline.scaled(1e3 / per_second)
+        in_ms = 1e3 / per_second
         held = f" on {ranks} ranks" if pipeline.num_chunks > 1 else ""
         title = (f"{pipeline.schedule}, {ranks * pipeline.num_chunks} stages{held}, {pipeline.num_microbatches} "
                  "micro-batches a batch")
         if self.svg:
             unit = "milliseconds" if timed else FORWARDS
-            write_output("svg", self.svg, draw_svg(drawn, title=f"{title} (simulated)", unit=unit))
+            write_output("svg", self.svg, draw_svg(shown.timeline.scaled(in_ms), title=f"{title} (simulated)",
+                                                   unit=unit))
         if self.perfetto:
             each = config.parallel.num_ranks // ranks
             held_by = [f", ranks {rank * each}-{rank * each + each - 1}" if each > 1 else "" for rank in range(ranks)]
             names = {rank: (rank, f"{rank_name} {rank}{processes}") for rank, processes in enumerate(held_by)}
             entries = trace_entries(shown.timeline, names, per_second=per_second)
             write_output("perfetto", self.perfetto, trace_json(entries))
-        picture = draw(drawn)
-        fits = max(map(len, picture.splitlines())) <= _WIDEST or not timed
+        # a forward or backward takes two columns at least
+        known_wide = timed and 2 * len(shown.timeline.batch_starts(1)) > _WIDEST
+        picture = "" if known_wide else draw(shown.timeline.scaled(in_ms))
+        fits = not known_wide and (max(map(len, picture.splitlines())) <= _WIDEST or not timed)
         print(f"{title}\n\n{picture}\n" if fits else title, file=sys.stderr if self.json else sys.stdout)
 
 

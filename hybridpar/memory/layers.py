@@ -7,7 +7,7 @@ norm's scratch space of some kilobytes.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 
@@ -23,6 +23,7 @@ class Footprints:
 
     def __init__(self) -> None:
         self._known: dict[object, Footprint] = {}
+        self._lines: dict[object, list[tuple[dict[str, int], dict[str, int]]]] = {}
 
     def __call__(
         self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
@@ -53,20 +54,28 @@ class Footprints:
         layers = range(max(blocks.start, 1), min(blocks.stop, last))
         if not layers:
             return self(config, blocks, recompute, buffers, device)
-        again = _way(recompute, layers[0])
-        found = []
-        for b in (1, 2):
-            at = replace(config, parallel=replace(parallel, zero=0), train=replace(config.train, micro_batch_size=b))
-            ends = _Shape(blocks.start == 0, (again,) * _FEW, blocks.stop > last, recompute.whole)
-            few, inner, longer = (asdict(self._trace(at, shape, buffers, device)) for shape in (
-                ends, _Shape(False, (again,) * _FEW, False, recompute.whole),
-                _Shape(False, (again,) * (_FEW + 1), False, recompute.whole)))
-            found.append({name: few[name] + (len(layers) - _FEW) * (longer[name] - inner[name]) for name in few})
-        one, two = found
+        again, ends = _way(recompute, layers[0]), (blocks.start == 0, blocks.stop > last)
+        key = (_bears(config), ends, again, recompute.whole, buffers, device)
+        if key not in self._lines:
+            self._lines[key] = [self._line(config, size, _Shape(ends[0], (again,) * _FEW, ends[1], recompute.whole),
+                                           buffers, device) for size in (1, 2)]
+        one, two = ({name: few[name] + (len(layers) - _FEW) * each[name] for name in few}
+                    for few, each in self._lines[key])
         b, share = config.train.micro_batch_size, parallel.dp if parallel.zero else 1
         values = {name: one[name] + (b - 1) * (two[name] - one[name]) for name in one}
         values |= {name: values[name] // share for name in ("master", "optimizer")}
         return Footprint(**values)
+
+    def _line(
+        self, config: Config, micro_batch_size: int, shape: _Shape, buffers: Buffers, device: torch.device
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """The footprint of a stage of few layers, and what each layer more takes."""
+        at = replace(config, parallel=replace(config.parallel, zero=0),
+                     train=replace(config.train, micro_batch_size=micro_batch_size))
+        inner = replace(shape, embedding=False, head=False)
+        few, one, more = (asdict(self._trace(at, each, buffers, device)) for each in (
+            shape, inner, replace(inner, again=(*inner.again, inner.again[0]))))
+        return few, {name: more[name] - one[name] for name in one}
 
     def _trace(self, config: Config, shape: _Shape, buffers: Buffers, device: torch.device) -> Footprint:
         config = _what_counts(config, shape)
@@ -102,6 +111,16 @@ class _Shape:
 def _way(recompute: Recomputation, block: int) -> str:
     """Recomputation of a layer: 'all' of it, 'selective', or '': none."""
     return "all" if block in recompute.blocks else "selective" if block in recompute.selective else ""
+
+
+def _bears(config: Config) -> tuple[object, ...]:
+    """What bears on a rough footprint, besides its shape: what `_what_counts` leaves."""
+    parallel, train = config.parallel, config.train
+    others = (getattr(config, f.name) for f in fields(config)
+              if f.name not in ("parallel", "pipeline", "data", "run", "train"))
+    replicas = parallel.dp if config.compression.replicas_differ or config.feeds_back else 1
+    return (*others, replace(parallel, zero=0, pp=min(parallel.pp, 2), dp=replicas),
+            config.pipeline.split_backward, train.dtype, train.device, train.seed)
 
 
 def _what_counts(config: Config, shape: _Shape) -> Config:

@@ -8,8 +8,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hybridpar.config import ModelConfig, ModelSpec, message_shape, rank_of_stage
 from hybridpar.errors import config_error
@@ -176,33 +179,36 @@ def even_out(
     take less together. `balanced_split` looks at stages alone, not at what else a rank has. One block of the costliest
     rank at a time goes to another stage, and those between them move up.
     """
-    prefix, best = (0.0, *accumulate(costs)), sizes
-    if len(best) == num_ranks:
-        return best
-    held = [[stage for stage in range(len(best)) if rank_of_stage(stage, num_ranks, placement) == rank]
-            for rank in range(num_ranks)]
+    if len(sizes) == num_ranks:
+        return sizes
+    prefix, best = np.array([0.0, *accumulate(costs)]), np.array(sizes)
+    held = np.array([[stage for stage in range(len(best)) if rank_of_stage(stage, num_ranks, placement) == rank]
+                     for rank in range(num_ranks)])
 
-    def ranks_of(sizes: tuple[int, ...]) -> tuple[list[float], list[float]]:
-        """Costs of the ranks, and of the costliest stage in each round."""
-        ends = (0, *accumulate(sizes))
-        stages = [prefix[stop] - prefix[start] for start, stop in pairwise(ends)]
-        return ([sum(stages[stage] for stage in own) for own in held],
-                [max(stages[first : first + num_ranks]) for first in range(0, len(stages), num_ranks)])
-
-    def worth(sizes: tuple[int, ...]) -> tuple[list[float], float]:
-        ranks, rounds = ranks_of(sizes)
-        return sorted(ranks, reverse=True), sum(rounds)
+    def worth(splits: NDArray[np.int64]) -> tuple[NDArray[np.float64], list[list[float]]]:
+        """Of splits, a row each: costs of the ranks; and these, the largest first, with the sum of the rounds'."""
+        ends = prefix[np.cumsum(splits, axis=1)]
+        stages = np.diff(ends, axis=1, prepend=0.0)
+        ranks = stages[:, held].sum(axis=2)
+        rounds = stages.reshape(len(splits), -1, num_ranks).max(axis=2).sum(axis=1)
+        return ranks, np.column_stack([-np.sort(-ranks, axis=1), rounds]).tolist()
 
     while True:
-        ranks, _ = ranks_of(best)
-        costliest = ranks.index(max(ranks))
-        moved = [tuple(size - (i == giver) + (i == taker) for i, size in enumerate(best))
-                 for giver in held[costliest] if best[giver] > 1
-                 for taker in range(len(best)) if taker != giver]
-        better = min(moved, key=worth, default=best)
-        if not worth(better) < worth(best):
-            return best
-        best = better
+        ranks, (before,) = worth(best[None])
+        givers = [stage for stage in held[ranks[0].argmax()] if best[stage] > 1]
+        moves = [(giver, taker) for giver in givers for taker in range(len(best)) if taker != giver]
+        if not moves:
+            break
+        moved = np.tile(best, (len(moves), 1))
+        rows = np.arange(len(moves))
+        moved[rows, [giver for giver, _ in moves]] -= 1
+        moved[rows, [taker for _, taker in moves]] += 1
+        _, after = worth(moved)
+        better = min(range(len(moves)), key=after.__getitem__)
+        if not after[better] < before:
+            break
+        best = moved[better]
+    return tuple(best.tolist())
 
 
 def _balanced(model: ModelSpec, num_stages: int, num_ranks: int, placement: str) -> tuple[int, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 from hybridpar.pipeline.plan.schedules import Schedule
 from hybridpar.planner.cost import StepCost
 
@@ -13,8 +16,9 @@ def least_time(cost: StepCost) -> float:
     m, chunks = cost.sizes.num_microbatches, cost.sizes.chunks
     schedule = cost.ordering.make() if cost.config.pipeline.early_switch != "auto" else None
     flush = schedule is not None and schedule.flush
-    work = max(m * rank.compute + rank.update + rank.norm + (_fill(cost, schedule, r) if schedule and flush else 0.0)
-               for r, rank in enumerate(cost.ranks))
+    before = [0.0, *accumulate(stage.compute for stage in cost.stages)]
+    work = max(m * rank.compute + rank.update + rank.norm
+               + (_fill(cost, schedule, r, before) if schedule and flush else 0.0) for r, rank in enumerate(cost.ranks))
     # a micro-batch takes a link once for each chunk of the rank before it, but for the model's end; on a V once
     link = max((m * (1 if cost.sizes.is_v else chunks - (r == cost.pp - 1)) * taken
                 for links in (cost.links, cost.links_back) for r, (taken, _, _) in enumerate(links)), default=0.0)
@@ -23,20 +27,20 @@ def least_time(cost: StepCost) -> float:
                if schedule and not flush and not schedule.activations else 0.0)
 
 
-def _fill(cost: StepCost, schedule: Schedule, rank: int) -> float:
+def _fill(cost: StepCost, schedule: Schedule, rank: int, before: Sequence[float]) -> float:
     """Least time that a rank has nothing to do in a pipeline that drains between batches.
 
     Before its first forward and after its last backward the stages before it work; once its first micro-batch has
-    left, and once its last one has, those behind it, while it has what it runs ahead to do.
+    left, and once its last one has, those behind it, while it has what it runs ahead to do. before: work of a
+    micro-batch on the stages before each.
     """
     if cost.config.pipeline.split_backward:  # gradients of weights may be beside all but the first forwards
         return sum(stage.forward for stage in cost.stages[:rank])
-    before = sum(stage.compute for stage in cost.stages[:rank])
     if cost.sizes.chunks > 1:  # it has other chunks to do
-        return before
-    own, behind = cost.stages[rank], sum(stage.compute for stage in cost.stages[rank + 1:])
+        return before[rank]
+    own, behind = cost.stages[rank], before[-1] - before[rank + 1]
     ahead = min(schedule.warmup(cost.sizes, rank), cost.sizes.num_microbatches - 1)
-    return before + max(0.0, behind - ahead * min(own.forward, own.backward))
+    return before[rank] + max(0.0, behind - ahead * min(own.forward, own.backward))
 
 
 def _round_trips(cost: StepCost, schedule: Schedule) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -197,7 +197,7 @@ def balanced(config: Config, machine: Machine) -> Candidate:
     cost = StepCost(config, machine)
     if cost.pp > 1:
         costs = block_costs(cost)
-        found = best_split(*costs, cost.sizes.num_stages, lambda stage, again: _held(cost, stage))
+        found = best_split(*costs, cost.sizes.num_stages, _held(cost))
         assert found is not None, "there are as many blocks as stages"
         split = even_out(tuple(sum(of_block) for of_block in zip(*costs, strict=True)), found.sizes, cost.pp)
         config = replace(config, pipeline=replace(config.pipeline, split=split))
@@ -205,18 +205,24 @@ def balanced(config: Config, machine: Machine) -> Candidate:
     return Candidate(config, cost)
 
 
-def _held(cost: StepCost, stage: int) -> Matrix:
-    """[i, j]: about what blocks i .. j-1 take on that stage, to compare splits by: weights, gradients and Adam's state,
-    and what is kept of micro-batches in flight."""
-    config, sizes, rank = cost.config, cost.sizes, cost.sizes.rank_of(stage)
+def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
+    """By stage, [i, j]: about what blocks i .. j-1 take there, to compare splits by: weights, gradients and Adam's
+    state, and what is kept of micro-batches in flight."""
+    config, sizes = cost.config, cost.sizes
     schedule = schedule_of(config.pipeline)
     mixed, moments = config.train.dtype in ("bf16", "fp16"), 2 * (config.optim.name in ("adamw", "lamb"))
-    state = (schedule.max_live_versions(sizes, rank) * cost.item + cost.gradient_bytes * schedule.num_gradient_buffers
-             + 4 * (mixed + moments) / cost.zero_share)
-    in_flight = schedule.max_live_activations(sizes, rank) / sizes.chunks
-    kept = {"layer": KEPT_BYTES / 2 * cost.message_bytes / cost.tp}
-    return sums([state * cost.block(n).parameters + in_flight * (cost.block(n).kept or kept.get(cost.kind(n), 0.0))
-                 for n in range(config.model.num_blocks)])
+    rest = cost.gradient_bytes * schedule.num_gradient_buffers + 4 * (mixed + moments) / cost.zero_share
+    likely = {"layer": KEPT_BYTES / 2 * cost.message_bytes / cost.tp}
+    blocks = range(config.model.num_blocks)
+    parameters = sums([cost.block(n).parameters for n in blocks])
+    kept = sums([cost.block(n).kept or likely.get(cost.kind(n), 0.0) for n in blocks])
+
+    def held(stage: int, again: bool) -> Matrix:
+        rank = sizes.rank_of(stage)
+        state = schedule.max_live_versions(sizes, rank) * cost.item + rest
+        return state * parameters + schedule.max_live_activations(sizes, rank) / sizes.chunks * kept
+
+    return held
 
 
 def block_costs(cost: StepCost) -> tuple[list[float], list[float], list[float]]:

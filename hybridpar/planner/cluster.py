@@ -7,6 +7,12 @@
     outer = "ethernet-25"           #   { gbit_per_s = 25, latency_us = 30, share = 0.6 }
                                     #   back_gbit_per_s: from a later server to an earlier one, if it differs
     outer_links = 1                 # of a server, shared by its devices
+    price = 2.5                     # of a device and an hour, in any currency; left out: not known
+
+    [[levels]]                      # beyond servers, from the inside out; left out: none
+    groups = 4                      # of what is below in one of these: servers in a rack, racks in a row
+    link = "infiniband-hdr"         # joins the racks
+    links = 2                       # of a rack, shared by its servers
 
 `outer` may be left out where there is one server.
 """
@@ -27,13 +33,12 @@ from hybridpar.planner.hardware import (
     GIGABIT,
     Cluster,
     Device,
+    Level,
     Link,
-    activation_bytes,
-    block_times,
     find_device,
     find_link,
-    remake_time,
 )
+from hybridpar.planner.kernels import OURS, Kernels, activation_bytes, block_times, remake_time
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import KINDS, BlockCost, Hardware, Key, Profile, settings_of
 from hybridpar.reading import nearest_path, read_toml
@@ -48,7 +53,8 @@ _MOST, _MOST_DEVICES = 1e9, 100_000
 _DEVICE = {"name": str, "tflops": float, "memory_gib": float, "memory_gb_per_s": float, "matmul_share": float}
 _LINK = {"name": str, "gbit_per_s": float, "back_gbit_per_s": float, "latency_us": float, "share": float}
 _KEYS = {"servers": int, "devices_per_server": int, "device": (str, dict), "inner": (str, dict),
-         "outer": (str, dict), "outer_links": int}
+         "outer": (str, dict), "outer_links": int, "levels": list, "price": float}
+_LEVEL = {"groups": int, "link": (str, dict), "links": int}
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -65,12 +71,25 @@ def read_cluster(path: Path) -> Cluster:
         problems.append(Problem("outer", None, f"joins the {servers} servers, so there must be one", '"ethernet-25"'))
     if not problems and (number := servers * document["devices_per_server"]) > _MOST_DEVICES:
         problems.append(Problem("servers", servers, f"are {number} devices; there may be {_MOST_DEVICES}", "1024"))
+    levels = document.get("levels", [])
+    for i, level in enumerate(levels if not problems else ()):
+        if not isinstance(level, dict):
+            problems.append(Problem(f"levels[{i}]", level, "is no table", "[[levels]] groups = 4, link = ..."))
+        else:
+            problems += _problems(f"levels[{i}].", level, _LEVEL, ("groups", "link"))
     if problems:
         raise ConfigError(*(replace(p, field=f"{path.name}: {p.field}") for p in problems))
     inner = _link(document["inner"], "inner")
     return Cluster(
         _device(document["device"]), document["devices_per_server"], servers, inner,
-        _link(document["outer"], "outer") if "outer" in document else inner, document.get("outer_links", 1))
+        _link(document["outer"], "outer") if "outer" in document else inner, document.get("outer_links", 1),
+        tuple(_levels(levels, document["devices_per_server"])), document.get("price", 0.0))
+
+
+def _levels(tables: Iterable[Mapping[str, Any]], devices: int) -> Iterable[Level]:
+    for i, table in enumerate(tables):
+        devices *= table["groups"]
+        yield Level(devices, _link(table["link"], f"levels[{i}].link"), table.get("links", 1))
 
 
 def _problems(
@@ -125,7 +144,7 @@ def machine_of(cluster: Cluster, profile: Profile, num_devices: int = 0) -> Mach
     return Machine(
         profile, num_devices or cluster.num_devices, cluster.devices_per_server, cluster.inner,
         cluster.outer if cluster.num_servers > 1 else None, cluster.device.memory_bytes, cluster.outer_links,
-        measured=False)
+        measured=False, levels=cluster.levels, price=cluster.price)
 
 
 def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
@@ -150,8 +169,10 @@ def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
     return Machine(profile, number, per, inner or Link("none", 1.0, 0.0), outer, memory)
 
 
-def estimate(config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT) -> Profile:
-    """The profile of a model on a cluster's device, from planner.hardware's formulas.
+def estimate(
+    config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT, kernels: Kernels = OURS
+) -> Profile:
+    """The profile of a model on a cluster's device, from planner.kernels' formulas.
 
     Raises: ConfigError if the model is not in 16 bits.
     """
@@ -164,7 +185,7 @@ def estimate(config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT) -> 
     for tp in degrees:
         parameters = count_parameters(model, tp)
         for b in sizes:
-            times = block_times(model, b, device, tp)
+            times = block_times(model, b, device, tp, kernels)
             message = activation_bytes(model, b)
             half = (message // 2,)  # a gather, or a reduce_scatter
             # embedding, layer and head: their all-reduces over tp, forward and backward
@@ -179,7 +200,7 @@ def estimate(config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT) -> 
                     device.memory_time(UPDATE_TRAFFIC * n), forward_messages=forward, backward_messages=backward,
                     remake=remake_time(model, b, device, tp) if kind == "layer" else 0.0, parameters=n)
     hardware = Hardware(device.name, cluster.devices_per_server, device.memory_bytes, hosts=cluster.num_servers)
-    return Profile(hardware, blocks, {}, settings_of(config), estimated=True, about={"source": "planner.hardware"})
+    return Profile(hardware, blocks, {}, settings_of(config), estimated=True, about={"source": "planner.kernels"})
 
 
 def count_parameters(model: ModelConfig, tp: int) -> dict[str, int]:

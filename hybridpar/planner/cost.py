@@ -16,21 +16,22 @@ replicas and tp ranks of a stage run in step: one pipeline stands for all of the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+import numpy as np
 
 from hybridpar.config import Config
 from hybridpar.models.build import DTYPES, Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
+from hybridpar.pipeline.plan.predict import Ordering, extended, smallest_early_switch
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.planner.codec_costs import CodecCosts
 from hybridpar.planner.compressed import gradient_share
-from hybridpar.planner.machine import Machine
+from hybridpar.planner.machine import AnyLink, Machine
 from hybridpar.planner.moves import Moves
 from hybridpar.planner.profile import KINDS, BlockCost
 from hybridpar.state.partition import BUCKET_BYTES
@@ -38,10 +39,8 @@ from hybridpar.state.partition import BUCKET_BYTES
 GRADIENT_BYTES = {name: max(dtype.itemsize, 4) for name, dtype in DTYPES.items()}
 TRANSFERS = (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B)
 _NORM_BYTES = 64
-_FEWEST_SIMULATED = 8
-_STEADY = 0.999
-_BATCHES_TO_SETTLE = 5
-"""Batches without a drain after which most pipelines repeat themselves."""
+_FEWEST_MOVED = 16
+"""Micro-batches, besides those of a full pipeline, whose moves are simulated where there are many."""
 
 
 @dataclass(frozen=True)
@@ -216,21 +215,30 @@ class StepCost:
         return self._links(-1)
 
     def _links(self, flow: int) -> list[tuple[float, float, float]]:
-        machine, size, per = self.machine, self.dp * self.tp, self.machine.devices_per_server
-        pairs = [[(r * size + i, (r + 1) % self.pp * size + i) for i in range(size)]
-                 for r in range(self.sizes.num_links)]
-        leaving = Counter(source // per for link in pairs for source, to in link if source // per != to // per)
-        found = []
-        for r, of_link in enumerate(pairs):
-            crosses = any(source // per != to // per for source, to in of_link)
-            link = machine.outer if crosses and machine.outer else machine.link(of_link[0])
-            most = max(leaving[source // per] for source, _ in of_link) or 1
-            flows = max(most / machine.outer_links, 1) if crosses else 1
-            latency, work = link.transfer_time(1), link.transfer_work(self._sent_bytes(1, r))
-            way = flow if of_link[0][0] < of_link[0][1] else -flow
-            whole = link.transfer_time(self._sent_bytes(flow, r), flows, way)
-            found.append((max(0.0, whole - latency - work), min(latency, max(0.0, whole - work)), work))
-        return found
+        size = self.dp * self.tp
+        sources = np.arange(self.sizes.num_links * size).reshape(-1, size)
+        targets = (sources + size) % (self.pp * size)
+        crossed: list[list[tuple[AnyLink, float]]] = [[] for _ in sources]  # by link: what it crosses, and its flows
+        for of_group, link, links in self.machine.borders:
+            groups, crosses = sources // of_group, sources // of_group != targets // of_group
+            if crosses.any():
+                leaving = np.bincount(groups[crosses])
+                most = np.where(crosses, leaving[np.minimum(groups, len(leaving) - 1)], 0).max(axis=1)
+                for of_link, number in zip(crossed, most.tolist(), strict=True):
+                    of_link += [(link, max(number / links, 1))] if number else []
+        return [self._link(flow if flat[0] < flat[1] else -flow, self._sent_bytes(flow, r), self._sent_bytes(1, r),
+                           of_link or [(self.machine.inner, 1)])
+                for r, (flat, of_link) in enumerate(zip(
+                    zip(sources[:, 0].tolist(), targets[:, 0].tolist(), strict=True), crossed, strict=True))]
+
+    def _link(
+        self, way: int, num_bytes: int, carried: int, crossed: Sequence[tuple[AnyLink, float]]
+    ) -> tuple[float, float, float]:
+        """The slowest of the links that a message crosses, each shared by all that leave a group there."""
+        whole, link = max(((link.transfer_time(num_bytes, flows, way), link) for link, flows in crossed),
+                          key=lambda pair: pair[0])
+        latency, work = link.transfer_time(1), link.transfer_work(carried)
+        return max(0.0, whole - latency - work), min(latency, max(0.0, whole - work)), work
 
     def _sent_bytes(self, flow: int, r: int) -> int:
         """Bytes of a message that a rank of tp sends between pipeline ranks r and r + 1."""
@@ -336,39 +344,24 @@ class StepCost:
         return self.simulated(self.costs)
 
     def simulated(self, costs: Costs) -> float:
-        """The step time with these costs.
+        """The step time with these costs."""
+        ordering, moves, sizes = self.ordering, self.moves, self.sizes
+        if moves is None:
+            return ordering.step_time(sizes, costs)
+        few = max(2 * self.pp, ordering.make().warmup(sizes, 0)) + _FEWEST_MOVED
+        few += (sizes.num_microbatches - few) % self.pp if sizes.is_ring else 0
 
-        Where there are many micro-batches, some are simulated: once a pipeline is full, each more takes what the one
-        before took. Where few of them wait for a reduction that more would hide, all are.
-        """
-        m = self.sizes.num_microbatches
-        if (few := self._few) == m:
-            return self._step(m, costs)
-        more = self.pp + _FEWEST_SIMULATED
-        more += -more % self.pp if self.sizes.is_ring else 0  # rounds of interleaved micro-batches are then alike
-        first, second = self._step(few, costs), self._step(few + more, costs)
-        each = (second - first) / more
-        if each < _STEADY * max(rank.compute for rank in self.ranks):
-            return self._step(m, costs)
-        return first + (m - few) * each
+        def takes(m: int) -> float:
+            return moves.step_time(ordering, replace(sizes, num_microbatches=m), costs)
 
-    @property
-    def _few(self) -> int:
-        """Number of micro-batches to simulate: those of a full pipeline, and some more."""
-        p, m = self.pp, self.sizes.num_microbatches
-        few = max(2 * p, self.ordering.make().warmup(self.sizes, 0)) + 2 * _FEWEST_SIMULATED
-        few += (m - few) % p if self.sizes.is_ring else 0
-        return m if m <= 2 * few or self.ordering.early_switch is not None else few
-
-    def _step(self, m: int, costs: Costs) -> float:
-        ordering, sizes = self.ordering, replace(self.sizes, num_microbatches=m)
-        if self.moves is not None:
-            return self.moves.step_time(ordering, sizes, costs)
-        if ordering.make().flush:
-            return ordering.timeline(sizes, costs, 4).step_time(m)
-        period = ordering.timeline(sizes, costs, _BATCHES_TO_SETTLE).period(m)
-        return period or ordering.timeline(sizes, costs).step_time(m)
+        whole = sizes.num_microbatches <= 2 * few
+        return extended(takes, sizes, sizes.num_microbatches if whole else few, max(r.compute for r in self.ranks))
 
     @property
     def tokens_per_s(self) -> float:
         return self.config.batch_tokens / self.step_time
+
+    @property
+    def price(self) -> float:
+        """Of a million tokens, in the currency of the machine's price; 0: not known."""
+        return self.machine.price * self.machine.num_devices / 3600 * 1e6 / self.tokens_per_s

@@ -1,26 +1,22 @@
-"""Devices, links and clusters, and how long the blocks of a model and their messages take on them: estimates.
+"""Devices, links and clusters, and how long messages take on them: estimates. What kernels take is in kernels.py.
 
 Nothing here is measured on the machine at hand. Peaks are the vendors'; shares of them are what well-tuned kernels and
 collectives are known to reach, and good for a tenth or two; `dataclasses.replace` puts in what was measured.
 
-    time of a block      operations / (peak_flops * matmul_share) + bytes / (memory_bandwidth * memory_share)
     time of a message    latency + bytes * flows / (bandwidth * share)
     ring all-reduce      2 (n-1) steps of bytes / n each, over the slowest link of the ring
 
-Matrix products and the kernels between them run one after the other, so their times add up.
-
-Legend: b micro-batch, s sequence, h hidden, f ffn, n heads, v vocabulary, t tp size. Units: seconds, bytes, bytes/s.
+Units: seconds, bytes, bytes/s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from hybridpar.config import ModelConfig
 from hybridpar.errors import config_error
-from hybridpar.models.cost import LABELLED, forward_flops_per_token
+from hybridpar.pipeline.plan.network import Network, Route
 
 T = TypeVar("T")
 GIB = 2**30
@@ -36,9 +32,18 @@ class Device:
     memory_bytes: float
     memory_bandwidth: float
     matmul_share: float
-    """Share of `peak_flops` that the matrix products of a wide transformer layer reach. An estimate."""
+    """Share of `peak_flops` that an endless matrix product reaches; others reach less (kernels.py). Measured on the
+    H200 (802 TFLOP/s, benchmarks/results/gpu_ops.json), fitted on the V100 (benchmarks/paper.py), else an estimate."""
     memory_share: float = 0.8
-    """Share of `memory_bandwidth` that element-wise kernels reach. An estimate."""
+    """Share of `memory_bandwidth` that element-wise kernels reach. Measured on the H200 (AdamW, 0.81), else an
+    estimate."""
+    units: int = 108
+    """Multiprocessors, each of which works on a tile of a product at a time."""
+    attention_share: float = 0.4
+    """Share of `peak_flops` that the forward of fused attention reaches with 128 features a head and a long sequence.
+    """
+    attention_back_share: float = 0.3
+    """The same of its backward."""
 
     def matmul_time(self, flops: float) -> float:
         return flops / (self.peak_flops * self.matmul_share)
@@ -97,12 +102,13 @@ class Link:
 DEVICES = {
     device.name: device
     for device in (
-        Device("v100-16gb", 125e12, 16 * GIB, 900e9, 0.65),
-        Device("v100-32gb", 125e12, 32 * GIB, 900e9, 0.65),
-        Device("a100-40gb", 312e12, 40 * GIB, 1555e9, 0.75),
-        Device("a100-80gb", 312e12, 80 * GIB, 2039e9, 0.75),
-        Device("h100-80gb", 989e12, 80 * GIB, 3350e9, 0.65),
-        Device("h200-141gb", 989e12, 141e9, 4800e9, 0.65),
+        Device("v100-16gb", 125e12, 16 * GIB, 900e9, 0.66, units=80),
+        Device("v100-32gb", 125e12, 32 * GIB, 900e9, 0.66, units=80),
+        Device("a100-40gb", 312e12, 40 * GIB, 1555e9, 0.83, attention_share=0.65, attention_back_share=0.55),
+        Device("a100-80gb", 312e12, 80 * GIB, 2039e9, 0.83, attention_share=0.65, attention_back_share=0.55),
+        Device("h100-80gb", 989e12, 80 * GIB, 3350e9, 0.825, 0.8, 132, 0.58, 0.39),
+        # attention: measured at 2,048 tokens (benchmarks/results/gpu_single_1.3B.json)
+        Device("h200-141gb", 989e12, 141e9, 4800e9, 0.825, 0.8, 132, 0.58, 0.39),
     )
 }
 
@@ -143,11 +149,107 @@ def _find(field: str, name: str, known: Mapping[str, T], works: str) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
-    """Equal servers of equal devices, numbered server by server: `inner` joins those of a server, `outer` the servers.
+class Level:
+    """Groups of devices beyond servers, such as racks: `link` joins those of a level, and each group has `links`."""
 
-    `outer_links`: how many `outer` links a server has; its devices share them evenly.
+    devices: int
+    """Of a group, which follow each other."""
+    link: Link
+    links: int = 1
+
+
+class Joined:
+    """Devices that are numbered server by server, and what joins them: the one model of a network.
+
+    Those of a server are joined by `inner`. Servers have `outer_links` links `outer` each, groups of a level its links;
+    what leaves a group shares these, and what enters it. So a message from rack to rack crosses the links of two
+    servers and of two racks.
     """
+
+    __slots__ = ()
+    devices_per_server: int
+    inner: Any
+    outer: Any
+    outer_links: int
+    levels: tuple[Level, ...]
+
+    @property
+    def borders(self) -> list[tuple[int, Any, int]]:
+        """Devices of a group, the link that joins such groups, and how many a group has: servers, then the levels."""
+        return [(self.devices_per_server, self.outer, self.outer_links),
+                *((level.devices, level.link, level.links) for level in self.levels)]
+
+    def crossed(self, source: int, target: int) -> Iterator[tuple[int, int, int]]:
+        """The borders between two devices: number, group that is left, group that is entered."""
+        for number, (size, _, _) in enumerate(self.borders):
+            if source // size != target // size:
+                yield number, source // size, target // size
+
+    def servers(self, ranks: Sequence[int]) -> int:
+        """Number of servers that these devices are on."""
+        return len({rank // self.devices_per_server for rank in ranks})
+
+    def link(self, ranks: Sequence[int]) -> Any:
+        """The outermost link among these devices."""
+        crossed = [link for size, link, _ in self.borders if len({rank // size for rank in ranks}) > 1]
+        assert None not in crossed, "a machine of several servers has a link between them"
+        return crossed[-1] if crossed else self.inner
+
+    def all_reduce(self, num_bytes: float, ranks: Sequence[int], rings: int = 1) -> float:
+        """Seconds of a ring over these devices, while `rings` equal ones pass through the same servers."""
+        if len(ranks) == 1 or not num_bytes:
+            return 0.0
+        return max(float(link.ring_time(num_bytes, len(ranks), shared)) for link, shared in self._shared(ranks, rings))
+
+    def half_ring(self, op: str, num_bytes: float, ranks: Sequence[int], rings: int = 1) -> tuple[float, float]:
+        """Seconds of a gather or a scatter over these devices, likewise, and CPU time of each."""
+        if len(ranks) == 1 or not num_bytes:
+            return 0.0, 0.0
+        return max(link.half_ring(op, num_bytes, len(ranks), shared) for link, shared in self._shared(ranks, rings))
+
+    def _shared(self, ranks: Sequence[int], rings: int) -> list[tuple[Any, float]]:
+        """Each link that a ring crosses (it enters and leaves a group once), and how many share it: all that pass
+        through a server, and so through a group as many times as it has servers for each that the ring is on."""
+        found = []
+        for size, link, links in self.borders:
+            groups = {rank // size for rank in ranks}
+            if len(groups) > 1:
+                through = rings * size * len(groups) / (self.devices_per_server * self.servers(ranks))
+                found.append((link, max(through / links, 1)))
+        return found or [(self.inner, 1)]
+
+    def network(self, stages: Sequence[Sequence[int]], message_bytes: float, *, half_duplex: bool = False) -> Network:
+        """The network of a pipeline: `stages[r][i]` is the device of stage r in replica i, which sends one message of
+        so many bytes to `stages[r + 1][i]`.
+
+        Devices of one server have a link of their own to each other. half_duplex: what leaves a group and what enters
+        it shares its links, too.
+        """
+        own = (self.inner.pair_bandwidth or self.inner.bandwidth) * self.inner.share
+        bandwidth: dict[Hashable, float] = {}
+        routes: dict[int, list[Route]] = {1: [], -1: []}
+        for r in range(len(stages) - 1):
+            for step, sources, targets in ((1, stages[r], stages[r + 1]), (-1, stages[r + 1], stages[r])):
+                load: dict[Hashable, float] = {}
+                latency = self.inner.latency
+                for source, target in zip(sources, targets, strict=True):
+                    shared: dict[Hashable, float] = {("inner", source, target): own}
+                    for number, left, entered in self.crossed(source, target):
+                        _, link, links = self.borders[number]
+                        shared = {} if number == 0 else shared
+                        ways = ("both", "both") if half_duplex else ("out", "in")
+                        rate, latency = link.bandwidth * link.share * links, max(latency, link.latency)
+                        shared |= {(number, group, way): rate for group, way in zip((left, entered), ways, strict=True)}
+                    bandwidth |= shared
+                    for key in shared:
+                        load[key] = load.get(key, 0.0) + message_bytes
+                routes[step].append(Route(load, latency))
+        return Network(bandwidth, routes[1], routes[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster(Joined):
+    """Equal servers of equal devices. `outer_links`: how many `outer` links a server has; its devices share them."""
 
     device: Device
     devices_per_server: int
@@ -155,90 +257,10 @@ class Cluster:
     inner: Link
     outer: Link
     outer_links: int = 1
+    levels: tuple[Level, ...] = ()
+    price: float = 0.0
+    """Of a device and an hour, in any currency; 0: not known."""
 
     @property
     def num_devices(self) -> int:
         return self.devices_per_server * self.num_servers
-
-    def server(self, device: int) -> int:
-        assert 0 <= device < self.num_devices, f"device {device} of {self.num_devices}"
-        return device // self.devices_per_server
-
-
-# -- blocks ------------------------------------------------------------------------------------------------------------
-
-HALF, FULL = 2, 4  # bytes of an fp16 or bf16, and of an fp32 number
-
-
-class BlockTime(NamedTuple):
-    """Seconds of one micro-batch. Recomputation adds another `forward` to the backward pass."""
-
-    forward: float
-    backward: float
-
-
-class _Work(NamedTuple):
-    """A block's forward pass for one token: operations and bytes that tp divides, and bytes that it does not."""
-
-    flops: float = 0.0
-    split_bytes: float = 0.0
-    whole_bytes: float = 0.0
-    backward_bytes: float = 2.0  # bytes of the backward pass over those of the forward pass
-
-
-def _layer(model: ModelConfig, flops: float) -> _Work:
-    """Traffic of half-precision activations, each kernel reading its inputs and writing its outputs.
-
-    Not split by tp: two norms (2 h each), two times bias, dropout and residual in one kernel (3 h and a mask of h
-    bytes). Split: activation function (2 f, for swiglu 3 f), the heads' outputs put in order (2 h), softmax and dropout
-    of the scores (s n each in and out, and a mask).
-    Source: Megatron-LM, arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.
-    """
-    h, s, n = model.hidden_size, model.seq_length, model.num_heads
-    dropout = model.dropout > 0
-    whole = 2 * HALF * 2 * h + 2 * (HALF * 3 * h + dropout * h)
-    gelu = HALF * (3 if model.activation == "swiglu" else 2) * model.ffn_size
-    scores = HALF * 2 * s * n + (model.attention_dropout > 0) * (HALF * 2 + 1) * s * n
-    return _Work(flops, gelu + HALF * 2 * h + scores, whole)
-
-
-def _head(model: ModelConfig, flops: float) -> _Work:
-    """Cross-entropy in fp32 out of separate kernels: cast, maximum, subtract, exp, sum and divide in place.
-
-    Backward: subtract the target and scale in place, cast back.
-    """
-    logits = LABELLED[model.kind] * model.vocab_size
-    forward = (HALF + FULL) + FULL + 2 * FULL + 2 * FULL + FULL + 2 * FULL
-    backward = 2 * FULL + FULL + HALF
-    return _Work(flops, logits * forward, 0.0, backward / forward)
-
-
-def block_times(model: ModelConfig, micro_batch_size: int, device: Device, tp: int = 1) -> tuple[BlockTime, ...]:
-    """Each block (embedding, layers, head) on one of `tp` devices, without their collectives; an estimate.
-
-    Raises: ConfigError if tp is less than 1.
-    """
-    if tp < 1:
-        raise config_error("parallel.tp", tp, "must be at least 1", "1")
-    flops = forward_flops_per_token(model)
-    layer = _layer(model, flops[1])
-    works = (_Work(), *[layer] * model.num_layers, _head(model, flops[-1]))
-    tokens = micro_batch_size * model.seq_length
-    times = []
-    for work in works:
-        matmul = device.matmul_time(tokens * work.flops / tp)
-        memory = device.memory_time(tokens * (work.split_bytes / tp + work.whole_bytes))
-        times.append(BlockTime(matmul + memory, 2 * matmul + work.backward_bytes * memory))
-    return tuple(times)
-
-
-def remake_time(model: ModelConfig, micro_batch_size: int, device: Device, tp: int = 1) -> float:
-    """Outputs of a layer's norms and of its activation, once more: each reads its input and writes as much, or half."""
-    activation = (3 if model.activation == "swiglu" else 2) * model.ffn_size
-    elements = micro_batch_size * model.seq_length * (4 * model.hidden_size + activation / tp)
-    return device.memory_time(HALF * elements)
-
-
-def activation_bytes(model: ModelConfig, micro_batch_size: int) -> int:
-    """The tensor between two blocks, and so what one stage sends to the next, in half precision."""
-    return HALF * micro_batch_size * model.seq_length * model.hidden_size

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -63,7 +62,8 @@ def host_shortage(candidate: Candidate) -> str:
 
 
 class MemoryCheck:
-    """Peaks of candidates on devices of limited memory, from footprints that are traced once."""
+    """Peaks of candidates on devices of limited memory, from footprints that are traced once. They differ in what a
+    search chooses alone."""
 
     def __init__(self, limit: float):
         self.limit, self._footprints = limit, Footprints()
@@ -109,7 +109,7 @@ class MemoryCheck:
         """The footprint of the whole model on one device, with micro-batches of one sample."""
         train = replace(cost.config.train, micro_batch_size=1)
         config = replace(cost.config, parallel=ParallelConfig(dp=1), train=train)
-        key = config.optim, config.memory.host_optimizer, config.pipeline.split_backward
+        key = config.optim.staleness, config.memory.host_optimizer, config.pipeline.split_backward
         if key not in self._known:
             self._known[key] = self._footprints(config, range(config.model.num_blocks), Recomputation(), Buffers(1, 1),
                                                 cost.machine.device)
@@ -125,7 +125,7 @@ class MemoryCheck:
         for _ in range(_TRIES):
             impossible = True
             for whole in (False, True):
-                found = best_split(*block_costs(cost), cost.sizes.num_stages, partial(self._peaks, cost, whole),
+                found = best_split(*block_costs(cost), cost.sizes.num_stages, self._peaks(cost, whole),
                                    room / cost.sizes.chunks)
                 if found is None:
                     continue
@@ -154,41 +154,57 @@ class MemoryCheck:
                 return found
         return None
 
-    def _peaks(self, cost: StepCost, whole: bool, stage: int, again: bool) -> Matrix:
-        """[i, j]: about what blocks i .. j-1 take on that stage; infinite where they cannot be on it: the ends are on
+    def _peaks(self, cost: StepCost, whole: bool) -> Callable[[int, bool], Matrix]:
+        """By stage, [i, j]: about what blocks i .. j-1 take there; infinite where they cannot be on it: the ends are on
         the first and the last stage alone."""
         count, p = cost.config.model.num_blocks, cost.sizes.num_stages
-        found = np.full((count + 1, count + 1), np.inf)
-        for size in range(1, count - p + 2) if p > 1 else (count,):  # every other stage has a block
-            starts = range(1) if stage == 0 else range(count - size, count - size + 1)
-            if 0 < stage < p - 1:
-                starts = range(1, count - size)
-            if starts:
-                blocks = range(starts[0], starts[0] + size)
-                inner = frozenset(blocks if whole else (n for n in blocks if 0 < n < count - 1))
-                peak = self._peak(cost, stage, blocks, Recomputation(inner, whole) if again else Recomputation())
-                for i in starts:
-                    found[i, i + size] = peak
+        rows, columns = np.indices((count + 1, count + 1))
+        known: dict[object, Matrix] = {}
+
+        def peaks(stage: int, again: bool) -> Matrix:
+            first, last = stage == 0, stage == p - 1
+            key = (first, last, again, buffers := _buffers(cost, stage))
+            if key not in known:
+                known[key] = self._terms_by_size(cost, stage, whole if again else None, buffers)
+            taken = _at_peak(known[key], _in_flight(cost, stage))[np.maximum(columns - rows, 0)]
+            placed = (rows == 0 if first else rows > 0) & (columns == count if last else columns < count)
+            return np.where(placed & (columns > rows), taken, np.inf)
+
+        return peaks
+
+    def _terms_by_size(self, cost: StepCost, stage: int, whole: bool | None, buffers: Buffers) -> Matrix:
+        """The terms of `_terms` by number of blocks, of which every other stage has one. whole: whether recomputation
+        is of stages, or of layers; None: there is none. Rough footprints lie on a line where there are layers."""
+        count, p = cost.config.model.num_blocks, cost.sizes.num_stages
+        found = np.zeros((4, count + 1))
+        found[0] = np.inf
+        line: list[tuple[int, Footprint]] = []
+        for size in range(1, count - p + 2) if p > 1 else (count,):
+            start = 0 if stage == 0 else count - size if stage == p - 1 else 1
+            blocks = range(start, start + size)
+            layers = frozenset(n for n in blocks if 0 < n < count - 1)
+            if len(line) == 2 and cost.splits < 2:
+                (low, one), (high, two) = line
+                fp = Footprint(**{f.name: getattr(one, f.name) + (size - low) * (
+                    getattr(two, f.name) - getattr(one, f.name)) // (high - low) for f in fields(Footprint)})
+            else:
+                again = Recomputation() if whole is None else Recomputation(
+                    frozenset(blocks) if whole else layers, whole)
+                fp = self._rough(cost, blocks, again, buffers)
+                line += [(size, fp)] if layers else []
+            found[:, size] = _terms(cost, fp, is_first=start == 0)
         return found
 
     def _peak(self, cost: StepCost, stage: int, blocks: range, recompute: Recomputation) -> float:
         """About what `memory.predict.walk` finds for these blocks on that stage."""
-        schedule, sizes, rank = schedule_of(cost.config.pipeline), cost.sizes, cost.sizes.rank_of(stage)
-        buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers)
-        fp = self._rough(cost, blocks, recompute, buffers)
-        in_flight = -(-schedule.max_live_activations(sizes, rank) // sizes.chunks)
-        one = max(fp.kept, fp.waiting) + (0 if blocks.start == 0 else fp.input)
-        state = _in_memory(cost, fp.weights + fp.master + fp.gradients + fp.optimizer)
-        return state + fp.message + fp.received + sizes.num_microbatches * fp.factors + max(
-            in_flight * one + max(fp.backward, fp.first_backward) + fp.whole_weights + fp.whole_gradients,
-            (in_flight - 1) * one + fp.forward + fp.message + fp.whole_weights,
-            (in_flight - 1) * one + max(fp.norm, fp.update))
+        fp = self._rough(cost, blocks, recompute, _buffers(cost, stage))
+        return float(_at_peak(np.array(_terms(cost, fp, is_first=blocks.start == 0)), _in_flight(cost, stage)))
 
     def _rough(self, cost: StepCost, blocks: range, recompute: Recomputation, buffers: Buffers) -> Footprint:
         """The rough footprint of a stage, which depends neither on where its layers are nor on the other stages. Of
         chunks that replicas share it is as exact as it must be: they are not what two layers have."""
         config, ends = cost.config, (blocks.start == 0, blocks.stop == cost.config.model.num_blocks)
-        key = (config.optim, config.memory.host_optimizer, cost.tp, cost.zero_share, cost.splits,
+        key = (config.optim.staleness, config.memory.host_optimizer, cost.tp, cost.zero_share, cost.splits,
                config.train.micro_batch_size, config.pipeline.split_backward, buffers, len(blocks), ends,
                bool(recompute.blocks), recompute.whole, bool(recompute.selective),
                config.feeds_back and config.parallel.dp)
@@ -196,6 +212,32 @@ class MemoryCheck:
             trace = self._footprints if cost.splits > 1 else self._footprints.rough
             self._known[key] = trace(config, blocks, recompute, buffers, cost.machine.device)
         return self._known[key]
+
+
+def _buffers(cost: StepCost, stage: int) -> Buffers:
+    schedule = schedule_of(cost.config.pipeline)
+    return Buffers(schedule.max_live_versions(cost.sizes, cost.sizes.rank_of(stage)), schedule.num_gradient_buffers)
+
+
+def _in_flight(cost: StepCost, stage: int) -> int:
+    """Micro-batches that a stage holds."""
+    held = schedule_of(cost.config.pipeline).max_live_activations(cost.sizes, cost.sizes.rank_of(stage))
+    return -(-held // cost.sizes.chunks)
+
+
+def _terms(cost: StepCost, fp: Footprint, *, is_first: bool) -> tuple[float, float, float, float]:
+    """Of a peak: what is always there; each micro-batch in flight; the most that a backward takes besides all of these,
+    and that others take besides all but one."""
+    state = _in_memory(cost, fp.weights + fp.master + fp.gradients + fp.optimizer)
+    return (state + fp.message + fp.received + cost.sizes.num_microbatches * fp.factors,
+            max(fp.kept, fp.waiting) + (0 if is_first else fp.input),
+            max(fp.backward, fp.first_backward) + fp.whole_weights + fp.whole_gradients,
+            max(fp.forward + fp.message + fp.whole_weights, fp.norm, fp.update))
+
+
+def _at_peak(terms: Matrix, in_flight: int) -> Matrix:
+    always, one, backward, other = terms
+    return always + np.maximum(in_flight * one + backward, (in_flight - 1) * one + other)  # type: ignore[no-any-return]
 
 
 def _in_memory(cost: StepCost, state: float) -> float:

@@ -197,6 +197,7 @@ def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:
     cost, memory = candidate.cost, candidate.memory
     return {
         **_choice(candidate.config), "step_ms": 1e3 * cost.step_time, "tokens_per_s": cost.tokens_per_s,
+        "price_per_million_tokens": cost.price or None,
         "memory": None if memory is None else [stage.total for stage in memory],
         "host_memory": None if memory is None else [stage.host for stage in memory],
         "bound_by": bound_by(candidate, limit), "because": candidate.because,

@@ -51,7 +51,11 @@ def best_split(
     costs, uses, memory = [plain] * num_stages, [np.zeros_like(plain, dtype=bool)] * num_stages, []
     if peaks is not None:
         for stage in range(num_stages):
-            held, least = peaks(stage, False), peaks(stage, True)
+            held = peaks(stage, False)
+            if math.isinf(limit):
+                memory.append(held)
+                continue
+            least = peaks(stage, True)
             uses[stage] = ~(held <= limit)
             memory.append(np.where(uses[stage], least, held))
             cost = np.where(uses[stage], np.where(least <= limit, again, np.inf), plain)
@@ -79,11 +83,11 @@ def _smallest_largest(values: Sequence[Matrix]) -> tuple[float, list[NDArray[np.
     count = len(values[0]) - 1
     worst: Matrix = np.full(count + 1, np.inf)
     worst[0], cuts = 0.0, []
-    for value in values:
-        reached = np.maximum(worst[:, None], value)
-        # the last of the best places to cut: later stages get fewer blocks
-        cuts.append(count - np.argmin(reached[::-1], axis=0))
-        worst = reached[cuts[-1], np.arange(count + 1)]
+    for value in values:  # places to cut from the last on, so of the best the last: later stages get fewer blocks
+        reached = np.maximum(worst[::-1], np.ascontiguousarray(value.T[:, ::-1]))
+        best = reached.argmin(axis=1)
+        cuts.append(count - best)
+        worst = reached[np.arange(count + 1), best]
     return float(worst[count]), cuts
 
 

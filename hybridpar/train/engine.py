@@ -186,7 +186,7 @@ class Engine:
             if index == 0:
                 self.state.begin(batch)
             if is_last:
-                self.state.close(batch)
+                self.state.close(batch, self.policy.loss_scale(batch))
         self.state.bind(batch, self.policy.versions_in(action), last=is_last, part=part)
         if action.kind is Kind.I:
             self.state.collect((part, action.microbatch))

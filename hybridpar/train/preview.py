@@ -77,9 +77,11 @@ def preview(config: Config, num_batches: int, costs: Costs | None = None) -> Pre
     if config.pipeline.early_switch == "auto":
         ordering = replace(ordering, early_switch=smallest_early_switch(costs, sizes, ordering))
     steady = ordering.timeline(sizes, costs)
-    live = [steady.peak_live(rank, sizes.num_microbatches) for rank in range(sizes.num_ranks)]
+    m = sizes.num_microbatches
+    live = [steady.peak_live(rank, m) for rank in range(sizes.num_ranks)]
+    is_drawn = len(steady.batch_starts(m)) == num_batches
     return Preview(
-        ordering.timeline(sizes, costs, num_batches), *steady.steady_step(sizes.num_microbatches),
+        steady if is_drawn else ordering.timeline(sizes, costs, num_batches), *steady.steady_step(m),
         tuple(one.activations for one in live), tuple(one.versions for one in live))
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from planner import made
 
-from hybridpar.config import TrainConfig
+from hybridpar.config import ParallelConfig, TrainConfig
 from hybridpar.errors import ConfigError
 from hybridpar.planner.cluster import count_parameters, estimate, machine_of, measured_machine, read_cluster
 from hybridpar.planner.cost import StepCost
-from hybridpar.planner.hardware import block_times
+from hybridpar.planner.kernels import block_times
 
 GOOD = """
 servers = 2
@@ -56,6 +56,28 @@ def test_each_mistake_is_named(change: tuple[str, str], message: str, tmp_path: 
     assert change[0] in GOOD
     with pytest.raises(ConfigError, match=message):
         read_cluster(write(tmp_path, GOOD.replace(*change)))
+
+
+def test_racks_and_prices(tmp_path: Path) -> None:
+    """16 devices in servers of 4, two servers a rack."""
+    text = GOOD.replace("servers = 2", "servers = 4\nprice = 1.8") + """
+[[levels]]
+groups = 2
+link = { gbit_per_s = 8, share = 1.0 }
+links = 3
+"""
+    cluster = read_cluster(write(tmp_path, text))
+    assert [(level.devices, level.link.bandwidth, level.links) for level in cluster.levels] == [(8, 1e9, 3)]
+    config = replace(made.config(), parallel=ParallelConfig(pp=2, dp=8), train=TrainConfig(dtype="bf16"))
+    machine = machine_of(cluster, estimate(config, cluster))
+    cost = StepCost(config, machine)
+    message = 2 * config.train.micro_batch_size * 32 * 64
+    # eight pipelines from rack to rack, on three links
+    taken, latency, _ = cost.links[0]
+    assert taken + latency == pytest.approx(10e-6 + 8 / 3 * message / 1e9)
+    assert cost.price == pytest.approx(1.8 * 16 / 3600 * 1e6 / cost.tokens_per_s)
+    with pytest.raises(ConfigError, match=r"levels\[0\].groups = None: is missing"):
+        read_cluster(write(tmp_path, text.replace("groups = 2\n", "")))
 
 
 def test_several_servers_need_a_link(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
+from hybridpar.pipeline.plan.network import Network
 
 PerStage = float | Sequence[float]  # one number for all stages, or one for each
 PerRank = float | Sequence[float]  # likewise for the ranks, which are the stages where each has one
@@ -49,6 +50,9 @@ class Costs:
     cores: how many ranks of the pipeline can work at full speed at once; where more do, all slow down alike. None:
     each has its own. transfer_work: work on a transfer before it occupies the link, on a thread of its own, which
     shares these cores.
+
+    network: links that transfers share, in the place of transfer, transfer_back and latency. blocking: ranks wait for
+    what they send and receive, and for a REDUCE, before they do anything else.
     """
 
     forward: PerStage = 1.0
@@ -77,6 +81,8 @@ class Costs:
     transfer_work: PerLink = 0.0
     variation: Mapping[Kind, Sequence[Sequence[float]]] = field(default_factory=dict)
     backward_input: PerStage | None = None
+    network: Network | None = None
+    blocking: bool = False
 
     def durations(self, kind: Kind, homes: Sequence[int]) -> list[Sequence[float]]:
         """Rank's time that actions of a kind take, by stage and micro-batch; from the end on again from the start.

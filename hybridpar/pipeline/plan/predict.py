@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError
 from hybridpar.pipeline.plan.action import Plan
-from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.costs import Costs, expand
+from hybridpar.pipeline.plan.kinds import Kind
 from hybridpar.pipeline.plan.offload import most_away
 from hybridpar.pipeline.plan.parts import Division
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
 from hybridpar.pipeline.plan.simulate import simulate
+from hybridpar.pipeline.plan.steady import fewer, repeats, time_of_more
 from hybridpar.pipeline.plan.timeline import Timeline
 
 _STEADY_BATCHES = 8
+_BATCHES_TO_SETTLE = 5
+"""Batches without a drain after which most pipelines repeat themselves."""
+_FEWEST, _STEADY = 8, 0.999
 _KEPT = 8
 """Number of plans in memory; one of 32 stages and 100 micro-batches takes 20 MB."""
 _BESIDE_REDUCTION = 2 / 3
@@ -82,9 +87,52 @@ class Ordering:
         Raises: ConfigError.
         """
         varying = max((len(row) for rows in costs.variation.values() for row in rows), default=0)
+        if not num_batches and not varying and self.make().flush:
+            receives = any(costs.calls.get(kind) for kind in (Kind.RECV_F, Kind.RECV_B))
+            timeline = simulate(_plan(self, sizes, 2 + receives), costs)
+            if timeline.drained(sizes.num_microbatches):
+                return timeline
         enough = _STEADY_BATCHES + 4 * -(-sizes.num_ranks // sizes.num_microbatches)
         enough += -(-2 * varying // sizes.num_microbatches)
         return simulate(_plan(self, sizes, num_batches or enough), costs)
+
+    def step_time(self, sizes: Sizes, costs: Costs) -> float:
+        """Steady-state time of a batch, from as few micro-batches and batches as show it.
+
+        Where the pipeline never drains, each micro-batch more than fill it takes what the one before took; where few of
+        them wait for a reduction that more would hide, all are simulated. Raises: ConfigError.
+        """
+        m, schedule = sizes.num_microbatches, self.make()
+        if not schedule.flush:
+            few = max(2 * sizes.num_ranks, schedule.warmup(sizes, 0)) + 2 * _FEWEST
+            least = max(map(sum, zip(*(expand(each, sizes.num_stages) for each in (costs.forward, costs.backward)),
+                                     strict=True)))
+            whole = m <= 2 * few or self.early_switch is not None
+            return extended(partial(self._endless, sizes, costs), sizes, few if not whole else m, least)
+        for few in fewer(schedule, sizes) if not costs.variation and not self.offload else ():
+            small = replace(sizes, num_microbatches=few)
+            timeline = self.timeline(small, costs)
+            if (each := time_of_more(timeline, schedule, small)) is not None:
+                return timeline.step_time(few) + (m - few) * each
+        return self.timeline(sizes, costs).step_time(m)
+
+    def _endless(self, sizes: Sizes, costs: Costs, m: int) -> float:
+        sizes = replace(sizes, num_microbatches=m)
+        return (repeats(self.timeline(sizes, costs, _BATCHES_TO_SETTLE), m)
+                or self.timeline(sizes, costs).step_time(m))
+
+
+def extended(takes: Callable[[int], float], sizes: Sizes, few: int, least: float) -> float:
+    """The time of a batch from that of `few` micro-batches, and of some more: or of all, where each of these takes less
+    than `least`, as the costliest rank works."""
+    m = sizes.num_microbatches
+    if few >= m:
+        return takes(m)
+    more = sizes.num_ranks + _FEWEST
+    more += -more % sizes.num_ranks if sizes.is_ring else 0  # rounds of interleaved micro-batches are then alike
+    first = takes(few)
+    each = (takes(few + more) - first) / more
+    return first + (m - few) * each if each >= _STEADY * least else takes(m)
 
 
 def _host_share(config: Config) -> float:

@@ -100,9 +100,12 @@ class Timeline:
     def steady(self, num_microbatches: int) -> tuple[float, float, int]:
         """A stretch of whole batches in the steady state, as rank 0 begins them: since when, until when, how many.
 
-        The second half of the plan without its last batch, so fill and drain do not count; needs at least four
-        batches, and schedules with a long pipeline of few micro-batches need more to settle.
+        One that the plan drains before and behind, where it has begun to repeat itself. Else the second half of the
+        plan without its last batch, so fill and drain do not count; that needs at least four batches, and schedules
+        with a long pipeline of few micro-batches need more to settle.
         """
+        if repeating := self.drained(num_microbatches):
+            return *repeating[0], 1
         starts = self.batch_starts(num_microbatches)
         assert len(starts) >= 4, f"{len(starts)} batches: a steady state shows in 4 or more"
         middle = len(starts) // 2
@@ -115,25 +118,36 @@ class Timeline:
 
     def steady_step(self, num_microbatches: int) -> tuple[float, tuple[float, ...]]:
         """Steady-state time of a batch, and the idle share of each rank meanwhile."""
-        since, until, num_batches = self.steady(num_microbatches)
-        return (until - since) / num_batches, tuple(self.idle_share(rank, since, until) for rank in sorted(self.plan))
+        windows, num_batches = self.drained(num_microbatches), 1
+        if not windows:
+            *window, num_batches = self.steady(num_microbatches)
+            windows = [(window[0], window[1])] * len(self.plan)
+        since, until = windows[0]
+        return (until - since) / num_batches, tuple(
+            self.idle_share(rank, *window) for rank, window in zip(sorted(self.plan), windows, strict=True))
 
-    def period(self, num_microbatches: int) -> float | None:
-        """The time of a batch, if every forward and backward of the last batch but one began as long after its
-        counterpart in the batch before, on all ranks: then all that follows does. None: they did not.
+    def drained(self, num_microbatches: int) -> list[tuple[float, float]]:
+        """A batch on each rank, from its update of the batch before to its own, if all that follows repeats it; else
+        nothing.
 
-        For plans whose stages have no more than a batch in flight, and do not drain before the end.
+        So it does where ranks begin a batch once they have made the update of the one before, and all of them end it as
+        long after that: how far they are apart is all that a batch has of the past. It is the second, or the last but
+        one: the last posts no receives for another, which take time only where calls do.
         """
-        m = num_microbatches
-        end = max(action.microbatch for action in self.plan[0] if action.kind is Kind.F) + 1
-        shifts = []
-        for rank, actions in self.plan.items():
-            for kind in COMPUTE:
-                starts = [start for action, start in zip(actions, self.starts[rank], strict=True)
-                          if action.kind is kind and end - 3 * m <= action.microbatch < end - m]
-                shifts += [after - before for before, after in zip(starts, starts[len(starts) // 2:], strict=False)]
-        least, most = min(shifts, default=0.0), max(shifts, default=0.0)
-        return most if most - least <= SAME * self.makespan else None
+        windows, took = [], []
+        for rank, actions in sorted(self.plan.items()):
+            updates = list({action.microbatch: i for i, action in enumerate(actions)  # the last part of each
+                            if action.kind is Kind.UPDATE}.values())
+            if len(updates) < 2 or updates[-1] != len(actions) - 1 or rank not in self.returns:
+                return []
+            before, last = updates if len(updates) == 2 else updates[-3:-1]
+            begun = max((action.microbatch for action in actions[:before] if action.kind in COMPUTE), default=-1)
+            if begun >= (actions[before].microbatch + 1) * num_microbatches:
+                return []
+            returns, ends = self.returns[rank], self.ends[rank]
+            windows.append((returns[before], returns[last]))
+            took += [returns[last] - returns[before], ends[last] - ends[before]]
+        return windows if took and max(took) - min(took) <= SAME * self.makespan else []
 
     def peak_live(self, rank: int, num_microbatches: int) -> Live:
         """The most activations, weight versions and gradients that the rank holds at once."""

@@ -206,7 +206,7 @@ PLANS = st.builds(
 
 
 def run_machine(plan, costs, reverse):
-    machine = _Machine(plan, costs)
+    machine = _Machine(plan, costs, {})
     if reverse:
         machine.runnable.reverse()
     machine.run()

@@ -1,0 +1,81 @@
+"""Steady states that are found are those that a long plan settles into."""
+
+import random
+
+import pytest
+
+from hybridpar.pipeline.plan import predict
+from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.kinds import Kind
+from hybridpar.pipeline.plan.passes import make_plan
+from hybridpar.pipeline.plan.predict import Ordering
+from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.plan.simulate import simulate
+from hybridpar.pipeline.plan.steady import time_of_more
+
+WALKED = 5
+"""Batches of a plan of which the last two are taken to be steady."""
+
+
+def walked(ordering, sizes, costs):
+    plan = make_plan(ordering.make(), sizes, 0, WALKED, **ordering.options)
+    starts = simulate(plan, costs).batch_starts(sizes.num_microbatches)
+    return (starts[-1] - starts[-3]) / 2
+
+
+def random_case(rng):
+    p = rng.randint(1, 4)
+    v = rng.choice((1, 1, 2)) if p > 1 else 1
+    sizes = Sizes(p, rng.randint(1, 44) if v == 1 else p * rng.randint(1, 14), v)
+    schedule = "interleaved" if v > 1 else rng.choice(("1f1b", "1f1b", "1f1b", "naive", "gpipe"))
+    links = p if v > 1 else p - 1
+
+    def some(number, low, high, likely=0.7):
+        return [rng.uniform(low, high) for _ in range(number)] if rng.random() < likely else 0.5 * (low + high)
+
+    ordering = Ordering(
+        schedule, clip=rng.random() < 0.7, gather=rng.random() < 0.3, split=rng.random() < 0.2,
+        warmup="latency" if schedule == "1f1b" and rng.random() < 0.3 else "depth")
+    calls = {kind: 0.1 * rng.random() for kind in (Kind.SEND_F, Kind.RECV_B, Kind.NORM)} if rng.random() < 0.5 else {}
+    return ordering, sizes, Costs(
+        some(p * v, 0.5, 1.5), some(p * v, 1, 3), some(p, 0, 1), calls, reduce=some(p, 0, 3), norm=rng.random(),
+        gather=some(p, 0, 1) if ordering.gather else 0.0, transfer=some(links, 0, 1), latency=some(links, 0, 1),
+        tied=rng.random() < 0.3, blocking_norm=rng.random() < 0.5, serial_links=rng.random() < 0.5,
+        cores=rng.uniform(1, p) if rng.random() < 0.2 else None, transfer_work=some(links, 0, 0.3, 0.2))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_are_those_of_a_walk(seed, monkeypatch):
+    found = []
+
+    def noted(*args):
+        found.append(time_of_more(*args))
+        return found[-1]
+
+    monkeypatch.setattr(predict, "time_of_more", noted)
+    rng = random.Random(seed)
+    for _ in range(50):
+        ordering, sizes, costs = random_case(rng)
+        assert ordering.step_time(sizes, costs) == pytest.approx(walked(ordering, sizes, costs), rel=1e-9), (
+            ordering, sizes, costs)
+    assert sum(each is not None for each in found) >= 5, "few micro-batches stand for many"
+
+
+def test_idle_shares_are_those_of_a_walk():
+    sizes, costs = Sizes(3, 7), Costs([1, 2, 1], 2, [0.1, 0.5, 0.3], reduce=0.4, norm=0.2, transfer=0.3)
+    found = Ordering("1f1b").timeline(sizes, costs)
+    assert len(found.batch_starts(7)) == 2
+    step, idle = found.steady_step(7)
+    long = simulate(make_plan("1f1b", sizes, 0, 8), costs)
+    assert long.drained(7)
+    since, until = long.batch_starts(7)[3:5]
+    assert step == pytest.approx(until - since, rel=1e-12)
+    assert idle == pytest.approx([long.idle_share(rank, since, until) for rank in range(3)], rel=1e-9)
+
+
+def test_a_thousand_micro_batches_are_few_to_simulate(monkeypatch):
+    made = []
+    monkeypatch.setattr(predict, "make_plan", lambda schedule, sizes, *args, **options: (
+        made.append(sizes.num_microbatches), make_plan(schedule, sizes, *args, **options))[1])
+    assert Ordering("1f1b").step_time(Sizes(8, 1001), Costs(1, 2)) == pytest.approx((1001 + 7) * 3, rel=1e-12)
+    assert max(made) < 40
