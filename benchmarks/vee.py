@@ -102,7 +102,8 @@ def main() -> None:
         for name, peak in entry["peak_bytes"].items():
             print(f"{entry['case']}  {name:<11} peak {peak / 2**20:6.2f} MiB ({entry['peak_share'][name]:.3f})")
         for name, speed in entry["speed"].items():
-            print(f"{entry['case']}  {name:<11} speed {speed['median']:.3f} [{speed['q1']:.3f}, {speed['q3']:.3f}], batch {statistics.median(entry['wall_ms'][name]):.0f} ms, ideal {entry['ideal_ms']:.0f}")
+            print(f"{entry['case']}  {name:<11} speed {speed['median']:.3f} [{speed['q1']:.3f}, {speed['q3']:.3f}], "
+                  f"batch {statistics.median(entry['wall_ms'][name]):.0f} ms, ideal {entry['ideal_ms']:.0f}")
     meaning = "peak_share: bytes over those of 2bw; speed: 2bw's time over the side's, median of rounds, quartiles"
     print(write_results("vee", cases, args, meaning=meaning, shapes=SHAPES))
 
