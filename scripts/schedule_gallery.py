@@ -103,7 +103,7 @@ def picture(name: str, options: dict[str, Any]) -> str:
 
 def page() -> str:
     p, m = DRAWN
-    drawn = "\n\n".join(f"{title}: {settings(name, options)}\n\n```\n{picture(name, options)}\n```"
+    drawn = "\n\n".join(f"{title}: {settings(name, options)}\n\n```text\n{picture(name, options)}\n```"
                         for title, name, options in SCHEDULES)
     return (f"{_HEAD}\n{table()}\n\n## On one axis\n\n{p} ranks, {m} micro-batches, {_COLUMNS} columns for half a "
             "forward; where nothing drains, the first batches. `F0b` is on the second stage of a rank, `*` an update."
