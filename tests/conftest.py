@@ -1,4 +1,6 @@
 import contextlib
+from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,31 @@ with contextlib.suppress(ImportError):  # what tests a GPU does without it
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=10, help="how often each test of kill -9 kills; 100: a thorough run")
+    parser.addoption("--thorough", action="store_true", help="run all cases of the tests that are marked `sampled`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test that is `sampled(n)`, keeps every n-th case, and others as far as values would not take part else."""
+    if config.getoption("--thorough"):
+        return
+    cases = defaultdict[str, list[Any]](list)
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    left_out = set[Any]()
+    for rows in cases.values():
+        sampled = rows[:: rows[0].get_closest_marker("sampled").args[0]]
+        taken = {value for row in sampled for value in _values(row)}
+        for row in rows:
+            if row not in sampled and _values(row) <= taken:
+                left_out.add(row)
+            taken |= _values(row)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _values(item: Any) -> set[tuple[str, str]]:
+    return {(name, str(value)) for name, value in item.callspec.params.items()}
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("blocks", [range(0, 6), range(2, 8), range(5, 11), range(10, 11)])
 @pytest.mark.parametrize("recompute", ["none", "layers", "whole"])

@@ -154,6 +154,7 @@ def _whole(config: Config) -> list[StepResult]:
     return steps
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])

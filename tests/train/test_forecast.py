@@ -38,6 +38,7 @@ def moved_by_a_run(config: Config, num_batches: int, folder: Path) -> tuple[int,
     return tiers.traffic.read, tiers.traffic.written
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize(("schedule", "dtype"), [("1f1b", "bf16"), ("2bw", "fp32"), ("gpipe", "bf16")])
 def test_bytes_of_a_step_are_those_of_a_run(schedule: str, dtype: str, share: float, tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def texts_on_grid(folder: Path, tp: int, pp: int, sampling: Sampling) -> tuple[l
     return texts(generator, PROMPTS, sampling), numbers, dict(grid.pp.traffic.calls)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 3), (2, 2)])
 def test_a_grid_says_the_same_and_each_rank_reads_its_part(imported: tuple[Path, Path], tp: int, pp: int) -> None:

@@ -16,7 +16,7 @@ from benchmarks.user_models import Images
 from hybridpar.comm.ranks import run_on_ranks
 from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.grid import ProcessGrid, sizes_of
-from hybridpar.memory import predict
+from hybridpar.memory import StageMemory, predict
 from hybridpar.memory.behaviour import analyse
 from hybridpar.memory.events import Category, Span, What, lives, read_trace
 from hybridpar.memory.predict import batches_to_peak
@@ -90,19 +90,33 @@ def told(spans: list[Span]) -> tuple[list[tuple[object, ...]], set[int]]:
 _MESSAGES = ("c10d::send", "c10d::recv_")
 
 
+def assert_peak(predicted: list[Span], stage: StageMemory) -> None:
+    """The trace's peak is that of predicted memory, to the byte, apart from losses and norms."""
+    numbers = {life.block for life in lives(predicted) if life.category is Category.OTHER}
+    now = peak = 0
+    for event in (e for span in predicted for e in span.events if e.block not in numbers):
+        now += event.num_bytes * ((event.what is What.MALLOC) - (event.what is What.FREE))
+        peak = max(peak, now)
+    assert peak == stage.total - stage.checkpoint
+    assert max(life.num_bytes for life in lives(predicted) if life.block in numbers) < 100
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_what_is_predicted_is_what_a_run_records(case: tuple[dict[str, Any], ...]) -> None:
+def test_what_is_predicted_is_what_a_run_records_and_its_peak_that_of_predicted_memory(
+    case: tuple[dict[str, Any], ...]) -> None:
     config = config_of(case)
-    num_ranks = config.parallel.tp * config.parallel.pp * config.parallel.dp
-    measured = run_on_ranks(record, num_ranks, config, 3)
+    num_ranks, steps = config.parallel.num_ranks, max(3, batches_to_peak(config))
+    measured, memory = run_on_ranks(record, num_ranks, config, steps), predict(config)
     for rank in range(num_ranks):
-        _, predicted = predict_trace(config, rank, steps=3)
+        _, predicted = predict_trace(config, rank, steps=steps)
+        if rank % (num_ranks // config.parallel.pp) == 0:
+            assert_peak(predicted, memory[rank * config.parallel.pp // num_ranks])
         (events, freed), (expected, also) = told(measured[rank]), told(predicted)
         for i, (one, other) in enumerate(zip(events, expected, strict=False)):
             assert one == other, (rank, i)
         assert len(events) == len(expected)
-        last = {life.block for life in lives(predicted) if life.born_step == 3}  # which may be on its way still
+        last = {life.block for life in lives(predicted) if life.born_step == steps}  # which may be on its way still
         assert freed <= also <= freed | last
 
 
@@ -125,21 +139,6 @@ def test_models_of_users_repeat_from_iteration_1_on_and_are_predicted(name: str,
     assert analyse(predicted).stable_from == 2  # steps count from 1, iterations from 0
     assert told(record(config(8), 3))[0] == told(predicted)[0]
     assert share < intermediates(predicted) < intermediates(predict_trace(config(64), steps=2)[1])
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_peak_is_that_of_predicted_memory(case: tuple[dict[str, Any], ...]) -> None:
-    config = config_of(case)
-    for stage, memory in enumerate(predict(config)):
-        rank = stage * config.parallel.tp * config.parallel.dp
-        _, spans = predict_trace(config, rank, steps=batches_to_peak(config))
-        numbers = {life.block for life in lives(spans) if life.category is Category.OTHER}  # losses, norms
-        now = peak = 0
-        for event in (e for span in spans for e in span.events if e.block not in numbers):
-            now += event.num_bytes * ((event.what is What.MALLOC) - (event.what is What.FREE))
-            peak = max(peak, now)
-        assert peak == memory.total - memory.checkpoint
-        assert max(life.num_bytes for life in lives(spans) if life.block in numbers) < 100
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

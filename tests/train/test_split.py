@@ -110,6 +110,7 @@ def test_of_other_models(model: dict[str, Any]) -> None:
     same(2, pp=2, model=model, train={"dtype": "bf16"})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("tp", "pp", "dp", "schedule"), [(2, 1, 1, "1f1b"), (1, 1, 2, "2bw"), (1, 2, 2, "2bw"),

@@ -95,6 +95,7 @@ PIPELINES = ({"schedule": "1f1b"}, {"schedule": "gpipe"}, {"schedule": "2bw"}, {
              {"schedule": "2bw", "recompute": "stage", "gradient_buffers": 1})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
 def test_any_budget_gives_the_same_bits(pipeline: dict[str, Any], dtype: str, tmp_path: Path) -> None:

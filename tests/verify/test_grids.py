@@ -39,6 +39,7 @@ def holds(grid: dict[str, int], config: Config, num_batches: int = 3) -> None:
     assert set(report.worst) == {"init", "loss", "grad_norm", "gradient", "weight"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", [{}, {"tie_embeddings": False}, BERT, {**BERT, "tie_embeddings": False}],
                          ids=["gpt", "gpt-untied", "bert", "bert-untied"])
 @pytest.mark.parametrize("grid", [
@@ -48,6 +49,7 @@ def test_models_on_grids(grid: dict[str, int], model: dict[str, Any]) -> None:
     holds(grid, make(model), num_batches=2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("grid", [{"pp": 3}, {"tp": 2, "pp": 2, "dp": 2}, {"pp": 4, "dp": 2}],
                          ids=["pp3", "2x2x2", "pp4-dp2"])
@@ -71,6 +73,7 @@ def test_uneven_groups_with_everything_else() -> None:
     holds({"tp": 4, "pp": 2}, make(LLAMA, pipeline={"schedule": "2bw", "recompute": "all"}))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("grid", [{"tp": 3}, {"tp": 4, "pp": 2}, {"pp": 3, "dp": 2}],
                          ids=lambda g: "-".join(f"{a}{n}" for a, n in g.items()))
 @pytest.mark.parametrize("recompute", ["none", "all"])
@@ -95,6 +98,7 @@ def test_uneven_layer_splits(split: tuple[int, ...]) -> None:
     holds({"pp": len(split)}, make(pipeline={"split": split, "num_microbatches": 6, "schedule": "2bw"}))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recompute", ["all", "0,2-3", "stage", "stage:0", "selective"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
 def test_recomputation_uses_the_version_of_the_forward(schedule: str, recompute: str) -> None:

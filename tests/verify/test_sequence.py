@@ -34,6 +34,7 @@ def holds(grid: dict[str, int], config: Config, num_batches: int = 3) -> None:
     assert report.ok, report.first_divergence
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", [DROPOUT, LLAMA, BERT | DROPOUT], ids=["gpt", "llama", "bert"])
 @pytest.mark.parametrize("grid", [{"tp": 2}, {"tp": 3}, {"tp": 4}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}],
                          ids=lambda g: "-".join(f"{a}{n}" for a, n in g.items()))
@@ -47,6 +48,7 @@ def test_fewer_rows_than_ranks(model: dict[str, Any]) -> None:
     holds({"tp": 3, "pp": 2}, make({**model, "seq_length": 2 if model is DROPOUT else 4, "max_positions": 8}))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pipeline", [
     {"schedule": "1f1b", "split_backward": True}, {"schedule": "2bw", "recompute": "all"},
     {"schedule": "interleaved", "recompute": "stage"}, {"schedule": "pipedream"},
