@@ -1,6 +1,6 @@
 """Claims: 2BW on V-Half keeps at most 0.65 of 2BW's activations on eight ranks, at 0.98 of its speed or more.
 
-    python -m benchmarks.vee
+    python -m benchmarks.vee                 (--rounds 0: the memory alone)
 
 Eight ranks, more than there are cores: a stage computes little and then waits as long as an accelerator would take, for
 forward, I and W alike. All sides take turns in the same processes. Speed is that of the steady state.
@@ -81,7 +81,8 @@ def measure_sides(shape_name: str, m: int, seconds: float, rounds: int, batches:
         "peak_bytes": peaks, "predicted_bytes": predicted, "predicted_activation_bytes": {
             name: max(stage.activations for stage in each) for name, each in stages.items()},
         "peak_share": {name: round(peak / peaks[base], 4) for name, peak in peaks.items()},
-        "speed": {name: summary([a / b for a, b in zip(wall[base], wall[name], strict=True)]) for name in SIDES},
+        "speed": {name: summary([a / b for a, b in zip(wall[base], wall[name], strict=True)])
+                  for name in SIDES if rounds},
         "ideal_ms": round(1e3 * m * seconds, 3), "losses": losses,
         "wall_ms": {name: [round(1e3 * t, 3) for t in each] for name, each in wall.items()}}
 
@@ -98,10 +99,10 @@ def main() -> None:
         entry = run_ranks(measure_sides, args.ranks, shape, args.microbatches, 1e-3 * args.pace_ms, args.rounds,
                           args.batches)
         cases.append(entry)
+        for name, peak in entry["peak_bytes"].items():
+            print(f"{entry['case']}  {name:<11} peak {peak / 2**20:6.2f} MiB ({entry['peak_share'][name]:.3f})")
         for name, speed in entry["speed"].items():
-            print(f"{entry['case']}  {name:<11} peak {entry['peak_bytes'][name] / 2**20:6.2f} MiB "
-                  f"({entry['peak_share'][name]:.3f}), speed {speed['median']:.3f} [{speed['q1']:.3f}, "
-                  f"{speed['q3']:.3f}], "
+            print(f"{entry['case']}  {name:<11} speed {speed['median']:.3f} [{speed['q1']:.3f}, {speed['q3']:.3f}], "
                   f"batch {statistics.median(entry['wall_ms'][name]):.0f} ms, ideal {entry['ideal_ms']:.0f}")
     meaning = "peak_share: bytes over those of 2bw; speed: 2bw's time over the side's, median of rounds, quartiles"
     print(write_results("vee", cases, args, meaning=meaning, shapes=SHAPES))
