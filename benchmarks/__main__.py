@@ -28,6 +28,7 @@ RUNS = (
     ("host_overlap",),
     ("slow_link",),  # needs root, else it is skipped
     ("sites",),  # as well
+    ("link_peers",),  # as well
 )
 
 

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -264,15 +264,32 @@ def write_results(claim: str, cases: Sequence[Mapping[str, Any]], args: argparse
     `meaning`: what the numbers in it are. `shapes`: dataclasses, by the names in the cases' settings.
     """
     (folder := Path(args.out)).mkdir(parents=True, exist_ok=True)
+    path = folder / f"{args.name or claim}.json"
+    if args.add and path.exists():
+        measured = {c["case"] for c in cases}
+        cases = [c for c in json.loads(path.read_text())["cases"] if c["case"] not in measured] + list(cases)
     document = {
         "claim": claim, "meaning": meaning,
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "machine": machine(), "arguments": vars(args) | {"out": ""},
         "shapes": {name: asdict(shapes[name]) for name in dict.fromkeys(c["settings"]["shape"] for c in cases)},
         "cases": list(cases),
     }
-    path = folder / f"{args.name or claim}.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
+
+
+def over_seeds(path: Path) -> Iterator[str]:
+    """Lines about trainings in a result file: loss over that of codec none with the same seed; mean, least and most."""
+    found: dict[str, dict[int, float]] = {}
+    for each in json.loads(path.read_text())["cases"]:
+        of = each["settings"]
+        found.setdefault(f"{of['schedule']} {of['codec']}", {})[of["seed"]] = each["valid_loss"]
+    for name, losses in found.items():
+        none = found.get(f"{name.split()[0]} none", {})
+        over = [loss / none[seed] for seed, loss in losses.items() if seed in none]
+        if over:
+            yield (f"{name:<28} loss {statistics.fmean(losses.values()):.4f}, over none {statistics.fmean(over):.4f} "
+                   f"({min(over):.4f} to {max(over):.4f}), {len(over)} seeds")
 
 
 def machine() -> dict[str, Any]:
@@ -303,6 +320,7 @@ def arguments(description: str | None, *, rounds: int, shapes: Sequence[str],
     parser.add_argument("--name", default="", help="name of the result file; by default that of the benchmark")
     parser.add_argument("--keep-memory", action="store_true", help="have glibc keep freed memory, for both sides: "
                         "else pages that are given back and taken again cost either side up to 5%%, by luck")
+    parser.add_argument("--add", action="store_true", help="keep the result file's cases that are not measured again")
     parser.add_argument("--out", default=str(RESULTS), help="folder of the result file")
     return parser
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.compression             the race, and how much of a stream of gradients arrives
     python -m benchmarks.compression --no-race   the latter alone, which needs no quiet machine
-    python -m benchmarks.compression --losses    besides: loss at equal tokens of every method, of --seeds seeds
+    python -m benchmarks.compression --losses    loss at equal tokens of every method, of --seeds, instead
 
 The race: sides as in data_parallel, fp32, both compressors of rank 4 with error feedback and a warm start. Bytes: what
 a rank sends in a step. Arrived: 1 - |sum of what was applied - sum of gradients|^2 / |sum of gradients|^2 after ten
@@ -37,10 +37,12 @@ from benchmarks.common import (
     RATIO,
     SHAPES,
     OurStep,
+    Shape,
     arguments,
     case,
     check_losses,
     engine_config,
+    over_seeds,
     parse,
     print_case,
     race,
@@ -69,11 +71,17 @@ WHOLE, BATCHES = 2, 12
 MEANING = f"{RATIO}. arrived: share of the sum of the gradients, by energy; bytes: of whole ones"
 TEXTS = (mock, _pydecimal, argparse, doctest, inspect, tarfile, typing)
 """Modules whose source text a small model learns; the first is held out."""
+LOSSES = Shape(2, 128, 4, 64, 1024, 2)
 SIZES = {"up": (384, 256), "down": (256, 384)}
 
 
 def settings_of(method: str) -> CompressionConfig:
     return CompressionConfig(**{"gradients": method} | METHODS[method])
+
+
+ONE_BUCKET = 1 << 12
+"""MB. The hook sends second factors as first ones arrive, over Gloo not in one order on all ranks: with several buckets
+one takes the other's."""
 
 
 def hook_of(model: DistributedDataParallel) -> powerSGD_hook.PowerSGDState:
@@ -89,11 +97,11 @@ def measure(shape_name: str, m: int, rounds: int) -> dict[str, Any]:
     shape, size = SHAPES[shape_name], dist.get_world_size()
     config = engine_config(shape, dp=size, num_microbatches=m)
     ours, grids = {}, {}
-    for name, method in ((OURS, "powersgd"), ("hybridpar, whole", "none"), ("hybridpar, dct", "dct"),
-                         ("hybridpar, int8", "int8")):
+    for name, method in ((OURS, "powersgd"), ("hybridpar, whole", "none"), ("hybridpar, sbpca", "sbpca"),
+                         ("hybridpar, dct", "dct"), ("hybridpar, int8", "int8")):
         grids[name] = ProcessGrid(dp=size)
         ours[name] = OurStep(replace(config, compression=settings_of(method)), shape, grids[name])
-    whole, theirs = DDPStep(shape, m, "fp32"), DDPStep(shape, m, "fp32")
+    whole, theirs = DDPStep(shape, m, "fp32"), DDPStep(shape, m, "fp32", ONE_BUCKET)
     hook = hook_of(theirs.model)
     result = race({**ours, "DDP, powerSGD_hook": theirs, "DDP": whole}, rounds, warmup=WHOLE + 1, tolerance=ALIKE)
     check_losses({name: of[:1] for name, of in result.losses.items()}, SAME)
@@ -206,11 +214,12 @@ def _share(totals: dict[str, list[Tensor]], sent: float) -> dict[str, float]:
 def losses(schedule: str, method: str, steps: int, seed: int, folder: str) -> dict[str, Any]:
     """Trains a small GPT. Collectives: called on all ranks."""
     config: Config = from_mapping({
-        "model": {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "seq_length": 64, "vocab_size": 1024,
-                  "position": "rotary", "init_std": 0.05},
+        "model": {"num_layers": LOSSES.num_layers, "hidden_size": LOSSES.hidden, "num_heads": LOSSES.num_heads,
+                  "seq_length": LOSSES.seq_length, "vocab_size": LOSSES.vocab, "position": "rotary",
+                  "init_std": 0.05},
         "parallel": {"dp": dist.get_world_size()}, "pipeline": {"schedule": schedule, "num_microbatches": 4},
         "optim": {"lr": 3e-3, "min_lr": 1e-4, "warmup_steps": 10, "betas": [0.9, 0.95]},
-        "train": {"num_steps": steps, "micro_batch_size": 2, "seed": seed}, "data": {
+        "train": {"num_steps": steps, "micro_batch_size": LOSSES.micro_batch, "seed": seed}, "data": {
             "corpus": [text.__file__ for text in TEXTS[1:]], "valid_corpus": [TEXTS[0].__file__]},
         "compression": {"gradients": method, "gradients_period": 20} | METHODS[method]})
     grid = ProcessGrid(dp=config.parallel.dp)
@@ -220,18 +229,36 @@ def losses(schedule: str, method: str, steps: int, seed: int, folder: str) -> di
     engine.train(BatchLoader(data.train, **options), steps, lambda step: None)
     held_out = engine.evaluate(BatchLoader(data.valid, **options), 8)
     sent = engine.state.compression.sent if engine.state.compression else None
-    return {"schedule": schedule, "method": method, "seed": seed, "validation_loss": round(sum(held_out.values()), 4),
+    return {"case": f"{schedule} {method} seed {seed}", "valid_loss": round(sum(held_out.values()), 4),
+            "settings": {"shape": "losses", "schedule": schedule, "codec": method, "seed": seed, "steps": steps},
             "elements": 1.0 if sent is None else round(sent.elements / sent.whole_elements, 5),
             "bytes": 1.0 if sent is None else round(sent.num_bytes / sent.whole_bytes, 5)}
+
+
+def write_losses(args: argparse.Namespace) -> None:
+    """Trains with every method, and writes down each run as it ends."""
+    cases: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed, schedule, method in product(args.seeds, args.schedules, args.methods):
+            cases.append(run_ranks(losses, 2, schedule, method, args.steps, seed, folder))
+            print(cases[-1], flush=True)
+            path = write_results("compression_losses", cases, args, shapes={"losses": LOSSES}, meaning=(
+                "valid_loss: after the last step; elements, bytes: that a rank sent, of those of whole gradients"))
+    print(*over_seeds(path), sep="\n")
 
 
 def main() -> None:
     parser = arguments(__doc__, rounds=7, shapes=["small"])
     parser.add_argument("--no-race", action="store_true", help="leave out what is timed")
-    parser.add_argument("--losses", action="store_true", help="train a small model with every method, too")
-    parser.add_argument("--steps", type=int, default=100, help="of each of these trainings")
-    parser.add_argument("--seeds", type=int, default=1, help="of these trainings")
+    parser.add_argument("--losses", action="store_true", help="train a small model with every method, and nothing else")
+    parser.add_argument("--steps", type=int, default=80, help="of each of these trainings")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of these trainings")
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "2bw"], help="of these trainings")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="of these trainings")
     args = parse(parser)
+    if args.losses:
+        write_losses(args)
+        return
     cases = []
     for shape in () if args.no_race else args.shapes:
         cases.append(run_ranks(measure, 2, shape, 2, args.rounds))
@@ -241,15 +268,6 @@ def main() -> None:
                   "arrived": run_ranks(arrived, 2)})
     print(cases[-1]["arrived"], flush=True)
     print(write_results("compression", cases, args, meaning=MEANING))
-    if args.losses:
-        with tempfile.TemporaryDirectory() as folder:
-            found = cases[-1]["losses"] = []
-            for seed, schedule, method in product(range(args.seeds), ("1f1b", "2bw"), METHODS):
-                found.append(run_ranks(losses, 2, schedule, method, args.steps, seed, folder))
-                whole = next(one for one in found if (one["seed"], one["schedule"]) == (seed, schedule))
-                found[-1]["relative"] = round(found[-1]["validation_loss"] / whole["validation_loss"] - 1, 5)
-                print(found[-1], flush=True)
-                write_results("compression", cases, args, meaning=MEANING)
 
 
 if __name__ == "__main__":

@@ -38,10 +38,11 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 
 
 class DDPStep:
-    """One optimizer step of the plain GPT under DDP, `num_microbatches` on each rank."""
+    """One optimizer step of the plain GPT under DDP, `num_microbatches` on each rank. bucket_mb: None: DDP's own."""
 
-    def __init__(self, shape: Shape, num_microbatches: int, dtype: str):
-        self.model = DistributedDataParallel(PlainGPT(shape, autocast=dtype == "bf16"), gradient_as_bucket_view=True)
+    def __init__(self, shape: Shape, num_microbatches: int, dtype: str, bucket_mb: int | None = None):
+        self.model = DistributedDataParallel(
+            PlainGPT(shape, autocast=dtype == "bf16"), gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
         self.optimizer = adamw(self.model.parameters())
         self.loader = FixedLoader(shape, num_microbatches, dist.get_rank(), dist.get_world_size())
         self.step = 0

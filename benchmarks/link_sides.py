@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.common import FixedLoader, Shape, engine_config, over_ranks, summary
 from hybridpar.config import from_mapping
 from hybridpar.grid import AxisSizes, ProcessGrid, sizes_of
-from hybridpar.pipeline.plan.action import COMPUTE
+from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.simulate import Costs, simulate
 from hybridpar.pipeline.run.recording import HostClock, Recording
@@ -63,7 +63,7 @@ class Method:
 
     pace: seconds that forward and backward of a micro-batch take besides what they compute, during which the rank waits
     as if for an accelerator. slices: whether tp ranks send slices of what goes from stage to stage, not all of it each.
-    messages: the codec of what goes from stage to stage.
+    messages: the codec of what goes from stage to stage. split: whether backwards are I and W.
     """
 
     tp: int = 1
@@ -75,21 +75,40 @@ class Method:
     pace: float = 0.0
     slices: bool = True
     messages: str = "none"
+    split: bool = False
 
 
 class Paced:
-    """A stage that takes longer without using the CPU: forward by a third of `seconds`, backward by two thirds."""
+    """A stage that takes longer without using the CPU: forward by a third of `seconds`, backward by two thirds, half of
+    that for I where it is split (`pace` has the other half)."""
 
-    def __init__(self, stage: nn.Module, seconds: float):
+    def __init__(self, stage: nn.Module, seconds: float, *, split: bool = False):
         self.stage, self.seconds, self.recompute = stage, seconds, stage.recompute
+        self.backward_seconds = seconds * (1 / 3 if split else 2 / 3)
 
     def __call__(self, *inputs: Any) -> Any:
         out = self.stage(*inputs)
         time.sleep(self.seconds / 3)
         if not isinstance(out, dict):
-            return _SlowBackward.apply(out, self.seconds * 2 / 3)
+            return _SlowBackward.apply(out, self.backward_seconds)
         first, *others = out
-        return {first: _SlowBackward.apply(out[first], self.seconds * 2 / 3)} | {name: out[name] for name in others}
+        return {first: _SlowBackward.apply(out[first], self.backward_seconds)} | {name: out[name] for name in others}
+
+
+def pace(engine: Engine, seconds: float) -> None:
+    """Has forward and backward of a micro-batch, through all stages of the rank, take `seconds` more."""
+    executor, split = engine.executor, engine.config.pipeline.split_backward
+    each = seconds / sum(map(len, executor.stages.values()))
+    executor.stages = {  # type: ignore[assignment]
+        number: [Paced(part, each, split=split) for part in parts] for number, parts in executor.stages.items()}
+    if split:
+        inner = executor._table[Kind.W]
+
+        def slow(action: Action) -> None:
+            inner(action)
+            time.sleep(each / 3)
+
+        executor._table[Kind.W] = slow
 
 
 class _SlowBackward(torch.autograd.Function):
@@ -143,16 +162,14 @@ class Side:
     def __init__(self, method: Method, link: Link, shape: Shape, dtype: str, m: int):
         config = engine_config(shape, tp=method.tp, pp=method.pp, dp=method.dp, num_microbatches=m,
                                schedule=method.schedule, dtype=dtype)
-        config = from_mapping({"pipeline": {"warmup": method.warmup}, "compression": {"messages": method.messages}},
-                              config)
+        config = from_mapping({"pipeline": {"warmup": method.warmup, "split_backward": method.split},
+                               "compression": {"messages": method.messages}}, config)
         self.method, self.link, self.m, self.grid = method, link, m, grid_on(link, sizes_of(config.parallel))
         self.engine = Engine(config, self.grid, torch.device("cpu"))
         if not method.slices:
             self.engine.executor.lane = replace(self.engine.executor.lane, slicing=None)
         if method.pace:
-            stages = self.engine.executor.stages
-            self.engine.executor.stages = {  # type: ignore[assignment]
-                number: [Paced(part, method.pace / len(parts)) for part in parts] for number, parts in stages.items()}
+            pace(self.engine, method.pace)
         self.loader = FixedLoader(shape, m, self.grid.dp.rank, self.grid.dp.size)
         self.tokens = m * self.grid.dp.size * shape.microbatch_tokens
         self.losses: list[float] = []
@@ -209,7 +226,8 @@ class Side:
         delay = self.link.delay_ms * 1e-3
         costs = Costs(forward=pair_s / 3, backward=pair_s * 2 / 3, transfer=wire_s / self.m, latency=delay,
                       reduce=wire_s if self.method.dp > 1 else 0.0, norm=2 * delay, blocking_norm=True)
-        return simulate(make_plan(self.engine.schedule, self.engine.sizes, num_batches=16), costs).step_time(self.m)
+        return simulate(make_plan(
+            self.engine.schedule, self.engine.sizes, num_batches=16, split=self.method.split), costs).step_time(self.m)
 
     def numbers(self, free: Side) -> dict[str, Any]:
         """What is known of it, for the result file; `free`: the same method on the link without limit."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Shape, arguments, parse, write_results
+from benchmarks.common import Shape, arguments, over_seeds, parse, write_results
 from hybridpar.config import Config, from_mapping
 from hybridpar.data import BatchLoader, open_data
 from hybridpar.data.datasets import Data
@@ -33,21 +33,23 @@ CODECS: dict[str, dict[str, Any]] = {
     "none": {}, "bf16": {"messages": "bf16"}, "int8": {"messages": "int8"}, "int4": {"messages": "int4"},
     "int4, gradients int8": {"messages": "int4", "messages_backward": "int8"},
     "dct 0.5": {"messages": "dct", "messages_kept": 0.5}, "dct 0.2": {"messages": "dct", "messages_kept": 0.2},
-    "dct 0.1": {"messages": "dct"}, "dct 0.05": {"messages": "dct", "messages_kept": 0.05}}
+    "dct 0.1": {"messages": "dct"}, "subspace 0.25": {"messages": "subspace", "messages_kept": 0.25},
+    "subspace 0.12": {"messages": "subspace", "messages_kept": 0.12},
+    "dct 0.05": {"messages": "dct", "messages_kept": 0.05}}
 STUDY = Shape(4, 128, 4, 64, 2048, 4)
 M, EVAL_BATCHES = 8, 32
 _EVERY = 10
 """Steps from one loss in the result file to the next."""
 
 
-def settings(schedule: str, stages: int, codec: str, steps: int, cache: str) -> Config:
+def settings(schedule: str, codec: str, stages: int, seed: int, steps: int, cache: str) -> Config:
     """The pipeline whose training is imitated."""
     return from_mapping({
         "model": {"num_layers": STUDY.num_layers, "hidden_size": STUDY.hidden, "num_heads": STUDY.num_heads,
                   "seq_length": STUDY.seq_length, "vocab_size": STUDY.vocab, "position": "rotary", "init_std": 0.05},
         "parallel": {"pp": stages, "dp": 1}, "pipeline": {"schedule": schedule, "num_microbatches": M},
         "optim": {"lr": 2e-3, "min_lr": 2e-4, "warmup_steps": steps // 10, "betas": [0.9, 0.95]},
-        "train": {"num_steps": steps, "micro_batch_size": STUDY.micro_batch, "device": "cpu"},
+        "train": {"num_steps": steps, "micro_batch_size": STUDY.micro_batch, "device": "cpu", "seed": seed},
         "data": {"split": 0.015, "cache": cache}, "compression": CODECS[codec]})
 
 
@@ -59,12 +61,14 @@ def train(config: Config) -> dict[str, Any]:
     """Trains in this process; losses by step, and the validation loss at the end."""
     torch.set_num_threads(1)
     data = _open(config)
-    alone = resolve(from_mapping({"parallel": {"pp": 1}}, config), 1)
+    whole = M * STUDY.micro_batch  # micro-batches make no difference, and a large one is faster
+    alone = resolve(from_mapping({"parallel": {"pp": 1}, "pipeline": {"num_microbatches": 1},
+                                  "train": {"micro_batch_size": whole}}, config), 1)
     engine = Engine(alone, ProcessGrid(), torch.device("cpu"))
     add_boundaries({int(number): block for number, block in engine.stage.blocks.items()}, config)
 
     def loader(dataset: Any) -> BatchLoader:
-        return BatchLoader(dataset, micro_batch_size=STUDY.micro_batch, num_microbatches=M)
+        return BatchLoader(dataset, micro_batch_size=whole, num_microbatches=1)
 
     losses: list[float] = []
 
@@ -83,34 +87,34 @@ def main() -> int:
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "2bw"])
     parser.add_argument("--codecs", nargs="+", default=list(CODECS), choices=list(CODECS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1234])
     args = parse(parser)
     with tempfile.TemporaryDirectory() as cache:
         cases = study(args, cache)
-    print(write_results("messages", cases, args, shapes={"study": STUDY},
-                        meaning="valid_loss: at the end, of exact messages; over_none: it over that without a codec"))
+    path = write_results("messages", cases, args, shapes={"study": STUDY},
+                         meaning="valid_loss: at the end, of exact messages")
+    print(*over_seeds(path), path, sep="\n")
     return 0
 
 
 def study(args: argparse.Namespace, cache: str) -> list[dict[str, Any]]:
-    """A case for each codec, schedule and number of stages, two at a time; without a codec stages make no difference.
+    """A case for each codec, schedule, number of stages and seed, two at a time; without a codec stages make no
+    difference.
 
     `cache`: folder of the prepared corpus.
     """
-    codecs = ["none", *(codec for codec in args.codecs if codec != "none")]
-    runs = [(schedule, stages, codec) for schedule, codec, stages in product(args.schedules, codecs, args.stages)
-            if codec != "none" or stages == args.stages[0]]
+    runs = [run for run in product(args.schedules, args.codecs, args.stages, args.seeds)
+            if run[1] != "none" or run[2] == args.stages[0]]
     configs = [settings(*run, args.steps, cache) for run in runs]
     _open(configs[0])
-    with ProcessPoolExecutor(2) as pool:
-        found = dict(zip(runs, pool.map(train, configs), strict=True))
     cases = []
-    for (schedule, stages, codec), numbers in found.items():
-        over = round(numbers["valid_loss"] / found[schedule, args.stages[0], "none"]["valid_loss"], 4)
-        cases.append({
-            "case": f"{schedule} pp={stages} {codec}", **numbers, "over_none": over,
-            "settings": {"shape": "study", "schedule": schedule, "pp": stages, "messages": codec, "steps": args.steps,
-                         "tokens": args.steps * M * STUDY.microbatch_tokens}})
-        print(f"{cases[-1]['case']:<32} {numbers['valid_loss']:.4f}  {over:.4f}  {numbers['seconds']} s", flush=True)
+    with ProcessPoolExecutor(2) as pool:
+        for (schedule, codec, stages, seed), numbers in zip(runs, pool.map(train, configs), strict=True):
+            cases.append({
+                "case": f"{schedule} pp={stages} {codec} seed {seed}", **numbers,
+                "settings": {"shape": "study", "schedule": schedule, "pp": stages, "codec": codec, "seed": seed,
+                             "steps": args.steps, "tokens": args.steps * M * STUDY.microbatch_tokens}})
+            print(f"{cases[-1]['case']:<32} {numbers['valid_loss']:.4f}  {numbers['seconds']} s", flush=True)
     return cases
 
 

@@ -19,7 +19,8 @@ drain, which a run pays once, are left out (the time of a batch with them: `incl
 --warmups: pipeline.warmup of 2bw; where there are several, they run in the same rounds, and the first is itemised.
 
 `--schedules drains`: those that shorten the drain, ours and torch's, interleaved and with zero bubbles: two stages on
-each rank, or one. `predicted`: the ratios of our step times that `simulate` gets from the costs each has measured.
+each rank, or one. `predicted`: the ratios of our step times that `simulate` gets from the costs each has measured, and
+`simulated over measured` these times themselves. --ranks 4: more than there may be cores, which they then share.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ PEERS: dict[str, Any] = {
 SINGLE, MULTI = ("1f1b", "gpipe"), ("1f1b", "interleaved", "interleaved, zero bubble", "v")
 IDEAL, UPDATE, IDEAL_UPDATE = "ideal", "update", "ideal with update"
 WITH_DRAIN, SHARE, ITEMS = "including fill and drain, wall_ms", "share of the ideal", "where the time goes"
-PREDICTED = "predicted"
+PREDICTED, SIMULATED = "predicted", "simulated over measured"
 DRAINS: dict[str, dict[str, Any]] = {
     OURS: {"schedule": "interleaved", "zero_bubble": True},
     f"{OURS} 1f1b": {"schedule": "1f1b"},
@@ -161,7 +162,9 @@ def measure_drains(shape_name: str, dtype: str, m: int, rounds: int) -> dict[str
                                        for chunks in (1, 2)})
     return entry | {
         PREDICTED: {name: round(seconds / simulated[OURS], 4) for name, seconds in simulated.items() if name != OURS},
-        "simulated_ms": {name: round(1e3 * seconds, 3) for name, seconds in simulated.items()}}
+        "simulated_ms": {name: round(1e3 * seconds, 3) for name, seconds in simulated.items()},
+        SIMULATED: {name: round(seconds / statistics.median(result.wall[name]), 4)
+                    for name, seconds in simulated.items()}}
 
 
 class StageAlone:
@@ -307,6 +310,7 @@ def main() -> None:
     parser = arguments(__doc__, rounds=9, shapes=["balanced", "small"])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--schedules", nargs="+", choices=[*SINGLE, "drains", "2bw"], default=[*SINGLE, "2bw"])
+    parser.add_argument("--ranks", type=int, default=2, help="of drains")
     parser.add_argument("--warmups", nargs="+", choices=list(WARMUPS), default=["latency"])
     parser.add_argument("--others", action="store_true", help="also hold the schedules that drain against 2bw's ideal")
     parser.add_argument("--batches", type=int, default=2, help="batches of a timed round of 2bw")
@@ -320,13 +324,14 @@ def main() -> None:
                         entry = run_ranks(
                             measure_2bw, 2, shape, dtype, m, args.batches, args.rounds, args.warmups, args.others)
                     elif schedule == "drains":
-                        entry = run_ranks(measure_drains, 2, shape, dtype, m, args.rounds)
+                        entry = run_ranks(measure_drains, args.ranks, shape, dtype, m, args.rounds)
                     else:
                         entry = run_ranks(measure, 2, shape, dtype, m, schedule, args.rounds)
                     cases.append(entry)
                     print_case(entry)
-                    for name, ratio in entry.get(PREDICTED, {}).items():
-                        print(f"    {PREDICTED}: {name:<40} {ratio:.3f}")
+                    for label in (PREDICTED, SIMULATED):
+                        for name, ratio in entry.get(label, {}).items():
+                            print(f"    {label}: {name:<40} {ratio:.3f}")
                     for label in (SHARE, ITEMS):
                         for name, part in entry.get(label, {}).items():
                             print(f"    {label}: {name:<30} {part['median'] if label == SHARE else part:.3f}")

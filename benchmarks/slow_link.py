@@ -32,6 +32,8 @@ Kinds: `pipelines` (2 stages), `codecs` (2bw with compressed messages between it
 tensor parallelism), `replicas` (2bw against a synchronous step),
 `slices` (2 stages of tp=2 each on a host, whose ranks send slices of what goes between stages, or all of it each; the
 result file has the bytes that each host sent over the link, by its own counters and by ours),
+`split`: 2bw with the ordinary warm-up, with backwards in two parts and whole: the gradient is on its way while W is
+computed, which hides half of W on each link; paced, and as it is (`--links far=1000:20`),
 `paced`: pipelines and replicas whose stages wait besides, as if for an accelerator, so that ranks, TCP and emulator do
 not fight for the cores: what schedule and transport do on hosts that have the CPU time to send.
 """
@@ -65,6 +67,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 COMPRESSED = 2e-2
 """Of the first loss, where messages lose a tenth of an activation."""
 PACES_S = 0.1, 0.05
+SPLIT_PACE_S = 0.15
 
 Methods = Mapping[str, Method]  # the first is the one that the others are held against
 PIPELINES: Methods = {
@@ -73,6 +76,7 @@ PIPELINES: Methods = {
     "1f1b": Method(pp=2), "gpipe": Method(pp=2, schedule="gpipe")}
 CODECS: Methods = {
     name: replace(PIPELINES["2bw, latency"], messages=name) for name in ("none", "bf16", "int8", "int4")}
+SPLIT: Methods = {"2bw, split": Method(pp=2, schedule="2bw", split=True), "2bw, depth": PIPELINES["2bw, depth"]}
 TENSOR: Methods = {"2bw, latency": PIPELINES["2bw, latency"], "tensor": Method(tp=2, overlaps=False)}
 SLICES: Methods = {
     "slices": Method(tp=2, pp=2, schedule="2bw", warmup="latency"),
@@ -169,7 +173,8 @@ def on_host(args: argparse.Namespace) -> None:
         cases.append(case.entry())
         if dist.get_rank() == 0:
             print_case(cases[-1])
-            part = "_slices" if dist.get_world_size() > 2 else "_codecs" if args.kinds == ["codecs"] else ""
+            alone = args.kinds[0] if args.kinds in (["codecs"], ["split"]) else ""
+            part = "_slices" if dist.get_world_size() > 2 else f"_{alone}" if alone else ""
             path = write_results(f"slow_link{part}", cases, args)
     if dist.get_rank() == 0:
         print(path)
@@ -195,6 +200,10 @@ def plan_cases(args: argparse.Namespace, links: Sequence[Link]) -> Iterator[tupl
                 yield Case(kind, REPLICAS, links, args.replica_shape, args.dtypes[0], m_local), rounds, 2
         elif kind == "slices":
             yield Case(kind, _paced(SLICES, PACES_S[0]), links, "light", "fp32", m), rounds, 2
+        elif kind == "split":
+            yield Case(kind, _paced(SPLIT, SPLIT_PACE_S), links, "light", "fp32", m), rounds, 4
+            for shape in args.shapes:
+                yield Case(kind, SPLIT, links, shape, args.dtypes[0], m), rounds, 4
         elif kind == "paced":
             for pace in PACES_S:
                 yield Case(kind, _paced(PIPELINES, pace), links, "light", "fp32", m), rounds, 2
@@ -227,7 +236,7 @@ def launch(args: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = arguments(__doc__, rounds=5, shapes=["small", "thin"])
-    kinds = ["pipelines", "codecs", "tensor", "replicas", "slices", "paced"]
+    kinds = ["pipelines", "codecs", "tensor", "replicas", "slices", "paced", "split"]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--replica-shape", choices=SHAPES, default="thin")

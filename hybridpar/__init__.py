@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hybridpar.config import Config, ModelConfig, ModelSpec, load_toml
     from hybridpar.grid import Axis, ProcessGrid
     from hybridpar.models.own import Build
+    from hybridpar.models.sequential import SequentialSpec
     from hybridpar.nn import (
         ColumnParallelLinear,
         Dropout,
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Axis", "Build", "ColumnParallelLinear", "Config", "Dropout", "Init", "LayerNorm", "LearnedPositionEmbedding",
     "ModelConfig", "ModelSpec", "ParallelAttention", "ParallelMLP", "ParallelModule", "Placement", "ProcessGrid",
-    "RMSNorm", "RowParallelLinear", "Shard", "Trainer", "VocabParallelEmbedding", "load_toml",
+    "RMSNorm", "RowParallelLinear", "SequentialSpec", "Shard", "Trainer", "VocabParallelEmbedding", "load_toml",
     "vocab_parallel_cross_entropy",
 ]
 __version__ = "0.1.0"
 
-_MODULES = ("config", "grid", "models.own", "nn", "trainer")
+_MODULES = ("config", "grid", "models.own", "models.sequential", "nn", "trainer")
 """Homes of the public names, as they are searched."""
 
 # An installed package holds hybridpar/kernels; a plain checkout keeps them at its top level.

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Trainer:
     """Trains `model` with `config` (a Config, a TOML file, or the defaults), changed by keywords named as its sections.
 
-    `model`: a ModelSpec, such as a ModelConfig; None: that of `config`. `datasets`: map-style datasets of dicts of
-    arrays, by part ("train", "valid"), in the stead of those that the model names itself (`ModelSpec.dataset`).
+    `model`: a ModelSpec, such as a ModelConfig; None: that of `config`. `datasets`: by part ("train", "valid"), in the
+    stead of those that the model names itself (`ModelSpec.dataset`), whose docstring says what they may be.
 
     Raises: ConfigError naming every key that is unknown and every value of a wrong type.
     """

@@ -27,7 +27,8 @@ from hybridpar.validate import problems, resolve
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = {"vit": {"depth": 2, "width": 24, "heads": 3, "image": 16}, "mixer": {"depth": 2, "width": 16, "image": 16},
-         "t5": {"layers": 1, "width": 16, "heads": 2, "length": 6}}
+         "t5": {"layers": 1, "width": 16, "heads": 2, "length": 6},
+         "transformers_model": {"depth": 2, "width": 16, "heads": 2, "groups": 1, "vocab": 32, "length": 8}}
 
 
 def config_of(name: str, **sections: dict[str, Any]) -> Config:
@@ -58,6 +59,7 @@ def test_a_configuration_is_right_and_its_plan_proven(path: Path) -> None:
     ("t5", {"pp": 5}, {"pipeline": {"num_microbatches": 6}}),
     ("t5", {"tp": 2, "pp": 2}, {"pipeline": {"schedule": "1f1b", "recompute": "stage"}}),
     ("mixer", {"pp": 2, "dp": 2}, {"pipeline": {"split_backward": True}}),
+    ("transformers_model", {"pp": 2, "dp": 2}, {"pipeline": {"recompute": "all"}}),
     ("mixer", {"pp": 2, "dp": 2}, {"parallel": {"zero": 3}, "pipeline": {"schedule": "1f1b"}}),
     ("mixer", {"pp": 2}, {"pipeline": {"schedule": "interleaved", "chunks": 2, "recompute": "stage"},
                           "optim": {"name": "muon"}, "compression": {"messages": "int8"}}),
@@ -128,6 +130,23 @@ def test_a_trainer_tells_of_steps_evaluations_and_saves(tmp_path: Path) -> None:
     assert [name for name in told if isinstance(name, str)] == ["step_00000002", "step_00000004"]
     assert outcome.loss is not None
     assert outcome.val_loss == sum(told[-2][1].values()) if isinstance(told[-2], tuple) else outcome.val_loss
+
+
+def test_a_trainer_goes_on_in_a_stream(tmp_path: Path) -> None:
+    from mixer import Mixer
+
+    model = Mixer(**SMALL["mixer"])
+
+    def fit(name: str, num_steps: int) -> list[tuple[int, float, float]]:
+        stream = (model.sample(i, 9) for i in range(100))
+        Trainer(model, datasets={"train": stream, "valid": None}, run={"dir": str(tmp_path), "name": name},
+                optim={"decay": "constant"}, pipeline={"num_microbatches": 2},
+                train={"num_steps": num_steps, "micro_batch_size": 3, "threads": 1, "eval_interval": 0}).fit()
+        return steps(metrics(tmp_path / name))
+
+    whole = fit("whole", 4)
+    fit("parts", 2)
+    assert fit("parts", 4) == whole
 
 
 def test_a_trainer_takes_datasets_and_refuses_what_is_none(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.optim import ParameterSlot
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.reading import nearest_path
-from hybridpar.state.kinds import Anchor
+from hybridpar.state import RankState
+from hybridpar.state.kinds import Anchor, OuterRemainder, Sent
 
 
 def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None], *, up_to: int | None = None,
@@ -88,6 +89,21 @@ def load(saved: Saved, engine: Trainee, ahead: int = 0) -> None:
     """
     state = Restated(saved, engine.state, ahead)
     engine.load_state(state, state.meta(engine.state_meta()["loss_scaler"]))
+    if sites.comes_back(saved.manifest, engine):
+        _begin_at_anchor(FullWeights(saved.folder, engine.grid.flight), engine.state)
+
+
+def _begin_at_anchor(full: FullWeights, state: RankState) -> None:
+    """Gives a rank the weights that sites had in common last, from which it has not gone anywhere."""
+    def write(tensors: Mapping[str, Tensor]) -> None:
+        for name, target in tensors.items():
+            target.copy_(full.read_part(state.whole_slots[name]))
+
+    state.weights.fill(write)
+    for kind in state.kinds:
+        if isinstance(kind, Sent | OuterRemainder):
+            for tensor in kind.tensors().values():
+                tensor.zero_()
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:

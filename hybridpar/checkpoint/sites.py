@@ -1,9 +1,11 @@
 """Checkpoints of several sites: each goes on from its own files.
 
     k sites -> k, as they were            each from its own, to the bit on the same grid; messages under way leave again
+    k -> fewer                            the first ones each from its own, as if the others had never been
+    k -> more                             those that come back have the anchor, and the first site's moments
     1 -> k                                all from the one's state; its weights are the anchor
-    k -> another number, or another       all from the first site's state, where the weights of all are the same: after
-    every, fragments, delay, precision    an outer step without fragments, delay and mix
+    another every, fragments,             all from the first site's state, where the weights of all are the same: after
+    delay or precision                    an outer step without fragments, delay and mix
     generate, export, train.start_from    the anchor: what all sites had in common last
 """
 
@@ -17,13 +19,15 @@ from hybridpar.checkpoint.part import Trainee
 from hybridpar.config import Config
 from hybridpar.state.outer_timeline import OuterTimeline
 
+_NUMBER = ["parallel.sites"]
 _TIMELINE = ("outer.every", "outer.fragments", "outer.delay", "outer.precision")
 
 
 def mismatch(manifest: Manifest, wanted: Config, where: Path) -> str:
     """Why `wanted` cannot go on from a checkpoint of several sites; empty where it can."""
     saved, step = manifest.config, manifest.step
-    if saved.parallel.sites == 1 or not (changed := _changed(saved, wanted)):
+    changed = _changed(saved, wanted)
+    if saved.parallel.sites == 1 or changed in ([], _NUMBER):
         return ""
     timeline, mix = OuterTimeline.of(saved.outer, manifest.state.outer_start), saved.outer.mix
     if timeline.is_common(step, mix):
@@ -37,7 +41,7 @@ def mismatch(manifest: Manifest, wanted: Config, where: Path) -> str:
 
 
 def _changed(saved: Config, wanted: Config) -> list[str]:
-    sites = ["parallel.sites"] if saved.parallel.sites != wanted.parallel.sites else []
+    sites = _NUMBER if saved.parallel.sites != wanted.parallel.sites else []
     return sites + [name for name in _TIMELINE if wanted.parallel.sites > 1 and _of(saved, name) != _of(wanted, name)]
 
 
@@ -47,11 +51,19 @@ def _of(config: Config, name: str) -> object:
 
 def source(manifest: Manifest, engine: Trainee) -> int:
     """The site whose files a rank goes on from."""
-    return engine.grid.site.rank if manifest.config.parallel.sites == engine.grid.site.size else 0
+    rank, saved = engine.grid.site.rank, manifest.config
+    return rank if rank < saved.parallel.sites and _changed(saved, engine.config) in ([], _NUMBER) else 0
+
+
+def comes_back(manifest: Manifest, engine: Trainee) -> bool:
+    """Whether a rank is of a site that joins several others."""
+    sites = manifest.config.parallel.sites
+    return engine.grid.site.rank >= sites > 1 and _changed(manifest.config, engine.config) == _NUMBER
 
 
 def going_on(manifest: Manifest, wanted: Config) -> Manifest:
     """The manifest with the step after which sites train apart in the way that `wanted` says."""
-    if not _changed(manifest.config, wanted):
+    changed = _changed(manifest.config, wanted)
+    if not changed or (changed == _NUMBER and manifest.config.parallel.sites > 1):
         return manifest
     return replace(manifest, state=replace(manifest.state, outer_start=manifest.step))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,15 +44,12 @@ def _memory_here(config: Config) -> float:
     import torch
 
     from hybridpar.cpu import available_cores
+    from hybridpar.memory.limit import limit_here
     from hybridpar.memory.predict import default_device
-    from hybridpar.planner.machine import memory_limit
 
-    ranks = config.parallel.num_ranks
-    if default_device(config).type == "cuda":
-        found = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-        return memory_limit(min(found), is_cpu=False) if len(found) >= ranks else 0.0
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return memory_limit(memory / ranks, is_cpu=True) if ranks <= available_cores() else 0.0
+    ranks, kind = config.parallel.num_ranks, default_device(config).type
+    places = torch.cuda.device_count() if kind == "cuda" else available_cores()
+    return limit_here(kind, ranks) if ranks <= places else 0.0
 
 
 def fit_report(

@@ -11,6 +11,7 @@ from hybridpar.config.model import ModelConfig
 from hybridpar.config.outer import OuterConfig
 from hybridpar.config.sections import (
     AUTO,
+    FOUND,
     STOP_SIGNALS,
     CheckpointConfig,
     Config,
@@ -44,10 +45,10 @@ from hybridpar.config.toml import (
 from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_plain, span
 
 __all__ = [
-    "AUTO", "FINITE", "MAX_TOML", "MODEL_FOLDER", "STOP_SIGNALS", "UNCOMPRESSED", "AnomaliesConfig", "CheckpointConfig",
-    "CompressionConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch", "MemoryConfig",
-    "ModelConfig", "ModelSpec", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig", "PlanConfig",
-    "RunConfig", "TrainConfig", "Whole", "Within", "broken_rules", "from_mapping", "from_plain", "import_spec",
-    "known_spec", "load_toml", "message_shape", "model_settings", "pass_on_signals", "rank_of_stage", "span",
-    "spec_folder", "spec_name", "to_mapping", "to_toml", "triton_is_interpreted",
+    "AUTO", "FINITE", "FOUND", "MAX_TOML", "MODEL_FOLDER", "STOP_SIGNALS", "UNCOMPRESSED", "AnomaliesConfig",
+    "CheckpointConfig", "CompressionConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch",
+    "MemoryConfig", "ModelConfig", "ModelSpec", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig",
+    "PlanConfig", "RunConfig", "TrainConfig", "Whole", "Within", "broken_rules", "from_mapping", "from_plain",
+    "import_spec", "known_spec", "load_toml", "message_shape", "model_settings", "pass_on_signals", "rank_of_stage",
+    "span", "spec_folder", "spec_name", "to_mapping", "to_toml", "triton_is_interpreted",
 ]

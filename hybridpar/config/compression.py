@@ -15,23 +15,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """Codecs of what ranks send to each other. Evaluation, generation and export use none.
+    """Codecs of what ranks send to each other. Evaluation, generation and export use none, but for a subspace.
 
     What a batch does not send of gradients between replicas is added to the next one's (error feedback), but for sbpca.
     `gradients` have no effect where parallel.dp is 1 and no weight is tied across stages.
     """
 
-    messages: Literal["none", "bf16", "int8", "int4", "dct"] = "none"
+    messages: Literal["none", "bf16", "int8", "int4", "dct", "subspace"] = "none"
     """Activations between stages in training: bf16; or a bfloat16 scale for each 64 features of a token and 8 or 4 bits
     a feature, 4 bits after a Hadamard rotation. fp32 takes 2, 3.9 or 7.5 times the bytes. dct: each token's features
-    that are farthest from zero, and a bit for each feature; zeros behind the link (after arXiv 2010.08899). Of small
-    models that were tried int4 learns more for the same bytes. A head that is a stage of its own gets exact ones."""
+    that are farthest from zero, and a bit for each feature; zeros behind the link (after arXiv 2010.08899).
+    subspace: a token's coordinates along fixed random directions, of all else nothing; then the projection is a part of
+    the model, also in evaluations, which needs the same stages from then on, and is not exported. Of small models that
+    were tried int4 learns more for the same bytes than either. A head that is a stage of its own gets exact ones."""
     messages_backward: Literal["same", "none", "bf16", "int8", "int4"] = "same"
     """Gradients between stages; same: as `messages`, with dct those of the features that were sent."""
     messages_kept: Annotated[float, Within(above=0, most=1)] = 0.1
-    """dct: share of a token's features that is sent."""
+    """dct: share of a token's features that is sent; subspace: directions, as a share of the features."""
     messages_values: Literal["full", "bf16"] = "full"
-    """dct: type of the features that are sent, and of their gradients; full: train.dtype."""
+    """dct, subspace: type of the numbers that are sent, both ways; full: train.dtype."""
     gradients: Literal["none", "bf16", "int8", "int4", "dct", "powersgd", "sbpca"] = "none"
     """bf16, int8, int4: rounded; every replica gets those of all others, so with 4, 8 and 16 replicas they take as many
     bytes as whole ones do. dct: elements above a threshold, with their places (arXiv 2010.08899). powersgd: two factors
@@ -81,17 +83,16 @@ class CompressionConfig:
     @staticmethod
     def _against_gradients(config: Config) -> Iterator[str]:
         if config.parallel.zero > 1:
-            yield f"does not go with parallel.zero = {config.parallel.zero}, which sums gradients block by block"
+            yield (f"does not go with parallel.zero = {config.parallel.zero}, which keeps no whole gradients: what a "
+                   "replica has not sent would take as much memory as these")
         if config.parallel.sites > 1:
-            yield f"does not go with parallel.sites = {config.parallel.sites}: outer.precision is for what sites send"
-        if config.memory.host_optimizer:
-            yield "does not go with memory.host_optimizer = true"
-        if config.memory.budget or config.memory.parts:
-            yield "does not go with memory.budget and memory.parts"
+            yield (f"does not go with parallel.sites = {config.parallel.sites}, within which links are fast: "
+                   "outer.precision is for what sites send")
+        if config.memory.budget:
+            yield (f"does not go with memory.budget = {config.memory.budget}: what a replica has not sent is needed "
+                   "whole, once a batch")
         if config.train.record_memory:
             yield f"does not go with train.record_memory = {config.train.record_memory}"
-        if config.train.dtype == "fp16":
-            yield "does not go with train.dtype = fp16, whose loss scale is the unit of what was not sent"
 
 
 UNCOMPRESSED = CompressionConfig()

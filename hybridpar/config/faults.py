@@ -28,8 +28,8 @@ class FaultsConfig:
     save_timeout_s: Positive = 1800.0
     """The same while a checkpoint is saved, also beside training; writing counts as going on."""
     min_ranks: Count = 0
-    """Fewest ranks to go on with where one does not come back, with fewer replicas and more micro-batches for each of
-    them; 0: as many as before."""
+    """Fewest ranks to go on with where one does not come back, with fewer replicas or sites and more micro-batches for
+    each of them; 0: as many as before."""
     patience_s: Annotated[float, Within(0, 1e8)] = 0.0
     """Longest outage of a link that is waited for, where that is more than train.timeout_s, and with `train --ranks N`
     more than timeout_s; 0: these count. A rank that ends is noticed at once in any case, and one that hangs after

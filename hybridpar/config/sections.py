@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -81,15 +82,23 @@ def rank_of_stage(stage: int, num_ranks: int, placement: str) -> int:
     return min(stage, 2 * num_ranks - 1 - stage) if placement == "v" else stage % num_ranks
 
 
+FOUND = ("split", "chunks", "warmup", "early_switch", "split_backward", "placement", "activations", "order",
+         "zero_bubble")
+"""Settings of the pipeline that pipeline.schedule = "auto" finds."""
+
+
 @dataclass(frozen=True)
 class PipelineConfig:
-    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "2bw", "pipedream", "own"] = "1f1b"
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "2bw", "pipedream", "own", "auto"] = "1f1b"
+    """auto: the fastest of those that train the same and fit into memory, with its chunks, placement, warm-up, split
+    backwards and order: measured and simulated before the first step."""
     num_microbatches: Annotated[int, Within(1, 2**20)] = 4
     """Micro-batches a batch for each data-parallel replica (gradient accumulation when pp = 1)."""
     split: tuple[int, ...] = ()
     """Blocks of each stage, embedding and head included; empty: balanced by cost."""
     chunks: Count = 0
-    """interleaved: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 2. All others have one."""
+    """interleaved, own: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 2, own: 1. All others have
+    one."""
     recompute: str = "none"
     """Layers whose activations are recomputed in the backward pass: 'none', 'all', or a list such as '0,2-5'; or
     'stage' (every stage keeps nothing but its input), 'stage:0,2-3' (those stages); or 'selective', 'selective:0,2-5':
@@ -107,14 +116,15 @@ class PipelineConfig:
     """A backward runs in two parts: the gradient of a stage's input leaves for the stage before while those of its
     weights are still computed. Losses and weights stay the same to the bit; each part keeps its inputs for longer."""
     placement: Literal["loop", "v"] = "loop"
-    """Stages of a rank where it holds several. loop: stage c * pp + r is chunk c of rank r. v, with 1f1b or 2bw and
-    split_backward: two on each, stage r and stage 2 * pp - 1 - r; so embedding and head are on one rank."""
+    """Stages of a rank where it holds several. loop: stage c * pp + r is chunk c of rank r. v, with 1f1b, 2bw or
+    own, and split_backward: two on each, stage r and stage 2 * pp - 1 - r; so embedding and head are on one rank."""
     activations: Literal["full", "half", "min"] = "full"
     """placement v: what a rank keeps for backwards at most. full: as much as 1f1b's first rank (ZB-V, the fewest gaps);
     half: about a half of that (V-Half); min: about a third (V-Min), which has gaps where I or W takes longer than F."""
     order: tuple[str, ...] = ()
     """own: for each rank what it computes of a batch, such as "F0 F1 B0 B1": forwards and backwards of micro-batches of
-    the batch; with split_backward I (gradient of the input) and W (of the weights) may stand for B."""
+    the batch; with split_backward I (gradient of the input) and W (of the weights) may stand for B. Where a rank holds
+    several stages F0b, F0c .. are of its second, third .."""
     zero_bubble: bool = False
     """1f1b and interleaved, with split_backward: gradients of weights wait until the pipeline drains, which they fill;
     on each rank of as many micro-batches as it holds fewer than the first."""
@@ -124,9 +134,16 @@ class PipelineConfig:
     @property
     def num_chunks(self) -> int:
         """Stages of the model on each rank."""
-        return 2 if self.placement == "v" else self.chunks or 2 if self.schedule == "interleaved" else 1
+        if self.placement == "v":
+            return 2
+        return {"interleaved": self.chunks or 2, "own": self.chunks or 1}.get(self.schedule, 1)
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
+        if self.schedule == "auto":
+            rule = "is what is found with pipeline.schedule = auto"
+            yield from (Problem(f"pipeline.{f.name}", getattr(self, f.name), rule, f"leave it out ({f.default})")
+                        for f in fields(self) if f.name in FOUND and getattr(self, f.name) != f.default)
+            return
         if self.early_switch == "auto" and self.schedule != "2bw":
             rule = f"schedule {self.schedule} has no such option, only 2bw"
             yield Problem("pipeline.early_switch", "auto", rule, "off")
@@ -140,8 +157,9 @@ class PipelineConfig:
             yield Problem("pipeline.split_backward", "false", "must be true where pipeline.order has I and W", "true")
         if self.placement == "v" and self.early_switch == "auto":
             yield Problem("pipeline.early_switch", "auto", "pipeline.placement = v has no early switch", "off")
-        if self.activations != "full" and self.placement != "v":
-            yield Problem("pipeline.activations", self.activations, "needs pipeline.placement = v", "full")
+        if self.activations != "full" and (self.placement != "v" or self.schedule == "own"):
+            rule = "needs pipeline.placement = v and schedule 1f1b or 2bw"
+            yield Problem("pipeline.activations", self.activations, rule, "full")
 
 
 @dataclass(frozen=True)
@@ -362,6 +380,10 @@ AUTO = KernelsConfig()
 class RunConfig:
     name: str = "run"
     dir: str = "runs"
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
+    """Services that are sent the numbers of metrics.jsonl, each as its own environment variables set it up."""
+    project: str = "hybridpar"
+    """The run's project (wandb), or experiment (mlflow)."""
 
     @property
     def folder(self) -> Path:
@@ -373,6 +395,9 @@ class RunConfig:
             yield Problem("run.name", self.name, "must be the name of a folder in run.dir", "run")
         elif os.path.abspath(self.folder) == os.path.abspath(config.cache_folder):
             yield Problem("run.name", self.name, "must not name the folder of prepared corpora (data.cache)", "run")
+        for name in self.trackers:
+            if importlib.util.find_spec(name) is None:
+                yield Problem("run.trackers", name, "is not installed", f"pip install {name}")
 
 
 @dataclass(frozen=True)
@@ -423,6 +448,11 @@ class Config:
     def feeds_back(self) -> bool:
         """Whether the sum of a batch's gradients depends on what sums before it have left."""
         return self.compression.gradients != "none"
+
+    @property
+    def projects(self) -> bool:
+        """Whether messages between stages are projections, which then are a part of what was trained."""
+        return self.compression.messages == "subspace" and self.parallel.pp > 1
 
     @property
     def replicas_differ(self) -> bool:

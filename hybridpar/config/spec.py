@@ -74,9 +74,10 @@ class ModelSpec:
         raise self._undefined("def sample(self, number, seed): ...")
 
     def dataset(self, part: str) -> Any:
-        """The samples of "train" or of "valid": a map-style dataset (`len`, `[i]`) of dicts of arrays by name.
+        """The samples of "train" or of "valid", dicts of arrays by name; None: there are none.
 
-        None: there are none. Samples may have any arrays that batches can be stacked of.
+        A map-style dataset (`len`, `[i]`), which is shuffled; or, in its own order, an iterable, of which a resumed run
+        skips what it has seen, or a function that returns an iterator which begins at the sample of a given number.
         """
         return None
 

@@ -5,6 +5,7 @@
                  .bin/.idx pair, once, as a stream (prepared.py)
     datasets     gpt.py, bert.py: samples of a part of a pair
     Blend        order.py, blend.py: an endless shuffled stream of samples, from any position
+    StreamedSamples  stream.py: what an iterable of one's own gives, in its order
     BatchLoader  the stream dealt out as micro-batches
 """
 
@@ -13,15 +14,14 @@ from hybridpar.data.blend import Blend, Dataset
 from hybridpar.data.datasets import NO_DATASETS, Data, absent_sources, open_data, split_tokens
 from hybridpar.data.gpt import GPTDataset
 from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
-from hybridpar.data.loader import FROM_THE_START, BatchLoader, DataStart
+from hybridpar.data.loader import FROM_THE_START, BatchLoader, DataStart, Samples
 from hybridpar.data.order import SampleOrder
 from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer
 from hybridpar.data.tokenizer import BertVocabulary, Tokenizer, train_tokenizer
 
 __all__ = [
     "FROM_THE_START", "NO_DATASETS", "BatchLoader", "BertDataset", "BertVocabulary", "Blend", "Data", "DataStart",
-    "Dataset", "GPTDataset", "IndexedDataset", "IndexedWriter", "Prepared", "SampleOrder", "Tokenizer",
-    "absent_sources",
-    "check_vocab", "open_data", "open_prepared", "prepare", "prepare_tokenizer", "split_tokens", "token_dtype",
-    "train_tokenizer",
+    "Dataset", "GPTDataset", "IndexedDataset", "IndexedWriter", "Prepared", "SampleOrder", "Samples", "Tokenizer",
+    "absent_sources", "check_vocab", "open_data", "open_prepared", "prepare", "prepare_tokenizer", "split_tokens",
+    "token_dtype", "train_tokenizer",
 ]

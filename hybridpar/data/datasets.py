@@ -16,8 +16,10 @@ from hybridpar.data.blend import Blend, Dataset
 from hybridpar.data.corpus import check_source
 from hybridpar.data.gpt import GPTDataset
 from hybridpar.data.indexed import IndexedDataset, is_indexed
+from hybridpar.data.loader import Samples
 from hybridpar.data.mapped import MappedDataset
 from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer
+from hybridpar.data.stream import StreamedSamples
 from hybridpar.data.tokenizer import Tokenizer
 from hybridpar.errors import ConfigError, DataError, Problem, config_error
 
@@ -32,18 +34,19 @@ NO_DATASETS: Mapping[str, Any] = {}
 class Data:
     """The data of a run. `tokenizer` is None for GPT on .bin/.idx files that came without one."""
 
-    train: Blend
-    valid: Blend | None
+    train: Samples
+    valid: Samples | None
     """The held-out part, or data.valid_corpus; None where there is neither. The same samples at every evaluation."""
     prepared: tuple[Prepared, ...]
     tokenizer: Tokenizer | None
 
 
 def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: int, quiet: bool = False,
-              datasets: Mapping[str, Any] = NO_DATASETS) -> Data:
+              datasets: Mapping[str, Any] = NO_DATASETS, kept: int = 1 << 10) -> Data:
     """Opens the corpora, after preparing in `folder` those that are text; without weights, all text is one corpus.
 
-    Of a model that is not GPT or BERT: `datasets` by part ("train", "valid"), else those that it names itself.
+    Of a model that is not GPT or BERT: `datasets` by part ("train", "valid"), else those that it names itself; `kept`
+    samples of one that is a stream stay in memory.
 
     Any number of processes may call it at once: on one machine one works and the others wait for it.
 
@@ -51,7 +54,7 @@ def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: i
     for a sample; DataError for files that are damaged or unreadable.
     """
     if not isinstance(model, ModelConfig):
-        return _own_data(model, seed, datasets)
+        return _own_data(model, seed, datasets, kept)
     options: Any = {"kind": model.kind, "text_key": data.text_key, "quiet": quiet}
     tokenized = {name: open_prepared(_prefix(name)) for name in (*data.corpus, *data.valid_corpus)
                  if is_indexed(_prefix(name))}
@@ -80,14 +83,23 @@ def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: i
     return _blend(model, data, prepared, valid, tokenizer, seed)
 
 
-def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any]) -> Data:
+def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any], kept: int) -> Data:
     found = {part: datasets[part] if part in datasets else model.dataset(part) for part in ("train", "valid")}
-    train, valid = (None if dataset is None else Blend([MappedDataset(model, dataset, part)], seed=seed)
+    train, valid = (None if dataset is None else _own_samples(model, dataset, part, seed, kept)
                     for part, dataset in found.items())
     if train is None:
         rule = 'has no data to train on: its method dataset("train") returns None'
         raise config_error("model.spec", spec_name(type(model)), rule, "a dataset of dicts of arrays")
     return Data(train, valid, (), None)
+
+
+def _own_samples(model: ModelSpec, dataset: Any, part: str, seed: int, kept: int) -> Samples:
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return Blend([MappedDataset(model, dataset, part)], seed=seed)
+    if callable(dataset) or hasattr(dataset, "__iter__"):
+        return StreamedSamples(model, dataset, part, kept)
+    raise DataError(f"dataset({part!r}) of {model.kind} is a {type(dataset).__name__}, which must be a map-style "
+                    "dataset (len(d), d[i]), an iterable, or a function of the first sample's number")
 
 
 def _parted(names: Sequence[str], tokenized: Mapping[str, Prepared]) -> tuple[list[str], list[Prepared]]:

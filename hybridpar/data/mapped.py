@@ -33,14 +33,15 @@ def as_arrays(sample: Any, what: str) -> Arrays:
 def stacked(samples: Iterable[tuple[str, Arrays]]) -> Arrays:
     """A batch of samples, each with its name. Shapes: [..] each -> [b, ..]. Raises: DataError if they differ."""
     named = list(samples)
-    first, form = named[0][0], _form(named[0][1])
+    first, form = named[0][0], form_of(named[0][1])
     for name, arrays in named:
-        if (other := _form(arrays)) != form:
+        if (other := form_of(arrays)) != form:
             raise DataError(f"{name} has {other}, and {first} has {form}: samples of a batch must be of one form")
     return {key: np.stack([arrays[key] for _, arrays in named]) for key in form}
 
 
-def _form(arrays: Arrays) -> dict[str, tuple[str, tuple[int, ...]]]:
+def form_of(arrays: Arrays) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each."""
     return {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
 
 

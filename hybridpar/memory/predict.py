@@ -149,7 +149,7 @@ def batches_to_peak(config: Config) -> int:
 
 def _enough(schedule: Schedule, sizes: Sizes) -> Sizes:
     """Sizes with as many micro-batches in a batch as make a difference: more only repeat what these do."""
-    if schedule.order:
+    if not schedule.repeats:
         return sizes
     least = sizes.num_ranks - 1 + (schedule.early_switch or 0)  # which those on older weights are
     few = replace(sizes, num_microbatches=min(sizes.num_microbatches, max(4 * sizes.num_ranks + 4, least)))

@@ -16,14 +16,16 @@ def least_time(cost: StepCost) -> float:
     m, chunks = cost.sizes.num_microbatches, cost.sizes.chunks
     schedule = cost.ordering.make() if cost.config.pipeline.early_switch != "auto" else None
     flush = schedule is not None and schedule.flush
-    before = [0.0, *accumulate(stage.compute for stage in cost.stages)]
+    split = cost.config.pipeline.split_backward
+    before = [0.0, *accumulate(stage.forward if split else stage.compute for stage in cost.stages)]
     work = max(m * rank.compute + rank.update + rank.norm
                + (_fill(cost, schedule, r, before) if schedule and flush else 0.0) for r, rank in enumerate(cost.ranks))
-    # a micro-batch takes a link once for each chunk of the rank before it, but for the model's end
-    link = max((m * (chunks - (r == cost.pp - 1)) * taken
+    # a micro-batch takes a link once for each chunk of the rank before it, but for the model's end; on a V once
+    link = max((m * (1 if cost.sizes.is_v else chunks - (r == cost.pp - 1)) * taken
                 for links in (cost.links, cost.links_back) for r, (taken, _, _) in enumerate(links)), default=0.0)
     reduction = max(cost.reduction(rank, r)[0] for r, rank in enumerate(cost.ranks))
-    return max(work, link, reduction, _round_trips(cost, schedule) if schedule and not flush else 0.0)
+    return max(work, link, reduction, _round_trips(cost, schedule)
+               if schedule and not flush and not schedule.activations else 0.0)
 
 
 def _fill(cost: StepCost, schedule: Schedule, rank: int, before: Sequence[float]) -> float:
@@ -31,9 +33,9 @@ def _fill(cost: StepCost, schedule: Schedule, rank: int, before: Sequence[float]
 
     Before its first forward and after its last backward the stages before it work; once its first micro-batch has
     left, and once its last one has, those behind it, while it has what it runs ahead to do. before: work of a
-    micro-batch on the stages before each.
+    micro-batch on the stages before each; of a split backward, whose part for weights may be beside all else, none.
     """
-    if cost.sizes.chunks > 1:  # it has other chunks to do
+    if cost.sizes.chunks > 1 or cost.config.pipeline.split_backward:  # it has other chunks, or such parts, to do
         return before[rank]
     own, behind = cost.stages[rank], before[-1] - before[rank + 1]
     ahead = min(schedule.warmup(cost.sizes, rank), cost.sizes.num_microbatches - 1)

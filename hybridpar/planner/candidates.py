@@ -27,7 +27,8 @@ class Request:
 
     schedules: names (none: the configuration's, and those on new weights). micro_batches: sizes (none: all profiled
     ones and powers of two between them). top: number of candidates to rank. quick: memory is predicted of the best
-    alone, and of those that may not fit. compression: codecs are tried, too.
+    alone, and of those that may not fit. compression: codecs are tried, too. split_backward: so are zero bubbles, and
+    two stages on each rank, there and back.
     """
 
     keep: Mapping[str, int] = field(default_factory=dict)
@@ -37,6 +38,7 @@ class Request:
     top: int = 5
     quick: bool = False
     compression: bool = False
+    split_backward: bool = True
 
 
 @dataclass
@@ -79,7 +81,7 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
             continue
         for b in micro_batches(machine, tp, batch // dp, request):
             m = batch // (dp * b)
-            for pipeline, optim in _schedules(config, pp, dp, m, request):
+            for pipeline, optim in _schedules(config, pp, dp, m, request, is_cpu=machine.device.type == "cpu"):
                 made = replace(
                     config, pipeline=replace(pipeline, num_microbatches=m, recompute="none"), optim=optim,
                     parallel=replace(config.parallel, tp=tp, pp=pp, dp=dp), memory=config.memory.on_another_grid(),
@@ -124,11 +126,11 @@ def micro_batches(machine: Machine, tp: int, samples: int, request: Request) -> 
 
 
 def _schedules(
-    config: Config, pp: int, dp: int, m: int, request: Request
+    config: Config, pp: int, dp: int, m: int, request: Request, *, is_cpu: bool,
 ) -> Iterator[tuple[PipelineConfig, OptimConfig]]:
-    """The configuration's own schedule and those on new weights, or those asked for; with what they need changed. None
-    is on a V."""
-    own = replace(config.pipeline, placement="loop", activations="full")
+    """The configuration's own schedule and those on new weights, or those asked for; with what they need changed, and
+    with what shortens their drain or takes less memory."""
+    own = replace(config.pipeline, placement="loop", activations="full", zero_bubble=False)
     names = request.schedules or ("1f1b" if own.order else own.schedule, "1f1b", INTERLEAVED)
     own = replace(own, order=())
     for name in dict.fromkeys(find_schedule(name).name for name in names):
@@ -141,7 +143,10 @@ def _schedules(
             warmup="depth", early_switch="off", gradient_buffers=0, chunks=0,
             sync_steps=own.sync_steps if stale else 0)
         if name == INTERLEAVED:
-            yield from ((pipeline, optim) for pipeline in _interleaved(base, pp, m, config.model.num_blocks))
+            for pipeline in _interleaved(base, pp, m, config.model.num_blocks):
+                yield pipeline, optim
+                if request.split_backward:
+                    yield replace(pipeline, zero_bubble=True, split_backward=True), optim
             continue
         for warmup in WARMUPS if name == "2bw" and pp > 1 else (base.warmup,):
             switch, factor = base.early_switch, WARMUPS[warmup]
@@ -159,6 +164,24 @@ def _schedules(
             except ConfigError:
                 continue
             yield pipeline, optim
+            if request.split_backward and pp > 1 and name == "1f1b" and pipeline.warmup == "depth":
+                yield replace(pipeline, zero_bubble=True, split_backward=True), optim
+        if request.split_backward and is_cpu and pp > 1 and name in ("1f1b", "2bw"):  # NCCL has no tags
+            yield from ((pipeline, optim) for pipeline in _on_v(base, pp, m, config.model.num_blocks))
+
+
+def _on_v(base: PipelineConfig, pp: int, m: int, num_blocks: int) -> Iterator[PipelineConfig]:
+    """With two stages on each rank, there and back, for all sizes of what it keeps."""
+    if 2 * pp > num_blocks:
+        return
+    for activations in ("full", "half", "min"):
+        made = replace(base, placement="v", activations=activations, split_backward=True, warmup="depth", split=(),
+                       early_switch="off", gradient_buffers=0, num_microbatches=m)  # type: ignore[arg-type]
+        try:
+            schedule_of(made).check_sizes(Sizes(pp, m, 2, "v"))
+        except ConfigError:
+            continue
+        yield made
 
 
 def _interleaved(base: PipelineConfig, pp: int, m: int, num_blocks: int) -> Iterator[PipelineConfig]:

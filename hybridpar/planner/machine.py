@@ -6,20 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridpar.memory.limit import memory_limit
 from hybridpar.planner.hardware import Joined, Level, Link
 from hybridpar.planner.links import MeasuredLink
 from hybridpar.planner.profile import Profile
 
 AnyLink = Link | MeasuredLink
-RESERVED = 1.5 * 2**30
-"""Bytes of an accelerator that its context and communicators take; of a host's memory a tenth is left to others."""
-_FRAGMENTS = 0.04
-"""Share of an accelerator's memory that an allocator cannot hand out. An estimate."""
-
-
-def memory_limit(memory: float, *, is_cpu: bool) -> float:
-    """Bytes that training may take of a device of so many, or of a host's share."""
-    return 0.9 * memory if is_cpu else (memory - RESERVED) * (1 - _FRAGMENTS)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,8 @@ class MemoryCheck:
         whole = self._whole(cost)
         versions = max(schedule.max_live_versions(cost.sizes, rank) for rank in ranks)
         in_flight = max(schedule.max_live_activations(cost.sizes, rank) for rank in ranks)
-        activations = in_flight * (whole.kept + whole.message) + 2 * cost.sizes.chunks * whole.message
+        one = max(whole.kept, whole.waiting) + whole.message
+        activations = in_flight * one + 2 * cost.sizes.chunks * whole.message
         state = (versions * whole.weights + schedule.num_gradient_buffers * whole.gradients + whole.master
                  + whole.optimizer)
         return (_in_memory(cost, state) + b * (activations + max(whole.forward, whole.first_backward))
@@ -108,7 +109,8 @@ class MemoryCheck:
         """The footprint of the whole model on one device, with micro-batches of one sample."""
         train = replace(cost.config.train, micro_batch_size=1)
         config = replace(cost.config, parallel=ParallelConfig(dp=1), train=train)
-        if (key := (config.optim.staleness, config.memory.host_optimizer)) not in self._known:
+        key = config.optim.staleness, config.memory.host_optimizer, config.pipeline.split_backward
+        if key not in self._known:
             self._known[key] = self._footprints(config, range(config.model.num_blocks), Recomputation(), Buffers(1, 1),
                                                 cost.machine.device)
         return self._known[key]
@@ -203,8 +205,9 @@ class MemoryCheck:
         chunks that replicas share it is as exact as it must be: they are not what two layers have."""
         config, ends = cost.config, (blocks.start == 0, blocks.stop == cost.config.model.num_blocks)
         key = (config.optim.staleness, config.memory.host_optimizer, cost.tp, cost.zero_share, cost.splits,
-               config.train.micro_batch_size, buffers, len(blocks), ends, bool(recompute.blocks), recompute.whole,
-               bool(recompute.selective), config.feeds_back and config.parallel.dp)
+               config.train.micro_batch_size, config.pipeline.split_backward, buffers, len(blocks), ends,
+               bool(recompute.blocks), recompute.whole, bool(recompute.selective),
+               config.feeds_back and config.parallel.dp)
         if key not in self._known:
             trace = self._footprints if cost.splits > 1 else self._footprints.rough
             self._known[key] = trace(config, blocks, recompute, buffers, cost.machine.device)
@@ -227,7 +230,7 @@ def _terms(cost: StepCost, fp: Footprint, *, is_first: bool) -> tuple[float, flo
     and that others take besides all but one."""
     state = _in_memory(cost, fp.weights + fp.master + fp.gradients + fp.optimizer)
     return (state + fp.message + fp.received + cost.sizes.num_microbatches * fp.factors,
-            fp.kept + (0 if is_first else fp.input),
+            max(fp.kept, fp.waiting) + (0 if is_first else fp.input),
             max(fp.backward, fp.first_backward) + fp.whole_weights + fp.whole_gradients,
             max(fp.forward + fp.message + fp.whole_weights, fp.norm, fp.update))
 

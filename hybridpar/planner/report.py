@@ -118,8 +118,9 @@ def _how(config: Config, recompute: str) -> list[str]:
     """Schedule, recomputation, ZeRO and where the state is, in words."""
     pipeline = config.pipeline
     schedule = pipeline.schedule + (f" (warm-up {pipeline.warmup})" if pipeline.warmup != "depth" else "")
-    schedule += f" ({pipeline.num_chunks} chunks)" if pipeline.num_chunks > 1 else ""
-    schedule += " (zero bubble)" if pipeline.zero_bubble else " on a V" if pipeline.placement == "v" else ""
+    schedule += f" on a V ({pipeline.activations})" if pipeline.placement == "v" else (
+        f" ({pipeline.num_chunks} chunks)" if pipeline.num_chunks > 1 else "")
+    schedule += " with zero bubbles" if pipeline.zero_bubble else ""
     again = [f"recompute {recompute}"] if recompute != "none" else []
     zero = [f"ZeRO-{config.parallel.zero}"] if config.parallel.zero else []
     host = ["optimizer on the host"] if config.memory.host_optimizer else []
@@ -186,8 +187,8 @@ def _choice(config: Config) -> dict[str, Any]:
         "tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, "zero": parallel.zero,
         "micro_batch_size": config.train.micro_batch_size, "num_microbatches": pipeline.num_microbatches,
         "schedule": pipeline.schedule, "chunks": pipeline.num_chunks, "warmup": pipeline.warmup,
-        "early_switch": pipeline.early_switch, "zero_bubble": pipeline.zero_bubble, "placement": pipeline.placement,
-        "split": list(pipeline.split), "recompute": pipeline.recompute,
+        "placement": pipeline.placement, "activations": pipeline.activations, "zero_bubble": pipeline.zero_bubble,
+        "early_switch": pipeline.early_switch, "split": list(pipeline.split), "recompute": pipeline.recompute,
         "host_optimizer": config.memory.host_optimizer, "budget": config.memory.budget,
         "messages": config.compression.messages, "gradients": config.compression.gradients}
 

@@ -5,9 +5,9 @@
     3  where its memory is too much, a new split, with recomputation where needed       memory
     4  its step time, simulated; done when no candidate that is left can be among the
        best; the memory of these is predicted exactly, and mended where it is too much  cost, memory
-    5  the best with split backwards, where drains are shorter so; with the optimizer on the
-       host, where that is faster; with codecs of messages and gradients, where they are
-       asked for; where nothing fits, with a part of the state in a file                 moves, compressed, memory
+    5  the best with the optimizer on the host, where that is faster; with codecs of
+       messages and gradients, where they are asked for; where nothing fits, with a
+       part of the state in a file                                                      moves, compressed, memory
 
 So what is left out is slower, as far as the bound is one. Axes that the user has chosen stay.
 """
@@ -65,7 +65,6 @@ def search(config: Config, machine: Machine, request: Request) -> Result:
     search = _Search(found, machine.memory_limit, request)
     while (candidate := search.next()) is not None:
         search.consider(candidate)
-    search.without_bubbles()
     search.host_updates()
     if request.compression:
         search.compressed()
@@ -146,7 +145,8 @@ class _Search:
         """Puts the candidate back with recomputation: what is cheap of all layers, if that is enough, and layers where
         it is needed, of which there may be few. False: it does not fit so either."""
         pipeline, b = candidate.config.pipeline, candidate.config.train.micro_batch_size
-        kind = (candidate.grid, candidate.config.parallel.zero, pipeline.schedule, pipeline.warmup, pipeline.num_chunks)
+        kind = (candidate.grid, candidate.config.parallel.zero, pipeline.schedule, pipeline.warmup, pipeline.num_chunks,
+                pipeline.zero_bubble, pipeline.placement, pipeline.activations)
         if candidate.tried_recomputation or b >= self._too_large.get(kind, b + 1):
             return False
         again = None
@@ -160,21 +160,6 @@ class _Search:
         for one in [again, cheap] if self.memory.fits(cheap.cost) else [again]:
             self._push(one)
         return True
-
-    def without_bubbles(self) -> None:
-        """Also ranks the best that drain with gradients of weights in their drains, or on a V, where that is the faster
-        by more than predictions' error."""
-        for candidate in self.ranked[: self.request.top]:
-            cost, before = candidate.cost, _rank(candidate)
-            for made in _without_bubbles(candidate):
-                if problems(made, cost.machine.num_devices):
-                    continue
-                other = balanced(made, cost.machine) if made.pipeline.placement == "v" else Candidate(
-                    made, StepCost(made, cost.machine), tried_recomputation=True)
-                self.considered += 1
-                if _rank(other) * (1 + _DOUBT) < before and self.memory.fits(other.cost):
-                    self.ranked.append(other)
-        self.ranked.sort(key=_rank)
 
     def host_updates(self) -> None:
         """Also ranks the best that leave a host slack with the optimizer there, where it is the faster."""
@@ -263,19 +248,6 @@ class _Search:
 
     def _rank_with_room(self, candidate: Candidate) -> float:
         return _rank(candidate) * (1 if self._has_room(candidate) else 1 + ERROR)
-
-
-def _without_bubbles(candidate: Candidate) -> Iterator[Config]:
-    """The same with backwards that are split, so that less of the pipeline waits while it drains."""
-    config, cost = candidate.config, candidate.cost
-    pipeline = replace(config.pipeline, split_backward=True, warmup="depth")
-    if cost.pp == 1 or cost.moves is not None or config.pipeline.split_backward:
-        return
-    if pipeline.schedule in ("1f1b", "interleaved"):
-        yield replace(config, pipeline=replace(pipeline, zero_bubble=True))
-    if (pipeline.schedule == "1f1b" and cost.machine.device.type == "cpu" and 2 * cost.pp <= config.model.num_blocks
-            and pipeline.recompute in ("none", "all", "selective")):
-        yield replace(config, pipeline=replace(pipeline, placement="v", activations="full", split=()))
 
 
 def _rank(candidate: Candidate) -> float:

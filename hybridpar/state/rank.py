@@ -125,10 +125,10 @@ class RankState:
         """Before the first backward of a batch: what its gradient buffer holds is void."""
         self.gradients.begin(self.gradients.buffer_index(batch))
 
-    def close(self, batch: int) -> None:
-        """Before the last backward of a batch: what is final from now on may be reduced."""
+    def close(self, batch: int, scale: float = 1.0) -> None:
+        """Before the last backward of a batch: what is final from now on may be reduced. scale: of its loss."""
         if self.compression is not None:
-            self.compression.begin(batch, self.gradients.parts(self.gradients.buffer_index(batch)))
+            self.compression.begin(batch, self.gradients.parts(self.gradients.buffer_index(batch)), scale)
         self.reducer.arm(self.gradients.buffers[self.gradients.buffer_index(batch)])
 
     def bind(self, batch: int, versions: Sequence[int], *, last: bool = False, part: int = 0) -> None:
@@ -205,6 +205,7 @@ class RankState:
         """Has the host begin to make the next version of the weights, as `update` would."""
         assert self.host is not None
         self.await_copy()
+        self._settle(made=factor is not None)
         self.host.begin(self.weights.newest + 1, lr, factor, predict=predict)
 
     def update(self, batch: int, lr: float, factor: float | None, *, predict: bool = True, group: int = 0) -> None:
@@ -215,8 +216,8 @@ class RankState:
         Collectives: as Optimizer.step and WeightStore.advance; of several sites, as OuterStep.step.
         """
         self.await_copy()
-        if self.compression is not None:
-            self.compression.feedback.close(made=factor is not None)
+        if self.host is None:
+            self._settle(made=factor is not None)
         version = self.weights.newest + 1
         outer = self.outer if self.outer is not None and self.outer.concerns(version) else None
         if factor is None and outer is None:
@@ -236,6 +237,11 @@ class RankState:
                 outer.step(version, weights)
 
         self.weights.advance(step, predict=predict, group=group)
+
+    def _settle(self, *, made: bool) -> None:
+        """It is known whether the oldest batch's step is made: what it has not sent is the next one's, or is not."""
+        if self.compression is not None:
+            self.compression.feedback.close(made=made)
 
     def full_gradients(self, batch: int) -> dict[str, Tensor]:
         """The reduced gradients of a batch, of all parameters; read only.

@@ -17,7 +17,7 @@ import numpy as np
 
 from hybridpar.checkpoint.files import to_json
 from hybridpar.config import FINITE, Config, Within, from_mapping, from_plain, span, to_mapping
-from hybridpar.data import Blend
+from hybridpar.data import Samples
 from hybridpar.errors import ConfigError, DataError
 from hybridpar.reading import errors_as, parse_json, read_limited
 from hybridpar.validate import problems
@@ -120,7 +120,7 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def content_hash(samples: Blend, numbers: range) -> str:
+def content_hash(samples: Samples, numbers: range) -> str:
     """Stands for all that a batch holds."""
     digest = hashlib.sha256()
     for name, values in sorted(samples.batch(np.arange(numbers.start, numbers.stop)).items()):

@@ -29,7 +29,7 @@ from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action, Kind
 from hybridpar.pipeline.plan.offload import num_away
 from hybridpar.pipeline.plan.passes import forward_actions, lower
 from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.pipeline.plan.schedules import Sizes, drained, schedule_of
 from hybridpar.pipeline.run import graphs
 from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
@@ -157,7 +157,7 @@ class Engine:
         """This rank's actions for the next batches; the synchronous ones among them come first."""
         first, stop = self.policy.first, self.policy.first + num_batches
         switch = min(max(self.schedule.sync_steps, first), stop)
-        for schedule, start, end in ((self.schedule.drained, first, switch), (self.schedule, switch, stop)):
+        for schedule, start, end in ((drained(self.schedule), first, switch), (self.schedule, switch, stop)):
             if start < end:
                 yield from lower(schedule, self.sizes, self.grid.pp.rank, start, end - start,
                                  **Ordering.of(self.config).options, parts=self._division)
@@ -186,7 +186,7 @@ class Engine:
             if index == 0:
                 self.state.begin(batch)
             if is_last:
-                self.state.close(batch)
+                self.state.close(batch, self.policy.loss_scale(batch))
         self.state.bind(batch, self.policy.versions_in(action), last=is_last, part=part)
         if action.kind is Kind.I:
             self.state.collect((part, action.microbatch))

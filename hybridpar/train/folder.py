@@ -9,7 +9,7 @@
         anomalies/        steps to be run again by replay  checkpoints/     the newest ones, and the best
         flight/           what each rank is doing, or did  injected/        faults that were injected
         failures.jsonl    supervised jobs: a line each     notes.jsonl      a console or disk that was lost for a while
-        changes.jsonl     where train.continue_with was used
+        changes.jsonl     where train.continue_with was used  trackers.json  who it is for run.trackers
         model_folder      of a model of one's own: where its module is found
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 from hybridpar.checkpoint import check_compatible, saved_steps
 from hybridpar.checkpoint.files import write_text
-from hybridpar.config import MODEL_FOLDER, Config, ModelConfig, load_toml, spec_folder, to_mapping, to_toml
+from hybridpar.config import FOUND, MODEL_FOLDER, Config, ModelConfig, load_toml, spec_folder, to_mapping, to_toml
 from hybridpar.data import Tokenizer
 from hybridpar.errors import FULL_DISK, CheckpointError, ConfigError, config_error
 from hybridpar.flight import Flight
@@ -35,8 +35,10 @@ CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "check
 COSTS, FLIGHT, FAILURES, INJECTED = "costs.json", "flight", "failures.jsonl", "injected"
 NOTES, CHANGES = "notes.jsonl", "changes.jsonl"
 MEMORY = "memory"
-_MEASURED = {("pipeline", "early_switch"): int, ("memory", "offload_activations"): list}
+_MEASURED = {("pipeline", "schedule"): str, ("pipeline", "early_switch"): int, ("memory", "offload_activations"): list}
 """Settings that may be "auto", and the type of what is then found."""
+_WITH = {("pipeline", "schedule"): FOUND}
+"""What is found with them."""
 SAVING = "saving"
 """Name of the thread of a rank that writes checkpoints."""
 
@@ -54,9 +56,11 @@ def measured(config: Config) -> dict[str, dict[str, Any]]:
         return {}
     found: dict[str, dict[str, Any]] = {}
     for section, key in automatic:
-        if not isinstance(before[section][key], _MEASURED[section, key]):  # given, not found
+        value = before[section][key]
+        if value == "auto" or not isinstance(value, _MEASURED[section, key]):  # given, not found
             return {}
-        found[section] = {key: before[section][key]}
+        keys = (key, *_WITH.get((section, key), ()))
+        found[section] = found.get(section, {}) | {name: before[section][name] for name in keys}
     alike = all(before[name] == now[name] | found.get(name, {}) for name in ("parallel", "pipeline", "memory"))
     return found if alike and before["train"]["micro_batch_size"] == now["train"]["micro_batch_size"] else {}
 

@@ -66,7 +66,11 @@ class Generator:
         grid, or the tokenizer has more ids than it; DataError for a damaged tokenizer.
         """
         grid, folder = grid or ProcessGrid(), find(path, say)
-        model = read_manifest(folder).config.model
+        trained = read_manifest(folder).config
+        model = trained.model
+        if trained.projects:
+            raise config_error("compression.messages", "subspace", f"is a part of the model that {folder} holds, and "
+                               "text is generated without it", "int4, from the start of a run")
         if not isinstance(model, ModelConfig) or model.kind != "gpt":
             raise config_error("checkpoint", str(path), f"holds a {model.kind}; only a gpt generates text")
         tokenizer = folder.parent.parent / "tokenizer.json"

@@ -13,26 +13,33 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar.checkpoint.files import to_json
+from hybridpar.config import Config
 from hybridpar.train.console import lost_console
 from hybridpar.train.folder import METRICS, NOTES
 from hybridpar.train.metrics import end_of
 from hybridpar.train.progress import Reporter
 from hybridpar.train.records import MOST_FEW_RECORDS, Records
+from hybridpar.train.trackers import NAMES, Trackers
 
 
 class RunLog(Records):
     """The files of a run, none of which it needs to go on.
 
-    metrics.jsonl grows by a line a row; at first it is cut back to the lines up to the resumed step.
+    metrics.jsonl grows by a line a row; at first it is cut back to the lines up to the resumed step. config: of the
+    run, whose trackers are sent the rows.
     """
 
-    def __init__(self, folder: Path, resumed_step: int, reporter: Reporter, *, writes: bool):
+    def __init__(self, folder: Path, resumed_step: int, reporter: Reporter, *, writes: bool,
+                 config: Config | None = None):
         super().__init__(folder, self.note, writes=writes)
         self._reporter, self._step, self._is_silent = reporter, resumed_step, False
         if writes:
             self.begin(NOTES)
             self.begin(METRICS, end_of(folder / METRICS, resumed_step))
             self._board = TensorBoard(self, "tensorboard", resumed_step)
+            self._trackers = Trackers(config or Config(), self.note)
+            if self._trackers.ids:
+                self.draw(NAMES, self._trackers.names)
 
     def write(self, row: dict[str, Any], besides: Mapping[str, Any] | None = None) -> None:
         """Writes a row of numbers; those that are not finite as null. besides: values for metrics.jsonl alone."""
@@ -41,9 +48,16 @@ class RunLog(Records):
         self._step = row["step"]
         self.append(METRICS, f"{to_json(row | dict(besides or {}))}\n".encode())
         self._board.write(row)
+        self._trackers.write(row)
         if not self._is_silent and (why := lost_console()):
             self._is_silent = True
             self.note(f"stderr is lost ({why}); training goes on in silence")
+
+    def close(self) -> None:
+        """Closes the files, and what is sent elsewhere."""
+        if self.writes:
+            self._trackers.close()
+        super().close()
 
     def cut_back(self, step: int) -> None:
         """Forgets the metrics of later steps, because training goes on after this one."""
@@ -59,7 +73,7 @@ class RunLog(Records):
         self.append(NOTES, f"{json.dumps({'time': time.time(), 'step': self._step, 'note': text})}\n".encode())
 
     def draw(self, name: str, draw: Callable[[], str]) -> None:
-        """Writes a picture."""
+        """Writes a picture, or another text."""
         self.put(name, lambda path: path.write_text(draw(), encoding="utf-8"))
 
 

@@ -91,7 +91,7 @@ def _open_data(config: Config, job: Job, datasets: Mapping[str, Any]) -> Data:
     """Lets the first process of each machine prepare the corpus, then opens it on the others."""
     def opened() -> Data:
         return open_data(config.model, config.data, config.cache_folder, seed=config.train.seed,
-                         quiet=job.launch.rank != 0, datasets=datasets)
+                         quiet=job.launch.rank != 0, datasets=datasets, kept=2 * config.global_batch_size)
 
     first = job.launch.local_rank == 0
     data = job.together(opened, here=first)

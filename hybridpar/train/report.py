@@ -39,7 +39,7 @@ class RunReport:
         self.engine, self.reporter, self.links = engine, reporter, links
         self._traffic = links.traffic() if links else Traffic()
         self.writes = engine.grid.rank == 0
-        self.log = RunLog(config.run.folder, resumed, reporter, writes=self.writes)
+        self.log = RunLog(config.run.folder, resumed, reporter, writes=self.writes, config=config)
         self.loss: float | None = None
         self.val_loss: float | None = None
         self._step_seconds: list[float] = []

@@ -14,7 +14,7 @@ from typing import Any
 from hybridpar import checkpoint
 from hybridpar.checkpoint.files import write_text
 from hybridpar.comm import gather_objects
-from hybridpar.data import Blend
+from hybridpar.data import Samples
 from hybridpar.errors import CheckpointError
 from hybridpar.state import find_divergence
 from hybridpar.train import folder as run_folder
@@ -31,7 +31,7 @@ class AnomalyHandler:
     Collectives: agree, audit and resolve, on all ranks of the grid.
     """
 
-    def __init__(self, engine: Engine, samples: Blend, log: RunLog, say: Callable[[str], None]):
+    def __init__(self, engine: Engine, samples: Samples, log: RunLog, say: Callable[[str], None]):
         self._engine, self._samples, self._log, self._say = engine, samples, log, say
         self._folder = engine.config.run.folder
         self._checkpoints = self._folder / run_folder.CHECKPOINTS

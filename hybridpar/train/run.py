@@ -20,7 +20,7 @@ import torch
 from hybridpar import checkpoint
 from hybridpar.comm import all_reduce
 from hybridpar.config import Config
-from hybridpar.data import BatchLoader, Blend, Data
+from hybridpar.data import BatchLoader, Data, Samples
 from hybridpar.flight import EVALUATING
 from hybridpar.memory import MemoryWatch
 from hybridpar.train import folder as run_folder
@@ -100,7 +100,7 @@ class Run:
         self.warm = False
         """Whether a step was made: the first one may load, compile and connect for long."""
 
-    def _loader(self, samples: Blend) -> BatchLoader:
+    def _loader(self, samples: Samples) -> BatchLoader:
         return BatchLoader(
             samples, micro_batch_size=self.config.train.micro_batch_size, dp_rank=self.grid.replica,
             dp_size=self.grid.num_replicas, num_microbatches=self.config.pipeline.num_microbatches)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from hybridpar.comm import gather_objects
-from hybridpar.config import Config, OuterConfig
+from hybridpar.config import FOUND, Config, OuterConfig, PipelineConfig
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import config_error
 from hybridpar.grid import ProcessGrid
@@ -20,6 +20,7 @@ from hybridpar.pipeline.plan.kinds import Kind
 from hybridpar.pipeline.plan.predict import free_to_leave, smallest_early_switch
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.train import trace
+from hybridpar.train.auto_schedule import find_schedule_for
 from hybridpar.train.costs import RunCosts, run_costs
 from hybridpar.train.engine import Engine
 
@@ -29,15 +30,26 @@ _BATCHES = 8
 def settle(config: Config, grid: ProcessGrid, device: torch.device, say: Callable[[str], None]) -> Config:
     """`config` with a value in the place of each "auto", which is said.
 
-    pipeline.early_switch: the smallest that costs no time here. memory.offload_activations: for each rank of a pipeline
-    how many may leave at no cost in time. Collectives: on all ranks of the grid.
+    pipeline.schedule: auto_schedule.py says which. pipeline.early_switch: the smallest that costs no time here.
+    memory.offload_activations: for each rank of a pipeline how many may leave at no cost in time.
+    Collectives: on all ranks of the grid.
     Raises: ConfigError where activations do not leave this device; HybridparError where the file has no room.
     """
+    if config.pipeline.schedule == "auto" and config.parallel.pp == 1:
+        config = replace(config, pipeline=replace(config.pipeline, schedule="1f1b"))
+    if config.pipeline.schedule == "auto":
+        best, usual = find_schedule_for(
+            config, grid, device, lambda trial: _tried(trial, grid, device)[0].measured.costs)
+        config = replace(config, pipeline=best.pipeline)
+        found = ", ".join(f"{name} = {getattr(best.pipeline, name)}" for name in ("schedule", *FOUND)
+                          if name != "order" and getattr(best.pipeline, name) != getattr(PipelineConfig, name))
+        say(f"pipeline: {found or 'schedule = 1f1b'}, the fastest here: {1e3 * best.step_time:.4g} ms a step by what "
+            f"its actions cost, 1f1b {1e3 * usual.step_time:.4g} ms")
     if config.pipeline.early_switch == "auto":
         trial = replace(config, pipeline=replace(config.pipeline, early_switch="off"))
         run, engine = _tried(trial, grid, device)
-        found = smallest_early_switch(run.measured.costs, engine.sizes, run.ordering)
-        switch = gather_objects(found, grid.world)[0]
+        switch = gather_objects(
+            smallest_early_switch(run.measured.costs, engine.sizes, run.ordering), grid.world)[0]
         config = replace(config, pipeline=replace(config.pipeline, early_switch=switch))
         say(f"pipeline.early_switch: {switch}, the smallest that costs no time here")
     if config.memory.offload_activations == "auto":

@@ -20,17 +20,19 @@ from hybridpar.pipeline.run.codecs import Codec, Codecs, Largest, Marked, throug
 
 
 def add_boundaries(blocks: Mapping[int, nn.Module], config: Config) -> None:
-    """Puts the links of `config` behind blocks of the whole model, by number. Without gradients they are exact."""
+    """Puts the links of `config` behind blocks of the whole model, by number; without gradients those of an evaluation.
+    """
     codecs, pipeline = Codecs.of(config), config.pipeline
     split = stage_split(config.model, config.parallel.pp, pipeline.split, pipeline.num_chunks, pipeline.placement)
     for before, after in pairwise(split):
         forward, backward = (codecs.on(flow, after.start) for flow in (1, -1))
         if forward is None and backward is None:
             continue
+        evaluating = codecs.on(1, after.start, training=False)
 
         def cross(module: nn.Module, inputs: Any, out: Tensor, forward: Codec | None = forward,
-                  backward: Codec | None = backward) -> Tensor | None:
-            return _Crossing.apply(out, forward, backward) if torch.is_grad_enabled() else None
+                  backward: Codec | None = backward, evaluating: Codec | None = evaluating) -> Tensor:
+            return _Crossing.apply(out, forward, backward) if torch.is_grad_enabled() else through(evaluating, out)
 
         blocks[before.stop - 1].register_forward_hook(cross)
 

@@ -45,25 +45,10 @@ def test_finds_the_fastest_of_all(schedule: str) -> None:
     fastest = min(one.cost.step_time for one in every)
     result = search(config, on, Request(top=3))
     # ZeRO-1 is not preferred where it gains less than two hundredths
-    whole = [one for one in result.ranked if not one.config.pipeline.split_backward]
-    assert whole[0].cost.step_time == pytest.approx(fastest, rel=0.02)
+    assert result.ranked[0].cost.step_time == pytest.approx(fastest, rel=0.02)
     times = [one.cost.step_time for one in result.ranked]
     assert all(earlier <= 1.02 * later for earlier, later in pairwise(times))
     assert all(one.least_time <= one.cost.step_time * (1 + 1e-9) for one in every)
-
-
-def test_split_backwards_fill_drains() -> None:
-    """Four stages of two equal blocks, four micro-batches: 1f1b is idle for 3 (F + B) of 7, with a zero bubble for
-    3 (F + I - W) = 3 F; on a V no longer than that."""
-    config = made.config(pp=4, m=4, b=1, dropout=0.0)
-    profile = made.profile(config, layer=1.0, head=1.0, degrees=(1,))
-    on = made.machine(config, 4, made=profile, inner=made.link(bandwidth=1e15), memory=1e11)
-    result = search(config, on, Request({"tp": 1, "pp": 4}, schedules=("1f1b",), top=3))
-    best, whole = result.ranked[0], next(one for one in result.ranked if not one.config.pipeline.split_backward)
-    assert best.config.pipeline.split_backward
-    assert best.cost.step_time < 0.9 * whole.cost.step_time
-    assert problems(best.config, 4) == []
-    assert "zero bubble" in report.describe(best.config) or "on a V" in report.describe(best.config)
 
 
 @pytest.mark.parametrize("latency", [0.1, 1.0, 4.0])
@@ -124,6 +109,22 @@ def test_a_split_that_is_given_stays_with_its_pipeline() -> None:
     assert kept == {(6, 2)}
     free = candidates(config, machine(config), Request(schedules=("1f1b",)))
     assert (6, 2) not in {one.config.pipeline.split for one in free}
+
+
+def test_drains_are_shortened() -> None:
+    """With zero bubbles, and on a V, which takes two blocks a rank; their bounds are below what they take."""
+    config = made.config(m=8, b=1)
+    request = Request(keep={"pp": 2, "tp": 1}, micro_batches=(1,), schedules=("1f1b", "interleaved", "2bw"))
+    on = made.machine(config, 2, made=made.profile(config, cores=4), memory=1e11)
+    found = list(candidates(config, on, request))
+    names = {(one.config.pipeline.schedule, one.config.pipeline.zero_bubble,
+              one.config.pipeline.placement == "v" and one.config.pipeline.activations) for one in found}
+    assert names >= {("1f1b", False, False), ("1f1b", True, False), ("interleaved", True, False),
+                     ("1f1b", False, "full"), ("1f1b", False, "min"), ("2bw", False, "half")}
+    assert ("2bw", False, "full") not in names
+    assert all(one.least_time <= one.cost.step_time * (1 + 1e-9) for one in found)
+    best = search(config, on, replace(request, schedules=("1f1b", "interleaved"))).ranked[0].config
+    assert best.pipeline.zero_bubble or best.pipeline.placement == "v"
 
 
 def test_stale_schedules_are_taken_only_where_they_are_asked_for() -> None:
@@ -233,7 +234,7 @@ def even(memory: float) -> tuple[Config, Machine]:
     return config, made.machine(config, 4, made=made.profile(config), memory=memory)
 
 
-PIPELINE = Request(keep={"tp": 1, "pp": 4}, micro_batches=(1,), top=4)
+PIPELINE = Request(keep={"tp": 1, "pp": 4}, micro_batches=(1,), top=4, split_backward=False)
 
 
 def test_interleaves_where_that_makes_the_bubble_smaller() -> None:
@@ -296,13 +297,13 @@ def stale(update: float) -> tuple[Config, Machine]:
     return config, made.machine(config, 2, made=made.profile(config, update=update), memory=1e11)
 
 
-@pytest.mark.parametrize(("m", "chosen"), [(4, "2bw"), (64, "1f1b")])
+@pytest.mark.parametrize(("m", "chosen"), [(8, "2bw"), (64, "1f1b")])
 def test_old_gradients_are_taken_for_a_gain_only(m: int, chosen: str) -> None:
-    """The bubble of two stages, with gradients of weights in the drain, is a forward: 8 % of the work of 4
-    micro-batches, 0.5 % of 64."""
+    """The bubble of two stages is 1 / m of the work: 12 % of 8 micro-batches, 1.6 % of 64."""
     config, on = stale(0.0)
     config = replace(config, pipeline=replace(config.pipeline, num_microbatches=m, early_switch=1))
-    request = Request(keep={"tp": 1, "pp": 2}, micro_batches=(1,), top=9, schedules=("2bw", "1f1b"))
+    request = Request(keep={"tp": 1, "pp": 2}, micro_batches=(1,), top=9, schedules=("2bw", "1f1b"),
+                      split_backward=False)
     result = search(config, on, request)
     times = {name: min(one.cost.step_time for one in result.ranked if one.config.pipeline.schedule == name)
              for name in ("2bw", "1f1b")}

@@ -172,12 +172,13 @@ def resumed(config: Config, root: Path) -> tuple[str, dict[str, torch.Tensor], i
     return "", loaded, engine.batches_done
 
 
-def test_another_number_of_sites_goes_on_where_all_are_the_same(tmp_path: Path) -> None:
+def test_another_timeline_goes_on_where_all_are_the_same(tmp_path: Path) -> None:
     two = make({"sites": 2}, outer={"every": 3}, optim={"name": "muon"})
-    one = make({}, pipeline={"num_microbatches": 4}, optim={"name": "muon"})
+    one, often = (make({"sites": sites}, pipeline={"num_microbatches": m}, optim={"name": "muon"}, outer={"every": 2})
+                  for sites, m in ((1, 4), (2, 2)))
     run_ranks(save_after, 2, two, tmp_path / "odd", 2)
-    refused = run_ranks(resumed, 1, one, tmp_path / "odd")[0][0]
-    assert "not the same at step 2, so parallel.sites cannot change here; they next are after step 3" in refused
+    refused = run_ranks(resumed, 2, often, tmp_path / "odd")[1][0]
+    assert "not the same at step 2, so outer.every cannot change here; they next are after step 3" in refused
     common = run_ranks(save_after, 2, two, tmp_path / "even", 3)
     (error, loaded, done), = run_ranks(resumed, 1, one, tmp_path / "even")
     assert (error, done) == ("", 6)
@@ -188,3 +189,36 @@ def test_another_number_of_sites_goes_on_where_all_are_the_same(tmp_path: Path) 
     for error, loaded, done in run_ranks(resumed, 2, two, tmp_path / "one"):
         assert (error, done) == ("", 5)
         assert all(torch.equal(loaded[name], alone[name]) for name in alone)
+
+
+def test_sites_that_are_left_go_on_from_their_own_state_at_any_step(tmp_path: Path) -> None:
+    """Three, with a message under way, of which one does not come back, or two; and a fourth, which comes with the
+    weights that the three had in common last."""
+    four, three, two, one = (make({"sites": sites}, outer=STREAMED, pipeline={"num_microbatches": 12 // sites})
+                             for sites in (4, 3, 2, 1))
+    saved = run_ranks(save_after, 3, three, tmp_path, 5)
+    assert any(not torch.equal(saved[0][name], saved[1][name]) for name in saved[0]), "never apart"
+    common = checkpoint.load_full(tmp_path / "step_00000005")[1]
+    more = run_ranks(gone_on, 4, four, tmp_path)
+    for site, (weights, divergence, anchor, done) in enumerate(more):
+        assert all(torch.equal(w, saved[site][name] if site < 3 else common[name]) for name, w in weights.items())
+        assert (divergence, done) == ("", 8)
+        assert all(torch.equal(x, more[0][2][key]) for key, x in anchor.items())
+    found = run_ranks(gone_on, 2, two, tmp_path)
+    for site, (weights, divergence, anchor, done) in enumerate(found):
+        assert all(torch.equal(weights[name], saved[site][name]) for name in weights)
+        assert (divergence, done) == ("", 8)
+        assert all(torch.equal(x, found[0][2][key]) for key, x in anchor.items())
+    assert any(x.any() for x in found[0][2].values())
+    weights, _, _, done = run_ranks(gone_on, 1, one, tmp_path)[0]
+    assert done == 8
+    assert all(torch.equal(weights[name], saved[0][name]) for name in weights)
+
+
+def gone_on(config: Config, root: Path) -> tuple[dict[str, torch.Tensor], str, dict[str, torch.Tensor], int]:
+    engine, loader = start(config)
+    checkpoint.resume(root, engine, "", print)
+    weights = {name: weight.clone() for name, weight in engine.state.weights.full_weights().items()}
+    engine.train(loader, 3, lambda result: None)
+    anchor = {key: x.clone() for key, x in engine.state.tensors().items() if key.startswith(("anchor", "outer"))}
+    return weights, find_divergence(engine.state.placed(), engine.grid), anchor, engine.batches_done

@@ -19,6 +19,10 @@ pytestmark = pytest.mark.ranks
 
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 V = {"placement": "v", "split_backward": True}
+FILLED = {"schedule": "own", "order": [
+    "F0 F1 F2 F0b I0b W0b F1b I0 I1b W0 W1b F2b F3 I1 I2b W1 W2b F3b F4 I2 I3b W2 F4b I4b I3 W3b W3 I4 W4b W4",
+    "F0 F0b F1 F1b I0b I0 W0b F2 W0 F2b I1b I1 W1b W1 F3 F3b I2b I2 W2b W2 F4 F4b I3b I3 W3b W3 I4b I4 W4b W4"]}
+"""V-Half, with Ws filled into the gaps of uneven costs."""
 
 
 def make(pipeline: dict[str, Any], pp: int = 2, **sections: dict[str, Any]) -> Config:
@@ -47,6 +51,7 @@ def test_verify(pp: int, more: dict[str, int], pipeline: dict[str, Any], section
 
 @pytest.mark.parametrize(("pp", "schedule", "orders", "sections"), [
     (2, "1f1b", (V, {}, V | {"activations": "half"}), {"model": DROPOUT}),
+    (2, "1f1b", (V | FILLED, {}), {"model": DROPOUT}),
     (4, "1f1b", (V | {"activations": "min", "recompute": "stage"},), {"train": {"dtype": "bf16"}}),
     (2, "2bw", (V | {"activations": "half"}, {}, V | {"activations": "min"}), {"model": DROPOUT}),
 ], ids=str)

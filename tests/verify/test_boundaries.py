@@ -16,6 +16,7 @@ from hybridpar.verify.replay import replay
 from hybridpar.verify.run import Disturbance, verify
 
 INT4, INT8, DCT = {"messages": "int4"}, {"messages": "int8"}, {"messages": "dct"}
+SUBSPACE = {"messages": "subspace", "messages_kept": 0.2}
 
 
 def make(compression: dict[str, Any], model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
@@ -42,6 +43,9 @@ def make(compression: dict[str, Any], model: dict[str, Any] | None = None, **sec
     ({"pp": 3}, DCT | {"messages_values": "bf16"}, {"schedule": "pipedream", "split": (2, 3, 1)}, {}),
     ({"pp": 2, "dp": 2}, DCT, {"split_backward": True}, {"zero": 3}),
     ({"pp": 2}, DCT | {"messages_backward": "int4"}, {"schedule": "gpipe"}, {}),
+    ({"pp": 2, "tp": 3}, SUBSPACE, {"schedule": "2bw", "recompute": "stage"}, {}),
+    ({"pp": 2, "tp": 2}, SUBSPACE, {"schedule": "interleaved"}, {"sequence": True}),
+    ({"pp": 3}, SUBSPACE, {"schedule": "pipedream", "split": (2, 3, 1)}, {}),
     ({"pp": 3}, {"messages_backward": "int8"}, {"schedule": "gpipe", "recompute": "all"}, {}),
 ], ids=str)
 def test_every_grid_and_schedule_equals_one_process(grid, compression, pipeline, parallel):

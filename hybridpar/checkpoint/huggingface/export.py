@@ -18,7 +18,7 @@ from hybridpar.checkpoint.huggingface.names import Plan, plan_of
 from hybridpar.checkpoint.huggingface.source import CONFIG, INDEX, WEIGHTS
 from hybridpar.checkpoint.huggingface.tokens import TOKENIZER, no_tokenizer, tokenizer_files
 from hybridpar.checkpoint.load import FullWeights, find
-from hybridpar.errors import CheckpointError
+from hybridpar.errors import CheckpointError, config_error
 from hybridpar.models.build import DTYPES
 
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
@@ -44,11 +44,14 @@ def export_folder(path: str | Path, output: str | Path, *, dtype: str = "keep", 
 
     dtype: a value of train.dtype; 'keep': that of the checkpoint. One file of tensors is in memory at a time.
     Raises: CheckpointError for a missing or damaged checkpoint; ConfigError for a model that transformers has no class
-    for, or where `output` is there already; DataError for a damaged tokenizer.
+    for, trained behind a subspace, or where `output` is there already; DataError for a damaged tokenizer.
     """
     folder, output = find(path, say), Path(output)
     full = FullWeights(folder)
     config = full.manifest.config
+    if config.projects:
+        raise config_error("compression.messages", "subspace", f"is a part of the model that {folder} holds, for which "
+                           "transformers has no class", "int4, from the start of a run")
     model, dtype = config.transformer, config.train.dtype if dtype == "keep" else dtype
     family = choose_family(model)
     plan, plain = plan_of(model, family), plain_of(model, family)

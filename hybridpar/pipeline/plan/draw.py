@@ -25,8 +25,9 @@ def number_of(action: Action, num_ranks: int) -> str:
     return f"{action.microbatch}{chr(ord('a') + min(chunk, 25)) if chunk else ''}"
 
 
-def draw(drawn: Plan | Timeline, *, unit: float | None = None) -> str:
-    """A plan as text: one line a stage, one column a unit of time (default: the shortest forward or backward).
+def draw(drawn: Plan | Timeline, *, unit: float | None = None, width: int = 0) -> str:
+    """A plan as text: one line a stage, `width` columns (0: as labels need) a unit of time (None: the shortest forward
+    or backward).
 
         stage 0  F0 F1 F2       B0--- B1--- B2---*F3        F0: micro-batch 0 forward, B0: backward, blank: idle
         stage 1     F0 B0--- F1 B1--- F2 B2---*     F3      *: the weights were updated; U4: and that takes time
@@ -37,7 +38,7 @@ def draw(drawn: Plan | Timeline, *, unit: float | None = None) -> str:
     rows = {rank: list(_text_items(timeline, rank)) for rank in sorted(timeline.plan)}
     lengths = [end - start for row in rows.values() for label, start, end in row if label != "*"]
     unit = unit or min((length for length in lengths if length > 0), default=1.0)
-    width = max(
+    width = width or max(
         (-(-(len(label) + 1) // max(1, round((end - start) / unit))) for row in rows.values()
          for label, start, end in row if label != "*"), default=3,
     )

@@ -2,6 +2,7 @@
 
     F0 F1 F2 B0 B1 B2       rank 0      micro-batches count from 0 in a batch; F forward, B backward, or its two parts:
     F0 B0 F1 B1 F2 B2       rank 1      I (gradient of the input) and W (of the weights)
+    F0 F0b B0b B0           rank 0      where a rank holds several stages: F0 on the first, F0b on the second of them
 
 Everything else is added as to any schedule (passes.py), and `check` proves that the lists of all ranks fit together.
 """
@@ -10,16 +11,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.pipeline.plan.kinds import ROWS, Kind
 from hybridpar.pipeline.plan.sizes import Sizes
 
-Step = tuple[Kind, int]
-"""Kind and micro-batch of the batch."""
-_WORD = re.compile(r"([FBIW])(\d{1,7})")
+Step = tuple[Kind, int, int]
+"""Kind, stage of the rank (from 0: its chunk), and micro-batch of the batch."""
+_WORD = re.compile(r"([FBIW])(\d{1,7})([a-z]?)")
 _FIELD = "pipeline.order"
 
 
@@ -30,9 +31,26 @@ def parse_order(text: str, rank: int) -> tuple[Step, ...]:
     for word in text.split():
         if (match := _WORD.fullmatch(word)) is None:
             raise config_error(_FIELD, word, f"of rank {rank} must be F, B, I or W and the number of a micro-batch in "
-                               "the batch", "F0")
-        steps.append((Kind(match[1]), int(match[2])))
+                               "the batch, and a letter from b on for another stage than its first", "F0")
+        steps.append((Kind(match[1]), ord(match[3] or "a") - ord("a"), int(match[2])))
     return tuple(steps)
+
+
+def format_order(steps: Iterable[tuple[Kind, int, int]], sizes: Sizes, rank: int) -> str:
+    """The line of a rank that computes these kinds, stages and micro-batches."""
+    chunks = {stage: chunk for chunk, stage in enumerate(sizes.stages_of(rank))}
+    return " ".join(_word((kind, chunks[stage], k)) for kind, stage, k in steps)
+
+
+def with_stages(steps: Sequence[Step], sizes: Sizes, rank: int) -> list[tuple[Kind, int, int]]:
+    """The steps with the numbers that the rank's stages have in the pipeline."""
+    stages = sizes.stages_of(rank)
+    return [(kind, stages[chunk], k) for kind, chunk, k in steps]
+
+
+def _word(step: Step) -> str:
+    kind, chunk, k = step
+    return f"{kind.value}{k}{chr(ord('a') + chunk) if chunk else ''}"
 
 
 def check_order(order: Sequence[Sequence[Step]], sizes: Sizes) -> None:
@@ -41,42 +59,53 @@ def check_order(order: Sequence[Sequence[Step]], sizes: Sizes) -> None:
         raise config_error(_FIELD, len(order), f"must have a line for each of parallel.pp = {sizes.num_ranks} ranks",
                            f"{sizes.num_ranks} lines")
     for rank, steps in enumerate(order):
-        if problem := _problem(steps, sizes.num_microbatches):
+        if problem := _problem(steps, sizes.num_microbatches, sizes.chunks):
             error, works = problem
             raise _wrong(rank, steps, error, works)
 
 
-def _problem(steps: Sequence[Step], m: int) -> tuple[str, str] | None:
+def _problem(steps: Sequence[Step], m: int, chunks: int) -> tuple[str, str] | None:
     """What is wrong with a rank's steps, and what would be right."""
     counts, at = Counter(steps), {step: i for i, step in enumerate(steps)}
-    for k in range(m):
-        found = tuple(counts[kind, k] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
-        if found not in ((1, 1, 0, 0), (1, 0, 1, 1)):
-            return (f"must have F{k} and either B{k} or both I{k} and W{k}, each once (pipeline.num_microbatches = "
-                    f"{m})", f"F{k} B{k}")
-        row = [at[kind, k] for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if (kind, k) in at]
-        if row != sorted(row):
-            return f"must run F{k} before its backward, and I{k} before W{k}", f"F{k} B{k}"
-    if extra := [k for _, k in steps if k >= m]:
+    for chunk in range(chunks):
+        for k in range(m):
+            four = [(kind, chunk, k) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
+            f, b, i, w = map(_word, four)
+            if tuple(counts[step] for step in four) not in ((1, 1, 0, 0), (1, 0, 1, 1)):
+                return (f"must have {f} and either {b} or both {i} and {w}, each once (pipeline.num_microbatches = "
+                        f"{m})", f"{f} {b}")
+            row = [at[step] for step in four if step in at]
+            if row != sorted(row):
+                return f"must run {f} before its backward, and {i} before {w}", f"{f} {b}"
+    if extra := [k for _, _, k in steps if k >= m]:
         return f"has micro-batch {extra[0]}, and pipeline.num_microbatches is {m}", f"0 to {m - 1}"
+    if other := [step for step in steps if step[1] >= chunks]:
+        return (f"has {_word(other[0])}, and the rank holds {chunks} stage{'s' * (chunks > 1)} of the model "
+                "(pipeline.chunks)", _word((other[0][0], chunks - 1, other[0][2])))
+    return _out_of_order(steps, chunks)
+
+
+def _out_of_order(steps: Sequence[Step], chunks: int) -> tuple[str, str] | None:
+    """Neighbours send, and gradients add, in the order of micro-batches."""
     for kinds in ((Kind.F,), (Kind.B, Kind.I), (Kind.B, Kind.W)):
-        numbers = [k for kind, k in steps if kind in kinds]
-        if numbers != sorted(numbers):
-            names = " and ".join(kind.value for kind in kinds)
-            return f"must have its {names} in the order of micro-batches, in which neighbours send and gradients add", (
-                "F0 F1 B0 B1")
+        for chunk in range(chunks):
+            numbers = [k for kind, own, k in steps if kind in kinds and own == chunk]
+            if numbers != sorted(numbers):
+                names = " and ".join(kind.value for kind in kinds)
+                return (f"must have its {names} in the order of micro-batches, in which neighbours send and gradients "
+                        "add", "F0 F1 B0 B1")
     return None
 
 
 def _wrong(rank: int, steps: Sequence[Step], rule: str, works: str) -> ConfigError:
-    text = " ".join(f"{kind.value}{k}" for kind, k in steps)
+    text = " ".join(map(_word, steps))
     return config_error(_FIELD, text if len(text) < 80 else f"{text[:76]} ..", f"of rank {rank} {rule}", works)
 
 
 def runs_ahead(steps: Sequence[Step]) -> int:
     """Forwards before the one that the first backward follows."""
     ahead = 0
-    for kind, _ in steps:
+    for kind, _, _ in steps:
         if kind is not Kind.F:
             break
         ahead += 1
@@ -86,7 +115,7 @@ def runs_ahead(steps: Sequence[Step]) -> int:
 def most_held(steps: Sequence[Step]) -> int:
     """Micro-batches that have run forward and not yet backward, at most."""
     held = most = 0
-    for kind, _ in steps:
+    for kind, _, _ in steps:
         held += ROWS[kind].holds
         most = max(most, held)
     return most

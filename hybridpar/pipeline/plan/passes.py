@@ -87,7 +87,7 @@ def add_updates(
     `schedule.host_delay` after REDUCE(t), once W(t) is made, or at UPDATE(t), which then waits for the host.
 
     `feedback`: UPDATE(t) settles what REDUCE(t+1) adds to its gradients, so it comes before the last backward of batch
-    t+1.
+    t+1; of a host, HOST(t) does.
     """
     assert clip or not host, "the host waits for the norm"
     m = sizes.num_microbatches
@@ -101,8 +101,10 @@ def add_updates(
     for action in actions:
         stage = sizes.rank_of(action.stage)
         needed = _needed_version(action, schedule, sizes, first_batch)
-        if feedback and ROWS[action.kind].adds and (action.microbatch + 1) % m == 0:
-            needed = max(needed, action.microbatch // m)
+        is_last_backward = ROWS[action.kind].adds and (action.microbatch + 1) % m == 0
+        settled = action.microbatch // m if feedback and is_last_backward else first_batch
+        if not host:
+            needed = max(needed, settled)
         # where the pipeline drains all updates come first thing
         position = 0 if schedule.flush else schedule.position(sizes, action)
         if gather and updated < reduced and position - 2 * m * (updated + 1) >= update_delay(stage):
@@ -111,6 +113,12 @@ def add_updates(
             yield from _update(
                 stage, batch, with_norm=clip and batch >= normed, with_host=host > 0 and batch >= hosted)
         updated, normed, hosted = max(updated, needed), max(normed, needed), max(hosted, needed)
+        if host and hosted == updated < settled:
+            if normed == hosted:
+                yield Action(Kind.NORM, stage, normed)
+                normed += 1
+            yield Action(Kind.HOST, stage, hosted, hosted + 1)
+            hosted += 1
         if clip and normed < reduced and position - 2 * m * reduced >= norm_delay(stage):
             yield Action(Kind.NORM, stage, normed)
             normed += 1
@@ -203,7 +211,7 @@ def lower(
         compute = delay_weight_gradients(compute, delay, sizes.num_microbatches * sizes.chunks)
     actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather, host=host,
                           feedback=feedback)
-    actions = add_communication(actions, sizes, ahead=ahead, lean=schedule.zero_bubble)
+    actions = add_communication(actions, sizes, ahead=ahead, lean=schedule.zero_bubble or bool(schedule.order))
     if away := num_away(offload, schedule, sizes, rank):
         actions = add_offload(actions, away, schedule.max_live_activations(sizes, rank))
     if host and division != WHOLE:

@@ -8,7 +8,7 @@ from hybridpar.config import Config
 from hybridpar.pipeline.plan.check import CheckReport, check
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes, drained, schedule_of
 
 _MOST = 6000
 """Micro-batches, counted on each stage, that are proven in less than half a second."""
@@ -26,7 +26,7 @@ def prove(config: Config) -> list[CheckReport]:
     """
     schedule, sizes, ordering = schedule_of(config.pipeline), Sizes.of(config), Ordering.of(config)
     first = schedule.sync_steps
-    parts = [(schedule.drained, 0)] * (first > 0) + [(schedule, first)]
+    parts = [(drained(schedule), 0)] * (first > 0) + [(schedule, first)]
     return [_prove(*enough(part, sizes), start, ordering) for part, start in parts]
 
 
@@ -52,7 +52,7 @@ def enough(schedule: Schedule, sizes: Sizes) -> tuple[Schedule, Sizes]:
     on its distance to the last one, by which only the warm-up grows; of three chunks the one between is any of those.
     """
     p, m = sizes.num_ranks, sizes.num_microbatches
-    if schedule.order or p * sizes.chunks * m * _num_batches(schedule, sizes) <= _MOST:
+    if not schedule.repeats or p * sizes.chunks * m * _num_batches(schedule, sizes) <= _MOST:
         return schedule, sizes
     if sizes.is_v:  # a micro-batch leaves when the (3p/2 + 1)th comes at the latest
         return schedule, replace(sizes, num_microbatches=min(m, 2 * p + _STEADY))

@@ -5,23 +5,26 @@
 
 A row is a token's features. Its bytes depend on it alone, so slices of an activation over tp, parts of a sequence and
 replicas' micro-batches all travel as the same bytes. The backward takes C for the identity (straight through), but for
-`Largest`: the gradient of y = C(x) is that of the features that were sent (`Marked`), which both sides know.
+two: with `Largest` the gradient of y = C(x) is that of the features that were sent (`Marked`), which both sides know,
+and with `Subspace` C is linear.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from hybridpar import random
 from hybridpar.config import Config, message_shape
 from hybridpar.errors import config_error
 from hybridpar.models.build import DTYPES
 from hybridpar.ops.largest import largest, places_bytes, value_bytes
 from hybridpar.ops.quantize import dequantize_, quantize, quantized_bytes
+from hybridpar.state.compression.streaming import basis
 
 
 class Codec(Protocol):
@@ -136,10 +139,52 @@ class Marked:
         largest(x, self.of.backend).spread_(x, message, self.where, self.of.rounded)
 
 
-def _largest(config: Config) -> Largest:
+@dataclass(frozen=True)
+class Subspace:
+    """Of each row its r = share * cols coordinates along fixed directions: x U, and U^T of them behind the link.
+
+    U [cols, r] is orthonormal, drawn once for all links of a run, and never sent. Both ways have it, so gradients are
+    those of the layer y = x U U^T, and what trains before and behind a link meets in these r directions. (Subspace
+    Networks, NeurIPS 2025, without their rule that weights stay in the subspace.)
+
+    dtype: of the numbers. rounded: coordinates are sent as bfloat16.
+    """
+
+    share: float
+    dtype: torch.dtype
+    rounded: bool = False
+    _bases: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def rank(self, cols: int) -> int:
+        """r of rows of `cols` numbers."""
+        return max(1, round(self.share * cols))
+
+    def row_bytes(self, cols: int) -> int:
+        return self.rank(cols) * value_bytes(self.dtype, self.rounded)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return (x @ self._basis(x)).to(self._type).view(torch.uint8)
+
+    def decode_(self, x: Tensor, message: Tensor) -> None:
+        torch.mm(message.view(self._type).to(x.dtype), self._basis(x).t(), out=x)
+
+    @property
+    def _type(self) -> torch.dtype:
+        return torch.bfloat16 if self.rounded else self.dtype
+
+    def _basis(self, x: Tensor) -> Tensor:
+        if x.device not in self._bases:
+            cols, rank = x.shape[1], self.rank(x.shape[1])
+            drawn = random.normal(0, random.site(f"subspace {cols} {rank}"), rows=cols, cols=rank, stride=rank, start=0,
+                                  dtype=torch.float64)
+            self._bases[x.device] = basis(drawn).to(x.device, self.dtype)
+        return self._bases[x.device]
+
+
+def _keeping(kind: type[Largest] | type[Subspace], config: Config, **others: Any) -> Any:
+    """A codec that keeps a share of the numbers."""
     compression = config.compression
-    return Largest(compression.messages_kept, DTYPES[config.train.dtype], compression.messages_values == "bf16",
-                   config.kernels.largest)
+    return kind(compression.messages_kept, DTYPES[config.train.dtype], compression.messages_values == "bf16", **others)
 
 
 CODECS: dict[str, Callable[[Config], Codec | None]] = {
@@ -147,7 +192,8 @@ CODECS: dict[str, Callable[[Config], Codec | None]] = {
     "bf16": lambda config: Rounded(torch.bfloat16),
     "int8": lambda config: Tiles(8, backend=config.kernels.quantize),
     "int4": lambda config: Tiles(4, rotate=True, backend=config.kernels.quantize),
-    "dct": _largest,
+    "dct": lambda config: _keeping(Largest, config, backend=config.kernels.largest),
+    "subspace": lambda config: _keeping(Subspace, config),
 }
 """By their names in [compression]; None: numbers travel as they are."""
 
@@ -175,14 +221,14 @@ class Codecs:
                     f"token (model.hidden_size), which are {plain} bytes in {config.train.dtype}", "none")
         return cls(forward, backward, config.model.num_blocks - 1)
 
-    def on(self, flow: int, first: int) -> Codec | None:
+    def on(self, flow: int, first: int, *, training: bool = True) -> Codec | None:
         """The codec on the link into the stage that begins with block `first`; a head alone gets exact activations.
 
-        flow: 1 for activations, -1 for their gradients.
+        flow: 1 for activations, -1 for their gradients. training: else messages are exact, but for those of a subspace:
+        what lies outside of it was never seen behind the link, so the projection is a part of the model.
         """
-        if first == self.head:
-            return None
-        return self.forward if flow > 0 else self.backward
+        codec = self.forward if flow > 0 else self.backward
+        return None if first == self.head or not (training or isinstance(codec, Subspace)) else codec
 
 
 def through(codec: Codec | None, x: Tensor) -> Tensor:

@@ -274,10 +274,10 @@ class Executor:
         return self.sizes.rank_of(action.stage + ROWS[action.kind].side)
 
     def _link(self, kind: Kind, stage: int, k: int) -> tuple[Lane, Codec | None]:
-        """The lane and the codec of a transfer; there is no codec where nothing is trained."""
+        """The lane and the codec of a transfer."""
         row = ROWS[kind]
         into = stage + (row.side > 0)
-        codec = self.lane.codec(row.flow, into) if torch.is_grad_enabled() else None
+        codec = self.lane.codec(row.flow, into, training=torch.is_grad_enabled())
         places = self._places.get((kind, stage, k))
         if isinstance(codec, Marked) and places is not None:
             codec = codec.at(places)

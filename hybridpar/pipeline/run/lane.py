@@ -69,9 +69,9 @@ class Lane:
         """The lane between that stage and the one before."""
         return replace(self, shape=self.shapes[stage], shapes=()) if self.shapes else self
 
-    def codec(self, flow: int, into: int) -> Codec | None:
+    def codec(self, flow: int, into: int, *, training: bool = True) -> Codec | None:
         """The codec on the link between stage `into` and the one before. flow: 1 for activations, -1 for gradients."""
-        return self.codecs.on(flow, self.split[into].start) if self.split else None
+        return self.codecs.on(flow, self.split[into].start, training=training) if self.split else None
 
     def whole(self) -> Tensor:
         """An empty activation."""

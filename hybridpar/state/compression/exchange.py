@@ -79,9 +79,10 @@ class Compression:
         self.packed = frozenset(name for name in layout.names if partition.axis_of(name).size > 1 and _is_packed(
             shapes[name], placements[name], settings))
         kept = {name: shapes[name] for name in layout.names if name in self.packed}
-        self.feedback = Feedback({} if method.factored else kept, {
-            f"{name}.{what}": shape for name in kept
-            for what, shape in method.learned(kept[name], settings).items()}, layout.dtype, memory)
+        learned = {f"{name}.{what}": shape for name in kept
+                   for what, shape in method.learned(kept[name], settings).items()}
+        self.feedback = Feedback({} if method.factored else kept, learned, layout.dtype, memory,
+                                 [name for name in learned if name.rpartition(".")[2] in method.scaled])
         self._batch = 0
         self._methods = {
             bucket: method([Entry(name, shapes[name], starts[name] - bucket.start, name in self.packed)
@@ -104,9 +105,10 @@ class Compression:
         """Parameters of which it takes the factors of the gradients."""
         return self.packed if self.method.factored else frozenset()
 
-    def begin(self, batch: int, parts: dict[str, list[Part]]) -> None:
-        """The gradients of a batch are about to be reduced. parts: of those that are `factored`; it takes them away."""
-        self.feedback.open()
+    def begin(self, batch: int, parts: dict[str, list[Part]], scale: float = 1.0) -> None:
+        """The gradients of a batch are about to be reduced, which are multiplied by `scale`. parts: of those that are
+        `factored`; it takes them away."""
+        self.feedback.open(scale)
         self._batch = batch
         for method in self._methods.values():
             method.parts = parts

@@ -53,7 +53,7 @@ class LowRank(Method):
 class Factors(LowRank):
     """Two messages: P with the tensors that are sent whole, then Q."""
 
-    name, rounds = "powersgd", 2
+    name, rounds, scaled = "powersgd", 2, frozenset({_FACTOR})
 
     @classmethod
     def learned(cls, shape: Sequence[int], settings: CompressionConfig) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,14 +17,18 @@ class Feedback:
     """Two states of error feedback: the settled one, which a batch begins with, and what that batch leaves behind.
 
     `close` makes the one the other, once the batch's update has been made; if it was skipped, nothing has happened.
-    kept: by parameter, in the units of the summed gradient. learned: by 'parameter.what'; zeros: nothing yet.
+    kept: by parameter, in the units of the summed gradient. learned: by 'parameter.what'; zeros: nothing yet. scaled:
+    those of them that are in the same units. Where losses are scaled, so is all of this while a batch is sent, and only
+    then: another batch has another scale.
     """
 
-    def __init__(self, kept: Shapes, learned: Shapes, dtype: torch.dtype, memory: Memory):
+    def __init__(self, kept: Shapes, learned: Shapes, dtype: torch.dtype, memory: Memory,
+                 scaled: Collection[str] = ()):
         layouts = [FlatLayout(list(shapes), list(shapes.values()), dtype) for shapes in (kept, learned)]
         self._states = [[Buffer(layout, dtype, memory, (), f"feedback/{i}") for layout in layouts] for i in range(2)]
         self._views = [[buffer.views() for buffer in state] for state in self._states]
         self._settled, self._is_open = 0, False
+        self._scale, self._scaled = 1.0, scaled
 
     @property
     def kept(self) -> dict[str, Tensor]:
@@ -46,16 +50,26 @@ class Feedback:
         """What the method will have learned then; the method sets all of it in every batch."""
         return self._views[1 - self._settled][1]
 
-    def open(self) -> None:
-        """A batch begins to be sent."""
+    def open(self, scale: float = 1.0) -> None:
+        """A batch begins to be sent, whose gradients are multiplied by `scale`."""
         assert not self._is_open, "the update of the batch before is not made"
-        self._is_open = True
+        self._is_open, self._scale = True, scale
+        self._multiply(scale)
 
     def close(self, *, made: bool) -> None:
         """The update of the batch is made, or skipped; nothing happens where none was sent."""
         if self._is_open and made:
             self._settled = 1 - self._settled
+        if self._is_open:
+            self._multiply(1 / self._scale)
         self._is_open = False
+
+    @torch.no_grad()
+    def _multiply(self, factor: float) -> None:
+        """Brings the settled state to other units: to the bit, where the factor is a power of two."""
+        if factor != 1:
+            for tensor in (*self.kept.values(), *(self.learned[name] for name in self._scaled)):
+                tensor.mul_(factor)
 
     @property
     def memory(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -153,8 +153,8 @@ class Supervisor(LocalElasticAgent):
     def _resize(self, config: Config) -> None:
         self._config, self._ranks, self._blamed = config, config.parallel.num_ranks, -1
         fitting = [fault.text for fault in self._faults if max(fault.rank, fault.peer) < self._ranks]
-        flags = ("--parallel.dp", config.parallel.dp, "--pipeline.num_microbatches", config.pipeline.num_microbatches,
-                 "--inject", *fitting)
+        flags = ("--parallel.dp", config.parallel.dp, "--parallel.sites", config.parallel.sites,
+                 "--pipeline.num_microbatches", config.pipeline.num_microbatches, "--inject", *fitting)
         spec = self._worker_group.spec
         spec.local_world_size = self._ranks
         spec.args = ("-m", "hybridpar", *self._args, *map(str, flags))  # of a flag that is there twice the last counts
@@ -169,6 +169,7 @@ class Supervisor(LocalElasticAgent):
             lines.append(
                 f"  without rank {found.rank}, which has failed twice and saved nothing: on "
                 f"{smaller.parallel.num_ranks} ranks, parallel.dp = {smaller.parallel.dp}, "
+                + f"parallel.sites = {smaller.parallel.sites}, " * (self._config.parallel.sites > 1) +
                 f"pipeline.num_microbatches = {smaller.pipeline.num_microbatches}")
         if found.kind != "refused" or found.rank > 0:  # the first rank has said it, as that of all
             self._say("\n".join(lines))

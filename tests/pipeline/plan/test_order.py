@@ -13,6 +13,7 @@ from hybridpar.errors import ConfigError
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.check import check
 from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.order import format_order
 from hybridpar.pipeline.plan.passes import lower, make_plan
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.prove import prove
@@ -75,6 +76,7 @@ def test_it_is_proven_simulated_and_kept_in_the_configuration(tmp_path: Any) -> 
     (("F0 F1 B1 B0",), 2, "must have its B and I in the order"),
     (("F0 F1 I0 I1 W1 W0",), 2, "must have its B and W in the order"),
     (("F0 X0",), 1, "'X0'.*of rank 0 must be F, B, I or W"),
+    (("F0 B0 F0b B0b",), 1, r"has F0b, and the rank holds 1 stage of the model \(pipeline.chunks\); try F0"),
     (("F0 B0", "F0 B0"), 1, None),
 ])
 def test_what_cannot_run_is_named(order: tuple[str, ...], m: int, text: str | None) -> None:
@@ -86,6 +88,21 @@ def test_what_cannot_run_is_named(order: tuple[str, ...], m: int, text: str | No
         return
     with pytest.raises(ConfigError, match=rf"pipeline\.order = .*{text}"):
         make_schedule("own", order=order).check_sizes(sizes)
+
+
+def test_letters_name_the_stages_of_a_rank() -> None:
+    """What an order computes is what it says, in a loop and on a V, and it must have all of it."""
+    lines = ("F0 F1 F0b B0b F1b B1b B0 B1", "F0 F0b F1 B0b F1b B0 B1b B1")
+    for placement, chunks in (("v", 0), ("loop", 2)):
+        sizes, schedule = Sizes(2, 2, 2, placement), make_schedule(
+            "own", order=lines, chunks=chunks, placement=placement)
+        for rank, line in enumerate(lines):
+            steps = [(a.kind, a.stage, a.microbatch) for a in schedule.compute_actions(sizes, rank, 0, 1)]
+            assert steps[2][1] == sizes.stages_of(rank)["b" in line.split()[2]]
+            assert format_order(steps, sizes, rank) == line
+            assert schedule.max_live_activations(sizes, rank) == 3
+    with pytest.raises(ConfigError, match=r"of rank 0 must have F0b and either B0b or both I0b and W0b"):
+        make_schedule("own", order=("F0 B0", "F0 B0"), chunks=2).check_sizes(Sizes(2, 1, 2))
 
 
 def test_orders_that_wait_for_each_other_are_found_before_a_run() -> None:

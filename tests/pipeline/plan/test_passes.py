@@ -60,12 +60,14 @@ def test_feedback_is_settled_before_the_next_batch_is_reduced():
         schedule, sizes = make_schedule(name, **options), Sizes(p, m)
         if m < schedule.warmup(sizes, 0):
             continue
-        plan = make_plan(schedule, sizes, 0, 4, feedback=True, split=split)
-        check(plan, sizes, schedule)
-        for actions in plan.values():
-            updates = [i for i, action in enumerate(actions) if action.kind is Kind.UPDATE]
-            lasts = [i for i, a in enumerate(actions) if a.kind in (Kind.B, Kind.I) and (a.microbatch + 1) % m == 0]
-            assert all(update < last for update, last in zip(updates, lasts[1:], strict=False))
+        for host, settles in ((0.0, Kind.UPDATE), (1.0, Kind.HOST)):
+            plan = make_plan(schedule, sizes, 0, 4, feedback=True, split=split, host=host)
+            check(plan, sizes, schedule)
+            for actions in plan.values():
+                settled = [i for i, action in enumerate(actions) if action.kind is settles]
+                lasts = [i for i, a in enumerate(actions) if a.kind in (Kind.B, Kind.I) and (a.microbatch + 1) % m == 0]
+                assert len(settled) == len(lasts) == 4
+                assert all(early < last for early, last in zip(settled, lasts[1:], strict=False))
 
 
 def test_one_gradient_buffer():

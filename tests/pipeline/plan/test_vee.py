@@ -113,6 +113,15 @@ def test_bubbles_of_full(p: int, m: int, shares: tuple[float, ...]) -> None:
     assert peak(proven(schedule, p, m)) == p
 
 
+@pytest.mark.parametrize(("p", "m", "activations", "held", "share"), [
+    (4, 8, "half", 3.0, 10.4), (4, 8, "min", 2.0, 22.9), (8, 32, "half", 5.0, 8.9), (8, 32, "min", 4.0, 13.0)])
+def test_bubbles_where_less_is_held(p: int, m: int, activations: str, held: float, share: float) -> None:
+    """Those of the authors' own search, or smaller (V-Min, p = 8: 14.1), at the memory of the pattern."""
+    schedule = on_v("1f1b", activations)
+    assert 100 * bubble(schedule, p, m, 1, 1, 1) == pytest.approx(share, abs=0.06)
+    assert peak(proven(schedule, p, m)) == held
+
+
 @pytest.mark.parametrize("p", [2, 3, 4, 6, 8])
 def test_formula_of_full(p: int) -> None:
     """(p-1)F/2 where all take as long, from m = 2p on. Source: ZB-V, arXiv 2401.10241, section 6."""

@@ -28,3 +28,14 @@ def test_the_batch_is_kept(grid: tuple[int, int, int], microbatches: int, min_ra
     if found:
         assert found.global_batch_size == config.global_batch_size
         assert (found.parallel.tp, found.parallel.pp) == (tp, pp)
+
+
+@pytest.mark.parametrize(("sites", "dp", "microbatches", "left", "expected"), [
+    (2, 1, 2, 1, (1, 1, 4)), (3, 1, 2, 2, (2, 1, 3)), (2, 2, 3, 3, (2, 1, 6)), (3, 1, 1, 2, (1, 1, 3))])
+def test_a_site_may_leave(sites: int, dp: int, microbatches: int, left: int, expected: tuple[int, int, int]) -> None:
+    config = from_mapping({"parallel": {"sites": sites, "dp": dp}, "faults": {"min_ranks": 1},
+                           "pipeline": {"num_microbatches": microbatches}}, Config())
+    found = shrink(config, left)
+    assert found is not None
+    assert (found.parallel.sites, found.parallel.dp, found.pipeline.num_microbatches) == expected
+    assert found.global_batch_size == config.global_batch_size

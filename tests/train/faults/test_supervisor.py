@@ -64,21 +64,26 @@ def test_an_outage_within_the_patience_changes_no_bit_and_starts_nothing_again(
 
 @pytest.mark.timeout(400)
 def test_four_ranks_recover_to_the_bit(tmp_path: Path) -> None:
-    config, grid = write_config(tmp_path), ("--parallel.pp", "2", "--parallel.dp", "2")
+    """Also of what each replica has not sent of its gradients: one is ended while it writes that down."""
+    config = write_config(tmp_path)
+    grid = ("--parallel.pp", "2", "--parallel.dp", "2", "--compression.gradients", "dct",
+            "--compression.gradients_smallest", "64", "--compression.gradients_kept", "0.1")
     run_job(4, "train", config, *grid, *STEPS, "--run.name", "calm")
-    code, out = train(4, config, *grid, *STEPS, "--faults.timeout_s", "3", "--inject",
+    code, out = train(4, config, *grid, *STEPS, "--faults.timeout_s", "3", "--faults.save_timeout_s", "3", "--inject",
                       "slow link 0-1 at step 9 for 0.2 s", "corrupt shard stage 1 at step 10",
-                      "hang rank 1 at step 14 micro-batch 1")
+                      "hang rank 1 at step 14 micro-batch 1", "hang save rank 3 at step 20")
     assert code == 0, out
     run, calm = tmp_path / "runs" / "run", tmp_path / "runs" / "calm"
-    (hung,) = failures(run)
+    hung, saving = failures(run)
+    assert (saving["kind"], saving["rank"], saving["phase"], saving["saved"]) == (
+        "hangs", 3, "writing the checkpoint of step 20", 15)
     assert (hung["kind"], hung["rank"], hung["step"], hung["microbatch"], hung["saved"]) == ("hangs", 1, 14, 27, 10)
     assert hung["action"].endswith("27@0v12") or hung["action"].endswith("27@0"), "that of micro-batch 1 of step 14"
     waits = [text for text in hung["victims"] if "with rank 1" in text]
     assert waits, "somebody waits for the rank that hangs"
     assert "step_00000010/pp1-tp0.safetensors: is damaged" in out
-    assert re.findall(r"going on after step (\d+)", out) == ["5"]
-    assert len(list((run / "injected").iterdir())) == 3
+    assert re.findall(r"going on after step (\d+)", out) == ["5", "15"]
+    assert len(list((run / "injected").iterdir())) == 4
     assert steps(metrics(run)) == steps(metrics(calm))
     assert [row["val_loss"] for row in metrics(run) if "val_loss" in row] == [
         row["val_loss"] for row in metrics(calm) if "val_loss" in row]
@@ -140,6 +145,25 @@ def test_a_job_goes_on_without_a_rank_that_does_not_come_back(tmp_path: Path) ->
     assert "on 1 ranks, parallel.dp = 1, pipeline.num_microbatches = 4" in out
     assert "since the last time: parallel.dp: 2 -> 1" in out
     assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 31))
+
+
+@pytest.mark.timeout(300)
+def test_a_site_leaves_and_comes_back(tmp_path: Path) -> None:
+    """The other one goes on from its own state with the whole batch; the one that returns begins with what that has
+    trained, and both meet again."""
+    config, sites = write_config(tmp_path), ("--parallel.sites", "2", "--parallel.dp", "1", "--outer.every", "4",
+                                             "--outer.fragments", "2", "--outer.delay", "1", "--faults.min_ranks", "1")
+    code, out = train(2, config, *sites, "--train.num_steps", "18", "--inject", "lose rank 1 at step 11")
+    assert code == 0, out
+    run = tmp_path / "runs" / "run"
+    assert [(one["kind"], one["rank"]) for one in failures(run)] == [("died", 1), ("died", 1)]
+    assert "on 1 ranks, parallel.dp = 1, parallel.sites = 1, pipeline.num_microbatches = 4" in out
+    assert "since the last time: parallel.sites: 2 -> 1" in out
+    code, out = train(2, config, *sites, "--train.num_steps", "26")
+    assert code == 0, out
+    assert "going on after step 18" in out
+    assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 27))
+    assert any("sites_loss" in row for row in metrics(run) if row.get("step", 0) > 18)
 
 
 def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:

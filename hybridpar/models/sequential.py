@@ -1,0 +1,118 @@
+"""Models that are a row of ordinary modules, each of which takes what the one before returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hybridpar.config import ModelSpec, spec_name
+from hybridpar.errors import config_error
+from hybridpar.models.own import Build, making
+
+Shape = tuple[int, ...] | dict[str, tuple[int, ...]]
+
+
+class SequentialSpec(ModelSpec):
+    """A model of modules in a row: a Sequential, a list, or a generator of them.
+
+        @dataclass(frozen=True)
+        class Net(hybridpar.SequentialSpec):
+            width: int = 64
+
+            def layers(self):
+                yield nn.Sequential(nn.Linear(3, self.width), nn.Tanh())
+                yield nn.Linear(self.width, 5)
+
+            def loss(self, out, batch):
+                return nn.functional.cross_entropy(out, batch["label"])
+
+            def sample(self, number, seed): ...
+
+    Each is a unit that a split into stages can separate. Shapes between them are found on the meta device, with a
+    sample. A generator makes them one at a time, so a process never holds more than its own.
+    """
+
+    inputs: ClassVar[str] = "x"
+    """The name of the array of a sample that the first module takes."""
+
+    def layers(self) -> Iterable[nn.Module]:
+        """The modules, newly made, in their order."""
+        raise self._undefined("def layers(self): ...")
+
+    def loss(self, out: Any, batch: dict[str, Tensor]) -> Tensor:
+        """The mean over the samples of a micro-batch, of what the last module returns. Shapes: a number (0-d)."""
+        raise self._undefined("def loss(self, out, batch): ...")
+
+    @property
+    def num_blocks(self) -> int:
+        """One for each module."""
+        return len(_shapes(self)) + 1
+
+    def activation_shape(self, number: int) -> Shape:
+        """The shape of one sample of what module `number` returns."""
+        return _shapes(self)[number]
+
+    def block(self, number: int, build: Build) -> nn.Module:
+        """Module `number`; those before it are made without memory, where `layers` makes one after the other."""
+        row = iter(self.layers())
+        for _ in range(number):
+            with torch.device("meta"):
+                next(row)
+        return _Layer(next(row), self, number, build.dtype)
+
+
+class _Layer(nn.Module):
+    """A module as a block: the first takes its input from the batch, the last returns the loss."""
+
+    def __init__(self, layer: nn.Module, model: SequentialSpec, number: int, dtype: torch.dtype):
+        super().__init__()
+        self.layer = layer
+        self._model, self._dtype, self._is_last = model, dtype, number == model.num_blocks - 1
+
+    def forward(self, x: Any, batch: dict[str, Tensor], key: object) -> Any:
+        if x is None:
+            x = batch[self._model.inputs]
+            x = x.to(self._dtype) if x.is_floating_point() else x
+        out = self.layer(x)
+        if not self._is_last:
+            return out
+        share = len(batch[self._model.inputs]) / batch["num_samples"]
+        return {"loss": self._model.loss(out, batch) * share}
+
+
+@lru_cache(maxsize=16)
+def _shapes(model: SequentialSpec) -> tuple[Shape, ...]:
+    """The shapes of one sample of what each module but the last returns.
+
+    Raises: ConfigError where there is none, or two of them share a parameter.
+    """
+    with making("meta", torch.float32):
+        row = list(model.layers())
+    name = spec_name(type(model))
+    if not row:
+        rule = "has no modules: its method layers() gives none"
+        raise config_error("model.spec", name, rule, "yield nn.Linear(8, 8)")
+    held: dict[int, str] = {}
+    for number, module in enumerate(row):
+        for own, parameter in module.named_parameters():
+            where = f"{own} of module {number}"
+            if (other := held.setdefault(id(parameter), where)) != where:
+                rule = f"has one parameter in two modules ({other}, {where}), which may be on two processes"
+                raise config_error("model.spec", name, rule, "two parameters, or both in one module")
+    if model.inputs not in (sample := model.sample(0, 0)):
+        rule = f"takes the input {model.inputs!r}, which its samples lack: they have {', '.join(sample)}"
+        raise config_error("model.spec", name, rule, f"inputs = {next(iter(sample))!r}")
+    x: Any = torch.as_tensor(np.asarray(sample[model.inputs])).to("meta")[None]
+    x = x.float() if x.is_floating_point() else x
+    shapes: list[Shape] = []
+    with torch.no_grad():
+        for module in row[:-1]:
+            x = module(x)
+            shapes.append({part: tuple(one.shape[1:]) for part, one in x.items()} if isinstance(x, dict)
+                          else tuple(x.shape[1:]))
+    return tuple(shapes)

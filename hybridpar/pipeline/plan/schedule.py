@@ -1,0 +1,249 @@
+"""A pipeline schedule, as pure functions of sizes: what a rank computes and in which order, with which weights, and
+where what is due between batches has its place in that. schedules.py has those that there are.
+
+r is the stage, p = num_stages, m = num_microbatches (of one batch in one pipeline), k a micro-batch, t a batch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+
+from hybridpar.errors import config_error
+from hybridpar.pipeline.plan import interleaved, vee
+from hybridpar.pipeline.plan import order as own_order
+from hybridpar.pipeline.plan.action import Action, Kind
+from hybridpar.pipeline.plan.sizes import Sizes
+
+SizeOf = Callable[[Sizes, int], int]  # (sizes, rank, which is the stage but where ranks hold several) -> a number
+VersionRule = Callable[["Schedule", Sizes, int, int, int], int]  # (..., stage, microbatch, first_batch) -> version
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A pipeline schedule, as pure functions of sizes. `make_schedule` sets its options.
+
+    `warmup(sizes, stage)` is how many forwards run ahead. `early_switch`: L, where only the first p-1+L micro-batches
+    of a batch use older weights; None: all. `sync_steps`: how many batches have run before, as 1f1b.
+    `num_gradient_buffers`: batches whose gradients are alive at once. `options`: those that not every schedule has.
+    """
+
+    name: str
+    source: str
+    flush: bool  # drains the pipeline and updates the weights between any two batches
+    warmup: SizeOf
+    version_rule: VersionRule
+    max_live_versions: SizeOf
+    num_gradient_buffers: int = 1
+    receive_ahead: int = 1  # post receives this many compute actions before their use (passes.add_communication)
+    needs_full_pipeline: bool = False  # m >= warmup of stage 0: two versions then serve all that is in flight
+    options: frozenset[str] = frozenset()
+    early_switch: int | None = None
+    sync_steps: int = 0
+    zero_bubble: bool = False  # gradients of weights fill the drain (passes.delay_weight_gradients)
+    activations: str = ""  # on a V: how much a rank may keep (vee.py)
+    order: tuple[tuple[own_order.Step, ...], ...] = ()  # one's own: what each rank computes of a batch (order.py)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a longer batch only has more of what is in a shorter one."""
+        return not self.order and not (self.flush and self.activations in vee.ENDLESS)
+
+    def forwards_before(self, sizes: Sizes, action: Action) -> int:
+        """How many micro-batches have begun, on the first stage of the rank, before an F, B, I or W in the steady
+        state; that of the action among them. Where the pipeline drains, they would have."""
+        if self.activations:
+            return vee.forwards_before(sizes, self.activations, (action.kind, action.stage, action.microbatch))
+        return action.microbatch + self.warmup(sizes, action.stage)
+
+    def position(self, sizes: Sizes, action: Action) -> int:
+        """Place of an F, B, I or W in an endless row of forwards and backwards by turns: the end of backward k at
+        2k + 1."""
+        if self.activations:
+            step = action.kind, action.stage, action.microbatch
+            last = Kind.W, sizes.rank_of(action.stage), 0
+            since = vee.slot_of(sizes, self.activations, step) - vee.slot_of(sizes, self.activations, last)
+            return since * 2 // vee.PERIOD + 1
+        if action.kind is Kind.F:
+            return 2 * (action.microbatch - self.warmup(sizes, action.stage))
+        return 2 * action.microbatch + 1
+
+    def version(self, sizes: Sizes, stage: int, microbatch: int, first_batch: int) -> int:
+        """The weight version that `stage` uses for `microbatch`, forward and backward; W(t) exists after t updates.
+
+        In a range of batches that began at `first_batch` from a drained pipeline. Never falls as `microbatch` grows.
+        """
+        return self.version_rule(self, sizes, stage, microbatch, first_batch)
+
+    def versions_of(self, sizes: Sizes, batch: int, first_batch: int) -> tuple[tuple[int, ...], ...]:
+        """The same for all micro-batches of a batch, by stage; the first sync_steps batches run as 1f1b."""
+        m, first = sizes.num_microbatches, max(first_batch, self.sync_steps)
+        if batch < self.sync_steps:
+            return ((batch,) * m,) * sizes.num_stages
+        return tuple(tuple(self.version(sizes, stage, batch * m + k, first) for k in range(m))
+                     for stage in range(sizes.num_stages))
+
+    def num_stale(self, sizes: Sizes) -> int:
+        """Micro-batches of a batch t that use older weights than W(t) on stage 0, in the steady state.
+
+        Only pipedream's later stages have fewer.
+        """
+        batch, first = self._steady_batch(sizes)
+        start = batch * sizes.num_microbatches
+        return bisect_left(
+            range(sizes.num_microbatches), batch, key=lambda k: self.version(sizes, 0, start + k, first))
+
+    def mean_delay(self, sizes: Sizes, stage: int) -> float:
+        """By how many updates the weights of a batch's micro-batches are behind on average, in the steady state."""
+        batch, first = self._steady_batch(sizes)
+        m = sizes.num_microbatches
+        return sum(batch - self.version(sizes, stage, batch * m + k, first) for k in range(m)) / m
+
+    def _steady_batch(self, sizes: Sizes) -> tuple[int, int]:
+        """A batch on which the start of its range no longer bears (no weights are p updates old), and that start."""
+        return self.sync_steps + sizes.num_stages + 1, self.sync_steps
+
+    def slack(self, sizes: Sizes) -> int:
+        """Forward-backward pairs on stage 0 between the last backward of batch t and the first use of W(t+1).
+
+        Later stages have more: they end a batch earlier, and start the next one later.
+        """
+        return max(self.num_stale(sizes) - self.warmup(sizes, 0), 0)
+
+    def norm_delay(self, sizes: Sizes, stage: int, *, gather: bool = False, host: float = 0.0) -> int:
+        """Forwards and backwards after the last of batch t before NORM(t) comes, or at UPDATE(t) if that is earlier.
+
+        On all stages at about one time. It waits for the reduction, which over a slow link takes most of the slack: so
+        the norm, a few bytes, has the last pair before UPDATE(t) on stage 0, or half of the slack where that is less.
+        In deep pipelines, whose stages are not quite where `_lead` takes them to be, it has some more. Where the host
+        has a share of the slack to make the new weights, the reduction has the rest.
+        """
+        if host:
+            return self._lead(sizes, stage) + int((1 - host) * 2 * self.slack(sizes))
+        last = 2 * (1 + sizes.num_stages // 8)
+        return self._lead(sizes, stage) + max(self.slack(sizes), self._end(sizes, gather) - last)
+
+    def host_delay(self, sizes: Sizes, stage: int, *, host: float) -> int:
+        """The same for HOST(t): an action after NORM(t), whose sums then are there."""
+        return self.norm_delay(sizes, stage, host=host) + 1
+
+    def update_delay(self, sizes: Sizes, stage: int) -> int:
+        """The same for UPDATE(t) where it also starts to gather the new weights: after two thirds of the slack."""
+        return self._lead(sizes, stage) + self._end(sizes, gather=True)
+
+    def _end(self, sizes: Sizes, gather: bool) -> int:
+        """Forwards and backwards on stage 0 between the last backward of batch t and UPDATE(t)."""
+        return (4 * self.slack(sizes) + 1) // 3 if gather else 2 * self.slack(sizes)
+
+    def _lead(self, sizes: Sizes, stage: int) -> int:
+        """Forwards and backwards that `stage` runs between its last backward of a batch and that of stage 0.
+
+        It ends r backwards earlier: 2r/3 pairs where a backward takes two forwards. A longer warm-up, k(p-1-r), is for
+        links that take (k-1)/2 pairs: kr/2 pairs. (Without it, r pairs would delay all stages where there is no slack.)
+        """
+        if self.activations:
+            ends = [vee.slot_of(sizes, self.activations, (Kind.W, rank, 0)) for rank in (0, stage)]
+            return max(ends[0] - ends[1], 0) * 2 // vee.PERIOD
+        warmup = self.warmup(sizes, 0)
+        if warmup >= sizes.num_stages > 1:
+            return warmup * stage // (sizes.num_stages - 1)
+        return (4 * stage + 1) // 3
+
+    def max_live_activations(self, sizes: Sizes, stage: int) -> int:
+        """Micro-batches that have run forward and not yet backward on this stage, at most; on all stages of a rank."""
+        if self.activations:
+            return vee.most_held(sizes, stage, self.activations, drains=self.flush)
+        if self.order:
+            return own_order.most_held(self.order[stage])
+        in_flight = self.warmup(sizes, stage) + 1 + self.weight_delay(sizes, stage)
+        return min(in_flight, sizes.num_microbatches * sizes.chunks) if self.flush else in_flight
+
+    def weight_delay(self, sizes: Sizes, rank: int) -> int:
+        """Backwards to the input that may run before the W of an earlier one: as many as let the rank hold no more
+        micro-batches than rank 0 does."""
+        return self.warmup(sizes, 0) - self.warmup(sizes, rank) if self.zero_bubble else 0
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        """Raises: ConfigError if this schedule cannot run on these sizes."""
+        if "order" in self.options:
+            own_order.check_order(self.order, sizes)
+        elif bool(self.activations) != sizes.is_v:
+            raise config_error("pipeline.placement", sizes.placement, "is the order of schedules on a V alone", "loop")
+        p, m, warmup = sizes.num_stages, sizes.num_microbatches, self.warmup(sizes, 0)
+        if sizes.chunks > 1 and not self.activations and "chunks" not in self.options:
+            raise config_error("pipeline.chunks", sizes.chunks, f"schedule {self.name} has one stage on each rank", "0")
+        if self.needs_full_pipeline and m < warmup:
+            raise config_error(
+                "pipeline.num_microbatches", m, f"schedule {self.name} keeps two weight versions, which takes at least "
+                f"the {warmup} micro-batches in a batch that stage 0 runs ahead (parallel.pp = {sizes.num_ranks})",
+                str(warmup),
+            )
+        if self.early_switch is None:
+            return
+        # W(t+1) is made after the last backward of batch t, and stage 0 runs `warmup` forwards of batch t+1 before that
+        # backward. Did one of them need W(t+1), each would wait for the other.
+        lowest, highest = warmup - (p - 1), m - (p - 1)
+        if not lowest <= self.early_switch <= highest:
+            raise config_error(
+                "pipeline.early_switch", self.early_switch, f"must be {lowest} to {highest} here: the {warmup} "
+                "micro-batches that stage 0 runs ahead need the older weights, and parallel.pp - 1 + early_switch of "
+                f"the pipeline.num_microbatches = {m} use them", str(min(lowest + 1, highest)),
+            )
+
+    def compute_actions(
+        self, sizes: Sizes, rank: int, first_batch: int = 0, num_batches: int | None = None
+    ) -> Iterator[Action]:
+        """Yields the compute actions of one rank, lazily, for batches [first_batch, first_batch + num_batches).
+
+        The pipeline is drained before the first and after the last of them. None means without end.
+
+        Raises: ConfigError, at once, if this schedule cannot run on these sizes.
+        """
+        self.check_sizes(sizes)
+        assert 0 <= rank < sizes.num_ranks, f"rank {rank} of {sizes.num_ranks}"
+        assert first_batch >= self.sync_steps, f"batch {first_batch} runs as 1f1b, before {self.sync_steps} sync_steps"
+        return (Action(kind, stage, k, self.version(sizes, stage, k, first_batch))
+                for kind, stage, k in self._steps(sizes, rank, first_batch, num_batches))
+
+    def _steps(
+        self, sizes: Sizes, rank: int, first_batch: int, num_batches: int | None
+    ) -> Iterator[tuple[Kind, int, int]]:
+        m, warmup = sizes.num_microbatches, self.warmup(sizes, rank)
+        if self.activations and not self.flush:
+            num = None if num_batches is None else num_batches * m
+            return vee.pattern(sizes, rank, self.activations, first_batch * m, num)
+        if self.order or self.activations or "chunks" in self.options:
+            steps = (
+                own_order.with_stages(self.order[rank], sizes, rank) if self.order else
+                vee.batch_order(sizes, rank, self.activations) if self.activations else
+                interleaved.batch_order(sizes, rank, warmup))
+            return ((kind, stage, t * m + k) for t in _count(first_batch, num_batches) for kind, stage, k in steps)
+        order: Iterator[tuple[Kind, int]]
+        if self.flush:
+            batches = _count(first_batch, num_batches)
+            order = (step for t in batches for step in _one_forward_one_backward(warmup, t * m, m))
+        else:
+            num_microbatches = None if num_batches is None else num_batches * m
+            order = _one_forward_one_backward(warmup, first_batch * m, num_microbatches)
+        return ((kind, rank, k) for kind, k in order)
+
+
+def _count(first: int, num: int | None) -> Iterator[int]:
+    return count(first) if num is None else iter(range(first, first + num))
+
+
+def _one_forward_one_backward(warmup: int, first: int, num: int | None) -> Iterator[tuple[Kind, int]]:
+    """`warmup` forwards, then a forward and a backward by turns, then the backwards that are left.
+
+    Micro-batches [first, first + num), or without end.
+    """
+    forwards, backwards = _count(first, num), _count(first, num)
+    for k in islice(forwards, warmup):
+        yield Kind.F, k
+    for k in forwards:
+        yield Kind.F, k
+        yield Kind.B, next(backwards)
+    for k in backwards:
+        yield Kind.B, k

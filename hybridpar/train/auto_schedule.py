@@ -1,0 +1,149 @@
+"""pipeline.schedule = "auto": the order that takes the least time, of those that all train the same.
+
+    shapes   one stage on each rank | two, there and back | two, three, four in a loop    a few batches of each
+    orders   1f1b, zero bubbles,    | ZB-V, V-Half, V-Min | interleaved, zero bubbles     simulated with their costs
+             longer warm-up         |                     |
+    filled   and each with W's where the costs leave gaps (plan/fill.py), as an order of its own
+
+Of what fits into memory, as predicted, the simplest counts whose step takes no more than 1 % longer than the shortest:
+the list goes from simple to less so. Units: seconds, bytes.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from hybridpar.comm import gather_objects
+from hybridpar.config import FOUND, Config, PipelineConfig
+from hybridpar.errors import ConfigError
+from hybridpar.grid import ProcessGrid
+from hybridpar.memory import predict
+from hybridpar.memory.layers import Footprints
+from hybridpar.memory.limit import limit_here
+from hybridpar.memory.predict import Tracer
+from hybridpar.models.cost import stage_split
+from hybridpar.pipeline.plan.check import PlanError
+from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.fill import Room, fill
+from hybridpar.pipeline.plan.order import format_order
+from hybridpar.pipeline.plan.predict import Ordering
+from hybridpar.pipeline.plan.prove import prove
+from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.validate import problems
+
+Measure = Callable[[Config], Costs]
+"""Costs of a configuration's actions, from a few batches. Collectives: on all ranks of the grid."""
+_WORTH = 1.01
+_CHUNKS = (2, 3, 4)
+_MOST_FILLED = 512
+"""Micro-batches of a batch, counted on each stage of a rank, up to which orders are filled: a line names them all."""
+_BUBBLE = {"zero_bubble": True, "split_backward": True}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule's settings, and the time of its step as simulated."""
+
+    pipeline: PipelineConfig
+    step_time: float
+
+
+def find_schedule_for(config: Config, grid: ProcessGrid, device: torch.device, measure: Measure) -> tuple[Found, Found]:
+    """What "auto" stands for, and 1f1b, to compare it with. Collectives: on all ranks of the grid."""
+    found: list[Found] = []
+    for shape in shapes(config, device):
+        split = replace(shape[0], pipeline=replace(shape[0].pipeline, split_backward=True))
+        trial = next((one for one in (split, shape[0]) if not problems(one, grid.world.size)), None)
+        if trial is None:
+            continue
+        costs = gather_objects(measure(trial), grid.world)[0]
+        if grid.world.rank == 0:
+            found += simulated(shape, costs)
+    names = gather_objects(platform.node(), grid.world)
+    limit = min(gather_objects(limit_here(device.type, names.count(platform.node())), grid.world))
+    best = choose(config, found, limit, device, Footprints()) if grid.world.rank == 0 else None
+    chosen: tuple[Found, Found] = gather_objects((best, found[0] if found else None), grid.world)[0]
+    return chosen
+
+
+def shapes(config: Config, device: torch.device) -> Iterator[list[Config]]:
+    """Configurations whose stages are the same."""
+    bare = replace(config.pipeline, schedule="1f1b", **{
+        f.name: f.default for f in fields(PipelineConfig) if f.name in FOUND})  # type: ignore[arg-type]
+
+    def made(*options: Mapping[str, Any]) -> list[Config]:
+        return [replace(config, pipeline=replace(bare, **one)) for one in options]  # type: ignore[arg-type]
+
+    yield made({}, _BUBBLE, _BUBBLE | {"warmup": "latency"})
+    if device.type == "cpu" and _divides(config, 2, "v"):  # NCCL has no tags
+        there_and_back = {"placement": "v", "split_backward": True}
+        yield made(*(there_and_back | {"activations": kept} for kept in ("full", "half", "min")))
+    for chunks in _CHUNKS:
+        if _divides(config, chunks, "loop"):
+            looped = {"schedule": "interleaved", "chunks": chunks}
+            yield made(looped, looped | _BUBBLE)
+
+
+def _divides(config: Config, chunks: int, placement: str) -> bool:
+    try:
+        stage_split(config.model, config.parallel.pp, (), chunks, placement)
+    except ConfigError:
+        return False
+    return True
+
+
+def simulated(shape: list[Config], costs: Costs) -> list[Found]:
+    """The schedules of a shape, and what fills them, with the time of a step each."""
+    found = []
+    for config in shape:
+        if problems(config, config.parallel.num_ranks):
+            continue
+        found.append(_simulated(config, costs))
+        if config.pipeline.split_backward:
+            sizes = Sizes.of(config)
+            if sizes.num_microbatches * sizes.chunks <= _MOST_FILLED:
+                found.append(_simulated(replace(config, pipeline=filled(config.pipeline, sizes, costs)), costs))
+    return found
+
+
+def _simulated(config: Config, costs: Costs) -> Found:
+    sizes = Sizes.of(config)
+    return Found(config.pipeline, Ordering.of(config).timeline(sizes, costs).step_time(sizes.num_microbatches))
+
+
+def filled(pipeline: PipelineConfig, sizes: Sizes, costs: Costs) -> PipelineConfig:
+    """The order of a schedule that drains with W's where these costs leave gaps, as one's own: no rank holds more
+    micro-batches than the fullest does."""
+    schedule, ranks = schedule_of(pipeline), range(sizes.num_ranks)
+    orders = [[(a.kind, a.stage, a.microbatch) for a in schedule.compute_actions(sizes, rank, 0, 1)] for rank in ranks]
+    most = max(schedule.max_live_activations(sizes, rank) for rank in ranks)
+    room = Room((1,) * sizes.num_stages, (most,) * sizes.num_ranks)
+    steps = fill(orders, sizes, costs, room, swaps=not sizes.is_ring)
+    return replace(
+        pipeline, schedule="own", zero_bubble=False, warmup="depth", activations="full",
+        chunks=sizes.chunks if sizes.is_ring else 0,
+        order=tuple(format_order(line, sizes, rank) for rank, line in enumerate(steps)))
+
+
+def choose(config: Config, found: list[Found], limit: float, device: torch.device, trace: Tracer) -> Found:
+    """The first that takes no more than 1 % longer than the fastest that is proven and fits; 1f1b where none does."""
+
+    @cache
+    def can_run(one: Found) -> bool:
+        made = replace(config, pipeline=one.pipeline)
+        try:
+            prove(made)
+        except PlanError:
+            return False
+        return max(stage.total for stage in predict(made, device=device, trace=trace)) <= limit
+
+    best = next(filter(can_run, sorted(found, key=lambda one: one.step_time)), None)
+    if best is None:
+        return found[0]
+    return next(one for one in found if one.step_time <= _WORTH * best.step_time and can_run(one))

@@ -1,0 +1,114 @@
+"""Writes docs/schedules.md: every schedule on one axis of time, and in one table what it costs.
+
+    python scripts/schedule_gallery.py [FILE]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hybridpar.pipeline.plan.check import check
+from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.draw import draw
+from hybridpar.pipeline.plan.kinds import ROWS
+from hybridpar.pipeline.plan.passes import make_plan
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
+from hybridpar.pipeline.plan.simulate import simulate
+
+FILE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
+TABLES = (4, 8), (8, 32)
+DRAWN = 3, 4
+"""Ranks and micro-batches of the sizes that the table has, and of the drawings."""
+_COLUMNS, _LONGEST = 4, 40  # of half a forward; halves that are drawn
+_ZERO: dict[str, Any] = {"zero_bubble": True}
+SCHEDULES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("Naive", "naive", {}), ("GPipe", "gpipe", {}), ("1F1B", "1f1b", {}), ("ZB-H1", "1f1b", _ZERO),
+    ("ZB-H2", "1f1b", {"warmup": "latency", **_ZERO}), ("Interleaved", "interleaved", {"chunks": 2}),
+    ("Interleaved ZB-H1", "interleaved", {"chunks": 2, **_ZERO}),
+    ("ZB-V", "1f1b", {"placement": "v"}), ("V-Half", "1f1b", {"placement": "v", "activations": "half"}),
+    ("V-Min", "1f1b", {"placement": "v", "activations": "min"}),
+    ("PipeDream", "pipedream", {}), ("2BW", "2bw", {}), ("2BW, longer warm-up", "2bw", {"warmup": "latency"}),
+    ("2BW on V-Half", "2bw", {"placement": "v", "activations": "half"}),
+    ("2BW on V-Min", "2bw", {"placement": "v", "activations": "min"}))
+"""Name, schedule and options."""
+_HEAD = """# Schedules
+
+Written by `scripts/schedule_gallery.py`. One forward of a rank takes 1, a backward 2, of which each part, I for the
+input and W for the weights, takes 1; transfers take nothing.
+
+- idle: by what share of its work on a rank a batch takes longer; in the steady state, where batches do not drain.
+- activations: the most that a rank holds, in micro-batches of all its layers. versions: of the weights, likewise.
+- messages: activations and gradients that go from rank to rank for each micro-batch.
+
+All are proven by `check` as a run's plan is. `pipeline.schedule = "auto"` measures those that drain, and takes the
+fastest.
+"""
+
+
+def sizes_for(options: dict[str, Any], schedule: str, p: int, m: int) -> Sizes:
+    placement = options.get("placement", "loop")
+    return Sizes(p, m, 2 if placement == "v" or schedule == "interleaved" else 1, placement)
+
+
+def plan_for(schedule: Schedule, sizes: Sizes, num_batches: int) -> Any:
+    return make_plan(schedule, sizes, 0, num_batches, split=sizes.is_v or schedule.zero_bubble,
+                     clip=schedule.name != "pipedream")
+
+
+def costs_for(sizes: Sizes) -> Costs:
+    return Costs(1 / sizes.chunks, 2 / sizes.chunks)
+
+
+def numbers(name: str, options: dict[str, Any], p: int, m: int) -> tuple[float, float, int, float]:
+    """Idle share, activations, versions, messages."""
+    schedule, sizes = make_schedule(name, **options), sizes_for(options, name, p, m)
+    costs, work = costs_for(sizes), 3.0 * m
+    report = check(plan_for(schedule, sizes, 3), sizes, schedule)
+    time = simulate(plan_for(schedule, sizes, 1), costs).makespan if schedule.flush else simulate(
+        plan_for(schedule, sizes, 10), costs).step_time(m)
+    sends = sum(ROWS[a.kind].met_by is not None for actions in plan_for(schedule, sizes, 1).values() for a in actions)
+    return (time / work - 1, max(live.activations for live in report.peaks) / sizes.chunks,
+            max(live.versions for live in report.peaks), sends / m)
+
+
+def table() -> str:
+    """A row for each schedule."""
+    sizes = [f"p = {p}, m = {m}: idle | activations | versions | messages" for p, m in TABLES]
+    lines = [f"| | settings of `[pipeline]` | {' | '.join(sizes)} |", "|---" * (2 + 4 * len(TABLES)) + "|"]
+    for title, name, options in SCHEDULES:
+        cells = []
+        for p, m in TABLES:
+            idle, held, versions, messages = numbers(name, options, p, m)
+            cells += [f"{100 * idle:.1f} %", f"{held:g}", str(versions), f"{messages:g}"]
+        lines.append(f"| {title} | {settings(name, options)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def settings(name: str, options: dict[str, Any]) -> str:
+    split = {"split_backward": True} if options.keys() & {"zero_bubble", "placement"} else {}
+    given = {"schedule": name, **options, **split}
+    return ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in given.items())
+
+
+def picture(name: str, options: dict[str, Any]) -> str:
+    """The first batches, or one that drains, as far as the axis goes."""
+    schedule, sizes = make_schedule(name, **options), sizes_for(options, name, *DRAWN)
+    timeline = simulate(plan_for(schedule, sizes, 1 if schedule.flush else 4), costs_for(sizes))
+    lines = draw(timeline, unit=0.5, width=_COLUMNS).splitlines()
+    return "\n".join(line[: 9 + _COLUMNS * _LONGEST].rstrip() for line in lines)
+
+
+def page() -> str:
+    p, m = DRAWN
+    drawn = "\n\n".join(f"{title}: {settings(name, options)}\n\n```\n{picture(name, options)}\n```"
+                        for title, name, options in SCHEDULES)
+    return (f"{_HEAD}\n{table()}\n\n## On one axis\n\n{p} ranks, {m} micro-batches, {_COLUMNS} columns for half a "
+            "forward; where nothing drains, the first batches. `F0b` is on the second stage of a rank, `*` an update."
+            f"\n\n{drawn}\n")
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1] if len(sys.argv) > 1 else FILE).write_text(page())

@@ -1,0 +1,106 @@
+"""pipeline.schedule = "auto": the fastest order that fits, the same on all ranks, kept by the run; equal training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from train.runs import TOML, run_job, write_corpus
+
+from hybridpar.config import Config, PipelineConfig, from_mapping, load_toml
+from hybridpar.grid import ProcessGrid
+from hybridpar.memory import Footprints, predict
+from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.prove import prove
+from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.train.auto_schedule import choose, filled, shapes, simulated
+from hybridpar.train.settle import settle
+from hybridpar.verify.run import verify
+
+CPU = torch.device("cpu")
+
+
+def make(pp: int, m: int, num_layers: int = 4, **pipeline: Any) -> Config:
+    return from_mapping({
+        "model": {"num_layers": num_layers, "hidden_size": 32, "num_heads": 2, "seq_length": 16, "vocab_size": 40},
+        "parallel": {"pp": pp, "dp": 1}, "train": {"micro_batch_size": 4, "device": "cpu"},
+        "pipeline": {"num_microbatches": m, "schedule": "auto", **pipeline}})
+
+
+def costs_for(config: Config) -> Costs:
+    """A stage of each rank takes 1, 1.2 and 0.8."""
+    v = Sizes.of(config).chunks
+    return Costs(1 / v, 2 / v, backward_input=1.2 / v)
+
+
+def test_the_simplest_of_the_fastest_that_fit() -> None:
+    """Within 1 % of the shortest step of all that fit, and the first of these; 1f1b where none fits."""
+    config, trace = make(2, 4, num_layers=2), Footprints()
+    found = [one for shape in shapes(config, CPU) for one in simulated(shape, costs_for(shape[0]))]
+    assert {(one.pipeline.schedule, one.pipeline.placement, one.pipeline.num_chunks) for one in found} >= {
+        ("1f1b", "loop", 1), ("own", "loop", 1), ("1f1b", "v", 2), ("own", "v", 2), ("interleaved", "loop", 2),
+        ("own", "loop", 2)}
+    peaks = [max(stage.total for stage in predict(replace(config, pipeline=one.pipeline), device=CPU, trace=trace))
+             for one in found]
+    assert (found[0].pipeline.schedule, found[0].step_time) == ("1f1b", pytest.approx(15))
+    chosen = []
+    for limit in (2 * max(peaks), peaks[0], 1):
+        fitting = [one for one, peak in zip(found, peaks, strict=True) if peak <= limit] or found[:1]
+        longest = 1.01 * min(one.step_time for one in fitting)
+        chosen.append(choose(config, found, limit, CPU, trace))
+        assert chosen[-1] == next(one for one in fitting if one.step_time <= longest)
+    assert chosen[0].step_time < chosen[1].step_time
+    assert chosen[2] == found[0]
+
+
+def settled(config: Config) -> PipelineConfig:
+    grid = ProcessGrid(pp=config.parallel.pp, dp=config.parallel.dp)
+    return settle(config, grid, CPU, lambda line: None).pipeline
+
+
+@pytest.mark.ranks
+def test_all_ranks_find_the_same() -> None:
+    first, *others = run_ranks(settled, 4, from_mapping({"parallel": {"dp": 2}}, make(2, 3, num_layers=2)))
+    assert first.schedule != "auto"
+    assert others == [first] * 3
+
+
+@pytest.mark.ranks
+def test_a_run_keeps_what_it_has_found(tmp_path: Path) -> None:
+    """Where it goes on nothing is tried again, and its own configuration names a schedule."""
+    path = tmp_path / "auto.toml"
+    path.write_text(TOML.format(schedule="auto", corpus=write_corpus(tmp_path / "corpus.txt"), runs=tmp_path))
+    grid = ("--parallel.pp", "2")
+    assert "the fastest here" in run_job(2, "train", path, *grid, "--train.num_steps", "3")
+    kept = load_toml(tmp_path / "run" / "config.toml").pipeline
+    assert kept.schedule in ("1f1b", "interleaved", "own")
+    assert "the fastest here" not in run_job(2, "train", path, *grid)
+    assert load_toml(tmp_path / "run" / "config.toml").pipeline == kept
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("pipeline", [{"schedule": "1f1b", "placement": "v", "activations": "half"},
+                                      {"schedule": "interleaved", "chunks": 3, "zero_bubble": True}], ids=str)
+def test_orders_that_are_filled_train_the_same(pipeline: dict[str, Any]) -> None:
+    """Loss, gradients and weights are those of one process, to 1e-9 in float64."""
+    config = make(2, 5, split_backward=True, **pipeline)
+    found = filled(config.pipeline, Sizes.of(config), Costs([1.0, 1.4, 0.7] * 2 if "chunks" in pipeline else
+                                                           [1.0, 1.3, 0.8, 1.9], 2.0, latency=0.3))
+    config = replace(config, pipeline=found)
+    prove(config)
+    report = verify(config, {"pp": 2}, 3)
+    assert report.ok, report.first_divergence
+
+
+def test_a_single_stage_has_nothing_to_choose() -> None:
+    assert settled(make(1, 4)) == replace(make(1, 4).pipeline, schedule="1f1b")
+
+
+def test_what_it_finds_is_not_given() -> None:
+    wrong = make(2, 4, chunks=2, zero_bubble=True).conflicts()
+    assert {problem.field for problem in wrong} == {"pipeline.chunks", "pipeline.zero_bubble"}
+    assert not [*make(2, 4, num_microbatches=7, recompute="all").conflicts()]
