@@ -1,4 +1,4 @@
-"""CPU time of `plan` for 1,536 devices, and of `simulate` for 4,096 ranks in 256 stages. (Wanted: 20 and 10 s of a core.)
+"""CPU time of `plan` for 1,536 devices, and of `simulate` for 4,096 ranks in 256 stages (wanted: 20 and 10 s).
 
     python -m benchmarks.plan_speed
 
