@@ -4,6 +4,7 @@
     python -m benchmarks.memory_behaviour --parts overhead    # two minutes; on a quiet machine
 
     tables      MLP, and AlexNet- and ResNet-shaped users' models, of full size, on ghosts: breakdown by batch and depth
+    own         AlexNet and ResNets as models of hybridpar (ModelSpec), of full size, as `hybridpar memory` has them
     intervals   the same models at sizes that a CPU trains in seconds: access time intervals and outliers
     overhead    the engine's step with its memory events written to a file, over the same step without
     memory      growth of a process that records 10,000 steps, and of one that analyses them
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,17 +37,19 @@ from benchmarks.common import (
     ratios,
     write_results,
 )
-from benchmarks.user_models import ITERATIONS, alexnet, mlp, resnet, trained
+from benchmarks.user_models import ITERATIONS, Images, alexnet, mlp, resnet, trained
+from hybridpar.config import from_mapping
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory.behaviour import Behaviour, analyse
 from hybridpar.memory.events import Category, Header, Span, header_line, lives, read_trace, span_line
 from hybridpar.memory.swap import LINKS, swappable
-from hybridpar.train.memory_trace import EngineRecorder
+from hybridpar.train.memory_trace import EngineRecorder, predict_trace
 from hybridpar.train.records import Records
+from hybridpar.validate import resolve
 
 BOUND = 1.05
 SHORT = 25e-6
-PARTS = ["tables", "intervals", "overhead", "memory"]
+PARTS = ["tables", "own", "intervals", "overhead", "memory"]
 RECORDED = "recorded"
 MOST_GROWTH = 200 << 20
 
@@ -69,6 +73,20 @@ def tables(size: int) -> Iterator[dict[str, Any]]:
             spans = trained(make, shape, batch, ghosts=True)
             entry = {"case": f"{name} batch {batch}", "settings": {"shape": "tiny", "part": "tables", "size": size}}
             entry |= breakdown(analyse(spans)) | blocks(spans)
+            print(f"{entry['case']:<24} peak {entry['peak_bytes'] >> 20} MiB, {entry['breakdown']}", flush=True)
+            yield entry
+
+
+def own(size: int) -> Iterator[dict[str, Any]]:
+    """The same through the engine, one micro-batch a step, group normalization for batch normalization."""
+    for name in ("alexnet", "resnet18", "resnet50"):
+        for batch in (16, 64, 256):
+            config = resolve(replace(from_mapping({
+                "pipeline": {"num_microbatches": 1}, "optim": {"name": "sgd", "clip_grad": 0.0},
+                "train": {"micro_batch_size": batch, "device": "cpu"}}), model=Images(name, size=size)), 1)
+            _, spans = predict_trace(config, steps=ITERATIONS)
+            entry = {"case": f"own {name} batch {batch}", "settings": {"shape": "tiny", "part": "own", "size": size}}
+            entry |= breakdown(analyse(spans))
             print(f"{entry['case']:<24} peak {entry['peak_bytes'] >> 20} MiB, {entry['breakdown']}", flush=True)
             yield entry
 
@@ -228,6 +246,8 @@ def main() -> None:
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if "tables" in args.parts:
         yield from tables(args.size)
+    if "own" in args.parts:
+        yield from own(args.size)
     if "intervals" in args.parts:
         yield from intervals(args.size)
     if "overhead" in args.parts:

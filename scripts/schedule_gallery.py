@@ -1,4 +1,4 @@
-"""Writes docs/schedules.md: every schedule on one axis of time, and in one table what it costs.
+"""Writes docs/all_schedules.md: every schedule on one axis of time, and in one table what it costs.
 
     python scripts/schedule_gallery.py [FILE]
 """
@@ -18,7 +18,7 @@ from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
 from hybridpar.pipeline.plan.simulate import simulate
 
-FILE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
+FILE = Path(__file__).resolve().parents[1] / "docs" / "all_schedules.md"
 TABLES = (4, 8), (8, 32)
 DRAWN = 3, 4
 """Ranks and micro-batches of the sizes that the table has, and of the drawings."""
@@ -34,7 +34,7 @@ SCHEDULES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("2BW on V-Half", "2bw", {"placement": "v", "activations": "half"}),
     ("2BW on V-Min", "2bw", {"placement": "v", "activations": "min"}))
 """Name, schedule and options."""
-_HEAD = """# Schedules
+_HEAD = """# All schedules
 
 Written by `scripts/schedule_gallery.py`. One forward of a rank takes 1, a backward 2, of which each part, I for the
 input and W for the weights, takes 1; transfers take nothing.

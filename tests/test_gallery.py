@@ -1,4 +1,4 @@
-"""docs/schedules.md is what its script writes, and has every schedule."""
+"""docs/all_schedules.md is what its script writes, and has every schedule."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ LAYERS = (
     ("errors", "reading"), ("config",), ("autograd", "cpu", "flight", "native", "sockets"), ("grid", "random"),
     ("comm",), ("ops",), ("nn",),
     ("models", "pipeline.plan"), ("optim",), ("state",), ("pipeline.run",), ("data",), ("checkpoint",),
-    ("validate",), ("memory",), ("train",), ("verify", "planner"), ("trainer",), ("commands",), ("cli",), ("__main__",),
+    ("validate",), ("memory",), ("train",), ("verify", "planner", "conformance"), ("trainer", "watch"),
+    ("commands",), ("cli",), ("__main__",),
 )
 RANK = {name: i for i, names in enumerate(LAYERS) for name in names}
 

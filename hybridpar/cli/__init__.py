@@ -1,5 +1,5 @@
-"""The command line: hybridpar train | verify | check | memory | profile | plan | simulate | graph | place |
-preprocess | generate | export | import | doctor.
+"""The command line: hybridpar train | verify | conform | check | memory | profile | plan | simulate | graph | place |
+preprocess | generate | export | import | watch | doctor.
 
     hybridpar train CONFIG.toml --parallel.tp 2 --train.num_steps 100       alone, or under torchrun
     python -m hybridpar train ...                                          the same

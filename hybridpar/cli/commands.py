@@ -5,6 +5,7 @@ A command imports its libraries when it runs, so that `--help` is quick.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from hybridpar.cli.exchange import Export, Import
 from hybridpar.cli.fitting import Room, fit_report
 from hybridpar.cli.memory import Memory
+from hybridpar.cli.outputs import check_outputs, write_output
 from hybridpar.cli.placing import Graph, Place
 from hybridpar.cli.planning import ConfigFile, Overrides, Plan, Profile, Simulate, cost_on_machine, resolved
 from hybridpar.cli.values import Ranks, Threads, Within, parse_grid
@@ -94,6 +96,43 @@ class Verify:
         if self.json:
             print(to_json(report.as_json()))
         return 0 if report.ok else 1
+
+
+@dataclass(frozen=True)
+class Conform:
+    """Compare parallel modules of any framework with one process, case by case, and name what is wrong."""
+
+    factories: Positional[str]
+    """A module and a dict of factories in it, "my_module:FACTORIES" (hybridpar/conformance says what a factory is)."""
+    ranks: Annotated[tuple[int, ...], Within(1, 64)] = (1, 2, 3, 4)
+    """Numbers of processes to run each case on."""
+    tolerance: Annotated[float, Within(above=0, most=1)] = 1e-9
+    """Largest difference, as a share of the largest element; 1e-5 for modules that compute in float32."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.conformance import conform
+
+        results = conform(_factories(self.factories), self.ranks, tolerance=self.tolerance)
+        wrong = [result for result in results if result.findings]
+        if self.json:
+            print(json.dumps({"ok": not wrong, "results": [result.as_json() for result in results]}))
+        else:
+            print(*results, f"{len(results)} runs, {len(wrong)} with differences", sep="\n")
+        return 1 if wrong else 0
+
+
+def _factories(name: str) -> dict[str, Any]:
+    """What "module:name" names; modules of this folder come first. Raises: ConfigError."""
+    module, _, attribute = name.partition(":")
+    sys.path[:0] = [str(Path.cwd())] * (str(Path.cwd()) not in sys.path)
+    try:
+        found = getattr(importlib.import_module(module), attribute, None) if module else None
+    except ImportError as error:
+        raise config_error("factories", name, f"cannot be imported ({error})", "my_module:FACTORIES") from error
+    if not isinstance(found, dict):
+        raise config_error("factories", name, "must be a module and a dict of factories in it", "my_module:FACTORIES")
+    return found
 
 
 @dataclass(frozen=True)
@@ -327,6 +366,29 @@ class Generate:
 
 
 @dataclass(frozen=True)
+class Watch:
+    """Show a run in a browser, live: loss, speed, where time goes, the timeline, memory, failures."""
+
+    folder: Positional[Annotated[Path, arg(metavar="RUN")]]
+    """A run folder, such as runs/NAME."""
+    html: str = ""
+    """Write the page to this file, which needs no other, in the stead of serving it."""
+    port: Annotated[int, Within(0, 2**16 - 1)] = 0
+    """Port on 127.0.0.1; 0: a free one."""
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.watch import Board, page, serve
+
+        board = Board(self.folder)
+        if self.html:
+            check_outputs([], html=self.html)
+            write_output("html", self.html, page(board))
+        else:
+            serve(board, self.port, lambda address: print(f"{address}    (Ctrl-C ends it)", flush=True))
+        return 0
+
+
+@dataclass(frozen=True)
 class Doctor:
     """Say what this machine is, what was built for it, and which code each operator runs."""
 
@@ -345,6 +407,6 @@ class Doctor:
 
 COMMANDS: dict[str, type[Any]] = {
     kind.__name__.lower(): kind for kind in (
-        Train, Verify, Replay, Check, Memory, Profile, Plan, Simulate, Graph, Place, Preprocess, Generate, Export,
-        Import, Doctor)
+        Train, Verify, Conform, Replay, Check, Memory, Profile, Plan, Simulate, Graph, Place, Preprocess, Generate,
+        Export, Import, Watch, Doctor)
 }

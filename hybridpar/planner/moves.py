@@ -3,7 +3,8 @@
     ZeRO-2 and 3    FETCH gathers the weights of a part, RELEASE sums its gradients: as the link between replicas was
                     measured; CPU time of them is the rank's own
     host            gradients leave, the host updates, weights arrive: at speeds of the profile; on CPUs, on their cores
-    budget          FETCH and RELEASE read and write the file, at speeds of the profile
+    budget          FETCH and RELEASE read and write the file, at speeds of the profile; CPU time of them is the rank's
+                    own where ranks and their moves are more than the cores
 
 The plan with all moves is the one that a run would have, from its state on ghosts. Units: seconds, bytes.
 """
@@ -77,12 +78,20 @@ class Moves:
                 host=[n / speeds.updated for n in numbers], from_host=[working * n / speeds.copied for n in numbers],
                 host_shares=shares, host_works=True)
         if memory.budget:
-            return replace(costs, fetch=MIB / speeds.read, release=MIB / speeds.written)
+            work = [seconds / 1024 if self._share_cores(costs) else 0.0 for seconds in (
+                speeds.read_work, speeds.written_work)]
+            fetch, release = (max(0.0, MIB / speed - used) for speed, used in zip(
+                (speeds.read, speeds.written), work, strict=True))
+            calls = {**costs.calls, **dict(zip((Kind.FETCH, Kind.RELEASE), work, strict=True))}
+            return replace(costs, calls=calls, fetch=fetch, release=release)
         gathers, sums = ([self._collective(op, r, ranks, rings) for r, ranks in enumerate(replicas)]
                          for op in ("gather", "scatter"))
         calls = {**costs.calls, Kind.FETCH: [work for _, work in gathers], Kind.RELEASE: [work for _, work in sums]}
         return replace(costs, calls=calls, fetch=[max(0.0, seconds - work) for seconds, work in gathers],
                        release=[max(0.0, seconds - work) for seconds, work in sums])
+
+    def _share_cores(self, costs: Costs) -> bool:
+        return costs.cores is not None and costs.cores < 2 * len(self.ghosts)
 
     def _collective(self, op: str, rank: int, replicas: Sequence[int], rings: int) -> tuple[float, float]:
         """Seconds and CPU time that a MiB takes, of items of the usual size."""

@@ -108,13 +108,15 @@ class StateSpeeds:
     """Speeds of a rank while all ranks of a host do the same; 0: not known.
 
     updated: parameters that the optimizer updates on the host, in a second. copied: bytes to the host or from it. read,
-    written: bytes from and to the file of memory.budget.
+    written: bytes from and to the file of memory.budget. read_work, written_work: CPU time of a GiB of these, seconds.
     """
 
     updated: Amount = 0.0
     copied: Amount = 0.0
     read: Amount = 0.0
     written: Amount = 0.0
+    read_work: Amount = 0.0
+    written_work: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from hybridpar.comm import barrier, gather_objects
 from hybridpar.config import Config
@@ -18,6 +18,7 @@ from hybridpar.train.host_forecast import host_speeds
 
 _FILE_BYTES, _QUICK_FILE_BYTES = 64 << 20, 16 << 20
 _REPEATS = 3
+_GIB = 1 << 30
 
 
 def measure_state(config: Config, world: Axis, *, quick: bool) -> StateSpeeds:
@@ -30,26 +31,25 @@ def measure_state(config: Config, world: Axis, *, quick: bool) -> StateSpeeds:
     return StateSpeeds(*(fmean(speeds) for speeds in zip(*everyone, strict=True)))
 
 
-def _file_speeds(folder: Path, num_bytes: int) -> tuple[float, float]:
-    """Bytes read and written in a second, an item of so many at a time; zeros where there is no room."""
-    region = Region(num_bytes)
+def _file_speeds(folder: Path, num_bytes: int) -> tuple[float, float, float, float]:
+    """Bytes read and written in a second, an item of so many at a time, and the CPU time of a GiB of each; zeros where
+    there is no room."""
+    region, store = Region(num_bytes), None
+    taken: dict[str, list[tuple[float, float]]] = {"read": [], "write": []}
     try:
         store = DiskStore(folder, [num_bytes])
-    except HybridparError:
-        return 0.0, 0.0
-    read, written = [], []
-    try:
         for _ in range(_REPEATS):
             region.tensor.fill_(1)
-            start = time.perf_counter()
-            store.write(0, region.view)
-            written.append(time.perf_counter() - start)
-            region.give_back()
-            start = time.perf_counter()
-            store.read(0, region.view)
-            read.append(time.perf_counter() - start)
+            for what, move, before in (("write", store.write, None), ("read", store.read, region.give_back)):
+                if before is not None:
+                    before()
+                start, used = time.perf_counter(), time.process_time()
+                move(0, region.view)
+                taken[what].append((time.perf_counter() - start, time.process_time() - used))
     except HybridparError:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     finally:
-        store.close()
-    return num_bytes / sorted(read)[_REPEATS // 2], num_bytes / sorted(written)[_REPEATS // 2]
+        if store is not None:
+            store.close()
+    (read, read_work), (write, write_work) = (map(median, zip(*taken[what], strict=True)) for what in taken)
+    return num_bytes / read, num_bytes / write, read_work * _GIB / num_bytes, write_work * _GIB / num_bytes

@@ -83,7 +83,9 @@ class DiskStore:
                 start += moved
 
         try:
-            for done in [self._threads.submit(piece, start) for start in range(0, size, _PIECE)]:
+            if size <= _PIECE:  # to wake threads would take longer
+                piece(0)
+            for done in [self._threads.submit(piece, start) for start in range(0, size, _PIECE) if size > _PIECE]:
                 done.result()
             if not self._direct:
                 os.posix_fadvise(self._file, at, size, os.POSIX_FADV_DONTNEED)

@@ -10,7 +10,7 @@ from hybridpar.config import Config
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import Kind
 from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.residency import FastTier, Residency, add_residency
+from hybridpar.pipeline.plan.residency import FastTier, add_residency
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.train.ghost_rank import GhostRank
 from hybridpar.train.touches import Touches
@@ -63,7 +63,7 @@ def forecast(config: Config, rank: int = 0) -> TierForecast:
 def moved(actions: Sequence[Action], touches: Touches, budget: int, batches: range) -> tuple[int, int]:
     """Bytes read and written from one update to another of these batches, of a run that starts with all in the slow
     tier."""
-    residency = Residency(touches, touches.num_bytes, budget, pinned=touches.pinned, void=touches.void)
+    residency = touches.residency(budget)
     fast, read, written, counts = FastTier(residency), 0, 0, False
     for action in add_residency(actions, residency):
         if action.kind is Kind.UPDATE and action.part == 0:

@@ -92,8 +92,7 @@ class GhostRank:
             return None
         touches = self.touches(sizes)
         touches.require(self.config.memory.budget)
-        return Residency(
-            touches, touches.num_bytes, self.config.memory.budget, pinned=touches.pinned, void=touches.void)
+        return touches.residency(self.config.memory.budget)
 
     def actions(self, ordering: Ordering, sizes: Sizes, num_batches: int) -> Iterator[Action]:
         """Its list for so many batches, without what it moves. `sizes`: their micro-batches may be fewer or more."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.check import PlanError
-from hybridpar.pipeline.plan.residency import FastTier, Mode, Residency, add_residency
+from hybridpar.pipeline.plan.residency import FastTier, Mode, add_residency
 from hybridpar.state.tiered import TieredMemory
 from hybridpar.train.touches import Touches
 
@@ -27,9 +27,8 @@ class RankTiers:
         """The actions of a rank that is drained, with FETCH, RELEASE and DROP. Raises: ConfigError."""
         self._tiers.settle()  # what a batch that was cut off had asked for
         touches, items = self._touches, self._tiers.items
-        residency = Residency(
-            touches, touches.num_bytes, self.memory.budget, pinned=touches.pinned, void=touches.void,
-            resident={i: items[i].changed for i in touches.moving if self._tiers.is_here(i)})
+        residency = touches.residency(
+            self.memory.budget, {i: items[i].changed for i in touches.moving if self._tiers.is_here(i)})
         fast = FastTier(residency)
         for action in add_residency(actions, residency):
             if fault := fast.follow(action):

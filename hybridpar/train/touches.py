@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from hybridpar.errors import config_error
 from hybridpar.pipeline.plan.action import Action, Kind
-from hybridpar.pipeline.plan.residency import Mode, Touch
+from hybridpar.pipeline.plan.residency import Mode, Residency, Touch
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.state import RankState
 from hybridpar.state.tiered import StateItem
@@ -57,6 +57,15 @@ class Touches:
         if (least := self.least_budget()) > budget:
             rule = f"must hold what one part of this rank needs at a time: {least} bytes"
             raise config_error("memory.budget", budget, rule, str(least))
+
+    def residency(self, budget: int, resident: Mapping[int, bool] | None = None) -> Residency:
+        """What the tiers of a budget keep and move. resident: as Residency has it; None: all is in the slow tier.
+
+        Where not all has room, two of the largest items have: one that comes while another leaves.
+        """
+        num_bytes = self.num_bytes
+        spare = 2 * max((num_bytes[i] for i in self.moving), default=0) if sum(num_bytes) > budget else 0
+        return Residency(self, num_bytes, budget, self.pinned, resident or {}, self.void, spare)
 
     def __call__(self, action: Action) -> _Touches:
         kind, number = action.kind, action.microbatch

@@ -76,6 +76,22 @@ def test_a_budget_costs_what_does_not_hide_behind_compute() -> None:
 
 
 @pytest.mark.parametrize(("cores", "hides"), [(8, True), (1, False)])
+def test_cpu_time_of_a_file_is_the_ranks_own_where_cores_are_few(cores: int, hides: bool) -> None:
+    base = made.config(m=4, b=1, schedule="gpipe", **LARGE)
+    config = replace(base, memory=replace(base.memory, budget=int(0.7 * predict(base)[0].state)))
+    on = machine(base, 1, bandwidth=1e6, cores=cores)
+    times = []
+    for work in (0.0, 1000.0):  # of a second that the disk takes for a GiB
+        state = replace(on.profile.state, read_work=work, written_work=work)
+        times.append(StepCost(config, replace(on, profile=replace(on.profile, state=state))).step_time)
+    free, busy = times
+    if hides:
+        assert busy == free
+    else:
+        assert busy > free
+
+
+@pytest.mark.parametrize(("cores", "hides"), [(8, True), (1, False)])
 def test_a_host_hides_only_where_cores_are_idle(cores: int, hides: bool) -> None:
     plain = made.config(m=6, b=1, schedule="2bw", **LARGE)
     on = machine(plain, 1, update=1.0, cores=cores)

@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,8 +70,13 @@ def write_config(folder: Path, schedule: str = "2bw") -> Path:
 
 
 def run_job(num_ranks: int, *args: str | Path) -> str:
-    """What `hybridpar *args` prints on so many local ranks. They are forks of this process: they import nothing again,
-    and what the test has patched is patched in them.
+    """What `hybridpar *args` prints on so many local ranks, as `fork_ranks` runs them."""
+    return fork_ranks(num_ranks, partial(main, list(map(str, args))))
+
+
+def fork_ranks(num_ranks: int, call: Callable[[], object]) -> str:
+    """What `call` prints on so many ranks that find the environment of torchrun. They are forks of this process: they
+    import nothing again, and what the test has patched is patched in them.
 
     Raises: AssertionError with that text, where a rank fails or the job does not end within a minute.
     """
@@ -77,7 +84,7 @@ def run_job(num_ranks: int, *args: str | Path) -> str:
         port = server.getsockname()[1]
     with tempfile.NamedTemporaryFile() as output:
         fork = multiprocessing.get_context("fork").Process
-        ranks = [fork(target=_rank, args=(rank, num_ranks, port, output.name, args)) for rank in range(num_ranks)]
+        ranks = [fork(target=_rank, args=(rank, num_ranks, port, output.name, call)) for rank in range(num_ranks)]
         for rank in ranks:
             rank.start()
         for rank in ranks:
@@ -89,11 +96,11 @@ def run_job(num_ranks: int, *args: str | Path) -> str:
         return text
 
 
-def _rank(rank: int, num_ranks: int, port: int, output: str, args: tuple[str | Path, ...]) -> NoReturn:
+def _rank(rank: int, num_ranks: int, port: int, output: str, call: Callable[[], object]) -> NoReturn:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with open(output, "a", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
-        sys.exit(main(list(map(str, args))))
+        sys.exit(call())  # type: ignore[arg-type]
 
 
 def torchrun(num_ranks: int, *args: str | Path) -> subprocess.Popen[str]:

@@ -12,10 +12,12 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from train.runs import run_job, write_config
 
+from benchmarks.user_models import Images
 from hybridpar.comm.ranks import run_on_ranks
 from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory import predict
+from hybridpar.memory.behaviour import analyse
 from hybridpar.memory.events import Category, Span, What, lives, read_trace
 from hybridpar.memory.predict import batches_to_peak
 from hybridpar.train.engine import Engine
@@ -102,6 +104,27 @@ def test_what_is_predicted_is_what_a_run_records(case: tuple[dict[str, Any], ...
         assert len(events) == len(expected)
         last = {life.block for life in lives(predicted) if life.born_step == 3}  # which may be on its way still
         assert freed <= also <= freed | last
+
+
+@pytest.mark.parametrize(("name", "size", "share"), [("alexnet", 63, 0.15), ("resnet18", 32, 0.25)])
+def test_models_of_users_repeat_from_iteration_1_on_and_are_predicted(name: str, size: int, share: float) -> None:
+    """Shapes that Li et al. (ISPASS 2021) trained, thin ones. share: what intermediates are of the peak at batch 8, at
+    least. Clipped gradients would have events of their own."""
+
+    def config(batch: int) -> Config:
+        return resolve(replace(from_mapping({
+            "pipeline": {"num_microbatches": 1}, "optim": {"name": "sgd", "clip_grad": 0.0},
+            "train": {"micro_batch_size": batch, "device": "cpu"}}), model=Images(name, 4, size)), 1)
+
+    def intermediates(spans: list[Span]) -> float:
+        peak = analyse(spans).peak
+        plain = (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER, Category.BATCH)
+        return 1 - sum(peak.by_category.get(category, 0) for category in plain) / peak.num_bytes
+
+    predicted = predict_trace(config(8), steps=3)[1]
+    assert analyse(predicted).stable_from == 2  # steps count from 1, iterations from 0
+    assert told(record(config(8), 3))[0] == told(predicted)[0]
+    assert share < intermediates(predicted) < intermediates(predict_trace(config(64), steps=2)[1])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

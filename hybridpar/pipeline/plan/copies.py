@@ -6,8 +6,8 @@ Of a rank with a fast tier one engine brings items into it, the other writes the
     in           |-- FETCH1 --||         FETCH0 waits .. |-- FETCH0 --|
     out                         |---- RELEASE2 ----------|
 
-Both take their moves in the order of the list. A FETCH waits for every RELEASE before it, whose room it may need; so
-does an action that makes an item which was not there. What was not changed leaves in no time.
+Both take their moves in the order of the list. A FETCH waits until what left before it has made room, and so does an
+action that makes an item which was not there. What was not changed leaves in no time.
 
 So are what micro-batches keep from forward to backward, where it leaves meanwhile (StashEngines).
 
@@ -46,6 +46,8 @@ class CopyEngines:
         self._residency, self._fetch, self._release = residency, fetch, release
         self._tier = FastTier(residency)
         self._arrivals: dict[int, float] = {}
+        self._gone: dict[int, float] = {}  # when an item was last written back
+        self._leaving: deque[tuple[float, int]] = deque()  # when that is over, and bytes, of those written last
         self._in_free = self._out_free = 0.0
 
     def sizes(self, kind: Kind) -> list[float]:
@@ -55,23 +57,41 @@ class CopyEngines:
     def ready(self, action: Action) -> float:
         """Time at which all is there that the action touches."""
         arrivals = (self._arrivals.get(item, 0.0) for item, _ in self._residency.touches(action))
-        return max(*arrivals, self._out_free if self._tier.creates(action) else 0.0, 0.0)
+        return max(*arrivals, self._has_room(self._tier.made(action)), 0.0)
 
     def follow(self, action: Action, now: float) -> tuple[str, float, float]:
         """Goes past an action: what is wrong with it, if anything is, and of a move its start and its end."""
         item, written = action.microbatch, action.kind is Kind.RELEASE and self._tier.is_changed(action.microbatch)
+        while self._leaving and self._leaving[0][0] <= now:
+            self._leaving.popleft()
+        room = self._has_room([item]) if action.kind is Kind.FETCH else 0.0
         if fault := self._tier.follow(action):
             return fault, now, now
-        mib = self._residency.num_bytes[item] / MIB if written or action.kind is Kind.FETCH else 0.0
+        num_bytes = self._residency.num_bytes[item] if written or action.kind is Kind.FETCH else 0
         if written:
             start = max(now, self._out_free)
-            self._out_free = start + mib * self._release
+            self._out_free = self._gone[item] = start + num_bytes / MIB * self._release
+            self._leaving.append((self._out_free, num_bytes))
             return "", start, self._out_free
         if action.kind is Kind.FETCH:
-            start = max(now, self._in_free, self._out_free)
-            self._in_free = self._arrivals[item] = start + mib * self._fetch
+            start = max(now, self._in_free, room)
+            self._in_free = self._arrivals[item] = start + num_bytes / MIB * self._fetch
             return "", start, self._in_free
         return "", now, now
+
+    def _has_room(self, items: Sequence[int]) -> float:
+        """Time from which there is room for items that are not here, none of which is still leaving."""
+        if not items:
+            return 0.0
+        found = max(self._gone.get(item, 0.0) for item in items)
+        excess = (self._tier.num_bytes + sum(self._residency.num_bytes[item] for item in items)
+                  + sum(num_bytes for _, num_bytes in self._leaving) - self._residency.budget)
+        for over, num_bytes in self._leaving:
+            if excess <= 0:
+                break
+            excess -= num_bytes
+            found = max(found, over)
+        return found
 
 
 class StashEngines:
@@ -135,7 +155,7 @@ class ReplicaEngines:
     def follow(self, action: Action, now: float) -> tuple[str, float, float]:
         """Goes past an action: what is wrong with it, if anything is, and of a move its start and its end."""
         if action.kind not in PER_ITEM:
-            due, makes = self._num_due(action), self._gradients.creates(action)
+            due, makes = self._num_due(action), self._gradients.made(action)
             for _ in range(due):
                 self._sums.popleft()
             self._num_older = len(self._sums) if makes else max(0, self._num_older - due)
@@ -158,7 +178,7 @@ class ReplicaEngines:
         """The number of sums, the oldest first, that must be over before an action."""
         if action.kind in (Kind.NORM, Kind.UPDATE):
             return len(self._sums)
-        return self._num_older if self._gradients.creates(action) else 0
+        return self._num_older if self._gradients.made(action) else 0
 
 
 class HostEngines:

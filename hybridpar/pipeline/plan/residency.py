@@ -54,7 +54,8 @@ class Residency:
 
     touches: of an action; none of them twice. num_bytes: by item. budget: bytes of the fast tier. pinned: items that
     are always in it. resident: the others that are in it at the start, and whether they have been changed since they
-    were last in the slow tier. void: items that have no content at the start, in neither tier.
+    were last in the slow tier. void: items that have no content at the start, in neither tier. spare: bytes of the
+    budget that are left free where they can be, so that what comes need not wait for what leaves.
     """
 
     touches: Callable[[Action], Sequence[Touch]]
@@ -63,6 +64,7 @@ class Residency:
     pinned: Collection[int] = frozenset()
     resident: Mapping[int, bool] = field(default_factory=dict)
     void: Collection[int] = frozenset()
+    spare: int = 0
 
     @property
     def start_bytes(self) -> int:
@@ -71,7 +73,7 @@ class Residency:
 
 
 def add_residency(
-    actions: Iterable[Action], residency: Residency, *, ahead: int = 4, batches: int = 4,
+    actions: Iterable[Action], residency: Residency, *, ahead: int = 16, batches: int = 4,
 ) -> Iterator[Action]:
     """Adds FETCH, RELEASE and DROP to one rank's actions: the last pass over a plan, which may be endless.
 
@@ -116,7 +118,7 @@ class _Pass:
         self._ahead, self._batches = ahead, batches
         self._pinned_bytes = sum(residency.num_bytes[item] for item in residency.pinned)
         self._resident = dict(residency.resident)  # what is not pinned; whether changed
-        self._bytes = self._least = residency.start_bytes
+        self._bytes, self._needed = residency.start_bytes, 0  # needed: at most, by any one action
         self._number = self._num_updates = self._num_touching = 0
         self._last_use: dict[int, int] = {}
         self._left: dict[int, int] = {}  # behind which step
@@ -149,14 +151,15 @@ class _Pass:
             assert len({item for item, _ in touches}) == len(touches), f"{action} touches an item twice: {touches}"
             for item, mode in touches:
                 self._upcoming[item].append((step.number, mode))
-            self._least = max(self._least, self._pinned_bytes + sum(
+            self._needed = max(self._needed, self._pinned_bytes + sum(
                 num_bytes[item] for item, mode in touches if mode is not Mode.RENEW))
             self._number += 1
             self._num_updates += step.ends_batch
             self._read.append(step)
-        if self._least > self._residency.budget:
+        least = max(self._needed, self._residency.start_bytes)
+        if least > self._residency.budget:
             raise config_error("memory.budget", self._residency.budget, "must hold what is there at the start, "
-                               f"and what any one action needs: {self._least} bytes", str(self._least))
+                               f"and what any one action needs: {least} bytes", str(least))
 
     def _decide(self, step: _Step) -> None:
         """Makes room for what the step lacks, and brings it in. What it makes elsewhere leaves."""
@@ -168,7 +171,8 @@ class _Pass:
                 self._give_up(item)
             self._left[item] = step.number - 1  # may come back right behind this step
         lacking = [touch for touch in step.touches if touch.item not in resident and touch.mode is not Mode.RENEW]
-        excess = self._bytes + sum(num_bytes[item] for item, _ in lacking) - self._residency.budget
+        room = max(self._residency.budget - self._residency.spare, self._needed)
+        excess = self._bytes + sum(num_bytes[item] for item, _ in lacking) - room
         for item in self._victims(touched, excess) if excess > 0 else ():
             self._give_up(item)
         for item, mode in lacking:
@@ -249,9 +253,9 @@ class FastTier:
         """Whether the item would have to be written back."""
         return self._changed.get(item, False)
 
-    def creates(self, action: Action) -> bool:
-        """Whether the action makes an item that is not here."""
-        return any(item not in self._changed for item, _ in self._residency.touches(action))
+    def made(self, action: Action) -> list[int]:
+        """The items that the action makes, which are not here before."""
+        return [item for item, _ in self._residency.touches(action) if item not in self._changed]
 
     def follow(self, action: Action) -> str:
         """Goes past the action. What is wrong with it; empty if nothing is."""

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline.plan.items import READ, UPDATE, WRITE, plans
 
-from hybridpar.pipeline.plan.action import PER_ITEM, Kind, parse_actions
+from hybridpar.pipeline.plan.action import PER_ITEM, Action, Kind, parse_actions
 from hybridpar.pipeline.plan.copies import MIB
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.perfetto import trace_entries, waits
-from hybridpar.pipeline.plan.residency import FastTier, Residency, Touch
+from hybridpar.pipeline.plan.residency import FastTier, Residency, Touch, add_residency
 from hybridpar.pipeline.plan.simulate import StuckError, simulate
 from hybridpar.pipeline.plan.svg import draw_svg
 
@@ -60,6 +60,28 @@ def test_the_engines_work_at_once_and_each_in_order():
     assert times["RELEASE0@0"] == (1.5, 5.5)
     assert times["F0@0.1v0"] == (2, 2.5)
     assert times["RELEASE1@0"] == (5.5, 9.5)
+
+
+def test_what_has_room_comes_while_other_leaves():
+    text = "FETCH0@0 F0@0v0 RELEASE0@0 FETCH1@0 FETCH2@0 F0@0.1v0 F0@0.2v0"
+    shown = starts(run(text, UPDATE, room=2, fetch=1.0, release=4.0))
+    left = shown["RELEASE0@0"]
+    assert [shown[move] - left for move in ("FETCH1@0", "FETCH2@0")] == pytest.approx([0, 4])
+    shown = starts(run("FETCH0@0 F0@0v0 RELEASE0@0 FETCH0@0 F0@0v0", UPDATE, room=3, fetch=1.0, release=4.0))
+    assert shown["FETCH0@0"] == 6, "not before it has left, whatever room there is"
+
+
+def test_spare_room_hides_moves():
+    """Six parts, of which two or three are there at a time, each changed: a read and a write beside every action."""
+    actions = [Action(Kind.F, 0, 0, 0, part) for _ in range(8) for part in range(6)]
+
+    def time(room, spare):
+        residency = Residency(lambda action: [Touch(action.part, UPDATE)], [MIB] * 6, room * MIB, spare=spare * MIB)
+        plan = {0: tuple(add_residency(actions, residency))}
+        return simulate(plan, Costs(6.0, fetch=1.0, release=1.0), {0: residency}).makespan
+
+    assert time(3, 0) > 48 + 8 * 2  # parts of a forward take 1 each
+    assert time(3, 2) <= 48 + 2
 
 
 def test_what_is_never_fetched_is_waited_for_forever():

@@ -116,6 +116,22 @@ def test_no_choice_fetches_less(items, capacity, ahead):
     assert fetches(actions) == fewest_fetches(reads(items), 8, capacity)
 
 
+@given(st.lists(st.integers(0, 7), max_size=14), st.integers(1, 5), st.integers(0, 3), st.integers(0, 6))
+def test_with_spare_room_no_choice_in_the_rest_fetches_less(items, capacity, spare, ahead):
+    actions, touches = string_of(reads(items))
+    residency = Residency(touches, [1] * 8, capacity + spare, spare=spare)
+    moves = list(add_residency(actions, residency, ahead=ahead))
+    assert fetches(moves) == fewest_fetches(reads(items), 8, capacity)
+    assert not any(map(FastTier(residency).follow, moves))
+
+
+def test_an_action_that_needs_the_spare_room_has_it():
+    actions, touches = string_of([[Touch(0, READ)], [Touch(1, READ), Touch(2, READ)], [Touch(0, READ)]])
+    moves = list(add_residency(actions, Residency(touches, [1] * 3, 2, spare=1)))
+    assert fetches(moves) == 4
+    assert text(moves).startswith("FETCH0 FETCH1 F0 RELEASE0 FETCH2 F1")
+
+
 TOUCHES = st.lists(
     st.builds(Touch, st.integers(0, 4), st.sampled_from([READ, WRITE, UPDATE])), min_size=0, max_size=2,
     unique_by=lambda touch: touch.item)

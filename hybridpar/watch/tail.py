@@ -1,0 +1,95 @@
+"""Files of JSON lines that grow, read on from where they were; and curves of them that do not grow without bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hybridpar.reading import open_regular, parse_json
+
+_CHUNK = 1 << 20
+"""Bytes that are read at once; a longer line is left out."""
+
+
+class Tail:
+    """The lines of a file since the last look.
+
+    A line counts once it is whole. Where the file was cut off, as by a run that goes on from a checkpoint, or is
+    another one, reading begins anew, and `begins` counts it.
+    """
+
+    def __init__(self, path: Path):
+        self.begins = 0
+        self._path, self._place, self._last = path, 0, b""
+
+    def rows(self, most_bytes: int = 1 << 62) -> Iterator[dict[str, Any]]:
+        """The new lines that are JSON objects, of the next `most_bytes` of the file; others are skipped. A file that
+        cannot be read has none."""
+        try:
+            with open_regular(self._path) as file:
+                size = file.seek(0, 2)
+                if not self._is_where_it_was(file, size):
+                    self._place, self._last, self.begins = 0, b"", self.begins + 1
+                file.seek(self._place)
+                size = min(size, self._place + most_bytes)
+                while (chunk := file.read(min(_CHUNK, size - file.tell()))):
+                    whole = chunk.rfind(b"\n") + 1
+                    if not whole and len(chunk) < _CHUNK:
+                        return  # the line is not whole yet
+                    self._place += whole or len(chunk)
+                    self._last = chunk[:whole][-64:]
+                    yield from _objects(chunk[:whole])
+                    file.seek(self._place)
+        except (OSError, ValueError):
+            return
+
+    def _is_where_it_was(self, file: Any, size: int) -> bool:
+        """Whether what was read last still stands there."""
+        if size < self._place:
+            return False
+        file.seek(self._place - len(self._last))
+        return bool(file.read(len(self._last)) == self._last)
+
+
+def _objects(lines: bytes) -> Iterator[dict[str, Any]]:
+    for line in lines.splitlines():
+        try:
+            row = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+class Curve:
+    """A row of values over steps, of which fewer than `most` points (an even number) are kept: each the mean, least and
+    greatest of its steps. Where there are more, two neighbours become one."""
+
+    def __init__(self, most: int = 1024):
+        self.points: list[tuple[int, float, float, float]] = []
+        self._most, self._width = most, 1
+        self._open: list[tuple[int, float]] = []
+
+    def add(self, step: int, value: float) -> None:
+        """Adds the next value; one that is not finite is left out."""
+        if not math.isfinite(value):
+            return
+        self._open.append((step, value))
+        if len(self._open) == self._width:
+            self.points.append(_mean(self._open))
+            self._open = []
+        if len(self.points) == self._most:
+            pairs = zip(self.points[::2], self.points[1::2], strict=True)
+            self.points = [(b[0], (a[1] + b[1]) / 2, min(a[2], b[2]), max(a[3], b[3])) for a, b in pairs]
+            self._width *= 2
+
+    def shown(self) -> list[tuple[int, float, float, float]]:
+        """All points, and one of the values since the last."""
+        return [*self.points, *([_mean(self._open)] if self._open else [])]
+
+
+def _mean(values: list[tuple[int, float]]) -> tuple[int, float, float, float]:
+    numbers = [value for _, value in values]
+    return values[-1][0], math.fsum(numbers) / len(numbers), min(numbers), max(numbers)

@@ -1,0 +1,163 @@
+"""What the documentation site has besides docs/, made as it is built (a hook of mkdocs).
+
+    pictures/*.svg    schedules, simulated            settings.md    every section of the configuration, from its source
+    run/*             pictures of a run ($SITE_RUN)   api.md         the public names, for mkdocstrings
+    repository/       the files of the repository that pages link to, as ../FILE, and those that they link to in turn
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+_LINK = re.compile(r"(\]\()([^)\s#]+)")
+PICTURES: dict[str, dict[str, Any]] = {
+    "gpipe": {"schedule": "gpipe"},
+    "1f1b": {"schedule": "1f1b"},
+    "interleaved": {"schedule": "interleaved", "chunks": 2},
+    "zero_bubble": {"schedule": "1f1b", "split_backward": True, "zero_bubble": True},
+    "v": {"schedule": "1f1b", "split_backward": True, "placement": "v"},
+    "2bw": {"schedule": "2bw"},
+    "2bw_v_half": {"schedule": "2bw", "split_backward": True, "placement": "v", "activations": "half"},
+}
+"""Settings of the schedules that are drawn."""
+_RUN = ("plan.svg", "executed.svg", "loss.png")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the generated files to those of docs/."""
+    made = {"settings.md": settings(), "api.md": api()} | {f"pictures/{name}.svg": picture(name) for name in PICTURES}
+    run = Path(os.environ.get("SITE_RUN") or train(ROOT / "build" / "site-run"))
+    made |= {f"run/{name}": (run / name).read_bytes() for name in _RUN} | {"run/watch.html": dashboard(run)}
+    for name, content in made.items():
+        files.append(File.generated(config, name, content=content))
+    for path in linked(ROOT / "docs"):
+        files.append(File.generated(config, f"repository/{path.relative_to(ROOT)}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Leads links out of docs/ to the copies in repository/, and links of those into docs/ back."""
+    here = Path(page.file.src_uri)
+    if here.parts[0] != "repository":
+        return _LINK.sub(lambda m: m[1] + re.sub(r"^\.\./", "repository/", m[2]), markdown)
+    up = "../" * (len(here.parts) - 1)
+    return _LINK.sub(lambda m: m[1] + re.sub(r"^(\.\./)*docs/", up, m[2]), markdown)
+
+
+def linked(folder: Path) -> list[Path]:
+    """The files of the repository outside docs/ that its pages link to, directly or by way of such a file."""
+    found: dict[Path, None] = {}
+    waiting = [(page, link) for page in sorted(folder.glob("*.md")) for link in _links(page)]
+    while waiting:
+        page, link = waiting.pop()
+        target = (page.parent / link).resolve()
+        if target.is_file() and target.is_relative_to(ROOT) and not target.is_relative_to(folder):
+            if target not in found and target.suffix == ".md":
+                waiting += [(target, further) for further in _links(target)]
+            found[target] = None
+    return sorted({*found, ROOT / "ARCHITECTURE.md", ROOT / "benchmarks/README.md"})
+
+
+def _links(page: Path) -> Iterator[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return (found[2] for found in _LINK.finditer(text) if "://" not in found[2])
+
+
+def picture(name: str) -> str:
+    """Two batches of eight micro-batches on four ranks, as an SVG picture."""
+    from hybridpar.config import from_mapping
+    from hybridpar.pipeline.plan.svg import FORWARDS, draw_svg
+    from hybridpar.train.preview import preview
+
+    chunks = 2 if {"chunks", "placement"} & set(PICTURES[name]) else 1
+    sizes = {"num_microbatches": 8, "split": [2] + [1] * (4 * chunks - 2) + [2]}
+    config = from_mapping({"model": {"num_layers": 4 * chunks, "vocab_size": 64}, "parallel": {"pp": 4, "dp": 1},
+                           "pipeline": PICTURES[name] | sizes})
+    timeline = preview(config, 2).timeline
+    return draw_svg(timeline, title=name.replace("_", " "), unit=FORWARDS)
+
+
+def example(folder: Path) -> list[str]:
+    """Writes the example of start.md and text for it, and returns the arguments that train it on two ranks."""
+    page = (ROOT / "docs" / "start.md").read_text()
+    (folder / "my.toml").write_text(page.split("```toml\n")[1].split("```")[0])
+    text = "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
+    lines = (json.dumps({"text": paragraph}) for paragraph in text.split("\n\n"))
+    (folder / "my_text.jsonl").write_text("\n".join(lines))
+    return ["train", "my.toml", "--data.corpus", "my_text.jsonl", "--train.threads", "1"]
+
+
+def train(folder: Path) -> Path:
+    """The folder of a run of the example: of an earlier build, or trained now."""
+    if (run := folder / "runs" / "my").is_dir():
+        return run
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "hybridpar", *example(folder), "--ranks", "2"]
+    subprocess.run(command, check=True, capture_output=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return run
+
+
+def dashboard(run: Path) -> str:
+    """The page of `hybridpar watch`."""
+    from hybridpar.watch import Board, page
+
+    return page(Board(run))
+
+
+def settings() -> str:
+    """A page with a table for each section: key, default and what the source says of it."""
+    from hybridpar.config import Config
+
+    lines = ["# Settings", "", "Every key is a line of a TOML file under its section, or a flag: `--section.key "
+             "value`. `hybridpar check` names all that are wrong at once."]
+    for section in dataclasses.fields(Config):
+        kind = type(section.default_factory())  # type: ignore[misc]
+        lines += ["", f"## {section.name}", "", "| key | default | |", "|---|---|---|"]
+        notes = _notes(kind)
+        for key in dataclasses.fields(kind):
+            note = " ".join(notes.get(key.name, "").split()).replace("|", "\\|")
+            lines.append(f"| `{key.name}` | `{_spelled(key.default)}` | {note} |")
+    return "\n".join(lines) + "\n"
+
+
+def _spelled(value: Any) -> str:
+    """A default as TOML spells it."""
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_spelled, value))}]"
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _notes(kind: type[Any]) -> dict[str, str]:
+    """The string that follows each field of a class in its source."""
+    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
+    return {field.target.id: note.value.value for field, note in itertools.pairwise(body)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant)}
+
+
+def api() -> str:
+    """A page of all public names."""
+    import hybridpar
+    from hybridpar import conformance
+
+    lines = ["# Python"]
+    for module, use in ((hybridpar, "`import hybridpar as hp` and `hp.NAME`"),
+                        (conformance, "`from hybridpar.conformance import NAME` ([what for](verify.md))")):
+        names = [name for name in sorted(module.__all__, key=str.lower) if hasattr(getattr(module, name), "__module__")]
+        lines += ["", f"All public names of {module.__name__}: {use}.", "",
+                  *(f"::: {getattr(module, name).__module__}.{name}\n" for name in names if name != "Factory")]
+    return "\n".join(lines)
