@@ -46,20 +46,16 @@ class Footprints:
     def rough(
         self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
     ) -> Footprint:
-        """About the same from fewer traces, for comparing many: of micro-batches of 1 and 2, two layers, no ZeRO.
-
-        A stage without layers is exact.
-        """
+        """About the same from fewer traces, for comparing many: of micro-batches of 1 and 2, two layers, no ZeRO."""
         last, parallel = config.model.num_blocks - 1, config.parallel
         layers = range(max(blocks.start, 1), min(blocks.stop, last))
-        if not layers:
-            return self(config, blocks, recompute, buffers, device)
-        again, ends = _way(recompute, layers[0]), (blocks.start == 0, blocks.stop > last)
+        again = (_way(recompute, layers[0]),) * _FEW if layers else ()
+        ends = (blocks.start == 0, blocks.stop > last)
         key = (_bears(config), ends, again, recompute.whole, buffers, device)
         if key not in self._lines:
-            self._lines[key] = [self._line(config, size, _Shape(ends[0], (again,) * _FEW, ends[1], recompute.whole),
-                                           buffers, device) for size in (1, 2)]
-        one, two = ({name: few[name] + (len(layers) - _FEW) * each[name] for name in few}
+            self._lines[key] = [self._line(config, size, _Shape(ends[0], again, ends[1], recompute.whole), buffers,
+                                           device) for size in (1, 2)]
+        one, two = ({name: few[name] + (len(layers) - len(again)) * each[name] for name in few}
                     for few, each in self._lines[key])
         b, share = config.train.micro_batch_size, parallel.dp if parallel.zero else 1
         values = {name: one[name] + (b - 1) * (two[name] - one[name]) for name in one}
@@ -72,6 +68,9 @@ class Footprints:
         """The footprint of a stage of few layers, and what each layer more takes."""
         at = replace(config, parallel=replace(config.parallel, zero=0),
                      train=replace(config.train, micro_batch_size=micro_batch_size))
+        if not shape.again:
+            few = asdict(self._trace(at, shape, buffers, device))
+            return few, dict.fromkeys(few, 0)
         inner = replace(shape, embedding=False, head=False)
         few, one, more = (asdict(self._trace(at, each, buffers, device)) for each in (
             shape, inner, replace(inner, again=(*inner.again, inner.again[0]))))

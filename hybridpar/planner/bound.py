@@ -16,7 +16,8 @@ def least_time(cost: StepCost) -> float:
     m, chunks = cost.sizes.num_microbatches, cost.sizes.chunks
     schedule = cost.ordering.make() if cost.config.pipeline.early_switch != "auto" else None
     flush = schedule is not None and schedule.flush
-    before = [0.0, *accumulate(stage.compute for stage in cost.stages)]
+    split = cost.config.pipeline.split_backward
+    before = [0.0, *accumulate(stage.forward if split else stage.compute for stage in cost.stages)]
     work = max(m * rank.compute + rank.update + rank.norm
                + (_fill(cost, schedule, r, before) if schedule and flush else 0.0) for r, rank in enumerate(cost.ranks))
     # a micro-batch takes a link once for each chunk of the rank before it, but for the model's end; on a V once
@@ -32,11 +33,9 @@ def _fill(cost: StepCost, schedule: Schedule, rank: int, before: Sequence[float]
 
     Before its first forward and after its last backward the stages before it work; once its first micro-batch has
     left, and once its last one has, those behind it, while it has what it runs ahead to do. before: work of a
-    micro-batch on the stages before each.
+    micro-batch on the stages before each; of a split backward, whose part for weights may be beside all else, none.
     """
-    if cost.config.pipeline.split_backward:  # gradients of weights may be beside all but the first forwards
-        return sum(stage.forward for stage in cost.stages[:rank])
-    if cost.sizes.chunks > 1:  # it has other chunks to do
+    if cost.sizes.chunks > 1 or cost.config.pipeline.split_backward:  # it has other chunks, or such parts, to do
         return before[rank]
     own, behind = cost.stages[rank], before[-1] - before[rank + 1]
     ahead = min(schedule.warmup(cost.sizes, rank), cost.sizes.num_microbatches - 1)

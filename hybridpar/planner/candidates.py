@@ -199,7 +199,8 @@ def balanced(config: Config, machine: Machine) -> Candidate:
         costs = block_costs(cost)
         found = best_split(*costs, cost.sizes.num_stages, _held(cost))
         assert found is not None, "there are as many blocks as stages"
-        split = even_out(tuple(sum(of_block) for of_block in zip(*costs, strict=True)), found.sizes, cost.pp)
+        split = even_out(tuple(sum(of_block) for of_block in zip(*costs, strict=True)), found.sizes, cost.pp,
+                         config.pipeline.placement)
         config = replace(config, pipeline=replace(config.pipeline, split=split))
         cost = StepCost(config, machine)
     return Candidate(config, cost)

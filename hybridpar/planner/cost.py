@@ -325,8 +325,16 @@ class StepCost:
             transfer_back=None if back == transfer else back, latency=latency,
             tied=self.config.model.tie_embeddings and p > 1 and not self.sizes.is_v,
             blocking_norm=self.is_cpu, serial_links=not self.is_cpu,
-            cores=cores, transfer_work=work)
+            cores=cores, transfer_work=work, backward_input=self._backward_input)
         return self.moves.added_to(costs, [self.ranks_of(r) for r in range(p)], self.tp) if self.moves else costs
+
+    @property
+    def _backward_input(self) -> list[float] | None:
+        """Of the stages' split backwards, the part that the stage before waits for; None: it was not measured."""
+        if not all(cost.backward_input for cost in self.kinds.values() if cost.backward):
+            return None
+        return [stage.backward - sum(self.block(n).backward - self.block(n).backward_input for n in stage.blocks)
+                for stage in self.stages]
 
     @property
     def _at_work(self) -> float:

@@ -65,29 +65,29 @@ MEGATRON_2020 = Kernels(fused=False, forward_launches=30, backward_launches=50)
 
 
 class Product(NamedTuple):
-    """`times` products of m x k and k x n at once."""
+    """`copies` products of m x k and k x n at once."""
 
     m: int
     n: int
     k: int
-    times: int = 1
+    copies: int = 1
 
     @property
     def backward(self) -> tuple[Product, Product]:
         """The gradients of the first factor, and of the second, the weights."""
-        return Product(self.m, self.k, self.n, self.times), Product(self.n, self.k, self.m, self.times)
+        return Product(self.m, self.k, self.n, self.copies), Product(self.n, self.k, self.m, self.copies)
 
 
 @lru_cache(maxsize=4096)
 def product_time(device: Device, product: Product, result_bytes: int = HALF) -> float:
     """Seconds of a product in half precision. result_bytes: traffic for each number of the result."""
-    m, n, k, count = product
+    m, n, k, copies = product
     rate = device.peak_flops * device.matmul_share / device.units
     working = min(
-        -(-count * split * -(-m // rows) * -(-n // columns) // device.units)
+        -(-copies * split * -(-m // rows) * -(-n // columns) // device.units)
         * 2 * rows * columns * (k / split + _FILL) / (rate * share)
         for rows, columns, share in _TILES for split in _SPLITS if split == 1 or k >= split * _LEAST_DEPTH)
-    return max(working, device.memory_time(count * (HALF * k * (m + n) + result_bytes * m * n)))
+    return max(working, device.memory_time(copies * (HALF * k * (m + n) + result_bytes * m * n)))
 
 
 def block_times(
@@ -111,11 +111,9 @@ def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels
         Product(tokens, -(-joined // tp), h), Product(tokens, h, h // tp), Product(tokens, gates * f // tp, h),
         Product(tokens, h, f // tp)))
     attention = (_fused_attention if kernels.fused else _written_attention)(model, b, device, tp)
-    whole: float
-    whole_back: float
     if kernels.fused:  # norm and sum before it: two in, two out; biases' gradients are sums; q, k, v are joined again
-        whole, split = 2 * 4 * h, (gates + 1) * f
-        whole_back, split_back = 2 * 4 * h + 2 * h, (2 * gates + 1) * f + joined + gates * f + 2 * joined
+        whole, split = 2.0 * 4 * h, (gates + 1.0) * f
+        whole_back, split_back = 2.0 * 4 * h + 2 * h, (2.0 * gates + 1) * f + joined + gates * f + 2 * joined
     else:  # two norms; two times bias, dropout and residual in one kernel (and a mask); activation; heads put in order
         whole = 2 * 2 * h + 2 * (3 * h + (model.dropout > 0) * h / HALF)
         split = (gates + 1) * f + 2 * h

@@ -13,6 +13,7 @@ from hybridpar.planner.profile import Profile
 
 AnyLink = Link | MeasuredLink
 
+
 @dataclass(frozen=True)
 class Machine(Joined):
     """A profile of blocks, and how the devices that have it are joined.

@@ -14,7 +14,9 @@ from hybridpar.config import Config, load_toml, to_mapping
 from hybridpar.errors import config_error
 from hybridpar.models.build import recomputed_blocks
 from hybridpar.models.cost import forward_flops_per_token, stage_split
+from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.costs import Costs, expand
+from hybridpar.pipeline.plan.liveness import peak_live
 from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
@@ -77,12 +79,17 @@ def preview(config: Config, num_batches: int, costs: Costs | None = None) -> Pre
     if config.pipeline.early_switch == "auto":
         ordering = replace(ordering, early_switch=smallest_early_switch(costs, sizes, ordering))
     steady = ordering.timeline(sizes, costs)
-    m = sizes.num_microbatches
-    live = [steady.peak_live(rank, m) for rank in range(sizes.num_ranks)]
+    m, drains = sizes.num_microbatches, ordering.make().flush
+    live = [peak_live(_first_batch(actions) if drains else actions, m) for _, actions in sorted(steady.plan.items())]
     is_drawn = len(steady.batch_starts(m)) == num_batches
     return Preview(
         steady if is_drawn else ordering.timeline(sizes, costs, num_batches), *steady.steady_step(m),
         tuple(one.activations for one in live), tuple(one.versions for one in live))
+
+
+def _first_batch(actions: Sequence[Action]) -> Sequence[Action]:
+    """Those up to the first update, which others repeat where the pipeline drains before it."""
+    return actions[: next((i for i, action in enumerate(actions, 1) if action.kind is Kind.UPDATE), None)]
 
 
 def costs_of_run(folder: Path, config: Config) -> RunCosts:

@@ -28,7 +28,7 @@ V100, H200 = DEVICES["v100-16gb"], DEVICES["h200-141gb"]
 
 def rate(device, *sizes):
     product = Product(*sizes)
-    return 2 * product.m * product.n * product.k * product.times / product_time(device, product)
+    return 2 * product.m * product.n * product.k * product.copies / product_time(device, product)
 
 
 def test_an_endless_product_has_the_rate_of_the_table() -> None:
@@ -64,7 +64,7 @@ def test_gradients_are_two_products_of_as_many_operations() -> None:
     product = Product(3, 5, 7, 2)
     for one in product.backward:
         assert one.m * one.n * one.k == 3 * 5 * 7
-        assert one.times == 2
+        assert one.copies == 2
 
 
 @pytest.mark.parametrize("kernels", [OURS, MEGATRON_2020])

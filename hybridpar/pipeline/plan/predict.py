@@ -24,8 +24,8 @@ _STEADY_BATCHES = 8
 _BATCHES_TO_SETTLE = 5
 """Batches without a drain after which most pipelines repeat themselves."""
 _FEWEST, _STEADY = 8, 0.999
-_KEPT = 8
-"""Number of plans in memory; one of 32 stages and 100 micro-batches takes 20 MB."""
+_KEPT = 32
+"""Number of plans in memory; one of 32 stages and 100 micro-batches takes 20 MB, and of as few as show a step 5."""
 _BESIDE_REDUCTION = 2 / 3
 """The host's share of the slack where gradients are reduced over replicas before."""
 _WORTH = 1.01

@@ -31,11 +31,11 @@ _TO_SETTLE = 8
 def fewer(schedule: Schedule, sizes: Sizes) -> Iterator[int]:
     """Numbers of micro-batches, fewer than those of the batch, whose timeline may prove what more of them take."""
     p, m = sizes.num_ranks, sizes.num_microbatches
-    if schedule.order or schedule.activations or schedule.zero_bubble or (sizes.is_ring and m % p):
+    if schedule.order or schedule.activations or (sizes.is_ring and m % p):
         return
     multiple, settling = p if sizes.is_ring else 1, _TO_SETTLE
     while True:
-        slices = schedule.warmup(sizes, 0) + _window(sizes) + _alike(sizes) + settling
+        slices = schedule.warmup(sizes, 0) + _window(sizes) + _alike(sizes) + _delay(schedule, sizes) + settling
         few = -(-slices // (sizes.chunks * multiple)) * multiple
         if 2 * few > m:
             return
@@ -49,7 +49,7 @@ def time_of_more(timeline: Timeline, schedule: Schedule, sizes: Sizes) -> float 
     alike, number = _alike(sizes), sizes.num_microbatches * sizes.chunks
     stop = number - schedule.warmup(sizes, 0)
     window = range(stop - _window(sizes), stop)
-    if window.start <= alike:
+    if window.start <= alike + _delay(schedule, sizes):
         return None
     took = []
     for rank, actions in timeline.plan.items():
@@ -58,7 +58,8 @@ def time_of_more(timeline: Timeline, schedule: Schedule, sizes: Sizes) -> float 
             if action.kind in COMPUTE:
                 starts.setdefault(action.kind, []).append(start)
         for kind, times in starts.items():
-            first = len(times) - number + (schedule.warmup(sizes, rank) if kind is Kind.F else 0)
+            lead = {Kind.F: schedule.warmup(sizes, rank), Kind.W: -schedule.weight_delay(sizes, rank)}.get(kind, 0)
+            first = len(times) - number + lead
             took += [times[first + j] - times[first + j - alike] for j in window]
     is_settled = max(took) - min(took) <= SAME * timeline.makespan
     return max(took) * sizes.chunks / alike if is_settled else None
@@ -80,6 +81,11 @@ def repeats(timeline: Timeline, num_microbatches: int) -> float | None:
             shifts += [after - before for before, after in zip(starts, starts[len(starts) // 2:], strict=False)]
     least, most = min(shifts, default=0.0), max(shifts, default=0.0)
     return most if most - least <= SAME * timeline.makespan else None
+
+
+def _delay(schedule: Schedule, sizes: Sizes) -> int:
+    """The most slices by which gradients of weights come later."""
+    return max(schedule.weight_delay(sizes, rank) for rank in range(sizes.num_ranks))
 
 
 def _alike(sizes: Sizes) -> int:

@@ -141,7 +141,7 @@ class Timeline:
             if len(updates) < 2 or updates[-1] != len(actions) - 1 or rank not in self.returns:
                 return []
             before, last = updates if len(updates) == 2 else updates[-3:-1]
-            begun = max((action.microbatch for action in actions[:before] if action.kind in COMPUTE), default=-1)
+            begun = next((actions[i].microbatch for i in range(before, -1, -1) if actions[i].kind is Kind.F), -1)
             if begun >= (actions[before].microbatch + 1) * num_microbatches:
                 return []
             returns, ends = self.returns[rank], self.ends[rank]

@@ -33,8 +33,10 @@ def random_case(rng):
     def some(number, low, high, likely=0.7):
         return [rng.uniform(low, high) for _ in range(number)] if rng.random() < likely else 0.5 * (low + high)
 
+    split = rng.random() < 0.4
     ordering = Ordering(
-        schedule, clip=rng.random() < 0.7, gather=rng.random() < 0.3, split=rng.random() < 0.2,
+        schedule, clip=rng.random() < 0.7, gather=rng.random() < 0.3, split=split,
+        zero_bubble=split and schedule in ("1f1b", "interleaved") and rng.random() < 0.7,
         warmup="latency" if schedule == "1f1b" and rng.random() < 0.3 else "depth")
     calls = {kind: 0.1 * rng.random() for kind in (Kind.SEND_F, Kind.RECV_B, Kind.NORM)} if rng.random() < 0.5 else {}
     return ordering, sizes, Costs(
