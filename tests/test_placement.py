@@ -12,6 +12,7 @@ from torch import nn
 
 from hybridpar.grid import Axis
 from hybridpar.nn import Init, ParallelModule, Placement, Shard, named_placements, split_ranges, split_sizes
+from hybridpar.nn.placement import has_shared_rows
 
 NORMAL = Init("normal", 0.02)
 
@@ -69,6 +70,7 @@ def test_every_slice_has_one_owner(case: tuple[int, Shard]) -> None:
     assert sorted(owned.tolist()) == list(range(size))
     shared = placement_of(size, shard).shared_index()
     assert shared.tolist() == [i for i in range(size) if (held == i).sum() > 1]
+    assert has_shared_rows(placement_of(size, shard)) == bool(len(shared))
 
 
 @given(shards())

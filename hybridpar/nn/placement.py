@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -169,7 +169,8 @@ class Placement:
 
 def has_shared_rows(placement: Placement) -> bool:
     """Whether several ranks hold some of its rows."""
-    return placement.shared_index().numel() > 0
+    ranges = sorted(of for held in placement.shard.ranges for of in held if of[0] < of[1]) if placement.shard else []
+    return any(one[1] > other[0] for one, other in pairwise(ranges))
 
 
 class ParallelModule(nn.Module):
