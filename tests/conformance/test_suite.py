@@ -129,7 +129,8 @@ def megatron_loss(plain: Any, group: dist.ProcessGroup) -> Built:
 
     def forward(plain: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits, valid = head(wrong.Sum.apply(x, False, True)), labels >= 0
-        losses = tensor_parallel.vocab_parallel_cross_entropy(logits, labels.clamp_min(0), plain.smoothing_given)
+        with torch.compiler.set_stance("force_eager"):  # a fork may not compile
+            losses = tensor_parallel.vocab_parallel_cross_entropy(logits, labels.clamp_min(0), plain.smoothing_given)
         return (losses * valid).sum() / valid.sum()
 
     return Built(wrong.Of(plain, forward), layout=lambda name, parameter: Layout(0))
