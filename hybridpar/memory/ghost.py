@@ -71,6 +71,11 @@ class Ghost(Tensor):
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} on a ghost outside of its tracker")
 
+    @property
+    def stands_for_cuda(self) -> bool:
+        """Whether it is a GPU's, wherever it says that it is."""
+        return self.block.tracker.is_cuda
+
     def tolist(self) -> Any:
         """Returns zeros."""
         return _zeros(tuple(self.shape))

@@ -128,8 +128,11 @@ def nothing(weight: Tensor) -> Tensor:
 
 
 def by_float32(x: Tensor) -> bool:
-    """Whether products of tensors like this one are computed in float32, for want of instructions, or of fast ones."""
-    return x.device.type == "cpu" and not _has_fast_instructions(x.dtype)
+    """Whether products of tensors like this one are computed in float32, for want of instructions, or of fast ones.
+
+    What stands for a tensor of a GPU on a machine without one (memory/ghost.py) says so: `stands_for_cuda`.
+    """
+    return x.device.type == "cpu" and not getattr(x, "stands_for_cuda", False) and not _has_fast_instructions(x.dtype)
 
 
 @cache

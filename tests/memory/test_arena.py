@@ -131,19 +131,43 @@ def paper_trace(name: str, recompute: str) -> list[Span]:
 
 
 def test_logits_that_are_a_fifth_of_all() -> None:
-    """First fit takes 1.07: four micro-batches' blocks leave no gap for logits, unless they lie in boxes."""
-    within_a_twentieth(paper_trace("gpt_345m_paper", "none"))
+    """The hardest of all traces: 1.11 of what is alive, where a cache takes 1.15."""
+    spans = paper_trace("gpt_345m_paper", "none")
+    arena = plan(blocks_of(spans))
+    check(arena, blocks_of(spans))
+    assert arena.num_bytes <= 1.12 * arena.bound
+    assert arena.num_bytes < replay(event for span in spans for event in span.events).reserved
 
 
-@pytest.mark.parametrize(("name", "recompute"), [
-    ("gpt_345m_paper", "all"), ("gpt_345m_paper", "stage"), ("gpt_1b3_paper", "all")])
-def test_recomputed_interleaved_last_stages_waste_a_fifth_of_a_cache(name: str, recompute: str) -> None:
-    """A cache wastes 3 to 5 % of what is alive here; on first stages mostly next to nothing, of which no share counts.
+@pytest.mark.parametrize("recompute", ["all", "stage"])
+def test_recomputed_interleaved_last_stages_waste_a_fifth_of_a_cache(recompute: str) -> None:
+    """A cache wastes 8 to 9 % of what is alive here; on first stages mostly next to nothing, of which no share counts.
     """
-    spans = paper_trace(name, recompute)
+    spans = paper_trace("gpt_345m_paper", recompute)
     cached = replay(event for span in spans for event in span.events)
-    assert cached.waste > 0.03 * cached.largest_live
+    assert cached.waste > 0.07 * cached.largest_live
     is_little_larger(spans)
+
+
+def test_where_a_cache_wastes_a_hundredth() -> None:
+    spans = paper_trace("gpt_1b3_paper", "all")
+    arena = within_a_twentieth(spans)
+    assert arena.num_bytes <= replay(event for span in spans for event in span.events).reserved
+
+
+def test_a_gpus_trace_is_the_same_on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPUs without instructions for bf16 multiply float32 copies, and a GPU does not."""
+
+    def num_events(device: str, has_instructions: bool) -> int:
+        monkeypatch.setattr("hybridpar.nn.matmul._has_fast_instructions",
+                            lambda dtype: has_instructions or dtype.itemsize > 2)
+        config = from_mapping({
+            "model": {"num_layers": 1, "hidden_size": 64, "num_heads": 4, "seq_length": 32, "vocab_size": 96},
+            "train": {"device": device, "dtype": "bf16"}, "parallel": {"dp": 1}})
+        return sum(len(span.events) for span in predict_trace(config, steps=1)[1])
+
+    assert num_events("cuda", True) == num_events("cuda", False)
+    assert num_events("cpu", True) < num_events("cpu", False)
 
 
 def within_a_twentieth(spans: list[Span]) -> Arena:

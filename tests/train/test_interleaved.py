@@ -133,7 +133,7 @@ def test_a_job_leaves_what_any_job_leaves(tmp_path: Path) -> None:
     ({}, {}, "parallel.pp", "at least 2 where a rank holds 2 chunks"),
     ({"pp": 2}, {"chunks": 4}, "pipeline.chunks", "the model has only 7 blocks; try 3"),
     ({"pp": 4}, {}, "pipeline.chunks", "try pipeline.schedule = 1f1b"),
-    ({"pp": 2}, {"chunks": 1}, "pipeline.chunks", "must be at least 2, or 0 for 2"),
+    ({"pp": 2}, {"chunks": 1}, "pipeline.chunks", "must be at least 2, or 0 for the default"),
     ({"pp": 2}, {"schedule": "1f1b", "chunks": 2}, "pipeline.chunks", "has no such option, only interleaved"),
     ({"pp": 2}, {"chunks": -1}, "pipeline.chunks", "must not be negative"),
     ({"pp": 2}, {"split": [4, 3]}, "pipeline.split", r"4 positive numbers (parallel.pp * chunks) that add up to 7"),
