@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
-from functools import partial
+import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,11 +17,9 @@ from torch.distributed.tensor import Replicate, parallel
 
 from conformance import wrong
 from hybridpar.cli import main
-from hybridpar.conformance import CASES, Built, Case, Factory, conform
-from hybridpar.conformance.cases import Layout, Loss
+from hybridpar.conformance import CASES, Built, Factory, conform
 from hybridpar.conformance.ours import FACTORIES
 from hybridpar.errors import ConfigError
-from hybridpar.nn import split_ranges
 
 pytestmark = pytest.mark.ranks
 
@@ -83,10 +81,6 @@ def test_modules_without_bugs_are_equal() -> None:
     assert [str(result) for result in conform(right, [3]) if not result.ok] == []
 
 
-EVEN = 52
-"""A vocabulary that two ranks share equally."""
-
-
 def torch_mlp(plain: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
     return parallel.parallelize_module(plain, DeviceMesh.from_group(group, "cpu"), plan)  # type: ignore[arg-type]
@@ -118,43 +112,18 @@ def test_a_framework_that_refuses_is_not_wrong() -> None:
     assert (result.ok, result.findings, result.refused) == (False, (), "ValueError: 21 features on 2 ranks")
 
 
-def megatron_loss(plain: Any, group: dist.ProcessGroup) -> Built:
-    """Megatron Core's own cross-entropy, over a vocabulary of equal shares."""
-    from megatron.core import parallel_state, tensor_parallel
-
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=group.size())
-    (start, stop), head = split_ranges(EVEN, group.size())[group.rank()], plain.head
-    head.weight = nn.Parameter(head.weight[start:stop].detach().clone())
-    head.bias = nn.Parameter(head.bias[start:stop].detach().clone())
-
-    def forward(plain: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits, valid = head(wrong.Sum.apply(x, False, True)), labels >= 0
-        with torch.compiler.set_stance("force_eager"):  # a fork may not compile
-            losses = tensor_parallel.vocab_parallel_cross_entropy(logits, labels.clamp_min(0), plain.smoothing_given)
-        return (losses * valid).sum() / valid.sum()
-
-    return Built(wrong.Of(plain, forward), layout=lambda name, parameter: Layout(0))
-
-
-def megatron_plain(smoothing: float) -> nn.Module:
-    """Megatron's smoothing is shared by all other labels, torch's by all."""
-    plain = Loss(smoothing * EVEN / (EVEN - 1), EVEN)
-    plain.smoothing_given = smoothing
-    return plain
-
-
-def even_labels() -> tuple[torch.Tensor, ...]:
-    x, labels = CASES["loss"].inputs()
-    return x, labels.clamp_max(EVEN - 1)
-
-
 def test_the_published_bug_of_label_smoothing_is_found_in_megatron_core() -> None:
-    """7452 (1), in the version that the tests install. It computes in float32."""
-    pytest.importorskip("megatron.core.tensor_parallel")
-    cases = {f"{s}": Case(partial(megatron_plain, s), even_labels, "", "7452 (1)") for s in (0.0, 0.1)}
-    without, smoothed = (conform({name: megatron_loss}, [1, 2], cases=cases, tolerance=1e-5) for name in cases)
-    assert all(result.ok for result in [*without, smoothed[0]]), [*map(str, without), str(smoothed[0])]
-    assert "output: ranks differ" in str(smoothed[1])
+    """7452 (1), in the version that the tests install. It computes in float32. In a process of its own: forks of one
+    that has compiled may wait for ever in Megatron."""
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    tests = Path(__file__).parents[1]
+    run = subprocess.run([sys.executable, "-m", "conformance.megatron_loss"], cwd=tests, capture_output=True, text=True,
+                         env={**os.environ, "PYTHONPATH": str(tests.parent)})
+    assert run.returncode == 0, run.stderr
+    *equal, wrong_one = run.stdout.splitlines()
+    assert equal == ["0.0 on 1: equal", "0.0 on 2: equal", "0.1 on 1: equal"]
+    assert "output: ranks differ" in wrong_one
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
