@@ -4,5 +4,4 @@ export EXTRAS=plot,hf,dev
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
-# a process more than there are cores: many tests wait, for time-outs or for each other
-OMP_NUM_THREADS=1 "$PYTHON" -m pytest -n "$(("$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)))')" + 1))" --dist worksteal "$@"
+OMP_NUM_THREADS=1 "$PYTHON" -m pytest -n auto --dist worksteal "$@"
