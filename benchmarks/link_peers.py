@@ -49,7 +49,7 @@ from benchmarks.compression import ONE_BUCKET, RANK, hook_of
 from benchmarks.data_parallel import DDPStep
 from benchmarks.link_sides import Link
 from benchmarks.pipeline import TorchPipelineStep
-from benchmarks.slow_link import CANNOT_RUN, FREE, ROOT, STATE_VARIABLE, TESTBED
+from benchmarks.slow_link import CANNOT_RUN, FREE, ROOT, STATE_VARIABLE, TESTBED, started
 from benchmarks.tensor_parallel import DTensorStep
 from hybridpar.config import CompressionConfig
 from hybridpar.grid import ProcessGrid, sizes_of
@@ -179,11 +179,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=4, help="steps of a side at a time")
     parser.add_argument("--links", nargs="+", default=["wan=50:5", FREE], metavar="NAME=UP[/DOWN]:DELAY_MS")
     parser.add_argument("--on", default="", help=argparse.SUPPRESS)
-    args = parse(parser)
-    if STATE_VARIABLE not in os.environ:
-        return launch(args)
-    on_host(args)
-    return 0
+    return started(parse(parser), launch, on_host)
 
 
 if __name__ == "__main__":

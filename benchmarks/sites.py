@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from benchmarks.common import SHAPES, FixedLoader, Shape, arguments, engine_config, over_ranks, parse, write_results
 from benchmarks.link_sides import Link, Paced, grid_on, ratio
-from benchmarks.slow_link import CANNOT_RUN, FREE, ROOT, STATE_VARIABLE, TESTBED
+from benchmarks.slow_link import CANNOT_RUN, FREE, ROOT, STATE_VARIABLE, TESTBED, started
 from hybridpar.config import OuterConfig
 from hybridpar.grid import sizes_of
 from hybridpar.train.engine import Engine
@@ -177,11 +177,7 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, default=1, help="of a site")
     parser.add_argument("--pace", type=float, default=0.15, help="seconds that a micro-batch waits besides")
     parser.add_argument("--link", default="far=10:20", metavar="NAME=MBIT:DELAY_MS")
-    args = parse(parser)
-    if STATE_VARIABLE not in os.environ:
-        return launch(args)
-    on_host(args)
-    return 0
+    return started(parse(parser), launch, on_host)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import product
@@ -234,6 +234,15 @@ def launch(args: argparse.Namespace) -> int:
         subprocess.run([*testbed, "down"])
 
 
+def started(args: argparse.Namespace, launch: Callable[[argparse.Namespace], int],
+            on_host: Callable[[argparse.Namespace], object]) -> int:
+    """Exit code of a program that starts itself on the hosts of a test bed: there `on_host`, else `launch`."""
+    if STATE_VARIABLE not in os.environ:
+        return launch(args)
+    on_host(args)
+    return 0
+
+
 def main() -> int:
     parser = arguments(__doc__, rounds=5, shapes=["small", "thin"])
     kinds = ["pipelines", "codecs", "tensor", "replicas", "slices", "paced", "split"]
@@ -243,11 +252,7 @@ def main() -> int:
     parser.add_argument("--replica-microbatches", nargs="+", type=int, default=[4, 12], help="on each replica")
     parser.add_argument("--links", nargs="+", default=["lan=200:1", "wan=50:5"], metavar="NAME=UP[/DOWN]:DELAY_MS",
                         help="besides the one without limit")
-    args = parse(parser)
-    if STATE_VARIABLE not in os.environ:
-        return launch(args)
-    on_host(args)
-    return 0
+    return started(parse(parser), launch, on_host)
 
 
 if __name__ == "__main__":

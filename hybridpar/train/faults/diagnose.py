@@ -135,8 +135,9 @@ def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
         if first.error and sum(seen.error == first.error for seen in ranks) > 1:
             kind, text = ("refused", "stopped") if refused else ("gave up", "gave up")
             return Diagnosis(kind, -1, f"all ranks {text}: {first.error}", first.record, first.exit_code or 0)
-        if refused:
-            return _of("refused", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
+        if refused:  # the lowest of them has said it, where it is the first of all
+            lowest = dead[0]
+            return _of("refused", lowest, f"{lowest.who} {_end(lowest)}{_doing(lowest)}", ranks)
         return _of("died", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
     idle = [seen for seen in ranks if not (seen.failed or seen.is_victim or seen.waits) and seen.idle_s > 0]
     if idle := [*idle, *(seen for seen in _savers(ranks) if seen.hangs)]:

@@ -49,6 +49,8 @@ _LOOK_EVERY_S = 0.1
 _ASLEEP_S = 2.0
 _SETTLE_S = 0.3
 """Ranks that end together are seen together."""
+_REFUSED_S = 5.0
+"""How long the first rank may take to say what others have refused with it."""
 _LAST_SAVE_S = 3.0
 _STOP_S = 300
 """How long ranks may take to finish and save after Ctrl-C."""
@@ -124,7 +126,10 @@ class Supervisor(LocalElasticAgent):
             return RunResult(WorkerState.HEALTHY)  # torch's own look would end all where it finds one that has failed
         if failed:
             time.sleep(_SETTLE_S)
-        found = diagnose(self._look())
+        found, end = diagnose(self._look()), time.monotonic() + _REFUSED_S
+        while found.kind == "refused" and found.rank > 0 and time.monotonic() < end:
+            time.sleep(_LOOK_EVERY_S)
+            found = diagnose(self._look())
         if found.rank != 0:  # which publishes
             self._await_save()
         smaller = self._account(found)

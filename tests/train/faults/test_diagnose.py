@@ -161,6 +161,12 @@ def test_there_is_no_use_in_starting_again(ranks: list[Seen], kind: str) -> None
     assert diagnose(ranks).is_final
 
 
+def test_of_those_that_refuse_the_lowest_counts_which_has_said_it() -> None:
+    """Also where another one has left no record, as if it had been silent for longer."""
+    assert diagnose([Seen(0, record(0, phase=REFUSED), 1), Seen(1, None, 1)]).rank == 0
+    assert diagnose([Seen(0, None), Seen(1, None, 1)]).rank == 1
+
+
 def test_a_rank_that_dies_before_it_begins_may_start_again() -> None:
     found = diagnose([Seen(0, None, -9), Seen(1, None)])
     assert (found.kind, found.rank, found.text) == ("died", 0, "rank 0 was ended by SIGKILL before it had begun")
