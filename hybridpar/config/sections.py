@@ -229,6 +229,8 @@ class TrainConfig:
     cuda_graphs: bool = True
     """On a GPU: micro-batches are recorded and replayed, for GPTs on one stage, without tensor parallelism; others run
     kernel by kernel."""
+    tf32: bool = False
+    """On a GPU: matrices of fp32 are multiplied in TF32, with 10 bits of mantissa, many times as fast."""
     timeout_s: Annotated[float, Within(above=0, most=1e8)] = 60.0
     """Longest wait for another rank before the job is given up; faults.patience_s, where that is longer."""
     stop_signals: Annotated[tuple[str, ...], _SIGNALS] = ("INT", "TERM", "HUP")

@@ -111,8 +111,7 @@ class Engine:
             self.sizes, self.tiers or self.replicas, self._stash())
         if (config.train.cuda_graphs and device.type == "cuda" and not config.train.record_memory
                 and not self.parts.is_divided):
-            self.executor.graphs = graphs.recorder(
-                config, stages[self._held[0]][0], self.state.gradients, device, eager_last=grid.dp.size > 1)
+            self.executor.graphs = graphs.recorder(config, stages[self._held[0]][0], self.state.gradients, device)
         self._talk: SiteTalk | None = None
         if self.state.outer is not None:
             self.state.outer.waits_by, self._talk = self.executor.wait, SiteTalk(self.state.outer)

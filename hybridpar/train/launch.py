@@ -112,7 +112,7 @@ class Job:
             raise _lost_store(rank, error) from None
 
     def start_group(self, device: torch.device, backend: str, timeout_s: float) -> None:
-        """Creates the process group. Communication gives up after `timeout_s` seconds.
+        """Creates the process group. Communication gives up after `timeout_s` seconds (see `ProcessGrid.wait_at_most`).
 
         Gloo listens on the loopback interface alone where all processes are on this machine.
         """
@@ -188,26 +188,38 @@ def _poll(done: Callable[[], bool]) -> None:
         pause = min(2 * pause, longest)
 
 
-def choose_device(config: TrainConfig, launch: Launch) -> torch.device:
+def choose_device(config: TrainConfig, launch: Launch, gather: Callable[[str], list[str]]) -> torch.device:
     """The device of this process: a GPU, of its own unless they may be shared, or the CPU.
 
-    Raises: ConfigError if GPUs are asked for and there are too few.
+    A launcher may show each process one GPU alone (`srun --gpus-per-task=1`), so it is not numbers that are compared:
+    `gather` returns the words of all processes in rank order, and is given the one that names this one's GPU.
+    Collectives: `gather`, unless `config.device` is "cpu".
+    Raises: ConfigError on all processes if GPUs are asked for and some have none, or the same one.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    needed = 1 if config.share_gpus else launch.local_world_size
-    if config.device == "cuda" and gpus < needed:
-        rule = f"this machine has {gpus} GPUs for its {launch.local_world_size} processes"
-        raise config_error("train.device", "cuda", rule, "cpu, or train.share_gpus = true" if gpus else "cpu")
-    if config.device == "cpu" or gpus < needed:
+    if config.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", launch.local_rank % gpus)
-    torch.cuda.set_device(device)
-    return device
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = launch.local_rank % max(gpus, 1)
+    taken = gather(str(torch.cuda.get_device_properties(index).uuid) if gpus else "")
+    if all(taken) and (config.share_gpus or len(set(taken)) == len(taken)):
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        return device
+    if config.device == "cuda":
+        rule = f"this machine has {gpus} GPUs for its {launch.local_world_size} processes"
+        raise config_error("train.device", "cuda", rule, "cpu, or train.share_gpus = true" if all(taken) else "cpu")
+    return torch.device("cpu")
 
 
 def choose_backend(config: TrainConfig, device: torch.device) -> str:
     """The backend of a job's process group. NCCL takes no two processes on one GPU."""
     return "nccl" if device.type == "cuda" and not config.share_gpus else "gloo"
+
+
+def set_precision(config: TrainConfig, device: torch.device) -> None:
+    """Has a GPU multiply fp32 matrices as `config.tf32` says."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
 
 
 def set_threads(wanted: int, launch: Launch) -> int:

@@ -171,6 +171,7 @@ class Run:
         if not self.warm:
             self.warm = True
             self.flight.limit(self._limit_s)
+            self.grid.wait_at_most(self.config.longest_wait_s)
         if not self.reserved:  # early, so that what is measured of memory has it
             self.saver.reserve()
             self.reserved = True
