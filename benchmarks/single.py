@@ -5,6 +5,7 @@
     python -m benchmarks.single --shapes 345M_1 --threads 1 --compile --peers gelu_new    # 14 s a step in fp32
     python -m benchmarks.single --dropout 0.1 --name single_dropout    # after embeddings and before residual additions
     python -m benchmarks.single --device cuda --shapes 1.3B --microbatches 16    # so many for an update
+    python -m benchmarks.single --device cuda --shapes bert_large --graphs    # against ourselves without CUDA graphs
 
 The peer is GPT2LMHeadModel with sdpa attention, untied head, no dropout of attention, AdamW(fused), on the same
 weights, tokens, threads: with its default activation (`gelu_new`, the tanh form spelled out in torch operations) and
@@ -135,13 +136,16 @@ def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace)
     torch.set_num_threads(threads)
     torch.compiler.reset()  # the peers' code is one function, which would be run uncompiled after eight of its forms
     shape, device = SHAPES[shape_name], args.device
-    peers = PEERS[dtype]
+    peers = PEERS[dtype] if shape.kind == "gpt" else {}
     if device == "cuda" and importlib.util.find_spec("transformers") is None:
         print("transformers is not installed: hybridpar runs alone")
         peers = {}
     config = engine_config(shape, dtype=dtype, device=device, num_microbatches=args.microbatches)
     config = replace(config, model=replace(config.model, dropout=args.dropout))
     make: dict[str, Callable[[], Step]] = {OURS: lambda: OurStep(config, shape, ProcessGrid())}
+    if args.graphs:
+        plain = replace(config, train=replace(config.train, cuda_graphs=False))
+        make["without CUDA graphs"] = lambda: OurStep(plain, shape, ProcessGrid())
     for compiled in (False, True) if args.compile else (False,):
         for name, (activation, precision) in peers.items():
             if any(text in (side := f"{name}{' compiled' * compiled}") for text in args.peers):
@@ -195,6 +199,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", default=[""])
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--graphs", action="store_true", help="also without CUDA graphs")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction)
     args = parse(parser)
     gpu = args.device == "cuda"

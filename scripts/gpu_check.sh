@@ -24,6 +24,7 @@ nccl          170 env WORKERS=3 bash -c 'gpu_tests tests/train/test_gpu.py -k nc
 graphs        100 gpu_tests tests/pipeline/run/test_graphs.py
 345M-dropout  110 single gpu_single_dropout 345M 5 --dropout 0.1
 1.3B-dropout  130 single gpu_single_1.3B_dropout 1.3B 5 --dropout 0.1
+bert-graphs    60 single gpu_single_bert bert_large 7 --graphs
 1.3B-16       150 single gpu_single_1.3B_16 1.3B 3 --microbatches 16
 gloo          150 gpu_tests tests/train/test_gpu.py -k 'not nccl'
 tests         170 gpu_tests \$(others)
@@ -95,7 +96,7 @@ single() {  # NAME SHAPE ROUNDS [OPTION ..]: training steps, beside the peer who
         "$python" -m benchmarks.single --device cuda --shapes "$shape" --rounds "$rounds" \
             --peers "autocast gelu_pytorch_tanh compiled" --name "$name" --out "$out" "$@"
     else
-        "$python" -m benchmarks.single --shapes tiny --dtypes bf16 --threads 1 --rounds 2 --compile --out "$(mktemp -d)" "$@"
+        "$python" -m benchmarks.single "$@" --shapes tiny --dtypes bf16 --threads 1 --rounds 2 --compile --out "$(mktemp -d)"
     fi
 }
 

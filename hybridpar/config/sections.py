@@ -227,8 +227,8 @@ class TrainConfig:
     keep_memory: bool = True
     """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system and taken anew."""
     cuda_graphs: bool = True
-    """On a GPU: micro-batches are recorded and replayed, for GPTs on one stage, without tensor parallelism; others run
-    kernel by kernel."""
+    """On a GPU: micro-batches are recorded and replayed, for GPT and BERT on one stage, without tensor parallelism;
+    others run kernel by kernel."""
     tf32: bool = False
     """On a GPU: matrices of fp32 are multiplied in TF32, with 10 bits of mantissa, many times as fast."""
     timeout_s: Annotated[float, Within(above=0, most=1e8)] = 60.0

@@ -22,8 +22,8 @@ from hybridpar.config import Config, ModelConfig
 from hybridpar.data.mapped import rehearsal
 from hybridpar.memory.ghost import GHOSTS, Tracker
 from hybridpar.memory.silent import silent_grid
+from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import Recomputation, build_blocks
-from hybridpar.models.cost import LABELLED
 from hybridpar.pipeline.run.codecs import Largest, Marked
 from hybridpar.pipeline.run.lane import Lane, Packed
 from hybridpar.pipeline.run.stage import Stage

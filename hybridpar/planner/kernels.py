@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from hybridpar.config import ModelConfig
 from hybridpar.errors import config_error
-from hybridpar.models.cost import LABELLED
+from hybridpar.models.blocks import LABELLED
 from hybridpar.planner.hardware import Device
 
 HALF, FULL = 2, 4  # bytes of an fp16 or bf16, and of an fp32 number

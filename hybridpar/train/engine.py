@@ -144,8 +144,8 @@ class Engine:
             self.state.outer.go_on(self.batches_done)
         hooks = BatchHooks(self._before_backward, self._after_backward, self._reduce, self._norm, self._host,
                            self._update, self._weight_gradients)
-        source = LoaderSource(loader, self.config, self.device, training=True)
         recorded = self.executor.graphs
+        source = LoaderSource(loader, self.config, self.device, training=True, fixed_shapes=recorded is not None)
         with nullcontext() if recorded is None else recorded.stream():
             self.executor.run(self._tamper(self._until_end(self._in_tiers(self.plan(num_batches)))), source, hooks)
             for batch in sorted(self._pending):

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
-from hybridpar.config import Config
+from hybridpar.config import Config, ModelConfig
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.random import RandomKey
@@ -57,7 +57,7 @@ def recorder(config: Config, stage: Stage, gradients: Gradients, device: torch.d
 
 def unsupported(config: Config) -> str | None:
     """Why micro-batches of such a job cannot be recorded; None if they can."""
-    parallel, kind = config.parallel, config.model.kind
+    parallel = config.parallel
     if parallel.pp > 1 or config.pipeline.num_chunks > 1:
         return "stages wait for each other between a micro-batch's kernels"
     if parallel.tp > 1:
@@ -66,8 +66,8 @@ def unsupported(config: Config) -> str | None:
         return "pipeline.split_backward computes the gradients of weights apart"
     if config.compression.gradients == "sbpca":
         return "compression.gradients = sbpca keeps what the gradients of weights are computed from"
-    if kind != "gpt":
-        return f"the head of {kind} waits for the number of labelled positions"
+    if not isinstance(config.model, ModelConfig):
+        return f"what {config.model.kind} does between kernels is not known"
     return None
 
 
