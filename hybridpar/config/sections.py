@@ -319,8 +319,6 @@ class MemoryConfig:
                           "second copy of all weights for evaluations", "0")
         if self.budget and config.train.device == "cuda":
             yield Problem("memory.budget", self.budget, "works on CPUs so far, and train.device is cuda", "0")
-        if self.host_optimizer and config.train.device == "cuda":
-            yield Problem("memory.host_optimizer", "true", "works on CPUs so far, and train.device is cuda", "false")
         if self.host_optimizer:
             yield from self._host_conflicts(config)
 
@@ -343,6 +341,8 @@ class MemoryConfig:
         if self.budget:
             yield Problem("memory.budget", self.budget, "does not go with memory.host_optimizer, which keeps in memory "
                           "all that it updates", "0")
+        if config.train.device == "cuda" and optim.name == "muon":
+            yield Problem("optim.name", "muon", "works with memory.host_optimizer on CPUs so far", "adamw")
         if optim.name == "lamb":
             yield Problem("optim.name", "lamb", "does not go with memory.host_optimizer: it takes norms of whole "
                           "parameters, over ranks", "adamw")

@@ -9,7 +9,6 @@ an item begins to arrive until it has left.
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from collections import deque
@@ -19,12 +18,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from hybridpar.state.store import padded
-
-HUGE_PAGE = 2 << 20
+from hybridpar.state.pages import Region, SparePages
 
 
 class Store(Protocol):
@@ -42,25 +38,6 @@ class Where(Enum):
     ARRIVING = "arriving"
     HERE = "here"
     LEAVING = "leaving"
-
-
-class Region:
-    """Memory at one address that is taken and given back. tensor: a view of it, in bytes, in whole pages."""
-
-    def __init__(self, num_bytes: int):
-        self._map = mmap.mmap(-1, padded(max(num_bytes, 1)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.view = memoryview(self._map)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        # mappings that touch are one to the kernel, and a huge page across both would come with either
-        size, address = len(self.view), self.tensor.data_ptr()
-        start, stop = min(-address % HUGE_PAGE, size), max(size - (address + size) % HUGE_PAGE, 0)
-        self._map.madvise(mmap.MADV_NOHUGEPAGE)
-        if start < stop:
-            self._map.madvise(mmap.MADV_HUGEPAGE, start, stop - start)
-
-    def give_back(self) -> None:
-        """Frees the memory. It reads as zeros when it is next used."""
-        self._map.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclass(slots=True)
@@ -103,6 +80,7 @@ class Tiers:
         self.items = [Item(region, number in pinned) for number, region in enumerate(regions)]
         self.budget, self.traffic, self._store = budget, Traffic(), store
         self._resident = self._clock = 0
+        self._spare = SparePages()  # of what has left, within the budget
         self._error: Exception | None = None
         self._state = threading.Condition()
         self._queues: dict[Where, deque[int]] = {Where.ARRIVING: deque(), Where.LEAVING: deque()}
@@ -147,12 +125,13 @@ class Tiers:
             self._state.notify_all()
 
     def create(self, number: int) -> None:
-        """Takes memory for an absent item whose content is void; waits until what leaves has made room."""
+        """Takes memory for an absent item, zeros; waits until what leaves has made room."""
         item = self.items[number]
         self._wait(lambda: item.where is Where.ABSENT and self._has_room(item))
         with self._looking():
             self._take(item)
             item.where = Where.HERE
+        item.region.tensor.zero_()
 
     def is_here(self, number: int) -> bool:
         """Whether an item can be used at once."""
@@ -262,10 +241,12 @@ class Tiers:
 
     def _take(self, item: Item) -> None:
         self._resident += item.num_bytes
+        self._spare.hand_to(item.region)
+        self._spare.shrink_to(self.budget - self._resident)
         self.traffic.peak = max(self.traffic.peak, self._resident)
 
     def _leave(self, item: Item) -> None:
-        item.region.give_back()
+        self._spare.add(item.region)
         item.changed = False
         self._resident -= item.num_bytes
         if item.where is not Where.ARRIVING:  # it was fetched again meanwhile
@@ -311,6 +292,8 @@ class Tiers:
         if item.written:
             self._store.read(number, item.region.view)
             self.traffic.read += item.num_bytes
+        else:
+            item.region.tensor.zero_()
 
     def _take_away(self, number: int) -> None:
         item = self.items[number]

@@ -93,8 +93,8 @@ class Engine:
             memory = TieredMemory.of(config, device)
         if self.sizes.is_v and device.type != "cpu":
             raise config_error("pipeline.placement", "v", "works on CPUs so far", "loop")
-        if config.memory.host_optimizer and device.type != "cpu":
-            raise config_error("memory.host_optimizer", "true", "works on CPUs so far", "false")
+        if config.memory.host_optimizer and config.optim.name == "muon" and device.type != "cpu":
+            raise config_error("optim.name", "muon", "works with memory.host_optimizer on CPUs so far", "adamw")
         if memory is None and states.splits_gradients:
             memory = WholeChunks.of(states, device)
         self.state = RankState(self.stage, grid, states, device, parts=self.parts.ranges, memory=memory,

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridpar.state.pages import Region
 from hybridpar.state.store import PAGE
-from hybridpar.state.tiers import Region, Tiers
+from hybridpar.state.tiers import Tiers
 
 NUM_ITEMS = 6
 

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,20 @@ def test_every_grid_trains_as_one_process_does(backend: str, cases: list[Case]) 
             compare(steps, alone, TOLERANCE[config.train.dtype])
             if config.train.dtype != "fp16":  # at which step the scale has come down is the kernels' affair
                 compare(alone, on_cpu, OF_A_CPU[config.train.dtype])
+
+
+@pytest.mark.parametrize("sections", [TWO_BW, BF16 | TWO_BW, {"optim": {"name": "sgd"}}, OVERFLOWS], ids=str)
+def test_an_optimizer_on_the_host(sections: Sections) -> None:
+    """Much as on the GPU, whose kernel may round in another way, and twice the same; what it holds is pinned."""
+    config = make({}, sections)
+    config = replace(config, memory=replace(config.memory, host_optimizer=True))
+    with_it, again, on_gpu = (trained(one, ProcessGrid(), "cuda:0")
+                              for one in (config, config, make({}, sections)))
+    assert with_it == again
+    compare(with_it, on_gpu, TOLERANCE[config.train.dtype])
+    state = Engine(config, ProcessGrid(), torch.device("cuda:0")).state
+    assert state.host is not None
+    assert all(tensor.is_pinned() for tensor in (*state.host.staging.tensors, *state.weights.master.tensors))
 
 
 def test_a_run_goes_on_in_one_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
