@@ -73,8 +73,6 @@ class ParallelConfig:
             yield "does not go with memory.host_optimizer = true"
         if config.train.record_memory:
             yield f"does not go with train.record_memory = {config.train.record_memory}"
-        if config.train.device == "cuda":
-            yield "works on CPUs so far, and train.device is cuda"
 
 
 def rank_of_stage(stage: int, num_ranks: int, placement: str) -> int:

@@ -96,7 +96,7 @@ class Engine:
         if config.memory.host_optimizer and config.optim.name == "muon" and device.type != "cpu":
             raise config_error("optim.name", "muon", "works with memory.host_optimizer on CPUs so far", "adamw")
         if memory is None and states.splits_gradients:
-            memory = WholeChunks.of(states, device)
+            memory = WholeChunks(device, states)
         self.state = RankState(self.stage, grid, states, device, parts=self.parts.ranges, memory=memory,
                                host_work=host_work)
         self._division = self.parts.division(self.state)

@@ -47,6 +47,8 @@ TWO_BW: Sections = {"pipeline": {"schedule": "2bw"}}
 BF16: Sections = {"train": {"dtype": "bf16"}}
 FP64: Sections = {"train": {"dtype": "fp64"}}
 ZERO: Sections = {"parallel": {"zero": 1}}
+ZERO_2: Sections = {"parallel": {"zero": 2}}
+ZERO_3: Sections = {"parallel": {"zero": 3}}
 INTERLEAVED: Sections = {"pipeline": {"schedule": "interleaved"}}
 OVERFLOWS: Sections = {"train": {"dtype": "fp16"}, "optim": {"loss_scale": 2.0**21}}
 
@@ -107,6 +109,9 @@ def compare(steps: Steps, expected: Steps, tolerance: float) -> None:
     *(pytest.param("nccl", [({"tp": 2}, dtype), ({"pp": 2}, dtype), ({"pp": 2}, dtype | TWO_BW),
                             ({"pp": 2}, dtype | INTERLEAVED), ({"dp": 2}, dtype | ZERO)], id=f"2-nccl-{name}")
       for name, dtype in (("fp64", FP64), ("bf16", BF16))),
+    *(pytest.param(backend, [({"dp": 2}, ZERO_2), ({"dp": 2}, ZERO_3), ({"dp": 2}, BF16 | ZERO_3),
+                             ({"dp": 2}, ZERO_3 | {"pipeline": {"schedule": "gpipe"}})], id=f"2-{backend}-zero")
+      for backend in ("gloo", "nccl")),
     pytest.param("nccl", [({"tp": 2, "pp": 2}, FP64 | TWO_BW), ({"pp": 2, "dp": 2}, FP64 | TWO_BW | ZERO)],
                  id="4-nccl"),
     pytest.param("gloo", [({"tp": 2, "pp": 2}, TWO_BW | {"model": {"attention_dropout": 0.1}}),
