@@ -15,6 +15,7 @@ from hybridpar.planner.bound import least_time
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.split import Matrix, best_split, sums
+from hybridpar.planner.stragglers import Spread, spread
 
 INTERLEAVED, CHUNKS = "interleaved", (2, 3, 4)
 STALE = frozenset({"2bw", "pipedream"})
@@ -54,14 +55,21 @@ class Candidate:
     tried_recomputation: bool = False
 
     @cached_property
+    def spread(self) -> Spread | None:
+        """Its step times among stragglers, where the machine has them."""
+        return spread(self.cost)
+
+    @cached_property
     def least_time(self) -> float:
         """A lower bound on its step time."""
         return least_time(self.cost)
 
     @property
-    def peak(self) -> int:
-        """Bytes of the fullest stage."""
-        return max(stage.total for stage in self.memory or [])
+    def peak(self) -> float:
+        """Bytes of the fullest stage; where some have more memory, as large a share of the least that any has."""
+        least = min(self.cost.limits)
+        return max((stage.total * least / limit
+                    for stage, limit in zip(self.memory or [], self.cost.limits, strict=True)), default=0.0)
 
     @property
     def is_stale(self) -> bool:
@@ -197,10 +205,11 @@ def balanced(config: Config, machine: Machine) -> Candidate:
     cost = StepCost(config, machine)
     if cost.pp > 1:
         costs = block_costs(cost)
-        found = best_split(*costs, cost.sizes.num_stages, _held(cost))
+        found = best_split(*costs, cost.sizes.num_stages, _held(cost), slowness=cost.slowness)
         assert found is not None, "there are as many blocks as stages"
-        split = even_out(tuple(sum(of_block) for of_block in zip(*costs, strict=True)), found.sizes, cost.pp,
-                         config.pipeline.placement)
+        split = found.sizes if machine.others else even_out(
+            tuple(sum(of_block) for of_block in zip(*costs, strict=True)), found.sizes, cost.pp,
+            config.pipeline.placement)
         config = replace(config, pipeline=replace(config.pipeline, split=split))
         cost = StepCost(config, machine)
     return Candidate(config, cost)
