@@ -53,6 +53,8 @@ class CompressionConfig:
     gradients_blocks: AtLeastOne = 4
     """sbpca: blocks of a batch, of whole micro-batches in order; each is a step, takes as many bytes as a batch of
     powersgd does, and two messages after each other. As many as there are micro-batches at most."""
+    gradients_start: Count = 0
+    """First batch that is compressed; those before send whole gradients."""
     gradients_smallest: Count = 1024
     """Tensors of fewer elements are sent whole."""
 
