@@ -281,16 +281,18 @@ def write_results(claim: str, cases: Sequence[Mapping[str, Any]], args: argparse
 
 
 def over_seeds(path: Path) -> Iterator[str]:
-    """Lines about trainings in a result file: loss over that of codec none with the same seed; mean, least and most."""
-    found: dict[str, dict[int, float]] = {}
+    """Lines about trainings in a result file: loss over that of codec none with the same seed and steps: mean, least
+    and most."""
+    found: dict[tuple[str, str, int], dict[int, float]] = {}
     for each in json.loads(path.read_text())["cases"]:
         of = each["settings"]
-        found.setdefault(f"{of['schedule']} {of['codec']}", {})[of["seed"]] = each["valid_loss"]
-    for name, losses in found.items():
-        none = found.get(f"{name.split()[0]} none", {})
+        found.setdefault((of["schedule"], of["codec"], of["steps"]), {})[of["seed"]] = each["valid_loss"]
+    for (schedule, codec, steps), losses in found.items():
+        none = found.get((schedule, "none", steps), {})
         over = [loss / none[seed] for seed, loss in losses.items() if seed in none]
         if over:
-            yield (f"{name:<28} loss {statistics.fmean(losses.values()):.4f}, over none {statistics.fmean(over):.4f} "
+            name = f"{schedule} {codec}, {steps} steps"
+            yield (f"{name:<38} loss {statistics.fmean(losses.values()):.4f}, over none {statistics.fmean(over):.4f} "
                    f"({min(over):.4f} to {max(over):.4f}), {len(over)} seeds")
 
 

@@ -24,7 +24,7 @@ from hybridpar.memory.ghost import GHOSTS, Tracker
 from hybridpar.memory.silent import silent_grid
 from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import Recomputation, build_blocks
-from hybridpar.pipeline.run.codecs import Largest, Marked
+from hybridpar.pipeline.run.codecs import Largest, Marked, with_coded_sums
 from hybridpar.pipeline.run.lane import Lane, Packed
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.stash import Notes
@@ -132,8 +132,9 @@ class _TracedStage:
         grid = silent_grid(config)
         policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
         sequence = config.parallel.sequence
-        self.stage = Stage(build_blocks(
-            model, grid.tp, blocks, kernels=config.kernels, sequence=sequence, dtype=policy.dtype), recompute, model)
+        self.stage = Stage(with_coded_sums(build_blocks(
+            model, grid.tp, blocks, kernels=config.kernels, sequence=sequence, dtype=policy.dtype), config), recompute,
+            model)
         parts = cut_into_parts(config, blocks) if policy.splits_gradients else ()
         self.state = RankState(self.stage, grid, policy, device, parts=parts)
         self.state.allocate()

@@ -135,7 +135,8 @@ def _how(config: Config, recompute: str) -> list[str]:
     host = ["optimizer on the host"] if config.memory.host_optimizer else []
     budget = [f"{config.memory.budget / _MIB:,.0f} MiB of state in memory"] if config.memory.budget else []
     codecs = [f"{what} {name}" for what, name in (
-        ("messages", config.compression.messages), ("gradients", config.compression.gradients)) if name != "none"]
+        ("messages", config.compression.messages), ("tensor", config.compression.tensor),
+        ("gradients", config.compression.gradients)) if name != "none"]
     return [schedule, *again, *zero, *host, *budget, *codecs]
 
 
@@ -200,7 +201,8 @@ def _choice(config: Config) -> dict[str, Any]:
         "placement": pipeline.placement, "activations": pipeline.activations, "zero_bubble": pipeline.zero_bubble,
         "early_switch": pipeline.early_switch, "split": list(pipeline.split), "recompute": pipeline.recompute,
         "host_optimizer": config.memory.host_optimizer, "budget": config.memory.budget,
-        "messages": config.compression.messages, "gradients": config.compression.gradients}
+        "messages": config.compression.messages, "tensor": config.compression.tensor,
+        "gradients": config.compression.gradients}
 
 
 def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:

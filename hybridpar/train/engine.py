@@ -31,6 +31,7 @@ from hybridpar.pipeline.plan.passes import forward_actions, lower
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes, drained, schedule_of
 from hybridpar.pipeline.run import graphs
+from hybridpar.pipeline.run.codecs import with_coded_sums
 from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.stage import Stage
@@ -82,8 +83,8 @@ class Engine:
         states = StatePolicy.of(config, self.policy.num_versions(grid.pp.rank), self.schedule.num_gradient_buffers)
         numbers = [number for stage in self._held for number in self.split[stage]]
         sequence = config.parallel.sequence
-        blocks = build_blocks(
-            model, grid.tp, numbers, kernels=config.kernels, sequence=sequence, dtype=states.dtype)
+        blocks = with_coded_sums(build_blocks(
+            model, grid.tp, numbers, kernels=config.kernels, sequence=sequence, dtype=states.dtype), config)
         again = recomputed_blocks(pipeline.recompute, model, self.split)
         self.parts = Parts.of(config, {stage: self.split[stage] for stage in self._held})
         stages = {stage: [Stage({n: blocks[n] for n in numbers}, again[stage], model) for numbers in parts]
