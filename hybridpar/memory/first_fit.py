@@ -1,8 +1,8 @@
 """First fit in an order: each block at the lowest offset where it fits between those that were placed before it.
 
-Only blocks whose lives overlap with its own are in its way. Time may be a cycle of `period`: then a block whose stop is
-beyond it goes on from time 0 of the next one, at its place there. `search` changes the order, time and again: blocks that
-reach the top come earlier, and all is placed anew.
+Only blocks whose lives overlap with its own are in its way. Time may be a cycle of `period`: a block whose stop is
+beyond it goes on from time 0 of the next one. `search` changes the order, time and again: blocks that reach the top
+come earlier, and all is placed anew.
 
 Source: "squeaky wheel" optimization (Joslin and Clements, 1999). Units of sizes and offsets: any, the same one.
 """

@@ -125,6 +125,13 @@ class Allocator:
             raise RuntimeError("another allocator has taken the place of torch's, and planned memory goes before that")
         return found
 
+    @classmethod
+    def of_cuda(cls, device: int, stream: int) -> Allocator:
+        """The one that torch was given for CUDA, for a stream of a device."""
+        found = cls(native.cuda_library())
+        found._function("install", ctypes.c_int, ctypes.c_void_p)(device, stream)
+        return found
+
     def _function(self, name: str, *arguments: Any, result: Any = None) -> Any:
         function = getattr(self._library, f"hybridpar_planned_{name}")
         function.argtypes, function.restype = arguments, result
