@@ -13,8 +13,8 @@ CXX                      the C++ compiler
 
 torch must be importable at build time: pip install --no-build-isolation. The operators keep to torch's stable ABI
 (2.10) and Python's limited API (3.10), so one wheel serves every later version of both. The CUDA runtime is linked in.
-The recorder of memory events, with planned memory on CPUs, comes with the CPU operators. It needs more of torch than is stable, so it serves the
-torch and the Python that it was built for; with others, and where it cannot be built, Python does its work.
+The recorder of memory events and planned memory come with the CPU operators. They need more of torch than is stable, so
+they serve the torch and the Python that they were built for; with others, Python records, and no memory is planned.
 """
 
 import os

@@ -22,7 +22,7 @@ void Planned::turn_to(int64_t span) {
 
 void* Planned::take(size_t bytes) {
   const std::lock_guard lock(mutex_);
-  if (!in_span_ || is_recording_ || arenas_.empty()) return nullptr;
+  if (!in_span_ || is_recording_ || !is_planned()) return nullptr;
   if (next_ >= stop_ || entries_[next_].bytes != static_cast<int64_t>(bytes)) {
     ++counts_.departed;
     next_ = stop_;
@@ -62,9 +62,10 @@ bool Planned::give_back(void* block) {
     auto* const at = static_cast<char*>(block);
     if (at < arena->base || at >= arena->base + arena->bytes) continue;
     const auto found = arena->living.find(at - arena->base);
-    if (arena == arenas_.rbegin()) counts_.living -= found->second - found->first;
+    const bool is_current = is_planned() && arena == arenas_.rbegin();
+    if (is_current) counts_.living -= found->second - found->first;
     arena->living.erase(found);
-    if (arena != arenas_.rbegin()) drop(false);
+    if (!is_current) drop();
     return true;
   }
   if (!recorded_.empty()) {
@@ -95,7 +96,7 @@ bool Planned::plan(std::vector<Entry> entries, std::vector<int64_t> firsts, int6
   firsts_.clear();
   next_ = stop_ = 0;
   counts_ = {};
-  drop(true);
+  drop();
   if (bytes == 0) return true;
   void* base = map_arena(bytes);
   if (base == nullptr) return false;
@@ -111,9 +112,9 @@ Planned::Counts Planned::counts() {
   return counts_;
 }
 
-// Gives back arenas without a block: `all`, or those that are not in use.
-void Planned::drop(bool all) {
-  const auto last = arenas_.end() - (all || arenas_.empty() ? 0 : 1);
+// Gives back arenas without a block, but that of the plan.
+void Planned::drop() {
+  const auto last = arenas_.end() - is_planned();
   const auto is_empty = [](const Arena& arena) { return arena.living.empty(); };
   for (auto arena = arenas_.begin(); arena != last; ++arena) {
     if (is_empty(*arena)) unmap_arena(arena->base, arena->bytes);

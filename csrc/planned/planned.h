@@ -58,10 +58,11 @@ class Planned {
     std::map<size_t, size_t> living;  // ends by offsets
   };
 
-  void drop(bool all);
+  bool is_planned() const { return !firsts_.empty(); }
+  void drop();
 
   std::mutex mutex_;
-  std::vector<Arena> arenas_;  // the last one is in use; those before it have blocks
+  std::vector<Arena> arenas_;  // the last one is that of the plan, if there is one; others have blocks
   std::vector<Entry> entries_;
   std::vector<int64_t> firsts_;
   size_t next_ = 0, stop_ = 0;

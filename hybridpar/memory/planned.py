@@ -14,13 +14,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hybridpar import native
+from hybridpar.errors import DataError
 from hybridpar.memory.arena import ALIGNMENT, Arena, Block, plan
 from hybridpar.memory.sweep import Ints
+from hybridpar.reading import errors_as, parse_json, read_limited
 
 TURN, MALLOC, FREE = range(3)
 """What an event of the allocator is: its number is a span's, a size, or a block's in the order of mallocs."""
@@ -49,6 +52,16 @@ class Counts:
     def missed(self) -> int:
         """Requests that had a place, or should have had one, and did not get it."""
         return self.departed + self.occupied
+
+    @classmethod
+    def read(cls, path: Path) -> Counts:
+        """Those of a file. Raises: DataError if it has something else."""
+        with errors_as(DataError, path, "is no count of planned memory", TypeError):
+            found = parse_json(read_limited(path, 1 << 16))
+            if not isinstance(found, dict) or not all(type(value) is int and 0 <= value < 1 << 62
+                                                      for value in found.values()):
+                raise ValueError("numbers by name are needed")
+            return cls(**found)
 
     def as_json(self) -> dict[str, int]:
         """Plain values only."""

@@ -8,19 +8,26 @@ enters it at its own place, so what departs in one costs nothing in the next, an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from math import gcd
 from pathlib import Path
 
 import torch
 
+from hybridpar.config import Config
+from hybridpar.errors import ConfigError
+from hybridpar.memory.arena import blocks_of, plan
+from hybridpar.memory.events import Span, What
+from hybridpar.memory.fragmentation import replay
 from hybridpar.memory.planned import Allocator, Counts, CycleError, plan_cycle
 from hybridpar.memory.predict import batches_to_peak
 from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action
 from hybridpar.train.engine import Engine
 from hybridpar.train.folder import MEMORY
 from hybridpar.train.launch import give_back_freed_memory
+from hybridpar.train.memory_trace import predict_trace
 
 _MOST_TRIES = 3
 _MOST_STEPS = 8
@@ -135,6 +142,53 @@ class PlannedMemory:
         if self._is_recording:
             self._allocator.record(False)
             self._is_recording, self._cycles, self._spans = False, 0, {}
+
+
+@dataclass(frozen=True)
+class PlannedForecast:
+    """What a plan makes of a rank's blocks, besides its state. Units: bytes.
+
+    arena: of the plan. largest_live: of the blocks that are alive at once. reserved: by a modelled caching allocator.
+    """
+
+    rank: int
+    arena: int
+    largest_live: int
+    reserved: int
+
+    def __str__(self) -> str:
+        live, mib = max(self.largest_live, 1), 2**20
+        return (f"planned memory: on rank {self.rank} an arena of {self.arena / mib:,.1f} MiB has all blocks of a "
+                f"step, {self.arena / live:.3f} of what is alive at once; a caching allocator would take "
+                f"{self.reserved / mib:,.1f} MiB ({self.reserved / live:.3f})")
+
+    def as_json(self) -> dict[str, int]:
+        """Plain values only."""
+        return asdict(self)
+
+
+def forecast_planned(config: Config, rank: int) -> PlannedForecast | None:
+    """What train.planned_memory would make of a rank of the grid, by its predicted events; None where there are none.
+
+    `config`: resolved.
+    """
+    if not config.train.planned_memory:
+        return None
+    try:
+        spans = list(_passing(predict_trace(config, rank, steps=4)[1]))
+    except ConfigError:  # it has no predicted events
+        return None
+    arena, usage = plan(blocks_of(spans)), replay(event for span in spans for event in span.events)
+    return PlannedForecast(rank, arena.num_bytes, usage.largest_live, usage.reserved)
+
+
+def _passing(spans: Iterable[Span]) -> Iterator[Span]:
+    """The events of blocks that training makes."""
+    state: set[int] = set()
+    for span in spans:
+        state.update(event.block for event in span.events if event.what is What.MALLOC and not event.op
+                     and event.name != "batch")
+        yield replace(span, events=[event for event in span.events if event.block not in state])
 
 
 def describe(counts: list[Counts]) -> str:
