@@ -222,6 +222,9 @@ class TrainConfig:
     record_memory: Count = 0
     """Number of steps of which every malloc, free, read and write of a block of memory is written down, by each rank,
     in memory/ of the run folder, for `hybridpar memory --run`; without CUDA graphs."""
+    planned_memory: bool = False
+    """Once a step repeats, its blocks of memory get planned places in one arena. What is not as in the steps before
+    gets memory as ever; without CUDA graphs. Losses and weights stay the same to the bit."""
     keep_memory: bool = True
     """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system and taken anew."""
     cuda_graphs: bool = True
@@ -242,6 +245,9 @@ class TrainConfig:
     or begin anew where they are others."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
+        if self.planned_memory and self.measure_memory and self.device == "cuda":
+            yield Problem("train.measure_memory", "true", "reads torch's allocator of CUDA memory, whose place "
+                          "train.planned_memory takes", "false")
         if self.share_gpus and self.device == "cpu":
             yield Problem("train.share_gpus", "true", "needs GPUs, and train.device is cpu", "false")
 

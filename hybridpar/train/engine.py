@@ -110,8 +110,8 @@ class Engine:
         self.executor = Executor(
             stages, self.state.weights, Lane.of(config, grid, states.dtype, device, self.split),
             self.sizes, self.tiers or self.replicas, self._stash())
-        if (config.train.cuda_graphs and device.type == "cuda" and not config.train.record_memory
-                and not self.parts.is_divided):
+        by_block = config.train.record_memory or config.train.planned_memory  # a graph's pool is apart
+        if config.train.cuda_graphs and device.type == "cuda" and not by_block and not self.parts.is_divided:
             self.executor.graphs = graphs.recorder(config, stages[self._held[0]][0], self.state.gradients, device)
         self._talk: SiteTalk | None = None
         if self.state.outer is not None:

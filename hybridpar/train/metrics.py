@@ -121,6 +121,9 @@ def peak_memory_mib(device: torch.device) -> float:
 
     There it is what torch has reserved: CUDA graphs keep memory that counts as allocated only while they are recorded.
     """
+    if device.type == "cuda" and torch.cuda.get_allocator_backend() == "pluggable":  # which does not count
+        free, total = torch.cuda.mem_get_info(device)
+        return (total - free) / 2**20
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

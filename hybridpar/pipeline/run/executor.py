@@ -112,7 +112,7 @@ class Executor:
         """Takes down what is executed from now on."""
         self.current: Action | None = None
         """The action being executed."""
-        self.listener: Callable[[Action | None], None] | None = None
+        self.listeners: list[Callable[[Action | None], None]] = []
         """Told of every action before it is executed, and of the end (None)."""
         self.graphs: MicroBatchGraphs | None = None
         """Replays what it can."""
@@ -158,8 +158,8 @@ class Executor:
 
     def _turn_to(self, action: Action | None) -> None:
         self.current = action
-        if self.listener is not None:
-            self.listener(action)
+        for listener in self.listeners:
+            listener(action)
 
     def wait(self, wait: Callable[[], None]) -> None:
         """Calls `wait`, which waits for other ranks, in the course of an action."""
