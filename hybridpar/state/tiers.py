@@ -20,7 +20,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hybridpar.comm import Waitable
 from hybridpar.state.pages import Region, SparePages
+
+_LOOKS_S = 2e-4
+"""Between looks at what holds an item: collectives tell nobody that they are over."""
 
 
 class Store(Protocol):
@@ -44,7 +48,7 @@ class Where(Enum):
 class Item:
     """One item: its memory, where it is, and whether the store lacks its content. `written`: the store has any.
 
-    `hold`: returns when it may leave. `used`: when it was last asked for, by a count.
+    `hold`: when that is done it may leave. `used`: when it was last asked for, by a count.
     """
 
     region: Region
@@ -53,7 +57,7 @@ class Item:
     changed: bool = False
     written: bool = False
     used: int = 0
-    hold: Callable[[], object] | None = None
+    hold: Waitable | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -106,9 +110,10 @@ class Tiers:
     def release(self, number: int) -> None:
         """Starts to write an item back, where the store lacks its content, and then gives up its memory."""
         item = self.items[number]
-        self._settle(item)
+        if item.where is Where.ARRIVING:
+            self._wait(lambda: item.where is Where.HERE)
         with self._looking():
-            if item.changed:
+            if item.changed or item.hold is not None:
                 item.where = Where.LEAVING
                 self._queues[Where.LEAVING].append(number)
             else:
@@ -118,11 +123,9 @@ class Tiers:
     def drop(self, number: int) -> None:
         """Gives up an item's memory and its content."""
         item = self.items[number]
-        self._settle(item)
         assert item.where is Where.HERE, f"item {number} is {item.where.value}"
-        with self._looking():
-            self._leave(item)
-            self._state.notify_all()
+        item.changed = False
+        self.release(number)
 
     def create(self, number: int) -> None:
         """Takes memory for an absent item, zeros; waits until what leaves has made room."""
@@ -154,9 +157,8 @@ class Tiers:
         """Waits for the end of all that is moving."""
         self._wait(lambda: not any(self._queues.values()))
 
-    def hold(self, number: int, until: Callable[[], object]) -> None:
-        """An item stays where it is until this has returned, which is called when it is to leave. The last one counts.
-        """
+    def hold(self, number: int, until: Waitable) -> None:
+        """An item stays where it is until this is done, also where it is to leave. The last one counts."""
         self.items[number].hold = until
 
     # -- what is asked for beside plans --------------------------------------------------------------------------------
@@ -212,14 +214,6 @@ class Tiers:
                 return
             self.release(number)
             self._wait(lambda number=number: self.items[number].where is Where.ABSENT)  # type: ignore[misc]
-
-    def _settle(self, item: Item) -> None:
-        """Waits for what holds an item, or brings it."""
-        if (hold := item.hold) is not None:
-            item.hold = None
-            hold()
-        if item.where is Where.ARRIVING:
-            self._wait(lambda: item.where is Where.HERE)
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
@@ -297,6 +291,11 @@ class Tiers:
 
     def _take_away(self, number: int) -> None:
         item = self.items[number]
+        while item.hold is not None and not item.hold.is_done() and not self._closed:
+            time.sleep(_LOOKS_S)
+        item.hold = None
+        if not item.changed:
+            return
         self._store.write(number, item.region.view)
         item.written = True
         self.traffic.written += item.num_bytes

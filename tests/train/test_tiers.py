@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.state.pages import Region
 from hybridpar.state.store import DiskStore
 from hybridpar.state.tiered import TieredMemory
+from hybridpar.train import trace
+from hybridpar.train.costs import describe, run_costs
 from hybridpar.train.engine import Engine
 from hybridpar.verify.run import verify
 
@@ -204,6 +207,27 @@ def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypat
     monkeypatch.setattr(DiskStore, "write", write)
     with pytest.raises(HybridparError, match=rf"{tmp_path}: cannot write a part of the state: .*Input/output error"):
         engine.train(SyntheticLoader(engine.config.model, 2, 4), 20, lambda result: None)
+
+
+def test_what_a_slow_disk_takes_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as waiting for other stages, of which there are none."""
+    real = DiskStore.read
+
+    def read(self: DiskStore, item: int, into: memoryview) -> None:
+        time.sleep(0.005)
+        real(self, item, into)
+
+    monkeypatch.setattr(DiskStore, "read", read)
+    engine, grid = build(config := make(), tmp_path, 0.0), ProcessGrid()
+    recorder = trace.Recorder(engine.executor, 0, 6)
+    engine.train(SyntheticLoader(config.model, 2, 4), 6, lambda result: recorder.after_step(result.step))
+    recorder.close()
+    costs = run_costs(config, trace.gather(recorder, grid))
+    assert costs is not None
+    (parts,) = costs.measured.parts
+    assert parts.state > 0.005 > parts.waiting
+    assert "waiting for state to come and go" in describe(costs)[-1]
+    assert "waiting for other" not in describe(costs)[-1]
 
 
 def test_memory_is_really_given_back(tmp_path: Path) -> None:

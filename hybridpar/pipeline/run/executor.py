@@ -142,10 +142,10 @@ class Executor:
             if (recording := self.recording) is not None:
                 recording.begin()
             if self.tiers is not None:
-                if not self.tiers.are_here(action):
-                    self.wait(partial(self.tiers.touch, action))
-                else:
+                if recording is None or self.tiers.are_here(action):
                     self.tiers.touch(action)
+                else:
+                    recording.wait_for_state(partial(self.tiers.touch, action))
             self._table[action.kind](action)
             if recording is not None:
                 recording.end(action)
