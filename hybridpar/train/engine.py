@@ -91,8 +91,6 @@ class Engine:
         self.stage = Stage(blocks)
         if memory is None and config.memory.budget:
             memory = TieredMemory.of(config, device)
-        if self.sizes.is_v and device.type != "cpu":
-            raise config_error("pipeline.placement", "v", "works on CPUs so far", "loop")
         if config.memory.host_optimizer and device.type != "cpu":
             raise config_error("memory.host_optimizer", "true", "works on CPUs so far", "false")
         if memory is None and states.splits_gradients:
