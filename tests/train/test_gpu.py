@@ -35,6 +35,7 @@ Case = tuple[dict[str, int], Sections]
 Steps = list[tuple[float, float, bool]]
 
 BERT = {"kind": "bert", "vocab_size": 67, "sentence_head": "nsp"}
+V = {"placement": "v", "split_backward": True}
 TWO_BW: Sections = {"pipeline": {"schedule": "2bw"}}
 BF16: Sections = {"train": {"dtype": "bf16"}}
 OVERFLOWS: Sections = {"train": {"dtype": "fp16"}, "optim": {"loss_scale": 2.0**21}}
@@ -67,7 +68,8 @@ def on_grids(cases: list[Case], device: str) -> list[tuple[Config, Steps, Steps,
     """Of each case: on its grid, in one process on the same device, in one on a CPU."""
     found = []
     for sizes, sections in cases:
-        config, alone = make(sizes, sections), make({}, sections)
+        config, whole = make(sizes, sections), {"placement": "loop", "activations": "full"}
+        alone = make({}, sections | {"pipeline": sections.get("pipeline", {}) | whole})
         grid = ProcessGrid(**sizes, device_type="cuda")
         assert grid.world.via_host
         found.append((config, trained(config, grid, device), trained(alone, ProcessGrid(), device),
@@ -84,9 +86,10 @@ def compare(steps: Steps, expected: Steps, tolerance: float) -> None:
 
 @pytest.mark.parametrize("cases", [
     pytest.param([({"tp": 2}, {}), ({"pp": 2}, {}), ({"pp": 2}, {"pipeline": {"schedule": "gpipe"}}),
-                  ({"dp": 2}, {"parallel": {"zero": 1}})], id="2-fp32"),
+                  ({"dp": 2}, {"parallel": {"zero": 1}}), ({"pp": 2}, {"pipeline": V})], id="2-fp32"),
     pytest.param([({"pp": 2}, TWO_BW), ({"tp": 2}, TWO_BW), ({"dp": 2}, TWO_BW | {"parallel": {"zero": 1}}),
-                  ({"pp": 2}, {"pipeline": {"schedule": "2bw", "recompute": "stage"}})], id="2-fp32-2bw"),
+                  ({"pp": 2}, {"pipeline": {"schedule": "2bw", "recompute": "stage"}}),
+                  ({"pp": 2}, {"pipeline": V | {"schedule": "2bw", "activations": "half"}})], id="2-fp32-2bw"),
     pytest.param([({"tp": 2}, BF16), ({"pp": 2}, BF16 | TWO_BW), ({"dp": 2}, BF16 | {"parallel": {"zero": 1}}),
                   ({"pp": 2}, OVERFLOWS)], id="2-low-precision"),
     pytest.param([({"tp": 2}, {"model": BERT}), ({"pp": 2}, TWO_BW | {"model": BERT}),
