@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import prod
 from types import MappingProxyType
@@ -162,7 +162,8 @@ class ProcessGrid:
     def _connect(self, rank: int, lines: Mapping[str, list[list[int]]], group: Callable[[str, list[int]], Any],
                  via_host: bool) -> None:
         """Takes this rank's line of each name. Every rank creates every group in the same order, as torch requires."""
-        self.place = place_of(rank, self.sizes)
+        self.place, self._lines, self._group = place_of(rank, self.sizes), lines, group
+        self._again: dict[str, Axis] = {}
         self._axes = {name: Axis(name, 0, (rank,), flight=self.flight) for name in lines}
         for name, line in [(name, line) for name, of_name in lines.items() for line in of_name if len(line) > 1]:
             made = group(name, line)
@@ -184,6 +185,17 @@ class ProcessGrid:
     def axis(self, *names: str) -> Axis:
         """This rank's line along an axis, or along several that were joined."""
         return self._axes[_JOIN.join(names)]
+
+    def again(self, name: str) -> Axis:
+        """This rank's line along an axis with one more communicator, on which messages wait for no others.
+
+        Collectives: the first time, as creating a grid.
+        """
+        if name not in self._again:
+            axis = self._axes[name]
+            made = {tuple(line): self._group(f"{name} again", line) for line in self._lines[name] if len(line) > 1}
+            self._again[name] = replace(axis, group=made.get(axis.ranks))
+        return self._again[name]
 
     @property
     def rank(self) -> int:

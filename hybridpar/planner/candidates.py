@@ -89,7 +89,7 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
             continue
         for b in micro_batches(machine, tp, batch // dp, request):
             m = batch // (dp * b)
-            for pipeline, optim in _schedules(config, pp, dp, m, request, is_cpu=machine.device.type == "cpu"):
+            for pipeline, optim in _schedules(config, pp, dp, m, request):
                 made = replace(
                     config, pipeline=replace(pipeline, num_microbatches=m, recompute="none"), optim=optim,
                     parallel=replace(config.parallel, tp=tp, pp=pp, dp=dp), memory=config.memory.on_another_grid(),
@@ -134,7 +134,7 @@ def micro_batches(machine: Machine, tp: int, samples: int, request: Request) -> 
 
 
 def _schedules(
-    config: Config, pp: int, dp: int, m: int, request: Request, *, is_cpu: bool,
+    config: Config, pp: int, dp: int, m: int, request: Request,
 ) -> Iterator[tuple[PipelineConfig, OptimConfig]]:
     """The configuration's own schedule and those on new weights, or those asked for; with what they need changed, and
     with what shortens their drain or takes less memory."""
@@ -174,7 +174,7 @@ def _schedules(
             yield pipeline, optim
             if request.split_backward and pp > 1 and name == "1f1b" and pipeline.warmup == "depth":
                 yield replace(pipeline, zero_bubble=True, split_backward=True), optim
-        if request.split_backward and is_cpu and pp > 1 and name in ("1f1b", "2bw"):  # NCCL has no tags
+        if request.split_backward and pp > 1 and name in ("1f1b", "2bw"):
             yield from ((pipeline, optim) for pipeline in _on_v(base, pp, m, config.model.num_blocks))
 
 

@@ -92,8 +92,6 @@ class Engine:
         self.stage = Stage(blocks)
         if memory is None and config.memory.budget:
             memory = TieredMemory.of(config, device)
-        if self.sizes.is_v and device.type != "cpu":
-            raise config_error("pipeline.placement", "v", "works on CPUs so far", "loop")
         if config.memory.host_optimizer and config.optim.name == "muon" and device.type != "cpu":
             raise config_error("optim.name", "muon", "works with memory.host_optimizer on CPUs so far", "adamw")
         if memory is None and states.splits_gradients:

@@ -43,6 +43,7 @@ Case = tuple[dict[str, int], Sections]
 Steps = list[tuple[float, float, bool]]
 
 BERT = {"kind": "bert", "vocab_size": 67, "sentence_head": "nsp"}
+V = {"placement": "v", "split_backward": True}
 TWO_BW: Sections = {"pipeline": {"schedule": "2bw"}}
 BF16: Sections = {"train": {"dtype": "bf16"}}
 FP64: Sections = {"train": {"dtype": "fp64"}}
@@ -82,7 +83,8 @@ def on_grids(cases: list[Case], device: str, backend: str) -> list[tuple[Config,
     if backend == "nccl":  # before the first communicator
         os.environ.update(APART, NCCL_HOSTID=f"host{dist.get_rank()}")
     for sizes, sections in cases:
-        config, alone = make(sizes, sections), make({}, sections)
+        config, whole = make(sizes, sections), {"placement": "loop", "activations": "full"}
+        alone = make({}, sections | {"pipeline": sections.get("pipeline", {}) | whole})
         grid = ProcessGrid(**sizes, device_type="cuda")
         assert grid.world.via_host is (backend == "gloo")
         found.append((config, trained(config, grid, device), trained(alone, ProcessGrid(), device),
@@ -99,15 +101,17 @@ def compare(steps: Steps, expected: Steps, tolerance: float) -> None:
 
 @pytest.mark.parametrize(("backend", "cases"), [
     pytest.param("gloo", [({"tp": 2}, {}), ({"pp": 2}, {}), ({"pp": 2}, {"pipeline": {"schedule": "gpipe"}}),
-                  ({"dp": 2}, ZERO)], id="2-fp32"),
+                          ({"dp": 2}, ZERO), ({"pp": 2}, {"pipeline": V})], id="2-fp32"),
     pytest.param("gloo", [({"pp": 2}, TWO_BW), ({"tp": 2}, TWO_BW), ({"dp": 2}, TWO_BW | ZERO),
-                  ({"pp": 2}, {"pipeline": {"schedule": "2bw", "recompute": "stage"}})], id="2-fp32-2bw"),
+                          ({"pp": 2}, {"pipeline": {"schedule": "2bw", "recompute": "stage"}}),
+                          ({"pp": 2}, {"pipeline": V | {"schedule": "2bw", "activations": "half"}})], id="2-fp32-2bw"),
     pytest.param("gloo", [({"tp": 2}, BF16), ({"pp": 2}, BF16 | TWO_BW), ({"dp": 2}, BF16 | ZERO),
                   ({"pp": 2}, OVERFLOWS)], id="2-low-precision"),
     pytest.param("gloo", [({"tp": 2}, {"model": BERT}), ({"pp": 2}, TWO_BW | {"model": BERT}),
                   ({"pp": 2}, BF16 | {"model": BERT, "pipeline": {"recompute": "all"}})], id="2-bert"),
     *(pytest.param("nccl", [({"tp": 2}, dtype), ({"pp": 2}, dtype), ({"pp": 2}, dtype | TWO_BW),
-                            ({"pp": 2}, dtype | INTERLEAVED), ({"dp": 2}, dtype | ZERO)], id=f"2-nccl-{name}")
+                            ({"pp": 2}, dtype | INTERLEAVED), ({"pp": 2}, dtype | {"pipeline": V}),
+                            ({"dp": 2}, dtype | ZERO)], id=f"2-nccl-{name}")
       for name, dtype in (("fp64", FP64), ("bf16", BF16))),
     *(pytest.param(backend, [({"dp": 2}, ZERO_2), ({"dp": 2}, ZERO_3), ({"dp": 2}, BF16 | ZERO_3),
                              ({"dp": 2}, ZERO_3 | {"pipeline": {"schedule": "gpipe"}})], id=f"2-{backend}-zero")
