@@ -387,8 +387,8 @@ def test_sequence_parallelism_keeps_a_part_of_what_every_rank_kept(tp: int) -> N
 @pytest.mark.parametrize(("schedule", "recompute", "tensor"), [
     ("gpipe", "none", "none"), ("2bw", "stage", "none"), ("interleaved", "none", "dct")])
 def test_where_messages_weigh(schedule: str, recompute: str, tensor: str) -> None:
-    """Few weights, and large activations in slices. Gloo's threads may let go of a gathered one late."""
-    agree(small(tp=2, pp=2, model={"vocab_size": 64}, pipeline={"schedule": schedule, "recompute": recompute},
+    """Few weights, and large activations in slices, of full size. Gloo's threads may let go of a gathered one late."""
+    agree(make(tp=2, pp=2, model={"vocab_size": 64}, pipeline={"schedule": schedule, "recompute": recompute},
                train={"micro_batch_size": 16}, compression={"tensor": tensor}))
 
 
