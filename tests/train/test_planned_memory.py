@@ -120,6 +120,15 @@ def test_what_departs_costs_its_action_alone() -> None:
     assert kept[0].sum() == 777
 
 
+def test_counts_that_cannot_be_written(tmp_path: Path) -> None:
+    engine, said = Engine(configured(({}, {}, {}, {})), ProcessGrid(), CPU), list[str]()
+    memory = PlannedMemory(engine, said.append)
+    with memory.active():
+        engine.train(SampleLoader(engine.config), 7, lambda result: None)
+    memory.close(tmp_path / "gone")
+    assert "planned0.json: cannot be written (No such file" in said[-1]
+
+
 @pytest.mark.parametrize("stretches", [(4, 4, 4), (9, 3, 3)], ids=["never long enough", "goes on"])
 def test_stretches(stretches: tuple[int, ...]) -> None:
     config = configured(({}, {}, {}, {}))
