@@ -147,9 +147,10 @@ def test_a_part_at_a_time_moves_weights_once_a_sweep(tmp_path: Path) -> None:
 def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], dtype: str, tmp_path: Path) -> None:
     config = make(parallel=parallel, pipeline=pipeline, train={"dtype": dtype})
     ranks = config.parallel.num_ranks
-    for run, whole in zip(*(run_ranks(train, ranks, config, tmp_path, share) for share in (0.0, None)), strict=True):
+    runs, wholes = (run_ranks(train, ranks, config, tmp_path, share) for share in (0.0, None))
+    for run, whole in zip(runs, wholes, strict=True):
         run.check(whole)
-        assert run.moved > 0
+    assert any(run.moved for run in runs)
 
 
 @pytest.mark.ranks
