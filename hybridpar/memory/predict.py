@@ -196,7 +196,8 @@ def walk(
         communication = posted + takes * whole + handed + sum(waiting.values()) + sum(sends)
         is_first = action.microbatch % sizes.num_microbatches == 0 or whole_gradients > 0
         backward = fp.first_backward if is_first else fp.backward
-        transient = {Kind.F: fp.forward, Kind.B: backward, Kind.I: backward, Kind.W: fp.weight_gradients,
+        whole_backward = fp.whole_backward or backward
+        transient = {Kind.F: fp.forward, Kind.B: whole_backward, Kind.I: backward, Kind.W: fp.weight_gradients,
                      Kind.NORM: norm, Kind.UPDATE: update}.get(kind, 0)
         transient += whole_weights * (kind in COMPUTE) + whole_gradients * row.adds
         if activations + communication + transient > best.total - best.static:
