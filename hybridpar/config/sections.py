@@ -283,7 +283,7 @@ class CheckpointConfig:
 class MemoryConfig:
     """Where the state of training is kept: weights, gradients, master copy and the optimizer's state.
 
-    With a budget, what is needed soon is in memory and the rest in a file, or of a GPU in memory of the host. What comes
+    With a budget, what is needed soon is in memory and the rest in a file (of a GPU: in memory of the host). What comes
     when is known from the plan, so the least is moved, ahead of its use. Losses and weights stay the same to the bit.
     """
 
