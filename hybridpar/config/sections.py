@@ -283,8 +283,8 @@ class CheckpointConfig:
 class MemoryConfig:
     """Where the state of training is kept: weights, gradients, master copy and the optimizer's state.
 
-    With a budget, what is needed soon is in memory and the rest in a file. What comes when is known from the plan, so
-    the least is moved, ahead of its use. Losses and weights stay the same to the bit.
+    With a budget, what is needed soon is in memory and the rest in a file (of a GPU: in memory of the host). What comes
+    when is known from the plan, so the least is moved, ahead of its use. Losses and weights stay the same to the bit.
     """
 
     budget: Count = 0
@@ -321,8 +321,6 @@ class MemoryConfig:
         if self.budget and config.optim.staleness == "prediction":
             yield Problem("memory.budget", self.budget, "does not go with optim.staleness = prediction, which keeps a "
                           "second copy of all weights for evaluations", "0")
-        if self.budget and config.train.device == "cuda":
-            yield Problem("memory.budget", self.budget, "works on CPUs so far, and train.device is cuda", "0")
         if self.host_optimizer:
             yield from self._host_conflicts(config)
 

@@ -39,7 +39,7 @@ class StageMemory:
 
     in_flight: micro-batches between forward and backward then, counted on each stage of the rank. during: the action at
     the peak. host: of host memory, beside a GPU's: the copy of the state that a checkpoint is written from, and what an
-    optimizer there has. file: of the state, what is in a file and not in memory. moved: what of a micro-batch leaves
+    optimizer there has. file: of the state, what is in the slow tier. moved: what of a micro-batch leaves
     where activations do, of the rank's stages on average.
     """
 
