@@ -59,12 +59,13 @@ class Shape:
     seq_length: int
     vocab: int
     micro_batch: int
+    kind: Literal["gpt", "bert"] = "gpt"
 
     @property
     def model(self) -> ModelConfig:
         return ModelConfig(
-            num_layers=self.num_layers, hidden_size=self.hidden, num_heads=self.num_heads, seq_length=self.seq_length,
-            vocab_size=self.vocab, tie_embeddings=False)
+            kind=self.kind, num_layers=self.num_layers, hidden_size=self.hidden, num_heads=self.num_heads,
+            seq_length=self.seq_length, vocab_size=self.vocab, tie_embeddings=False)
 
     @property
     def microbatch_tokens(self) -> int:
@@ -91,6 +92,7 @@ SHAPES = {
     # the published ones: on a GPU
     "345M": Shape(24, 1024, 16, 1024, 50304, 8),
     "1.3B": Shape(24, 2048, 16, 2048, 50304, 4),
+    "bert_large": Shape(24, 1024, 16, 512, 30592, 8, "bert"),
     # the first on a CPU: a sample at a time
     "345M_1": Shape(24, 1024, 16, 1024, 50304, 1),
     # for trying out a benchmark, not for measuring
