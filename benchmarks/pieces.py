@@ -5,7 +5,7 @@ overlap?
 
 At most what encoding and decoding take, where somebody waits for it. Both are measured, of a message of 256 KiB of
 float32, on one thread; pipeline.plan.simulate says what a step takes with that time on every link, and without it, as
-if pieces hid all of it. F and B are those of `thin` and `small` (README, slow links), 2 p micro-batches.
+if pieces hid all of it. F and B are those of `thin` (README, slow links), with 2 p micro-batches.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hybridpar.pipeline.run.codecs import Codec, Largest, Tiles
 from hybridpar.train.engine import Sizes, schedule_of
 
 CODECS: dict[str, Codec] = {"int8": Tiles(8), "int4": Tiles(4, rotate=True), "dct 0.1": Largest(0.1, torch.float32)}
-SECONDS = {"thin": (0.006, 0.012), "small": (0.023, 0.047)}
+SECONDS = {"thin": (0.006, 0.012)}
 LINKS = {"50 Mbit/s, 5 ms": (50e6, 5e-3), "1 Gbit/s, 0.3 ms": (1e9, 3e-4)}
-SCHEDULES = {"2bw": "latency", "1f1b": "depth", "gpipe": "depth"}
+SCHEDULES = {"2bw": "latency", "1f1b": "depth"}
 
 
 def coding(codec: Codec, rounds: int) -> tuple[int, float]:
