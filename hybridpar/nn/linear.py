@@ -188,8 +188,8 @@ def _is_ours(weight: Tensor) -> bool:
 
 
 class _Linear(Function):
-    """Starts the sum of dx over ranks as soon as this rank's share is known, and computes dW and db meanwhile, also where
-    other gradients of weights wait.
+    """Starts the sum of dx over ranks as soon as this rank's share is known, and computes dW and db meanwhile: also
+    where other gradients of weights wait.
 
     The rest of a split x arrives while dx is computed.
 

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from hybridpar.cpu import cpu_fields
 
 SINK = "gradient_sink"
-"""Attribute of a leaf: takes each `Part` of its gradient, by `add(part, now)`, at any time in a backward. now: it is to be
-added up at once, though others may wait.
+"""Attribute of a leaf: takes each `Part` of its gradient, by `add(part, now)`, at any time in a backward. now: it is to
+be added up at once, though others may wait.
 
 Whoever sets it promises that gradients are wanted in `.grad` only, never from torch.autograd.grad.
 """
