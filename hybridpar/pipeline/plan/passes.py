@@ -107,7 +107,8 @@ def add_updates(
             needed = max(needed, settled)
         # where the pipeline drains all updates come first thing
         position = 0 if schedule.flush else schedule.position(sizes, action)
-        if gather and updated < reduced and position - 2 * m * (updated + 1) >= update_delay(stage):
+        early = gather and not schedule.flush and updated < reduced
+        if early and position - 2 * m * (updated + 1) >= update_delay(stage):
             needed = max(needed, updated + 1)
         for batch in range(updated, needed):
             yield from _update(
