@@ -23,8 +23,9 @@ from functools import cached_property
 import numpy as np
 
 from hybridpar.config import Config
+from hybridpar.memory.work import block_kinds
 from hybridpar.models.build import DTYPES, Recomputation, recomputed_blocks
-from hybridpar.models.cost import stage_split
+from hybridpar.models.cost import stage_split, untied_parameters
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.predict import Ordering, extended, smallest_early_switch
@@ -33,7 +34,7 @@ from hybridpar.planner.codec_costs import CodecCosts
 from hybridpar.planner.compressed import gradient_share
 from hybridpar.planner.machine import AnyLink, Machine
 from hybridpar.planner.moves import Moves
-from hybridpar.planner.profile import KINDS, BlockCost
+from hybridpar.planner.profile import BlockCost
 from hybridpar.state.partition import BUCKET_BYTES
 
 GRADIENT_BYTES = {name: max(dtype.itemsize, 4) for name, dtype in DTYPES.items()}
@@ -83,7 +84,8 @@ class StepCost:
         """Whether ranks update on their own time."""
         self.sizes = Sizes.of(config)
         profile, b = machine.profile, config.train.micro_batch_size
-        self.kinds = {kind: profile.block(kind, self.tp, b) for kind in KINDS}
+        self._kind_of = block_kinds(config.model)
+        self.kinds = {kind: profile.block(kind, self.tp, b) for kind in dict.fromkeys(self._kind_of)}
         self.item, self.gradient_bytes = DTYPES[config.train.dtype].itemsize, GRADIENT_BYTES[config.train.dtype]
         self.codecs = CodecCosts(config, profile)
         self.message_bytes = self.codecs.message_bytes
@@ -133,8 +135,7 @@ class StepCost:
 
     def kind(self, number: int) -> str:
         """The kind of a block, by its number in the model."""
-        last = self.config.model.num_blocks - 1
-        return KINDS[0] if number == 0 else KINDS[2] if number == last else KINDS[1]
+        return self._kind_of[number]
 
     def block(self, number: int) -> BlockCost:
         """The cost of a block, by its number in the model."""
@@ -156,15 +157,13 @@ class StepCost:
     def _stage(self, blocks: range, recompute: Recomputation) -> StageCost:
         """The cost of these blocks, of which some are recomputed, or what is cheap of them."""
         again, selective = set(blocks) if recompute.whole else set(recompute.blocks), recompute.selective
-        model, profile, last = self.config.transformer, self.machine.profile, self.config.model.num_blocks - 1
+        model, profile, last = self.config.model, self.machine.profile, self.config.model.num_blocks - 1
         costs = [self.block(n) for n in blocks]
         times = [self.block_time(n) for n in blocks]
         gather_input, gather_gradient = self.gathers(blocks)
         coding, coding_back = self.codecs.times(blocks, recompute.whole)
-        embedding = self.kinds["embedding"]
-        tied = embedding.parameters if model.tie_embeddings else 0
-        if model.position == "learned":
-            tied = max(0, tied - model.num_positions * model.hidden_size)
+        embedding = self.block(0)
+        tied = max(0, embedding.parameters - untied_parameters(model)) if model.tie_embeddings else 0
         both, ends = 0 in blocks and last in blocks, 0 in blocks or last in blocks
         twice = embedding if both and model.tie_embeddings else None  # held once
         return StageCost(
@@ -341,10 +340,12 @@ class StepCost:
         """Share of a forward and backward in which a CPU rank computes or sends, rather than waits for its tp group."""
         if self.tp == 1:
             return 1.0
-        layer, link = self.kinds["layer"], self.machine.link(range(self.tp))
-        sent = sum(link.ring_work(n, self.tp) for n in (*layer.forward_messages, *layer.backward_messages))
-        computed = layer.forward + layer.backward
-        return min(1.0, (computed + sent) / (computed + sum(self.waits["layer"])))
+        link, inner = self.machine.link(range(self.tp)), self._kind_of[1:-1] or self._kind_of
+        layers = [self.kinds[kind] for kind in inner]
+        sent = sum(link.ring_work(n, self.tp) for layer in layers
+                   for n in (*layer.forward_messages, *layer.backward_messages))
+        computed = sum(layer.forward + layer.backward for layer in layers)
+        return min(1.0, (computed + sent) / (computed + sum(sum(self.waits[kind]) for kind in inner)))
 
     @cached_property
     def step_time(self) -> float:
