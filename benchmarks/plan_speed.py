@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.common import RESULTS, machine
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.planner.candidates import Request
-from hybridpar.planner.cluster import estimate, machine_of
+from hybridpar.planner.cluster import estimated
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.hardware import Cluster, find_device, find_link
 from hybridpar.planner.report import describe
@@ -42,14 +42,14 @@ def cluster(servers: int) -> Cluster:
 def plan() -> str:
     """Plans for 1,536 devices: the choice in words."""
     config, on = configuration(80), cluster(192)
-    result = search(config, machine_of(on, estimate(config, on)), Request({}, 2304))
+    result = search(config, estimated(config, on), Request({}, 2304))
     return f"{describe(result.ranked[0].config)}; {result.considered} configurations considered"
 
 
 def simulate() -> str:
     """Simulates 4,096 ranks: the step in words."""
     config, on = configuration(256, tp=8, pp=256, dp=2, m=512), cluster(512)
-    cost = StepCost(config, machine_of(on, estimate(config, on)))
+    cost = StepCost(config, estimated(config, on))
     return f"{preview(config, 2, cost.costs).step_time:.6g} s a step"
 
 

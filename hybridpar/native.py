@@ -39,6 +39,11 @@ def constant_when_traced(function: Callable[..., Any]) -> None:
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def cuda_library() -> str:
+    """The path of hybridpar._C_cuda."""
+    return str(importlib.import_module("hybridpar._C_cuda").__file__)
+
+
 _EXPECTED = "1fb1992e"
 """`arguments_digest` of this checkout's extension; changes with it."""
 

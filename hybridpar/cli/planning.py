@@ -222,13 +222,15 @@ class Simulate:
 
     def run(self, launch: Launch) -> int:
         from hybridpar.pipeline.plan.sizes import Sizes
+        from hybridpar.planner.stragglers import spread
         from hybridpar.train.preview import costs_of_run, preview
 
         check_outputs([self.path, self.profile, self.cluster], svg=self.svg or None, perfetto=self.perfetto or None)
-        config, costs = resolved(self.config), None
+        config, costs, late = resolved(self.config), None, None
         run = costs_of_run(Path(self.measured), config) if self.measured else None
         if self.profile or self.cluster:
-            config, costs = planned(self.config, self.profile, self.cluster, launch)
+            cost = cost_on_machine(self.config, self.profile, self.cluster, launch)
+            config, costs, late = cost.config, cost.costs, spread(cost)
         elif run:
             costs = run.measured.costs
         shown = preview(config, self.batches, costs)
@@ -243,7 +245,7 @@ class Simulate:
             time = (f"{1e3 * shown.step_time:.4g} ms on {config.parallel.num_ranks} ranks, "
                     f"{config.batch_tokens / shown.step_time:,.0f} {config.model.counts}/s")
         out = sys.stderr if self.json else sys.stdout
-        print(f"steady state: a batch takes {time}", file=out)
+        print(f"steady state: a batch takes {time}{f'; {late}' if late else ''}", file=out)
         for rank, bubble in enumerate(shown.bubble):
             print(f"  {rank_name} {rank}: idle {100 * bubble:4.1f} %, at most {shown.peak_activations[rank]} "
                   f"micro-batches in flight, {shown.peak_versions[rank]} weight versions", file=out)
@@ -252,7 +254,8 @@ class Simulate:
             print(json.dumps({
                 "ok": True, "schedule": pipeline.schedule, "stages": config.parallel.pp, "chunks": pipeline.num_chunks,
                 "ranks": config.parallel.num_ranks, "num_microbatches": pipeline.num_microbatches,
-                "step_time": shown.step_time, "bubble": shown.bubble, "peak_activations": shown.peak_activations,
+                "step_time": shown.step_time, "stragglers": [late.median, late.late] if late else None,
+                "bubble": shown.bubble, "peak_activations": shown.peak_activations,
                 "peak_versions": shown.peak_versions, "makespan": shown.timeline.makespan,
                 "unit": "s" if costs else f"forward of the costliest {rank_name}",
                 "measured_step_time": run.measured.step_time if run else None, "svg": self.svg or None}))

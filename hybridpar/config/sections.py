@@ -71,8 +71,6 @@ class ParallelConfig:
             yield "does not go with memory.host_optimizer = true"
         if config.train.record_memory:
             yield f"does not go with train.record_memory = {config.train.record_memory}"
-        if config.train.device == "cuda":
-            yield "works on CPUs so far, and train.device is cuda"
 
 
 def rank_of_stage(stage: int, num_ranks: int, placement: str) -> int:
@@ -227,11 +225,16 @@ class TrainConfig:
     record_memory: Count = 0
     """Number of steps of which every malloc, free, read and write of a block of memory is written down, by each rank,
     in memory/ of the run folder, for `hybridpar memory --run`; without CUDA graphs."""
+    planned_memory: bool = False
+    """Once a step repeats, its blocks of memory get planned places in one arena. What is not as in the steps before
+    gets memory as ever; without CUDA graphs. Losses and weights stay the same to the bit."""
     keep_memory: bool = True
     """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system and taken anew."""
     cuda_graphs: bool = True
-    """On a GPU: micro-batches are recorded and replayed, for GPTs on one stage, without tensor parallelism; others run
-    kernel by kernel."""
+    """On a GPU: micro-batches are recorded and replayed, for GPT and BERT on one stage, without tensor parallelism;
+    others run kernel by kernel."""
+    tf32: bool = False
+    """On a GPU: matrices of fp32 are multiplied in TF32, with 10 bits of mantissa, many times as fast."""
     timeout_s: Annotated[float, Within(above=0, most=1e8)] = 60.0
     """Longest wait for another rank before the job is given up; faults.patience_s, where that is longer."""
     stop_signals: Annotated[tuple[str, ...], _SIGNALS] = ("INT", "TERM", "HUP")
@@ -245,6 +248,9 @@ class TrainConfig:
     or begin anew where they are others."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
+        if self.planned_memory and self.measure_memory and self.device == "cuda":
+            yield Problem("train.measure_memory", "true", "reads torch's allocator of CUDA memory, whose place "
+                          "train.planned_memory takes", "false")
         if self.share_gpus and self.device == "cpu":
             yield Problem("train.share_gpus", "true", "needs GPUs, and train.device is cpu", "false")
 
@@ -320,8 +326,6 @@ class MemoryConfig:
                           "second copy of all weights for evaluations", "0")
         if self.budget and config.train.device == "cuda":
             yield Problem("memory.budget", self.budget, "works on CPUs so far, and train.device is cuda", "0")
-        if self.host_optimizer and config.train.device == "cuda":
-            yield Problem("memory.host_optimizer", "true", "works on CPUs so far, and train.device is cuda", "false")
         if self.host_optimizer:
             yield from self._host_conflicts(config)
 
@@ -344,6 +348,8 @@ class MemoryConfig:
         if self.budget:
             yield Problem("memory.budget", self.budget, "does not go with memory.host_optimizer, which keeps in memory "
                           "all that it updates", "0")
+        if config.train.device == "cuda" and optim.name == "muon":
+            yield Problem("optim.name", "muon", "works with memory.host_optimizer on CPUs so far", "adamw")
         if optim.name == "lamb":
             yield Problem("optim.name", "lamb", "does not go with memory.host_optimizer: it takes norms of whole "
                           "parameters, over ranks", "adamw")

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hybridpar.config import ModelConfig, ModelSpec, message_shape, rank_of_stage
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
+from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.placement import named_placements
 
@@ -34,10 +35,6 @@ def head_matmul_parameters(model: ModelConfig) -> int:
     """Weights of the output head that take part in a matrix product with every token."""
     h = model.hidden_size
     return h * model.vocab_size + (h * h if model.kind == "bert" else 0)
-
-
-LABELLED = {"gpt": 1.0, "bert": 0.15}
-"""Share of the positions that the head projects to the vocabulary."""
 
 
 def forward_flops_per_token(model: ModelSpec) -> tuple[int, ...]:

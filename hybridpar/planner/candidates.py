@@ -15,6 +15,7 @@ from hybridpar.planner.bound import least_time
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.split import Matrix, best_split, sums
+from hybridpar.planner.stragglers import Spread, spread
 
 INTERLEAVED, CHUNKS = "interleaved", (2, 3, 4)
 STALE = frozenset({"2bw", "pipedream"})
@@ -54,14 +55,21 @@ class Candidate:
     tried_recomputation: bool = False
 
     @cached_property
+    def spread(self) -> Spread | None:
+        """Its step times among stragglers, where the machine has them."""
+        return spread(self.cost)
+
+    @cached_property
     def least_time(self) -> float:
         """A lower bound on its step time."""
         return least_time(self.cost)
 
     @property
-    def peak(self) -> int:
-        """Bytes of the fullest stage."""
-        return max(stage.total for stage in self.memory or [])
+    def peak(self) -> float:
+        """Bytes of the fullest stage; where some have more memory, as large a share of the least that any has."""
+        least = min(self.cost.limits)
+        return max((stage.total * least / limit
+                    for stage, limit in zip(self.memory or [], self.cost.limits, strict=True)), default=0.0)
 
     @property
     def is_stale(self) -> bool:
@@ -81,7 +89,7 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
             continue
         for b in micro_batches(machine, tp, batch // dp, request):
             m = batch // (dp * b)
-            for pipeline, optim in _schedules(config, pp, dp, m, request, is_cpu=machine.device.type == "cpu"):
+            for pipeline, optim in _schedules(config, pp, dp, m, request):
                 made = replace(
                     config, pipeline=replace(pipeline, num_microbatches=m, recompute="none"), optim=optim,
                     parallel=replace(config.parallel, tp=tp, pp=pp, dp=dp), memory=config.memory.on_another_grid(),
@@ -126,7 +134,7 @@ def micro_batches(machine: Machine, tp: int, samples: int, request: Request) -> 
 
 
 def _schedules(
-    config: Config, pp: int, dp: int, m: int, request: Request, *, is_cpu: bool,
+    config: Config, pp: int, dp: int, m: int, request: Request,
 ) -> Iterator[tuple[PipelineConfig, OptimConfig]]:
     """The configuration's own schedule and those on new weights, or those asked for; with what they need changed, and
     with what shortens their drain or takes less memory."""
@@ -166,7 +174,7 @@ def _schedules(
             yield pipeline, optim
             if request.split_backward and pp > 1 and name == "1f1b" and pipeline.warmup == "depth":
                 yield replace(pipeline, zero_bubble=True, split_backward=True), optim
-        if request.split_backward and is_cpu and pp > 1 and name in ("1f1b", "2bw"):  # NCCL has no tags
+        if request.split_backward and pp > 1 and name in ("1f1b", "2bw"):
             yield from ((pipeline, optim) for pipeline in _on_v(base, pp, m, config.model.num_blocks))
 
 
@@ -197,10 +205,11 @@ def balanced(config: Config, machine: Machine) -> Candidate:
     cost = StepCost(config, machine)
     if cost.pp > 1:
         costs = block_costs(cost)
-        found = best_split(*costs, cost.sizes.num_stages, _held(cost))
+        found = best_split(*costs, cost.sizes.num_stages, _held(cost), slowness=cost.slowness)
         assert found is not None, "there are as many blocks as stages"
-        split = even_out(tuple(sum(of_block) for of_block in zip(*costs, strict=True)), found.sizes, cost.pp,
-                         config.pipeline.placement)
+        split = found.sizes if machine.others else even_out(
+            tuple(sum(of_block) for of_block in zip(*costs, strict=True)), found.sizes, cost.pp,
+            config.pipeline.placement)
         config = replace(config, pipeline=replace(config.pipeline, split=split))
         cost = StepCost(config, machine)
     return Candidate(config, cost)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from hybridpar.config import ModelConfig
 from hybridpar.errors import config_error
 from hybridpar.memory.work import Op
-from hybridpar.models.cost import LABELLED
+from hybridpar.models.blocks import LABELLED
 from hybridpar.planner.hardware import Device
 
 HALF, FULL = 2, 4  # bytes of an fp16 or bf16, and of an fp32 number
@@ -39,10 +39,15 @@ _MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::bad
 
 
 class BlockTime(NamedTuple):
-    """Seconds of one micro-batch. Recomputation adds another `forward` to the backward pass."""
+    """Seconds of one micro-batch. Recomputation adds another `forward` to the backward pass.
+
+    forward_idle, backward_idle: the parts of these in which the device waits for the CPU to launch kernels.
+    """
 
     forward: float
     backward: float
+    forward_idle: float = 0.0
+    backward_idle: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +63,11 @@ class Kernels:
     gap: float = 1e-6
     issue: float = 5e-6
 
-    def time(self, working: float, launches: int) -> float:
-        """Time of so many kernels that work so long; launched ahead, or waited for."""
-        return max(working + launches * self.gap, launches * self.issue)
+    def time(self, working: float, launches: int) -> tuple[float, float]:
+        """Time of so many kernels that work so long, launched ahead or waited for; and the part that is waiting."""
+        ahead = working + launches * self.gap
+        idle = max(0.0, launches * self.issue - ahead)
+        return ahead + idle, idle
 
 
 OURS = Kernels()
@@ -124,8 +131,9 @@ def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels
         whole_back, split_back = 2 * whole, 2 * split
     forward += device.memory_time(HALF * tokens * (whole + split / tp)) + attention.forward
     backward += device.memory_time(HALF * tokens * (whole_back + split_back / tp)) + attention.backward
-    return BlockTime(kernels.time(forward, kernels.forward_launches),
-                     kernels.time(backward, kernels.backward_launches))
+    forward, forward_idle = kernels.time(forward, kernels.forward_launches)
+    backward, backward_idle = kernels.time(backward, kernels.backward_launches)
+    return BlockTime(forward, backward, forward_idle, backward_idle)
 
 
 def _products(device: Device, products: Iterable[Product], *, weights: bool = True) -> tuple[float, float]:
@@ -181,8 +189,8 @@ def remake_time(model: ModelConfig, micro_batch_size: int, device: Device, tp: i
     return device.memory_time(HALF * elements)
 
 
-def work_time(ops: Sequence[Op], device: Device, kernels: Kernels = OURS) -> float:
-    """Seconds of a pass of any model's block, whose operators were noted (memory.work); an estimate.
+def work_time(ops: Sequence[Op], device: Device, kernels: Kernels = OURS) -> tuple[float, float]:
+    """Seconds of a pass of any model's block, whose operators were noted (memory.work), and of waiting for launches.
 
     Each takes the time of its product or of its traffic, whichever is longer.
     """

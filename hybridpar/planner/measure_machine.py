@@ -51,9 +51,9 @@ def measure_machine(
         raise config_error("tp", most, f"must be at most {config.model.max_tp_rule}", str(config.model.max_tp))
     request = (config, degrees, sizes, quick)
     if launch.world_size > 1 or ranks == 1:
-        device = choose_device(config.train, launch)
-        set_threads(config.train.threads, launch)
         job = Job.connect(launch)
+        device = choose_device(config.train, launch, job.gather)
+        set_threads(config.train.threads, launch)
         job.start_group(device, choose_backend(config.train, device), max(config.train.timeout_s, 120.0))
         profile = measure_here(*request, device)
         job.end_group()
@@ -93,21 +93,22 @@ def measure_here(
     blocks, had_core = measure_blocks(config, degrees, sizes, device, effort)
     state = measure_state(config, world, quick=quick) if device.type == "cpu" else StateSpeeds()
     codecs = measure_codecs(config, world) if device.type == "cpu" else {}
-    hardware = _hardware(device, gather_objects(platform.node(), world))
+    hardware = _hardware(device, gather_objects(platform.node(), world), shared=config.train.share_gpus)
     hardware = replace(hardware, efficiency=round(had_core, 4) if hardware.cores else 1.0)
     return Profile(hardware, blocks, links, settings_of(config), state=state, codecs=codecs,
                    about=_about(effort, world.size))
 
 
-def _hardware(device: torch.device, hosts: Sequence[str]) -> Hardware:
+def _hardware(device: torch.device, hosts: Sequence[str], *, shared: bool) -> Hardware:
     number = len(set(hosts))
     here = -(-len(hosts) // number)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gpus = torch.cuda.device_count()
-        devices = max(gpus, here)  # shared, a process has its part of one
-        return Hardware(properties.name, devices, properties.total_memory * gpus / devices, hosts=number,
+        devices = max(gpus, here)
+        part = gpus / devices if shared else 1  # of a GPU, that a process has
+        return Hardware(properties.name, devices, properties.total_memory * part, hosts=number,
                         host_memory=memory / devices)
     return Hardware(
         cpu_name(), here, memory / here, available_cores(), torch.get_num_threads(), number)
@@ -129,4 +130,6 @@ def _measure_in_process(config: Config, degrees: Sequence[int], sizes: Sequence[
     rank, ranks = dist.get_rank(), dist.get_world_size()
     launch = Launch(rank, rank, ranks, ranks)
     set_threads(config.train.threads, launch)
-    return measure_here(config, degrees, sizes, quick, choose_device(config.train, launch))
+    gpus = torch.cuda.device_count()  # as all see that this process has started
+    device = choose_device(config.train, launch, lambda mine: [mine and str(r % gpus) for r in range(ranks)])
+    return measure_here(config, degrees, sizes, quick, device)

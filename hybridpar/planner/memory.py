@@ -76,13 +76,13 @@ class MemoryCheck:
 
     def fits(self, cost: StepCost) -> bool:
         """Whether the estimated peak of every rank is within the limit."""
-        if self._most(cost) < _SURELY * self.limit or self.least(cost) > self.limit:
-            return self.least(cost) <= self.limit
+        if self._most(cost) < _SURELY * min(cost.limits) or self.least(cost) > max(cost.limits):
+            return self.least(cost) <= max(cost.limits)
         config, sizes = cost.config, cost.sizes
         split = stage_split(config.model, cost.pp, config.pipeline.split, sizes.chunks, config.pipeline.placement)
         again = recomputed_blocks(config.pipeline.recompute, config.model, split)
         return all(sum(self._peak(cost, stage, split[stage], again[stage]) for stage in sizes.stages_of(rank))
-                   <= self.limit for rank in range(cost.pp))
+                   <= limit for rank, limit in enumerate(cost.limits))
 
     def least(self, cost: StepCost) -> float:
         """Bytes of the fullest rank at least: its share of the state, if blocks were divided evenly."""
@@ -127,7 +127,7 @@ class MemoryCheck:
             impossible = True
             for whole in (False, True):
                 found = best_split(*block_costs(cost), cost.sizes.num_stages, self._peaks(cost, whole),
-                                   room / cost.sizes.chunks)
+                                   room / cost.sizes.chunks, cost.slowness)
                 if found is None:
                     continue
                 impossible = False
@@ -169,6 +169,7 @@ class MemoryCheck:
                 terms = self._terms_by_size if isinstance(cost.config.model, ModelConfig) else self._terms_by_range
                 known[key] = terms(cost, stage, whole if again else None, buffers)
             taken = _at_peak(known[key], _in_flight(cost, stage))
+            taken = taken * (self.limit / cost.limits[cost.sizes.rank_of(stage)])
             placed = (rows == 0 if first else rows > 0) & (columns == count if last else columns < count)
             return np.where(placed & (columns > rows), taken, np.inf)
 

@@ -48,6 +48,8 @@ class BlockCost:
     besides, where they were measured; forward_messages, backward_messages: the bytes of each. norm, update: of its
     parameters, once a batch. backward_input: the part of the backward pass that the stage before waits for; 0: not
     measured. remake: outputs of norms and activations, once more. kept: bytes between forward and backward.
+    forward_idle, backward_idle: the parts of these that a device waits for launches of kernels, which CUDA graphs save;
+    0: none, or not known.
     """
 
     forward: Amount
@@ -62,8 +64,12 @@ class BlockCost:
     remake: Amount = 0.0
     parameters: Bytes = 0
     kept: Bytes = 0
+    forward_idle: Amount = 0.0
+    backward_idle: Amount = 0.0
 
 
+_ESTIMATED = frozenset({"forward_idle", "backward_idle"})
+"""What nothing measures: in a file it may be left out."""
 _OF_GROUPS = ("reduce", "reduce_work", "gather", "gather_work", "scatter", "scatter_work")
 """Curves of a link by number of ranks."""
 Key = tuple[str, int, int]
@@ -185,7 +191,8 @@ def _between(low: BlockCost | None, high: BlockCost, share: float) -> BlockCost:
         return max(0.0, a + share * (b - a))
 
     times = {name: at(getattr(low, name, 0.0), getattr(high, name))
-             for name in ("forward", "backward", "forward_wait", "backward_wait", "backward_input", "remake")}
+             for name in ("forward", "backward", "forward_wait", "backward_wait", "backward_input", "remake",
+                          "forward_idle", "backward_idle")}
     messages = {name: tuple(round(at(a, b)) for a, b in zip(
                     getattr(low, name, repeat(0)), getattr(high, name), strict=low is not None))
                 for name in ("forward_messages", "backward_messages")}
@@ -318,7 +325,7 @@ def _profile(document: Any) -> Profile:
     blocks: dict[Key, BlockCost] = {}
     for i, (row, given) in enumerate(zip(read.blocks, document["blocks"], strict=True)):
         values = {f.name: getattr(row, f.name) for f in fields(BlockCost)}
-        if missing := values.keys() - given.keys():
+        if missing := values.keys() - given.keys() - _ESTIMATED:
             raise ValueError(f"profile.blocks[{i}]: {min(missing)!r} is missing")
         blocks[row.kind, row.tp, row.micro_batch] = BlockCost(**values)
     degrees = {(tp, b) for _, tp, b in blocks}

@@ -69,6 +69,8 @@ def search(config: Config, machine: Machine, request: Request) -> Result:
     if request.compression:
         search.compressed()
     ranked = search.verified() or search.in_files()
+    if machine.stragglers:
+        ranked = sorted(ranked[: request.top], key=search.rank_among_stragglers)
     for candidate in ranked[: request.top]:
         search.explain(candidate)
     for candidate in search.failed:
@@ -150,7 +152,7 @@ class _Search:
         if candidate.tried_recomputation or b >= self._too_large.get(kind, b + 1):
             return False
         again = None
-        if self.memory.least(candidate.cost) <= self.memory.limit:
+        if self.memory.least(candidate.cost) <= max(candidate.cost.limits):
             again = self.memory.recomputed(candidate, exact=False)
         if again is None:
             self._too_large[kind] = b
@@ -247,6 +249,11 @@ class _Search:
 
     def _has_room(self, candidate: Candidate) -> bool:
         return candidate.memory is None or candidate.peak <= TIGHT * self.memory.limit
+
+    def rank_among_stragglers(self, candidate: Candidate) -> float:
+        """As candidates are ranked, by the median of their steps."""
+        median = candidate.spread.median if candidate.spread else candidate.cost.step_time
+        return self._rank_with_room(candidate) * median / candidate.cost.step_time
 
     def _rank_with_room(self, candidate: Candidate) -> float:
         return _rank(candidate) * (1 if self._has_room(candidate) else 1 + ERROR)

@@ -71,8 +71,10 @@ class GradientAccumulator:
         """From now on, backward through these leaves adds to buffer `index`.
 
         Binding what is bound already costs nothing, so it may be done before every micro-batch.
+        Nothing waits, unless `collect` says so again.
         Shapes: one leaf for each parameter of the layout, of its shape.
         """
+        self.collecting = None
         if leaves is self._bound_leaves and index == self._bound_index:
             return
         self._bound_leaves, self._bound_index = leaves, index

@@ -16,8 +16,9 @@ from hybridpar.errors import config_error
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.chunks import Chunk, Memory, Use
 from hybridpar.state.layout import FlatLayout
+from hybridpar.state.pages import Region
 from hybridpar.state.store import DiskStore, padded
-from hybridpar.state.tiers import Region, Tiers
+from hybridpar.state.tiers import Tiers
 
 FOLDER = "state"
 """Folder of a run where the file is, if the configuration does not name one."""

@@ -57,7 +57,7 @@ class Found:
 def find_schedule_for(config: Config, grid: ProcessGrid, device: torch.device, measure: Measure) -> tuple[Found, Found]:
     """What "auto" stands for, and 1f1b, to compare it with. Collectives: on all ranks of the grid."""
     found: list[Found] = []
-    for shape in shapes(config, device):
+    for shape in shapes(config):
         split = replace(shape[0], pipeline=replace(shape[0].pipeline, split_backward=True))
         trial = next((one for one in (split, shape[0]) if not problems(one, grid.world.size)), None)
         if trial is None:
@@ -72,7 +72,7 @@ def find_schedule_for(config: Config, grid: ProcessGrid, device: torch.device, m
     return chosen
 
 
-def shapes(config: Config, device: torch.device) -> Iterator[list[Config]]:
+def shapes(config: Config) -> Iterator[list[Config]]:
     """Configurations whose stages are the same."""
     bare = replace(config.pipeline, schedule="1f1b", **{
         f.name: f.default for f in fields(PipelineConfig) if f.name in FOUND})  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def shapes(config: Config, device: torch.device) -> Iterator[list[Config]]:
         return [replace(config, pipeline=replace(bare, **one)) for one in options]  # type: ignore[arg-type]
 
     yield made({}, _BUBBLE, _BUBBLE | {"warmup": "latency"})
-    if device.type == "cpu" and _divides(config, 2, "v"):  # NCCL has no tags
+    if _divides(config, 2, "v"):
         there_and_back = {"placement": "v", "split_backward": True}
         yield made(*(there_and_back | {"activations": kept} for kept in ("full", "half", "min")))
     for chunks in _CHUNKS:

@@ -50,7 +50,7 @@ class EngineRecorder:
         clock = DeviceClock() if engine.device.type == "cuda" and torch.cuda.is_available() else HOST_CLOCK
         self._recorder = Recorder(write, engine.sizes.num_microbatches, clock)
         self._executor = engine.executor
-        self._executor.listener = self._recorder.begin
+        self._executor.listeners.append(self._recorder.begin)
         state, tp = engine.state, engine.grid.tp
         state.allocate()
         for slot in state.slots:
@@ -92,7 +92,7 @@ class EngineRecorder:
             self.is_open = False
             if self._recorder.is_active:
                 self._recorder.__exit__(None, None, None)
-            self._executor.listener = None
+            self._executor.listeners.remove(self._recorder.begin)
             for hook in self._hooks:
                 hook.remove()
             self._recorder.close()

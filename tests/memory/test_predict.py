@@ -376,11 +376,12 @@ def test_sequence_parallelism_keeps_a_part_of_what_every_rank_kept(tp: int) -> N
     assert more.kept - less.kept == pytest.approx(3 * u * (tp - 1) / tp, rel=0.02)
     assert (less.message, less.received) == (u // tp, u // tp)
     assert (more.message, more.received) == (u, u // tp)
-@pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "none"), ("2bw", "stage"), ("interleaved", "none")])
-def test_where_messages_weigh(schedule: str, recompute: str) -> None:
+@pytest.mark.parametrize(("schedule", "recompute", "tensor"), [
+    ("gpipe", "none", "none"), ("2bw", "stage", "none"), ("interleaved", "none", "dct")])
+def test_where_messages_weigh(schedule: str, recompute: str, tensor: str) -> None:
     """Few weights, and large activations in slices. Gloo's threads may let go of a gathered one late."""
     agree(make(tp=2, pp=2, model={"vocab_size": 64}, pipeline={"schedule": schedule, "recompute": recompute},
-               train={"micro_batch_size": 16}))
+               train={"micro_batch_size": 16}, compression={"tensor": tensor}))
 
 
 @pytest.mark.ranks

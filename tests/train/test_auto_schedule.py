@@ -40,7 +40,7 @@ def costs_for(config: Config) -> Costs:
 def test_the_simplest_of_the_fastest_that_fit() -> None:
     """Within 1 % of the shortest step of all that fit, and the first of these; 1f1b where none fits."""
     config, trace = make(2, 4, num_layers=2), Footprints()
-    found = [one for shape in shapes(config, CPU) for one in simulated(shape, costs_for(shape[0]))]
+    found = [one for shape in shapes(config) for one in simulated(shape, costs_for(shape[0]))]
     assert {(one.pipeline.schedule, one.pipeline.placement, one.pipeline.num_chunks) for one in found} >= {
         ("1f1b", "loop", 1), ("own", "loop", 1), ("1f1b", "v", 2), ("own", "v", 2), ("interleaved", "loop", 2),
         ("own", "loop", 2)}

@@ -47,6 +47,9 @@ def make(compression: dict[str, Any], model: dict[str, Any] | None = None, **sec
     ({"pp": 2, "tp": 2}, SUBSPACE, {"schedule": "interleaved"}, {"sequence": True}),
     ({"pp": 3}, SUBSPACE, {"schedule": "pipedream", "split": (2, 3, 1)}, {}),
     ({"pp": 3}, {"messages_backward": "int8"}, {"schedule": "gpipe", "recompute": "all"}, {}),
+    ({"tp": 3}, {"tensor": "dct", "messages_kept": 0.4}, {"recompute": "selective"}, {}),
+    ({"tp": 2, "pp": 2}, {"tensor": "int8"} | INT4, {"schedule": "2bw", "recompute": "stage"}, {}),
+    ({"tp": 2, "dp": 2}, {"tensor": "dct"}, {"split_backward": True}, {"zero": 1}),
 ], ids=str)
 def test_every_grid_and_schedule_equals_one_process(grid, compression, pipeline, parallel):
     report = verify(make(compression, pipeline=pipeline, parallel=parallel), grid, 3)
@@ -67,6 +70,7 @@ def test_what_messages_lose_is_seen(monkeypatch: pytest.MonkeyPatch):
     report = verify(make(INT8), {"pp": 2}, 1)
     assert report.first_divergence is not None
     assert report.worst["loss"].error > 1e-9
+    assert verify(make({"tensor": "int8"}), {"tp": 2}, 1).worst["loss"].error > 1e-9
     alone = verify(make(INT8, pipeline={"split": (5, 1)}), {"pp": 2}, 1)
     assert alone.ok, "a head that is a stage of its own gets exact activations"
 

@@ -93,7 +93,8 @@ class Transfers:
     def _channels(self, flow: int) -> list[Channel | None]:
         """The channel that flows that way into each stage; none where it begins, or the rank hands over to itself."""
         costs, sizes, links = self.costs, self.sizes, self.sizes.num_links
-        queues = [Queue() for _ in self.ranks]  # one for what a rank sends and receives
+        # one for what a rank sends and receives, on a V of what rises and of what falls
+        queues = {(rank, rises): Queue() for rank in range(len(self.ranks)) for rises in (False, True)}
         one_way = costs.transfer if flow > 0 or costs.transfer_back is None else costs.transfer_back
         work, transfer, latency = (expand(c, links) for c in (costs.transfer_work, one_way, costs.latency))
         network = costs.network
@@ -106,7 +107,8 @@ class Transfers:
             sender, link = sizes.peer(stage, -flow), sizes.link(stage, -flow)
             if sender is None or link is None:
                 return None
-            ends = (queues[sender], queues[receiver]) if costs.serial_links else (Queue(), Queue())
+            rises = sizes.is_v and receiver > sender
+            ends = (queues[sender, rises], queues[receiver, rises]) if costs.serial_links else (Queue(), Queue())
             return found.setdefault((sender, receiver), Channel(
                 self.ranks[sender], self.ranks[receiver], *ends, work[link], transfer[link],
                 routes[link].latency if routes else latency[link], routes[link] if routes else None))

@@ -32,7 +32,8 @@ from hybridpar.pipeline.run.codecs import Codec, Codecs, Marked
 class Lane:
     """The pipeline's neighbours and what travels between them: one activation, or its gradient, of `shape`.
 
-    `shapes`: where it is not the same everywhere, of the activation into each stage.
+    `reverse`: of gradients. `back`: of activations and of gradients where stages of a V follow each other to lower
+    ranks; none: on these axes, too. `shapes`: where it is not the same everywhere, of the activation into each stage.
     `slicing`: axis whose ranks all hold the same activation, so that each sends a slice of it. None: each rank sends
     all of what it holds. `codecs`: of messages, between the stages of `split` (none: messages are exact).
     """
@@ -46,6 +47,7 @@ class Lane:
     codecs: Codecs = field(default_factory=Codecs)
     split: Sequence[range] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
+    back: tuple[Axis, Axis] | None = None
 
     @classmethod
     def of(cls, config: Config, grid: ProcessGrid, dtype: torch.dtype, device: torch.device,
@@ -54,6 +56,7 @@ class Lane:
 
         Shapes: an activation is [b, s, h] (`ModelSpec.activation_shape`), equal on all ranks of tp; with
         parallel.sequence each has its own rows.
+        Collectives: those of `ProcessGrid.again`, on a V.
         """
         sequence = config.parallel.sequence
         model, b = config.model, config.train.micro_batch_size
@@ -62,7 +65,8 @@ class Lane:
             shape = (b, SequencePart.of(shape[1], grid.tp, sequence).length, *shape[2:])
         shapes = tuple((b, *message_shape(model, max(0, blocks.start - 1))) for blocks in split)
         slicing = None if sequence else grid.tp
-        lane = cls(grid.pp, grid.pp_reverse, shape, dtype, device, slicing, Codecs.of(config), split)
+        back = (grid.again("pp"), grid.again("pp_reverse")) if config.pipeline.placement == "v" else None
+        lane = cls(grid.pp, grid.pp_reverse, shape, dtype, device, slicing, Codecs.of(config), split, back=back)
         return lane if isinstance(model, ModelConfig) or len({*shapes, shape}) == 1 else replace(lane, shapes=shapes)
 
     def into(self, stage: int) -> Lane:

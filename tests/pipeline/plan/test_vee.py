@@ -229,8 +229,8 @@ def test_large_runs_are_proven_by_smaller_ones(activations: str, sync_steps: int
 def test_picture() -> None:
     plan = make_plan(on_v("1f1b", "full"), Sizes(2, 3, 2, "v"), split=True)
     assert draw(simulate(plan, Costs(1, 2))) == "\n".join((
-        "rank 0  F0- F1- F2- F0b I0b W0b F1b I1b W1b I0- W0- F2b I2b W2b I1- W1- I2- W2-    *",
-        "rank 1      F0- F0b F1- F1b I0b W0b F2- I0- W0- F2b I1b W1b I1- I2b I2- W1- W2b W2-*"))
+        "rank 0  F0- F1- F2- F0b I0b W0b F1b I1b W1b B0----- F2b I2b W2b B1----- B2-----    *",
+        "rank 1      F0- F0b F1- F1b B0b---- F2- I0- W0- F2b B1b---- I1- I2b I2- W1- W2b W2-*"))
 
 
 @pytest.mark.parametrize(("pipeline", "field", "works"), [
