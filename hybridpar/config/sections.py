@@ -56,9 +56,7 @@ class ParallelConfig:
     def conflicts(self, config: Config) -> Iterator[Problem]:
         """Settings that do not go with those of other sections; the same in every section."""
         if self.tp > (most := config.model.max_tp):
-            why = f"model.num_heads = {most}" if isinstance(config.model, ModelConfig) else (
-                f"{most}, as {config.model.kind}.max_tp says")
-            yield Problem("parallel.tp", self.tp, f"must be at most {why}", str(most))
+            yield Problem("parallel.tp", self.tp, f"must be at most {config.model.max_tp_rule}", str(most))
         if self.sequence and not isinstance(config.model, ModelConfig):
             yield Problem("parallel.sequence", True, "works with GPT and BERT only", "false")
         for reason in self._against_zero(config) if self.zero > 1 else ():
@@ -164,7 +162,9 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    name: Literal["adamw", "sgd", "lamb", "muon"] = "adamw"
+    name: Literal["adamw", "sgd", "lamb", "muon", "own"] = "adamw"
+    spec: str = ""
+    """own: the class of the rule, "module:class", which inherits from hybridpar.UpdateRule."""
     lr: NotNegative = 3e-4
     min_lr: NotNegative = 0.0
     warmup_steps: Count = 0
@@ -195,8 +195,11 @@ class OptimConfig:
         if schedule not in (works := remedies.get(self.staleness, (schedule,))):
             yield Problem("optim.staleness", self.staleness, "makes up for old gradients as pipeline.schedule = "
                           f"{' or '.join(works)} has them, not {schedule}", '"none"')
-        if self.staleness == "nesterov" and self.name == "lamb":
-            yield Problem("optim.staleness", "nesterov", "lamb has no Nesterov form", '"extrapolation"')
+        if self.staleness == "nesterov" and self.name in ("lamb", "own"):
+            yield Problem("optim.staleness", "nesterov", f"{self.name} has no Nesterov form", '"extrapolation"')
+        if (self.name == "own") != bool(self.spec):
+            yield Problem("optim.spec", self.spec, f"goes with optim.name = own, and optim.name is {self.name}",
+                          '"my_package.my_module:MyRule"' if self.name == "own" else 'optim.name = "own"')
         if self.name in ("sgd", "muon") and (self.nesterov or self.staleness == "nesterov") and self.momentum <= 0:
             yield Problem("optim.momentum", self.momentum, "Nesterov needs momentum above 0", "0.9")
 

@@ -58,6 +58,15 @@ def block_parameters(model: ModelSpec) -> tuple[tuple[tuple[int, ...], ...], ...
                  for block in build_blocks(model, Axis("tp"), [n]).values())
 
 
+@lru_cache(maxsize=256)
+def untied_parameters(model: ModelSpec) -> int:
+    """Parameters of the first block that the last one does not share."""
+    if isinstance(model, ModelConfig):
+        return model.num_positions * model.hidden_size if model.position == "learned" else 0
+    return sum(prod(placement.shape) for block in build_blocks(model, Axis("tp"), [0]).values()
+               for _, _, placement in named_placements(block) if not placement.tied)
+
+
 def _own_flops(model: ModelSpec) -> tuple[int, ...]:
     found = []
     for number, shapes in enumerate(block_parameters(model)):
