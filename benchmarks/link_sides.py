@@ -63,8 +63,8 @@ class Method:
 
     pace: seconds that forward and backward of a micro-batch take besides what they compute, during which the rank waits
     as if for an accelerator. slices: whether tp ranks send slices of what goes from stage to stage, not all of it each.
-    messages: the codec of what goes from stage to stage. gradients: that of replicas' gradients, of which a hundredth is
-    sent, with what is sent whole. split: whether backwards are I and W.
+    messages: the codec of what goes from stage to stage. gradients: that of replicas' gradients, of which a hundredth
+    is sent, with what is sent whole. split: whether backwards are I and W.
     """
 
     tp: int = 1
