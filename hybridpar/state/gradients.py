@@ -27,8 +27,8 @@ class GradientAccumulator:
     gradients come from `backward` only, never from torch.autograd.grad.
 
     With `defers`, parts that are given to a sink (nn.matmul.SINK) may wait: those of the backward that follows
-    `collect(key)` are added by `apply(key)`, in the same order, to the same bits. Some are added at once all the same; of
-    the parameters in `tied`, which are used in several places, none.
+    `collect(key)` are added by `apply(key)`, in the same order, to the same bits. Some are added at once all the
+    same; of the parameters in `tied`, which are used in several places, none.
 
     Parts of the parameters in `factored` are never added up: `parts(index)` has them, in the order of the backwards,
     and whoever takes them writes the view.
