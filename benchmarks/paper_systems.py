@@ -63,8 +63,8 @@ class Machine:
     ring_gbit: float = 16.0
     half_duplex: bool = True
 
-    def cluster(self, servers: int, card_gbit: float) -> Cluster:
-        card = Link("ethernet-25", 25 * GIGABIT, LINKS["ethernet-25"].latency, card_gbit / 25)
+    def cluster(self, servers: int, card_gbit: float, *, half_duplex: bool = False) -> Cluster:
+        card = Link("ethernet-25", 25 * GIGABIT, LINKS["ethernet-25"].latency, card_gbit / 25, half_duplex=half_duplex)
         device = replace(DEVICES["v100-16gb"], matmul_share=self.matmul_share)
         return Cluster(device, 8, servers, LINKS["nvlink2"], card)
 
@@ -210,8 +210,8 @@ def _simulated(
     of forward and backward alone.
     """
     ours = system == "ours"
-    network = machine.cluster(setting.servers, machine.exchange_gbit).network(
-        setting.devices(), activation_bytes(setting.model, MICRO_BATCH), half_duplex=machine.half_duplex)
+    network = machine.cluster(setting.servers, machine.exchange_gbit, half_duplex=machine.half_duplex).network(
+        setting.devices(), activation_bytes(setting.model, MICRO_BATCH))
     num_batches = 4 if schedule == "2bw" else 1
     plan = make_plan(schedule, Sizes(setting.depth, num_microbatches), 0, num_batches,
                      clip=system != "2bw", ahead=1 if ours else 0)

@@ -175,6 +175,13 @@ class ProcessGrid:
         self.site = self._axes.get("site", Axis("site", 0, (rank,), flight=self.flight))
         self.home = self._axes.get("home", self.world)
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Lets communication that begins from now on give up after so long; ranks that compile take longer at first."""
+        groups = {id(axis.group): axis.group for axis in self._axes.values() if axis.group is not None}
+        for group in groups.values():
+            device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+            group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
+
     def axis(self, *names: str) -> Axis:
         """This rank's line along an axis, or along several that were joined."""
         return self._axes[_JOIN.join(names)]

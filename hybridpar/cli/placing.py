@@ -177,7 +177,7 @@ class Graph:
         return 0
 
     def _machine(self, launch: Launch) -> Machine:
-        from hybridpar.planner.cluster import estimate, machine_of
+        from hybridpar.planner.cluster import estimated
         from hybridpar.planner.hardware import Cluster, find_device, find_link
         from hybridpar.planner.local_profile import machine_for
 
@@ -185,7 +185,7 @@ class Graph:
             return machine_for(self.config, launch, self.profile, self.cluster, self.accelerators)
         link = find_link(self.link)
         cluster = Cluster(find_device(self.device), self.accelerators or 8, 1, link, link)
-        return machine_of(cluster, estimate(self.config, cluster))
+        return estimated(self.config, cluster)
 
 
 def _require_extra(command: str) -> None:

@@ -22,9 +22,9 @@ from hybridpar.config import Config, ModelConfig
 from hybridpar.data.mapped import rehearsal
 from hybridpar.memory.ghost import GHOSTS, Tracker
 from hybridpar.memory.silent import silent_grid
+from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import Recomputation, build_blocks
-from hybridpar.models.cost import LABELLED
-from hybridpar.pipeline.run.codecs import Largest, Marked
+from hybridpar.pipeline.run.codecs import Largest, Marked, with_coded_sums
 from hybridpar.pipeline.run.lane import Lane, Packed
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.stash import Notes
@@ -95,7 +95,7 @@ def trace_stage(
     """
     batch = sample_microbatch(config)
     with Tracker(device) as tracker:
-        traced = _TracedStage(config, blocks, recompute, buffers, tracker)
+        traced = TracedStage(config, blocks, recompute, buffers, tracker)
         batch = {name: tensor.to(tracker.device) for name, tensor in batch.items()}
         tracker.ghost_integers = True  # a forward looks into the micro-batch only
         kept, output, forward = traced.forward(batch)
@@ -129,17 +129,19 @@ def trace_state(config: Config, blocks: Iterable[int], buffers: Buffers, device:
         return state.num_bytes()
 
 
-class _TracedStage:
+class TracedStage:
     """A stage of ghosts with its state, and the passes of an executor over it."""
 
     def __init__(self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, tracker: Tracker):
         model, device = config.model, tracker.device
         self.config, self.tracker, self._offloads = config, tracker, buffers.offloads
         grid = silent_grid(config)
+        self.axis = grid.tp
         policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
         sequence = config.parallel.sequence
-        self.stage = Stage(build_blocks(
-            model, grid.tp, blocks, kernels=config.kernels, sequence=sequence, dtype=policy.dtype), recompute, model)
+        self.stage = Stage(with_coded_sums(build_blocks(
+            model, grid.tp, blocks, kernels=config.kernels, sequence=sequence, dtype=policy.dtype), config), recompute,
+            model)
         parts = cut_into_parts(config, blocks) if policy.splits_gradients else ()
         self.state = RankState(self.stage, grid, policy, device, parts=parts)
         self.state.allocate()

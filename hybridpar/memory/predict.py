@@ -38,9 +38,9 @@ class StageMemory:
     """Bytes on one rank of the pipeline when they are the most. Units: bytes.
 
     in_flight: micro-batches between forward and backward then, counted on each stage of the rank. during: the action at
-    the peak. host: of host memory, beside a GPU's: the copy of the state that a checkpoint is written from. file: of
-    the state, what is in a file and not in memory. moved: what of a micro-batch leaves where activations do, of the
-    rank's stages on average.
+    the peak. host: of host memory, beside a GPU's: the copy of the state that a checkpoint is written from, and what an
+    optimizer there has. file: of the state, what is in the slow tier. moved: what of a micro-batch leaves
+    where activations do, of the rank's stages on average.
     """
 
     weights: int
@@ -128,6 +128,8 @@ def predict(
         if config.saves_beside_training:
             copy = memory.weights + memory.master + memory.optimizer
             memory = replace(memory, host=copy) if device.type == "cuda" else replace(memory, checkpoint=copy)
+        if config.memory.host_optimizer and device.type == "cuda":
+            memory = replace(memory, host=memory.host + memory.master + memory.optimizer, master=0, optimizer=0)
         if config.memory.budget:
             memory = replace(memory, file=max(memory.state - config.memory.budget, 0))
         found.append(memory)

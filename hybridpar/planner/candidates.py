@@ -15,6 +15,7 @@ from hybridpar.planner.bound import least_time
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.split import Matrix, best_split, sums
+from hybridpar.planner.stragglers import Spread, spread
 
 INTERLEAVED, CHUNKS = "interleaved", (2, 3, 4)
 STALE = frozenset({"2bw", "pipedream"})
@@ -54,14 +55,21 @@ class Candidate:
     tried_recomputation: bool = False
 
     @cached_property
+    def spread(self) -> Spread | None:
+        """Its step times among stragglers, where the machine has them."""
+        return spread(self.cost)
+
+    @cached_property
     def least_time(self) -> float:
         """A lower bound on its step time."""
         return least_time(self.cost)
 
     @property
-    def peak(self) -> int:
-        """Bytes of the fullest stage."""
-        return max(stage.total for stage in self.memory or [])
+    def peak(self) -> float:
+        """Bytes of the fullest stage; where some have more memory, as large a share of the least that any has."""
+        least = min(self.cost.limits)
+        return max((stage.total * least / limit
+                    for stage, limit in zip(self.memory or [], self.cost.limits, strict=True)), default=0.0)
 
     @property
     def is_stale(self) -> bool:
@@ -171,8 +179,8 @@ def _schedules(
 
 
 def _on_v(base: PipelineConfig, pp: int, m: int, num_blocks: int) -> Iterator[PipelineConfig]:
-    """With two stages on each rank, there and back, for all sizes of what it keeps."""
-    if 2 * pp > num_blocks:
+    """With two stages on each rank, there and back, for all sizes of what it keeps; it has no early switch."""
+    if 2 * pp > num_blocks or (base.schedule == "2bw" and base.early_switch != "off"):
         return
     for activations in ("full", "half", "min"):
         made = replace(base, placement="v", activations=activations, split_backward=True, warmup="depth", split=(),
@@ -197,10 +205,11 @@ def balanced(config: Config, machine: Machine) -> Candidate:
     cost = StepCost(config, machine)
     if cost.pp > 1:
         costs = block_costs(cost)
-        found = best_split(*costs, cost.sizes.num_stages, _held(cost))
+        found = best_split(*costs, cost.sizes.num_stages, _held(cost), slowness=cost.slowness)
         assert found is not None, "there are as many blocks as stages"
-        split = even_out(tuple(sum(of_block) for of_block in zip(*costs, strict=True)), found.sizes, cost.pp,
-                         config.pipeline.placement)
+        split = found.sizes if machine.others else even_out(
+            tuple(sum(of_block) for of_block in zip(*costs, strict=True)), found.sizes, cost.pp,
+            config.pipeline.placement)
         config = replace(config, pipeline=replace(config.pipeline, split=split))
         cost = StepCost(config, machine)
     return Candidate(config, cost)
@@ -213,7 +222,7 @@ def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
     schedule = schedule_of(config.pipeline)
     mixed, moments = config.train.dtype in ("bf16", "fp16"), 2 * (config.optim.name in ("adamw", "lamb"))
     rest = cost.gradient_bytes * schedule.num_gradient_buffers + 4 * (mixed + moments) / cost.zero_share
-    likely = {"layer": KEPT_BYTES / 2 * cost.message_bytes / cost.tp}
+    likely = {cost.kind(1): KEPT_BYTES / 2 * cost.message_bytes / cost.tp}
     blocks = range(config.model.num_blocks)
     parameters = sums([cost.block(n).parameters for n in blocks])
     kept = sums([cost.block(n).kept or likely.get(cost.kind(n), 0.0) for n in blocks])

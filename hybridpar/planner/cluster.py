@@ -7,12 +7,18 @@
     outer = "ethernet-25"           #   { gbit_per_s = 25, latency_us = 30, share = 0.6 }
                                     #   back_gbit_per_s: from a later server to an earlier one, if it differs
     outer_links = 1                 # of a server, shared by its devices
+                                    #   half_duplex = true: both ways share it
     price = 2.5                     # of a device and an hour, in any currency; left out: not known
+    stragglers = 0.05               # devices are so much slower than the fastest, on average; left out: none is
 
     [[levels]]                      # beyond servers, from the inside out; left out: none
     groups = 4                      # of what is below in one of these: servers in a rack, racks in a row
     link = "infiniband-hdr"         # joins the racks
     links = 2                       # of a rack, shared by its servers
+
+    [[others]]                      # servers of another device, which follow those above; left out: none
+    servers = 4
+    device = "a100-80gb"
 
 `outer` may be left out where there is one server.
 """
@@ -21,12 +27,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hybridpar.config import MAX_TOML, Config, ModelConfig
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.memory.silent import silent_axis
+from hybridpar.memory.work import KINDS, block_kinds, block_work
 from hybridpar.models.build import build_blocks
 from hybridpar.planner.hardware import (
     GIB,
@@ -38,9 +48,9 @@ from hybridpar.planner.hardware import (
     find_device,
     find_link,
 )
-from hybridpar.planner.kernels import OURS, Kernels, activation_bytes, block_times, remake_time
+from hybridpar.planner.kernels import OURS, Kernels, activation_bytes, block_times, remake_time, work_time
 from hybridpar.planner.machine import Machine
-from hybridpar.planner.profile import KINDS, BlockCost, Hardware, Key, Profile, settings_of
+from hybridpar.planner.profile import BlockCost, Hardware, Key, Profile, settings_of
 from hybridpar.reading import nearest_path, read_toml
 
 NORM_TRAFFIC, UPDATE_TRAFFIC = 4, 28 + 2 + 2
@@ -51,10 +61,13 @@ SWEPT = (1, 2, 4, 8, 16)
 
 _MOST, _MOST_DEVICES = 1e9, 100_000
 _DEVICE = {"name": str, "tflops": float, "memory_gib": float, "memory_gb_per_s": float, "matmul_share": float}
-_LINK = {"name": str, "gbit_per_s": float, "back_gbit_per_s": float, "latency_us": float, "share": float}
+_LINK = {"name": str, "gbit_per_s": float, "back_gbit_per_s": float, "latency_us": float, "share": float,
+         "half_duplex": bool}
 _KEYS = {"servers": int, "devices_per_server": int, "device": (str, dict), "inner": (str, dict),
-         "outer": (str, dict), "outer_links": int, "levels": list, "price": float}
+         "outer": (str, dict), "outer_links": int, "levels": list, "price": float, "stragglers": float,
+         "others": list}
 _LEVEL = {"groups": int, "link": (str, dict), "links": int}
+_OTHER = {"servers": int, "device": (str, dict)}
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -66,24 +79,33 @@ def read_cluster(path: Path) -> Cluster:
     except (ValueError, RecursionError) as error:
         raise config_error("cluster", str(path), f"is not valid TOML: {error}") from None
     problems = [*_problems("", document, _KEYS, ("servers", "devices_per_server", "device", "inner"))]
-    servers = document.get("servers", 1)
-    if not problems and servers > 1 and "outer" not in document:
+    levels, others = document.get("levels", []), document.get("others", [])
+    if not problems:
+        problems += _tables("levels", levels, _LEVEL, ("groups", "link"), "groups = 4, link = ...")
+        problems += _tables("others", others, _OTHER, ("servers", "device"), "servers = 4, device = ...")
+    servers = 0 if problems else document["servers"] + sum(other["servers"] for other in others)
+    if servers > 1 and "outer" not in document:
         problems.append(Problem("outer", None, f"joins the {servers} servers, so there must be one", '"ethernet-25"'))
     if not problems and (number := servers * document["devices_per_server"]) > _MOST_DEVICES:
         problems.append(Problem("servers", servers, f"are {number} devices; there may be {_MOST_DEVICES}", "1024"))
-    levels = document.get("levels", [])
-    for i, level in enumerate(levels if not problems else ()):
-        if not isinstance(level, dict):
-            problems.append(Problem(f"levels[{i}]", level, "is no table", "[[levels]] groups = 4, link = ..."))
-        else:
-            problems += _problems(f"levels[{i}].", level, _LEVEL, ("groups", "link"))
     if problems:
         raise ConfigError(*(replace(p, field=f"{path.name}: {p.field}") for p in problems))
     inner = _link(document["inner"], "inner")
     return Cluster(
         _device(document["device"]), document["devices_per_server"], servers, inner,
         _link(document["outer"], "outer") if "outer" in document else inner, document.get("outer_links", 1),
-        tuple(_levels(levels, document["devices_per_server"])), document.get("price", 0.0))
+        tuple(_levels(levels, document["devices_per_server"])), document.get("price", 0.0),
+        tuple((other["servers"], _device(other["device"])) for other in others), document.get("stragglers", 0.0))
+
+
+def _tables(
+    name: str, tables: Iterable[object], known: Mapping[str, Any], needed: Iterable[str], works: str
+) -> Iterable[Problem]:
+    for i, table in enumerate(tables):
+        if isinstance(table, dict):
+            yield from _problems(f"{name}[{i}].", table, known, needed)
+        else:
+            yield Problem(f"{name}[{i}]", table, "is no table", f"[[{name}]] {works}")
 
 
 def _levels(tables: Iterable[Mapping[str, Any]], devices: int) -> Iterable[Level]:
@@ -100,13 +122,15 @@ def _problems(
             yield Problem(f"{where}{key}", value, f"is not known here; there are {', '.join(known)}")
             continue
         kinds = (int, float) if known[key] is float else known[key]
-        if not isinstance(value, kinds) or isinstance(value, bool):
+        if not isinstance(value, kinds) or isinstance(value, bool) is not (kinds is bool):
             yield Problem(f"{where}{key}", value, "is of the wrong type")
+        elif kinds is bool:
+            continue
         elif isinstance(value, int | float) and not 0 < value <= _MOST and key != "latency_us":  # true for NaN
             yield Problem(f"{where}{key}", value, f"must be positive, and at most {_MOST:g}", "1")
         elif key == "latency_us" and not 0 <= value <= _MOST:
             yield Problem(f"{where}{key}", value, "must not be negative, or too large", "5")
-        elif key in ("share", "matmul_share") and value > 1:
+        elif key in ("share", "matmul_share", "stragglers") and value > 1:
             yield Problem(f"{where}{key}", value, "is a share, so at most 1", "0.8")
     for key in needed:
         if key not in table:
@@ -128,23 +152,37 @@ def _link(given: str | Mapping[str, Any], where: str) -> Link:
     if found := [*_problems(f"{where}.", given, _LINK, ("gbit_per_s",))]:
         raise ConfigError(*found)
     return Link(given.get("name", where), GIGABIT * given["gbit_per_s"], 1e-6 * given.get("latency_us", 10.0),
-                given.get("share", 0.8), back_bandwidth=GIGABIT * given.get("back_gbit_per_s", 0.0))
+                given.get("share", 0.8), back_bandwidth=GIGABIT * given.get("back_gbit_per_s", 0.0),
+                half_duplex=given.get("half_duplex", False))
 
 
 # -- what it is to a planner -------------------------------------------------------------------------------------------
 
 
-def machine_of(cluster: Cluster, profile: Profile, num_devices: int = 0) -> Machine:
-    """The cluster with these blocks; of its devices the first `num_devices` (0: all).
+def estimated(config: Config, cluster: Cluster, num_devices: int = 0, profile: Profile | None = None) -> Machine:
+    """The cluster for a model whose blocks are estimated; profile: those of its first devices, where they are known.
+
+    Raises: ConfigError as `estimate` and `machine_of`.
+    """
+    others = [estimate(config, replace(cluster, device=device)) for _, device in cluster.others]
+    return machine_of(cluster, profile or estimate(config, cluster), num_devices, others)
+
+
+def machine_of(cluster: Cluster, profile: Profile, num_devices: int = 0, others: Sequence[Profile] = ()) -> Machine:
+    """The cluster with these blocks; of its devices the first `num_devices` (0: all). others: of its other devices.
 
     Raises: ConfigError if it has fewer.
     """
     if num_devices > cluster.num_devices:
         raise config_error("devices", num_devices, f"the cluster has {cluster.num_devices}", str(cluster.num_devices))
+    assert len(others) == len(cluster.others), "a profile for each kind of device"
+    counts = [servers * cluster.devices_per_server for servers, _ in cluster.others]
+    starts = accumulate(counts, initial=cluster.num_devices - sum(counts))
     return Machine(
         profile, num_devices or cluster.num_devices, cluster.devices_per_server, cluster.inner,
         cluster.outer if cluster.num_servers > 1 else None, cluster.device.memory_bytes, cluster.outer_links,
-        measured=False, levels=cluster.levels, price=cluster.price)
+        measured=False, levels=cluster.levels, price=cluster.price, others=tuple(zip(starts, others, strict=False)),
+        stragglers=cluster.stragglers)
 
 
 def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
@@ -172,16 +210,45 @@ def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
 def estimate(
     config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT, kernels: Kernels = OURS
 ) -> Profile:
-    """The profile of a model on a cluster's device, from planner.kernels' formulas.
+    """The profile of a model on a cluster's device: of GPT and BERT by formulas, of other models by their operators.
 
     Raises: ConfigError if the model is not in 16 bits.
     """
     if config.train.dtype not in ("bf16", "fp16"):
         raise config_error("train.dtype", config.train.dtype, "estimates are of bf16 and fp16 only; measured profiles "
                            "of all", "bf16")
-    model, device = config.transformer, cluster.device
-    degrees = [t for t in (1, 2, 4, 8, 16, 32) if t <= min(model.num_heads, cluster.num_devices)]
-    blocks: dict[Key, BlockCost] = {}
+    device = cluster.device
+    degrees = [t for t in (1, 2, 4, 8, 16, 32) if t <= min(config.model.max_tp, cluster.num_devices)]
+    of_model = _transformer_costs if isinstance(config.model, ModelConfig) else _own_costs
+    blocks = of_model(config, device, degrees, sizes, kernels)
+    hardware = Hardware(device.name, cluster.devices_per_server, device.memory_bytes, hosts=cluster.num_servers)
+    return Profile(hardware, blocks, {}, settings_of(config), estimated=True, about={"source": "planner.kernels"})
+
+
+def _own_costs(
+    config: Config, device: Device, degrees: Sequence[int], sizes: Sequence[int], kernels: Kernels
+) -> dict[Key, BlockCost]:
+    """Blocks of a model of one's own: each kind's operators, run on ghosts."""
+    kinds, blocks = block_kinds(config.model), dict[Key, BlockCost]()
+    for tp, b in product(degrees, sizes):
+        at = replace(config, train=replace(config.train, micro_batch_size=b),
+                     parallel=replace(config.parallel, tp=tp, pp=1, dp=1, zero=0))
+        for kind in dict.fromkeys(kinds):
+            work = block_work(at, kinds.index(kind), torch.device("cuda"))
+            forward, idle = work_time(work.forward, device, kernels)
+            backward, idle_back = work_time(work.backward, device, kernels)
+            n = work.parameters
+            blocks[kind, tp, b] = BlockCost(
+                forward, backward, device.memory_time(NORM_TRAFFIC * n), device.memory_time(UPDATE_TRAFFIC * n),
+                forward_messages=work.forward_messages, backward_messages=work.backward_messages, parameters=n,
+                kept=work.kept, forward_idle=idle, backward_idle=idle_back)
+    return blocks
+
+
+def _transformer_costs(
+    config: Config, device: Device, degrees: Sequence[int], sizes: Sequence[int], kernels: Kernels
+) -> dict[Key, BlockCost]:
+    model, blocks = config.transformer, dict[Key, BlockCost]()
     for tp in degrees:
         parameters = count_parameters(model, tp)
         for b in sizes:
@@ -198,9 +265,9 @@ def estimate(
                 blocks[kind, tp, b] = BlockCost(
                     time.forward, time.backward, device.memory_time(NORM_TRAFFIC * n),
                     device.memory_time(UPDATE_TRAFFIC * n), forward_messages=forward, backward_messages=backward,
-                    remake=remake_time(model, b, device, tp) if kind == "layer" else 0.0, parameters=n)
-    hardware = Hardware(device.name, cluster.devices_per_server, device.memory_bytes, hosts=cluster.num_servers)
-    return Profile(hardware, blocks, {}, settings_of(config), estimated=True, about={"source": "planner.kernels"})
+                    remake=remake_time(model, b, device, tp) if kind == "layer" else 0.0, parameters=n,
+                    forward_idle=time.forward_idle, backward_idle=time.backward_idle)
+    return blocks
 
 
 def count_parameters(model: ModelConfig, tp: int) -> dict[str, int]:

@@ -23,17 +23,20 @@ from functools import cached_property
 import numpy as np
 
 from hybridpar.config import Config
+from hybridpar.memory.work import block_kinds
 from hybridpar.models.build import DTYPES, Recomputation, recomputed_blocks
-from hybridpar.models.cost import stage_split
+from hybridpar.models.cost import stage_split, untied_parameters
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.network import Network, Route
 from hybridpar.pipeline.plan.predict import Ordering, extended, smallest_early_switch
 from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.run.graphs import unsupported
 from hybridpar.planner.codec_costs import CodecCosts
 from hybridpar.planner.compressed import gradient_share
 from hybridpar.planner.machine import AnyLink, Machine
 from hybridpar.planner.moves import Moves
-from hybridpar.planner.profile import KINDS, BlockCost
+from hybridpar.planner.profile import BlockCost, Profile
 from hybridpar.state.partition import BUCKET_BYTES
 
 GRADIENT_BYTES = {name: max(dtype.itemsize, 4) for name, dtype in DTYPES.items()}
@@ -58,6 +61,8 @@ class StageCost:
     update: float
     parameters: int
     tied: int
+    idle: float = 0.0
+    """Of forward and backward, what the device waits for launches of kernels."""
 
     @property
     def compute(self) -> float:
@@ -82,24 +87,67 @@ class StepCost:
         self.updates_here = not config.memory.host_optimizer
         """Whether ranks update on their own time."""
         self.sizes = Sizes.of(config)
-        profile, b = machine.profile, config.train.micro_batch_size
-        self.kinds = {kind: profile.block(kind, self.tp, b) for kind in KINDS}
+        profile = machine.profile
+        self.is_cpu = profile.hardware.cores > 0
+        self.launches_ahead = not self.is_cpu and config.train.cuda_graphs and unsupported(config) is None
+        """Whether CUDA graphs save what a device waits for launches of kernels."""
+        self._kind_of = block_kinds(config.model)
+        self.kinds_on = self._kinds_on()
+        """By rank of the pipeline, cost of each kind of block: that of the slowest of its devices."""
+        self.kinds = self.kinds_on[0]
         self.item, self.gradient_bytes = DTYPES[config.train.dtype].itemsize, GRADIENT_BYTES[config.train.dtype]
         self.codecs = CodecCosts(config, profile)
         self.message_bytes = self.codecs.message_bytes
         """Bytes of an activation."""
-        self.is_cpu = profile.hardware.cores > 0
 
     # -- blocks and stages ---------------------------------------------------------------------------------------------
+
+    def _kinds_on(self) -> list[dict[str, BlockCost]]:
+        machine, size, b = self.machine, self.tp * self.dp, self.config.train.micro_batch_size
+
+        def table(profile: Profile) -> dict[str, BlockCost]:
+            costs = {kind: profile.block(kind, self.tp, b) for kind in dict.fromkeys(self._kind_of)}
+            return {kind: replace(cost, forward=cost.forward - cost.forward_idle, forward_idle=0.0,
+                                  backward=cost.backward - cost.backward_idle, backward_idle=0.0)
+                    for kind, cost in costs.items()} if self.launches_ahead else costs
+
+        if not machine.others:
+            return [table(machine.profile)] * self.pp
+        return [max(map(table, machine.profiles(range(r * size, (r + 1) * size))), key=self._layers_time)
+                for r in range(self.pp)]
+
+    @property
+    def _inner(self) -> tuple[str, ...]:
+        """The kinds of the blocks between the ends, or of all."""
+        return self._kind_of[1:-1] or self._kind_of
+
+    def _layers_time(self, costs: dict[str, BlockCost]) -> float:
+        return sum(costs[kind].forward + costs[kind].backward for kind in self._inner)
+
+    @cached_property
+    def slowness(self) -> list[float]:
+        """By stage, the time of the layers there over that on the first rank."""
+        times = [self._layers_time(self.kinds_on[self.sizes.rank_of(stage)]) for stage in range(self.sizes.num_stages)]
+        return [time / times[0] for time in times]
+
+    @cached_property
+    def limits(self) -> list[float]:
+        """By rank of the pipeline, bytes that training may take of the smallest of its devices."""
+        machine, size = self.machine, self.tp * self.dp
+        if not machine.others:
+            return [machine.memory_limit] * self.pp
+        return [min(machine.memory_limits(range(r * size, (r + 1) * size))) for r in range(self.pp)]
 
     @cached_property
     def waits(self) -> dict[str, tuple[float, float]]:
         """Time of a block's collectives over tp, forward and backward, by its kind."""
-        return {kind: self._waits(cost) for kind, cost in self.kinds.items()}
+        return {kind: self._waits(kind, cost) for kind, cost in self.kinds.items()}
 
-    def _waits(self, cost: BlockCost) -> tuple[float, float]:
+    def _waits(self, kind: str, cost: BlockCost) -> tuple[float, float]:
         if self.tp == 1:
             return 0.0, 0.0
+        if kind == "layer" and self.codecs.codes_sums:
+            return sum(map(self._coded_sum, cost.forward_messages)), sum(map(self._coded_sum, cost.backward_messages))
         group, machine = range(self.tp), self.machine
         was_measured = cost.forward_wait + cost.backward_wait > 0
         if was_measured and machine.measured and machine.link(group) is machine.inner:
@@ -113,6 +161,11 @@ class StepCost:
 
         return (on_this_machine(cost.forward_wait, cost.forward_messages),
                 on_this_machine(cost.backward_wait, cost.backward_messages))
+
+    def _coded_sum(self, num_bytes: float) -> float:
+        """Time of a sum over tp of parts of so many bytes, which are encoded, gathered and all decoded."""
+        coded, coding = self.codecs.sums(num_bytes)
+        return coding + self.machine.half_ring("gather", coded * self.tp, range(self.tp), self._groups)[0]
 
     @property
     def _groups(self) -> int:
@@ -133,16 +186,15 @@ class StepCost:
 
     def kind(self, number: int) -> str:
         """The kind of a block, by its number in the model."""
-        last = self.config.model.num_blocks - 1
-        return KINDS[0] if number == 0 else KINDS[2] if number == last else KINDS[1]
+        return self._kind_of[number]
 
-    def block(self, number: int) -> BlockCost:
-        """The cost of a block, by its number in the model."""
-        return self.kinds[self.kind(number)]
+    def block(self, number: int, rank: int = 0) -> BlockCost:
+        """The cost of a block, by its number in the model, on a rank of the pipeline."""
+        return self.kinds_on[rank][self.kind(number)]
 
-    def block_time(self, number: int) -> tuple[float, float]:
+    def block_time(self, number: int, rank: int = 0) -> tuple[float, float]:
         """Forward and backward of a block, collectives over tp included."""
-        cost, (forward, backward) = self.block(number), self.waits[self.kind(number)]
+        cost, (forward, backward) = self.block(number, rank), self.waits[self.kind(number)]
         return cost.forward + forward, cost.backward + backward
 
     @cached_property
@@ -151,31 +203,31 @@ class StepCost:
         config = self.config
         split = stage_split(config.model, self.pp, config.pipeline.split, self.sizes.chunks, config.pipeline.placement)
         again = recomputed_blocks(config.pipeline.recompute, config.model, split)
-        return [self._stage(blocks, one) for blocks, one in zip(split, again, strict=True)]
+        return [self._stage(blocks, one, self.sizes.rank_of(stage))
+                for stage, (blocks, one) in enumerate(zip(split, again, strict=True))]
 
-    def _stage(self, blocks: range, recompute: Recomputation) -> StageCost:
-        """The cost of these blocks, of which some are recomputed, or what is cheap of them."""
+    def _stage(self, blocks: range, recompute: Recomputation, rank: int) -> StageCost:
+        """The cost of these blocks there, of which some are recomputed, or what is cheap of them."""
         again, selective = set(blocks) if recompute.whole else set(recompute.blocks), recompute.selective
-        model, profile, last = self.config.transformer, self.machine.profile, self.config.model.num_blocks - 1
-        costs = [self.block(n) for n in blocks]
-        times = [self.block_time(n) for n in blocks]
+        model, profile, last = self.config.model, self.machine.profile, self.config.model.num_blocks - 1
+        costs = [self.block(n, rank) for n in blocks]
+        times = [self.block_time(n, rank) for n in blocks]
         gather_input, gather_gradient = self.gathers(blocks)
         coding, coding_back = self.codecs.times(blocks, recompute.whole)
-        embedding = self.kinds["embedding"]
-        tied = embedding.parameters if model.tie_embeddings else 0
-        if model.position == "learned":
-            tied = max(0, tied - model.num_positions * model.hidden_size)
+        embedding = self.block(0, rank)
+        tied = max(0, embedding.parameters - untied_parameters(model)) if model.tie_embeddings else 0
         both, ends = 0 in blocks and last in blocks, 0 in blocks or last in blocks
         twice = embedding if both and model.tie_embeddings else None  # held once
         return StageCost(
             blocks, sum(f for f, _ in times) + profile.per_microbatch + gather_input + coding,
             sum(b for _, b in times) + sum(times[n - blocks.start][0] for n in again) + gather_gradient + coding_back
-            + sum(self.block(n).remake for n in selective),
+            + sum(self.block(n, rank).remake for n in selective),
             sum(c.norm for c in costs) - (twice.norm if twice else 0.0),
             (sum(c.update for c in costs) - (twice.update if twice else 0.0)) / self.zero_share * self.updates_here
             + profile.per_batch,
             sum(c.parameters for c in costs) - (tied if twice else 0),
-            tied if ends and not both and not self.sizes.is_v else 0)
+            tied if ends and not both and not self.sizes.is_v else 0,
+            sum(c.forward_idle * (1 + (n in again)) + c.backward_idle for n, c in zip(blocks, costs, strict=True)))
 
     @cached_property
     def ranks(self) -> list[StageCost]:
@@ -191,7 +243,7 @@ class StepCost:
             [number for stage in stages for number in stage.blocks], sum(s.forward for s in stages),
             sum(s.backward for s in stages), sum(s.norm for s in stages),
             sum(s.update for s in stages) - more_than_once, sum(s.parameters for s in stages),
-            sum(s.tied for s in stages))
+            sum(s.tied for s in stages), sum(s.idle for s in stages))
 
     # -- what goes between ranks ---------------------------------------------------------------------------------------
 
@@ -223,6 +275,8 @@ class StepCost:
             groups, crosses = sources // of_group, sources // of_group != targets // of_group
             if crosses.any():
                 leaving = np.bincount(groups[crosses])
+                if link.half_duplex:  # what enters shares it, as links are in step
+                    leaving = leaving + np.bincount(targets[crosses] // of_group, minlength=len(leaving))
                 most = np.where(crosses, leaving[np.minimum(groups, len(leaving) - 1)], 0).max(axis=1)
                 for of_link, number in zip(crossed, most.tolist(), strict=True):
                     of_link += [(link, max(number / links, 1))] if number else []
@@ -319,32 +373,47 @@ class StepCost:
             cores = max(0.1, p * hardware.cores * hardware.efficiency / (here * hardware.threads)) / self._at_work
         transfer, latency, work = ([link[i] for link in self.links] for i in range(3))
         back = [taken for taken, _, _ in self.links_back]
+        network = None
+        if p > 1 and self._half_duplex and cores is None:
+            network = Network(dict.fromkeys(range(len(transfer)), 1.0), *(
+                [Route({r: taken}, latency[r]) for r, taken in enumerate(times)] for times in (transfer, back)))
+        elif p > 1 and self._half_duplex:  # where cores are shared, each takes the time of both
+            transfer = back = [a + b for a, b in zip(transfer, back, strict=True)]
         costs = Costs(
             [s.forward for s in stages], [s.backward for s in stages], [r.update for r in ranks], calls,
             reduce=reduce, norm=norm, gather=gather if sharded else 0.0, transfer=transfer,
             transfer_back=None if back == transfer else back, latency=latency,
             tied=self.config.model.tie_embeddings and p > 1 and not self.sizes.is_v,
             blocking_norm=self.is_cpu, serial_links=not self.is_cpu,
-            cores=cores, transfer_work=work, backward_input=self._backward_input)
+            cores=cores, transfer_work=work, backward_input=self.backward_input, network=network)
         return self.moves.added_to(costs, [self.ranks_of(r) for r in range(p)], self.tp) if self.moves else costs
 
     @property
-    def _backward_input(self) -> list[float] | None:
+    def _half_duplex(self) -> bool:
+        """Whether activations and gradients share a link between stages."""
+        return any(self.machine.link((r * self.tp * self.dp, (r + 1) * self.tp * self.dp)).half_duplex
+                   for r in range(self.pp - 1))
+
+    @property
+    def backward_input(self) -> list[float] | None:
         """Of the stages' split backwards, the part that the stage before waits for; None: it was not measured."""
         if not all(cost.backward_input for cost in self.kinds.values() if cost.backward):
             return None
-        return [stage.backward - sum(self.block(n).backward - self.block(n).backward_input for n in stage.blocks)
-                for stage in self.stages]
+        costs = [[self.block(n, self.sizes.rank_of(s)) for n in stage.blocks] for s, stage in enumerate(self.stages)]
+        return [stage.backward - sum(cost.backward - cost.backward_input for cost in of_stage)
+                for stage, of_stage in zip(self.stages, costs, strict=True)]
 
     @property
     def _at_work(self) -> float:
         """Share of a forward and backward in which a CPU rank computes or sends, rather than waits for its tp group."""
         if self.tp == 1:
             return 1.0
-        layer, link = self.kinds["layer"], self.machine.link(range(self.tp))
-        sent = sum(link.ring_work(n, self.tp) for n in (*layer.forward_messages, *layer.backward_messages))
-        computed = layer.forward + layer.backward
-        return min(1.0, (computed + sent) / (computed + sum(self.waits["layer"])))
+        link, inner = self.machine.link(range(self.tp)), self._inner
+        layers = [self.kinds[kind] for kind in inner]
+        sent = sum(link.ring_work(n, self.tp) for layer in layers
+                   for n in (*layer.forward_messages, *layer.backward_messages))
+        computed = sum(layer.forward + layer.backward for layer in layers)
+        return min(1.0, (computed + sent) / (computed + sum(sum(self.waits[kind]) for kind in inner)))
 
     @cached_property
     def step_time(self) -> float:

@@ -69,6 +69,8 @@ class Link:
     call: float = 0.0
     """What a rank takes to issue a message."""
     back_bandwidth: float = 0.0
+    half_duplex: bool = False
+    """Whether both directions share `bandwidth`."""
 
     def transfer_time(self, num_bytes: float, flows: float = 1, way: int = 1) -> float:
         """A message to one neighbour, while `flows` equal ones share this link in the same direction.
@@ -209,21 +211,21 @@ class Joined:
 
     def _shared(self, ranks: Sequence[int], rings: int) -> list[tuple[Any, float]]:
         """Each link that a ring crosses (it enters and leaves a group once), and how many share it: all that pass
-        through a server, and so through a group as many times as it has servers for each that the ring is on."""
+        through a server, and so through a group as many times as it has servers for each that the ring is on; twice as
+        many where what enters and what leaves share it."""
         found = []
         for size, link, links in self.borders:
             groups = {rank // size for rank in ranks}
             if len(groups) > 1:
                 through = rings * size * len(groups) / (self.devices_per_server * self.servers(ranks))
-                found.append((link, max(through / links, 1)))
-        return found or [(self.inner, 1)]
+                found.append((link, max(through / links, 1) * (1 + link.half_duplex)))
+        return found or [(self.inner, 1 + self.inner.half_duplex)]
 
-    def network(self, stages: Sequence[Sequence[int]], message_bytes: float, *, half_duplex: bool = False) -> Network:
+    def network(self, stages: Sequence[Sequence[int]], message_bytes: float) -> Network:
         """The network of a pipeline: `stages[r][i]` is the device of stage r in replica i, which sends one message of
         so many bytes to `stages[r + 1][i]`.
 
-        Devices of one server have a link of their own to each other. half_duplex: what leaves a group and what enters
-        it shares its links, too.
+        Devices of one server have a link of their own to each other.
         """
         own = (self.inner.pair_bandwidth or self.inner.bandwidth) * self.inner.share
         bandwidth: dict[Hashable, float] = {}
@@ -237,7 +239,7 @@ class Joined:
                     for number, left, entered in self.crossed(source, target):
                         _, link, links = self.borders[number]
                         shared = {} if number == 0 else shared
-                        ways = ("both", "both") if half_duplex else ("out", "in")
+                        ways = ("both", "both") if link.half_duplex else ("out", "in")
                         rate, latency = link.bandwidth * link.share * links, max(latency, link.latency)
                         shared |= {(number, group, way): rate for group, way in zip((left, entered), ways, strict=True)}
                     bandwidth |= shared
@@ -249,7 +251,11 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Cluster(Joined):
-    """Equal servers of equal devices. `outer_links`: how many `outer` links a server has; its devices share them."""
+    """Servers of equally many devices. `outer_links`: how many `outer` links a server has; its devices share them.
+
+    device: of the first servers. others: how many servers of another device follow these, again and again; num_servers
+    counts all.
+    """
 
     device: Device
     devices_per_server: int
@@ -260,6 +266,9 @@ class Cluster(Joined):
     levels: tuple[Level, ...] = ()
     price: float = 0.0
     """Of a device and an hour, in any currency; 0: not known."""
+    others: tuple[tuple[int, Device], ...] = ()
+    stragglers: float = 0.0
+    """Mean share by which a device is slower than the fastest."""
 
     @property
     def num_devices(self) -> int:

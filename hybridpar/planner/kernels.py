@@ -14,14 +14,16 @@ Legend: b micro-batch, s sequence, h hidden, f ffn, n heads, d head dim, v vocab
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from hybridpar.config import ModelConfig
 from hybridpar.errors import config_error
-from hybridpar.models.cost import LABELLED
+from hybridpar.memory.work import Op
+from hybridpar.models.blocks import LABELLED
 from hybridpar.planner.hardware import Device
 
 HALF, FULL = 2, 4  # bytes of an fp16 or bf16, and of an fp32 number
@@ -33,12 +35,19 @@ _FILL = 64
 _SETTLED = 256
 """Length of a sequence at which fused attention reaches half of its rate."""
 
+_MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
+
 
 class BlockTime(NamedTuple):
-    """Seconds of one micro-batch. Recomputation adds another `forward` to the backward pass."""
+    """Seconds of one micro-batch. Recomputation adds another `forward` to the backward pass.
+
+    forward_idle, backward_idle: the parts of these in which the device waits for the CPU to launch kernels.
+    """
 
     forward: float
     backward: float
+    forward_idle: float = 0.0
+    backward_idle: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +63,11 @@ class Kernels:
     gap: float = 1e-6
     issue: float = 5e-6
 
-    def time(self, working: float, launches: int) -> float:
-        """Time of so many kernels that work so long; launched ahead, or waited for."""
-        return max(working + launches * self.gap, launches * self.issue)
+    def time(self, working: float, launches: int) -> tuple[float, float]:
+        """Time of so many kernels that work so long, launched ahead or waited for; and the part that is waiting."""
+        ahead = working + launches * self.gap
+        idle = max(0.0, launches * self.issue - ahead)
+        return ahead + idle, idle
 
 
 OURS = Kernels()
@@ -120,8 +131,9 @@ def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels
         whole_back, split_back = 2 * whole, 2 * split
     forward += device.memory_time(HALF * tokens * (whole + split / tp)) + attention.forward
     backward += device.memory_time(HALF * tokens * (whole_back + split_back / tp)) + attention.backward
-    return BlockTime(kernels.time(forward, kernels.forward_launches),
-                     kernels.time(backward, kernels.backward_launches))
+    forward, forward_idle = kernels.time(forward, kernels.forward_launches)
+    backward, backward_idle = kernels.time(backward, kernels.backward_launches)
+    return BlockTime(forward, backward, forward_idle, backward_idle)
 
 
 def _products(device: Device, products: Iterable[Product], *, weights: bool = True) -> tuple[float, float]:
@@ -175,6 +187,26 @@ def remake_time(model: ModelConfig, micro_batch_size: int, device: Device, tp: i
     activation = (3 if model.activation == "swiglu" else 2) * model.ffn_size
     elements = micro_batch_size * model.seq_length * (4 * model.hidden_size + activation / tp)
     return device.memory_time(HALF * elements)
+
+
+def work_time(ops: Sequence[Op], device: Device, kernels: Kernels = OURS) -> tuple[float, float]:
+    """Seconds of a pass of any model's block, whose operators were noted (memory.work), and of waiting for launches.
+
+    Each takes the time of its product or of its traffic, whichever is longer.
+    """
+    return kernels.time(sum(_op_time(op, device) for op in ops), len(ops))
+
+
+def _op_time(op: Op, device: Device) -> float:
+    computing = device.matmul_time(op.flops)
+    if op.name in _MATRIX_PRODUCTS:
+        (*copies, m, k), (*_, n) = op.shapes[-2:]
+        computing = product_time(device, Product(m, n, k, prod(copies)))
+    elif "attention" in op.name:
+        s = op.shapes[0][-2]
+        share = device.attention_back_share if "backward" in op.name else device.attention_share
+        computing = op.flops / (device.peak_flops * share * s / (s + _SETTLED))
+    return max(computing, device.memory_time(op.num_bytes))
 
 
 def activation_bytes(model: ModelConfig, micro_batch_size: int) -> int:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import median
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -102,6 +103,8 @@ class MeasuredLink:
     scatter: Mapping[int, Curve] = field(default_factory=dict)
     scatter_work: Mapping[int, Curve] = field(default_factory=dict)
     there: float = 1.0
+    half_duplex: ClassVar[bool] = False
+    """Not known of what was measured one way at a time."""
 
     def transfer_time(self, num_bytes: float, flows: float = 1, way: int = 1) -> float:
         """As `hardware.Link.transfer_time`."""

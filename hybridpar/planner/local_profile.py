@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hybridpar.config import Config, Launch
-from hybridpar.planner.cluster import estimate, machine_of, measured_machine, read_cluster
+from hybridpar.planner.cluster import estimated, measured_machine, read_cluster
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.measure_machine import identity, measure_machine
 from hybridpar.planner.profile import Profile, check_settings, read_profile, write_profile
@@ -30,8 +30,7 @@ def machine_for(
         found = read_profile(Path(profile))
         check_settings(found, config)
     if cluster:
-        described = read_cluster(Path(cluster))
-        return machine_of(described, found or estimate(config, described), devices)
+        return estimated(config, read_cluster(Path(cluster)), devices, found)
     found = found or cached_profile(config, launch)
     if not devices and found.hardware.cores:
         kept = math.prod((keep or {}).values())

@@ -1,6 +1,7 @@
 """profile.json: times of each kind of block, and of messages, measured on a machine or estimated for one.
 
-    blocks    embedding, layer, head; by tp degree and micro-batch size: forward, backward, optimizer, collectives
+    blocks    embedding, layer, head (of other models: see memory.work.block_kinds); by tp degree and micro-batch
+              size: forward, backward, optimizer, collectives
     links     `local` within a server, `network` between servers: seconds against bytes
     state     what moves a rank's state: updates on the host, copies to it, the file of a budget
     codecs    of messages between stages, by name: bytes a second
@@ -21,11 +22,11 @@ from typing import Annotated, Any
 from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, Within, from_plain, to_mapping
 from hybridpar.errors import ConfigError, DataError, Problem, config_error, shown
+from hybridpar.memory.work import KINDS
 from hybridpar.planner.links import Curve, MeasuredLink
 from hybridpar.reading import errors_as, nearest_path, read_json
 
 FORMAT = "hybridpar profile 3"
-KINDS = ("embedding", "layer", "head")
 _BEARS: dict[str, tuple[str, ...]] = {
     "model": (), "parallel": ("sequence",), "kernels": (), "train": ("dtype",), "optim": ("name", "staleness"),
 }
@@ -47,6 +48,8 @@ class BlockCost:
     besides, where they were measured; forward_messages, backward_messages: the bytes of each. norm, update: of its
     parameters, once a batch. backward_input: the part of the backward pass that the stage before waits for; 0: not
     measured. remake: outputs of norms and activations, once more. kept: bytes between forward and backward.
+    forward_idle, backward_idle: the parts of these that a device waits for launches of kernels, which CUDA graphs save;
+    0: none, or not known.
     """
 
     forward: Amount
@@ -61,8 +64,12 @@ class BlockCost:
     remake: Amount = 0.0
     parameters: Bytes = 0
     kept: Bytes = 0
+    forward_idle: Amount = 0.0
+    backward_idle: Amount = 0.0
 
 
+_ESTIMATED = frozenset({"forward_idle", "backward_idle"})
+"""What nothing measures: in a file it may be left out."""
 _OF_GROUPS = ("reduce", "reduce_work", "gather", "gather_work", "scatter", "scatter_work")
 """Curves of a link by number of ranks."""
 Key = tuple[str, int, int]
@@ -166,6 +173,9 @@ class Profile:
         if not (sizes := self.micro_batches(tp)):
             known = ", ".join(map(str, self.tp_degrees))
             raise config_error("parallel.tp", tp, f"the profile has tp degrees {known} only", known)
+        if (kind, tp, sizes[0]) not in self.blocks:
+            raise config_error("profile", kind, "is a kind of block that it does not have: the model has changed "
+                               "since", "hybridpar profile, once more")
         if b in sizes:
             return self.blocks[kind, tp, b]
         if len(sizes) == 1:
@@ -181,7 +191,8 @@ def _between(low: BlockCost | None, high: BlockCost, share: float) -> BlockCost:
         return max(0.0, a + share * (b - a))
 
     times = {name: at(getattr(low, name, 0.0), getattr(high, name))
-             for name in ("forward", "backward", "forward_wait", "backward_wait", "backward_input", "remake")}
+             for name in ("forward", "backward", "forward_wait", "backward_wait", "backward_input", "remake",
+                          "forward_idle", "backward_idle")}
     messages = {name: tuple(round(at(a, b)) for a, b in zip(
                     getattr(low, name, repeat(0)), getattr(high, name), strict=low is not None))
                 for name in ("forward_messages", "backward_messages")}
@@ -201,7 +212,7 @@ def check_settings(profile: Profile, config: Config) -> None:
     problems, usual = [], settings_of(Config())  # of keys that are younger than the profile
     for section, table in settings_of(config).items():
         for key, value in table.items():
-            before = profile.settings.get(section, {}).get(key, usual[section][key])
+            before = profile.settings.get(section, {}).get(key, usual[section].get(key))
             if before != value:
                 rule = f"the profile was made with {before!r}"
                 problems.append(Problem(f"{section}.{key}", value, rule, str(before)))
@@ -314,12 +325,13 @@ def _profile(document: Any) -> Profile:
     blocks: dict[Key, BlockCost] = {}
     for i, (row, given) in enumerate(zip(read.blocks, document["blocks"], strict=True)):
         values = {f.name: getattr(row, f.name) for f in fields(BlockCost)}
-        if missing := values.keys() - given.keys():
+        if missing := values.keys() - given.keys() - _ESTIMATED:
             raise ValueError(f"profile.blocks[{i}]: {min(missing)!r} is missing")
         blocks[row.kind, row.tp, row.micro_batch] = BlockCost(**values)
     degrees = {(tp, b) for _, tp, b in blocks}
-    if not blocks or any((kind, tp, b) not in blocks for kind in KINDS for tp, b in degrees):
-        raise ValueError(f"blocks must have {', '.join(KINDS)} at every tp degree and micro-batch size")
+    kinds = dict.fromkeys(kind for kind, _, _ in blocks) if "spec" in read.settings.get("model", {}) else KINDS
+    if not blocks or any((kind, tp, b) not in blocks for kind in kinds for tp, b in degrees):
+        raise ValueError(f"blocks must have {', '.join(kinds)} at every tp degree and micro-batch size")
     calls = {(kind, tp, len(cost.forward_messages), len(cost.backward_messages))
              for (kind, tp, _), cost in blocks.items()}
     if len(calls) > len({key[:2] for key in calls}):

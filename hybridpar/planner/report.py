@@ -11,6 +11,7 @@ from rich.table import Table
 
 from hybridpar.config import Config, PlanConfig, to_toml
 from hybridpar.pipeline.plan.kinds import PER_ITEM, Kind
+from hybridpar.pipeline.run.graphs import unsupported
 from hybridpar.planner.candidates import Candidate
 from hybridpar.planner.cost import TRANSFERS, StepCost
 from hybridpar.planner.memory import TIGHT
@@ -19,6 +20,7 @@ from hybridpar.planner.search import ERROR, STALE_GAIN, Result
 
 _MIB = 2**20
 _SHOWN_FAILURES = 3
+_WORTH_SAYING = 0.05
 _COST_OF_STALENESS = (
     "What they cost, in a study of a small GPT and a small BERT at equal tokens: 2bw as in the paper ends above the "
     "validation loss of 1f1b, by 18.5 % (GPT, AdamW), 4.1 % (GPT, Muon) and 22 % (BERT, Muon); with Muon, "
@@ -30,12 +32,14 @@ _COST_OF_STALENESS = (
 class Parts:
     """Where a step's time goes, by what takes it: seconds that add up to the step.
 
-    compute: the busiest rank's forward and backward. tensor: its collectives over tp. optimizer: its norm and update.
+    compute: the busiest rank's forward and backward; launches: what of these the device waits for the CPU to launch
+    kernels. tensor: its collectives over tp. optimizer: its norm and update.
     reduction, transfers, moves (of state: between replicas, to a host, or a file): what the step would be shorter by
     without them. bubble: the rest. rank: the busiest, such as stage 0.
     """
 
     compute: float
+    launches: float
     tensor: float
     optimizer: float
     reduction: float
@@ -52,8 +56,8 @@ class Parts:
     @property
     def bound_by(self) -> str:
         """What weighs most, in words."""
-        names = (f"compute of {self.rank}", "tensor-parallel collectives", "norm and optimizer",
-                 "reduction of gradients", "links between stages", "moves of state", "bubble")
+        names = (f"compute of {self.rank}", "launches of its kernels", "tensor-parallel collectives",
+                 "norm and optimizer", "reduction of gradients", "links between stages", "moves of state", "bubble")
         parts = dict(zip(names, self.seconds.values(), strict=True))
         first, second, *_ = sorted(parts, key=lambda name: -parts[name])
         whole = sum(parts.values()) or 1.0
@@ -75,15 +79,16 @@ def parts_of(cost: StepCost) -> Parts:
         return max(0.0, step - cost.simulated(replace(costs, calls=calls, **free)))  # type: ignore[arg-type]
 
     reduction = saved([Kind.REDUCE], reduce=0.0, gather=0.0, norm=0.0) if cost.dp > 1 or costs.tied else 0.0
-    free = {"transfer": 0.0, "transfer_back": None, "latency": 0.0, "transfer_work": 0.0}
+    free = {"transfer": 0.0, "transfer_back": None, "latency": 0.0, "transfer_work": 0.0, "network": None}
     transfers = saved(TRANSFERS, **free) if cost.pp > 1 else 0.0
     moves = exposed_moves(cost)
     gathers = sum(sum(cost.gathers(cost.stages[stage].blocks)) for stage in cost.sizes.stages_of(slowest))
     tensor = m * (sum(sum(cost.waits[cost.kind(n)]) for n in rank.blocks) + gathers)
     optimizer = rank.norm + rank.update
-    compute = m * rank.compute - tensor
-    rest = step - compute - tensor - optimizer - reduction - transfers - moves
-    return Parts(compute, tensor, optimizer, reduction, transfers, moves, max(0.0, rest),
+    launches = m * rank.idle
+    compute = m * rank.compute - tensor - launches
+    rest = step - compute - launches - tensor - optimizer - reduction - transfers - moves
+    return Parts(compute, launches, tensor, optimizer, reduction, transfers, moves, max(0.0, rest),
                  f"{cost.sizes.rank_name} {slowest}")
 
 
@@ -98,7 +103,11 @@ def exposed_moves(cost: StepCost) -> float:
 
 def bound_by(candidate: Candidate, limit: float) -> str:
     """What keeps the candidate from being faster."""
-    text = parts_of(candidate.cost).bound_by
+    parts = parts_of(candidate.cost)
+    text = parts.bound_by
+    if parts.launches > _WORTH_SAYING * candidate.cost.step_time:
+        why = unsupported(candidate.config) or "train.cuda_graphs = false"
+        text += f"; larger micro-batches hide launches, CUDA graphs do not run here ({why})"
     if candidate.memory is not None and candidate.peak > TIGHT * limit:
         text += f"; memory {candidate.peak / limit:.0%} full"
     return text
@@ -126,7 +135,8 @@ def _how(config: Config, recompute: str) -> list[str]:
     host = ["optimizer on the host"] if config.memory.host_optimizer else []
     budget = [f"{config.memory.budget / _MIB:,.0f} MiB of state in memory"] if config.memory.budget else []
     codecs = [f"{what} {name}" for what, name in (
-        ("messages", config.compression.messages), ("gradients", config.compression.gradients)) if name != "none"]
+        ("messages", config.compression.messages), ("tensor", config.compression.tensor),
+        ("gradients", config.compression.gradients)) if name != "none"]
     return [schedule, *again, *zero, *host, *budget, *codecs]
 
 
@@ -134,7 +144,8 @@ def table(result: Result) -> Table:
     """The ranked candidates, for a terminal."""
     shown = Table(title=f"{result.considered} configurations considered, the best first", title_justify="left",
                   caption=_caption(result), caption_justify="left")
-    for heading in ("", "tp", "pp", "dp", "micro-batches", "schedule", "split", "step ms", "tokens/s", "GB",
+    counts = result.ranked[0].config.model.counts if result.ranked else "tokens"
+    for heading in ("", "tp", "pp", "dp", "micro-batches", "schedule", "split", "step ms", f"{counts}/s", "GB",
                     "bound by"):
         shown.add_column(heading, justify="left" if heading in ("schedule", "split", "bound by") else "right")
     for place, candidate in enumerate(result.ranked, 1):
@@ -162,8 +173,9 @@ def _short(text: str) -> str:
 
 
 def reasons(result: Result) -> list[str]:
-    """A line for each ranked candidate whose state moves: why it does."""
-    return [f"{place}: {one.because}" for place, one in enumerate(result.ranked, 1) if one.because]
+    """Lines on ranked candidates: why their state moves, where it does; what stragglers make of their steps."""
+    return [f"{place}: {said}" for place, one in enumerate(result.ranked, 1) for said in (one.because, one.spread)
+            if said]
 
 
 def failures(result: Result) -> list[str]:
@@ -190,7 +202,8 @@ def _choice(config: Config) -> dict[str, Any]:
         "placement": pipeline.placement, "activations": pipeline.activations, "zero_bubble": pipeline.zero_bubble,
         "early_switch": pipeline.early_switch, "split": list(pipeline.split), "recompute": pipeline.recompute,
         "host_optimizer": config.memory.host_optimizer, "budget": config.memory.budget,
-        "messages": config.compression.messages, "gradients": config.compression.gradients}
+        "messages": config.compression.messages, "tensor": config.compression.tensor,
+        "gradients": config.compression.gradients}
 
 
 def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:
@@ -201,6 +214,7 @@ def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:
         "memory": None if memory is None else [stage.total for stage in memory],
         "host_memory": None if memory is None else [stage.host for stage in memory],
         "bound_by": bound_by(candidate, limit), "because": candidate.because,
+        "stragglers_ms": candidate.spread and [1e3 * candidate.spread.median, 1e3 * candidate.spread.late],
         "parts_ms": {name: 1e3 * seconds for name, seconds in parts_of(cost).seconds.items()}}
 
 

@@ -36,19 +36,22 @@ class Split:
 
 def best_split(
     forward: Sequence[float], backward: Sequence[float], per_batch: Sequence[float], num_stages: int,
-    peaks: Callable[[int, bool], Matrix] | None = None, limit: float = math.inf,
+    peaks: Callable[[int, bool], Matrix] | None = None, limit: float = math.inf, slowness: Sequence[float] = (),
 ) -> Split | None:
     """The split whose slowest stage is the fastest; of equal ones, that whose fullest stage takes the least memory; of
     these, that whose later stages have fewer blocks. None: nothing fits.
 
     forward, backward, per_batch: of each block; the last is what a block adds to a period for its update. peaks(stage,
-    recomputed)[i, j]: bytes that blocks i .. j-1 take there, `limit` at most; left out: nothing.
+    recomputed)[i, j]: bytes that blocks i .. j-1 take there, `limit` at most; left out: nothing. slowness: by stage,
+    what times are there over those given; left out: the same.
     """
     if not 1 <= num_stages <= len(forward):
         return None
     plain = sums([f + b + u for f, b, u in zip(forward, backward, per_batch, strict=True)])
     again = plain + sums(forward)
-    costs, uses, memory = [plain] * num_stages, [np.zeros_like(plain, dtype=bool)] * num_stages, []
+    slowness = slowness or [1.0] * num_stages
+    costs: list[Matrix] = [plain if slow == 1 else slow * plain for slow in slowness]
+    uses, memory = [np.zeros_like(plain, dtype=bool)] * num_stages, []
     if peaks is not None:
         for stage in range(num_stages):
             held = peaks(stage, False)
@@ -58,7 +61,7 @@ def best_split(
             least = peaks(stage, True)
             uses[stage] = ~(held <= limit)
             memory.append(np.where(uses[stage], least, held))
-            cost = np.where(uses[stage], np.where(least <= limit, again, np.inf), plain)
+            cost = slowness[stage] * np.where(uses[stage], np.where(least <= limit, again, np.inf), plain)
             costs[stage] = np.where(np.isinf(plain), np.inf, cost)
     period, cuts = _smallest_largest(costs)
     if not np.isfinite(period):

@@ -39,6 +39,7 @@ class Parts:
     compute: forward and backward. optimizer: norm and update. calls: issuing transfers and reductions. between: from
     one action to the next (Python). waiting: for other ranks. no_core: ready to go on, but other work had the core.
     beside: CPU time of its other threads, which carry the transfers. host: waiting for the optimizer on the host.
+    state: waiting for the rank's state, between the tiers of a budget or among replicas.
     """
 
     compute: float
@@ -49,6 +50,7 @@ class Parts:
     no_core: float
     beside: float
     host: float = 0.0
+    state: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -272,12 +274,14 @@ def _parts(rank: RankEvents, batches: Sequence[Sequence[Event]]) -> Parts:
     calls = own(lambda kind: kind not in COMPUTE and kind not in optimizer)
     updates = {Kind.UPDATE} if any(e.action.kind is Kind.HOST for e in events) else set()
     between, host = mean(e.gap for e in events), mean(e.waited for e in events if e.action.kind in updates)
-    waiting = mean(e.waited for e in events) - host
+    state = mean(e.waited_for_state for e in events if e.action.kind not in updates)
+    waiting = mean(e.waited for e in events) - host - state
     # from the end of what came before the batch to the end of the batch
     seconds = sum(batch[-1].end - batch[0].start + batch[0].gap for batch in batches) / len(batches)
-    no_core = max(0.0, seconds - compute - update - calls - between - waiting - host)
+    no_core = max(0.0, seconds - compute - update - calls - between - waiting - host - state)
     recorded = rank.events[-1].end - rank.events[0].start
-    return Parts(compute, update, calls, between, waiting, no_core, rank.usage.beside * seconds / recorded, host)
+    return Parts(compute, update, calls, between, waiting, no_core, rank.usage.beside * seconds / recorded, host,
+                 state)
 
 
 def _mean(parts: Sequence[Parts]) -> Parts:

@@ -98,5 +98,5 @@ def test_all_layers_are_in_one_stage() -> None:
 
 def test_recomputation_adds_a_forward() -> None:
     times = (BlockTime(1, 2), BlockTime(3, 5), BlockTime(7, 11))
-    assert stage_time(times, range(1, 3)) == (10, 16)
-    assert stage_time(times, range(1, 3), recomputed=[0, 1]) == (10, 19)
+    assert stage_time(times, range(1, 3))[:2] == (10, 16)
+    assert stage_time(times, range(1, 3), recomputed=[0, 1])[:2] == (10, 19)

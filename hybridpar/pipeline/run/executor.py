@@ -113,7 +113,7 @@ class Executor:
         """Takes down what is executed from now on."""
         self.current: Action | None = None
         """The action being executed."""
-        self.listener: Callable[[Action | None], None] | None = None
+        self.listeners: list[Callable[[Action | None], None]] = []
         """Told of every action before it is executed, and of the end (None)."""
         self.graphs: MicroBatchGraphs | None = None
         """Replays what it can."""
@@ -143,10 +143,10 @@ class Executor:
             if (recording := self.recording) is not None:
                 recording.begin()
             if self.tiers is not None:
-                if not self.tiers.are_here(action):
-                    self.wait(partial(self.tiers.touch, action))
-                else:
+                if recording is None or self.tiers.are_here(action):
                     self.tiers.touch(action)
+                else:
+                    recording.wait_for_state(partial(self.tiers.touch, action))
             self._table[action.kind](action)
             if recording is not None:
                 recording.end(action)
@@ -159,8 +159,8 @@ class Executor:
 
     def _turn_to(self, action: Action | None) -> None:
         self.current = action
-        if self.listener is not None:
-            self.listener(action)
+        for listener in self.listeners:
+            listener(action)
 
     def wait(self, wait: Callable[[], None]) -> None:
         """Calls `wait`, which waits for other ranks, in the course of an action."""

@@ -77,8 +77,8 @@ def test_transfers_share_a_card() -> None:
 @pytest.mark.parametrize(("half_duplex", "period"), [(False, 1 + 2 + 2 * 2), (True, 1 + 2 + 2 * 2 * 2)])
 def test_blocking_exchanges_add_to_the_period(half_duplex: bool, period: float) -> None:
     """A rank pays for both exchanges of a micro-batch, and for both directions where they share the card."""
-    cluster = Cluster(DEVICES["v100-16gb"], 1, 4, Link("", 1.0, 0.0, 1.0), Link("", 1.0, 0.0, 1.0))
-    network = cluster.network([[0], [1], [2], [3]], 2.0, half_duplex=half_duplex)
+    card = Link("", 1.0, 0.0, 1.0, half_duplex=half_duplex)
+    network = Cluster(DEVICES["v100-16gb"], 1, 4, card, card).network([[0], [1], [2], [3]], 2.0)
     plan = make_plan("2bw", Sizes(4, 4), 0, 12, ahead=0)
     assert simulate_on(network, plan, Costs(1, 2), blocking=True).step_time(4) == pytest.approx(4 * period)
 
@@ -92,7 +92,9 @@ def test_replicas_of_a_stage_share_the_card_of_their_server() -> None:
 
 
 def test_half_duplex_cards_and_links_inside_a_server() -> None:
-    network = two_by_two().network([[0], [1], [2], [3]], 3.0, half_duplex=True)
+    cluster = two_by_two()
+    cluster = replace(cluster, outer=replace(cluster.outer, half_duplex=True))
+    network = cluster.network([[0], [1], [2], [3]], 3.0)
     assert network.forward[1].load == {(0, 0, "both"): 3.0, (0, 1, "both"): 3.0}
     assert network.backward[1].load == network.forward[1].load
     inside = [network.forward[0].load, network.backward[0].load, network.forward[2].load, network.backward[2].load]
