@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from hybridpar.pipeline.plan.costs import expand
+from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.schedules import Schedule
 from hybridpar.planner.cost import StepCost
 
@@ -38,10 +38,9 @@ def _drained(cost: StepCost, schedule: Schedule) -> float:
     """
     sizes, stages, ranks = cost.sizes, cost.stages, cost.ranks
     there, back = _ways(cost, schedule)
-    inputs, costs = _inputs(cost), cost.costs
-    meets = cost.ordering.clip and cost.moves is None
-    reduce, gather = (list(expand(each if meets else 0.0, cost.pp)) for each in (costs.reduce, costs.gather))
-    norm = costs.norm if meets else 0.0
+    inputs, meets = _inputs(cost), cost.ordering.clip and cost.moves is None
+    costs = cost.costs if meets else Costs()
+    reduce, gather = (list(expand(each, cost.pp)) for each in (costs.reduce, costs.gather))
     if costs.tied:
         reduce[0] = reduce[-1] = min(reduce[0], reduce[-1])
     least = 0.0
@@ -56,7 +55,7 @@ def _drained(cost: StepCost, schedule: Schedule) -> float:
             left = (schedule.weight_delay(sizes, r) + 1) * max(stages[s].backward - inputs[s] for s in own)
             end = max(0.0, back[0] - back[r] + stages[0].backward - inputs[0] - left)
         work = begin + sizes.num_microbatches * rank.compute
-        least = max(least, work + max(rank.norm, reduce[r], end + reduce[0] if meets else end + rank.norm) + norm)
+        least = max(least, work + max(rank.norm, reduce[r], end + reduce[0] if meets else end + rank.norm) + costs.norm)
     return least
 
 
