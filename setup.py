@@ -13,8 +13,8 @@ CXX                      the C++ compiler
 
 torch must be importable at build time: pip install --no-build-isolation. The operators keep to torch's stable ABI
 (2.10) and Python's limited API (3.10), so one wheel serves every later version of both. The CUDA runtime is linked in.
-The recorder of memory events comes with the CPU operators. It needs more of torch than is stable, so it serves the
-torch and the Python that it was built for; with others, and where it cannot be built, Python does its work.
+The recorder of memory events and planned memory come with the CPU operators. They need more of torch than is stable, so
+they serve the torch and the Python that they were built for; with others, Python records, and no memory is planned.
 """
 
 import os
@@ -101,9 +101,15 @@ def cpu_extension(cpp_extension):
     )
 
 
+def planned(device):
+    """The sources of the planned arena before the allocator of a device."""
+    return ["csrc/planned/planned.cpp", f"csrc/planned/{device}.cpp"]
+
+
 def recorder_extension(cpp_extension):
     return cpp_extension.CppExtension(
-        "hybridpar._C_recorder", sorted(glob("csrc/recorder/*.cpp")), depends=sorted(glob("csrc/recorder/*.h")),
+        "hybridpar._C_recorder", [*sorted(glob("csrc/recorder/*.cpp")), *planned("cpu")],
+        depends=sorted(glob("csrc/recorder/*.h") + glob("csrc/planned/*.h")),
         extra_compile_args={"cxx": [*PLAIN, "-fvisibility=hidden"]}, extra_link_args=LINK, optional=True,
     )
 
@@ -115,8 +121,10 @@ def cuda_extension(cpp_extension):
     home, libraries = toolkit()
     cpp_extension.CUDA_HOME = home  # None in a torch without CUDA, for which this compiles too
     return cpp_extension.CppExtension(
-        "hybridpar._C_cuda", ["csrc/cuda/module.c", *sorted(glob("csrc/cuda/*.cpp")), *sorted(glob("csrc/cuda/*.cu"))],
-        depends=sorted(glob("csrc/cuda/*.h") + glob("csrc/cuda/*.cuh")), include_dirs=[f"{home}/include"],
+        "hybridpar._C_cuda", ["csrc/cuda/module.c", *sorted(glob("csrc/cuda/*.cpp")), *sorted(glob("csrc/cuda/*.cu")),
+                               *planned("cuda")],
+        depends=sorted(glob("csrc/cuda/*.h") + glob("csrc/cuda/*.cuh") + glob("csrc/planned/*.h")),
+        include_dirs=[f"{home}/include"],
         extra_compile_args={"cxx": [*COMPILE, *hopper, "-fvisibility=hidden"],
                             "nvcc": ["-O3", "-std=c++17", "-Xcompiler=-fvisibility=hidden", *targets(names)]},
         extra_link_args=[f"-L{libraries}", "-l:libcudart_static.a", "-lrt", "-lpthread", "-ldl", *LINK],

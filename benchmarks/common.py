@@ -59,12 +59,13 @@ class Shape:
     seq_length: int
     vocab: int
     micro_batch: int
+    kind: Literal["gpt", "bert"] = "gpt"
 
     @property
     def model(self) -> ModelConfig:
         return ModelConfig(
-            num_layers=self.num_layers, hidden_size=self.hidden, num_heads=self.num_heads, seq_length=self.seq_length,
-            vocab_size=self.vocab, tie_embeddings=False)
+            kind=self.kind, num_layers=self.num_layers, hidden_size=self.hidden, num_heads=self.num_heads,
+            seq_length=self.seq_length, vocab_size=self.vocab, tie_embeddings=False)
 
     @property
     def microbatch_tokens(self) -> int:
@@ -91,6 +92,7 @@ SHAPES = {
     # the published ones: on a GPU
     "345M": Shape(24, 1024, 16, 1024, 50304, 8),
     "1.3B": Shape(24, 2048, 16, 2048, 50304, 4),
+    "bert_large": Shape(24, 1024, 16, 512, 30592, 8, "bert"),
     # the first on a CPU: a sample at a time
     "345M_1": Shape(24, 1024, 16, 1024, 50304, 1),
     # for trying out a benchmark, not for measuring
@@ -280,16 +282,18 @@ def write_results(claim: str, cases: Sequence[Mapping[str, Any]], args: argparse
 
 
 def over_seeds(path: Path) -> Iterator[str]:
-    """Lines about trainings in a result file: loss over that of codec none with the same seed; mean, least and most."""
-    found: dict[str, dict[int, float]] = {}
+    """Lines about trainings in a result file: loss over that of codec none with the same seed and steps: mean, least
+    and most."""
+    found: dict[tuple[str, str, int], dict[int, float]] = {}
     for each in json.loads(path.read_text())["cases"]:
         of = each["settings"]
-        found.setdefault(f"{of['schedule']} {of['codec']}", {})[of["seed"]] = each["valid_loss"]
-    for name, losses in found.items():
-        none = found.get(f"{name.split()[0]} none", {})
+        found.setdefault((of["schedule"], of["codec"], of["steps"]), {})[of["seed"]] = each["valid_loss"]
+    for (schedule, codec, steps), losses in found.items():
+        none = found.get((schedule, "none", steps), {})
         over = [loss / none[seed] for seed, loss in losses.items() if seed in none]
         if over:
-            yield (f"{name:<28} loss {statistics.fmean(losses.values()):.4f}, over none {statistics.fmean(over):.4f} "
+            name = f"{schedule} {codec}, {steps} steps"
+            yield (f"{name:<38} loss {statistics.fmean(losses.values()):.4f}, over none {statistics.fmean(over):.4f} "
                    f"({min(over):.4f} to {max(over):.4f}), {len(over)} seeds")
 
 

@@ -211,7 +211,7 @@ def _share(totals: dict[str, list[Tensor]], sent: float) -> dict[str, float]:
 # -- losses ------------------------------------------------------------------------------------------------------------
 
 
-def losses(schedule: str, method: str, steps: int, seed: int, folder: str) -> dict[str, Any]:
+def losses(schedule: str, method: str, start: int, steps: int, seed: int, folder: str) -> dict[str, Any]:
     """Trains a small GPT. Collectives: called on all ranks."""
     config: Config = from_mapping({
         "model": {"num_layers": LOSSES.num_layers, "hidden_size": LOSSES.hidden, "num_heads": LOSSES.num_heads,
@@ -221,7 +221,7 @@ def losses(schedule: str, method: str, steps: int, seed: int, folder: str) -> di
         "optim": {"lr": 3e-3, "min_lr": 1e-4, "warmup_steps": 10, "betas": [0.9, 0.95]},
         "train": {"num_steps": steps, "micro_batch_size": LOSSES.micro_batch, "seed": seed}, "data": {
             "corpus": [text.__file__ for text in TEXTS[1:]], "valid_corpus": [TEXTS[0].__file__]},
-        "compression": {"gradients": method, "gradients_period": 20} | METHODS[method]})
+        "compression": {"gradients": method, "gradients_period": 20, "gradients_start": start} | METHODS[method]})
     grid = ProcessGrid(dp=config.parallel.dp)
     data = open_data(config.model, config.data, folder, seed=config.train.seed, quiet=True)
     engine = Engine(config, grid, torch.device("cpu"))
@@ -229,8 +229,9 @@ def losses(schedule: str, method: str, steps: int, seed: int, folder: str) -> di
     engine.train(BatchLoader(data.train, **options), steps, lambda step: None)
     held_out = engine.evaluate(BatchLoader(data.valid, **options), 8)
     sent = engine.state.compression.sent if engine.state.compression else None
-    return {"case": f"{schedule} {method} seed {seed}", "valid_loss": round(sum(held_out.values()), 4),
-            "settings": {"shape": "losses", "schedule": schedule, "codec": method, "seed": seed, "steps": steps},
+    codec = f"{method} from {start}" if start else method
+    return {"case": f"{schedule} {codec}, {steps} steps, seed {seed}", "valid_loss": round(sum(held_out.values()), 4),
+            "settings": {"shape": "losses", "schedule": schedule, "codec": codec, "seed": seed, "steps": steps},
             "elements": 1.0 if sent is None else round(sent.elements / sent.whole_elements, 5),
             "bytes": 1.0 if sent is None else round(sent.num_bytes / sent.whole_bytes, 5)}
 
@@ -240,7 +241,7 @@ def write_losses(args: argparse.Namespace) -> None:
     cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed, schedule, method in product(args.seeds, args.schedules, args.methods):
-            cases.append(run_ranks(losses, 2, schedule, method, args.steps, seed, folder))
+            cases.append(run_ranks(losses, 2, schedule, method, args.start, args.steps, seed, folder))
             print(cases[-1], flush=True)
             path = write_results("compression_losses", cases, args, shapes={"losses": LOSSES}, meaning=(
                 "valid_loss: after the last step; elements, bytes: that a rank sent, of those of whole gradients"))
@@ -252,6 +253,7 @@ def main() -> None:
     parser.add_argument("--no-race", action="store_true", help="leave out what is timed")
     parser.add_argument("--losses", action="store_true", help="train a small model with every method, and nothing else")
     parser.add_argument("--steps", type=int, default=80, help="of each of these trainings")
+    parser.add_argument("--start", type=int, default=0, help="first batch of these trainings that is compressed")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of these trainings")
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "2bw"], help="of these trainings")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="of these trainings")

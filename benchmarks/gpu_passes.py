@@ -1,4 +1,5 @@
-"""The passes outside of autograd, for gpu_ops: an optimizer's step, the norm, gradients of an embedding and of weights.
+"""The passes outside of autograd, for gpu_ops: an optimizer's step, the norm, gradients of an embedding and of weights,
+and the codecs of messages and gradients.
 
 Each side of a race starts from the same tensors and computes the same thing, which is compared before it is timed.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,9 @@ from benchmarks.ops import Size
 from hybridpar import ops
 from hybridpar.nn.matmul import sums_in_float32
 from hybridpar.ops import registry
+from hybridpar.ops.sparse import place_bytes
 from hybridpar.ops.update import AdamStep, Weights
+from hybridpar.pipeline.run.codecs import Codec, Largest, Tiles
 
 LAYERS = 4
 LR = 0.1  # so that a step is most of what is compared
@@ -37,6 +41,8 @@ def passes(size: Size, dtype: torch.dtype, device: str) -> Iterator[Pass]:
     yield adamw(size, dtype, device)
     yield norm(size, device)
     yield embedding(size, dtype, device)
+    yield from messages(size, dtype, device)
+    yield sparse(size, device)
     if dtype != torch.float32:
         yield weight_gradient(size, dtype, device)
 
@@ -111,6 +117,48 @@ def embedding(size: Size, dtype: torch.dtype, device: str) -> Pass:
     sides = {name: ours(name) for name in able("embedding", device, dtype)}
     sides["index_add_"] = lambda: [total.index_add_(0, ids, dy.float())]
     return Pass("embedding backward", sides, dy.numel() * dy.element_size() + 2 * 4 * touched * h + 8 * size.tokens)
+
+
+def messages(size: Size, dtype: torch.dtype, device: str) -> Iterator[Pass]:
+    """An activation as bytes and back, by each codec that has passes; nothing of PyTorch's does that."""
+    x = torch.randn(size.tokens, size.hidden, device=device).to(dtype)
+    out = torch.empty_like(x)
+    codecs: dict[str, tuple[str, Callable[[str], Codec]]] = {
+        "int8": ("quantize", lambda backend: Tiles(8, backend=backend)),
+        "int4, rotated": ("quantize", lambda backend: Tiles(4, rotate=True, backend=backend)),
+        "dct 0.1": ("largest", lambda backend: Largest(0.1, dtype, backend=backend))}
+
+    def through(codec: Codec) -> list[Tensor]:
+        message = codec.encode(x)
+        codec.decode_(out, message)
+        return [message, out]
+
+    for name, (op, make) in codecs.items():
+        sides = {backend: partial(through, make(backend)) for backend in able(op, device, dtype)}
+        yield Pass(f"message as {name}", sides, 2 * x.nbytes + 2 * len(x) * make("auto").row_bytes(size.hidden))
+
+
+def sparse(size: Size, device: str) -> Pass:
+    """A hundredth of a gradient's elements found, packed and added, with what is left."""
+    x = torch.randn(4 * size.hidden, size.hidden, device=device)
+    k = x.numel() // 100
+
+    def pack(backend: str) -> Callable[[], list[Tensor]]:
+        passes, left, total = ops.sparse(x, backend), torch.empty_like(x), torch.empty_like(x)
+
+        def work() -> list[Tensor]:
+            threshold = passes.threshold(left.copy_(x), k)
+            count = passes.count(left, threshold)
+            values, places = x.new_empty(count), torch.empty(place_bytes(x.numel(), count), dtype=torch.uint8,
+                                                             device=device)
+            passes.pack_(left, threshold, values, places)
+            passes.add_(total, values, places, True)
+            return [left, total]
+
+        return work
+
+    sides = {name: pack(name) for name in able("sparse", device, torch.float32)}
+    return Pass("sparse gradient", sides, 9 * x.nbytes)  # copied, four digits, counted twice, taken off, zeros
 
 
 def weight_gradient(size: Size, dtype: torch.dtype, device: str) -> Pass:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,8 @@ class Method:
 
     pace: seconds that forward and backward of a micro-batch take besides what they compute, during which the rank waits
     as if for an accelerator. slices: whether tp ranks send slices of what goes from stage to stage, not all of it each.
-    messages: the codec of what goes from stage to stage. split: whether backwards are I and W.
+    messages: the codec of what goes from stage to stage. gradients: that of replicas' gradients, a hundredth of them.
+    split: whether backwards are I and W.
     """
 
     tp: int = 1
@@ -75,6 +76,7 @@ class Method:
     pace: float = 0.0
     slices: bool = True
     messages: str = "none"
+    gradients: str = "none"
     split: bool = False
 
 
@@ -102,13 +104,12 @@ def pace(engine: Engine, seconds: float) -> None:
     executor.stages = {  # type: ignore[assignment]
         number: [Paced(part, each, split=split) for part in parts] for number, parts in executor.stages.items()}
     if split:
-        inner = executor._table[Kind.W]
-
-        def slow(action: Action) -> None:
+        def slow(inner: Callable[[Action], None], action: Action) -> None:
             inner(action)
             time.sleep(each / 3)
 
-        executor._table[Kind.W] = slow
+        for kind in (Kind.W, Kind.B):  # what stayed whole ends with it, too
+            executor._table[kind] = partial(slow, executor._table[kind])
 
 
 class _SlowBackward(torch.autograd.Function):
@@ -163,7 +164,8 @@ class Side:
         config = engine_config(shape, tp=method.tp, pp=method.pp, dp=method.dp, num_microbatches=m,
                                schedule=method.schedule, dtype=dtype)
         config = from_mapping({"pipeline": {"warmup": method.warmup, "split_backward": method.split},
-                               "compression": {"messages": method.messages}}, config)
+                               "compression": {"messages": method.messages, "gradients": method.gradients,
+                                               "gradients_kept": 0.01, "gradients_limit": 1.0}}, config)
         self.method, self.link, self.m, self.grid = method, link, m, grid_on(link, sizes_of(config.parallel))
         self.engine = Engine(config, self.grid, torch.device("cpu"))
         if not method.slices:
@@ -208,13 +210,13 @@ class Side:
     def sent(self) -> tuple[float, float]:
         """Bytes and messages of a batch that go each way between the hosts: those of the host that sends more.
 
-        Of an all-reduce between two, each sends as much as its payload.
+        Of an all-reduce between two, each sends as much as its payload; of two broadcasts one.
         """
         ranks = dist.get_world_size() // 2
         traffic = [axis.traffic for axis in (self.grid.tp, self.grid.pp, self.grid.pp_reverse, self.grid.dp)
                    if len({rank // ranks for rank in axis.ranks}) > 1]
         num_bytes, calls = (
-            sum(counts[op] for counts in counters for op in SENDING) / len(self.losses)
+            sum(counts[op] / (1 + (op == "broadcast")) for counts in counters for op in SENDING) / len(self.losses)
             for counters in ([t.num_bytes for t in traffic], [t.calls for t in traffic]))
         here = dist.get_rank() // ranks
         num_bytes, calls = (
@@ -242,6 +244,8 @@ class Side:
         if self.method.tp == 1:
             pair = alone / free.simulated(1.0, 0.0)
             numbers["share_simulated"] = round(alone / self.simulated(pair, wire), 3)
+        if (compression := self.engine.state.compression) is not None:
+            numbers["elements"] = round(compression.sent.elements / compression.sent.whole_elements, 5)
         return numbers | {
             "bytes_of_a_batch": num_bytes, "messages_of_a_batch": messages, "wire_ms": round(1e3 * wire, 3),
             "link_bytes_of_a_batch": round(max(over_ranks([statistics.median(rounds.link_bytes)], "max"))),

@@ -2,10 +2,10 @@
 
     python -m benchmarks.messages
 
-A GPT on the source text of Python's standard library, at equal tokens and one seed: validation loss at the end with
-each codec, schedule and number of stages. It trains in one process with the links of the pipeline in it
-(verify.boundaries), which `hybridpar verify` compares with pipelines; validation is exact. The numbers are of one seed,
-and differences below about half a per cent say nothing.
+A GPT on the source text of Python's standard library, at equal tokens: validation loss at the end with each codec,
+schedule and number of stages ("tensor": of ranks that share layers). It trains in one process with the links in it
+(verify.boundaries), which `hybridpar verify` compares with grids; validation is exact. Of one seed, differences below
+about half a per cent say nothing.
 """
 
 from __future__ import annotations
@@ -35,11 +35,18 @@ CODECS: dict[str, dict[str, Any]] = {
     "dct 0.5": {"messages": "dct", "messages_kept": 0.5}, "dct 0.2": {"messages": "dct", "messages_kept": 0.2},
     "dct 0.1": {"messages": "dct"}, "subspace 0.25": {"messages": "subspace", "messages_kept": 0.25},
     "subspace 0.12": {"messages": "subspace", "messages_kept": 0.12},
-    "dct 0.05": {"messages": "dct", "messages_kept": 0.05}}
+    "dct 0.05": {"messages": "dct", "messages_kept": 0.05},
+    "tensor int8": {"tensor": "int8"}, "tensor int4": {"tensor": "int4"},
+    "tensor dct 0.5": {"tensor": "dct", "messages_kept": 0.5}, "tensor dct 0.1": {"tensor": "dct"}}
 STUDY = Shape(4, 128, 4, 64, 2048, 4)
 M, EVAL_BATCHES = 8, 32
 _EVERY = 10
 """Steps from one loss in the result file to the next."""
+
+
+def axis_of(codec: str) -> str:
+    """What its ranks are: stages, or parts of layers."""
+    return "tp" if "tensor" in CODECS[codec] else "pp"
 
 
 def settings(schedule: str, codec: str, stages: int, seed: int, steps: int, cache: str) -> Config:
@@ -47,7 +54,7 @@ def settings(schedule: str, codec: str, stages: int, seed: int, steps: int, cach
     return from_mapping({
         "model": {"num_layers": STUDY.num_layers, "hidden_size": STUDY.hidden, "num_heads": STUDY.num_heads,
                   "seq_length": STUDY.seq_length, "vocab_size": STUDY.vocab, "position": "rotary", "init_std": 0.05},
-        "parallel": {"pp": stages, "dp": 1}, "pipeline": {"schedule": schedule, "num_microbatches": M},
+        "parallel": {axis_of(codec): stages, "dp": 1}, "pipeline": {"schedule": schedule, "num_microbatches": M},
         "optim": {"lr": 2e-3, "min_lr": 2e-4, "warmup_steps": steps // 10, "betas": [0.9, 0.95]},
         "train": {"num_steps": steps, "micro_batch_size": STUDY.micro_batch, "device": "cpu", "seed": seed},
         "data": {"split": 0.015, "cache": cache}, "compression": CODECS[codec]})
@@ -111,9 +118,9 @@ def study(args: argparse.Namespace, cache: str) -> list[dict[str, Any]]:
     with ProcessPoolExecutor(2) as pool:
         for (schedule, codec, stages, seed), numbers in zip(runs, pool.map(train, configs), strict=True):
             cases.append({
-                "case": f"{schedule} pp={stages} {codec} seed {seed}", **numbers,
-                "settings": {"shape": "study", "schedule": schedule, "pp": stages, "codec": codec, "seed": seed,
-                             "steps": args.steps, "tokens": args.steps * M * STUDY.microbatch_tokens}})
+                "case": f"{schedule} {axis_of(codec)}={stages} {codec} seed {seed}", **numbers,
+                "settings": {"shape": "study", "schedule": schedule, axis_of(codec): stages, "codec": codec,
+                             "seed": seed, "steps": args.steps, "tokens": args.steps * M * STUDY.microbatch_tokens}})
             print(f"{cases[-1]['case']:<32} {numbers['valid_loss']:.4f}  {numbers['seconds']} s", flush=True)
     return cases
 

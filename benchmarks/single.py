@@ -4,6 +4,8 @@
     python -m benchmarks.single --device cuda --name gpu_single    # 345M and 1.3B in bf16, on one GPU
     python -m benchmarks.single --shapes 345M_1 --threads 1 --compile --peers gelu_new    # 14 s a step in fp32
     python -m benchmarks.single --dropout 0.1 --name single_dropout    # after embeddings and before residual additions
+    python -m benchmarks.single --device cuda --shapes 1.3B --microbatches 16    # so many for an update
+    python -m benchmarks.single --device cuda --shapes bert_large --graphs    # against ourselves without CUDA graphs
 
 The peer is GPT2LMHeadModel with sdpa attention, untied head, no dropout of attention, AdamW(fused), on the same
 weights, tokens, threads: with its default activation (`gelu_new`, the tanh form spelled out in torch operations) and
@@ -74,7 +76,7 @@ class HuggingFaceStep:
     """One optimizer step of GPT2LMHeadModel a call."""
 
     def __init__(self, shape: Shape, activation: str, precision: str, device: str, *, compiled: bool,
-                 dropout: float):
+                 dropout: float, num_microbatches: int):
         os.environ["HF_HUB_OFFLINE"] = "1"
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -90,22 +92,25 @@ class HuggingFaceStep:
             self.model.bfloat16()
         self.device, self.autocast = device, precision == "autocast"
         self.optimizer = adamw(self.model.parameters())
-        self.loader, self.step = FixedLoader(shape, 1, device=device), 0
+        self.loader, self.step = FixedLoader(shape, num_microbatches, device=device), 0
         self.forward = torch.compile(self.loss) if compiled else self.loss
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(self.model(input_ids=tokens, use_cache=False).logits, labels)
 
     def __call__(self) -> float:
-        ((tokens, labels),) = self.loader.pairs(self.step)
+        pairs = self.loader.pairs(self.step)
         self.step += 1
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
-            loss = self.forward(tokens, labels)
-        loss.backward()
+        total = torch.zeros((), device=self.device)
+        for tokens, labels in pairs:
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
+                loss = self.forward(tokens, labels) / len(pairs)
+            loss.backward()
+            total += loss.detach()
         clip(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+        return total.item()
 
 
 def hugging_face_weights(shape: Shape) -> dict[str, Tensor]:
@@ -131,25 +136,29 @@ def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace)
     torch.set_num_threads(threads)
     torch.compiler.reset()  # the peers' code is one function, which would be run uncompiled after eight of its forms
     shape, device = SHAPES[shape_name], args.device
-    peers = PEERS[dtype]
+    peers = PEERS[dtype] if shape.kind == "gpt" else {}
     if device == "cuda" and importlib.util.find_spec("transformers") is None:
         print("transformers is not installed: hybridpar runs alone")
         peers = {}
-    config = engine_config(shape, dtype=dtype, device=device)
+    config = engine_config(shape, dtype=dtype, device=device, num_microbatches=args.microbatches)
     config = replace(config, model=replace(config.model, dropout=args.dropout))
     make: dict[str, Callable[[], Step]] = {OURS: lambda: OurStep(config, shape, ProcessGrid())}
+    if args.graphs:
+        plain = replace(config, train=replace(config.train, cuda_graphs=False))
+        make["without CUDA graphs"] = lambda: OurStep(plain, shape, ProcessGrid())
     for compiled in (False, True) if args.compile else (False,):
         for name, (activation, precision) in peers.items():
             if any(text in (side := f"{name}{' compiled' * compiled}") for text in args.peers):
                 make[side] = partial(HuggingFaceStep, shape, activation, precision, device, compiled=compiled,
-                                     dropout=args.dropout)
+                                     dropout=args.dropout, num_microbatches=args.microbatches)
     sides, memory = {}, {}
     for name, construct in make.items():
         sides[name], memory[name] = peak_gib(construct, device)
     result = race(sides, args.rounds, tolerance=TOLERANCE_DROPOUT if args.dropout else TOLERANCE[dtype],
                   repeat=REPEAT.get(shape_name, 1))
-    entry = case(f"{shape_name} {dtype} {threads} thread{'s' * (threads > 1)}", result, shape.microbatch_tokens,
-                 shape=shape_name, dtype=dtype, threads=threads, device=device, dropout=args.dropout)
+    entry = case(f"{shape_name} {dtype} {threads} thread{'s' * (threads > 1)}", result,
+                 args.microbatches * shape.microbatch_tokens, shape=shape_name, dtype=dtype, threads=threads,
+                 device=device, dropout=args.dropout, microbatches=args.microbatches)
     if device == "cuda":
         peak, source = peak_flops(config, torch.device(device), Axis("world"))
         per_token = training_flops_per_token(shape.model)
@@ -159,15 +168,16 @@ def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace)
 
 
 def peak_gib(construct: Callable[[], Step], device: str) -> tuple[Step, float | None]:
-    """A side, and what it adds to the GPU's memory at most in its first two steps."""
+    """A side, and what it makes torch reserve of the GPU's memory in its first four steps; ours are graphs by then."""
     if device != "cuda":
         return construct(), None
-    before = torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     side = construct()
-    for _ in range(2):
+    for _ in range(4):
         side()
-    return side, round((torch.cuda.max_memory_allocated() - before) / 2**30, 2)
+    return side, round((torch.cuda.max_memory_reserved() - before) / 2**30, 2)
 
 
 def kernels(step: Step, num_steps: int = 3) -> list[dict[str, Any]]:
@@ -188,6 +198,8 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--peers", nargs="+", default=[""])
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--graphs", action="store_true", help="also without CUDA graphs")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction)
     args = parse(parser)
     gpu = args.device == "cuda"

@@ -29,7 +29,7 @@ What is printed for each side:
     emulator            CPU time of the link's emulator, of one core
 
 Kinds: `pipelines` (2 stages), `codecs` (2bw with compressed messages between its 2 stages), `tensor` (2bw against
-tensor parallelism), `replicas` (2bw against a synchronous step),
+tensor parallelism), `replicas` (2bw against a synchronous step), `gradients` (the same, sending a hundredth of them),
 `slices` (2 stages of tp=2 each on a host, whose ranks send slices of what goes between stages, or all of it each; the
 result file has the bytes that each host sent over the link, by its own counters and by ours),
 `split`: 2bw with the ordinary warm-up, with backwards in two parts and whole: the gradient is on its way while W is
@@ -81,6 +81,8 @@ TENSOR: Methods = {"2bw, latency": PIPELINES["2bw, latency"], "tensor": Method(t
 SLICES: Methods = {
     "slices": Method(tp=2, pp=2, schedule="2bw", warmup="latency"),
     "copies": Method(tp=2, pp=2, schedule="2bw", warmup="latency", slices=False)}
+GRADIENTS: Methods = {
+    "2bw, dct": Method(dp=2, schedule="2bw", gradients="dct"), "1f1b, dct": Method(dp=2, gradients="dct")}
 REPLICAS: Methods = {"2bw": Method(dp=2, schedule="2bw"), "synchronous": Method(dp=2, overlaps=False)}
 
 
@@ -173,7 +175,7 @@ def on_host(args: argparse.Namespace) -> None:
         cases.append(case.entry())
         if dist.get_rank() == 0:
             print_case(cases[-1])
-            alone = args.kinds[0] if args.kinds in (["codecs"], ["split"]) else ""
+            alone = args.kinds[0] if args.kinds in (["codecs"], ["gradients"], ["split"]) else ""
             part = "_slices" if dist.get_world_size() > 2 else f"_{alone}" if alone else ""
             path = write_results(f"slow_link{part}", cases, args)
     if dist.get_rank() == 0:
@@ -198,6 +200,9 @@ def plan_cases(args: argparse.Namespace, links: Sequence[Link]) -> Iterator[tupl
         elif kind == "replicas":
             for m_local in args.replica_microbatches:
                 yield Case(kind, REPLICAS, links, args.replica_shape, args.dtypes[0], m_local), rounds, 2
+        elif kind == "gradients":
+            for m_local in args.replica_microbatches:
+                yield Case(kind, GRADIENTS, links, args.replica_shape, args.dtypes[0], m_local), rounds, 2
         elif kind == "slices":
             yield Case(kind, _paced(SLICES, PACES_S[0]), links, "light", "fp32", m), rounds, 2
         elif kind == "split":
@@ -245,7 +250,7 @@ def started(args: argparse.Namespace, launch: Callable[[argparse.Namespace], int
 
 def main() -> int:
     parser = arguments(__doc__, rounds=5, shapes=["small", "thin"])
-    kinds = ["pipelines", "codecs", "tensor", "replicas", "slices", "paced", "split"]
+    kinds = ["pipelines", "codecs", "tensor", "replicas", "gradients", "slices", "paced", "split"]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--replica-shape", choices=SHAPES, default="thin")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import prod
 from types import MappingProxyType
@@ -162,7 +162,8 @@ class ProcessGrid:
     def _connect(self, rank: int, lines: Mapping[str, list[list[int]]], group: Callable[[str, list[int]], Any],
                  via_host: bool) -> None:
         """Takes this rank's line of each name. Every rank creates every group in the same order, as torch requires."""
-        self.place = place_of(rank, self.sizes)
+        self.place, self._lines, self._group = place_of(rank, self.sizes), lines, group
+        self._again: dict[tuple[str, int], Axis] = {}
         self._axes = {name: Axis(name, 0, (rank,), flight=self.flight) for name in lines}
         for name, line in [(name, line) for name, of_name in lines.items() for line in of_name if len(line) > 1]:
             made = group(name, line)
@@ -174,9 +175,27 @@ class ProcessGrid:
         self.site = self._axes.get("site", Axis("site", 0, (rank,), flight=self.flight))
         self.home = self._axes.get("home", self.world)
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Lets communication that begins from now on give up after so long; ranks that compile take longer at first."""
+        groups = {id(axis.group): axis.group for axis in self._axes.values() if axis.group is not None}
+        for group in groups.values():
+            device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+            group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
+
     def axis(self, *names: str) -> Axis:
         """This rank's line along an axis, or along several that were joined."""
         return self._axes[_JOIN.join(names)]
+
+    def again(self, name: str, number: int = 1) -> Axis:
+        """This rank's line along an axis with another communicator, by number, on which messages wait for no others.
+
+        Collectives: the first time, as creating a grid.
+        """
+        if (name, number) not in self._again:
+            axis = self._axes[name]
+            made = {tuple(line): self._group(f"{name} {number}", line) for line in self._lines[name] if len(line) > 1}
+            self._again[name, number] = replace(axis, group=made.get(axis.ranks))
+        return self._again[name, number]
 
     @property
     def rank(self) -> int:

@@ -1,27 +1,50 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: builds against the torch that is here, runs the GPU tests, then the GPU
-# benchmarks, and writes JSON. Made for ten minutes on a machine: about six, cut off after nine.
+# Everything that needs a GPU: builds against the torch that is here, runs the GPU tests and benchmarks, and writes JSON.
+# Each step is a process of its own with a limit of its own, and what it has found is written at once: one that fails, or
+# is cut off, loses nothing of the others. Those that were never measured come first.
 #
 #   bash scripts/gpu_check.sh [FOLDER [STEP ..]]
 #
-#   FOLDER     where gpu_check.json, the tests' and the benchmarks' reports go (default: benchmarks/results)
-#   STEP       of: build tests ops train sanitizer; default: the first four, in this order
-#   LIMIT=540  seconds for all of them; a step that is cut off leaves what it had
+#   FOLDER     where gpu_check.json, gpu_check.log and the benchmarks' reports go (default: benchmarks/results)
+#   STEP       of those below (list: prints them); default: all. `build` goes first on a machine that has no build yet
+#   LIMIT=540  seconds for all of them; what no longer fits is left out, and said to be
 #   COMMIT=..  what the results name, where the folder is a copy whose git history does not tell
+#   WHEELS=..  folder of wheels of packages that are missing here (tyro, tomli-w and what they need); default: .whl
 #
-# Installs nothing: torch >= 2.11 with CUDA, triton, numpy, einops and pytest must be there; what else is missing is said and
-# left out. Without a GPU it rehearses: builds the CPU operators, collects the tests, and runs the benchmarks at a tiny size.
+# Installs nothing else: torch >= 2.11 with CUDA, triton, numpy, einops and pytest must be there; what else is missing is
+# said and done without. Without a GPU it rehearses: builds the CPU operators, collects the tests, and runs the benchmarks
+# at a tiny size.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="${1:-benchmarks/results}"
 shift || true
-steps="${*:-build tests ops train}"
+# name, seconds, command; in the order of what was measured least
+steps="build         150 build
+nccl          170 env WORKERS=3 bash -c 'gpu_tests tests/train/test_gpu.py -k nccl'
+graphs        100 gpu_tests tests/pipeline/run/test_graphs.py
+345M-dropout  110 single gpu_single_dropout 345M 5 --dropout 0.1
+1.3B-dropout  130 single gpu_single_1.3B_dropout 1.3B 5 --dropout 0.1
+bert-graphs    60 single gpu_single_bert bert_large 7 --graphs
+1.3B-16       150 single gpu_single_1.3B_16 1.3B 3 --microbatches 16
+gloo          150 gpu_tests tests/train/test_gpu.py -k 'not nccl'
+tests         170 gpu_tests \$(others)
+345M          110 single gpu_single 345M 9
+1.3B          130 single gpu_single_1.3B 1.3B 7
+operators      90 operators gpu_ops 1.3B 9 --table
+operators-4    80 operators gpu_ops_large large 5
+memcheck      200 sanitize memcheck
+racecheck     200 sanitize racecheck"
+names="$(awk '{print $1}' <<<"$steps")"
+if [ "${1:-}" = list ]; then echo "$steps"; exit; fi
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
 python="${PYTHON:-python3}"
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-status=0
-
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+wheels="${WHEELS:-.whl}"
+if [ -d "$wheels" ]; then
+    site="$(mktemp -d)"
+    "$python" -m pip install --quiet --no-index --no-deps --target "$site" "$wheels"/*.whl && PYTHONPATH="$PYTHONPATH:$site"
+fi
 "$python" - <<'PY' || exit 3
 import importlib.util
 import os
@@ -32,9 +55,9 @@ def lacks(names):
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 missing, optional = lacks(["torch", "triton", "numpy", "einops", "pytest", "setuptools"]), lacks(
-    ["hypothesis", "pytest_timeout", "xdist", "transformers", "apex"])
+    ["tyro", "tomli_w", "rich", "tokenizers", "safetensors", "hypothesis", "pytest_timeout", "xdist", "transformers", "apex"])
 path = f"{os.environ.get('PATH')}:{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"
-optional += [name for name in ("ninja", "nvcc") if shutil.which(name, path=path) is None]
+optional += [name for name in ("ninja", "nvcc", "compute-sanitizer") if shutil.which(name, path=path) is None]
 if missing:
     sys.exit(f"missing, and needed: {', '.join(missing)}")
 print(f"missing, and done without: {', '.join(optional) or 'nothing'}")
@@ -48,105 +71,112 @@ if [ -n "$gpu" ] && [ ! -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] && ! comma
     mode=cpu
 fi
 
-step() {  # NAME SECONDS COMMAND ..: runs it for at most that long, and what is left; remembers that it failed
-    local name=$1 seconds=$(($2 * slower)) left=$((limit - SECONDS)) begin=$SECONDS code=0
-    shift 2
-    [ "$left" -lt "$seconds" ] && seconds=$left
-    if [ "$seconds" -lt 10 ]; then
-        echo "== $name: no time left" && status=124 && return
-    fi
-    timeout -k 10 "$seconds" "$@" || code=$?
-    [ "$code" -eq 5 ] && [[ "$name" == tests* ]] && code=0  # no test was selected
-    [ "$code" -ne 0 ] && status=$code
-    echo "== $name: $((SECONDS - begin)) s, status $code"
-}
-
 build() {
-    local arch=${gpu:-90}
-    HYBRIDPAR_BUILD=$1 HYBRIDPAR_CUDA_ARCHS=${arch/#90/90a} "$python" setup.py --quiet build_ext --inplace
+    HYBRIDPAR_BUILD=$mode HYBRIDPAR_CUDA_ARCHS=${gpu/#90/90a} "$python" setup.py --quiet build_ext --inplace && return
+    [ "$mode" = cuda ] && HYBRIDPAR_BUILD=cpu "$python" setup.py --quiet build_ext --inplace
+    return 1  # also where the CPU's operators alone are there
 }
 
-tests() {  # side by side where pytest-xdist is there: most of their time is compilation
-    local files=() workers=()
-    mapfile -t files < <(grep -rlE 'mark\.gpu|import places' tests --include='test_*.py')
-    "$python" -c 'import xdist' 2>/dev/null && workers=(-n "$(($(nproc) < 14 ? $(nproc) : 14))" --dist worksteal)
-    "$python" -m pytest -m gpu -p no:cacheprovider --tb=short --junitxml="$out/gpu_tests.xml" "${workers[@]}" "${files[@]}"
+gpu_tests() {  # [PYTEST OPTION ..] FILE ..: side by side where pytest-xdist is there: most of their time is compilation
+    local workers=() code=0
+    "$python" -c 'import xdist' 2>/dev/null && workers=(-n "${WORKERS:-$(($(nproc) < 14 ? $(nproc) : 14))}" --dist worksteal)
+    "$python" -m pytest -vv -m gpu -p no:cacheprovider --tb=short "${workers[@]}" "$@" || code=$?
+    [ "$code" -eq 5 ] && code=0  # none was selected
+    return "$code"
 }
 
-sanitizer() {  # every operator once more, at a few small shapes, under the checkers of memory and races
-    command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer"; return; }
-    for tool in memcheck racecheck; do
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
-            "$python" -m pytest -m gpu -p no:cacheprovider tests/ops/test_backends.py \
-            -k "bfloat16 and cuda and (3x7x41 or 2x64 or 5x6 or 5x7 or 4x2050) and not attention" || return
-    done
+others() {  # the files with GPU tests, but for those that have a step of their own
+    grep -rlE 'mark\.gpu|import places' tests --include='test_*.py' | grep -vE 'train/test_gpu|run/test_graphs'
 }
 
-ops() {  # those of the 1.3B go into the table that `auto` goes by, also in the step that follows
+single() {  # NAME SHAPE ROUNDS [OPTION ..]: training steps, beside the peer whose numerics are nearest
+    local name=$1 shape=$2 rounds=$3
+    shift 3
     if [ -n "$gpu" ]; then
-        "$python" -m benchmarks.gpu_ops --out "$out" --sizes 1.3B --dtypes bf16 --rounds 9 --table &&
-            cp hybridpar/ops/measured.json "$out/" &&
-            "$python" -m benchmarks.gpu_ops --out "$out" --sizes large --dtypes bf16 --rounds 5 --name gpu_ops_large
+        "$python" -m benchmarks.single --device cuda --shapes "$shape" --rounds "$rounds" \
+            --peers "autocast gelu_pytorch_tanh compiled" --name "$name" --out "$out" "$@"
+    else
+        "$python" -m benchmarks.single "$@" --shapes tiny --dtypes bf16 --threads 1 --rounds 2 --compile --out "$(mktemp -d)"
+    fi
+}
+
+operators() {  # NAME SIZE ROUNDS [OPTION ..]
+    local name=$1 size=$2 rounds=$3
+    shift 3
+    if [ -n "$gpu" ]; then
+        "$python" -m benchmarks.gpu_ops --out "$out" --sizes "$size" --dtypes bf16 --rounds "$rounds" --name "$name" "$@"
     else
         "$python" -m benchmarks.gpu_ops --out "$(mktemp -d)" --device cpu --sizes tiny --rounds 3
     fi
 }
 
-train() {  # against the peer whose numerics are nearest
-    local peer="autocast gelu_pytorch_tanh"
-    if [ -n "$gpu" ]; then
-        "$python" -m benchmarks.single --device cuda --shapes 345M --rounds 9 --peers "$peer" --name gpu_single --out "$out" &&
-            "$python" -m benchmarks.single --device cuda --shapes 1.3B --rounds 7 --peers "$peer compiled" \
-                --name gpu_single_1.3B --out "$out" &&
-            "$python" -m benchmarks.single --device cuda --shapes 345M --rounds 5 --peers "$peer compiled" --dropout 0.1 \
-                --name gpu_single_dropout --out "$out"
-    else
-        "$python" -m benchmarks.single --shapes tiny --dtypes bf16 --threads 1 --rounds 2 --compile --out "$(mktemp -d)"
-    fi
+sanitize() {  # TOOL: every operator once more, at a few small shapes, and training with dropout
+    command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer"; return; }
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9 \
+        "$python" -m pytest -m gpu -p no:cacheprovider tests/ops/test_backends.py \
+        -k "bfloat16 and cuda and (3x7x41 or 2x64 or 5x6 or 5x7 or 4x2050) and not attention or dropout"
 }
 
-export -f build tests sanitizer ops train
-export out python gpu
-for name in $steps; do
-    case $name in
-        build)
-            step build 150 bash -c "build $mode"
-            if [ "$mode" = cuda ] && [ "$status" -ne 0 ]; then step "build of the CPU operators" 90 bash -c "build cpu"; fi ;;
-        tests) step tests 150 bash -c tests ;;
-        ops) step ops 160 bash -c ops ;;
-        train) step train 280 bash -c train ;;
-        sanitizer) step sanitizer 400 bash -c sanitizer ;;
-        *) echo "no step '$name': build tests ops train sanitizer" >&2; exit 2 ;;
-    esac
-done
-"$python" - "$out" "$status" "$steps" <<'PY'
+export -f build gpu_tests others single operators sanitize
+export out python gpu mode
+status=0
+: >"$out/gpu_check.log"
+found="$(mktemp)"
+report() {  # gpu_check.json, from the steps so far
+    "$python" - "$out" "$found" <<'PY'
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from xml.etree import ElementTree
 
 import torch
 
 from hybridpar.ops import registry
 
-out, status, steps = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split()
-tests = None
-if "tests" in steps and (path := out / "gpu_tests.xml").exists():
-    suite = ElementTree.parse(path).getroot().find("testsuite")
-    tests = {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")}
+out, found = Path(sys.argv[1]), Path(sys.argv[2])
+log = (out / "gpu_check.log").read_text(errors="replace")
+steps = []
+for line in found.read_text().splitlines():
+    name, seconds, status = line.split()
+    said = log.split(f"\n== begin {name}\n")[-1].split(f"\n== end {name}\n")[0]
+    tests = {key: len(re.findall(rf"^(?:\[gw.*\b{key} tests/|tests/.* {key} +[\[(])", said, re.M))
+             for key in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
+    tests = {"tests": tests} if any(tests.values()) else {}
+    steps.append({"step": name, "seconds": int(seconds), "status": int(status)} | tests)
+device = "cuda" if torch.cuda.is_available() else "cpu"
 commit = os.environ.get("COMMIT") or subprocess.run(
     ["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
 result = {
-    "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "torch": torch.__version__,
+    "gpu": torch.cuda.get_device_name() if device == "cuda" else None, "torch": torch.__version__,
     "cuda": torch.version.cuda, "python": platform.python_version(), "commit": commit, "steps": steps,
-    "status": status, "tests": tests,
+    "status": max((abs(step["status"]) for step in steps), default=0),
+    "backends": [asdict(registry.report(op, device, torch.bfloat16)) for op in registry.ops()],
 }
-reports = [registry.report(op, "cuda" if result["gpu"] else "cpu", torch.bfloat16) for op in registry.ops()]
-(out / "gpu_check.json").write_text(json.dumps(result | {"backends": [asdict(r) for r in reports]}, indent=2))
-print(json.dumps(result))
+(out / "gpu_check.json").write_text(json.dumps(result, indent=2) + "\n")
 PY
+}
+for name in ${*:-$names}; do
+    line="$(awk -v name="$name" '$1 == name' <<<"$steps")"
+    if [ -z "$line" ]; then echo "no step '$name': $(tr '\n' ' ' <<<"$names")" >&2; exit 2; fi
+    read -r _ seconds command <<<"$line"
+    seconds=$((seconds * slower)) left=$((limit - SECONDS)) begin=$SECONDS code=0
+    [ "$left" -lt "$seconds" ] && seconds=$left
+    printf '\n== begin %s\n' "$name" | tee -a "$out/gpu_check.log"
+    if [ "$seconds" -lt 10 ]; then
+        code=124
+    else
+        timeout -k 10 "$seconds" bash -c "$command" 2>&1 | tee -a "$out/gpu_check.log"
+        code=${PIPESTATUS[0]}
+    fi
+    printf '\n== end %s\n' "$name" >>"$out/gpu_check.log"
+    echo "== $name: $((SECONDS - begin)) s, status $code"
+    echo "$name $((SECONDS - begin)) $code" >>"$found"
+    [ "$code" -ne 0 ] && status=$code
+    report
+done
+[ -f hybridpar/ops/measured.json ] && cp hybridpar/ops/measured.json "$out/"
 exit "$status"

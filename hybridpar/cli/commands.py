@@ -191,7 +191,7 @@ class Check:
         absent = _absent(config)
         from torch.nn import ModuleList
 
-        from hybridpar.grid import Axis
+        from hybridpar.grid import Axis, lines_of, sizes_of
         from hybridpar.memory import predict, table
         from hybridpar.memory.knobs import knobs, savings
         from hybridpar.memory.predict import default_device
@@ -204,6 +204,7 @@ class Check:
         from hybridpar.train.forecast import forecasts
         from hybridpar.train.host_forecast import forecast_host
         from hybridpar.train.offload_forecast import forecast_offload
+        from hybridpar.train.planned_memory import forecast_planned
         from hybridpar.train.site_traffic import site_traffic
 
         config, device = from_mapping(measured(config), config), default_device(config)
@@ -224,17 +225,17 @@ class Check:
             "device": device.type, "peak_memory": [stage.as_json() for stage in memory], "absent": absent,
         }
         tiers, host, sites = forecasts(config), forecast_host(config), site_traffic(config)
-        name = Sizes.of(config).rank_name
+        name, fullest = Sizes.of(config).rank_name, max(range(len(memory)), key=lambda rank: memory[rank].total)
+        arena = forecast_planned(config, lines_of(sizes_of(grid))["pp"][0][fullest])
         fit, fit_lines = fit_report(config, memory, room, name, largest=self.largest)
         if self.json:
             plain |= {"tiers": [one.as_json() for one in tiers]} | fit | {
                 key: found.as_json() for key, found in (
-                    ("host", host), ("offload", offload), ("sites", sites)) if found}
+                    ("host", host), ("offload", offload), ("planned", arena), ("sites", sites)) if found}
             if cost is not None:
                 plain |= {"step_ms": 1e3 * cost.step_time, "links": [need.as_json() for need in link_needs(cost)]}
             print(json.dumps(plain))
             return 0
-        fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
         likeliest = knobs(config, fullest, memory[fullest])[:1]
         saving = next(iter(savings(config, fullest, memory[fullest], likeliest, device)), None)
         blocks = ", ".join(f"{b.start}-{b.stop - 1}" for b in stages)
@@ -249,7 +250,7 @@ class Check:
               f"{table(memory, name)}\n" + "\n".join(short_form(memory, name, saving)))
         for number, tier in enumerate(tiers):
             print(f"{name} {number}: {tier}")
-        for found in (host, offload, sites):
+        for found in (host, offload, arena, sites):
             if found is not None:
                 print(f"\n{found}")
         if fit_lines:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hybridpar.memory.behaviour import Behaviour
     from hybridpar.memory.events import Header, Span
     from hybridpar.memory.knobs import Saving
+    from hybridpar.memory.planned import Counts
     from hybridpar.memory.predict import StageMemory
     from hybridpar.memory.sections import Section
     from hybridpar.pipeline.plan.costs import Costs
@@ -52,7 +53,7 @@ class Memory:
 
     def run(self, launch: Launch) -> int:
         from hybridpar.memory.account import examine
-        from hybridpar.memory.sections import as_json, as_text, report
+        from hybridpar.memory.sections import as_json, as_text, planned_section, report
 
         names = (_SVG, _HTML, _PERFETTO, *([] if self.measured else [_TRACE]))
         for name in names if self.output else ():
@@ -60,13 +61,18 @@ class Memory:
         config, costs = resolved(self.config, self.world_size), None
         if self.profile or self.cluster:
             config, costs = planned(self.config, self.profile, self.cluster, launch)
+        counts = self._planned(config) if self.measured else {}
+        placed = {"planned": {str(rank): one.as_json() for rank, one in counts.items()}} if counts else {}
+        if counts and not self._paths(config):
+            print(json.dumps({"ok": True} | placed) if self.json else as_text([planned_section(counts)]))
+            return 0
         trace = self._recorded(config) if self.measured else self._predicted(config, costs)
         account = examine(trace.header, trace.behaviour, trace.read, timed=trace.timed)
         memory, saved = _savings(config, trace.header)
-        sections = report(account, memory, saved)
+        sections = [*report(account, memory, saved), *([planned_section(counts)] if counts else [])]
         if self.output:
             self._write(trace, account, sections)
-        print(json.dumps(as_json(account, saved)) if self.json else as_text([*trace.others, *sections]))
+        print(json.dumps(as_json(account, saved) | placed) if self.json else as_text([*trace.others, *sections]))
         return 0
 
     def _predicted(self, config: Config, costs: Costs | None) -> _Trace:
@@ -100,6 +106,14 @@ class Memory:
         return _Trace(header, behaviour, lambda: read_trace(path)[1], True,
                       [ranks_section(traces)] if len(traces) > 1 else [])
 
+    def _planned(self, config: Config) -> dict[int, Counts]:
+        """What became of the run's planned memory, by rank; nothing where it had none."""
+        from hybridpar.memory.planned import Counts
+        from hybridpar.train.folder import MEMORY
+
+        paths = {rank: Path(self.measured, MEMORY, f"planned{rank}.json") for rank in range(config.parallel.num_ranks)}
+        return {rank: Counts.read(path) for rank, path in paths.items() if path.exists()}
+
     def _paths(self, config: Config) -> dict[int, Path]:
         """What ranks of the run recorded, or the one that was asked for."""
         from hybridpar.train.folder import MEMORY
@@ -109,7 +123,7 @@ class Memory:
         # ranks beyond the grid are of an earlier job, on another grid
         paths = {rank: path for rank in range(config.parallel.num_ranks)
                  if (path := Path(self.measured, MEMORY, f"rank{rank}.jsonl")).exists()}
-        if not paths:
+        if not paths and not self._planned(config):
             raise config_error("run", self.measured, "recorded no memory", "a run with train.record_memory = 3")
         if self.rank < 0:
             return paths

@@ -155,8 +155,9 @@ class Plan:
         out = sys.stdout if not self.json and not self.brief else sys.stderr
         price = f", {best.cost.price:.4g} for a million" if best.cost.price else ""
         share = f"; measured with {hardware.efficiency:.0%} of the cores" if hardware.cores else ""
-        print(f"plan: {report.describe(best.config)}: {1e3 * best.cost.step_time:.4g} ms a step, "
-              f"{best.cost.tokens_per_s:,.0f} tokens/s predicted{price}; {report.bound_by(best, result.limit)}{share}",
+        speed = f"{best.cost.tokens_per_s:,.0f} {best.config.model.counts}/s"
+        print(f"plan: {report.describe(best.config)}: {1e3 * best.cost.step_time:.4g} ms a step, {speed} "
+              f"predicted{price}; {report.bound_by(best, result.limit)}{share}",
               file=out)
         for line in link_lines(best.cost):
             print(f"  {line}", file=out)
@@ -247,7 +248,7 @@ class Simulate:
                     f"{run.sizes.num_microbatches} micro-batches)")
         elif costs:
             time = (f"{1e3 * shown.step_time:.4g} ms on {config.parallel.num_ranks} ranks, "
-                    f"{config.batch_tokens / shown.step_time:,.0f} tokens/s")
+                    f"{config.batch_tokens / shown.step_time:,.0f} {config.model.counts}/s")
         out = sys.stderr if self.json else sys.stdout
         print(f"steady state: a batch takes {time}{f'; {late}' if late else ''}", file=out)
         for rank, bubble in enumerate(shown.bubble):

@@ -48,8 +48,10 @@ class Work:
         self._handle, self._tensors, self._finish = None, (), None
 
     def is_done(self) -> bool:
-        """Whether `wait` would return at once. Not known of p2p messages with Gloo, which are done once waited for."""
-        return self._handle is None or self._handle.is_completed()
+        """Whether `wait` would return at once, also asked by another thread. Not known of p2p messages with Gloo, which
+        are done once waited for."""
+        handle = self._handle
+        return handle is None or handle.is_completed()
 
 
 def message(x: Tensor, axis: Axis) -> Tensor:

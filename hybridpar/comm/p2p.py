@@ -1,7 +1,6 @@
 """Messages between two ranks of an axis, counted as `send` and `recv`.
 
-Messages from one rank to another arrive in the order they were sent. Gloo also matches `tag`; NCCL ignores it, so
-both sides must post in the same order there.
+Messages from one rank to another arrive in the order they were sent: both sides must post them in the same order.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from hybridpar.comm.collectives import Work, message, put_back, room_for
 from hybridpar.grid import Axis
 
 
-def isend(x: Tensor, to: int, axis: Axis, tag: int = 0) -> Work:
+def isend(x: Tensor, to: int, axis: Axis) -> Work:
     """Starts sending `x` to axis rank `to`; it must not change, and is kept alive, until the work was waited for."""
     assert to != axis.rank, f"rank {to} of axis {axis.name} sends to itself"
     sent, peer = message(x.detach(), axis), axis.ranks[to]
     waiting = axis.call("send", x.nbytes, peer)
     with waiting:  # where the link is broken already, that fails and says so
-        handle = dist.isend(sent, group=axis.group, tag=tag, group_dst=to)
+        handle = dist.isend(sent, group=axis.group, group_dst=to)
     return Work(handle, sent, waiting=waiting)
 
 
-def irecv(buffer: Tensor, source: int, axis: Axis, tag: int = 0) -> Work:
+def irecv(buffer: Tensor, source: int, axis: Axis) -> Work:
     """Posts a receive from axis rank `source` into `buffer`, which must be contiguous and left alone until waited."""
     assert source != axis.rank, f"rank {source} of axis {axis.name} receives from itself"
     assert buffer.is_contiguous(), "a receive needs a contiguous buffer"
@@ -31,5 +30,5 @@ def irecv(buffer: Tensor, source: int, axis: Axis, tag: int = 0) -> Work:
     taken = room_for(buffer.shape, buffer, axis) if axis.via_host else buffer
     waiting = axis.call("recv", buffer.nbytes, peer)
     with waiting:
-        handle = dist.irecv(taken, group=axis.group, tag=tag, group_src=source)
+        handle = dist.irecv(taken, group=axis.group, group_src=source)
     return Work(handle, buffer, taken, finish=lambda: put_back(taken, buffer), waiting=waiting)

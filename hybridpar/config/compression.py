@@ -31,9 +31,13 @@ class CompressionConfig:
     messages_backward: Literal["same", "none", "bf16", "int8", "int4"] = "same"
     """Gradients between stages; same: as `messages`, with dct those of the features that were sent."""
     messages_kept: Annotated[float, Within(above=0, most=1)] = 0.1
-    """dct: share of a token's features that is sent; subspace: directions, as a share of the features."""
+    """dct: share of a token's features that is sent, of `tensor`, too; subspace: directions, as a share of features."""
     messages_values: Literal["full", "bf16"] = "full"
-    """dct, subspace: type of the numbers that are sent, both ways; full: train.dtype."""
+    """dct, subspace: type of the numbers that are sent, all ways; full: train.dtype."""
+    tensor: Literal["none", "bf16", "int8", "int4", "dct"] = "none"
+    """What tp ranks send of their parts of a layer's sums, four times a layer and micro-batch, in training. Every rank
+    gets the parts of all others, so that more ranks save less. dct: the largest features of each part, which alone have
+    a gradient (messages_kept)."""
     gradients: Literal["none", "bf16", "int8", "int4", "dct", "powersgd", "sbpca"] = "none"
     """bf16, int8, int4: rounded; every replica gets those of all others, so with 4, 8 and 16 replicas they take as many
     bytes as whole ones do. dct: elements above a threshold, with their places (arXiv 2010.08899). powersgd: two factors
@@ -53,6 +57,8 @@ class CompressionConfig:
     gradients_blocks: AtLeastOne = 4
     """sbpca: blocks of a batch, of whole micro-batches in order; each is a step, takes as many bytes as a batch of
     powersgd does, and two messages after each other. As many as there are micro-batches at most."""
+    gradients_start: Count = 0
+    """First batch that is compressed; those before send whole gradients."""
     gradients_smallest: Count = 1024
     """Tensors of fewer elements are sent whole."""
 
@@ -75,6 +81,9 @@ class CompressionConfig:
         if self.both_ways != ("none", "none") and any(isinstance(s, dict) or s != shapes[0] for s in shapes):
             yield Problem("compression.messages", self.messages, "needs one tensor of one shape between all blocks, "
                           f"and {config.model.kind} has others", "none")
+        if self.tensor != "none" and config.parallel.sequence:
+            yield Problem("compression.tensor", self.tensor, "does not go with parallel.sequence, with which a rank "
+                          "gets its part of a sum alone", "none")
         for name, codec in (("messages", self.messages), ("messages_backward", self.messages_backward)):
             if config.pipeline.placement == "v" and codec not in ("none", "same"):
                 rule = "does not go with pipeline.placement = v, where a rank hands over to itself what others send"

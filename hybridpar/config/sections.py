@@ -56,9 +56,7 @@ class ParallelConfig:
     def conflicts(self, config: Config) -> Iterator[Problem]:
         """Settings that do not go with those of other sections; the same in every section."""
         if self.tp > (most := config.model.max_tp):
-            why = f"model.num_heads = {most}" if isinstance(config.model, ModelConfig) else (
-                f"{most}, as {config.model.kind}.max_tp says")
-            yield Problem("parallel.tp", self.tp, f"must be at most {why}", str(most))
+            yield Problem("parallel.tp", self.tp, f"must be at most {config.model.max_tp_rule}", str(most))
         if self.sequence and not isinstance(config.model, ModelConfig):
             yield Problem("parallel.sequence", True, "works with GPT and BERT only", "false")
         for reason in self._against_zero(config) if self.zero > 1 else ():
@@ -73,13 +71,12 @@ class ParallelConfig:
             yield "does not go with memory.host_optimizer = true"
         if config.train.record_memory:
             yield f"does not go with train.record_memory = {config.train.record_memory}"
-        if config.train.device == "cuda":
-            yield "works on CPUs so far, and train.device is cuda"
 
 
 def rank_of_stage(stage: int, num_ranks: int, placement: str) -> int:
-    """The rank that holds a stage. loop: round and round; v: there and back, so two on each."""
-    return min(stage, 2 * num_ranks - 1 - stage) if placement == "v" else stage % num_ranks
+    """The rank that holds a stage. loop: round and round; v: there and back, and there again where it has more."""
+    turn, rank = divmod(stage, num_ranks)
+    return num_ranks - 1 - rank if placement == "v" and turn % 2 else rank
 
 
 FOUND = ("split", "chunks", "warmup", "early_switch", "split_backward", "placement", "activations", "order",
@@ -97,8 +94,8 @@ class PipelineConfig:
     split: tuple[int, ...] = ()
     """Blocks of each stage, embedding and head included; empty: balanced by cost."""
     chunks: Count = 0
-    """interleaved, own: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 2, own: 1. All others have
-    one."""
+    """interleaved, own: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 2, own: 1. placement v: an
+    even number; 0: 2. All others have one."""
     recompute: str = "none"
     """Layers whose activations are recomputed in the backward pass: 'none', 'all', or a list such as '0,2-5'; or
     'stage' (every stage keeps nothing but its input), 'stage:0,2-3' (those stages); or 'selective', 'selective:0,2-5':
@@ -117,7 +114,8 @@ class PipelineConfig:
     weights are still computed. Losses and weights stay the same to the bit; each part keeps its inputs for longer."""
     placement: Literal["loop", "v"] = "loop"
     """Stages of a rank where it holds several. loop: stage c * pp + r is chunk c of rank r. v, with 1f1b, 2bw or
-    own, and split_backward: two on each, stage r and stage 2 * pp - 1 - r; so embedding and head are on one rank."""
+    own, and split_backward: two on each, stage r and stage 2 * pp - 1 - r; so embedding and head are on one rank. With
+    chunks = 4 and more, there and back again; not 2bw."""
     activations: Literal["full", "half", "min"] = "full"
     """placement v: what a rank keeps for backwards at most. full: as much as 1f1b's first rank (ZB-V, the fewest gaps);
     half: about a half of that (V-Half); min: about a third (V-Min), which has gaps where I or W takes longer than F."""
@@ -135,7 +133,7 @@ class PipelineConfig:
     def num_chunks(self) -> int:
         """Stages of the model on each rank."""
         if self.placement == "v":
-            return 2
+            return self.chunks or 2
         return {"interleaved": self.chunks or 2, "own": self.chunks or 1}.get(self.schedule, 1)
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
@@ -164,7 +162,9 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    name: Literal["adamw", "sgd", "lamb", "muon"] = "adamw"
+    name: Literal["adamw", "sgd", "lamb", "muon", "own"] = "adamw"
+    spec: str = ""
+    """own: the class of the rule, "module:class", which inherits from hybridpar.UpdateRule."""
     lr: NotNegative = 3e-4
     min_lr: NotNegative = 0.0
     warmup_steps: Count = 0
@@ -195,8 +195,11 @@ class OptimConfig:
         if schedule not in (works := remedies.get(self.staleness, (schedule,))):
             yield Problem("optim.staleness", self.staleness, "makes up for old gradients as pipeline.schedule = "
                           f"{' or '.join(works)} has them, not {schedule}", '"none"')
-        if self.staleness == "nesterov" and self.name == "lamb":
-            yield Problem("optim.staleness", "nesterov", "lamb has no Nesterov form", '"extrapolation"')
+        if self.staleness == "nesterov" and self.name in ("lamb", "own"):
+            yield Problem("optim.staleness", "nesterov", f"{self.name} has no Nesterov form", '"extrapolation"')
+        if (self.name == "own") != bool(self.spec):
+            yield Problem("optim.spec", self.spec, f"goes with optim.name = own, and optim.name is {self.name}",
+                          '"my_package.my_module:MyRule"' if self.name == "own" else 'optim.name = "own"')
         if self.name in ("sgd", "muon") and (self.nesterov or self.staleness == "nesterov") and self.momentum <= 0:
             yield Problem("optim.momentum", self.momentum, "Nesterov needs momentum above 0", "0.9")
 
@@ -224,11 +227,16 @@ class TrainConfig:
     record_memory: Count = 0
     """Number of steps of which every malloc, free, read and write of a block of memory is written down, by each rank,
     in memory/ of the run folder, for `hybridpar memory --run`; without CUDA graphs."""
+    planned_memory: bool = False
+    """Once a step repeats, its blocks of memory get planned places in one arena. What is not as in the steps before
+    gets memory as ever; without CUDA graphs. Losses and weights stay the same to the bit."""
     keep_memory: bool = True
     """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system and taken anew."""
     cuda_graphs: bool = True
-    """On a GPU: micro-batches are recorded and replayed, for GPTs on one stage, without tensor parallelism; others run
-    kernel by kernel."""
+    """On a GPU: micro-batches are recorded and replayed, for GPT and BERT on one stage, without tensor parallelism;
+    others run kernel by kernel."""
+    tf32: bool = False
+    """On a GPU: matrices of fp32 are multiplied in TF32, with 10 bits of mantissa, many times as fast."""
     timeout_s: Annotated[float, Within(above=0, most=1e8)] = 60.0
     """Longest wait for another rank before the job is given up; faults.patience_s, where that is longer."""
     stop_signals: Annotated[tuple[str, ...], _SIGNALS] = ("INT", "TERM", "HUP")
@@ -242,6 +250,9 @@ class TrainConfig:
     or begin anew where they are others."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
+        if self.planned_memory and self.measure_memory and self.device == "cuda":
+            yield Problem("train.measure_memory", "true", "reads torch's allocator of CUDA memory, whose place "
+                          "train.planned_memory takes", "false")
         if self.share_gpus and self.device == "cpu":
             yield Problem("train.share_gpus", "true", "needs GPUs, and train.device is cpu", "false")
 
@@ -277,8 +288,8 @@ class CheckpointConfig:
 class MemoryConfig:
     """Where the state of training is kept: weights, gradients, master copy and the optimizer's state.
 
-    With a budget, what is needed soon is in memory and the rest in a file. What comes when is known from the plan, so
-    the least is moved, ahead of its use. Losses and weights stay the same to the bit.
+    With a budget, what is needed soon is in memory and the rest in a file (of a GPU: in memory of the host). What comes
+    when is known from the plan, so the least is moved, ahead of its use. Losses and weights stay the same to the bit.
     """
 
     budget: Count = 0
@@ -315,10 +326,6 @@ class MemoryConfig:
         if self.budget and config.optim.staleness == "prediction":
             yield Problem("memory.budget", self.budget, "does not go with optim.staleness = prediction, which keeps a "
                           "second copy of all weights for evaluations", "0")
-        if self.budget and config.train.device == "cuda":
-            yield Problem("memory.budget", self.budget, "works on CPUs so far, and train.device is cuda", "0")
-        if self.host_optimizer and config.train.device == "cuda":
-            yield Problem("memory.host_optimizer", "true", "works on CPUs so far, and train.device is cuda", "false")
         if self.host_optimizer:
             yield from self._host_conflicts(config)
 
@@ -341,6 +348,8 @@ class MemoryConfig:
         if self.budget:
             yield Problem("memory.budget", self.budget, "does not go with memory.host_optimizer, which keeps in memory "
                           "all that it updates", "0")
+        if config.train.device == "cuda" and optim.name == "muon":
+            yield Problem("optim.name", "muon", "works with memory.host_optimizer on CPUs so far", "adamw")
         if optim.name == "lamb":
             yield Problem("optim.name", "lamb", "does not go with memory.host_optimizer: it takes norms of whole "
                           "parameters, over ranks", "adamw")

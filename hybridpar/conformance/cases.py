@@ -16,10 +16,13 @@ from torch.nn import functional
 
 HIDDEN, FFN, VOCAB, ROWS = 8, 21, 53, 10
 """Sizes: none but the first divides by 2, 3 or 4, the number of rows by 2 alone."""
+HEADS, GROUPS, EXPERTS = 4, 2, 12
+"""Query heads, key and value heads of grouped attention, and experts, of which every token has two."""
 
 
 class Layout(NamedTuple):
-    """What part of a parameter a rank holds: along `dim`, the rows `rows`; None: in rank order, and all of it."""
+    """What part of a parameter a rank holds: along `dim`, the rows `rows`, of which several ranks may have some; None:
+    in rank order, and all of it."""
 
     dim: int | None = None
     rows: Tensor | None = None
@@ -110,6 +113,70 @@ class Tied(nn.Module):
         return functional.cross_entropy(self.head(self.embedding(ids)), labels)
 
 
+class Attention(nn.Module):
+    """Causal attention over one sequence, or over several `documents` in it, numbered by row.
+
+    Rows of `qkv` are [group, queries of the group + key + value, head dim], as Megatron-LM and GPT-NeoX have them.
+    """
+
+    def __init__(self, groups: int = HEADS):
+        super().__init__()
+        self.groups = groups
+        self.qkv = nn.Linear(HIDDEN, HIDDEN // HEADS * (HEADS + 2 * groups))
+        self.out = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        q, k, v = heads_of(self.qkv(x), self.groups)
+        seen = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+        if documents is not None:
+            seen &= documents[:, None] == documents
+        y = functional.scaled_dot_product_attention(q, k, v, seen)
+        return self.out(y.transpose(0, 1).flatten(1))
+
+
+def heads_of(qkv: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, and the key and value of each. Shapes: [s, rows of qkv] -> [heads, s, head dim] each."""
+    slots = qkv.unflatten(1, (groups, -1, HIDDEN // HEADS)).permute(1, 2, 0, 3)
+    each = slots.shape[1] - 2
+    key, value = (slots[:, i].repeat_interleave(each, 0) for i in (-2, -1))
+    return slots[:, :-2].flatten(0, 1), key, value
+
+
+class Experts(nn.Module):
+    """A mixture of experts: a token goes through its two likeliest ones, weighted by their probabilities.
+
+    balanced: returns the mean square of that, and the loss that balances experts (arXiv 2101.03961, equations 4 to 6),
+    of all rows together.
+    """
+
+    def __init__(self, balanced: bool = False):
+        super().__init__()
+        self.router, self.balanced = nn.Linear(HIDDEN, EXPERTS, bias=False), balanced
+        self.up = nn.Parameter(0.5 * torch.randn(EXPERTS, HIDDEN, 3))
+        self.down = nn.Parameter(0.5 * torch.randn(EXPERTS, 3, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, chosen = routed(self.router(x))
+        out = torch.einsum("re,reh->rh", share * chosen, through(x, self.up, self.down))
+        return out.square().mean() + 0.1 * balance(share, chosen) if self.balanced else out
+
+
+def routed(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities of experts, and 1 where a token goes to one, else 0. Shapes: [rows, experts] -> the same, twice."""
+    share = logits.softmax(1)
+    return share, torch.zeros_like(share).scatter_(1, share.topk(2).indices, 1.0)
+
+
+def through(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Every row through every expert. Shapes: [rows, h] -> [rows, experts, h]."""
+    return torch.einsum("ref,efh->reh", functional.gelu(torch.einsum("rh,ehf->ref", x, up)), down)
+
+
+def balance(share: Tensor, chosen: Tensor) -> Tensor:
+    """The loss that is least where all experts have equally many tokens. Shapes: [rows, experts] each -> a number."""
+    return share.shape[1] * (share.mean(0) * chosen.mean(0) / 2).sum()
+
+
 def _rows() -> tuple[Tensor, ...]:
     return (torch.randn(ROWS, HIDDEN, dtype=torch.float64),)
 
@@ -123,6 +190,10 @@ def _labelled() -> tuple[Tensor, ...]:
     labels = torch.randint(VOCAB, (ROWS,))
     labels[: ROWS // 3] = -100
     return (*_rows(), labels)
+
+
+def _documents() -> tuple[Tensor, ...]:
+    return (*_rows(), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 2, 2]))
 
 
 def _ones() -> tuple[Tensor, ...]:
@@ -146,6 +217,17 @@ CASES: dict[str, Case] = {
                       "7452 (3); torchtitan#3280", dealt="rows"),
     "tied": Case(Tied, lambda: (*_ids(), *_ids()), "copies of a tied table that drift apart, or count twice",
                  "torchtitan#1409; pytorch#180952"),
+    "attention": Case(Attention, _rows, "heads in another order, a scale or mask of a rank's heads"),
+    "grouped_attention": Case(lambda: Attention(GROUPS), _rows, "a query with the key of another group; keys that "
+                              "several ranks have, each with a part of their gradient"),
+    "sequence_attention": Case(Attention, _rows, "masks that begin anew on each rank; gradients of keys that came from "
+                               "other ranks", "1464; diffusers#14265", dealt="rows", returned="rows"),
+    "packed_attention": Case(Attention, _documents, "documents of one sequence that see each other", "trl#6843",
+                             dealt="rows", returned="rows"),
+    "experts": Case(Experts, _rows, "tokens that are dropped, gradients of experts that count once a rank",
+                    "pytorch#160285; DeepSpeed#5259", dealt="rows", returned="rows"),
+    "expert_losses": Case(lambda: Experts(balanced=True), _rows, "a balancing loss of a rank's rows alone, one that "
+                          "counts once a rank, or whose gradient goes nowhere", "5047; Automodel#1408", dealt="rows"),
     "dropout_copies": Case(lambda: nn.Dropout(0.5), _ones, "masks that differ where all ranks have the same", "1256",
                            dropout=0.5),
     "dropout_rows": Case(lambda: nn.Dropout(0.5), _ones, "masks that repeat from rank to rank", "1256", dealt="rows",

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridpar.comm import all_reduce
-from hybridpar.conformance.cases import FFN, HIDDEN, VOCAB, Built, Factory
+from hybridpar.conformance.cases import FFN, GROUPS, HEADS, HIDDEN, ROWS, VOCAB, Built, Factory
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn import (
     ColumnParallelLinear,
     Dropout,
     LayerNorm,
+    ParallelAttention,
     RowParallelLinear,
     VocabParallelEmbedding,
     column_linear,
@@ -24,6 +25,7 @@ from hybridpar.nn import (
     split_ranges,
     vocab_parallel_cross_entropy,
 )
+from hybridpar.nn.placement import split_sizes
 from hybridpar.optim.norm import counted, sums_of_squares
 from hybridpar.optim.slots import ParameterSlot
 from hybridpar.random import RandomKey
@@ -85,6 +87,17 @@ class Tied(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         axis = self.embedding.axis
         return _mean_loss(column_linear(self.embedding(ids), self.embedding.weight, None, axis), labels, axis)
+
+
+class Attention(ParallelAttention):
+    """Over rows that all ranks have; or, sequence: each its share of them."""
+
+    def __init__(self, axis: Axis, groups: int = HEADS, sequence: bool = False):
+        super().__init__(HIDDEN, HEADS, axis, num_kv_heads=groups, sequence=sequence, **_F64)
+        self.sizes = split_sizes(ROWS, axis.size) if sequence else None
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x[None], sizes=self.sizes)[0]
 
 
 class MeanLoss(nn.Module):
@@ -151,9 +164,11 @@ def _of(kind: Any, *args: Any) -> Factory:
 FACTORIES: dict[str, Factory] = {
     "mlp": _of(Mlp), "accumulated": _of(Mlp), "block": _of(Block), "loss": _of(Loss, 0.0),
     "smoothed_loss": _of(Loss, 0.1), "tied": _of(Tied),
+    "attention": _of(Attention), "grouped_attention": _of(Attention, GROUPS),
+    "sequence_attention": _of(Attention, HEADS, True),
     "embedding": _of(lambda axis: VocabParallelEmbedding(VOCAB, HIDDEN, axis, **_F64)),
     "sequence_norm": _norm_of_rows, "mean_loss": _replica,
     "dropout_copies": lambda plain, group: Masks(_axis(group), False),
     "dropout_rows": lambda plain, group: Masks(_axis(group), True),
 }
-"""A factory for every case."""
+"""A factory for every case whose layers there are: no packing, and no experts."""

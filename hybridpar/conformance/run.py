@@ -206,7 +206,8 @@ def _differences(case: Case, ran: Sequence[Ran], close: Closeness) -> Iterable[F
         if any(one["gradient"] is None for one in held):
             yield Finding("gradient", name, "there is none")
             continue
-        wrong = list(compared("gradient", name, _whole(held, "gradient", found["value"]), found["gradient"]))
+        wrong = [*_shared(held, name, found["gradient"], close)] or list(
+            compared("gradient", name, _whole(held, "gradient", found["value"]), found["gradient"]))
         yield from wrong or compared("weight", name, _whole(held, "weight", found["value"]), found["weight"])
     yield from _norms(ran, plain, close)
 
@@ -234,6 +235,21 @@ def _whole(held: Sequence[Mapping[str, Any]], what: str, like: Tensor) -> list[T
     for one, part in zip(held, parts, strict=True):
         full.index_copy_(dim, one["layout"].rows, part)
     return [full]
+
+
+def _shared(held: Sequence[Mapping[str, Any]], name: str, want: Tensor, close: Closeness) -> Iterable[Finding]:
+    """Rows that several ranks hold, and have other gradients of."""
+    dim, rows = held[0]["layout"]
+    if rows is None or len(held) == 1:
+        return
+    total = torch.zeros_like(want)
+    for one in held:
+        total.index_add_(dim, one["layout"].rows, one["gradient"])
+    if any(not close(one["gradient"], want.index_select(dim, one["layout"].rows)) for one in held):
+        if close(total, want):
+            yield Finding("gradient", name, "ranks that hold the same rows have a part of it each: a sum is missing")
+        elif len(torch.cat([one["layout"].rows for one in held])) > want.shape[dim]:
+            yield Finding("gradient", name, "is wrong on some of the ranks that hold the same rows")
 
 
 def _masks(case: Case, ran: Sequence[Ran]) -> Iterable[Finding]:

@@ -96,17 +96,20 @@ def blocks_of(spans: Iterable[Span]) -> list[Block]:
     return found
 
 
-def plan(blocks: Iterable[Given]) -> Arena:
+def plan(blocks: Iterable[Given], period: int | None = None) -> Arena:
     """Offsets for blocks, with as small an arena as is found. The same blocks give the same plan.
+
+    With a period all comes again and again, at the same places: starts are whole numbers below it, and an end that is
+    beyond it is one in the next round. No block lives longer than a period.
 
     Of lives, one that begins at the very time at which another ends overlaps with it: times do not tell which was
     first. Blocks (`blocks_of`) are exact.
     """
     given = [_block(block) for block in blocks]
-    sizes, starts, stops = _arrays(given)
-    bound = _largest(sizes, starts, stops)
+    sizes, starts, stops = _arrays(given, period)
+    bound, round_trip = _largest(sizes, starts, stops, period), period if (stops > (period or math.inf)).any() else None
     groups = np.array([-1 - i if block.group is None else block.group for i, block in enumerate(given)], np.int64)
-    layout = _best(sizes, starts, stops, bound, groups) if len(sizes) else sizes
+    layout = _best(sizes, starts, stops, bound, groups, round_trip) if len(sizes) else sizes
     top = int((layout + sizes).max(initial=0))
     return Arena(top * ALIGNMENT, (layout * ALIGNMENT).tolist(), bound * ALIGNMENT)
 
@@ -137,9 +140,12 @@ def _block(block: Given) -> Block:
     return Block(block.num_bytes, block.born, None if block.died is None else math.nextafter(block.died, math.inf))
 
 
-def _arrays(blocks: Sequence[Block]) -> tuple[Ints, Ints, Ints]:
-    """Sizes in units of the alignment; starts and stops as places in the row of all times."""
+def _arrays(blocks: Sequence[Block], period: int | None = None) -> tuple[Ints, Ints, Ints]:
+    """Sizes in units of the alignment; starts and stops as places in the row of all times, or in a period as given."""
     sizes = np.array([-(-block.num_bytes // ALIGNMENT) for block in blocks], np.int64)
+    if period is not None:
+        ends = [period if block.end is None else block.end for block in blocks]
+        return sizes, np.array([block.start for block in blocks], np.int64), np.array(ends, np.int64)
     begin = np.array([block.start for block in blocks], np.float64)
     end = np.array([math.inf if block.end is None else block.end for block in blocks], np.float64)
     _, places = np.unique(np.concatenate([begin, end]), return_inverse=True)
@@ -147,34 +153,39 @@ def _arrays(blocks: Sequence[Block]) -> tuple[Ints, Ints, Ints]:
     return sizes, starts, np.maximum(stops, starts + 1)
 
 
-def _largest(sizes: Ints, starts: Ints, stops: Ints) -> int:
+def _largest(sizes: Ints, starts: Ints, stops: Ints, period: int | None = None) -> int:
     """Most units that are alive at once."""
     change = np.zeros(int(stops.max(initial=0)) + 1, np.int64)
     np.add.at(change, starts, sizes)
     np.subtract.at(change, stops, sizes)
-    return int(change.cumsum().max(initial=0))
+    alive = change.cumsum()
+    if period is not None:
+        beyond = alive[period:]
+        alive = alive[:period]
+        alive[: len(beyond)] += beyond
+    return int(alive.max(initial=0))
 
 
-def _best(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> Ints:
-    """Offsets of the best candidate of all."""
-    best, lowest = _swept(sizes, starts, stops, bound)
+def _best(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints, period: int | None = None) -> Ints:
+    """Offsets of the best candidate of all. Sweeps know no period."""
+    best, lowest = _swept(sizes, starts, stops, bound) if period is None else (sizes, int(sizes.sum()) + 1)
     for candidate in (_boxed, _ordered):
         if lowest > _ENOUGH * bound:
-            layout = candidate(sizes, starts, stops, bound, groups)
+            layout = candidate(sizes, starts, stops, bound, groups, period)
             top = int((layout + sizes).max())
             if top < lowest:
                 best, lowest = layout, top
     return best
 
 
-def _ordered(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> Ints:
+def _ordered(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints, period: int | None) -> Ints:
     """Offsets of the best order in which blocks come one by one."""
     length = stops - starts
     ranks = np.select([length > _LASTING * length.max(), sizes * _HUGE >= bound, sizes * _TINY >= bound], [0, 1, 2], 3)
     orders = [np.lexsort((starts, -sizes * length)), np.lexsort((-stops, ranks)),
               np.lexsort((starts, -sizes, -np.log2(length).round())), np.lexsort((starts, -length, -sizes))]
     rounds = min(max(_WORK // len(sizes), _ROUNDS[0]), _ROUNDS[1])
-    return search(orders, (sizes, starts, stops), rounds, _ENOUGH * bound)
+    return search(orders, (sizes, starts, stops), rounds, _ENOUGH * bound, period)
 
 
 def _by_size_and_end(sizes: Ints, stops: Ints, bound: int) -> Ints:
@@ -182,12 +193,13 @@ def _by_size_and_end(sizes: Ints, stops: Ints, bound: int) -> Ints:
     return np.lexsort((-stops, sum(sizes * part < bound for part in _LARGE)))  # type: ignore[arg-type]
 
 
-def _boxed(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> Ints:
+def _boxed(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints, period: int | None) -> Ints:
     """Offsets where large boxes have their places first, each the blocks of a group, side by side.
 
     Then the blocks in them are let down, from the lowest on, and all others follow.
     """
-    groups = np.where((starts < stops.min()) & (stops == stops.max()), groups.max() + 1, groups)  # always there
+    if period is None:
+        groups = np.where((starts < stops.min()) & (stops == stops.max()), groups.max() + 1, groups)  # always there
     _, box = np.unique(groups, return_inverse=True)
     count = int(box.max()) + 1
     total, begin, end = np.zeros(count, np.int64), np.full(count, stops.max()), np.zeros(count, np.int64)
@@ -196,22 +208,24 @@ def _boxed(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> 
     np.maximum.at(end, box, stops)
     (large,), others = np.nonzero(total * _LARGE[0] >= bound), _by_size_and_end(sizes, stops, bound)
     found = []
-    for layout in _boxes(total[large], begin[large], end[large], bound):
+    for layout in _boxes(total[large], begin[large], end[large], bound, period):
         offsets = np.full(count, -1)
         offsets[large] = layout
         (inside,) = np.nonzero(offsets[box] >= 0)
         inside = inside[np.lexsort((-stops[inside], box[inside], offsets[box[inside]]))]
         order = np.concatenate([inside, others[offsets[box[others]] < 0]])
-        found.append(place(order, sizes, starts, stops))
+        found.append(place(order, sizes, starts, stops, period))
     return min(found, key=lambda layout: int((layout + sizes).max()))
 
 
-def _boxes(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> Iterator[Ints]:
+def _boxes(sizes: Ints, starts: Ints, stops: Ints, bound: int, period: int | None) -> Iterator[Ints]:
     """Yields the places of boxes: by first fit, huge ones first and what ends last first; by the best sweep.
 
     A life is short in a sweep below each power of two in turn.
     """
-    yield place(np.lexsort((-stops, sizes * _HUGE < bound)), sizes, starts, stops)
+    yield place(np.lexsort((-stops, sizes * _HUGE < bound)), sizes, starts, stops, period)
+    if period is not None:
+        return
     sweep, least = Sweep(sizes, starts, stops), _largest(sizes, starts, stops)
     powers = range(int(stops.max(initial=1)).bit_length() + 1)
     yield min((sweep.run(least, 1 << power, True) for power in powers), key=lambda found: found[1])[0]

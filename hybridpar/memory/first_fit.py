@@ -1,7 +1,8 @@
 """First fit in an order: each block at the lowest offset where it fits between those that were placed before it.
 
-Only blocks whose lives overlap with its own are in its way. `search` changes the order, time and again: blocks that
-reach the top come earlier, and all is placed anew.
+Only blocks whose lives overlap with its own are in its way. Time may be a cycle of `period`: a block whose stop is
+beyond it goes on from time 0 of the next one. `search` changes the order, time and again: blocks that reach the top
+come earlier, and all is placed anew.
 
 Source: "squeaky wheel" optimization (Joslin and Clements, 1999). Units of sizes and offsets: any, the same one.
 """
@@ -20,7 +21,8 @@ _GUILTY, _RAISE = 0.99, (0.25, 0.5, 0.75)
 _BUCKET_BLOCKS = 400
 
 
-def search(orders: Sequence[Ints], blocks: tuple[Ints, Ints, Ints], rounds: int, enough: float) -> Ints:
+def search(orders: Sequence[Ints], blocks: tuple[Ints, Ints, Ints], rounds: int, enough: float,
+           period: int | None = None) -> Ints:
     """Offsets of the best of so many rounds, the first ones in the given orders. blocks: sizes, starts, stops.
 
     Ends at once where the top is `enough`.
@@ -29,7 +31,7 @@ def search(orders: Sequence[Ints], blocks: tuple[Ints, Ints, Ints], rounds: int,
     best_order, guilty, best, least = orders[0], sizes > 0, np.zeros_like(sizes), 0
     for number in range(max(rounds, 1)):
         order = orders[number] if number < len(orders) else _raised(best_order, guilty, _RAISE[number % len(_RAISE)])
-        layout = place(order, *blocks)
+        layout = place(order, *blocks, period)
         top = int((layout + sizes).max(initial=0))
         if not number or top <= least:
             best_order, best, least, guilty = order, layout, top, layout + sizes >= _GUILTY * top
@@ -45,12 +47,15 @@ def _raised(order: Ints, chosen: NDArray[np.bool_], factor: float) -> Ints:
     return order[np.argsort(places, kind="stable")]
 
 
-def place(order: Ints, sizes: Ints, starts: Ints, stops: Ints) -> Ints:
-    """Offsets: first fit, in this order."""
-    placed = _Placed(len(sizes), int(stops.max(initial=0)))
+def place(order: Ints, sizes: Ints, starts: Ints, stops: Ints, period: int | None = None) -> Ints:
+    """Offsets: first fit, in this order. No life is longer than a period."""
+    end = period or int(stops.max(initial=0))
+    placed = _Placed(len(sizes) * (1 if period is None else 2), end)
     offsets = np.zeros(len(sizes), np.int64)
     for i in order.tolist():
-        offsets[i] = placed.add(int(sizes[i]), int(starts[i]), int(stops[i]))
+        size, start, stop = int(sizes[i]), int(starts[i]), int(stops[i])
+        lives = [(start, stop)] if stop <= end else [(start, end), (0, stop - end)]
+        offsets[i] = placed.add(size, lives)
     return offsets
 
 
@@ -65,18 +70,21 @@ class _Placed:
         self._all = np.zeros((4, num_blocks), np.int64)
         self._count = 0
 
-    def add(self, size: int, start: int, stop: int) -> int:
-        """Places a block at the lowest offset where it fits, and returns that."""
-        first, last = start // self._width, (stop - 1) // self._width
-        offset = self._fit(size, start, stop, first, last)
-        row = (offset, offset + size, start, stop)
-        self._all[:, self._count] = row
-        self._count += 1
-        for bucket in range(first, last + 1):
-            self._insert(bucket, row)
+    def add(self, size: int, lives: Sequence[tuple[int, int]]) -> int:
+        """Places a block that lives at these times at the lowest offset where it fits, and returns that."""
+        found = [self._in_the_way(start, stop) for start, stop in lives]
+        offset = self._fit(size, found[0] if len(found) == 1 else _by_offset(np.concatenate(found, axis=1)))
+        for start, stop in lives:
+            row = (offset, offset + size, start, stop)
+            self._all[:, self._count] = row
+            self._count += 1
+            for bucket in range(start // self._width, (stop - 1) // self._width + 1):
+                self._insert(bucket, row)
         return offset
 
-    def _fit(self, size: int, start: int, stop: int, first: int, last: int) -> int:
+    def _in_the_way(self, start: int, stop: int) -> Ints:
+        """Offsets and ends of blocks that are there between two times, in order of offsets."""
+        first, last = start // self._width, (stop - 1) // self._width
         if first == last:
             rows = self._buckets[first][:, : self._counts[first]]
         elif sum(self._counts[first : last + 1]) < self._count:
@@ -84,8 +92,10 @@ class _Placed:
         else:
             rows = self._all[:, : self._count]
         rows = rows[:2, (rows[2] < stop) & (rows[3] > start)]
-        if first != last:
-            rows = rows[:, rows[0].argsort()]
+        return rows if first == last else _by_offset(rows)
+
+    @staticmethod
+    def _fit(size: int, rows: Ints) -> int:
         lows, highs = rows
         if not len(lows) or lows[0] >= size:
             return 0
@@ -102,6 +112,10 @@ class _Placed:
         rows[:, at + 1 : count + 1] = rows[:, at:count]
         rows[:, at] = row
         self._counts[bucket] = count + 1
+
+
+def _by_offset(rows: Ints) -> Ints:
+    return rows[:, rows[0].argsort()]
 
 
 __all__ = ["place", "search"]

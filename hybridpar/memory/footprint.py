@@ -22,9 +22,9 @@ from hybridpar.config import Config, ModelConfig
 from hybridpar.data.mapped import rehearsal
 from hybridpar.memory.ghost import GHOSTS, Tracker
 from hybridpar.memory.silent import silent_grid
+from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import Recomputation, build_blocks
-from hybridpar.models.cost import LABELLED
-from hybridpar.pipeline.run.codecs import Largest, Marked
+from hybridpar.pipeline.run.codecs import Largest, Marked, with_coded_sums
 from hybridpar.pipeline.run.lane import Lane, Packed
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.stash import Notes
@@ -44,9 +44,10 @@ class Footprint:
     gradient of its output, and sends of the gradient of its input. forward, first_backward (of a batch), backward,
     norm, update: the most that each takes above what was there when it began. waiting: tensors that a micro-batch keeps
     between the two parts of a split backward; weight_gradients: the most that the second part takes; first_backward and
-    backward are then the first part's. factors: what weights' gradients of a micro-batch are computed from, where that
-    waits until its batch is reduced. whole_weights, whole_gradients: chunks of what replicas share (ZeRO-2 and 3),
-    while they are there. moved: what leaves of `kept` and the input where activations are offloaded.
+    backward are then the first part's, and whole_backward is that of one that stays whole. factors: what weights'
+    gradients of a micro-batch are computed from, where that waits until its batch is reduced. whole_weights,
+    whole_gradients: chunks of what replicas share (ZeRO-2 and 3), while they are there. moved: what leaves of `kept`
+    and the input where activations are offloaded.
     """
 
     weights: int
@@ -67,6 +68,7 @@ class Footprint:
     update: int
     waiting: int = 0
     weight_gradients: int = 0
+    whole_backward: int = 0
     factors: int = 0
     whole_weights: int = 0
     whole_gradients: int = 0
@@ -93,7 +95,7 @@ def trace_stage(
     """
     batch = sample_microbatch(config)
     with Tracker(device) as tracker:
-        traced = _TracedStage(config, blocks, recompute, buffers, tracker)
+        traced = TracedStage(config, blocks, recompute, buffers, tracker)
         batch = {name: tensor.to(tracker.device) for name, tensor in batch.items()}
         tracker.ghost_integers = True  # a forward looks into the micro-batch only
         kept, output, forward = traced.forward(batch)
@@ -102,12 +104,16 @@ def trace_stage(
         traced.forward(batch)
         backward, _ = traced.backward(first=False)
         weight_gradients = max(weight_gradients, traced.apply()[0])
+        whole_backward = 0
+        if config.pipeline.split_backward:
+            traced.forward(batch)
+            whole_backward, _ = traced.backward(first=False, split=False)
         tracker.ghost_integers = False
         whole_weights, whole_gradients = traced.state.whole_bytes()
         return Footprint(
             **traced.static(), kept=kept, output=output, **traced.messages(), forward=forward,
             first_backward=first_backward, backward=backward, norm=traced.norm(), update=traced.update(),
-            waiting=waiting, weight_gradients=weight_gradients, factors=factors,
+            waiting=waiting, weight_gradients=weight_gradients, whole_backward=whole_backward, factors=factors,
             whole_weights=whole_weights, whole_gradients=whole_gradients, moved=traced.moved)
 
 
@@ -123,17 +129,19 @@ def trace_state(config: Config, blocks: Iterable[int], buffers: Buffers, device:
         return state.num_bytes()
 
 
-class _TracedStage:
+class TracedStage:
     """A stage of ghosts with its state, and the passes of an executor over it."""
 
     def __init__(self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, tracker: Tracker):
         model, device = config.model, tracker.device
         self.config, self.tracker, self._offloads = config, tracker, buffers.offloads
         grid = silent_grid(config)
+        self.axis = grid.tp
         policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
         sequence = config.parallel.sequence
-        self.stage = Stage(build_blocks(
-            model, grid.tp, blocks, kernels=config.kernels, sequence=sequence, dtype=policy.dtype), recompute, model)
+        self.stage = Stage(with_coded_sums(build_blocks(
+            model, grid.tp, blocks, kernels=config.kernels, sequence=sequence, dtype=policy.dtype), config), recompute,
+            model)
         parts = cut_into_parts(config, blocks) if policy.splits_gradients else ()
         self.state = RankState(self.stage, grid, policy, device, parts=parts)
         self.state.allocate()
@@ -202,8 +210,9 @@ class _TracedStage:
         kept = self.tracker.read().current
         return kept - before, with_output - kept, peak
 
-    def backward(self, first: bool) -> tuple[int, int]:
-        """An executor's backward: the most that it took, and what waits after it. `first`: of a batch."""
+    def backward(self, first: bool, *, split: bool = True) -> tuple[int, int]:
+        """An executor's backward: the most that it took, and what waits after it. `first`: of a batch. `split`: the
+        first part alone, where there are two."""
         gradient = self.next.whole() if self.sends else None
         if first:
             self.state.begin(0)
@@ -211,7 +220,7 @@ class _TracedStage:
         if gradient is None:
             gradient = torch.full((), 1.0, dtype=self._loss_dtype, device=self.tracker.device)
         self.state.bind(0, (0,))
-        if self.config.pipeline.split_backward:
+        if split and self.config.pipeline.split_backward:
             self.state.collect(None)
         backward_from(self._edge, gradient)
         del self._edge, self._input, self._places, gradient

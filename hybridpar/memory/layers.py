@@ -13,11 +13,14 @@ import torch
 
 from hybridpar.config import Config, DataConfig, ModelConfig, PipelineConfig, RunConfig, TrainConfig
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
+from hybridpar.memory.work import block_kinds
 from hybridpar.models.build import Recomputation
 
 _FEW = 2
 _OF_STATE = frozenset({"weights", "master", "gradients", "optimizer", "norm", "update"})
 """What a layer takes of these does not depend on micro-batches."""
+_ADD_UP = ("weights", "master", "gradients", "optimizer", "kept", "waiting", "factors", "moved")
+"""Bytes of blocks that are there at the same time."""
 
 
 class Footprints:
@@ -32,7 +35,11 @@ class Footprints:
     ) -> Footprint:
         """The footprint that `trace_stage` gives."""
         if not isinstance(config.model, ModelConfig):
-            return trace_stage(config, blocks, recompute, buffers, device)
+            parallel, b = config.parallel, config.train.micro_batch_size
+            key = _bears(config), parallel.zero and (parallel.zero, parallel.dp), b, blocks, recompute, buffers, device
+            if key not in self._known:
+                self._known[key] = trace_stage(config, blocks, recompute, buffers, device)
+            return self._known[key]
         last = config.model.num_blocks - 1
         first_layer = max(blocks.start, 1)
         layers = range(first_layer, min(blocks.stop, last))
@@ -51,6 +58,8 @@ class Footprints:
         """About the same from fewer traces, for comparing many: of micro-batches of 1 and 2, two layers, no ZeRO; what
         each layer more takes is what the second takes (recomputed as a stage: the third) of one sample, and so of each.
         """
+        if not isinstance(config.model, ModelConfig):
+            return self._joined(config, blocks, recompute, buffers, device)
         last, parallel = config.model.num_blocks - 1, config.parallel
         layers = range(max(blocks.start, 1), min(blocks.stop, last))
         again = (_way(recompute, layers[0]),) * _FEW if layers else ()
@@ -66,6 +75,27 @@ class Footprints:
         values = {name: one[name] + (b - 1) * (two[name] - one[name]) for name in one}
         values |= {name: values[name] // share for name in ("master", "optimizer")}
         return Footprint(**values)
+
+    def _joined(
+        self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
+    ) -> Footprint:
+        """About the footprint of a stage, from those of its blocks: what they keep adds up, and of what a pass takes
+        besides the most counts. What goes from one to the next is kept, as where each has it to give."""
+        kinds = block_kinds(config.model)
+
+        def alone(number: int) -> dict[str, int]:
+            n = kinds.index(kinds[number])
+            again, cheap = (frozenset({n} if number in numbers else ())
+                            for numbers in (recompute.blocks, recompute.selective))
+            return asdict(self(config, range(n, n + 1), Recomputation(again, selective=cheap), buffers, device))
+
+        each = [alone(number) for number in blocks]
+        joined = {name: max(one[name] for one in each) for name in each[0]}
+        joined |= {name: sum(one[name] for one in each) for name in _ADD_UP}
+        joined |= {name: each[0][name] for name in ("input", "received", "returning")}
+        joined |= {name: each[-1][name] for name in ("output", "message", "returned")}
+        joined["kept"] = 0 if recompute.whole else joined["kept"] + sum(one["input"] for one in each[1:])
+        return Footprint(**joined)
 
     def _line(
         self, config: Config, shape: _Shape, buffers: Buffers, device: torch.device

@@ -38,9 +38,9 @@ class StageMemory:
     """Bytes on one rank of the pipeline when they are the most. Units: bytes.
 
     in_flight: micro-batches between forward and backward then, counted on each stage of the rank. during: the action at
-    the peak. host: of host memory, beside a GPU's: the copy of the state that a checkpoint is written from. file: of
-    the state, what is in a file and not in memory. moved: what of a micro-batch leaves where activations do, of the
-    rank's stages on average.
+    the peak. host: of host memory, beside a GPU's: the copy of the state that a checkpoint is written from, and what an
+    optimizer there has. file: of the state, what is in the slow tier. moved: what of a micro-batch leaves
+    where activations do, of the rank's stages on average.
     """
 
     weights: int
@@ -117,7 +117,7 @@ def predict(
             config.memory.num_away, schedule, sizes, rank) > 0)
         held = {stage: footprint(stage, buffers) for stage in sizes.stages_of(rank)}
         if rank == 0 and sizes.is_v and config.model.tie_embeddings:
-            first, last = held
+            first, *_, last = held
             together = trace_state(config, [*split[first], *split[last]], buffers, device)
             held[last] = replace(held[last], **{
                 name: whole - getattr(held[first], name) for name, whole in together.items()})
@@ -128,6 +128,8 @@ def predict(
         if config.saves_beside_training:
             copy = memory.weights + memory.master + memory.optimizer
             memory = replace(memory, host=copy) if device.type == "cuda" else replace(memory, checkpoint=copy)
+        if config.memory.host_optimizer and device.type == "cuda":
+            memory = replace(memory, host=memory.host + memory.master + memory.optimizer, master=0, optimizer=0)
         if config.memory.budget:
             memory = replace(memory, file=max(memory.state - config.memory.budget, 0))
         found.append(memory)
@@ -149,7 +151,7 @@ def batches_to_peak(config: Config) -> int:
 
 def _enough(schedule: Schedule, sizes: Sizes) -> Sizes:
     """Sizes with as many micro-batches in a batch as make a difference: more only repeat what these do."""
-    if not schedule.repeats:
+    if not schedule.repeats(sizes):
         return sizes
     least = sizes.num_ranks - 1 + (schedule.early_switch or 0)  # which those on older weights are
     few = replace(sizes, num_microbatches=min(sizes.num_microbatches, max(4 * sizes.num_ranks + 4, least)))
@@ -194,7 +196,8 @@ def walk(
         communication = posted + takes * whole + handed + sum(waiting.values()) + sum(sends)
         is_first = action.microbatch % sizes.num_microbatches == 0 or whole_gradients > 0
         backward = fp.first_backward if is_first else fp.backward
-        transient = {Kind.F: fp.forward, Kind.B: backward, Kind.I: backward, Kind.W: fp.weight_gradients,
+        whole_backward = fp.whole_backward or backward
+        transient = {Kind.F: fp.forward, Kind.B: whole_backward, Kind.I: backward, Kind.W: fp.weight_gradients,
                      Kind.NORM: norm, Kind.UPDATE: update}.get(kind, 0)
         transient += whole_weights * (kind in COMPUTE) + whole_gradients * row.adds
         if activations + communication + transient > best.total - best.static:

@@ -13,6 +13,7 @@ from hybridpar.memory.chart import lasting, sized
 from hybridpar.memory.distribution import Distribution
 from hybridpar.memory.events import Category, Header
 from hybridpar.memory.knobs import Saving, offloading
+from hybridpar.memory.planned import Counts
 from hybridpar.memory.predict import StageMemory
 from hybridpar.memory.report import aligned, shares
 
@@ -51,6 +52,14 @@ def ranks_section(traces: Iterable[tuple[Header, Behaviour]]) -> Section:
         rows.append([str(header.rank), place_text(header), peak.action or "-", owner.value if owner else "-",
                      str(peak.step), _mib(peak.num_bytes)])
     return Section("peaks", [["rank", "place", "in", "most are", "of step", "MiB"], *rows], 4)
+
+
+def planned_section(counts: Mapping[int, Counts]) -> Section:
+    """What became of planned memory, by rank."""
+    rows = [[str(rank), _mib(one.num_bytes), _mib(one.top), _mib(one.most_living), f"{one.hits:,}", f"{one.departed:,}",
+             f"{one.occupied:,}", f"{one.unplanned:,}"] for rank, one in counts.items()]
+    heading = "arena MiB", "used MiB", "most alive MiB", "in their places", "departed", "place taken", "lived too long"
+    return Section("planned memory (train.planned_memory)", [["rank", *heading], *rows])
 
 
 def as_json(account: Account, savings: Sequence[Saving]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ Legend: b samples, s sequence, h hidden, v vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,8 @@ from hybridpar.random import RandomKey
 
 MicroBatch = Mapping[str, Tensor]
 Losses = dict[str, Tensor]
+LABELLED = {"gpt": 1.0, "bert": 0.15}
+"""Share of the positions that the head projects to the vocabulary."""
 
 TIED = "word_embeddings"
 IGNORE_INDEX = -100
@@ -241,10 +244,29 @@ class ReplicatedLinear(ParallelModule):
         return nn.functional.linear(x, self.weight)
 
 
+def labelled_rows(labels: Tensor) -> Tensor:
+    """Places of the labels that count, ascending. Shapes: labels [r] -> [n]."""
+    return (labels != IGNORE_INDEX).nonzero().squeeze(1)
+
+
+def padded_labelled_rows(labels: Tensor) -> Tensor:
+    """The same, made longer where it is less than LABELLED of the rows by one that does not count, again and again.
+
+    So that micro-batches have one shape. Shapes: labels [b, s] -> [max(n, b * ceil(LABELLED * s))].
+    """
+    rows, (b, s) = labelled_rows(labels.flatten()), labels.shape
+    usual = b * math.ceil(LABELLED["bert"] * s)
+    if len(rows) >= usual:
+        return rows
+    spare = (labels.flatten() == IGNORE_INDEX).int().argmax()
+    return torch.cat([rows, spare.expand(usual - len(rows))])
+
+
 class BertHead(nn.Module):
     """Masked-language-model transform and loss; next-sentence or sentence-order loss on [CLS].
 
-    Only positions that have a label are transformed and projected: about 15 % of them.
+    Only positions that have a label are transformed and projected, about 15 % of them: those of `labelled`, where the
+    batch has that, with some that have none.
     Shapes: x [b, s, h], labels [b, s], sentence_labels [b] -> {"mlm": 0-d, "nsp" or "sop": 0-d}.
     Collectives: as LanguageModelHead. With `sequence`: one all-gather more, forward.
     Source: arXiv 1810.04805 (MLM, NSP), arXiv 1909.11942 (SOP).
@@ -271,7 +293,7 @@ class BertHead(nn.Module):
         if (sizes := part_of(batch, self.axis, self.sequence).sizes) is not None:
             x = gather_from(x, self.axis, 1, sizes)
         labels = rearrange(batch["labels"], "b s -> (b s)")
-        labelled = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+        labelled = batch["labelled"] if "labelled" in batch else labelled_rows(labels)
         rows = self.transformed(rearrange(x, "b s h -> (b s) h").index_select(0, labelled))
         targets = {"labels": labels[labelled], "num_targets": batch["num_targets"]}
         losses = {"mlm": self.language_model(rows, targets, key)}

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hybridpar.config import ModelConfig, ModelSpec, message_shape, rank_of_stage
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
+from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.placement import named_placements
 
@@ -34,10 +35,6 @@ def head_matmul_parameters(model: ModelConfig) -> int:
     """Weights of the output head that take part in a matrix product with every token."""
     h = model.hidden_size
     return h * model.vocab_size + (h * h if model.kind == "bert" else 0)
-
-
-LABELLED = {"gpt": 1.0, "bert": 0.15}
-"""Share of the positions that the head projects to the vocabulary."""
 
 
 def forward_flops_per_token(model: ModelSpec) -> tuple[int, ...]:
@@ -59,6 +56,15 @@ def block_parameters(model: ModelSpec) -> tuple[tuple[tuple[int, ...], ...], ...
     """The global shapes of the parameters of each block."""
     return tuple(tuple(placement.shape for _, _, placement in named_placements(block)) for n in range(model.num_blocks)
                  for block in build_blocks(model, Axis("tp"), [n]).values())
+
+
+@lru_cache(maxsize=256)
+def untied_parameters(model: ModelSpec) -> int:
+    """Parameters of the first block that the last one does not share."""
+    if isinstance(model, ModelConfig):
+        return model.num_positions * model.hidden_size if model.position == "learned" else 0
+    return sum(prod(placement.shape) for block in build_blocks(model, Axis("tp"), [0]).values()
+               for _, _, placement in named_placements(block) if not placement.tied)
 
 
 def _own_flops(model: ModelSpec) -> tuple[int, ...]:
@@ -238,8 +244,8 @@ def stage_split(
     if num_stages > blocks:
         most = blocks // num_ranks
         if placement == "v":
-            raise config_error("parallel.pp", num_ranks, f"pipeline.placement = v has two stages on each rank, but the "
-                               f"model has only {blocks} blocks", str(blocks // 2))
+            raise config_error("parallel.pp", num_ranks, f"pipeline.placement = v has {chunks} stages on each "
+                               f"rank, but the model has only {blocks} blocks", str(blocks // chunks))
         raise config_error(
             "pipeline.chunks", chunks, f"parallel.pp = {num_ranks} ranks would hold {num_stages} stages, but the model "
             f"has only {blocks} blocks", str(most) if most > 1 else "pipeline.schedule = 1f1b")

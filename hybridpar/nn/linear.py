@@ -5,6 +5,8 @@ Column then row needs no communication in between: one all-reduce forward (row),
 With sequence parallelism (`sizes`) x before column and y after row are this rank's part of the sequence, dimension 1,
 of these extents on each rank. Column gathers x, and again in its backward, as only the part is kept; row's sum is
 reduce-scattered.
+
+With a `codec` parts of these sums travel as bytes, where there is a graph: evaluation is exact.
 Sources: Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: arXiv 2205.05198, section 4.2.2.
 """
 
@@ -31,6 +33,7 @@ from hybridpar.comm import (
 )
 from hybridpar.grid import Axis
 from hybridpar.nn import matmul
+from hybridpar.nn.coded import SumCodec, start_coded_sum
 from hybridpar.nn.placement import Init, Matrices, ParallelModule, Placement, Shard
 from hybridpar.nn.remake import recipe
 
@@ -52,6 +55,7 @@ class ColumnParallelLinear(ParallelModule):
 
     weight: Tensor
     bias: Tensor | None
+    codec: SumCodec | None = None
 
     def __init__(self, in_features: int, out_features: int, axis: Axis, *, bias: bool = True,
                  gather_output: bool = False, shard: Shard | None = None, init_std: float = 0.02, tied: str = "",
@@ -68,12 +72,12 @@ class ColumnParallelLinear(ParallelModule):
                                device=device, dtype=dtype)
 
     def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        y = column_linear(x, self.weight, self.bias, self.axis, sizes)
+        y = column_linear(x, self.weight, self.bias, self.axis, sizes, self.codec)
         return y if self.gather_sizes is None else gather_from(y, self.axis, -1, self.gather_sizes)
 
     def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """x W^T, for who adds the bias with something else. Shapes: [.., in_features] -> [.., out_local]."""
-        return column_linear(x, self.weight, None, self.axis, sizes)
+        return column_linear(x, self.weight, None, self.axis, sizes, self.codec)
 
 
 class RowParallelLinear(ParallelModule):
@@ -90,6 +94,7 @@ class RowParallelLinear(ParallelModule):
 
     weight: Tensor
     bias: Tensor | None
+    codec: SumCodec | None = None
 
     def __init__(self, in_features: int, out_features: int, axis: Axis, *, bias: bool = True,
                  input_is_parallel: bool = True, shard: Shard | None = None, init_std: float = 0.02,
@@ -107,45 +112,45 @@ class RowParallelLinear(ParallelModule):
                                device=device, dtype=dtype)
 
     def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        return row_linear(self._local(x), self.weight, self.bias, self.axis, sizes)
+        return row_linear(self._local(x), self.weight, self.bias, self.axis, sizes, self.codec)
 
     def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """x W^T, summed over the axis, for who adds the bias with something else. Shapes: as for forward."""
-        return row_linear(self._local(x), self.weight, None, self.axis, sizes)
+        return row_linear(self._local(x), self.weight, None, self.axis, sizes, self.codec)
 
     def _local(self, x: Tensor) -> Tensor:
         return x if self.scatter_sizes is None else scatter_to(x, self.axis, -1, self.scatter_sizes)
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis,
-                  sizes: Sequence[int] | None = None) -> Tensor:
+                  sizes: Sequence[int] | None = None, codec: SumCodec | None = None) -> Tensor:
     """x W^T + b for a replicated `x` and this rank's rows of W and b; see ColumnParallelLinear.
 
     Shapes: x [.., i], weight [o_local, i], bias [o_local] -> [.., o_local]; with `sizes` x [b, sizes[rank], i].
     Collectives: forward none, backward one all-reduce if x requires a gradient. With `sizes`: forward one all-gather;
-    backward another one, and one reduce_scatter.
+    backward another one, and one reduce_scatter. With a codec: an all-gather in place of the all-reduce.
     """
     if not torch.is_grad_enabled():  # autograd's call takes 9 us, a product of one row some 20
         return matmul.linear(_gathered(x, axis, sizes), weight, bias)
     make = recipe(x)
     if _is_ours(weight) or make or (axis.size > 1 and (x.requires_grad or sizes is not None)):
-        return _Linear.apply(x, weight, bias, axis, None, sizes, make)
+        return _Linear.apply(x, weight, bias, axis, None, sizes, make, codec)
     return F.linear(x, weight, bias)
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis,
-               sizes: Sequence[int] | None = None) -> Tensor:
+               sizes: Sequence[int] | None = None, codec: SumCodec | None = None) -> Tensor:
     """x W^T + b, summed over the axis, for this rank's features of `x` and columns of W; see RowParallelLinear.
 
     Shapes: x [.., i_local], weight [o, i_local], bias [o] -> [.., o]; with `sizes` -> [b, sizes[rank], o].
     Collectives: forward one all-reduce, backward none. With `sizes`: forward one reduce_scatter, backward one
-    all-gather.
+    all-gather. With a codec: an all-gather in place of the all-reduce.
     """
     if not torch.is_grad_enabled():
         return _row_linear(x, weight, bias, axis, sizes)
     make = recipe(x)
     if _is_ours(weight) or make or axis.size > 1:
-        return _Linear.apply(x, weight, bias, None, axis, sizes, make)
+        return _Linear.apply(x, weight, bias, None, axis, sizes, make, codec)
     return F.linear(x, weight, bias)
 
 
@@ -163,8 +168,10 @@ def _gathered(x: Tensor, axis: Axis, sizes: Sequence[int] | None) -> Tensor:
     return x if sizes is None else all_gather(x, axis, 1, sizes)
 
 
-def _start_sum(dx: Tensor, axis: Axis, sizes: Sequence[int] | None) -> Callable[[], Tensor]:
+def _start_sum(dx: Tensor, axis: Axis, sizes: Sequence[int] | None, codec: SumCodec | None) -> Callable[[], Tensor]:
     """Starts the sum of `dx` over ranks; the function that it returns waits for it, or for this rank's part of it."""
+    if codec is not None and axis.size > 1:
+        return start_coded_sum(dx, axis, codec)[0]
     if sizes is not None:
         return start_reduce_scatter(dx, axis, 1, sizes)
     work = all_reduce_async(dx, axis)
@@ -188,20 +195,26 @@ def _is_ours(weight: Tensor) -> bool:
 
 
 class _Linear(Function):
-    """Starts the sum of dx over ranks as soon as this rank's share is known, and computes dW and db meanwhile.
+    """Starts the sum of dx over ranks as soon as this rank's share is known, and computes dW and db meanwhile: also
+    where other gradients of weights wait.
 
     The rest of a split x arrives while dx is computed.
 
     `dx_axis`: what dx is summed over (None: it is whole). `y_axis`: the same for y, to which b is added afterwards.
-    `make`: makes x again (None: it is kept).
+    `make`: makes x again (None: it is kept). `codec`: of parts of both sums.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dx_axis: Axis | None,
-                y_axis: Axis | None, sizes: Sequence[int] | None, make: Callable[[], Tensor] | None) -> Tensor:
+                y_axis: Axis | None, sizes: Sequence[int] | None, make: Callable[[], Tensor] | None,
+                codec: SumCodec | None) -> Tensor:
         ctx.save_for_backward(None if make else x, weight)
         # the leaf itself: recomputation would bring back a copy, without its .grad
         ctx.axes, ctx.sizes, ctx.leaf, ctx.make = (dx_axis, y_axis), sizes, weight, make
+        ctx.codec, ctx.marks = codec, None
+        if y_axis is not None and codec is not None and y_axis.size > 1:
+            finish, ctx.marks = start_coded_sum(matmul.linear(x, weight), y_axis, codec)
+            return finish() if bias is None else finish().add_(bias)
         if y_axis is not None:
             return _row_linear(x, weight, bias, y_axis, sizes)
         assert dx_axis is not None
@@ -214,6 +227,8 @@ class _Linear(Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         make, ctx.make = ctx.make, None  # what it is made from is free once this has run, as saved tensors are
         own, dy = dy, dy if y_axis is None else _gathered(dy, y_axis, sizes)
+        if ctx.marks is not None:
+            dy = ctx.codec.gradient(dy, ctx.marks)
         factor = matmul.factor(_rows(dy))
         gather = None
         if wants_weight and dx_axis is not None and sizes is not None:
@@ -222,15 +237,15 @@ class _Linear(Function):
         if wants_x:
             dx = matmul.input_gradient(factor, weight).view(*dy.shape[:-1], weight.shape[1])
             if dx_axis is not None:
-                finish, dx = _start_sum(dx, dx_axis, sizes), None
+                finish, dx = _start_sum(dx, dx_axis, sizes, ctx.codec), None
         if wants_weight:
             if gather is not None:
                 x, gather = gather(), None
             elif make:
                 x = make()
-            dw = matmul.weight_gradient(factor, _rows(x), ctx.leaf)
+            dw = matmul.weight_gradient(factor, _rows(x), ctx.leaf, now=finish is not None)
         if wants_bias:
             db = _rows(own).sum(0)
         if finish is not None:
             dx = finish()
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None

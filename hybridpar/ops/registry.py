@@ -73,15 +73,16 @@ class Backend:
         return None
 
 
-def _rows(op: str, module: str, code: str = "", *, triton: tuple[torch.dtype, ...] = _NARROW,
+def _rows(op: str, module: str, code: str = "", *, cpp: tuple[torch.dtype, ...] = _ALL,
+          triton: tuple[torch.dtype, ...] = _NARROW,
           cuda: tuple[str, str, tuple[torch.dtype, ...]] | None = None, apex: str = "") -> Iterator[Backend]:
     """The rows of an operation of ops/<module>.py.
 
-    code: its fused form and its reference there; cuda: library, check and types of its passes in CUDA C++; apex: its
-    name in apex.py.
+    code: its fused form and its reference there; cpp, triton: types of their passes; cuda: library, check and types of
+    its passes in CUDA C++; apex: its name in apex.py.
     """
     fused, reference = (f"{_HERE}{module}:{name}" for name in (code or f"{op}_fused {op}_torch").split())
-    yield Backend(op, "cpp", f"{fused} {_CPP}", "cpu", _ALL, f"{_HERE}libraries:cpp_missing")
+    yield Backend(op, "cpp", f"{fused} {_CPP}", "cpu", cpp, f"{_HERE}libraries:cpp_missing")
     yield Backend(op, "triton", f"{fused} {_TRITON}", "", triton, f"{_HERE}libraries:triton_missing")
     if cuda:
         library, check, dtypes = cuda
@@ -110,13 +111,10 @@ TABLE = (
     *_rows("cross_entropy", "cross_entropy", "Compiled Passes", cuda=_CUDA),
     *_rows("dropout", "dropout"),
     *_rows("embedding", "embedding", "Compiled Passes", triton=_ALL),
-    Backend("quantize", "cpp", f"{_HERE}quantize:Compiled {_CPP}", "cpu", _ALL, f"{_HERE}libraries:cpp_missing"),
-    Backend("quantize", "torch", f"{_HERE}quantize:Passes"),  # on GPUs, so far
-    Backend("largest", "cpp", f"{_HERE}largest:Compiled {_CPP}", "cpu", _ALL, f"{_HERE}libraries:cpp_missing"),
-    Backend("largest", "torch", f"{_HERE}largest:Passes"),
+    *_rows("quantize", "quantize", "Compiled Passes"),
+    *_rows("largest", "largest", "Compiled Passes"),
     *_rows("optimizer", "update", "Compiled Passes", triton=(torch.float64, torch.float32), apex="FusedAdam"),
-    Backend("sparse", "cpp", f"{_HERE}sparse:Compiled {_CPP}", "cpu", _ALL[:2], f"{_HERE}libraries:cpp_missing"),
-    Backend("sparse", "torch", f"{_HERE}sparse:Passes"),
+    *_rows("sparse", "sparse", "Compiled Passes", cpp=_ALL[:2], triton=_ALL[1:2]),
 )
 
 

@@ -89,7 +89,7 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
             continue
         for b in micro_batches(machine, tp, batch // dp, request):
             m = batch // (dp * b)
-            for pipeline, optim in _schedules(config, pp, dp, m, request, is_cpu=machine.device.type == "cpu"):
+            for pipeline, optim in _schedules(config, pp, dp, m, request):
                 made = replace(
                     config, pipeline=replace(pipeline, num_microbatches=m, recompute="none"), optim=optim,
                     parallel=replace(config.parallel, tp=tp, pp=pp, dp=dp), memory=config.memory.on_another_grid(),
@@ -134,7 +134,7 @@ def micro_batches(machine: Machine, tp: int, samples: int, request: Request) -> 
 
 
 def _schedules(
-    config: Config, pp: int, dp: int, m: int, request: Request, *, is_cpu: bool,
+    config: Config, pp: int, dp: int, m: int, request: Request,
 ) -> Iterator[tuple[PipelineConfig, OptimConfig]]:
     """The configuration's own schedule and those on new weights, or those asked for; with what they need changed, and
     with what shortens their drain or takes less memory."""
@@ -174,13 +174,13 @@ def _schedules(
             yield pipeline, optim
             if request.split_backward and pp > 1 and name == "1f1b" and pipeline.warmup == "depth":
                 yield replace(pipeline, zero_bubble=True, split_backward=True), optim
-        if request.split_backward and is_cpu and pp > 1 and name in ("1f1b", "2bw"):  # NCCL has no tags
+        if request.split_backward and pp > 1 and name in ("1f1b", "2bw"):
             yield from ((pipeline, optim) for pipeline in _on_v(base, pp, m, config.model.num_blocks))
 
 
 def _on_v(base: PipelineConfig, pp: int, m: int, num_blocks: int) -> Iterator[PipelineConfig]:
-    """With two stages on each rank, there and back, for all sizes of what it keeps."""
-    if 2 * pp > num_blocks:
+    """With two stages on each rank, there and back, for all sizes of what it keeps; it has no early switch."""
+    if 2 * pp > num_blocks or (base.schedule == "2bw" and base.early_switch != "off"):
         return
     for activations in ("full", "half", "min"):
         made = replace(base, placement="v", activations=activations, split_backward=True, warmup="depth", split=(),
@@ -222,7 +222,7 @@ def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
     schedule = schedule_of(config.pipeline)
     mixed, moments = config.train.dtype in ("bf16", "fp16"), 2 * (config.optim.name in ("adamw", "lamb"))
     rest = cost.gradient_bytes * schedule.num_gradient_buffers + 4 * (mixed + moments) / cost.zero_share
-    likely = {"layer": KEPT_BYTES / 2 * cost.message_bytes / cost.tp}
+    likely = {cost.kind(1): KEPT_BYTES / 2 * cost.message_bytes / cost.tp}
     blocks = range(config.model.num_blocks)
     parameters = sums([cost.block(n).parameters for n in blocks])
     kept = sums([cost.block(n).kept or likely.get(cost.kind(n), 0.0) for n in blocks])

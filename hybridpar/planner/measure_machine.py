@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from hybridpar import __version__
 from hybridpar.comm import gather_objects
 from hybridpar.comm.ranks import run_on_ranks
-from hybridpar.config import Config, Launch
+from hybridpar.config import Config, Launch, ModelConfig
 from hybridpar.cpu import available_cores, cpu_name
 from hybridpar.errors import config_error
+from hybridpar.memory.work import block_forms
 from hybridpar.planner.bench import FULL, QUICK, Effort, measure_blocks, world_axis
 from hybridpar.planner.codec_costs import measure_codecs
 from hybridpar.planner.links import QUICK_SIZES, SIZES, measure_links
@@ -44,15 +46,14 @@ def measure_machine(
     own = config.train.micro_batch_size
     sizes = tuple(sizes) or ((own,) if quick else (own, 2 * own))
     degrees = tuple(degrees) or tuple(
-        t for t in (1, 2, 4, 8, 16) if t <= min(ranks, config.transformer.num_heads) and ranks % t == 0)
-    if (most := max(degrees)) > config.transformer.num_heads:
-        raise config_error("tp", most, f"must be at most model.num_heads = {config.transformer.num_heads}",
-                           str(config.transformer.num_heads))
+        t for t in (1, 2, 4, 8, 16) if t <= min(ranks, config.model.max_tp) and ranks % t == 0)
+    if (most := max(degrees)) > config.model.max_tp:
+        raise config_error("tp", most, f"must be at most {config.model.max_tp_rule}", str(config.model.max_tp))
     request = (config, degrees, sizes, quick)
     if launch.world_size > 1 or ranks == 1:
-        device = choose_device(config.train, launch)
-        set_threads(config.train.threads, launch)
         job = Job.connect(launch)
+        device = choose_device(config.train, launch, job.gather)
+        set_threads(config.train.threads, launch)
         job.start_group(device, choose_backend(config.train, device), max(config.train.timeout_s, 120.0))
         profile = measure_here(*request, device)
         job.end_group()
@@ -66,13 +67,15 @@ def measure_machine(
 
 def identity(config: Config) -> dict[str, Any]:
     """Identity of this machine and configuration: a profile of another one does not serve."""
+    own = not isinstance(config.model, ModelConfig)  # whose code may change
+    forms = hashlib.sha256(repr(block_forms(config.model)).encode()).hexdigest() if own else ""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if _has_gpus(config) else []
     return {
         "settings": settings_of(config), "gpus": gpus,
         "train": [config.train.micro_batch_size, config.train.threads, config.train.share_gpus],
         "folder": str(folder_to_measure(config)),
         "cpu": cpu_name(), "cores": available_cores(), "torch": torch.__version__, "hybridpar": __version__,
-        "schedule": config.pipeline.schedule, "format": FORMAT}
+        "schedule": config.pipeline.schedule, "format": FORMAT, "blocks": forms}
 
 
 def _has_gpus(config: Config) -> bool:
@@ -90,21 +93,22 @@ def measure_here(
     blocks, had_core = measure_blocks(config, degrees, sizes, device, effort)
     state = measure_state(config, world, quick=quick) if device.type == "cpu" else StateSpeeds()
     codecs = measure_codecs(config, world) if device.type == "cpu" else {}
-    hardware = _hardware(device, gather_objects(platform.node(), world))
+    hardware = _hardware(device, gather_objects(platform.node(), world), shared=config.train.share_gpus)
     hardware = replace(hardware, efficiency=round(had_core, 4) if hardware.cores else 1.0)
     return Profile(hardware, blocks, links, settings_of(config), state=state, codecs=codecs,
                    about=_about(effort, world.size))
 
 
-def _hardware(device: torch.device, hosts: Sequence[str]) -> Hardware:
+def _hardware(device: torch.device, hosts: Sequence[str], *, shared: bool) -> Hardware:
     number = len(set(hosts))
     here = -(-len(hosts) // number)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gpus = torch.cuda.device_count()
-        devices = max(gpus, here)  # shared, a process has its part of one
-        return Hardware(properties.name, devices, properties.total_memory * gpus / devices, hosts=number,
+        devices = max(gpus, here)
+        part = gpus / devices if shared else 1  # of a GPU, that a process has
+        return Hardware(properties.name, devices, properties.total_memory * part, hosts=number,
                         host_memory=memory / devices)
     return Hardware(
         cpu_name(), here, memory / here, available_cores(), torch.get_num_threads(), number)
@@ -126,4 +130,6 @@ def _measure_in_process(config: Config, degrees: Sequence[int], sizes: Sequence[
     rank, ranks = dist.get_rank(), dist.get_world_size()
     launch = Launch(rank, rank, ranks, ranks)
     set_threads(config.train.threads, launch)
-    return measure_here(config, degrees, sizes, quick, choose_device(config.train, launch))
+    gpus = torch.cuda.device_count()  # as all see that this process has started
+    device = choose_device(config.train, launch, lambda mine: [mine and str(r % gpus) for r in range(ranks)])
+    return measure_here(config, degrees, sizes, quick, device)

@@ -120,10 +120,8 @@ class Moves:
 def _without_costs(config: Config, machine: Machine) -> Iterator[Problem]:
     """Settings whose moves have no known cost on a machine."""
     memory, speeds, again = config.memory, machine.profile.state, "measure this machine with hybridpar profile"
-    moved = {"parallel.zero": config.parallel.zero > 1, "memory.host_optimizer": memory.host_optimizer,
-             "memory.budget": memory.budget > 0}
-    values = {"parallel.zero": (config.parallel.zero, "1"), "memory.host_optimizer": ("true", "false"),
-              "memory.budget": (memory.budget, "0")}
+    moved = {"memory.host_optimizer": memory.host_optimizer, "memory.budget": memory.budget > 0}
+    values = {"memory.host_optimizer": ("true", "false"), "memory.budget": (memory.budget, "0")}
     if machine.device.type != "cpu":
         for field in (field for field, is_set in moved.items() if is_set):
             yield Problem(field, values[field][0], f"works on CPUs so far, and this is {machine.device.type}",

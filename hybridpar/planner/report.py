@@ -135,7 +135,8 @@ def _how(config: Config, recompute: str) -> list[str]:
     host = ["optimizer on the host"] if config.memory.host_optimizer else []
     budget = [f"{config.memory.budget / _MIB:,.0f} MiB of state in memory"] if config.memory.budget else []
     codecs = [f"{what} {name}" for what, name in (
-        ("messages", config.compression.messages), ("gradients", config.compression.gradients)) if name != "none"]
+        ("messages", config.compression.messages), ("tensor", config.compression.tensor),
+        ("gradients", config.compression.gradients)) if name != "none"]
     return [schedule, *again, *zero, *host, *budget, *codecs]
 
 
@@ -143,7 +144,8 @@ def table(result: Result) -> Table:
     """The ranked candidates, for a terminal."""
     shown = Table(title=f"{result.considered} configurations considered, the best first", title_justify="left",
                   caption=_caption(result), caption_justify="left")
-    for heading in ("", "tp", "pp", "dp", "micro-batches", "schedule", "split", "step ms", "tokens/s", "GB",
+    counts = result.ranked[0].config.model.counts if result.ranked else "tokens"
+    for heading in ("", "tp", "pp", "dp", "micro-batches", "schedule", "split", "step ms", f"{counts}/s", "GB",
                     "bound by"):
         shown.add_column(heading, justify="left" if heading in ("schedule", "split", "bound by") else "right")
     for place, candidate in enumerate(result.ranked, 1):
@@ -200,7 +202,8 @@ def _choice(config: Config) -> dict[str, Any]:
         "placement": pipeline.placement, "activations": pipeline.activations, "zero_bubble": pipeline.zero_bubble,
         "early_switch": pipeline.early_switch, "split": list(pipeline.split), "recompute": pipeline.recompute,
         "host_optimizer": config.memory.host_optimizer, "budget": config.memory.budget,
-        "messages": config.compression.messages, "gradients": config.compression.gradients}
+        "messages": config.compression.messages, "tensor": config.compression.tensor,
+        "gradients": config.compression.gradients}
 
 
 def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from hybridpar.config import Config
 from hybridpar.errors import HybridparError
 from hybridpar.grid import Axis
 from hybridpar.planner.profile import StateSpeeds
+from hybridpar.state.pages import Region
 from hybridpar.state.store import DiskStore
 from hybridpar.state.tiered import folder_to_measure
-from hybridpar.state.tiers import Region
 from hybridpar.train.host_forecast import host_speeds
 
 _FILE_BYTES, _QUICK_FILE_BYTES = 64 << 20, 16 << 20
@@ -40,9 +40,7 @@ def _file_speeds(folder: Path, num_bytes: int) -> tuple[float, float, float, flo
         store = DiskStore(folder, [num_bytes])
         for _ in range(_REPEATS):
             region.tensor.fill_(1)
-            for what, move, before in (("write", store.write, None), ("read", store.read, region.give_back)):
-                if before is not None:
-                    before()
+            for what, move in (("write", store.write), ("read", store.read)):
                 start, used = time.perf_counter(), time.process_time()
                 move(0, region.view)
                 taken[what].append((time.perf_counter() - start, time.process_time() - used))

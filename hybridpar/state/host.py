@@ -8,23 +8,62 @@
 The master copy, the optimizer's state and room for one batch's gradients are in host memory, taken once. Each of the
 three rows is a thread. Nothing of a batch begins before the launch thread has waited for the batch before. What fails
 in a thread is raised where the launch thread waits.
+
+Beside a GPU the two rows of copies are streams, too: a copy begins behind what the launch thread had started when it
+asked for it, and is over before its thread goes on. Memory of the host is pinned then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridpar.optim import GroupedOptimizer
-from hybridpar.state.chunks import Buffer
+from hybridpar.state.chunks import Buffer, Chunk, Memory
 from hybridpar.state.weights import WeightStore
+
+
+class HostMemory(Memory):
+    """Memory of the host that a device copies to and from: for a GPU pinned, each tensor as it is.
+
+    torch's own pinned memory comes in powers of two.
+    Raises: RuntimeError of CUDA, where the system pins no more.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self._pins, self._pinned = device.type == "cuda", list[Tensor]()
+        weakref.finalize(self, _unpin, self._pinned)
+
+    def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        tensor = super().zeros(kind, chunk, dtype)
+        if self._pins and type(tensor) is Tensor and tensor.nbytes:  # not a ghost
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)))
+            self._pinned.append(tensor)
+        return tensor
+
+
+def _unpin(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
 class HostWork:
     """What is done on the host and on the way there: copies of flat tensors, and the optimizer's step of a group."""
+
+    def mark(self) -> Any:
+        """A point that the launch thread's work has come to, which copies wait for; in that thread."""
+        return None
+
+    def reach(self, mark: Any, way: str) -> AbstractContextManager[object]:
+        """To be entered by the thread that copies one way: behind that point. At the end its copies are over."""
+        return nullcontext()
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copies the second of each pair to the first."""
@@ -34,6 +73,32 @@ class HostWork:
     def step(self, step: Callable[[], None], numel: int) -> None:
         """Makes a step of so many parameters."""
         step()
+
+
+class StreamWork(HostWork):
+    """The same beside a GPU: a stream for each way."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._streams = device, dict[str, torch.cuda.Stream]()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @contextmanager
+    def reach(self, mark: torch.cuda.Event, way: str) -> Iterator[None]:
+        if way not in self._streams:
+            self._streams[way] = torch.cuda.Stream(self._device)
+        stream = self._streams[way]
+        stream.wait_event(mark)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
 
 
 class HostUpdates:
@@ -46,7 +111,9 @@ class HostUpdates:
 
     def __init__(self, weights: WeightStore, optimizer: GroupedOptimizer, num_groups: int, gradients: Sequence[Buffer],
                  work: HostWork | None = None):
-        self._weights, self._optimizer, self._work = weights, optimizer, work or HostWork()
+        device = weights.memory.device
+        self._weights, self._optimizer = weights, optimizer
+        self._work = work or (StreamWork(device) if device.type == "cuda" else HostWork())
         self._gradients = gradients
         self.staging = weights.on_host("gradients")
         self._grads = self.staging.views()
@@ -66,11 +133,12 @@ class HostUpdates:
             assert self._later is None, "two batches wait for the one before"
             self._later = index
             return
+        mark = self._work.mark()
         for group in range(len(self._names)):
             pairs = [(self.staging[at : at + stop - start], self._gradients[index][start:stop])
                      for start, stop, at in self._weights.spans(group)]
             self.num_bytes["to host"] += sum(source.nbytes for _, source in pairs)
-            self._sent[group] = self._to_host.submit(self._work.copy, pairs)
+            self._sent[group] = self._to_host.submit(self._copy, "to host", mark, pairs)
 
     def begin(self, version: int, lr: float, factor: float | None, *, predict: bool = True) -> None:
         """Has the host make a version of the weights, of what `send` has sent, times `factor`; None: it does not.
@@ -78,6 +146,7 @@ class HostUpdates:
         predict: as WeightStore.advance has it.
         """
         assert not self._made, "the batch before was not waited for"
+        mark = self._work.mark()
         for group, sent in self._sent.items():
             if factor is None:
                 self._made[group] = sent
@@ -85,7 +154,11 @@ class HostUpdates:
             updated = self._host.submit(self._step, group, lr, factor, predict, after=sent)
             pairs = self._weights.arriving(version, group)
             self.num_bytes["from host"] += sum(source.nbytes for _, source in pairs)
-            self._made[group] = self._from_host.submit(self._work.copy, pairs, after=updated)
+            self._made[group] = self._from_host.submit(self._copy, "from host", mark, pairs, after=updated)
+
+    def _copy(self, way: str, mark: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        with self._work.reach(mark, way):
+            self._work.copy(pairs)
 
     def _step(self, group: int, lr: float, factor: float, predict: bool) -> None:
         weights = self._weights.update_on_host(group, predict=predict)

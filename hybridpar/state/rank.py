@@ -23,7 +23,7 @@ from hybridpar.state import kinds
 from hybridpar.state.chunks import Buffer, Memory, Use, cut
 from hybridpar.state.compression import Compression
 from hybridpar.state.gradients import GradientAccumulator
-from hybridpar.state.host import HostUpdates, HostWork
+from hybridpar.state.host import HostMemory, HostUpdates, HostWork
 from hybridpar.state.outer import OuterStep
 from hybridpar.state.partition import Partition, make_routes
 from hybridpar.state.policy import StatePolicy
@@ -62,7 +62,7 @@ class RankState:
             parameters.layout, make_routes(policy, self.placements, grid), uses=self.uses)
         self.slots = [ParameterSlot(o.name, self.placements[o.name], grid.place, o.part, o.shared)
                       for o in self.partition.owned]
-        self._updating = Memory() if policy.on_host else self.memory  # where updates are made
+        self._updating = HostMemory(device) if policy.on_host else self.memory  # where updates are made
         hosted = {slot.name for slot in self.slots if policy.on_host and divisible(policy.optim, slot)}
         self.weights = WeightStore(
             parameters, self.partition, policy.num_versions, self.memory, predict=policy.predicts, uses=self.uses,

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import Works
-from hybridpar.errors import config_error
 from hybridpar.state.chunks import Buffer, Chunk, Memory, Use
 from hybridpar.state.partition import Partition
 from hybridpar.state.policy import StatePolicy
@@ -63,13 +62,6 @@ class WholeChunks(Memory):
         super().__init__(device)
         self.chunks: list[WholeChunk] = []
         self._kinds = ("gradients/",) * policy.splits_gradients + ("weights/",) * policy.splits_weights
-
-    @staticmethod
-    def of(policy: StatePolicy, device: torch.device) -> WholeChunks:
-        """The memory that a policy asks for which splits gradients. Raises: ConfigError."""
-        if device.type != "cpu":
-            raise config_error("parallel.zero", policy.parallel.zero, "works on CPUs so far", "1")
-        return WholeChunks(device, policy)
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         if chunk.use.stays or not kind.startswith(self._kinds):
@@ -123,7 +115,7 @@ class Shares:
     """
 
     def __init__(self, partition: Partition, whole: Buffer, dtype: torch.dtype, memory: Memory):
-        self.partition, self.whole = partition, whole
+        self.partition, self.whole, self.memory = partition, whole, memory
         self.layout = partition.layout_of_owned(dtype, wanted=lambda use: not use.stays)
         self.flat = Memory.zeros(memory, "", Chunk(0, self.layout.numel), dtype)
         self.views = self.layout.views(self.flat)

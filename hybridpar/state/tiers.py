@@ -9,30 +9,38 @@ an item begins to arrive until it has left.
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from hybridpar.state.store import padded
+from hybridpar.comm import Waitable
+from hybridpar.state.pages import AnyRegion, SparePages
 
-HUGE_PAGE = 2 << 20
+_LOOKS_S = 2e-4
+"""Between looks at what holds an item: collectives tell nobody that they are over."""
 
 
 class Store(Protocol):
     """The slow tier."""
 
-    def read(self, item: int, into: memoryview) -> None: ...
-    def write(self, item: int, content: memoryview) -> None: ...
+    def read(self, item: int, into: Any) -> None: ...
+    def write(self, item: int, content: Any) -> None: ...
     def close(self) -> None: ...
+
+
+class Spare(Protocol):
+    """What becomes of the memory of regions that items give up, and where others take theirs from."""
+
+    def add(self, region: Any) -> None: ...
+    def hand_to(self, region: Any) -> None: ...
+    def shrink_to(self, num_bytes: int) -> None: ...
 
 
 class Where(Enum):
@@ -44,39 +52,20 @@ class Where(Enum):
     LEAVING = "leaving"
 
 
-class Region:
-    """Memory at one address that is taken and given back. tensor: a view of it, in bytes, in whole pages."""
-
-    def __init__(self, num_bytes: int):
-        self._map = mmap.mmap(-1, padded(max(num_bytes, 1)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.view = memoryview(self._map)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        # mappings that touch are one to the kernel, and a huge page across both would come with either
-        size, address = len(self.view), self.tensor.data_ptr()
-        start, stop = min(-address % HUGE_PAGE, size), max(size - (address + size) % HUGE_PAGE, 0)
-        self._map.madvise(mmap.MADV_NOHUGEPAGE)
-        if start < stop:
-            self._map.madvise(mmap.MADV_HUGEPAGE, start, stop - start)
-
-    def give_back(self) -> None:
-        """Frees the memory. It reads as zeros when it is next used."""
-        self._map.madvise(mmap.MADV_DONTNEED)
-
-
 @dataclass(slots=True)
 class Item:
     """One item: its memory, where it is, and whether the store lacks its content. `written`: the store has any.
 
-    `hold`: returns when it may leave. `used`: when it was last asked for, by a count.
+    `holds`: when these are done it may leave. `used`: when it was last asked for, by a count.
     """
 
-    region: Region
+    region: AnyRegion
     pinned: bool
     where: Where = Where.ABSENT
     changed: bool = False
     written: bool = False
     used: int = 0
-    hold: Callable[[], object] | None = None
+    holds: list[Waitable] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -96,13 +85,17 @@ class Traffic:
 class Tiers:
     """Moves items between `regions` and a store, never having more than `budget` bytes in memory.
 
-    `pinned`: numbers of the items that are always there. Errors of the store are raised by the next call.
+    `pinned`: numbers of the items that are always there. Errors of the store are raised by the next call. `mark`: what
+    is done once that is over which the caller has started so far; None: it is over when a call returns.
     """
 
-    def __init__(self, regions: Sequence[Region], pinned: frozenset[int], budget: int, store: Store):
+    def __init__(self, regions: Sequence[AnyRegion], pinned: frozenset[int], budget: int, store: Store,
+                 spare: Spare | None = None, mark: Callable[[], Waitable] | None = None):
         self.items = [Item(region, number in pinned) for number, region in enumerate(regions)]
         self.budget, self.traffic, self._store = budget, Traffic(), store
         self._resident = self._clock = 0
+        self._spare: Spare = spare or SparePages()
+        self._mark = mark
         self._error: Exception | None = None
         self._state = threading.Condition()
         self._queues: dict[Where, deque[int]] = {Where.ARRIVING: deque(), Where.LEAVING: deque()}
@@ -128,9 +121,12 @@ class Tiers:
     def release(self, number: int) -> None:
         """Starts to write an item back, where the store lacks its content, and then gives up its memory."""
         item = self.items[number]
-        self._settle(item)
+        if item.where is Where.ARRIVING:
+            self._wait(lambda: item.where is Where.HERE)
+        if self._mark is not None:
+            item.holds.append(self._mark())
         with self._looking():
-            if item.changed:
+            if item.changed or item.holds:
                 item.where = Where.LEAVING
                 self._queues[Where.LEAVING].append(number)
             else:
@@ -140,19 +136,18 @@ class Tiers:
     def drop(self, number: int) -> None:
         """Gives up an item's memory and its content."""
         item = self.items[number]
-        self._settle(item)
         assert item.where is Where.HERE, f"item {number} is {item.where.value}"
-        with self._looking():
-            self._leave(item)
-            self._state.notify_all()
+        item.changed = False
+        self.release(number)
 
     def create(self, number: int) -> None:
-        """Takes memory for an absent item whose content is void; waits until what leaves has made room."""
+        """Takes memory for an absent item, zeros; waits until what leaves has made room."""
         item = self.items[number]
         self._wait(lambda: item.where is Where.ABSENT and self._has_room(item))
         with self._looking():
             self._take(item)
             item.where = Where.HERE
+        item.region.clear()
 
     def is_here(self, number: int) -> bool:
         """Whether an item can be used at once."""
@@ -175,10 +170,9 @@ class Tiers:
         """Waits for the end of all that is moving."""
         self._wait(lambda: not any(self._queues.values()))
 
-    def hold(self, number: int, until: Callable[[], object]) -> None:
-        """An item stays where it is until this has returned, which is called when it is to leave. The last one counts.
-        """
-        self.items[number].hold = until
+    def hold(self, number: int, until: Waitable) -> None:
+        """An item stays where it is until this is done, also where it is to leave."""
+        self.items[number].holds.append(until)
 
     # -- what is asked for beside plans --------------------------------------------------------------------------------
 
@@ -204,7 +198,7 @@ class Tiers:
             self._wait(lambda: item.where in (Where.HERE, Where.ABSENT))
         if item.where is Where.HERE:
             return item.region.tensor
-        copy = Region(item.num_bytes)
+        copy = item.region.another()
         if item.written:
             self._store.read(number, copy.view)
             self.traffic.read += item.num_bytes
@@ -234,14 +228,6 @@ class Tiers:
             self.release(number)
             self._wait(lambda number=number: self.items[number].where is Where.ABSENT)  # type: ignore[misc]
 
-    def _settle(self, item: Item) -> None:
-        """Waits for what holds an item, or brings it."""
-        if (hold := item.hold) is not None:
-            item.hold = None
-            hold()
-        if item.where is Where.ARRIVING:
-            self._wait(lambda: item.where is Where.HERE)
-
     @contextmanager
     def _looking(self) -> Iterator[None]:
         with self._state:
@@ -262,10 +248,12 @@ class Tiers:
 
     def _take(self, item: Item) -> None:
         self._resident += item.num_bytes
+        self._spare.hand_to(item.region)
+        self._spare.shrink_to(self.budget - self._resident)
         self.traffic.peak = max(self.traffic.peak, self._resident)
 
     def _leave(self, item: Item) -> None:
-        item.region.give_back()
+        self._spare.add(item.region)
         item.changed = False
         self._resident -= item.num_bytes
         if item.where is not Where.ARRIVING:  # it was fetched again meanwhile
@@ -311,9 +299,16 @@ class Tiers:
         if item.written:
             self._store.read(number, item.region.view)
             self.traffic.read += item.num_bytes
+        else:
+            item.region.clear()
 
     def _take_away(self, number: int) -> None:
         item = self.items[number]
+        while not all(hold.is_done() for hold in item.holds) and not self._closed:
+            time.sleep(_LOOKS_S)
+        item.holds.clear()
+        if not item.changed:
+            return
         self._store.write(number, item.region.view)
         item.written = True
         self.traffic.written += item.num_bytes

@@ -190,9 +190,13 @@ class WeightStore:
             table[key] = leaves[name]  # type: ignore[assignment]
         self._bound = slot
 
+    def arriving_parts(self, version: int) -> Works:
+        """The parts of `version` that other replicas make, on their way."""
+        return self._arriving.get(version, Works())
+
     def is_arriving(self, version: int) -> bool:
-        """Whether parts of `version` that other replicas make are not here yet."""
-        return version in self._arriving and not self._arriving[version].is_done()
+        """Whether any of these are not here yet."""
+        return not self.arriving_parts(version).is_done()
 
     def await_version(self, version: int) -> None:
         """Returns once `version` is all here."""
@@ -245,7 +249,7 @@ class WeightStore:
             update(Weights(self._lists[before], self._lists[after]).only(mine))
         else:
             update(Weights(self._lists[0], self._lists[0], self._working[after], self.predicts and predict).only(mine))
-        arriving = self._arriving.get(self.newest, Works())
+        arriving = self.arriving_parts(self.newest)
         self._arriving[self.newest] = Works((arriving, self.partition.gather(
             self.buffers[after], lambda use: use.group == group and self.is_kept(use))))
 

@@ -197,6 +197,7 @@ def describe(run: RunCosts) -> list[str]:
     parts = measured.parts[slowest]
     shares = [
         (f"waiting for other {name}s", parts.waiting), ("waiting for the host optimizer", parts.host),
+        ("waiting for state to come and go", parts.state),
         ("communication calls", parts.calls), ("norm and optimizer", parts.optimizer),
         ("between actions", parts.between), ("without a core", parts.no_core)]
     rest = "".join(f", {what} {in_ms(part)} ({part / step:.0%})" for what, part in shares if part > 5e-4 * step)

@@ -31,11 +31,13 @@ from hybridpar.pipeline.plan.passes import forward_actions, lower
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes, drained, schedule_of
 from hybridpar.pipeline.run import graphs
+from hybridpar.pipeline.run.codecs import with_coded_sums
 from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.stash import FileTier, Stash
 from hybridpar.state import RankState, StatePolicy
+from hybridpar.state.device_tier import tiered_memory
 from hybridpar.state.host import HostWork
 from hybridpar.state.shares import WholeChunks
 from hybridpar.state.tiered import ItemMemory, TieredMemory, slow_folder
@@ -82,21 +84,19 @@ class Engine:
         states = StatePolicy.of(config, self.policy.num_versions(grid.pp.rank), self.schedule.num_gradient_buffers)
         numbers = [number for stage in self._held for number in self.split[stage]]
         sequence = config.parallel.sequence
-        blocks = build_blocks(
-            model, grid.tp, numbers, kernels=config.kernels, sequence=sequence, dtype=states.dtype)
+        blocks = with_coded_sums(build_blocks(
+            model, grid.tp, numbers, kernels=config.kernels, sequence=sequence, dtype=states.dtype), config)
         again = recomputed_blocks(pipeline.recompute, model, self.split)
         self.parts = Parts.of(config, {stage: self.split[stage] for stage in self._held})
         stages = {stage: [Stage({n: blocks[n] for n in numbers}, again[stage], model) for numbers in parts]
                   for stage, parts in self.parts.of_stage.items()}
         self.stage = Stage(blocks)
         if memory is None and config.memory.budget:
-            memory = TieredMemory.of(config, device)
-        if self.sizes.is_v and device.type != "cpu":
-            raise config_error("pipeline.placement", "v", "works on CPUs so far", "loop")
-        if config.memory.host_optimizer and device.type != "cpu":
-            raise config_error("memory.host_optimizer", "true", "works on CPUs so far", "false")
+            memory = tiered_memory(config, device)
+        if config.memory.host_optimizer and config.optim.name == "muon" and device.type != "cpu":
+            raise config_error("optim.name", "muon", "works with memory.host_optimizer on CPUs so far", "adamw")
         if memory is None and states.splits_gradients:
-            memory = WholeChunks.of(states, device)
+            memory = WholeChunks(device, states)
         self.state = RankState(self.stage, grid, states, device, parts=self.parts.ranges, memory=memory,
                                host_work=host_work)
         self._division = self.parts.division(self.state)
@@ -109,10 +109,9 @@ class Engine:
         self.executor = Executor(
             stages, self.state.weights, Lane.of(config, grid, states.dtype, device, self.split),
             self.sizes, self.tiers or self.replicas, self._stash())
-        if (config.train.cuda_graphs and device.type == "cuda" and not config.train.record_memory
-                and not self.parts.is_divided):
-            self.executor.graphs = graphs.recorder(
-                config, stages[self._held[0]][0], self.state.gradients, device, eager_last=grid.dp.size > 1)
+        by_block = config.train.record_memory or config.train.planned_memory  # a graph's pool is apart
+        if config.train.cuda_graphs and device.type == "cuda" and not by_block and not self.parts.is_divided:
+            self.executor.graphs = graphs.recorder(config, stages[self._held[0]][0], self.state.gradients, device)
         self._talk: SiteTalk | None = None
         if self.state.outer is not None:
             self.state.outer.waits_by, self._talk = self.executor.wait, SiteTalk(self.state.outer)
@@ -145,8 +144,8 @@ class Engine:
             self.state.outer.go_on(self.batches_done)
         hooks = BatchHooks(self._before_backward, self._after_backward, self._reduce, self._norm, self._host,
                            self._update, self._weight_gradients)
-        source = LoaderSource(loader, self.config, self.device, training=True)
         recorded = self.executor.graphs
+        source = LoaderSource(loader, self.config, self.device, training=True, fixed_shapes=recorded is not None)
         with nullcontext() if recorded is None else recorded.stream():
             self.executor.run(self._tamper(self._until_end(self._in_tiers(self.plan(num_batches)))), source, hooks)
             for batch in sorted(self._pending):

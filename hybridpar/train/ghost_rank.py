@@ -18,6 +18,7 @@ from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.residency import Residency, add_residency
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.pipeline.run.codecs import with_coded_sums
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.shares import ListedChunks
@@ -53,9 +54,9 @@ class GhostRank:
                 memory = ItemMemory(tracker.device)
             elif policy.splits_gradients:
                 memory = ListedChunks(tracker.device, policy)
-            stage = Stage(build_blocks(
+            stage = Stage(with_coded_sums(build_blocks(
                 config.model, grid.tp, [number for one in held for number in split[one]], kernels=config.kernels,
-                sequence=config.parallel.sequence, dtype=policy.dtype))
+                sequence=config.parallel.sequence, dtype=policy.dtype), config))
             parts = Parts.of(config, {one: split[one] for one in held})
             return GhostRank(config, grid.pp.rank, parts, RankState(
                 stage, grid, policy, tracker.device, parts=parts.ranges, memory=memory), memory)

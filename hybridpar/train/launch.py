@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hybridpar import native
 from hybridpar.config import Launch, TrainConfig
 from hybridpar.cpu import available_cores
 from hybridpar.errors import HybridparError, config_error
@@ -112,7 +113,7 @@ class Job:
             raise _lost_store(rank, error) from None
 
     def start_group(self, device: torch.device, backend: str, timeout_s: float) -> None:
-        """Creates the process group. Communication gives up after `timeout_s` seconds.
+        """Creates the process group. Communication gives up after `timeout_s` seconds (see `ProcessGrid.wait_at_most`).
 
         Gloo listens on the loopback interface alone where all processes are on this machine.
         """
@@ -188,26 +189,40 @@ def _poll(done: Callable[[], bool]) -> None:
         pause = min(2 * pause, longest)
 
 
-def choose_device(config: TrainConfig, launch: Launch) -> torch.device:
+def choose_device(config: TrainConfig, launch: Launch, gather: Callable[[str], list[str]]) -> torch.device:
     """The device of this process: a GPU, of its own unless they may be shared, or the CPU.
 
-    Raises: ConfigError if GPUs are asked for and there are too few.
+    A launcher may show each process one GPU alone (`srun --gpus-per-task=1`), so it is not numbers that are compared:
+    `gather` returns the words of all processes in rank order, and is given the one that names this one's GPU.
+    Collectives: `gather`, unless `config.device` is "cpu".
+    Raises: ConfigError on all processes if GPUs are asked for and some have none, or the same one.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    needed = 1 if config.share_gpus else launch.local_world_size
-    if config.device == "cuda" and gpus < needed:
-        rule = f"this machine has {gpus} GPUs for its {launch.local_world_size} processes"
-        raise config_error("train.device", "cuda", rule, "cpu, or train.share_gpus = true" if gpus else "cpu")
-    if config.device == "cpu" or gpus < needed:
+    if config.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", launch.local_rank % gpus)
-    torch.cuda.set_device(device)
-    return device
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus and config.planned_memory:
+        take_over_cuda()  # before CUDA is set up, as it is to know a GPU's name
+    index = launch.local_rank % max(gpus, 1)
+    taken = gather(str(torch.cuda.get_device_properties(index).uuid) if gpus else "")
+    if all(taken) and (config.share_gpus or len(set(taken)) == len(taken)):
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        return device
+    if config.device == "cuda":
+        rule = f"this machine has {gpus} GPUs for its {launch.local_world_size} processes"
+        raise config_error("train.device", "cuda", rule, "cpu, or train.share_gpus = true" if all(taken) else "cpu")
+    return torch.device("cpu")
 
 
 def choose_backend(config: TrainConfig, device: torch.device) -> str:
     """The backend of a job's process group. NCCL takes no two processes on one GPU."""
     return "nccl" if device.type == "cuda" and not config.share_gpus else "gloo"
+
+
+def set_precision(config: TrainConfig, device: torch.device) -> None:
+    """Has a GPU multiply fp32 matrices as `config.tf32` says."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
 
 
 def set_threads(wanted: int, launch: Launch) -> int:
@@ -227,3 +242,37 @@ def keep_freed_memory() -> bool:
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
     return bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def give_back_freed_memory() -> None:
+    """Has glibc's malloc give the system what is free, which the arena takes the place of."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def require_planned(config: TrainConfig, device: torch.device) -> None:
+    """Says whether memory can be planned on this device. Raises: ConfigError."""
+    on_cpu = device.type == "cpu"
+    if config.planned_memory and (reason := native.missing_recorder() if on_cpu else native.missing_cuda()):
+        raise config_error("train.planned_memory", "true", f"needs an allocator of ours: {reason}", "false")
+
+
+def take_over_cuda() -> None:
+    """Makes ours this process's allocator of CUDA memory. To be called before any of it is used.
+
+    A pool of torch's (MemPool) would not do: it asks for segments, not for blocks.
+    Raises: ConfigError where CUDA memory is in use already, or the extension is missing.
+    """
+    if torch.cuda.is_initialized():
+        if torch.cuda.get_allocator_backend() == "pluggable":
+            return
+        raise config_error("train.planned_memory", "true", "must come before anything else uses CUDA in this process",
+                           "false")
+    require_planned(TrainConfig(planned_memory=True), torch.device("cuda"))
+    path = native.cuda_library()
+    functions = [f"hybridpar_planned_{name}" for name in ("alloc", "free", "record_stream")]
+    allocator = torch.cuda.memory.CUDAPluggableAllocator(path, *functions[:2])
+    record_stream = ctypes.cast(getattr(ctypes.CDLL(path), functions[2]), ctypes.c_void_p).value
+    allocator.allocator().set_record_stream_fn(record_stream)
+    torch.cuda.memory.change_current_allocator(allocator)

@@ -35,7 +35,15 @@ from hybridpar.train.equal_plans import require_equal_plans
 from hybridpar.train.errors import AnomalyError, LostContactError, SaveError, SetupError, describe_failure
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
-from hybridpar.train.launch import Job, choose_backend, choose_device, keep_freed_memory, set_threads
+from hybridpar.train.launch import (
+    Job,
+    choose_backend,
+    choose_device,
+    keep_freed_memory,
+    require_planned,
+    set_precision,
+    set_threads,
+)
 from hybridpar.train.links import Hosts, LinkWatch
 from hybridpar.train.progress import PlainReporter, Reporter, make_reporter
 from hybridpar.train.run import Outcome, Run
@@ -57,11 +65,13 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     """
     config = resolve(config, launch.world_size)
     faults = parse_faults(inject, config)
-    device = choose_device(config.train, launch)
+    job = Job.connect(launch)
+    device = choose_device(config.train, launch, job.gather)
+    require_planned(config.train, device)
     threads = set_threads(config.train.threads, launch)
+    set_precision(config.train, device)
     if config.train.keep_memory and device.type == "cpu":
         keep_freed_memory()
-    job = Job.connect(launch)
     folder, num_steps, first = config.run.folder, config.train.num_steps, launch.rank == 0
     config = from_mapping(job.decide(lambda: run_folder.measured(config)), config)
     saved, changed = job.decide(lambda: run_folder.find_run(config))
@@ -117,7 +127,10 @@ class _Place:
         """Starts the process group, and makes the grid of it. Collectives: on all processes of the job."""
         flight.phase("connecting", config.faults.start_timeout_s)
         with Waiting(flight, "rendezvous", "world"):
-            self.job.start_group(self.device, choose_backend(config.train, self.device), config.longest_wait_s)
+            backend, wait = choose_backend(config.train, self.device), config.longest_wait_s
+            if backend == "nccl":  # others wait while one compiles; Run says when that is over
+                wait = max(wait, config.faults.start_timeout_s)
+            self.job.start_group(self.device, backend, wait)
             return ProcessGrid(sizes_of(config.parallel), device_type=self.device.type, flight=flight)
 
     def watch_links(self, config: Config, flight: Flight, reporter: Reporter) -> LinkWatch | None:
@@ -162,7 +175,8 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         who = grid.describe(Sizes.of(config).stages_of(grid.pp.rank))
         config = settle(config, grid, place.device, reporter.say)
         prove(config)
-        watched = config.train.measure_memory or bool(config.plan.memory_mib)
+        counts = place.device.type == "cpu" or not config.train.planned_memory  # of CUDA's allocator, then
+        watched = counts and (config.train.measure_memory or bool(config.plan.memory_mib))
         watch = MemoryWatch(config, place.device) if watched else None
         engine = place.build(lambda: Engine(config, grid, place.device, tamper=injector.tamper))
         require_equal_plans(engine)

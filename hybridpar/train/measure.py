@@ -14,7 +14,7 @@ Units: seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
@@ -39,6 +39,7 @@ class Parts:
     compute: forward and backward. optimizer: norm and update. calls: issuing transfers and reductions. between: from
     one action to the next (Python). waiting: for other ranks. no_core: ready to go on, but other work had the core.
     beside: CPU time of its other threads, which carry the transfers. host: waiting for the optimizer on the host.
+    state: waiting for the rank's state, between the tiers of a budget or among replicas.
     """
 
     compute: float
@@ -49,6 +50,7 @@ class Parts:
     no_core: float
     beside: float
     host: float = 0.0
+    state: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,21 +98,13 @@ def _costs(
     on beside them are medians."""
     ranks, m = [r for place in places for r in place], sizes.num_microbatches
 
-    def of_kind(kind: Kind) -> list[list[float]]:
-        """Own times by stage, batch by batch in the order of micro-batches: so what slows down all stages at once still
-        does. Those of a rank are by rank. Parts of an action count as one."""
-        return [[time for r in places[sizes.rank_of(stage)] for batch in typical[r.rank]
-                 for time in _whole(batch, kind, stage if kind in COMPUTE else None, m)]
-                for stage in range(sizes.num_stages if kind in COMPUTE else sizes.num_ranks)]
-
-    splits = any(e.action.kind is Kind.I for r in ranks for batch in typical[r.rank] for e in batch)
-
     def times(kind: Kind) -> list[list[float]]:
-        """The same; of a backward in parts, the sum of these."""
-        if not splits or kind is not Kind.B:
-            return of_kind(kind)
-        parts = (of_kind(part) for part, row in ROWS.items() if row.part_of is kind)
-        return [[sum(both) for both in zip(*of_stage, strict=True)] for of_stage in zip(*parts, strict=True)]
+        """Own times by stage, batch by batch in the order of micro-batches: so what slows down all stages at once still
+        does. Those of a rank are by rank. Parts of an action, and of a backward, count as one."""
+        kinds = {kind, *(part for part, row in ROWS.items() if row.part_of is kind)}
+        return [[time for r in places[sizes.rank_of(stage)] for batch in typical[r.rank]
+                 for time in _whole(batch, kinds, stage if kind in COMPUTE else None, m)]
+                for stage in range(sizes.num_stages if kind in COMPUTE else sizes.num_ranks)]
 
     def work(kind: Kind) -> tuple[float, ...]:
         return tuple(map(_mean_or_0, times(kind)))
@@ -131,16 +125,29 @@ def _costs(
         host=under_way(Kind.HOST), offload=under_way(Kind.OFFLOAD), reload=under_way(Kind.RELOAD),
         blocking_norm=ranks[0].host.cores > 0, cores=_cores(ranks, len(places)), transfer_work=_beside(ranks),
         variation={kind: tuple(map(_variation, times(kind))) for kind in VARYING},
-        backward_input=work(Kind.I) if splits else None)
+        backward_input=_inputs(times(Kind.I), times(Kind.W), work(Kind.B)))
 
 
-def _whole(batch: Sequence[Event], kind: Kind, stage: int | None, m: int) -> list[float]:
-    """Own times of the actions of a kind, of a stage, in the order of micro-batches: of each the sum of its parts."""
+def _inputs(
+    inputs: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], whole: Sequence[float],
+) -> tuple[float, ...] | None:
+    """Time of a backward to the input, by stage; None: no backward was in two parts. Where a stage had only whole ones
+    it is the share that it was on the others."""
+    both = [(fmean(i), fmean(i) + fmean(w)) for i, w in zip(inputs, weights, strict=True) if i and w]
+    if not both:
+        return None
+    share = sum(i for i, _ in both) / sum(total for _, total in both)
+    return tuple(_mean_or_0(i) if i else share * b for i, b in zip(inputs, whole, strict=True))
+
+
+def _whole(batch: Sequence[Event], kinds: Collection[Kind], stage: int | None, m: int) -> list[float]:
+    """Own times of the actions of these kinds, of a stage, in the order of micro-batches: of each the sum of its
+    parts."""
     sums: dict[tuple[int, int], float] = {}
     for e in batch:
-        if e.action.kind is kind and stage in (None, e.action.stage):
+        if e.action.kind in kinds and stage in (None, e.action.stage):
             # parts of what is of a batch may lie on both sides of where the next one begins
-            key = 0 if kind in PER_BATCH else e.action.microbatch, e.action.stage
+            key = 0 if e.action.kind in PER_BATCH else e.action.microbatch, e.action.stage
             sums[key] = sums.get(key, 0.0) + e.own + e.gap
     return [sums[key] for key in sorted(sums, key=lambda key: key[0] % m)]
 
@@ -267,12 +274,14 @@ def _parts(rank: RankEvents, batches: Sequence[Sequence[Event]]) -> Parts:
     calls = own(lambda kind: kind not in COMPUTE and kind not in optimizer)
     updates = {Kind.UPDATE} if any(e.action.kind is Kind.HOST for e in events) else set()
     between, host = mean(e.gap for e in events), mean(e.waited for e in events if e.action.kind in updates)
-    waiting = mean(e.waited for e in events) - host
+    state = mean(e.waited_for_state for e in events if e.action.kind not in updates)
+    waiting = mean(e.waited for e in events) - host - state
     # from the end of what came before the batch to the end of the batch
     seconds = sum(batch[-1].end - batch[0].start + batch[0].gap for batch in batches) / len(batches)
-    no_core = max(0.0, seconds - compute - update - calls - between - waiting - host)
+    no_core = max(0.0, seconds - compute - update - calls - between - waiting - host - state)
     recorded = rank.events[-1].end - rank.events[0].start
-    return Parts(compute, update, calls, between, waiting, no_core, rank.usage.beside * seconds / recorded, host)
+    return Parts(compute, update, calls, between, waiting, no_core, rank.usage.beside * seconds / recorded, host,
+                 state)
 
 
 def _mean(parts: Sequence[Parts]) -> Parts:

@@ -117,8 +117,14 @@ class BatchClock:
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """The most memory that this process has held, in MiB: on its GPU, or in RAM where it computes there."""
+    """The most memory that this process has held, in MiB: in RAM where it computes there, else on its GPU.
+
+    There it is what torch has reserved: CUDA graphs keep memory that counts as allocated only while they are recorded.
+    """
+    if device.type == "cuda" and torch.cuda.get_allocator_backend() == "pluggable":  # which does not count
+        free, total = torch.cuda.mem_get_info(device)
+        return (total - free) / 2**20
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
+        return torch.cuda.max_memory_reserved(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

@@ -9,8 +9,8 @@ whether it went well. The last one is waited for. report.py writes and says how 
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hybridpar import checkpoint
-from hybridpar.comm import all_reduce
+from hybridpar.comm import all_reduce, gather_objects
 from hybridpar.config import Config
 from hybridpar.data import BatchLoader, Data, Samples
 from hybridpar.flight import EVALUATING
@@ -29,6 +29,7 @@ from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.links import LinkWatch
 from hybridpar.train.memory_trace import MemoryLog
 from hybridpar.train.metrics import BatchClock
+from hybridpar.train.planned_memory import PlannedMemory, describe
 from hybridpar.train.progress import Reporter
 from hybridpar.train.report import RunReport
 from hybridpar.train.rollback import AnomalyHandler
@@ -85,6 +86,7 @@ class Run:
         self.train_loader.start = engine.data_start
         loader = self.train_loader if watch is None else watch.loader(self.train_loader)
         self.memory = MemoryLog(engine, resumed, reporter.say) if config.train.record_memory else None
+        self.planned = PlannedMemory(engine, reporter.say) if config.train.planned_memory else None
         self.clock = BatchClock(loader if self.memory is None else self.memory.loader(loader))
         self.valid_loader = None if data.valid is None else self._loader(data.valid)
         self.anomalies = AnomalyHandler(engine, data.train, self.report.log, reporter.say)
@@ -110,6 +112,8 @@ class Run:
         self.saver.close()
         if self.memory is not None:
             self.memory.close()
+        if self.planned is not None:
+            self.planned.close(self.config.run.folder)
         self.report.log.close()
 
     def go(self) -> Outcome:
@@ -142,6 +146,9 @@ class Run:
         self.flight.phase("ending", self.faults.start_timeout_s)
         if self.watch is not None:
             self.reporter.say(str(self.watch.compare(self.grid, self.engine.tiers.peak if self.engine.tiers else 0)))
+        if self.planned is not None:
+            counts = gather_objects(self.planned.counts, self.grid.world)
+            self.reporter.say(describe(counts))
         self.report.finish(stopped_by)
         return Outcome(self.config.run.folder, engine.batches_done, end, self.resumed, self.report.loss,
                        self.report.val_loss, stopped_by)
@@ -161,7 +168,10 @@ class Run:
     def _train_until(self, stop: int) -> None:
         self.flight.phase("training", self._limit_s)
         self.report.begin_stretch(stop)
-        with nullcontext() if self.memory is None else self.memory.active():
+        watching = [one.active() for one in (self.memory, self.planned) if one is not None]
+        with contextlib.ExitStack() as stack:
+            for one in watching:
+                stack.enter_context(one)
             self.engine.train(self.clock, stop - self.engine.batches_done, self._on_step)
         self.flight.phase("settling", self.faults.start_timeout_s)
         self.clock.stop()
@@ -171,6 +181,7 @@ class Run:
         if not self.warm:
             self.warm = True
             self.flight.limit(self._limit_s)
+            self.grid.wait_at_most(self.config.longest_wait_s)
         if not self.reserved:  # early, so that what is measured of memory has it
             self.saver.reserve()
             self.reserved = True

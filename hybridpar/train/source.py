@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridpar.config import Config
 from hybridpar.data.loader import Loader
+from hybridpar.models.blocks import padded_labelled_rows
 from hybridpar.random import RandomKey
 
 
@@ -20,10 +21,15 @@ class LoaderSource:
     config: Config
     device: torch.device
     training: bool
+    fixed_shapes: bool = False
+    """Micro-batches of a BERT come with the rows that its head takes, of one number as a rule: for CUDA graphs."""
 
     def microbatch(self, number: int) -> tuple[dict[str, Tensor], RandomKey | None]:
         batch, index = divmod(number, self.config.pipeline.num_microbatches)
-        tensors = {n: self._on_device(t) for n, t in self.loader.microbatch(batch, index).items()}
+        tensors = dict(self.loader.microbatch(batch, index))
+        if self.fixed_shapes and self.config.model.kind == "bert":
+            tensors["labelled"] = padded_labelled_rows(tensors["labels"])
+        tensors = {n: self._on_device(t) for n, t in tensors.items()}
         # on the device: torch divides by numbers of the CPU in another way, and a CUDA graph has them on the GPU
         # of several sites, a site's share of the batch's: the mean over sites is then that of the whole batch
         sites = self.config.parallel.sites

@@ -65,12 +65,13 @@ class RankTiers:
         """What the last backward of a part has made final is being reduced."""
         for i, item in self._touches.of(f"gradients/{self._touches.state.gradients.buffer_index(batch)}"):
             if item.use.parts[0] == part:
-                self._tiers.hold(i, self._touches.state.reducer.of(item.use).wait)
+                self._tiers.hold(i, self._touches.state.reducer.of(item.use))
 
     def hold_weights(self, version: int, group: int) -> None:
         """What a part of an update has made is being gathered from other replicas."""
         weights = self._touches.state.weights
-        if weights.is_arriving(version):
+        arriving = weights.arriving_parts(version)
+        if not arriving.is_done():
             for i, item in self._touches.of(f"weights/{weights.slot(version)}"):
                 if item.use.group == group:
-                    self._tiers.hold(i, lambda: weights.await_version(version))
+                    self._tiers.hold(i, arriving)

@@ -153,7 +153,7 @@ def transfer_times(ranks: Sequence[RankEvents], link: int) -> Iterator[float]:
         sent = events.get((pipeline, stage + towards, send, number))
         posted = events.get((pipeline, stage, receive, number))
         if sent is not None and posted is not None:
-            yield used.waits[0][1] - _transfer_start(sent, posted)
+            yield _input_waits(used)[0][1] - _transfer_start(sent, posted)
 
 
 def _sizes(ranks: Sequence[RankEvents]) -> Sizes:
@@ -169,7 +169,12 @@ def _transfer_start(sent: Event, posted: Event) -> float:
 
 def _has_waited(used: Event) -> bool:
     """Whether the action had to wait for its input."""
-    return bool(used.waits) and used.waits[0][1] - used.waits[0][0] > _WAITED_S
+    return any(until - since > _WAITED_S for since, until in _input_waits(used)[:1])
+
+
+def _input_waits(used: Event) -> Sequence[tuple[float, float]]:
+    """The waits of an action, from that for its input on."""
+    return used.waits[used.for_state :]
 
 
 def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, ...] = (), *, gathers: bool = False) -> Timeline:

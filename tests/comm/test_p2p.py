@@ -36,15 +36,15 @@ def ring(device: str, computes_on: str = "cpu") -> None:
         irecv(buffers[0].t(), left, axis)
 
 
-def tags_and_directions(device: str) -> None:
-    """Messages with tags may be awaited in any order; the reverse axis is a line of its own."""
+def directions(device: str) -> None:
+    """The reverse axis is a line of its own, and so is each axis again."""
     grid = ProcessGrid(pp=2, device_type=device)
-    other = 1 - grid.pp.rank
-    values = {tag: torch.tensor([float(tag), grid.pp.rank]) for tag in (5, 6)}
-    sends = [isend(values[tag], other, grid.pp, tag) for tag in (5, 6)]
-    got = {tag: torch.empty(2) for tag in (6, 5)}
-    for tag in (6, 5):
-        irecv(got[tag], other, grid.pp, tag).wait()
+    other, axes = 1 - grid.pp.rank, (grid.pp, grid.again("pp"))
+    assert axes[1].group is not axes[0].group
+    sends = [isend(torch.tensor([float(i), grid.pp.rank]), other, axis) for i, axis in enumerate(axes)]
+    got = [torch.empty(2) for _ in axes]
+    for i in (1, 0):
+        irecv(got[i], other, axes[i]).wait()
     back = torch.empty(2, requires_grad=True)
     sends.append(isend(torch.ones(2, requires_grad=True) * 7, other, grid.pp_reverse))
     irecv(back, other, grid.pp_reverse).wait()
@@ -53,7 +53,7 @@ def tags_and_directions(device: str) -> None:
     irecv(torch.empty(0, 4), other, grid.pp).wait()
     for work in sends:
         work.wait()
-    assert {tag: x.tolist() for tag, x in got.items()} == {5: [5.0, other], 6: [6.0, other]}
+    assert [x.tolist() for x in got] == [[0.0, other], [1.0, other]]
     assert back.tolist() == [7.0, 7.0]
     assert grid.pp_reverse.traffic.calls == {"send": 1, "recv": 1}
 
@@ -72,8 +72,8 @@ def test_ring_of_tensors_on_a_shared_gpu() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_tags_and_directions(device: str) -> None:
-    run_ranks(tags_and_directions, 2, device)
+def test_directions(device: str) -> None:
+    run_ranks(directions, 2, device)
 
 
 def test_nobody_to_talk_to() -> None:

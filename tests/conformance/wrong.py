@@ -13,8 +13,21 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from hybridpar.conformance import Built, Factory
-from hybridpar.conformance.cases import ROWS, VOCAB, Layout
+from hybridpar.conformance.cases import (
+    EXPERTS,
+    GROUPS,
+    HEADS,
+    HIDDEN,
+    ROWS,
+    VOCAB,
+    Layout,
+    balance,
+    heads_of,
+    routed,
+    through,
+)
 from hybridpar.nn import split_ranges
+from hybridpar.nn.attention import HeadLayout
 
 
 class Sum(Function):
@@ -173,6 +186,109 @@ class Untied(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(self.head(self.embedding(ids)), labels)
+
+
+class Heads(nn.Module):
+    """Attention split by heads; `wrong` says what is not as it should be."""
+
+    def __init__(self, plain: Any, wrong: str = ""):
+        super().__init__()
+        heads = HeadLayout(HIDDEN, HEADS, plain.groups, dist.get_world_size())
+        self.rows, columns = (shard.index(dist.get_rank()) for shard in (heads.qkv_shard(), heads.out_shard()))
+        self.queries = list(heads.group_heads(dist.get_rank()).values())
+        self.qkv, self.out, self.columns, self.wrong = plain.qkv, plain.out, columns, wrong
+        for parameters, name in ((self.qkv, "weight"), (self.qkv, "bias")):
+            setattr(parameters, name, nn.Parameter(getattr(parameters, name)[self.rows].detach().clone()))
+        self.out.weight = nn.Parameter(plain.out.weight[:, columns].detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        slots = self.qkv(Sum.apply(x, False, True)).unflatten(1, (-1, HIDDEN // HEADS)).transpose(0, 1)
+        outs, at = [], 0
+        for start, stop in self.queries:
+            each = stop - start
+            q, k, v = slots[at : at + each], slots[at + each], slots[at + each + 1]
+            k = slots[-2] if self.wrong == "key" else k
+            scale = (HIDDEN / HEADS) ** -0.5 / (dist.get_world_size() if self.wrong == "scale" else 1)
+            outs.append(functional.scaled_dot_product_attention(
+                q, k.expand_as(q), v.expand_as(q), is_causal=self.wrong != "mask", scale=scale))
+            at += each + 2
+        y = torch.cat(outs).transpose(0, 1).flatten(1)
+        return Sum.apply(functional.linear(y, self.out.weight), True, False) + self.out.bias
+
+    def finish(self) -> None:
+        """Sums gradients of rows that several ranks hold."""
+        for parameter in () if self.wrong == "shared" else self.qkv.parameters():
+            total = torch.zeros(HIDDEN // HEADS * (HEADS + 2 * GROUPS), *parameter.shape[1:], dtype=torch.float64)
+            dist.all_reduce(total.index_add_(0, self.rows, parameter.grad))
+            parameter.grad = total[self.rows]
+
+    def layout(self, name: str, parameter: nn.Parameter) -> Layout:
+        return Layout(0, self.rows) if "qkv" in name else Layout(1, self.columns) if "weight" in name else Layout()
+
+
+def heads(wrong: str, grouped: bool = False) -> Factory:
+    def factory(plain: nn.Module, group: dist.ProcessGroup) -> Built:
+        module = Heads(plain, wrong)
+        return Built(module, module.finish if grouped else lambda: None, layout=module.layout)
+
+    return factory
+
+
+def _spread(x: Tensor, backward: bool = True) -> Tensor:
+    """All rows, of those that each rank has."""
+    start, stop = split_ranges(ROWS, dist.get_world_size())[dist.get_rank()]
+    return Sum.apply(functional.pad(x.transpose(0, -1), (start, ROWS - stop)).transpose(0, -1), True, backward)
+
+
+def rows_attention(wrong: str) -> Factory:
+    """Keys and values come from all ranks, as around a ring."""
+    def attention(plain: Any, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        start, stop = split_ranges(ROWS, dist.get_world_size())[dist.get_rank()]
+        q, _, _ = heads_of(plain.qkv(x), HEADS)
+        _, k, v = heads_of(_spread(plain.qkv(x), wrong != "backward"), HEADS)
+        places = slice(stop - start) if wrong == "mask" else slice(start, stop)
+        seen = torch.ones(ROWS, ROWS, dtype=torch.bool).tril()[places]
+        if documents is not None and wrong != "packed":
+            seen &= documents[:, None] == _spread(documents.double())
+        y = functional.scaled_dot_product_attention(q, k, v, seen)
+        return plain.out(y.transpose(0, 1).flatten(1))
+
+    return of(attention, finish=wrong != "weights")
+
+
+def experts(wrong: str) -> Factory:
+    """A rank has its share of the experts, to which the rows of all ranks come."""
+    def factory(plain: Any, group: dist.ProcessGroup) -> Built:
+        start, stop = split_ranges(ROWS, group.size())[group.rank()]
+        mine = slice(*split_ranges(EXPERTS, group.size())[group.rank()])
+        for name in ("up", "down"):
+            setattr(plain, name, nn.Parameter(getattr(plain, name)[mine].detach().clone()))
+        if wrong == "twice":
+            plain.up.register_hook(lambda grad: group.size() * grad)
+
+        def forward(plain: Any, x: Tensor) -> Tensor:
+            rows = _spread(x)
+            share, chosen = routed(plain.router(rows))
+            kept = chosen * (chosen.cumsum(0) <= 2) if wrong == "capacity" else chosen
+            weights = kept * (share / share.detach() if wrong == "weights" else share)
+            out = torch.einsum("re,reh->rh", weights[:, mine], through(rows, plain.up, plain.down))
+            own = Sum.apply(out, True, True)[start:stop]
+            if not plain.balanced:
+                return own
+            total = Sum.apply(own.square().sum() / (ROWS * HIDDEN), True, False)
+            if wrong == "own rows":
+                share, chosen = share[start:stop], chosen[start:stop]
+            loss = balance(share.detach() if wrong == "no gradient" else share, chosen)
+            return total + 0.1 * loss if wrong == "each" else total + 0.1 * (loss / group.size() + (
+                loss - loss / group.size()).detach())
+
+        def finish() -> None:
+            if wrong != "router":
+                dist.all_reduce(plain.router.weight.grad)
+
+        return Built(Of(plain, forward), finish, layout=lambda name, _: Layout(None if "router" in name else 0))
+
+    return factory
 
 
 class OwnMasks(nn.Dropout):

@@ -29,6 +29,10 @@ RUNS = {
     "addresses": ("tests/ops/test_update.py", "triton and not cuda and any_address and 3-triton"),
     "embedding": ("tests/ops/test_embedding.py",
                   "rows_and and triton and not cuda and not float16 and not (many and float64)"),
+    "codecs": ("tests/ops/test_quantize.py tests/ops/test_largest.py tests/ops/test_sparse.py",
+               "not cuda and not threads and not float64 and not bfloat16- and not 200003 and (test_quantize or "
+               "test_sparse and triton and not float32-float32 or test_largest and (False-torch.float32 or "
+               "True-torch.float16 or finite or equal_ones and float32 or more_than))"),
     "reach": ("tests/kernels/interpreted.py", ""),
 }
 
@@ -37,8 +41,8 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_in_the_interpreter(name):
     tests, choice = RUNS[name]
-    run = subprocess.run([sys.executable, "-m", "pytest", tests, "-k", choice, "-p", "no:cacheprovider"], cwd=ROOT,
-                         capture_output=True, text=True,
+    run = subprocess.run([sys.executable, "-m", "pytest", *tests.split(), "-k", choice, "-p", "no:cacheprovider"],
+                         cwd=ROOT, capture_output=True, text=True,
                          env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     summary = run.stdout.splitlines()[-1]

@@ -11,6 +11,7 @@ import torch
 from hybridpar.config import ModelConfig
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
+from hybridpar.models.blocks import padded_labelled_rows
 from hybridpar.models.build import Recomputation, build_blocks, parse_recompute, recomputed_blocks
 from hybridpar.nn import LayerNorm, RMSNorm
 from hybridpar.random import RandomKey
@@ -99,3 +100,28 @@ def test_berts_head_has_the_gelu_of_its_layers(activation: Any, exact: bool) -> 
     x = torch.linspace(-3, 3, 8)
     expected = torch.nn.functional.gelu(x, approximate="none" if exact else "tanh")
     torch.testing.assert_close(head.activation(x, None), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_labelled", [1, 5, 6, 9, 24])
+def test_rows_of_berts_head_that_count_for_nothing(num_labelled: int) -> None:
+    """Losses and gradients are the same where micro-batches have a fixed number of rows: 2 * ceil(0.15 * 12)."""
+    model = ModelConfig(kind="bert", hidden_size=16, num_heads=2, seq_length=12, vocab_size=31)
+    head: Any = build_blocks(model, Axis("tp"), [model.num_blocks - 1], device="cpu", dtype=torch.float64)
+    (head,) = head.values()
+    random = torch.Generator().manual_seed(num_labelled)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, generator=random)
+    labels = torch.full((24,), -100)
+    labels[torch.randperm(24, generator=random)[:num_labelled]] = 7
+    batch = {"tokens": labels.view(2, 12), "labels": labels.view(2, 12), "sentence_labels": torch.tensor([0, 1]),
+             "num_targets": torch.tensor(3.0), "num_samples": torch.tensor(2.0)}
+    rows = padded_labelled_rows(batch["labels"])
+    assert len(rows) == max(num_labelled, 4)
+    x = torch.randn(2, 12, 16, dtype=torch.float64, generator=random)
+    results = []
+    for extra in ({}, {"labelled": rows}):
+        y = x.clone().requires_grad_()
+        losses = head(y, batch | extra, None)
+        results.append([*losses.values(), *torch.autograd.grad(sum(losses.values()), [y, *head.parameters()])])
+    for with_all, with_rows in zip(*results, strict=True):
+        torch.testing.assert_close(with_rows, with_all, rtol=1e-12, atol=1e-12)

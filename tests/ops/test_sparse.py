@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridpar import ops
 from hybridpar.ops.sparse import most_place_bytes, place_bytes
 
-SIZES = (1, 7, 8, 255, 256, 2041, 200_003)
+SIZES = (1, 7, 8, 255, 256, 4081, 200_003)
 SHARES = (0.001, 0.02, 0.12, 0.13, 0.5, 1.0)
 FIRST = places("sparse")
 

@@ -107,17 +107,23 @@ def test_a_host_hides_only_where_cores_are_idle(cores: int, hides: bool) -> None
 
 
 @pytest.mark.parametrize(("changes", "field"), [
-    ({"parallel": {"zero": 2}}, "parallel.zero"), ({"memory": {"budget": 1 << 30}}, "memory.budget"),
+    ({"memory": {"budget": 1 << 30}}, "memory.budget"),
     ({"memory": {"host_optimizer": True}}, "memory.host_optimizer")])
 def test_what_cannot_move_has_no_costs(changes: dict[str, dict[str, object]], field: str) -> None:
     base = made.config(dp=2, m=4)
     config = replace(base, **{name: replace(getattr(base, name), **keys) for name, keys in changes.items()})
     with pytest.raises(ConfigError, match=f"{field} = .*, and this is cuda"):
         StepCost(config, made.machine(base, 2))
-    if field != "parallel.zero":
-        unknown = replace(machine(base), profile=replace(machine(base).profile, state=StateSpeeds()))
-        with pytest.raises(ConfigError, match=f"{field} = .* has no costs in this profile"):
-            StepCost(config, unknown)
+    unknown = replace(machine(base), profile=replace(machine(base).profile, state=StateSpeeds()))
+    with pytest.raises(ConfigError, match=f"{field} = .* has no costs in this profile"):
+        StepCost(config, unknown)
+
+
+def test_zero_3_costs_more_on_gpus_than_zero_1() -> None:
+    base = made.config(dp=2, m=4)
+    one, three = (StepCost(replace(base, parallel=replace(base.parallel, zero=zero)), made.machine(base, 2)).step_time
+                  for zero in (1, 3))
+    assert one < three
 
 
 def test_a_host_that_keeps_muons_matrices_has_no_costs() -> None:

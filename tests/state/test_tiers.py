@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridpar.state.pages import Region
 from hybridpar.state.store import PAGE
-from hybridpar.state.tiers import Region, Tiers
+from hybridpar.state.tiers import Tiers
 
 NUM_ITEMS = 6
 
@@ -115,16 +116,34 @@ def test_what_was_not_changed_is_not_written() -> None:
     tiers.close()
 
 
-def test_an_item_that_is_held_leaves_when_it_may() -> None:
-    tiers, order = tiers_of(1, SlowStore()), list[str]()
+class Held:
+    """What is done once someone says so."""
+
+    def __init__(self) -> None:
+        self.over = self.waited_for = False
+
+    def is_done(self) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        self.waited_for = True
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_an_item_that_is_held_leaves_when_it_may_and_nobody_waits_for_that(drops: bool) -> None:
+    tiers, held = tiers_of(1, SlowStore()), Held()
     tiers.fetch(0)
     tiers.await_item(0, changing=True)
-    tiers.hold(0, lambda: order.append("let go"))
-    tiers.release(0)
+    tiers.hold(0, held)
+    (tiers.drop if drops else tiers.release)(0)
     tiers.fetch(1)
+    time.sleep(0.01)
+    assert tiers.is_absent(0)
+    assert not tiers.is_here(1)
+    held.over = True
     tiers.await_item(1)
-    order.append("next")
-    assert order == ["let go", "next"]
+    assert not held.waited_for
+    assert tiers.traffic.written == (0 if drops else PAGE)
     tiers.close()
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from train.runs import metrics, run_job, steps, write_config
@@ -52,18 +53,26 @@ def fill(disk: Path, room: int = 0) -> Path:
 
 
 class Job:
-    """A job of the command line whose lines can be waited for."""
+    """A job of the command line, in a fork of this process, whose lines can be waited for."""
 
     def __init__(self, *args: str | Path):
-        command = [sys.executable, "-m", "hybridpar", *map(str, args)]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        read, write = os.pipe()
+        self.process = multiprocessing.get_context("fork").Process(target=self._run, args=(write, args))
+        self.process.start()
+        os.close(write)
         self.lines: list[str] = []
         self._queue: Queue[str] = Queue()
-        Thread(target=self._read, daemon=True).start()
+        Thread(target=self._read, args=(read,), daemon=True).start()
 
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+    @staticmethod
+    def _run(said: int, args: Sequence[str | Path]) -> NoReturn:
+        os.dup2(said, 2)
+        with open(os.devnull, "w") as nowhere, os.fdopen(2, "w", buffering=1, closefd=False) as sys.stderr:
+            os.dup2(nowhere.fileno(), 1)
+            sys.exit(main(list(map(str, args))))
+
+    def _read(self, said: int) -> None:
+        for line in os.fdopen(said):
             self._queue.put(line)
         self._queue.put("")
 
@@ -83,7 +92,9 @@ class Job:
     def end(self) -> tuple[int, str]:
         """Exit code, and all that was said."""
         self.wait_for("")
-        return self.process.wait(60.0), "".join(self.lines)
+        self.process.join(60.0)
+        assert self.process.exitcode is not None
+        return self.process.exitcode, "".join(self.lines)
 
 
 def notes(run: Path) -> list[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -191,6 +193,53 @@ def test_a_slow_host_is_waited_for_and_changes_nothing() -> None:
     assert any(event.over for event in events if event.action.kind is Kind.HOST)
 
 
+class LateCopies(HostWork):
+    """Streams: what is copied is there when one is waited for, and not before. `marks`: those not yet reached."""
+
+    def __init__(self) -> None:
+        self.launches, self.marks = threading.get_ident(), list[object]()
+        self._asked: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by thread
+        self.ways: dict[int, set[str]] = {}
+
+    def mark(self) -> object:
+        assert threading.get_ident() == self.launches
+        self.marks.append(mark := object())
+        return mark
+
+    @contextmanager
+    def reach(self, mark: object, way: str) -> Iterator[None]:
+        assert mark in self.marks
+        thread = threading.get_ident()
+        self.ways.setdefault(thread, set()).add(way)
+        yield
+        time.sleep(1e-3)
+        super().copy(self._asked.pop(thread))
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._asked[threading.get_ident()] = list(pairs)
+
+
+@pytest.mark.parametrize(("schedule", "dtype"), [("2bw", "bf16"), ("1f1b", "fp32")])
+def test_copies_on_streams_of_their_own_are_waited_for(schedule: str, dtype: str) -> None:
+    config = make(pipeline={"schedule": schedule}, train={"dtype": dtype})
+    train(hosted(config), work=(work := LateCopies())).check(train(config))
+    assert sorted(map(sorted, work.ways.values())) == [["from host"], ["to host"]]
+    assert len(work.marks) == 2 * 4, "each way of each batch is behind what was launched before it"
+
+
+def test_what_is_on_the_host_of_a_gpu() -> None:
+    """Master copy, moments, and room for gradients and weights."""
+    config = resolve(make(train={"dtype": "bf16"}), 1)
+    without, there = (predict(hosted(config, host), device=torch.device("cuda"))[0] for host in (False, True))
+    engine = build(hosted(config))
+    engine.state.allocate()
+    columns = engine.state.num_bytes()
+    assert there.host - without.host >= columns["master"] + columns["optimizer"]
+    assert (there.master, there.optimizer) == (0, 0)
+    assert there.weights == without.weights == columns["weights"]
+    assert there.total < without.total
+
+
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
 def test_what_fails_on_the_host_ends_training(schedule: str) -> None:
     config = hosted(make(pipeline={"schedule": schedule}))
@@ -267,7 +316,7 @@ def test_what_is_told_before_a_run() -> None:
     ({"optim": {"name": "lamb"}}, r"optim\.name = 'lamb'.*norms of whole parameters.*try adamw"),
     ({"optim": {"clip_grad": 0.0}, "pipeline": {"schedule": "pipedream"}}, r"optim\.clip_grad.*try 1\.0"),
     ({"train": {"record_memory": 3}}, r"train\.record_memory.*try 0"),
-    ({"train": {"device": "cuda"}}, r"memory\.host_optimizer.*works on CPUs"),
+    ({"train": {"device": "cuda"}, "optim": {"name": "muon"}}, r"optim\.name = 'muon'.*works .* on CPUs.*try adamw"),
 ], ids=lambda value: "" if isinstance(value, str) else "-".join(value))
 def test_what_does_not_go_with_it(sections: dict[str, dict[str, Any]], message: str) -> None:
     config = make(**sections | {"memory": {"host_optimizer": True} | sections.get("memory", {})})

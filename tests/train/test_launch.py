@@ -5,21 +5,35 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
+from hybridpar.comm import all_reduce
 from hybridpar.config import Launch, TrainConfig
 from hybridpar.errors import ConfigError, DataError, HybridparError, config_error
-from hybridpar.train.launch import Job, _loopback_store, choose_backend, choose_device, meet, set_threads
+from hybridpar.grid import ProcessGrid
+from hybridpar.train.launch import (
+    Job,
+    _loopback_store,
+    choose_backend,
+    choose_device,
+    meet,
+    set_precision,
+    set_threads,
+)
 
 
 def on_ranks(num_ranks: int, action: Callable[[Job], Any]) -> list[Any]:
@@ -102,27 +116,73 @@ def test_threads_share_the_cores() -> None:
 def test_without_gpus_auto_is_the_cpu_and_cuda_is_refused() -> None:
     launch = Launch(0, 0, 2, 2)
     for share in (False, True):
-        assert choose_device(TrainConfig(share_gpus=share), launch) == torch.device("cpu")
+        assert choose_device(TrainConfig(share_gpus=share), launch, lambda mine: [mine] * 2) == torch.device("cpu")
         with pytest.raises(ConfigError, match="0 GPUs for its 2 processes"):
-            choose_device(TrainConfig(device="cuda", share_gpus=share), launch)
+            choose_device(TrainConfig(device="cuda", share_gpus=share), launch, lambda mine: [mine] * 2)
 
 
-@pytest.mark.parametrize(("share", "backend"), [(False, "nccl"), (True, "gloo")])
-def test_gpus_are_shared_where_that_is_asked_for(share: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gpus", "share", "expected"), [
+    pytest.param([["a", "b"]] * 2, False, [0, 1], id="each its own"),
+    pytest.param([["a"], ["b"], ["c"], ["d"]], False, [0, 0, 0, 0], id="each is shown its own alone"),
+    pytest.param([["a", "b"]] * 2 + [["c", "d"]] * 2, False, [0, 1, 0, 1], id="two machines"),
+    pytest.param([["a", "b"]] * 4, True, [0, 1, 0, 1], id="shared"),
+    pytest.param([["a", "b"]] * 4, False, "2 GPUs for its 4 processes; try cpu, or train.share_gpus = true",
+                 id="too few"),
+    pytest.param([["a"]] * 2, False, "1 GPUs for its 2 processes", id="all are shown the same one"),
+    pytest.param([["a", "b"]] * 2 + [[]] * 2, True, "GPUs for its 2 processes; try cpu", id="a machine without"),
+])
+def test_a_gpu_for_each_process(gpus: list[list[str]], share: bool, expected: list[int] | str,
+                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpus: what each process sees; so many are on a machine as see the same, or all where each sees another."""
+    here = 2 if gpus.count(gpus[0]) == 2 else len(gpus)
+    named = [seen[r % here % len(seen)] if seen else "" for r, seen in enumerate(gpus)]
     chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    gpus = [torch.device("cuda", i) for i in range(2)]
-    config = TrainConfig(share_gpus=share)
-    assert [choose_device(config, Launch(r, r, 2, 2)) for r in range(2)] == gpus == chosen
-    assert choose_backend(config, gpus[0]) == backend
-    assert choose_backend(config, torch.device("cpu")) == "gloo"
-    four = [Launch(r, r, 4, 4) for r in range(4)]
-    assert [choose_device(config, one) for one in four] == (gpus * 2 if share else [torch.device("cpu")] * 4)
-    if not share:
-        with pytest.raises(ConfigError, match=r"2 GPUs for its 4 processes; try cpu, or train\.share_gpus = true"):
-            choose_device(TrainConfig(device="cuda"), four[0])
+    for rank, seen in enumerate(gpus):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen))  # noqa: B023
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))  # noqa: B023
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=seen[i]))  # noqa: B023
+        launch = Launch(rank, rank % here, len(gpus), here)
+
+        def gather(mine: str) -> list[str]:
+            assert mine == named[rank]  # noqa: B023
+            return named
+
+        found = choose_device(TrainConfig(share_gpus=share), launch, gather)
+        if isinstance(expected, str):
+            assert found == torch.device("cpu")
+            with pytest.raises(ConfigError, match=re.escape(expected) if seen else "0 GPUs"):
+                choose_device(TrainConfig(device="cuda", share_gpus=share), launch, gather)
+        else:
+            assert found == torch.device("cuda", expected[rank]) == chosen[-1]
+            assert choose_backend(TrainConfig(share_gpus=share), found) == ("gloo" if share else "nccl")
+    assert choose_backend(TrainConfig(share_gpus=share), torch.device("cpu")) == "gloo"
+
+
+def test_matrices_of_fp32_on_a_gpu_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
+    for device in ("cpu", "cuda"):
+        for tf32 in (False, True):
+            set_precision(TrainConfig(tf32=tf32), torch.device(device))
+    assert said == ["highest", "high"]
+
+
+def test_ranks_that_compile_first_are_waited_for_longer() -> None:
+    """What communicates afterwards gives up after the time that was set then, not that of the start."""
+    for error in run_ranks(_waits, 2):
+        assert error is None or "imed out" in error, error
+
+
+def _waits() -> str | None:
+    grid = ProcessGrid(pp=2)
+    grid.wait_at_most(0.3)
+    if grid.rank:
+        time.sleep(1)
+        return None
+    with pytest.raises(RuntimeError) as caught:
+        all_reduce(torch.ones(3), grid.pp)
+    return str(caught.value)
 
 
 KEEPS = """

@@ -14,6 +14,7 @@ from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import Kind
+from hybridpar.pipeline.plan.passes import split_backward
 from hybridpar.pipeline.run.graphs import unsupported
 from hybridpar.state.audit import bit_hash
 from hybridpar.train.engine import Engine, StepResult
@@ -56,7 +57,7 @@ def train(config: Config, late: bool = False) -> tuple[list[Any], dict[str, int]
 def held_back(actions: Iterator[Action]) -> Iterator[Action]:
     """W as late as can be: before the reduction of their batch."""
     waiting: list[Action] = []
-    for action in actions:
+    for action in split_backward(actions):
         if action.kind is Kind.W:
             waiting.append(action)
             continue
@@ -66,16 +67,17 @@ def held_back(actions: Iterator[Action]) -> Iterator[Action]:
         yield action
 
 
-def same(num_ranks: int, zero_bubble: bool = False, **settings: Any) -> None:
+def same(num_ranks: int, zero_bubble: bool = False, late: bool = False, **settings: Any) -> None:
+    """On the last stage, of which others wait for gradients, all backwards are in two parts; `late`: on all stages."""
     whole = run_ranks(train, num_ranks, make(False, **settings))
     settings["pipeline"] = settings.get("pipeline", {}) | {"zero_bubble": zero_bubble}
-    split = run_ranks(train, num_ranks, make(True, **settings))
+    split = run_ranks(train, num_ranks, make(True, **settings), late)
     for (numbers, weights, ran), (expected, expected_weights, before) in zip(split, whole, strict=True):
         assert numbers == expected
         assert weights == expected_weights
         assert "B" in before
-        assert ran - before == {"I", "W"}
-        assert before - ran == {"B"}
+        assert ran - before <= {"I", "W"}
+    assert late or settings.get("pp", 1) == 1 or not {"I", "W"} - split[-1][2]
 
 
 @pytest.mark.ranks
@@ -92,7 +94,7 @@ def test_on_every_schedule(schedule: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_in_every_precision_with_tied_embeddings(dtype: str, pp: int) -> None:
-    same(pp, pp=pp, model=DROPOUT, train={"dtype": dtype}, pipeline={"schedule": "2bw"})
+    same(pp, late=pp == 1, pp=pp, model=DROPOUT, train={"dtype": dtype}, pipeline={"schedule": "2bw"})
 
 
 @pytest.mark.ranks

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # recomputation imports it: here once, else in every rank of every test
 from ranks import run_ranks
 from torch import Tensor
 
@@ -26,9 +27,9 @@ UNTIED = {"tie_embeddings": False}
 
 
 def make(model: Mapping[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
-    """A GPT of odd sizes with dropout; four layers, one part each."""
+    """A GPT of odd sizes with dropout; two layers, one part each."""
     return from_mapping({
-        "model": {"num_layers": 4, "hidden_size": 48, "num_heads": 6, "seq_length": 14, "vocab_size": 131,
+        "model": {"num_layers": 2, "hidden_size": 48, "num_heads": 6, "seq_length": 14, "vocab_size": 131,
                   "dropout": 0.1, **(model or {})},
         "parallel": {"dp": 2, **sections.pop("parallel", {})},
         "pipeline": {"num_microbatches": 4, **sections.pop("pipeline", {})},
@@ -63,7 +64,7 @@ class Run:
         """All that it has made, on this rank."""
         state = self.engine.state
         assert find_divergence(state.placed(), self.engine.grid) == ""
-        found: dict[str, Any] = {"steps": self.steps, "evaluated": self.engine.evaluate(self.loader, 2)}
+        found: dict[str, Any] = {"steps": self.steps, "evaluated": self.engine.evaluate(self.loader, 1)}
         found |= {name: tensor.clone() for name, tensor in state.weights.full_weights().items()}
         return found | {key: tensor.clone() for key, tensor in state.tensors().items() if key.startswith("optimizer/")}
 
@@ -77,7 +78,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 def both(config: Config) -> list[str]:
     grid = make_grid(config)
-    one, other = (Run(Engine(with_zero(config, zero), grid, CPU)).train(3).train(1).outcome() for zero in (2, 3))
+    one, other = (Run(Engine(with_zero(config, zero), grid, CPU)).train(2).train(1).outcome() for zero in (2, 3))
     return differing(one, other)
 
 
@@ -125,8 +126,8 @@ def test_a_part_at_a_time_is_gathered_twice_and_summed_once() -> None:
     for calls, num_bytes, weights, room in run_ranks(traffic_of_a_batch, 2, config):
         assert num_bytes["reduce"] == weights
         assert 2 * weights - room <= num_bytes["broadcast"] < 2 * weights
-        assert calls["reduce"] == 2 * 6, "one for each of six parts, made of a message to each owner"
-        assert calls["broadcast"] == 2 * (6 + 6 - 2), "two of them fit in at once"
+        assert calls["reduce"] == 2 * 4, "one for each of four parts, made of a message to each owner"
+        assert calls["broadcast"] == 2 * (4 + 4 - 2), "two of them fit in at once"
 
 
 def test_other_schedules_take_as_much_for_every_micro_batch() -> None:
@@ -134,7 +135,7 @@ def test_other_schedules_take_as_much_for_every_micro_batch() -> None:
     second, third = (run_ranks(traffic_of_a_batch, 2, with_zero(config, zero))[0] for zero in (2, 3))
     for calls, num_bytes, weights, _ in (second, third):
         assert 4 * weights < num_bytes["reduce"] <= 5 * weights
-        assert calls["reduce"] <= 2 * 5 * 6
+        assert calls["reduce"] <= 2 * 5 * 4
     assert second[1]["broadcast"] == second[2], "new weights once"
     assert 5 * third[2] < third[1]["broadcast"] < 10 * third[2]
 

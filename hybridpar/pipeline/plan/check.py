@@ -19,7 +19,7 @@ from functools import reduce
 
 from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import NO_VERSION, Action, Plan
-from hybridpar.pipeline.plan.kinds import COMPUTE, OF_STASH, PER_BATCH, PER_ITEM, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import COMPUTE, INPUTS, OF_STASH, PER_BATCH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.liveness import Live, live_counts
 from hybridpar.pipeline.plan.parts import PartCounts, order
 from hybridpar.pipeline.plan.residency import FastTier, Residency
@@ -64,8 +64,8 @@ def check(
     """Proves that `plan` runs the given range of batches (default: the one its forwards span) by the schedule's rules.
 
     The transport is the strictest one that can occur (see simulate): the end stages meet in REDUCE, NORM waits for its
-    REDUCE, and, unless `serial_links` is off, the transfers of a rank on one axis wait for each other; not on a V,
-    which no such transport runs. `residency`: by rank, where the plan moves items.
+    REDUCE, and, unless `serial_links` is off, the transfers of a rank on one axis wait for each other. `residency`: by
+    rank, where the plan moves items.
 
     Raises: PlanError at the first fault, with the place drawn; ConfigError if the schedule cannot run on these sizes.
     """
@@ -78,7 +78,7 @@ def check(
     kinds = _kinds_in(plan[0])
     for rank in range(p):
         parts = PartCounts(plan[rank])
-        expected = _expected(schedule, sizes, rank, batches, kinds)
+        expected = _expected(schedule, sizes, rank, batches, kinds, plan[rank])
         _check_complete(plan, rank, (replace(action, part=part) for action in expected
                                      for part in order(action.kind, parts.count(action.kind, action.stage))))
         _check_order(plan, rank, sizes, parts)
@@ -87,12 +87,13 @@ def check(
     for rank in range(p):
         for kind, row in ROWS.items():
             if row.met_by:
-                for receiver in dict.fromkeys(sizes.peer(stage, row.side) for stage in sizes.stages_of(rank)):
+                for receiver, turn in dict.fromkeys(
+                        (sizes.peer(stage, row.side), sizes.turn(stage)) for stage in sizes.stages_of(rank)):
                     if receiver is not None:
-                        _check_link(plan, sizes, kind, (rank, receiver))
+                        _check_link(plan, sizes, kind, (rank, receiver), turn)
     peaks = tuple(_check_memory(plan, rank, schedule, sizes, batches.stop) for rank in range(p))
     try:
-        simulate(plan, Costs(tied=True, blocking_norm=True, serial_links=serial_links and not sizes.is_v))
+        simulate(plan, Costs(tied=True, blocking_norm=True, serial_links=serial_links))
     except StuckError as error:
         cells = [(rank, step) for rank, (step, _) in error.waiting.items()]
         reasons = "; ".join(f"rank {rank} at step {step}: {why}" for rank, (step, why) in error.waiting.items())
@@ -116,24 +117,26 @@ def _range_of_batches(plan: Plan, sizes: Sizes, first_batch: int | None, num_bat
 
 
 def _kinds_in(actions: Sequence[Action]) -> frozenset[Kind]:
-    """The kinds that a plan is made of: it may leave out NORM or HOST, and has I and W or else B."""
-    found = {action.kind for action in actions}
-    without = {Kind.B} if Kind.I in found else {Kind.I, Kind.W}
-    return frozenset(Kind) - _MOVES - without - ({Kind.NORM, Kind.HOST} - found)
+    """The kinds that a plan is made of: it may leave out NORM or HOST."""
+    return frozenset(Kind) - _MOVES - ({Kind.NORM, Kind.HOST} - {action.kind for action in actions})
 
 
 def _expected(
-    schedule: Schedule, sizes: Sizes, rank: int, batches: range, kinds: frozenset[Kind]
+    schedule: Schedule, sizes: Sizes, rank: int, batches: range, kinds: frozenset[Kind], actions: Sequence[Action],
 ) -> Iterator[Action]:
-    """Everything that `rank` has to do, undivided, in no particular order."""
+    """Everything that `rank` has to do, undivided, in no particular order: of a backward the whole, or both parts
+    where `actions` have the first."""
     m = sizes.num_microbatches
+    split = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.I}
     for stage in sizes.stages_of(rank):
         own = [(kind, kind in COMPUTE) for kind in Kind if kind in kinds - PER_BATCH
                and (not ROWS[kind].side or sizes.peer(stage, ROWS[kind].side) is not None)]
         for k in range(batches.start * m, batches.stop * m):
             version = schedule.version(sizes, stage, k, batches.start)
+            other = {Kind.B} if (stage, k) in split else {Kind.I, Kind.W}
             for kind, computes in own:
-                yield Action(kind, stage, k, version if computes else NO_VERSION)
+                if kind not in other:
+                    yield Action(kind, stage, k, version if computes else NO_VERSION)
     for t in batches:
         for kind in sorted(kinds & PER_BATCH):
             yield Action(kind, rank, t, t + 1 if ROWS[kind].makes else NO_VERSION)
@@ -207,7 +210,8 @@ def _needs(action: Action, sizes: Sizes, parts: PartCounts) -> Iterator[_Key]:
         if ROWS[kind].per_batch == row.per_batch:
             yield kind, stage, k, parts.last(kind, stage)
             if kind is row.receive and (beside := _beside(stage, ROWS[kind].side, sizes)) is not None:
-                yield action.kind, beside, k, parts.last(action.kind, beside)
+                for other in (kind for kind in INPUTS if ROWS[kind].receive is row.receive):
+                    yield other, beside, k, parts.last(other, beside)
         elif row.per_batch:
             for own in sizes.stages_of(sizes.rank_of(stage)):
                 for microbatch in range(k * m, (k + 1) * m):
@@ -256,14 +260,16 @@ def _check_offload(plan: Plan, rank: int) -> None:
             raise PlanError(f"{action}: what it needs is in the slow tier", plan, [(rank, step)])
 
 
-def _check_link(plan: Plan, sizes: Sizes, kind: Kind, ranks: tuple[int, int]) -> None:
-    """The i-th send of one rank to another is the i-th receive there of what that one sends, and for the stage that
-    follows."""
+def _check_link(plan: Plan, sizes: Sizes, kind: Kind, ranks: tuple[int, int], turn: int) -> None:
+    """The i-th send of one rank to another, of a turn, is the i-th receive there of what that one sends, and for the
+    stage that follows."""
     row, (sender, receiver) = ROWS[kind], ranks
     sent = [step for step, action in enumerate(plan[sender])
-            if action.kind is kind and sizes.peer(action.stage, row.side) == receiver]
+            if action.kind is kind and sizes.turn(action.stage) == turn
+            and sizes.peer(action.stage, row.side) == receiver]
     received = [step for step, action in enumerate(plan[receiver])
-                if action.kind is row.met_by and sizes.peer(action.stage, -row.side) == sender]
+                if action.kind is row.met_by and sizes.turn(action.stage) == turn
+                and sizes.peer(action.stage, -row.side) == sender]
     for i, j in zip(sent, received, strict=True):
         one, other = plan[sender][i], plan[receiver][j]
         if (one.stage + row.side, one.microbatch) != (other.stage, other.microbatch):

@@ -9,9 +9,9 @@ With the optimizer on the host, which has most of the slack, an UPDATE only wait
     F3 B3 REDUCE0 NORM0 F4 HOST0 B4  F5 B5  F6 B6  F7 B7 REDUCE1  UPDATE0  F8v1     HOST0: the host makes W(1)
 
 split_backward, where it is asked for, is the first pass: I4v0 W4v0 in the place of B4v0; with a zero bubble
-delay_weight_gradients the second. add_offload (offload.py) comes behind these, divide (parts.py) last: F7v0 F7.1v0 in
-the place of F7v0. A rank sees only its own list,
-so a plan may be endless; `check` proves that the lists of all ranks fit together.
+delay_weight_gradients the second; merge_backward, behind the transfers, makes one B again of what has stayed together.
+add_offload (offload.py) comes behind these, divide (parts.py) last: F7v0 F7.1v0 in the place of F7v0. A rank sees only
+its own list, so a plan may be endless; `check` proves that the lists of all ranks fit together.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def add_updates(
             needed = max(needed, settled)
         # where the pipeline drains all updates come first thing
         position = 0 if schedule.flush else schedule.position(sizes, action)
-        if gather and updated < reduced and position - 2 * m * (updated + 1) >= update_delay(stage):
+        early = gather and not schedule.flush and updated < reduced
+        if early and position - 2 * m * (updated + 1) >= update_delay(stage):
             needed = max(needed, updated + 1)
         for batch in range(updated, needed):
             yield from _update(
@@ -197,6 +198,27 @@ def add_communication(
         yield from leave()
 
 
+def merge_backward(actions: Iterable[Action], sizes: Sizes) -> Iterator[Action]:
+    """Makes one B of each I of one rank's actions that its own W follows, with at most receives in between, where no
+    other rank waits for what I makes: the first stage sends no gradient, and a rank hands over to itself after both.
+    Receives come where they are with whole backwards."""
+    held: list[Action] = []  # an I, and the receives since
+    for action in actions:
+        if held and action.kind in (Kind.RECV_F, Kind.RECV_B):
+            held.append(action)
+            continue
+        if held and replace(held[0], kind=Kind.W) == action:
+            yield replace(held[0], kind=Kind.B)
+            yield from held[1:]
+            held = []
+            continue
+        yield from held
+        held = [action] if action.kind is Kind.I and sizes.peer(action.stage, -1) is None else []
+        if not held:
+            yield action
+    yield from held
+
+
 def lower(
     schedule: str | Schedule, sizes: Sizes, rank: int, first_batch: int = 0, num_batches: int | None = None, *,
     clip: bool = True, gather: bool = False, host: float = 0.0, feedback: bool = False, split: bool = False,
@@ -205,22 +227,25 @@ def lower(
     """Yields everything that one rank does for batches [first_batch, first_batch + num_batches), lazily.
 
     The pipeline is drained and all updates are applied at both ends of the range; None means without end. `clip`,
-    `gather`, `host` and `feedback`: see `add_updates`. `split`: whether to `split_backward`. `ahead`: see
-    `add_communication`; None: what the schedule can bear on every transport. `offload`: micro-batches that are away at
-    once, of all ranks or of each, see `add_offload`. `parts`: of each stage; a Division says more.
+    `gather`, `host` and `feedback`: see `add_updates`. `split`: whether to `split_backward` where it matters.
+    `ahead`: see `add_communication`; None: what the schedule can bear on every transport. `offload`: micro-batches that
+    are away at once, of all ranks or of each, see `add_offload`. `parts`: of each stage; a Division says more.
 
     Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes, or not so divided.
     """
     schedule, division = find_schedule(schedule), _division(parts, sizes, rank)
     compute = schedule.compute_actions(sizes, rank, first_batch, num_batches)
     ahead = schedule.receive_ahead if ahead is None else ahead
-    if split or schedule.zero_bubble:
+    split = split or schedule.zero_bubble
+    if split:
         compute = split_backward(compute)
     if delay := schedule.weight_delay(sizes, rank):
         compute = delay_weight_gradients(compute, delay, sizes.num_microbatches * sizes.chunks)
     actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather, host=host,
                           feedback=feedback)
     actions = add_communication(actions, sizes, ahead=ahead, lean=schedule.zero_bubble or bool(schedule.order))
+    if split:
+        actions = merge_backward(actions, sizes)
     if away := num_away(offload, schedule, sizes, rank):
         actions = add_offload(actions, away, schedule.max_live_activations(sizes, rank))
     if host and division != WHOLE:

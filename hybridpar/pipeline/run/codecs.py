@@ -11,17 +11,18 @@ and with `Subspace` C is linear.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridpar import random
 from hybridpar.config import Config, message_shape
 from hybridpar.errors import config_error
 from hybridpar.models.build import DTYPES
+from hybridpar.nn.linear import ColumnParallelLinear, RowParallelLinear
 from hybridpar.ops.largest import largest, places_bytes, value_bytes
 from hybridpar.ops.quantize import dequantize_, quantize, quantized_bytes
 from hybridpar.state.compression.streaming import basis
@@ -209,16 +210,13 @@ class Codecs:
     @classmethod
     def of(cls, config: Config) -> Codecs:
         """Those that a configuration names. Raises: ConfigError where one takes as many bytes as the numbers do."""
-        names, hidden = config.compression.both_ways, message_shape(config.model, 0)[-1]
+        names = config.compression.both_ways
         forward, backward = (CODECS[name](config) for name in names)
         if isinstance(backward, Largest):
             backward = Marked(backward)
-        plain = hidden * DTYPES[config.train.dtype].itemsize
         for key, name, codec in zip(("messages", "messages_backward"), names, (forward, backward), strict=True):
-            if codec is not None and codec.row_bytes(hidden) >= plain:
-                raise config_error(
-                    f"compression.{key}", name, f"takes {codec.row_bytes(hidden)} bytes for the {hidden} features of a "
-                    f"token (model.hidden_size), which are {plain} bytes in {config.train.dtype}", "none")
+            if codec is not None:
+                _require_fewer(config, key, name, codec)
         return cls(forward, backward, config.model.num_blocks - 1)
 
     def on(self, flow: int, first: int, *, training: bool = True) -> Codec | None:
@@ -229,6 +227,62 @@ class Codecs:
         """
         codec = self.forward if flow > 0 else self.backward
         return None if first == self.head or not (training or isinstance(codec, Subspace)) else codec
+
+
+@dataclass(frozen=True)
+class PartialSums:
+    """What tp ranks send of their parts of a layer's sums (nn.coded.SumCodec): forward the output's, backward the
+    input's gradient. A part's gradient is that of the sum, with `Largest` of the features that were sent."""
+
+    codec: Codec
+
+    @classmethod
+    def of(cls, config: Config) -> PartialSums | None:
+        """That of a configuration. Raises: ConfigError where it takes as many bytes as the numbers do."""
+        codec = CODECS[config.compression.tensor](config)
+        if codec is not None:
+            _require_fewer(config, "tensor", config.compression.tensor, codec)
+        return None if codec is None else cls(codec)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.codec.encode(x)
+
+    def decode_(self, x: Tensor, message: Tensor) -> None:
+        self.codec.decode_(x, message)
+
+    def marks(self, message: Tensor, cols: int) -> Tensor | None:
+        return self.codec.places(message, cols) if isinstance(self.codec, Largest) else None
+
+    def gradient(self, dy: Tensor, marks: Tensor | None) -> Tensor:
+        return through(Marked(self.codec, marks) if isinstance(self.codec, Largest) else None, dy)
+
+
+Blocks = TypeVar("Blocks", bound=Mapping[int, nn.Module])
+
+
+def with_coded_sums(blocks: Blocks, config: Config) -> Blocks:
+    """The blocks, of which linear layers sum over tp as compression.tensor says; not those of embeddings and heads."""
+    sums = PartialSums.of(config)
+    for module in coded_layers(blocks) if sums is not None else ():
+        module.codec = sums
+    return blocks
+
+
+def coded_layers(blocks: Mapping[int, nn.Module]) -> Iterator[ColumnParallelLinear | RowParallelLinear]:
+    """The modules whose sums have codecs."""
+    for block in blocks.values():
+        for module in block.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.placements["weight"].matrices:
+                yield module
+
+
+def _require_fewer(config: Config, key: str, name: str, codec: Codec) -> None:
+    """Raises: ConfigError where a codec takes as many bytes of a token as its numbers do."""
+    hidden, dtype = message_shape(config.model, 0)[-1], config.train.dtype
+    plain, coded = hidden * DTYPES[dtype].itemsize, codec.row_bytes(hidden)
+    if coded >= plain:
+        raise config_error(f"compression.{key}", name, f"takes {coded} bytes for the {hidden} features of a token "
+                           f"(model.hidden_size), which are {plain} bytes in {dtype}", "none")
 
 
 def through(codec: Codec | None, x: Tensor) -> Tensor:

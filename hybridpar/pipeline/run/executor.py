@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
 from hybridpar.comm import Work, irecv, isend
+from hybridpar.grid import Axis
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import OF_STASH, PER_ITEM, ROWS, Kind
@@ -112,7 +113,7 @@ class Executor:
         """Takes down what is executed from now on."""
         self.current: Action | None = None
         """The action being executed."""
-        self.listener: Callable[[Action | None], None] | None = None
+        self.listeners: list[Callable[[Action | None], None]] = []
         """Told of every action before it is executed, and of the end (None)."""
         self.graphs: MicroBatchGraphs | None = None
         """Replays what it can."""
@@ -142,10 +143,10 @@ class Executor:
             if (recording := self.recording) is not None:
                 recording.begin()
             if self.tiers is not None:
-                if not self.tiers.are_here(action):
-                    self.wait(partial(self.tiers.touch, action))
-                else:
+                if recording is None or self.tiers.are_here(action):
                     self.tiers.touch(action)
+                else:
+                    recording.wait_for_state(partial(self.tiers.touch, action))
             self._table[action.kind](action)
             if recording is not None:
                 recording.end(action)
@@ -158,8 +159,8 @@ class Executor:
 
     def _turn_to(self, action: Action | None) -> None:
         self.current = action
-        if self.listener is not None:
-            self.listener(action)
+        for listener in self.listeners:
+            listener(action)
 
     def wait(self, wait: Callable[[], None]) -> None:
         """Calls `wait`, which waits for other ranks, in the course of an action."""
@@ -263,15 +264,18 @@ class Executor:
             self._loss_dtype = value.dtype
 
     def _post_receive(self, action: Action) -> None:
-        (lane, codec), row = self._link(action.kind, action.stage, action.microbatch), ROWS[action.kind]
+        lane, codec = self._link(action.kind, action.stage, action.microbatch)
         buffer = lane.room(codec)
-        axis = lane.pp if row.flow > 0 else lane.reverse
-        work = irecv(buffer, self._peer(action), axis, tag=action.stage)
+        work = irecv(buffer, *self._way(action))
         self._received[action.kind, action.stage, action.microbatch] = (work, buffer)
 
-    def _peer(self, action: Action) -> int:
-        """The rank at the other end of a transfer."""
-        return self.sizes.rank_of(action.stage + ROWS[action.kind].side)
+    def _way(self, action: Action) -> tuple[int, Axis]:
+        """The rank at the other end of a transfer, and the axis. All that one rank sends to another on an axis arrives
+        in the order in which both have it, as NCCL needs: there are no tags."""
+        lane, row = self.lane, ROWS[action.kind]
+        turn = self.sizes.turn(action.stage) if lane.turns else 0
+        forth, reverse = ((lane.pp, lane.reverse), *lane.turns)[turn]
+        return self.sizes.rank_of(action.stage + row.side), forth if row.flow > 0 else reverse
 
     def _link(self, kind: Kind, stage: int, k: int) -> tuple[Lane, Codec | None]:
         """The lane and the codec of a transfer."""
@@ -306,9 +310,7 @@ class Executor:
         return lane.join(buffer, codec)
 
     def _send(self, action: Action) -> None:
-        lane, row = self.lane, ROWS[action.kind]
-        axis = lane.pp if row.flow > 0 else lane.reverse
         tensor = self._outputs.pop((action.kind, action.stage, action.microbatch)).contiguous()
-        self._sends.append(isend(tensor, self._peer(action), axis, tag=action.stage + row.side))
-        if len(self._sends) > max_unfinished_sends(lane.pp.size):
+        self._sends.append(isend(tensor, *self._way(action)))
+        if len(self._sends) > max_unfinished_sends(self.lane.pp.size):
             self.wait(self._sends.popleft().wait)

@@ -5,6 +5,9 @@ run them takes a GPU.
     second                          F, then B are recorded, and replayed
     all later ones                  inputs, and what dropout counts by, are copied into place, F and B replayed
 
+The reduction of gradients over replicas begins when the last micro-batch of a batch was replayed. Beside one that runs
+as usual it begins earlier. Which is faster is the machine's affair, so both are timed (`LastMicroBatch`).
+
 Micro-batches are of one kind if they run on the same buffer of weights and write the same buffer of gradients, where
 they both are the first of their batches, which overwrite, or both are not. All kinds share memory: only one is between
 its F and its B at any time. Everything runs on a stream of its own, as torch's recorded kernels must.
@@ -23,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
-from hybridpar.config import Config
+from hybridpar.config import Config, ModelConfig
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.random import RandomKey
@@ -43,18 +46,18 @@ class Gradients(Protocol):
 Kind = tuple[int, int, bool]
 
 
-def recorder(config: Config, stage: Stage, gradients: Gradients, device: torch.device, *,
-             eager_last: bool) -> MicroBatchGraphs | None:
+def recorder(config: Config, stage: Stage, gradients: Gradients, device: torch.device) -> MicroBatchGraphs | None:
     """Recorder of a job's micro-batches on a GPU; None, and a line in the log, where they cannot be recorded."""
     if reason := unsupported(config):
         _log.info("micro-batches run without CUDA graphs: %s", reason)
         return None
-    return MicroBatchGraphs(stage, gradients, config.pipeline.num_microbatches, device, eager_last=eager_last)
+    reduced = config.parallel.dp > 1 and config.pipeline.schedule != "2bw"  # 2bw has a batch's time for it
+    return MicroBatchGraphs(stage, gradients, config.pipeline.num_microbatches, device, reduced=reduced)
 
 
 def unsupported(config: Config) -> str | None:
     """Why micro-batches of such a job cannot be recorded; None if they can."""
-    parallel, kind = config.parallel, config.model.kind
+    parallel = config.parallel
     if parallel.pp > 1 or config.pipeline.num_chunks > 1:
         return "stages wait for each other between a micro-batch's kernels"
     if parallel.tp > 1:
@@ -63,9 +66,49 @@ def unsupported(config: Config) -> str | None:
         return "pipeline.split_backward computes the gradients of weights apart"
     if config.compression.gradients == "sbpca":
         return "compression.gradients = sbpca keeps what the gradients of weights are computed from"
-    if kind != "gpt":
-        return f"the head of {kind} waits for the number of labelled positions"
+    if not isinstance(config.model, ModelConfig):
+        return f"what {config.model.kind} does between kernels is not known"
     return None
+
+
+class LastMicroBatch:
+    """Whether the last micro-batch of a batch is replayed, or runs as usual beside the reduction: the faster of both.
+
+    Batches in which nothing is recorded are timed, `_TRIALS` each way. Ranks may choose differently: what they
+    communicate, and in which order, is the same. reduced: there is a reduction; else all are replayed.
+    """
+
+    _TRIALS = 3
+
+    def __init__(self, *, reduced: bool):
+        self._times: dict[bool, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {False: [], True: []}
+        self._trying, self._usual = reduced, False
+        self._start: torch.cuda.Event | None = None
+        self.replayed = True
+
+    def begin(self) -> None:
+        """A batch begins, on the current stream; the one before ends."""
+        if not self._trying:
+            return
+        now = torch.cuda.Event(enable_timing=True)
+        now.record()
+        if self._start is not None and self._usual:
+            self._times[self.replayed].append((self._start, now))
+        self._start, self._usual = now, True
+        if len(self._times[self.replayed]) == self._TRIALS:
+            if self.replayed:
+                self.replayed = False
+            else:
+                now.synchronize()
+                replayed, beside = (sorted(a.elapsed_time(b) for a, b in self._times[way])[self._TRIALS // 2]
+                                    for way in (True, False))
+                self.replayed, self._trying = replayed <= beside, False
+                _log.info("a batch takes %.1f ms with its last micro-batch replayed, %.1f ms with that beside the "
+                          "reduction", replayed, beside)
+
+    def disturb(self) -> None:
+        """The time of this batch does not count."""
+        self._usual = False
 
 
 @dataclass
@@ -92,12 +135,13 @@ class _Recorded:
 class MicroBatchGraphs:
     """Runs the forward and backward passes of `stage`, which holds the whole model, into `gradients`.
 
-    eager_last: the last micro-batch of a batch runs as usual, so that the reduction of gradients overlaps with it.
+    reduced: gradients are summed over replicas once a batch is over, and nothing else goes on meanwhile.
     """
 
     def __init__(self, stage: Stage, gradients: Gradients, num_microbatches: int, device: torch.device, *,
-                 eager_last: bool):
-        self._stage, self._gradients, self._m, self._eager_last = stage, gradients, num_microbatches, eager_last
+                 reduced: bool):
+        self._stage, self._gradients, self._m = stage, gradients, num_microbatches
+        self._last = LastMicroBatch(reduced=reduced)
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         self._seen: dict[Kind, _Recorded | None] = {}
         self._current: tuple[int, _Recorded] | None = None
@@ -122,12 +166,16 @@ class MicroBatchGraphs:
         `number` counts micro-batches. Only one is between its passes at any time: others meanwhile are not replayed.
         """
         index, kind = number % self._m, self._kind(number, slot)
-        if not self._works or self._current is not None or (self._eager_last and index == self._m - 1):
+        if index == 0:
+            self._last.begin()
+        if not self._works or self._current is not None or (index == self._m - 1 and not self._last.replayed):
             return None
         if kind not in self._seen:
             self._seen[kind] = None
+            self._last.disturb()
             return None
         if (recorded := self._seen[kind]) is None:
+            self._last.disturb()
             try:
                 recorded = self._seen[kind] = self._record_forward(batch, key)
             except RuntimeError as error:

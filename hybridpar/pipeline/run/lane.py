@@ -32,7 +32,9 @@ from hybridpar.pipeline.run.codecs import Codec, Codecs, Marked
 class Lane:
     """The pipeline's neighbours and what travels between them: one activation, or its gradient, of `shape`.
 
-    `shapes`: where it is not the same everywhere, of the activation into each stage.
+    `reverse`: of gradients. `turns`: both kinds of axes for each turn after the first, where stages go back through the
+    ranks of a V, there again, and so on. `shapes`: where it is not the same everywhere, of the activation into each
+    stage.
     `slicing`: axis whose ranks all hold the same activation, so that each sends a slice of it. None: each rank sends
     all of what it holds. `codecs`: of messages, between the stages of `split` (none: messages are exact).
     """
@@ -46,6 +48,7 @@ class Lane:
     codecs: Codecs = field(default_factory=Codecs)
     split: Sequence[range] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
+    turns: tuple[tuple[Axis, Axis], ...] = ()
 
     @classmethod
     def of(cls, config: Config, grid: ProcessGrid, dtype: torch.dtype, device: torch.device,
@@ -54,6 +57,7 @@ class Lane:
 
         Shapes: an activation is [b, s, h] (`ModelSpec.activation_shape`), equal on all ranks of tp; with
         parallel.sequence each has its own rows.
+        Collectives: those of `ProcessGrid.again`, on a V.
         """
         sequence = config.parallel.sequence
         model, b = config.model, config.train.micro_batch_size
@@ -62,7 +66,9 @@ class Lane:
             shape = (b, SequencePart.of(shape[1], grid.tp, sequence).length, *shape[2:])
         shapes = tuple((b, *message_shape(model, max(0, blocks.start - 1))) for blocks in split)
         slicing = None if sequence else grid.tp
-        lane = cls(grid.pp, grid.pp_reverse, shape, dtype, device, slicing, Codecs.of(config), split)
+        turns = tuple((grid.again("pp", turn), grid.again("pp_reverse", turn)) for turn in range(
+            1, config.pipeline.num_chunks)) if config.pipeline.placement == "v" else ()
+        lane = cls(grid.pp, grid.pp_reverse, shape, dtype, device, slicing, Codecs.of(config), split, turns=turns)
         return lane if isinstance(model, ModelConfig) or len({*shapes, shape}) == 1 else replace(lane, shapes=shapes)
 
     def into(self, stage: int) -> Lane:

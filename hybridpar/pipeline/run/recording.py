@@ -29,7 +29,8 @@ class Event:
     """One executed action (seconds): when it began and ended, and from when to when it waited for others meanwhile.
 
     own: what it took of the rank's own time, waiting left out. gap: likewise from the end of the action before. over:
-    when what it had started was seen to be over; None: it was not looked for, or not seen.
+    when what it had started was seen to be over; None: it was not looked for, or not seen. for_state: whether the first
+    wait was for the rank's state to move.
     """
 
     action: Action
@@ -39,6 +40,7 @@ class Event:
     own: float = 0.0
     gap: float = 0.0
     over: float | None = None
+    for_state: bool = False
 
     @property
     def ready(self) -> float:
@@ -49,6 +51,11 @@ class Event:
     def waited(self) -> float:
         """Seconds that it waited."""
         return sum(until - since for since, until in self.waits)
+
+    @property
+    def waited_for_state(self) -> float:
+        """Of these, for the rank's state to move."""
+        return self.waits[0][1] - self.waits[0][0] if self.for_state else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +129,27 @@ class Recording:
 
     def __init__(self, clock: Clock):
         self._clock = clock
-        self._actions: list[tuple[Action, Any, Any, list[tuple[Any, Any]]]] = []
+        self._actions: list[tuple[Action, Any, Any, list[tuple[Any, Any]], bool]] = []
         self._waits: list[tuple[Any, Any]] = []
+        self._for_state = False
         self._watched: list[tuple[Action, Callable[[], bool]]] = []
         self._over: dict[Action, Any] = {}
         self._begun = _usage()
 
     def begin(self) -> None:
         """An action begins."""
-        self._waits = []
+        self._waits, self._for_state = [], False
         self._start = self._clock.now()
         self._look(self._start)
 
     def watch(self, action: Action, is_done: Callable[[], bool]) -> None:
         """Has it noted when what `action` has started is over: between two actions, or at the end of a wait."""
         self._watched.append((action, is_done))
+
+    def wait_for_state(self, wait: Callable[[], None]) -> None:
+        """Calls `wait`, the first of an action, which waits for the rank's state to move."""
+        self._for_state = True
+        self.wait(wait)
 
     def wait(self, wait: Callable[[], None]) -> None:
         """Calls `wait`, which waits for others."""
@@ -148,7 +161,7 @@ class Recording:
 
     def end(self, action: Action) -> None:
         """The action that began last ends."""
-        self._actions.append((action, self._start, self._clock.now(), self._waits))
+        self._actions.append((action, self._start, self._clock.now(), self._waits, self._for_state))
 
     def _look(self, now: Any) -> None:
         if self._watched:
@@ -162,14 +175,14 @@ class Recording:
     def events(self) -> tuple[Event, ...]:
         """All recorded actions, in order."""
         read, made, before = self._clock.read, [], None
-        for action, first, last, stamps in self._actions:
+        for action, first, last, stamps, for_state in self._actions:
             (start, own_start), (end, own_end) = read(first), read(last)
             waits = [(read(since), read(until)) for since, until in stamps]
             own = own_end - own_start - sum(until[1] - since[1] for since, until in waits)
             made.append(Event(
                 action, start, end, tuple((since[0], until[0]) for since, until in waits), own,
                 0.0 if before is None else own_start - before,
-                read(self._over[action])[0] if action in self._over else None))
+                read(self._over[action])[0] if action in self._over else None, for_state))
             before = own_end
         return tuple(made)
 

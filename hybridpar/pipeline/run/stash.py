@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hybridpar.pipeline.plan.action import Action
+from hybridpar.state.pages import Region
 from hybridpar.state.store import PAGE, DiskStore
-from hybridpar.state.tiers import Region
 
 _PIECE = 1 << 20
 _Place = list[tuple[DiskStore, int]]

@@ -83,7 +83,7 @@ class Compression:
                    for what, shape in method.learned(kept[name], settings).items()}
         self.feedback = Feedback({} if method.factored else kept, learned, layout.dtype, memory,
                                  [name for name in learned if name.rpartition(".")[2] in method.scaled])
-        self._batch = 0
+        self._batch, self._start = 0, settings.gradients_start
         self._methods = {
             bucket: method([Entry(name, shapes[name], starts[name] - bucket.start, name in self.packed)
                             for name in bucket.names], axis, settings, self.feedback, memory.device, layout.dtype,
@@ -108,7 +108,8 @@ class Compression:
     def begin(self, batch: int, parts: dict[str, list[Part]], scale: float = 1.0) -> None:
         """The gradients of a batch are about to be reduced, which are multiplied by `scale`. parts: of those that are
         `factored`; it takes them away."""
-        self.feedback.open(scale)
+        if batch >= self._start:
+            self.feedback.open(scale)
         self._batch = batch
         for method in self._methods.values():
             method.parts = parts

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hybridpar.comm import Works
+from hybridpar.comm import Works, all_reduce_async
 from hybridpar.config import CompressionConfig, KernelsConfig
 from hybridpar.grid import Axis
 from hybridpar.nn.matmul import Part
@@ -112,15 +112,20 @@ class Method(ABC):
     def steps(self, flat: Tensor, batch: int) -> Iterator[Works]:
         """Sums the bucket `flat` over the axis; from each yield on, what was started is to be waited for.
 
-        Collectives: those of `exchange`, all in one order on every rank.
+        Collectives: those of `exchange`, all in one order on every rank; one all-reduce before `gradients_start`.
         """
         gradients = [entry.view(flat) for entry in self.packed]
+        self.sent.whole_elements += self._numel
+        self.sent.whole_bytes += self._numel * self.dtype.itemsize
+        if batch < self.settings.gradients_start:
+            yield self._whole(flat, gradients)
+            return
         for entry, gradient in zip(self.packed, () if self.factored else gradients, strict=not self.factored):
             torch.add(gradient, self.feedback.kept[entry.name], out=self.feedback.next_kept[entry.name])
         message = self.wire.own
         for entry in self.dense:
             message.take(entry.numel, self.dtype).copy_(entry.view(flat).view(-1))
-        self._count()
+        self.sent.elements += self._dense_numel
         yield from self.exchange(gradients, batch, message)
         for rank, reader in enumerate(self.wire.readers()):
             for entry in self.dense:
@@ -136,11 +141,18 @@ class Method(ABC):
     def _dense_numel(self) -> int:
         return sum(entry.numel for entry in self.dense)
 
-    def _count(self) -> None:
-        numel = self._dense_numel + sum(entry.numel for entry in self.packed)
-        self.sent.whole_elements += numel
-        self.sent.whole_bytes += numel * self.dtype.itemsize
-        self.sent.elements += self._dense_numel
+    @property
+    def _numel(self) -> int:
+        return self._dense_numel + sum(entry.numel for entry in self.packed)
+
+    def _whole(self, flat: Tensor, gradients: list[Tensor]) -> Works:
+        """Starts the sum of the bucket as it is. Collectives: one all-reduce."""
+        for entry, gradient in zip(self.packed, gradients, strict=True):
+            for i, part in enumerate(self.parts.pop(entry.name, ())):
+                part.add_to(gradient, i == 0)
+        self.sent.elements += self._numel
+        self.sent.num_bytes += self._numel * self.dtype.itemsize
+        return Works([all_reduce_async(flat, self.axis)])
 
 
 def add(to: Tensor, x: Tensor, *, overwrite: bool) -> None:

@@ -91,5 +91,5 @@ def test_picture() -> None:
     sizes, costs = Sizes(2, 3), Costs(2, 3, backward_input=2)
     found = filled(make_schedule("1f1b"), sizes, costs)
     assert draw(simulate(make_plan(found, sizes, split=True), costs)) == "\n".join((
-        "stage 0  F0--- F1---       I0--- W0 F2--- I1--- W1    I2--- W2*",
+        "stage 0  F0--- F1---       B0------ F2--- B1------    B2------*",
         "stage 1        F0--- I0--- F1--- I1--- W0 F2--- I2--- W1 W2   *"))

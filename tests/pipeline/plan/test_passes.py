@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridpar.errors import ConfigError
-from hybridpar.pipeline.plan.action import COMPUTE, Kind, format_actions
+from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind, format_actions
 from hybridpar.pipeline.plan.check import check
-from hybridpar.pipeline.plan.passes import forward_actions, lower, make_plan
+from hybridpar.pipeline.plan.passes import forward_actions, lower, make_plan, merge_backward, split_backward
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, make_schedule
 
 
@@ -124,7 +124,7 @@ def test_a_split_backward_sends_before_the_gradients_of_weights():
     first, last = make_plan("1f1b", Sizes(2, 2), split=True).values()
     assert format_actions(last) == (
         "RECV_F0@1 F0@1v0 RECV_F1@1 I0@1v0 SEND_B0@1 W0@1v0 F1@1v0 I1@1v0 SEND_B1@1 W1@1v0 REDUCE0@1 NORM0@1 UPDATE0@1")
-    assert format_actions(first).endswith("I0@0v0 W0@0v0 I1@0v0 W1@0v0 REDUCE0@0 NORM0@0 UPDATE0@0")
+    assert format_actions(first).endswith("B0@0v0 B1@0v0 REDUCE0@0 NORM0@0 UPDATE0@0")
 
 
 @settings(deadline=None, max_examples=60)
@@ -142,6 +142,25 @@ def test_a_split_backward_changes_nothing_else(name, p, m, clip, gather, ahead):
         for one, other in pairwise(computed):
             if one.kind is Kind.I:
                 assert other == replace(one, kind=Kind.W), "nothing is computed in between"
+        for action in actions:
+            if action.kind in (Kind.B, Kind.I):
+                assert (action.kind is Kind.B) == (action.stage == 0), "what sends no gradient is whole"
+
+
+@given(st.lists(st.sampled_from([Kind.F, Kind.B]), min_size=1, max_size=12), st.data())
+def test_what_stays_together_is_merged(kinds, data):
+    """Splitting undone on a stage that sends no gradient, but where something has come in between, or another's W."""
+    actions, sizes = [Action(kind, 0, k, 0) for k, kind in enumerate(kinds)], Sizes(2, 12)
+    split = list(split_backward(actions))
+    assert list(merge_backward(split, sizes)) == actions
+    sending = [replace(action, stage=1) for action in split]
+    assert list(merge_backward(sending, sizes)) == sending
+    for at in [i for i, action in enumerate(split) if action.kind is Kind.W]:
+        w = split[at]
+        other = data.draw(st.sampled_from([Action(Kind.F, 0, 99, 0), replace(w, stage=1), replace(w, microbatch=98)]))
+        merged = list(merge_backward([*split[:at], other, *split[at:]], sizes))
+        assert {split[at - 1], other, w} <= set(merged)
+        assert len(merged) == len(actions) + 2
 
 
 def test_evaluation():
