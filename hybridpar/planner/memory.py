@@ -179,13 +179,7 @@ class MemoryCheck:
                 found = self._terms_by_size if isinstance(cost.config.model, ModelConfig) else self._terms_by_range
                 known[key] = found(cost, stage, whole if again else None, buffers)
             terms = known[key]
-<<<<<<< HEAD
-            by_size = (terms[0] if state_alone else _at_peak(terms, in_flight)) * (self.limit / limit)
-            taken = by_size[np.maximum(columns - rows, 0)]
-=======
-            taken = terms[0] if state_alone else _at_peak(terms, _in_flight(cost, stage))
-            taken = taken * (self.limit / cost.limits[cost.sizes.rank_of(stage)])
->>>>>>> main
+            taken = (terms[0] if state_alone else _at_peak(terms, in_flight)) * (self.limit / limit)
             placed = (rows == 0 if first else rows > 0) & (columns == count if last else columns < count)
             return placed_once.setdefault(alike, np.where(placed & (columns > rows), taken, np.inf))
 
