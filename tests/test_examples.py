@@ -121,6 +121,27 @@ def test_a_run_goes_on_to_the_bit_and_on_another_grid(tmp_path: Path, monkeypatc
     assert json.loads(capsys.readouterr().out)["resumed_from"] == 4
 
 
+def test_commands_that_predict_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [str(EXAMPLES / "mixer.toml"), *(f"--model.{key}={value}" for key, value in SMALL["mixer"].items()),
+             "--train.threads=1"]
+    cluster = str(EXAMPLES.parent / "scripts" / "clusters" / "two_homes.toml")
+    for command, said in (
+            (["check", *given, "--parallel.pp=2"], "fine on tp=1 pp=2"),
+            (["simulate", *given, "--parallel.pp=2"], "steady state"),
+            (["profile", *given, "--quick", "--ranks=1", "--out=profile.json"], "blocks.1"),
+            (["check", *given, "--profile=profile.json"], "samples/s"),
+            (["plan", *given, "--profile=profile.json", "--devices=1"], "samples/s predicted"),
+            (["plan", *given, f"--cluster={cluster}", "--train.dtype=bf16", "--batch-size=64"],
+             "samples/s predicted"),
+            (["memory", *given, "--parallel.pp=2"], "")):
+        assert main(command) == 0, command
+        assert said in capsys.readouterr().out
+    assert main(["check", *given, "--device-gb=1", "--largest"]) == 1
+    assert "model.spec = 'mixer:Mixer': works with GPT and BERT only" in capsys.readouterr().err
+
+
 def test_a_trainer_tells_of_steps_evaluations_and_saves(tmp_path: Path) -> None:
     config = config_of("mixer", train={"num_steps": 4, "eval_interval": 2, "eval_batches": 1, "save_interval": 2},
                        run={"dir": str(tmp_path)})
