@@ -18,7 +18,7 @@ from hybridpar.errors import config_error
 
 if TYPE_CHECKING:
     from hybridpar.pipeline.plan.costs import Costs
-    from hybridpar.planner.candidates import Candidate
+    from hybridpar.planner.candidates import Candidate, Request
     from hybridpar.planner.cost import StepCost
     from hybridpar.planner.machine import Machine
     from hybridpar.planner.search import Result
@@ -130,7 +130,7 @@ class Plan:
         write_output("out", self.out, report.plan_toml(result.ranked[0]))
         if self.svg:
             self._draw(result.ranked[0])
-        self._show_choice(result, machine)
+        self._show_choice(result, machine, request)
         return 0
 
     def _show(self, result: Result, machine: Machine) -> None:
@@ -146,8 +146,9 @@ class Plan:
             Console(width=None if sys.stdout.isatty() else 160).print(report.table(result))
             print("\n".join([*report.reasons(result), *report.failures(result)]))
 
-    def _show_choice(self, result: Result, machine: Machine) -> None:
+    def _show_choice(self, result: Result, machine: Machine, request: Request) -> None:
         from hybridpar.planner import report
+        from hybridpar.planner.fewer import as_fast_on_fewer
         from hybridpar.planner.links_report import link_lines
 
         best, hardware = result.ranked[0], machine.profile.hardware
@@ -161,6 +162,10 @@ class Plan:
         for line in link_lines(best.cost):
             print(f"  {line}", file=out)
         if not self.brief:
+            if (fewer := as_fast_on_fewer(self.config, machine, request, best)) is not None:
+                number = fewer.cost.machine.num_devices
+                print(f"  {number} devices are as fast: {1e3 * fewer.cost.step_time:.4g} ms with "
+                      f"{report.describe(fewer.config)} (--devices {number})", file=out)
             print(f"{self.out}: {self._command(machine)}", file=out)
 
     def _command(self, machine: Machine) -> str:

@@ -74,8 +74,9 @@ class ParallelConfig:
 
 
 def rank_of_stage(stage: int, num_ranks: int, placement: str) -> int:
-    """The rank that holds a stage. loop: round and round; v: there and back, so two on each."""
-    return min(stage, 2 * num_ranks - 1 - stage) if placement == "v" else stage % num_ranks
+    """The rank that holds a stage. loop: round and round; v: there and back, and there again where it has more."""
+    turn, rank = divmod(stage, num_ranks)
+    return num_ranks - 1 - rank if placement == "v" and turn % 2 else rank
 
 
 FOUND = ("split", "chunks", "warmup", "early_switch", "split_backward", "placement", "activations", "order",
@@ -93,8 +94,8 @@ class PipelineConfig:
     split: tuple[int, ...] = ()
     """Blocks of each stage, embedding and head included; empty: balanced by cost."""
     chunks: Count = 0
-    """interleaved, own: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 2, own: 1. All others have
-    one."""
+    """interleaved, own: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 2, own: 1. placement v: an
+    even number; 0: 2. All others have one."""
     recompute: str = "none"
     """Layers whose activations are recomputed in the backward pass: 'none', 'all', or a list such as '0,2-5'; or
     'stage' (every stage keeps nothing but its input), 'stage:0,2-3' (those stages); or 'selective', 'selective:0,2-5':
@@ -113,7 +114,8 @@ class PipelineConfig:
     weights are still computed. Losses and weights stay the same to the bit; each part keeps its inputs for longer."""
     placement: Literal["loop", "v"] = "loop"
     """Stages of a rank where it holds several. loop: stage c * pp + r is chunk c of rank r. v, with 1f1b, 2bw or
-    own, and split_backward: two on each, stage r and stage 2 * pp - 1 - r; so embedding and head are on one rank."""
+    own, and split_backward: two on each, stage r and stage 2 * pp - 1 - r; so embedding and head are on one rank. With
+    chunks = 4 and more, there and back again; not 2bw."""
     activations: Literal["full", "half", "min"] = "full"
     """placement v: what a rank keeps for backwards at most. full: as much as 1f1b's first rank (ZB-V, the fewest gaps);
     half: about a half of that (V-Half); min: about a third (V-Min), which has gaps where I or W takes longer than F."""
@@ -131,7 +133,7 @@ class PipelineConfig:
     def num_chunks(self) -> int:
         """Stages of the model on each rank."""
         if self.placement == "v":
-            return 2
+            return self.chunks or 2
         return {"interleaved": self.chunks or 2, "own": self.chunks or 1}.get(self.schedule, 1)
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
@@ -286,8 +288,8 @@ class CheckpointConfig:
 class MemoryConfig:
     """Where the state of training is kept: weights, gradients, master copy and the optimizer's state.
 
-    With a budget, what is needed soon is in memory and the rest in a file. What comes when is known from the plan, so
-    the least is moved, ahead of its use. Losses and weights stay the same to the bit.
+    With a budget, what is needed soon is in memory and the rest in a file (of a GPU: in memory of the host). What comes
+    when is known from the plan, so the least is moved, ahead of its use. Losses and weights stay the same to the bit.
     """
 
     budget: Count = 0
@@ -324,8 +326,6 @@ class MemoryConfig:
         if self.budget and config.optim.staleness == "prediction":
             yield Problem("memory.budget", self.budget, "does not go with optim.staleness = prediction, which keeps a "
                           "second copy of all weights for evaluations", "0")
-        if self.budget and config.train.device == "cuda":
-            yield Problem("memory.budget", self.budget, "works on CPUs so far, and train.device is cuda", "0")
         if self.host_optimizer:
             yield from self._host_conflicts(config)
 

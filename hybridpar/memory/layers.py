@@ -17,6 +17,8 @@ from hybridpar.memory.work import block_kinds
 from hybridpar.models.build import Recomputation
 
 _FEW = 2
+_OF_STATE = frozenset({"weights", "master", "gradients", "optimizer", "norm", "update"})
+"""What a layer takes of these does not depend on micro-batches."""
 _ADD_UP = ("weights", "master", "gradients", "optimizer", "kept", "waiting", "factors", "moved")
 """Bytes of blocks that are there at the same time."""
 
@@ -26,7 +28,7 @@ class Footprints:
 
     def __init__(self) -> None:
         self._known: dict[object, Footprint] = {}
-        self._lines: dict[object, list[tuple[dict[str, int], dict[str, int]]]] = {}
+        self._lines: dict[object, list[dict[str, int]]] = {}
 
     def __call__(
         self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
@@ -53,7 +55,9 @@ class Footprints:
     def rough(
         self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
     ) -> Footprint:
-        """About the same from fewer traces, for comparing many: of micro-batches of 1 and 2, two layers, no ZeRO."""
+        """About the same from fewer traces, for comparing many: of micro-batches of 1 and 2, two layers, no ZeRO; what
+        each layer more takes is what the second takes (recomputed as a stage: the third) of one sample, and so of each.
+        """
         if not isinstance(config.model, ModelConfig):
             return self._joined(config, blocks, recompute, buffers, device)
         last, parallel = config.model.num_blocks - 1, config.parallel
@@ -62,10 +66,11 @@ class Footprints:
         ends = (blocks.start == 0, blocks.stop > last)
         key = (_bears(config), ends, again, recompute.whole, buffers, device)
         if key not in self._lines:
-            self._lines[key] = [self._line(config, size, _Shape(ends[0], again, ends[1], recompute.whole), buffers,
-                                           device) for size in (1, 2)]
-        one, two = ({name: few[name] + (len(layers) - len(again)) * each[name] for name in few}
-                    for few, each in self._lines[key])
+            self._lines[key] = self._line(config, _Shape(ends[0], again, ends[1], recompute.whole), buffers, device)
+        first, second, each = self._lines[key]
+        more = len(layers) - len(again)
+        one = {name: first[name] + more * each[name] for name in first}
+        two = {name: second[name] + more * (1 if name in _OF_STATE else 2) * each[name] for name in first}
         b, share = config.train.micro_batch_size, parallel.dp if parallel.zero else 1
         values = {name: one[name] + (b - 1) * (two[name] - one[name]) for name in one}
         values |= {name: values[name] // share for name in ("master", "optimizer")}
@@ -93,18 +98,19 @@ class Footprints:
         return Footprint(**joined)
 
     def _line(
-        self, config: Config, micro_batch_size: int, shape: _Shape, buffers: Buffers, device: torch.device
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """The footprint of a stage of few layers, and what each layer more takes."""
-        at = replace(config, parallel=replace(config.parallel, zero=0),
-                     train=replace(config.train, micro_batch_size=micro_batch_size))
+        self, config: Config, shape: _Shape, buffers: Buffers, device: torch.device
+    ) -> list[dict[str, int]]:
+        """The footprint of a stage of few layers with one sample and with two, and what a layer more takes with one."""
+        at = [replace(config, parallel=replace(config.parallel, zero=0),
+                      train=replace(config.train, micro_batch_size=size)) for size in (1, 2)]
+        few = [asdict(self._trace(one, shape, buffers, device)) for one in at]
         if not shape.again:
-            few = asdict(self._trace(at, shape, buffers, device))
-            return few, dict.fromkeys(few, 0)
+            return [*few, dict.fromkeys(few[0], 0)]
         inner = replace(shape, embedding=False, head=False)
-        few, one, more = (asdict(self._trace(at, each, buffers, device)) for each in (
-            shape, inner, replace(inner, again=(*inner.again, inner.again[0]))))
-        return few, {name: more[name] - one[name] for name in one}
+        again = (*inner.again, inner.again[0]) if shape.whole else inner.again  # of one layer the peak is another
+        less, more = (asdict(self._trace(at[0], replace(inner, again=one), buffers, device))
+                      for one in (again[1:], again))
+        return [*few, {name: more[name] - less[name] for name in more}]
 
     def _trace(self, config: Config, shape: _Shape, buffers: Buffers, device: torch.device) -> Footprint:
         config = _what_counts(config, shape)

@@ -244,8 +244,8 @@ def stage_split(
     if num_stages > blocks:
         most = blocks // num_ranks
         if placement == "v":
-            raise config_error("parallel.pp", num_ranks, f"pipeline.placement = v has two stages on each rank, but the "
-                               f"model has only {blocks} blocks", str(blocks // 2))
+            raise config_error("parallel.pp", num_ranks, f"pipeline.placement = v has {chunks} stages on each "
+                               f"rank, but the model has only {blocks} blocks", str(blocks // chunks))
         raise config_error(
             "pipeline.chunks", chunks, f"parallel.pp = {num_ranks} ranks would hold {num_stages} stages, but the model "
             f"has only {blocks} blocks", str(most) if most > 1 else "pipeline.schedule = 1f1b")

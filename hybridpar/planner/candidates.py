@@ -179,8 +179,8 @@ def _schedules(
 
 
 def _on_v(base: PipelineConfig, pp: int, m: int, num_blocks: int) -> Iterator[PipelineConfig]:
-    """With two stages on each rank, there and back, for all sizes of what it keeps."""
-    if 2 * pp > num_blocks:
+    """With two stages on each rank, there and back, for all sizes of what it keeps; it has no early switch."""
+    if 2 * pp > num_blocks or (base.schedule == "2bw" and base.early_switch != "off"):
         return
     for activations in ("full", "half", "min"):
         made = replace(base, placement="v", activations=activations, split_backward=True, warmup="depth", split=(),

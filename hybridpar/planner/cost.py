@@ -385,7 +385,7 @@ class StepCost:
             transfer_back=None if back == transfer else back, latency=latency,
             tied=self.config.model.tie_embeddings and p > 1 and not self.sizes.is_v,
             blocking_norm=self.is_cpu, serial_links=not self.is_cpu,
-            cores=cores, transfer_work=work, backward_input=self._backward_input, network=network)
+            cores=cores, transfer_work=work, backward_input=self.backward_input, network=network)
         return self.moves.added_to(costs, [self.ranks_of(r) for r in range(p)], self.tp) if self.moves else costs
 
     @property
@@ -395,7 +395,7 @@ class StepCost:
                    for r in range(self.pp - 1))
 
     @property
-    def _backward_input(self) -> list[float] | None:
+    def backward_input(self) -> list[float] | None:
         """Of the stages' split backwards, the part that the stage before waits for; None: it was not measured."""
         if not all(cost.backward_input for cost in self.kinds.values() if cost.backward):
             return None

@@ -126,6 +126,8 @@ class MemoryCheck:
         for _ in range(_TRIES):
             impossible = True
             for whole in (False, True):
+                if whole and impossible and not self._state_fits(cost, room):
+                    return None
                 found = best_split(*block_costs(cost), cost.sizes.num_stages, self._peaks(cost, whole),
                                    room / cost.sizes.chunks, cost.slowness)
                 if found is None:
@@ -155,7 +157,12 @@ class MemoryCheck:
                 return found
         return None
 
-    def _peaks(self, cost: StepCost, whole: bool) -> Callable[[int, bool], Matrix]:
+    def _state_fits(self, cost: StepCost, room: float) -> bool:
+        """Whether there is a split with room for the state alone: if not, no recomputation helps."""
+        return best_split(*block_costs(cost), cost.sizes.num_stages, self._peaks(cost, False, state_alone=True),
+                          room / cost.sizes.chunks) is not None
+
+    def _peaks(self, cost: StepCost, whole: bool, *, state_alone: bool = False) -> Callable[[int, bool], Matrix]:
         """By stage, [i, j]: about what blocks i .. j-1 take there; infinite where they cannot be on it: the ends are on
         the first and the last stage alone."""
         count, p = cost.config.model.num_blocks, cost.sizes.num_stages
@@ -166,9 +173,10 @@ class MemoryCheck:
             first, last = stage == 0, stage == p - 1
             key = (first, last, again, buffers := _buffers(cost, stage))
             if key not in known:
-                terms = self._terms_by_size if isinstance(cost.config.model, ModelConfig) else self._terms_by_range
-                known[key] = terms(cost, stage, whole if again else None, buffers)
-            taken = _at_peak(known[key], _in_flight(cost, stage))
+                found = self._terms_by_size if isinstance(cost.config.model, ModelConfig) else self._terms_by_range
+                known[key] = found(cost, stage, whole if again else None, buffers)
+            terms = known[key]
+            taken = terms[0] if state_alone else _at_peak(terms, _in_flight(cost, stage))
             taken = taken * (self.limit / cost.limits[cost.sizes.rank_of(stage)])
             placed = (rows == 0 if first else rows > 0) & (columns == count if last else columns < count)
             return np.where(placed & (columns > rows), taken, np.inf)

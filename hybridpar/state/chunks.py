@@ -65,7 +65,7 @@ class Memory:
         """Gives back what is not memory of this process."""
 
     def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
-        """While in it, views of a chunk can be made."""
+        """While in it, views of a chunk, or of what it is a view of, can be made."""
         return nullcontext()
 
     def writing(self, *views: Tensor) -> AbstractContextManager[object]:
@@ -104,7 +104,8 @@ class Buffer:
     def __getitem__(self, where: slice) -> Tensor:
         number = self._number(where.start, where.stop)
         start = self.chunks[number].start
-        return self.tensors[number][where.start - start : where.stop - start]
+        with self.memory.viewing(self.tensors[number]):
+            return self.tensors[number][where.start - start : where.stop - start]
 
     def _number(self, start: int, stop: int) -> int:
         for number, chunk in enumerate(self.chunks):
@@ -122,7 +123,7 @@ class Buffer:
         places = [(name, shape, offset, offset + prod(shape))
                   for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=True)]
         for number, inside in groupby(places, lambda place: self._number(*place[2:])):
-            with self.memory.viewing(self.tensors[number]):
+            with self.memory.viewing(self.tensors[number]):  # once, not for each
                 found |= {name: self[start:stop].view(shape) for name, shape, start, stop in inside}
         return found
 

@@ -9,13 +9,28 @@ from __future__ import annotations
 import ctypes
 import mmap
 from functools import cache
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from hybridpar.state.store import padded
 
 HUGE_PAGE = 2 << 20
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4  # of mremap, Linux 5.7
+
+
+class AnyRegion(Protocol):
+    """Memory that is taken and given back. tensor: all of it, in bytes, in whole pages. view: as its store has it."""
+
+    @property
+    def tensor(self) -> Tensor: ...
+    @property
+    def view(self) -> Any: ...
+    def another(self) -> AnyRegion:
+        """One of the same size, of zeros."""
+    def clear(self) -> None:
+        """Makes it zeros."""
 
 
 class Region:
@@ -39,6 +54,12 @@ class Region:
         self._map.madvise(mmap.MADV_NOHUGEPAGE)
         if whole := size // HUGE_PAGE * HUGE_PAGE:
             self._map.madvise(mmap.MADV_HUGEPAGE, self._start, whole)
+
+    def another(self) -> Region:
+        return Region(len(self.view))
+
+    def clear(self) -> None:
+        self.tensor.zero_()
 
     def give_back(self) -> None:
         """Frees the memory. It reads as zeros when it is next used."""

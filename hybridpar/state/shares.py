@@ -115,7 +115,7 @@ class Shares:
     """
 
     def __init__(self, partition: Partition, whole: Buffer, dtype: torch.dtype, memory: Memory):
-        self.partition, self.whole = partition, whole
+        self.partition, self.whole, self.memory = partition, whole, memory
         self.layout = partition.layout_of_owned(dtype, wanted=lambda use: not use.stays)
         self.flat = Memory.zeros(memory, "", Chunk(0, self.layout.numel), dtype)
         self.views = self.layout.views(self.flat)

@@ -45,7 +45,8 @@ class Squares:
             use, start = uses(slots[own[0]].name), starts[own[0]]
             part = use.parts[0]
             layout, base = _home(gradients, use, start)
-            tensors = layout.joined(counted([views[i] for i in own], [slots[i] for i in own]), base)
+            with gradients.memory.viewing(views[own[0]]):
+                tensors = layout.joined(counted([views[i] for i in own], [slots[i] for i in own]), base)
             self._tensors.setdefault(part, []).extend(tensors)
             order.setdefault(part, []).extend(range(number, number + len(tensors)))
             number += len(tensors)

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from hybridpar.config import Config
 from hybridpar.cpu import zeros
-from hybridpar.errors import config_error
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.chunks import Chunk, Memory, Use
 from hybridpar.state.layout import FlatLayout
-from hybridpar.state.pages import Region
+from hybridpar.state.pages import AnyRegion, Region, SparePages
 from hybridpar.state.store import DiskStore, padded
 from hybridpar.state.tiers import Tiers
 
@@ -66,7 +65,9 @@ class ItemMemory(Memory):
         for use in dict.fromkeys(self._uses(slot.name) for slot in slots):
             names = {slot.name: slot.shape for slot in slots if self._uses(slot.name) == use}
             layout = FlatLayout(list(names), list(names.values()), dtype)
-            found |= layout.views(self._add(f"optimizer/{what}", use, layout.numel, dtype))
+            flat = self._add(f"optimizer/{what}", use, layout.numel, dtype)
+            with self.viewing(flat):
+                found |= layout.views(flat)
         return [found[slot.name] for slot in slots]
 
     def seal(self, allocate: Callable[[], object]) -> None:
@@ -86,40 +87,40 @@ class TieredMemory(ItemMemory):
     From `seal` on, `tiers` moves what was taken from it.
     """
 
-    def __init__(self, budget: int, folder: Path):
-        super().__init__()
+    def __init__(self, budget: int, folder: Path, device: torch.device | str = "cpu"):
+        super().__init__(device)
         self.budget, self.folder = budget, folder
         self.tiers: Tiers
-        self._regions: list[Region] = []
-        self._numbers: dict[int, int] = {}  # of items, by their address
+        self._regions: list[AnyRegion] = []
+        self._numbers: dict[int, int] = {}  # of items, by their storage
         self._copy: tuple[int, Tensor] | None = None
 
-    @staticmethod
-    def of(config: Config, device: torch.device) -> TieredMemory:
-        """The memory that a configuration with memory.budget asks for. Raises: ConfigError."""
-        if device.type != "cpu":
-            raise config_error("memory.budget", config.memory.budget, "works on CPUs so far", "0")
-        return TieredMemory(config.memory.budget, slow_folder(config))
-
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        region = Region(numel * dtype.itemsize)
-        self._numbers[region.tensor.data_ptr()] = len(self._regions)
+        region = self._region(numel * dtype.itemsize)
+        self._numbers[region.tensor.untyped_storage()._cdata] = len(self._regions)
         self._regions.append(region)
-        return region.tensor[: numel * dtype.itemsize].view(dtype)
+        with self.viewing(region.tensor):
+            return region.tensor[: numel * dtype.itemsize].view(dtype)
+
+    def _region(self, num_bytes: int) -> AnyRegion:
+        return Region(num_bytes)
 
     def seal(self, allocate: Callable[[], object]) -> None:
-        """Makes the file. Raises: HybridparError where there is no room for it."""
+        """Makes the slow tier. Raises: HybridparError where there is no room for it."""
         super().seal(allocate)
         pinned = frozenset(i for i, item in enumerate(self.items) if item.use.stays)
-        store = DiskStore(self.folder, [0 if item.use.stays else item.num_bytes for item in self.items])
-        self.tiers = Tiers(self._regions, pinned, self.budget, store)
+        self.tiers = self._make_tiers(pinned, [0 if item.use.stays else item.num_bytes for item in self.items])
+
+    def _make_tiers(self, pinned: frozenset[int], sizes: Sequence[int]) -> Tiers:
+        """The tiers, with room for these sizes in the slow one. pinned: items that always stay."""
+        return Tiers(self._regions, pinned, self.budget, DiskStore(self.folder, sizes), SparePages())
 
     def close(self) -> None:
         self.tiers.close()
 
     def number_of(self, view: Tensor) -> int:
         """The item that a tensor is a view of."""
-        return self._numbers[view.untyped_storage().data_ptr()]
+        return self._numbers[view.untyped_storage()._cdata]
 
     def writing(self, *views: Tensor) -> AbstractContextManager[object]:
         self._copy = None
@@ -132,7 +133,7 @@ class TieredMemory(ItemMemory):
         if self._copy is None or self._copy[0] != number:
             self._copy = None  # not both at once
             self._copy = number, self.tiers.content(number)
-        content = self._copy[1][: view.untyped_storage().nbytes()].view(view.dtype)
+        content = self._copy[1].view(view.dtype)
         return content.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def forget(self) -> None:

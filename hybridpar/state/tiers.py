@@ -14,14 +14,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from hybridpar.comm import Waitable
-from hybridpar.state.pages import Region, SparePages
+from hybridpar.state.pages import AnyRegion, SparePages
 
 _LOOKS_S = 2e-4
 """Between looks at what holds an item: collectives tell nobody that they are over."""
@@ -30,9 +30,17 @@ _LOOKS_S = 2e-4
 class Store(Protocol):
     """The slow tier."""
 
-    def read(self, item: int, into: memoryview) -> None: ...
-    def write(self, item: int, content: memoryview) -> None: ...
+    def read(self, item: int, into: Any) -> None: ...
+    def write(self, item: int, content: Any) -> None: ...
     def close(self) -> None: ...
+
+
+class Spare(Protocol):
+    """What becomes of the memory of regions that items give up, and where others take theirs from."""
+
+    def add(self, region: Any) -> None: ...
+    def hand_to(self, region: Any) -> None: ...
+    def shrink_to(self, num_bytes: int) -> None: ...
 
 
 class Where(Enum):
@@ -48,16 +56,16 @@ class Where(Enum):
 class Item:
     """One item: its memory, where it is, and whether the store lacks its content. `written`: the store has any.
 
-    `hold`: when that is done it may leave. `used`: when it was last asked for, by a count.
+    `holds`: when these are done it may leave. `used`: when it was last asked for, by a count.
     """
 
-    region: Region
+    region: AnyRegion
     pinned: bool
     where: Where = Where.ABSENT
     changed: bool = False
     written: bool = False
     used: int = 0
-    hold: Waitable | None = None
+    holds: list[Waitable] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -77,14 +85,17 @@ class Traffic:
 class Tiers:
     """Moves items between `regions` and a store, never having more than `budget` bytes in memory.
 
-    `pinned`: numbers of the items that are always there. Errors of the store are raised by the next call.
+    `pinned`: numbers of the items that are always there. Errors of the store are raised by the next call. `mark`: what
+    is done once that is over which the caller has started so far; None: it is over when a call returns.
     """
 
-    def __init__(self, regions: Sequence[Region], pinned: frozenset[int], budget: int, store: Store):
+    def __init__(self, regions: Sequence[AnyRegion], pinned: frozenset[int], budget: int, store: Store,
+                 spare: Spare | None = None, mark: Callable[[], Waitable] | None = None):
         self.items = [Item(region, number in pinned) for number, region in enumerate(regions)]
         self.budget, self.traffic, self._store = budget, Traffic(), store
         self._resident = self._clock = 0
-        self._spare = SparePages()  # of what has left, within the budget
+        self._spare: Spare = spare or SparePages()
+        self._mark = mark
         self._error: Exception | None = None
         self._state = threading.Condition()
         self._queues: dict[Where, deque[int]] = {Where.ARRIVING: deque(), Where.LEAVING: deque()}
@@ -112,8 +123,10 @@ class Tiers:
         item = self.items[number]
         if item.where is Where.ARRIVING:
             self._wait(lambda: item.where is Where.HERE)
+        if self._mark is not None:
+            item.holds.append(self._mark())
         with self._looking():
-            if item.changed or item.hold is not None:
+            if item.changed or item.holds:
                 item.where = Where.LEAVING
                 self._queues[Where.LEAVING].append(number)
             else:
@@ -134,7 +147,7 @@ class Tiers:
         with self._looking():
             self._take(item)
             item.where = Where.HERE
-        item.region.tensor.zero_()
+        item.region.clear()
 
     def is_here(self, number: int) -> bool:
         """Whether an item can be used at once."""
@@ -158,8 +171,8 @@ class Tiers:
         self._wait(lambda: not any(self._queues.values()))
 
     def hold(self, number: int, until: Waitable) -> None:
-        """An item stays where it is until this is done, also where it is to leave. The last one counts."""
-        self.items[number].hold = until
+        """An item stays where it is until this is done, also where it is to leave."""
+        self.items[number].holds.append(until)
 
     # -- what is asked for beside plans --------------------------------------------------------------------------------
 
@@ -185,7 +198,7 @@ class Tiers:
             self._wait(lambda: item.where in (Where.HERE, Where.ABSENT))
         if item.where is Where.HERE:
             return item.region.tensor
-        copy = Region(item.num_bytes)
+        copy = item.region.another()
         if item.written:
             self._store.read(number, copy.view)
             self.traffic.read += item.num_bytes
@@ -287,13 +300,13 @@ class Tiers:
             self._store.read(number, item.region.view)
             self.traffic.read += item.num_bytes
         else:
-            item.region.tensor.zero_()
+            item.region.clear()
 
     def _take_away(self, number: int) -> None:
         item = self.items[number]
-        while item.hold is not None and not item.hold.is_done() and not self._closed:
+        while not all(hold.is_done() for hold in item.holds) and not self._closed:
             time.sleep(_LOOKS_S)
-        item.hold = None
+        item.holds.clear()
         if not item.changed:
             return
         self._store.write(number, item.region.view)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
 from hybridpar.state.chunks import WHOLE, Use
@@ -30,6 +31,7 @@ def uses_of(parts: Sequence[range], placements: Mapping[str, Placement], blocks:
     stay = {1, 3} if any(layout_run(placement) == 2 for placement in placements.values()) else {3}
     part_of = {block: number for number, blocks_of_part in enumerate(parts) for block in blocks_of_part}
 
+    @cache
     def use(name: str) -> Use:
         placement = placements[name]
         if layout_run(placement) in stay or (placement.tied and not alone) or placement.along("tp") is Held.PARTIAL:

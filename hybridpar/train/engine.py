@@ -37,6 +37,7 @@ from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.stash import FileTier, Stash
 from hybridpar.state import RankState, StatePolicy
+from hybridpar.state.device_tier import tiered_memory
 from hybridpar.state.host import HostWork
 from hybridpar.state.shares import WholeChunks
 from hybridpar.state.tiered import ItemMemory, TieredMemory, slow_folder
@@ -91,7 +92,7 @@ class Engine:
                   for stage, parts in self.parts.of_stage.items()}
         self.stage = Stage(blocks)
         if memory is None and config.memory.budget:
-            memory = TieredMemory.of(config, device)
+            memory = tiered_memory(config, device)
         if config.memory.host_optimizer and config.optim.name == "muon" and device.type != "cpu":
             raise config_error("optim.name", "muon", "works with memory.host_optimizer on CPUs so far", "adamw")
         if memory is None and states.splits_gradients:

@@ -59,7 +59,8 @@ def test_round_trips_bound_and_change_nothing_else(latency: float, monkeypatch: 
     on = made.machine(config, 4, made=profile, inner=made.link(latency=latency, bandwidth=1e6), memory=1e11)
     every = list(candidates(config, on, Request()))
     assert all(one.least_time <= one.cost.step_time * (1 + 1e-9) for one in every)
-    slow = [one for one in every if one.cost.pp == 4 and one.is_stale and one.config.pipeline.warmup == "depth"]
+    slow = [one for one in every if one.cost.pp == 4 and one.is_stale and one.config.pipeline.warmup == "depth"
+            and one.config.pipeline.placement == "loop"]
     found = [(one.config, one.cost.step_time) for one in search(config, on, Request(top=4)).ranked]
     tight = [one.least_time > 0.9 * one.cost.step_time for one in slow]
     monkeypatch.setattr(bound, "_round_trips", lambda *_: 0.0)
@@ -105,7 +106,7 @@ def test_what_is_given_stays() -> None:
 def test_a_split_that_is_given_stays_with_its_pipeline() -> None:
     config = made.config(pp=2, dp=2, m=16, b=1, split=(6, 2))
     kept = {one.config.pipeline.split for one in candidates(config, machine(config), Request(
-        keep={"pp": 2}, schedules=("1f1b", "gpipe")))}
+        keep={"pp": 2}, schedules=("1f1b", "gpipe"))) if one.config.pipeline.placement == "loop"}
     assert kept == {(6, 2)}
     free = candidates(config, machine(config), Request(schedules=("1f1b",)))
     assert (6, 2) not in {one.config.pipeline.split for one in free}
@@ -279,7 +280,8 @@ def test_chunks_count_with_what_they_hold_in_memory() -> None:
 def test_chunks_that_were_chosen_stay() -> None:
     config, on = even(1e11)
     config = replace(config, pipeline=replace(config.pipeline, schedule="interleaved", chunks=3))
-    found = list(candidates(config, on, Request(micro_batches=(1,))))
+    found = [one for one in candidates(config, on, Request(micro_batches=(1,)))
+             if one.config.pipeline.placement == "loop"]
     assert {one.config.pipeline.num_chunks for one in found} == {1, 3}
     assert {one.config.parallel.pp for one in found if one.config.pipeline.num_chunks == 3} == {2, 4}
     for one in found:

@@ -24,6 +24,7 @@ from hybridpar.cli import main
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.memory import measure, predict
 from hybridpar.state.audit import audit_replicas
 from hybridpar.train.engine import Engine, StepResult
 
@@ -145,6 +146,22 @@ def test_an_optimizer_on_the_host(sections: Sections) -> None:
     state = Engine(config, ProcessGrid(), torch.device("cuda:0")).state
     assert state.host is not None
     assert all(tensor.is_pinned() for tensor in (*state.host.staging.tensors, *state.weights.master.tensors))
+
+
+@pytest.mark.parametrize("sections", [TWO_BW, BF16, {"pipeline": {"schedule": "gpipe"}}], ids=str)
+def test_a_budget(sections: Sections) -> None:
+    """To the bit as with all of the state there, of which the allocator counts as much less."""
+    config = make({}, sections)
+    whole = replace(config, memory=replace(config.memory, parts=config.model.num_blocks))
+    state = predict(whole, device=torch.device("cuda"))[0].state
+    tight = replace(config, memory=replace(config.memory, budget=int(0.7 * state)))
+    peaks, found = [], []
+    for one in (whole, tight):
+        with measure(torch.device("cuda:0")) as meter:
+            found.append(trained(one, ProcessGrid(), "cuda:0"))
+        peaks.append(meter.read().peak)
+    assert found[0] == found[1]
+    assert peaks[1] < peaks[0]
 
 
 def test_a_run_goes_on_in_one_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -118,7 +118,7 @@ def test_the_allocator_counts_what_is_predicted(pp: int, model: dict[str, Any], 
         assert (stage.total < before.total) == (run.moved > 0)
 
 
-LARGE = {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "seq_length": 128, "vocab_size": 1024}
+LARGE = {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "seq_length": 128, "vocab_size": 1024}
 
 
 @pytest.mark.ranks

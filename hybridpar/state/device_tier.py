@@ -1,0 +1,171 @@
+"""The two tiers of a GPU's state: its memory, and pinned memory of the host. What moves is as on a CPU (tiered.py).
+
+An item's memory is that of its tensor's storage, which is empty while the item is not here: so views stay views. It
+leaves once the launch thread's stream has come past where it was released, and each way of copies has a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.config import Config
+from hybridpar.state.chunks import Chunk
+from hybridpar.state.host import HostMemory
+from hybridpar.state.store import padded
+from hybridpar.state.tiered import TieredMemory, slow_folder
+from hybridpar.state.tiers import Tiers
+
+
+def tiered_memory(config: Config, device: torch.device) -> TieredMemory:
+    """The memory of a rank on a device that a configuration with memory.budget asks for."""
+    budget = config.memory.budget
+    return TieredMemory(budget, slow_folder(config)) if device.type == "cpu" else DeviceTieredMemory(budget, device)
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """While in it, this thread's work goes to a stream; None: there are none."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def _is_late(device: torch.device) -> bool:
+    """Whether work goes on when a call has returned."""
+    return device.type == "cuda"
+
+
+class DeviceRegion:
+    """Memory of a device that is taken and given back. tensor, view: of all of its bytes.
+
+    Memory is taken on a stream of its own, `stream`: so it has not been of what the launch thread's may still be at.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, stream: torch.cuda.Stream | None):
+        self._num_bytes, self._stream = padded(max(num_bytes, 1)), stream
+        with _on(stream):
+            self.tensor = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
+        self.view = self.tensor.data  # autograd need not know that an item comes back with what it had
+        self.give_back()
+
+    @property
+    def is_here(self) -> bool:
+        return self.tensor.untyped_storage().nbytes() > 0
+
+    def take(self) -> None:
+        """Takes memory, whose content is anything."""
+        with _on(self._stream):
+            self.tensor.untyped_storage().resize_(self._num_bytes)
+
+    def another(self) -> DeviceRegion:
+        found = DeviceRegion(self._num_bytes, self.tensor.device, self._stream)
+        found.take()
+        found.clear()
+        return found
+
+    def clear(self) -> None:
+        """Zeros from now on, for all streams."""
+        with _on(self._stream):
+            self.view.zero_()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def give_back(self) -> None:
+        """Gives the memory back. Views stay, and have no content."""
+        self.tensor.untyped_storage().resize_(0)
+
+
+class DevicePages:
+    """As SparePages; but a device's allocator keeps what is given back."""
+
+    def add(self, region: DeviceRegion) -> None:
+        region.give_back()
+
+    def hand_to(self, region: DeviceRegion) -> None:
+        region.take()
+
+    def shrink_to(self, num_bytes: int) -> None:
+        pass
+
+
+class HostStore:
+    """Room for items of these sizes (bytes) in memory of the host, taken at once; of a GPU pinned."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device):
+        sizes = [padded(size) for size in sizes]
+        self._memory = HostMemory(device)
+        self._items = self._memory.zeros("tier", Chunk(0, sum(sizes)), torch.uint8).split(sizes)
+        self._streams = {way: _new_stream(device) for way in ("in", "out")}
+
+    def read(self, item: int, into: Tensor) -> None:
+        """Brings an item; returns once it is here."""
+        self._copy("in", into, self._items[item])
+
+    def write(self, item: int, content: Tensor) -> None:
+        """Takes an item's content, as `read`."""
+        self._copy("out", self._items[item], content)
+
+    def close(self) -> None:
+        """Ends nothing: the memory goes with this."""
+
+    @torch.no_grad()
+    def _copy(self, way: str, target: Tensor, source: Tensor) -> None:
+        stream = self._streams[way]
+        with _on(stream):
+            target.copy_(source, non_blocking=True)
+        if stream is not None:
+            stream.synchronize()
+
+
+class _Passed:
+    """Done once the launch thread's stream has come to where it was when this was made."""
+
+    def __init__(self, device: torch.device):
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(device))
+
+    def is_done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class DeviceTieredMemory(TieredMemory):
+    """Memory of a device, of which state takes `budget` bytes at most, and memory of the host for the rest."""
+
+    def __init__(self, budget: int, device: torch.device):
+        super().__init__(budget, Path(), device)
+        self._stream = _new_stream(device)
+
+    def _region(self, num_bytes: int) -> DeviceRegion:
+        return DeviceRegion(num_bytes, self.device, self._stream)
+
+    def _make_tiers(self, pinned: frozenset[int], sizes: Sequence[int]) -> Tiers:
+        mark = (lambda: _Passed(self.device)) if _is_late(self.device) else None
+        tiers = Tiers(self._regions, pinned, self.budget, HostStore(sizes, self.device), DevicePages(), mark)
+        for number in pinned:
+            tiers.items[number].region.clear()
+        return tiers
+
+    def viewing(self, chunk: Tensor) -> AbstractContextManager[None]:
+        """While in it, views of a chunk can be made. Before there are tiers its content is lost after it."""
+        return self._taken([self._regions[self.number_of(chunk)]])
+
+    @contextmanager
+    def _taken(self, regions: Sequence[Any]) -> Iterator[None]:
+        absent = [region for region in regions if not region.is_here]
+        for region in absent:
+            region.take()
+        try:
+            yield
+        finally:
+            for region in absent:
+                region.give_back()
