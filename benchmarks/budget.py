@@ -50,8 +50,8 @@ SHAPES = {"large": Shape(24, 2048, 16, 512, 8192, 1), "curve": Shape(8, 1024, 16
 CGROUPS = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max"))  # version 1, 2
 PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
 MEANING = ("ratio: time of a step over the largest of bounds_s (compute, read / bandwidth, written / bandwidth); "
-           "wall_s, cpu_s: of each step, on the wall and of all threads; read, written: bytes of a step; bandwidth: bytes "
-           "a second, before and after")
+           "wall_s, cpu_s: of each step, on the wall and of all threads; read, written: bytes of a step; bandwidth: "
+           "bytes a second, before and after")
 
 
 def config_of(shape: Shape, schedule: str, budget: int, folder: str) -> Config:
