@@ -63,7 +63,7 @@ def build(config: Config) -> Engine:
     return Engine(config, ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp), CPU)
 
 
-def train(config: Config, stretches: tuple[int, ...] = (3,)) -> Run:
+def train(config: Config, stretches: tuple[int, ...] = (2,)) -> Run:
     steps: list[tuple[float, float]] = []
     with measure(CPU) as meter:
         engine = build(config)
@@ -151,10 +151,10 @@ def test_beside_what_else_moves(sections: dict[str, dict[str, Any]], tmp_path: P
         assert smaller.total - not_counted == pytest.approx(less.peak, rel=0.02)
 
 
-@pytest.mark.parametrize(("seconds", "away"), [((0.0, 0.0), (4,)), ((1e3, 1e3), (0,)), ((0.0, 1e3), (0,))])
+@pytest.mark.parametrize(("seconds", "away"), [((0.0, 0.0), (4,)), ((0.0, 1e3), (0,))])
 def test_as_many_as_cost_no_time(seconds: tuple[float, float], away: tuple[int, ...], tmp_path: Path,
                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tier that takes no time all leave, with one that takes for ever, either way, none."""
+    """With a tier that takes no time all leave, with one that takes for ever, if only one way, none."""
     monkeypatch.setattr(FileTier, "seconds_per_move", lambda self: seconds)
     monkeypatch.setattr(FileTier, "work_per_move", lambda self: (0.0, 0.0))
     config, said = make(tmp_path, "auto"), list[str]()
@@ -195,14 +195,14 @@ def test_a_forecast(tmp_path: Path) -> None:
 
 def test_saved_and_stopped(tmp_path: Path) -> None:
     """Gone on with at another setting, after a stop in the middle of a batch that was under way."""
-    config = make(tmp_path, 0, pipeline={"schedule": "2bw", "num_microbatches": 8}, train={"num_steps": 10})
+    config = make(tmp_path, 0, pipeline={"schedule": "2bw", "num_microbatches": 6}, train={"num_steps": 10})
     ends = []
     for number, away in enumerate(((0, 0), (0, 99), (99, 0))):
         folder, losses = tmp_path / str(number), list[float]()
         for setting in away:
             engine = build(replace(config, memory=replace(config.memory, offload_activations=setting)))
             checkpoint.resume(folder, engine, "corpus", print)
-            loader = SyntheticLoader(config.model, 2, 8)
+            loader = SyntheticLoader(config.model, 2, 6)
 
             def note(result: Any, engine: Engine = engine, losses: list[float] = losses) -> None:
                 losses.append(result.loss)
