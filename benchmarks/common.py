@@ -263,17 +263,18 @@ def write_results(claim: str, cases: Sequence[Mapping[str, Any]], args: argparse
                   meaning: str = RATIO, shapes: Mapping[str, Any] = SHAPES) -> Path:
     """Writes benchmarks/results/<claim>.json and returns its path.
 
-    `meaning`: what the numbers in it are. `shapes`: dataclasses, by the names in the cases' settings.
+    `meaning`: what the numbers in it are. `shapes`: dataclasses, by the names in the cases' settings, if they have any.
     """
     (folder := Path(args.out)).mkdir(parents=True, exist_ok=True)
-    path = folder / f"{args.name or claim}.json"
-    if args.add and path.exists():
+    path = folder / f"{getattr(args, 'name', '') or claim}.json"
+    if getattr(args, "add", False) and path.exists():
         measured = {c["case"] for c in cases}
         cases = [c for c in json.loads(path.read_text())["cases"] if c["case"] not in measured] + list(cases)
     document = {
         "claim": claim, "meaning": meaning,
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "machine": machine(), "arguments": vars(args) | {"out": ""},
-        "shapes": {name: asdict(shapes[name]) for name in dict.fromkeys(c["settings"]["shape"] for c in cases)},
+        "shapes": {name: asdict(shapes[name])
+                   for name in dict.fromkeys(c["settings"]["shape"] for c in cases if "settings" in c)},
         "cases": list(cases),
     }
     path.write_text(json.dumps(document, indent=1) + "\n")

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, SHAPES, machine
+from benchmarks.common import RESULTS, SHAPES, write_results
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.planner.cluster import estimate, machine_of
 from hybridpar.planner.cost import StepCost
@@ -98,11 +96,7 @@ def main() -> None:
     for case in cases:
         print(f"| {case['case']} | {case['unit']} | {case['predicted']:,} | {case['measured']:,} | "
               f"{100 * case['error']:+.1f}% |")
-    path = Path(args.out) / "estimates.json"
-    path.write_text(json.dumps({
-        "claim": "estimates", "meaning": "predicted and published speeds", "cases": cases,
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "machine": machine()}, indent=1) + "\n")
-    print(path)
+    print(write_results("estimates", cases, args, meaning="predicted and published speeds"))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,12 @@ def pace(engine: Engine, seconds: float) -> None:
     executor.stages = {  # type: ignore[assignment]
         number: [Paced(part, each, split=split) for part in parts] for number, parts in executor.stages.items()}
     if split:
-        inner = executor._table[Kind.W]
-
-        def slow(action: Action) -> None:
+        def slow(inner: Callable[[Action], None], action: Action) -> None:
             inner(action)
             time.sleep(each / 3)
 
-        executor._table[Kind.W] = slow
+        for kind in (Kind.W, Kind.B):  # what stayed whole ends with it, too
+            executor._table[kind] = partial(slow, executor._table[kind])
 
 
 class _SlowBackward(torch.autograd.Function):

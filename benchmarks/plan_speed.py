@@ -9,13 +9,11 @@ parameters (80 layers; 256 layers where there are 256 stages), on servers of 8 A
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, machine
+from benchmarks.common import RESULTS, write_results
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.planner.candidates import Request
 from hybridpar.planner.cluster import estimated
@@ -64,6 +62,7 @@ def measured(what: Callable[[], str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="CPU time of plan and simulate for large clusters.")
     parser.add_argument("--out", default=str(RESULTS), help="folder of the result file")
+    parser.add_argument("--add", action="store_true", help="keep the file's other cases")
     parser.add_argument("--only", choices=["simulate", "plan"], nargs="+", default=["simulate", "plan"])
     args = parser.parse_args()
     cases = []
@@ -71,11 +70,7 @@ def main() -> None:
         if what.__name__ in args.only:
             cases.append(measured(what))
             print(cases[-1], flush=True)
-    path = Path(args.out) / "plan_speed.json"
-    path.write_text(json.dumps({
-        "claim": "plan_speed", "meaning": "CPU seconds", "cases": cases,
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "machine": machine()}, indent=1) + "\n")
-    print(path)
+    print(write_results("plan_speed", cases, args, meaning="CPU seconds"))
 
 
 if __name__ == "__main__":

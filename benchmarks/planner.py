@@ -7,6 +7,7 @@ its first choice is the fastest grid that was measured, or within 5% of it.
     sudo env "PATH=$PATH" python -m benchmarks.planner --link dsl=20/100:5 --grids 1,2,1 --name planner_dsl
     sudo env "PATH=$PATH" python -m benchmarks.planner --link wan=50:5 --grids 1,2,1 --shapes thin --schedules 2bw \
         --warmup latency --codecs none int8 int4 dct --name planner_codecs
+    python -m benchmarks.planner --shapes vit mixer --name planner_own     models of one's own (examples/), larger
 
 The machine is profiled once, as `hybridpar profile` does. Then every grid is trained, in every round, by Gloo ranks of
 one thread each; the median over the rounds counts. `ratio`: predicted over measured. The planner chooses among the
@@ -35,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import SHAPES, FixedLoader, Shape, arguments, engine_config, parse, run_ranks, write_results
-from hybridpar.config import Config, Launch
+from hybridpar.config import Config, Launch, ModelSpec, import_spec
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch, predict
 from hybridpar.pipeline.run.codecs import CODECS
@@ -52,6 +53,7 @@ from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.launch import keep_freed_memory
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "examples"))
 TESTBED = ROOT / "scripts" / "testbed" / "testbed.py"
 STATE_VARIABLE, CANNOT_RUN = "TESTBED_STATE", 77  # as in testbed.py
 MOVES = (  # stages, schedule, ZeRO, whether the host updates, share of the state that is in memory
@@ -62,6 +64,29 @@ GRIDS = ((1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1), (2, 1
 MEANING = ("ratio: predicted step time over measured, median of rounds; of a choice: its measured step time over that "
            "of the fastest")
 TIME_BOUND, MEMORY_BOUND, CHOICE_BOUND = 0.15, 0.05, 0.05
+
+
+@dataclass(frozen=True)
+class OwnShape:
+    """A model of examples/, and the micro-batch, in place of a `Shape`."""
+
+    spec: str
+    settings: tuple[tuple[str, int], ...]
+    micro_batch: int
+
+    @property
+    def model(self) -> ModelSpec:
+        return import_spec(self.spec)(**dict(self.settings))
+
+    @property
+    def microbatch_tokens(self) -> int:
+        return self.micro_batch
+
+
+MODELS = SHAPES | {
+    "vit": OwnShape("vit:ViT", (("depth", 6), ("width", 192), ("image", 32)), 8),
+    "mixer": OwnShape("mixer:Mixer", (("depth", 6), ("width", 256), ("image", 32)), 8),
+}
 
 
 @dataclass
@@ -103,20 +128,20 @@ class Case:
             "links": [need.as_json() for need in self.needs]}
 
 
-def train_all(configs: Sequence[Config], shape: Shape, batches: int, with_memory: bool) -> list[Any]:
+def train_all(configs: Sequence[Config], shape: Shape | OwnShape, batches: int, with_memory: bool) -> list[Any]:
     """Step time of each, or the peaks of its stages, measured and predicted. Collectives: on all ranks."""
     keep_freed_memory()
     return [_memory(c, shape) if with_memory else _step_time(c, shape, batches) for c in configs]
 
 
-def _engine(config: Config, shape: Shape) -> tuple[ProcessGrid, FixedLoader]:
+def _engine(config: Config, shape: Shape | OwnShape) -> tuple[ProcessGrid, FixedLoader]:
     parallel = config.parallel
     grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
     scaled = replace(shape, micro_batch=config.train.micro_batch_size)
     return grid, FixedLoader(scaled, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size)
 
 
-def _step_time(config: Config, shape: Shape, batches: int) -> float:
+def _step_time(config: Config, shape: Shape | OwnShape, batches: int) -> float:
     grid, loader = _engine(config, shape)
     engine = Engine(config, grid, torch.device("cpu"))
     recorder = trace.Recorder(engine.executor, 0, batches + trace.WARMUP)
@@ -133,7 +158,7 @@ def _after_step(recorder: trace.Recorder, result: StepResult) -> None:
     recorder.after_step(result.step)
 
 
-def _memory(config: Config, shape: Shape) -> tuple[int, int]:
+def _memory(config: Config, shape: Shape | OwnShape) -> tuple[int, int]:
     grid, loader = _engine(config, shape)
     device = torch.device("cpu")
     watch = MemoryWatch(config, device)
@@ -166,7 +191,8 @@ def plan_cases(
     configs = [
         replace(base, parallel=replace(base.parallel, tp=tp, pp=pp, dp=dp),
                 pipeline=replace(base.pipeline, num_microbatches=batch // (b * dp)))
-        for tp, pp, dp in GRIDS if tp * pp * dp in ranks and (not grids or f"{tp},{pp},{dp}" in grids)]
+        for tp, pp, dp in GRIDS if tp * pp * dp in ranks and tp <= base.model.max_tp
+        and (not grids or f"{tp},{pp},{dp}" in grids)]
     chosen = {n: choose(base, profile, n, batch, (b,)) for n in ranks if n > 1 and not grids}
     for config in chosen.values():
         if not any(_same(config, other) for other in configs):
@@ -224,7 +250,7 @@ def report(cases: Sequence[Case], chosen: dict[int, Config], settings: dict[str,
 def on_one_machine(args: Any) -> list[dict[str, Any]]:
     rows = []
     for shape_name in args.shapes:
-        shape = SHAPES[shape_name]
+        shape = MODELS[shape_name]
         for schedule in args.schedules:
             base = engine_config(shape, schedule=schedule, num_microbatches=args.batch // shape.micro_batch)
             path = Path(args.profile) if args.profile else None
@@ -254,7 +280,7 @@ def on_host(args: Any) -> list[dict[str, Any]] | None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rows = []
     for shape_name in args.shapes:
-        shape = SHAPES[shape_name]
+        shape = MODELS[shape_name]
         for schedule in args.schedules:
             base = engine_config(shape, schedule=schedule, num_microbatches=args.batch // shape.micro_batch)
             base = replace(base, pipeline=replace(base.pipeline, warmup=args.warmup if schedule == "2bw" else "depth"))
@@ -294,7 +320,7 @@ def launch(args: Any) -> int:
 
 
 def main() -> int:
-    parser = arguments(__doc__, rounds=2, shapes=["small"])
+    parser = arguments(__doc__, rounds=2, shapes=["small"], choices=MODELS)
     parser.add_argument("--schedules", nargs="+", default=["1f1b"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="of one machine; over a link they are 2")
     parser.add_argument("--batch", type=int, default=16, help="samples of a step")

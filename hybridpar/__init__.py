@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridpar.config import Config, ModelConfig, ModelSpec, load_toml
+    from hybridpar.config import Config, ModelConfig, ModelSpec, UpdateRule, load_toml
     from hybridpar.grid import Axis, ProcessGrid
     from hybridpar.models.own import Build
     from hybridpar.models.sequential import SequentialSpec
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Axis", "Build", "ColumnParallelLinear", "Config", "Dropout", "Init", "LayerNorm", "LearnedPositionEmbedding",
     "ModelConfig", "ModelSpec", "ParallelAttention", "ParallelMLP", "ParallelModule", "Placement", "ProcessGrid",
-    "RMSNorm", "RowParallelLinear", "SequentialSpec", "Shard", "Trainer", "VocabParallelEmbedding", "load_toml",
-    "vocab_parallel_cross_entropy",
+    "RMSNorm", "RowParallelLinear", "SequentialSpec", "Shard", "Trainer", "UpdateRule", "VocabParallelEmbedding",
+    "load_toml", "vocab_parallel_cross_entropy",
 ]
 __version__ = "0.1.0"
 

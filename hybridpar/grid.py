@@ -163,7 +163,7 @@ class ProcessGrid:
                  via_host: bool) -> None:
         """Takes this rank's line of each name. Every rank creates every group in the same order, as torch requires."""
         self.place, self._lines, self._group = place_of(rank, self.sizes), lines, group
-        self._again: dict[str, Axis] = {}
+        self._again: dict[tuple[str, int], Axis] = {}
         self._axes = {name: Axis(name, 0, (rank,), flight=self.flight) for name in lines}
         for name, line in [(name, line) for name, of_name in lines.items() for line in of_name if len(line) > 1]:
             made = group(name, line)
@@ -186,16 +186,16 @@ class ProcessGrid:
         """This rank's line along an axis, or along several that were joined."""
         return self._axes[_JOIN.join(names)]
 
-    def again(self, name: str) -> Axis:
-        """This rank's line along an axis with one more communicator, on which messages wait for no others.
+    def again(self, name: str, number: int = 1) -> Axis:
+        """This rank's line along an axis with another communicator, by number, on which messages wait for no others.
 
         Collectives: the first time, as creating a grid.
         """
-        if name not in self._again:
+        if (name, number) not in self._again:
             axis = self._axes[name]
-            made = {tuple(line): self._group(f"{name} again", line) for line in self._lines[name] if len(line) > 1}
-            self._again[name] = replace(axis, group=made.get(axis.ranks))
-        return self._again[name]
+            made = {tuple(line): self._group(f"{name} {number}", line) for line in self._lines[name] if len(line) > 1}
+            self._again[name, number] = replace(axis, group=made.get(axis.ranks))
+        return self._again[name, number]
 
     @property
     def rank(self) -> int:

@@ -1,4 +1,5 @@
-"""Finds the compiled extensions: operators (_C, _C_cuda) and the recorder of memory events (_C_recorder).
+"""Finds the compiled extensions: operators (_C, _C_cuda), and the recorder of memory events and planned memory of CPUs
+(_C_recorder).
 
 The only place that imports them; on first use.
 """

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridpar.config import Config, Launch, ModelSpec, from_mapping, load_toml
+from hybridpar.config import Config, Launch, ModelSpec, UpdateRule, from_mapping, load_toml, spec_name
 from hybridpar.config.spec import require_settings
 from hybridpar.validate import resolve
 
@@ -30,16 +30,21 @@ class Trainer:
 
     `model`: a ModelSpec, such as a ModelConfig; None: that of `config`. `datasets`: by part ("train", "valid"), in the
     stead of those that the model names itself (`ModelSpec.dataset`), whose docstring says what they may be.
+    `optimizer`: a rule of one's own, in the stead of optim.name.
 
     Raises: ConfigError naming every key that is unknown and every value of a wrong type.
     """
 
     def __init__(self, model: ModelSpec | None = None, /, config: Config | str | Path | None = None, *,
-                 datasets: Mapping[str, Any] | None = None, **sections: Mapping[str, Any]):
+                 datasets: Mapping[str, Any] | None = None, optimizer: type[UpdateRule] | None = None,
+                 **sections: Mapping[str, Any]):
         base = Config() if config is None else config if isinstance(config, Config) else load_toml(config)
         if model is not None:
             require_settings(type(model))
             base = dataclasses.replace(base, model=model)
+        if optimizer is not None:
+            own = {"name": "own", "spec": spec_name(optimizer)}
+            base = dataclasses.replace(base, optim=dataclasses.replace(base.optim, **own))  # type: ignore[arg-type]
         self.config = from_mapping(sections, base)
         self.datasets = dict(datasets or {})
 

@@ -19,6 +19,7 @@ from hybridpar.models.build import recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.nn.attention import rotary_features
 from hybridpar.ops.registry import select
+from hybridpar.optim.own import find_rule
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.pipeline.run.codecs import Codecs
 
@@ -90,6 +91,7 @@ def _refused(config: Config) -> Iterator[Problem]:
         lambda: recomputed_blocks(pipeline.recompute, model, [range(0)] * (pp * chunks)),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
         lambda: Codecs.of(config),
+        *([partial(find_rule, config.optim)] if config.optim.name == "own" and config.optim.spec else []),
         *(partial(select, op, choice, device) for op, choice in asdict(config.kernels).items())]
     said = {problem.field for problem in model.conflicts()}
     if (isinstance(model, ModelConfig) and model.position == "rotary"

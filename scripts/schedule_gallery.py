@@ -28,7 +28,8 @@ SCHEDULES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("Naive", "naive", {}), ("GPipe", "gpipe", {}), ("1F1B", "1f1b", {}), ("ZB-H1", "1f1b", _ZERO),
     ("ZB-H2", "1f1b", {"warmup": "latency", **_ZERO}), ("Interleaved", "interleaved", {"chunks": 2}),
     ("Interleaved ZB-H1", "interleaved", {"chunks": 2, **_ZERO}),
-    ("ZB-V", "1f1b", {"placement": "v"}), ("V-Half", "1f1b", {"placement": "v", "activations": "half"}),
+    ("ZB-V", "1f1b", {"placement": "v"}), ("There and back twice", "1f1b", {"placement": "v", "chunks": 4}),
+    ("V-Half", "1f1b", {"placement": "v", "activations": "half"}),
     ("V-Min", "1f1b", {"placement": "v", "activations": "min"}),
     ("PipeDream", "pipedream", {}), ("2BW", "2bw", {}), ("2BW, longer warm-up", "2bw", {"warmup": "latency"}),
     ("2BW on V-Half", "2bw", {"placement": "v", "activations": "half"}),
@@ -50,7 +51,8 @@ fastest.
 
 def sizes_for(options: dict[str, Any], schedule: str, p: int, m: int) -> Sizes:
     placement = options.get("placement", "loop")
-    return Sizes(p, m, 2 if placement == "v" or schedule == "interleaved" else 1, placement)
+    default = 2 if placement == "v" or schedule == "interleaved" else 1
+    return Sizes(p, m, options.get("chunks", default), placement)
 
 
 def plan_for(schedule: Schedule, sizes: Sizes, num_batches: int) -> Any:

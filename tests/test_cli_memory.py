@@ -15,6 +15,7 @@ from hybridpar.cli import main
 from hybridpar.config import from_mapping, load_toml, to_toml
 from hybridpar.memory import predict
 from hybridpar.memory.events import Header, Span, header_line, read_trace, span_line
+from hybridpar.memory.planned import Counts
 from hybridpar.train.folder import MEMORY
 
 
@@ -94,6 +95,31 @@ def test_a_run_shows_the_fullest_rank_or_one(run: Path, capsys: pytest.CaptureFi
     assert main(["memory", "--run", str(run), "--output", str(run / "pictures")]) == 0
     assert not (run / "pictures" / "trace.jsonl").exists()
     assert "rank 0" in (run / "pictures" / "memory.svg").read_text()
+
+
+def test_what_became_of_planned_memory(run: Path, config: Path, capsys: pytest.CaptureFixture[str],
+                                       tmp_path: Path) -> None:
+    counts = Counts(hits=1200, occupied=3, top=1 << 20, most_living=1 << 20, num_bytes=1 << 20)
+    empty = recorded(tmp_path / "none", config, {})
+    for folder in (run, empty):
+        (folder / MEMORY / "planned1.json").write_text(json.dumps(counts.as_json()))
+        assert main(["memory", "--run", str(folder)]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].split() == ["1", "1.00", "1.00", "1.00", "1,200", "0", "3", "0"]
+        assert main(["memory", "--run", str(folder), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["planned"] == {"1": counts.as_json()}
+    (run / MEMORY / "planned1.json").write_text("[]")
+    assert "planned1.json: is no count of planned memory" in fails(capsys, "memory", "--run", run)
+
+
+def test_check_says_what_a_plan_would_make_of_it(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--parallel.pp", "2", "--world-size", "2", "--train.planned_memory", "True"]
+    assert main(["check", str(config), *flags]) == 0
+    assert "planned memory: on rank 0 an arena of 0." in capsys.readouterr().out
+    assert main(["check", str(config), *flags, "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)["planned"]
+    assert plain["largest_live"] <= plain["arena"] <= 1.2 * plain["largest_live"] < plain["reserved"]
+    assert main(["check", str(config), "--parallel.dp", "2", "--parallel.zero", "3", *flags[4:], "--json"]) == 0
+    assert "planned" not in json.loads(capsys.readouterr().out)  # no events are predicted
 
 
 def test_what_cannot_be(run: Path, config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def _fixed(saved: Config, wanted: Config) -> Iterator[tuple[str, list[str]]]:
     saved, wanted = _with_positions(saved), _with_positions(wanted)
     model = [f"model.{key}" for key in to_mapping(wanted)["model"] if key not in FREE]
     for why, names in (("its weights are those of that model", model),
-                       ("the optimizer's state is of that one", ["optim.name"]),
+                       ("the optimizer's state is of that one", ["optim.name", "optim.spec"]),
                        ("its weights and their optimizer's state have that precision", ["train.dtype"])):
         yield why, [_was(saved, wanted, name) for name in names if setting(saved, name) != setting(wanted, name)]
 

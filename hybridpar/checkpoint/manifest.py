@@ -170,7 +170,12 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path}: has format {shown(version)}, this version reads {FORMAT}")
         if document.pop(_CHECKSUM, "") != _checksum(document):
             raise ValueError("its checksum is not what it was when it was written")
-        return _parse(document)
+        try:
+            return _parse(document)
+        except ConfigError as error:
+            if any(problem.field == "model.spec" for problem in error.problems):
+                raise CheckpointError(f"{path}: {error}") from None
+            raise
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def _times(config: Config, room: Room, plain: dict[str, Any]) -> list[str]:
     cost = StepCost(config, room.machine)
     step, exposed = cost.step_time, exposed_moves(cost)
     plain |= {"step_ms": 1e3 * step, "exposed_moves_ms": 1e3 * exposed}
-    lines = [f"predicted: {1e3 * step:.4g} ms a step, {cost.tokens_per_s:,.0f} tokens/s"]
+    lines = [f"predicted: {1e3 * step:.4g} ms a step, {cost.tokens_per_s:,.0f} {config.model.counts}/s"]
     if cost.moves is not None:
         waits = f"{1e3 * exposed:.3g} ms of it ({exposed / step:.0%}) are waiting for"
         lines.append(f"{waits if exposed > _WORTH_SAYING * step else 'compute hides'} {cost.moves.what}")

@@ -18,7 +18,7 @@ from hybridpar.errors import config_error
 
 if TYPE_CHECKING:
     from hybridpar.pipeline.plan.costs import Costs
-    from hybridpar.planner.candidates import Candidate
+    from hybridpar.planner.candidates import Candidate, Request
     from hybridpar.planner.cost import StepCost
     from hybridpar.planner.machine import Machine
     from hybridpar.planner.search import Result
@@ -130,7 +130,7 @@ class Plan:
         write_output("out", self.out, report.plan_toml(result.ranked[0]))
         if self.svg:
             self._draw(result.ranked[0])
-        self._show_choice(result, machine)
+        self._show_choice(result, machine, request)
         return 0
 
     def _show(self, result: Result, machine: Machine) -> None:
@@ -146,20 +146,26 @@ class Plan:
             Console(width=None if sys.stdout.isatty() else 160).print(report.table(result))
             print("\n".join([*report.reasons(result), *report.failures(result)]))
 
-    def _show_choice(self, result: Result, machine: Machine) -> None:
+    def _show_choice(self, result: Result, machine: Machine, request: Request) -> None:
         from hybridpar.planner import report
+        from hybridpar.planner.fewer import as_fast_on_fewer
         from hybridpar.planner.links_report import link_lines
 
         best, hardware = result.ranked[0], machine.profile.hardware
         out = sys.stdout if not self.json and not self.brief else sys.stderr
         price = f", {best.cost.price:.4g} for a million" if best.cost.price else ""
         share = f"; measured with {hardware.efficiency:.0%} of the cores" if hardware.cores else ""
-        print(f"plan: {report.describe(best.config)}: {1e3 * best.cost.step_time:.4g} ms a step, "
-              f"{best.cost.tokens_per_s:,.0f} tokens/s predicted{price}; {report.bound_by(best, result.limit)}{share}",
+        speed = f"{best.cost.tokens_per_s:,.0f} {best.config.model.counts}/s"
+        print(f"plan: {report.describe(best.config)}: {1e3 * best.cost.step_time:.4g} ms a step, {speed} "
+              f"predicted{price}; {report.bound_by(best, result.limit)}{share}",
               file=out)
         for line in link_lines(best.cost):
             print(f"  {line}", file=out)
         if not self.brief:
+            if (fewer := as_fast_on_fewer(self.config, machine, request, best)) is not None:
+                number = fewer.cost.machine.num_devices
+                print(f"  {number} devices are as fast: {1e3 * fewer.cost.step_time:.4g} ms with "
+                      f"{report.describe(fewer.config)} (--devices {number})", file=out)
             print(f"{self.out}: {self._command(machine)}", file=out)
 
     def _command(self, machine: Machine) -> str:
@@ -242,7 +248,7 @@ class Simulate:
                     f"{run.sizes.num_microbatches} micro-batches)")
         elif costs:
             time = (f"{1e3 * shown.step_time:.4g} ms on {config.parallel.num_ranks} ranks, "
-                    f"{config.batch_tokens / shown.step_time:,.0f} tokens/s")
+                    f"{config.batch_tokens / shown.step_time:,.0f} {config.model.counts}/s")
         out = sys.stderr if self.json else sys.stdout
         print(f"steady state: a batch takes {time}{f'; {late}' if late else ''}", file=out)
         for rank, bubble in enumerate(shown.bubble):

@@ -43,12 +43,14 @@ from hybridpar.config.toml import (
     to_toml,
 )
 from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_plain, span
+from hybridpar.config.update_rule import UpdateRule, import_rule
 
 __all__ = [
     "AUTO", "FINITE", "FOUND", "MAX_TOML", "MODEL_FOLDER", "STOP_SIGNALS", "UNCOMPRESSED", "AnomaliesConfig",
     "CheckpointConfig", "CompressionConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch",
     "MemoryConfig", "ModelConfig", "ModelSpec", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig",
-    "PlanConfig", "RunConfig", "TrainConfig", "Whole", "Within", "broken_rules", "from_mapping", "from_plain",
-    "import_spec", "known_spec", "load_toml", "message_shape", "model_settings", "pass_on_signals", "rank_of_stage",
-    "span", "spec_folder", "spec_name", "to_mapping", "to_toml", "triton_is_interpreted",
+    "PlanConfig", "RunConfig", "TrainConfig", "UpdateRule", "Whole", "Within", "broken_rules", "from_mapping",
+    "from_plain", "import_rule", "import_spec", "known_spec", "load_toml", "message_shape", "model_settings",
+    "pass_on_signals", "rank_of_stage", "span", "spec_folder", "spec_name", "to_mapping", "to_toml",
+    "triton_is_interpreted",
 ]

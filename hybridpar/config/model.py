@@ -93,6 +93,11 @@ class ModelConfig(ModelSpec):
         return self.num_heads
 
     @property
+    def max_tp_rule(self) -> str:
+        """What the number of tp ranks is at most, for people."""
+        return f"model.num_heads = {self.num_heads}"
+
+    @property
     def tokens_per_sample(self) -> int:  # type: ignore[override]
         return self.seq_length
 

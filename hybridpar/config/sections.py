@@ -56,9 +56,7 @@ class ParallelConfig:
     def conflicts(self, config: Config) -> Iterator[Problem]:
         """Settings that do not go with those of other sections; the same in every section."""
         if self.tp > (most := config.model.max_tp):
-            why = f"model.num_heads = {most}" if isinstance(config.model, ModelConfig) else (
-                f"{most}, as {config.model.kind}.max_tp says")
-            yield Problem("parallel.tp", self.tp, f"must be at most {why}", str(most))
+            yield Problem("parallel.tp", self.tp, f"must be at most {config.model.max_tp_rule}", str(most))
         if self.sequence and not isinstance(config.model, ModelConfig):
             yield Problem("parallel.sequence", True, "works with GPT and BERT only", "false")
         for reason in self._against_zero(config) if self.zero > 1 else ():
@@ -76,8 +74,9 @@ class ParallelConfig:
 
 
 def rank_of_stage(stage: int, num_ranks: int, placement: str) -> int:
-    """The rank that holds a stage. loop: round and round; v: there and back, so two on each."""
-    return min(stage, 2 * num_ranks - 1 - stage) if placement == "v" else stage % num_ranks
+    """The rank that holds a stage. loop: round and round; v: there and back, and there again where it has more."""
+    turn, rank = divmod(stage, num_ranks)
+    return num_ranks - 1 - rank if placement == "v" and turn % 2 else rank
 
 
 FOUND = ("split", "chunks", "warmup", "early_switch", "split_backward", "placement", "activations", "order",
@@ -95,8 +94,8 @@ class PipelineConfig:
     split: tuple[int, ...] = ()
     """Blocks of each stage, embedding and head included; empty: balanced by cost."""
     chunks: Count = 0
-    """interleaved, own: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 2, own: 1. All others have
-    one."""
+    """interleaved, own: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 2, own: 1. placement v: an
+    even number; 0: 2. All others have one."""
     recompute: str = "none"
     """Layers whose activations are recomputed in the backward pass: 'none', 'all', or a list such as '0,2-5'; or
     'stage' (every stage keeps nothing but its input), 'stage:0,2-3' (those stages); or 'selective', 'selective:0,2-5':
@@ -115,7 +114,8 @@ class PipelineConfig:
     weights are still computed. Losses and weights stay the same to the bit; each part keeps its inputs for longer."""
     placement: Literal["loop", "v"] = "loop"
     """Stages of a rank where it holds several. loop: stage c * pp + r is chunk c of rank r. v, with 1f1b, 2bw or
-    own, and split_backward: two on each, stage r and stage 2 * pp - 1 - r; so embedding and head are on one rank."""
+    own, and split_backward: two on each, stage r and stage 2 * pp - 1 - r; so embedding and head are on one rank. With
+    chunks = 4 and more, there and back again; not 2bw."""
     activations: Literal["full", "half", "min"] = "full"
     """placement v: what a rank keeps for backwards at most. full: as much as 1f1b's first rank (ZB-V, the fewest gaps);
     half: about a half of that (V-Half); min: about a third (V-Min), which has gaps where I or W takes longer than F."""
@@ -133,7 +133,7 @@ class PipelineConfig:
     def num_chunks(self) -> int:
         """Stages of the model on each rank."""
         if self.placement == "v":
-            return 2
+            return self.chunks or 2
         return {"interleaved": self.chunks or 2, "own": self.chunks or 1}.get(self.schedule, 1)
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
@@ -162,7 +162,9 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    name: Literal["adamw", "sgd", "lamb", "muon"] = "adamw"
+    name: Literal["adamw", "sgd", "lamb", "muon", "own"] = "adamw"
+    spec: str = ""
+    """own: the class of the rule, "module:class", which inherits from hybridpar.UpdateRule."""
     lr: NotNegative = 3e-4
     min_lr: NotNegative = 0.0
     warmup_steps: Count = 0
@@ -193,8 +195,11 @@ class OptimConfig:
         if schedule not in (works := remedies.get(self.staleness, (schedule,))):
             yield Problem("optim.staleness", self.staleness, "makes up for old gradients as pipeline.schedule = "
                           f"{' or '.join(works)} has them, not {schedule}", '"none"')
-        if self.staleness == "nesterov" and self.name == "lamb":
-            yield Problem("optim.staleness", "nesterov", "lamb has no Nesterov form", '"extrapolation"')
+        if self.staleness == "nesterov" and self.name in ("lamb", "own"):
+            yield Problem("optim.staleness", "nesterov", f"{self.name} has no Nesterov form", '"extrapolation"')
+        if (self.name == "own") != bool(self.spec):
+            yield Problem("optim.spec", self.spec, f"goes with optim.name = own, and optim.name is {self.name}",
+                          '"my_package.my_module:MyRule"' if self.name == "own" else 'optim.name = "own"')
         if self.name in ("sgd", "muon") and (self.nesterov or self.staleness == "nesterov") and self.momentum <= 0:
             yield Problem("optim.momentum", self.momentum, "Nesterov needs momentum above 0", "0.9")
 

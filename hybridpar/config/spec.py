@@ -17,12 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hybridpar.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from torch import nn
+
+T = TypeVar("T")
 
 
 class ModelSpec:
@@ -85,6 +87,11 @@ class ModelSpec:
         """How many labels of a sample count: losses divide by their number in the batch, `batch["num_targets"]`."""
         return 1
 
+    @property
+    def max_tp_rule(self) -> str:
+        """What the number of tp ranks is at most, for people."""
+        return f"{self.max_tp}, as {self.kind}.max_tp says"
+
     def forward_flops(self, number: int) -> int | None:
         """Operations of the forward pass of block `number` for a sample. None: two for each weight and row."""
         return None
@@ -109,7 +116,7 @@ def model_settings(model: ModelSpec) -> dict[str, Any]:
     return asdict(model)  # type: ignore[call-overload]  # every ModelSpec that is made is a dataclass
 
 
-def spec_name(kind: type[ModelSpec]) -> str:
+def spec_name(kind: type) -> str:
     """The name under which a configuration finds the class: "module:class". Of a script, the module is its file."""
     module = kind.__module__
     if module == "__main__" and (path := getattr(sys.modules["__main__"], "__file__", "")):
@@ -122,15 +129,15 @@ def known_spec(name: str) -> type[ModelSpec]:
 
     Raises: ConfigError.
     """
-    if (found := _imported(name)) is None:
+    if (found := _imported(name, ModelSpec)) is None:
         rule = "is a model that this program does not know, and what a checkpoint names is not imported"
         raise ConfigError(Problem("model.spec", name, rule, f'a configuration with spec = "{name}", or its import'))
     return found
 
 
-def _imported(name: str) -> type[ModelSpec] | None:
+def _imported(name: str, base: type[T]) -> type[T] | None:
     """The class of that name, where its module has been imported."""
-    found, left = None, [ModelSpec]
+    found, left = None, [base]
     while left:
         kind = left.pop()
         found = kind if spec_name(kind) == name else found
@@ -138,7 +145,7 @@ def _imported(name: str) -> type[ModelSpec] | None:
     return found
 
 
-def spec_folder(kind: type[ModelSpec]) -> Path:
+def spec_folder(kind: type) -> Path:
     """The folder in which its module is found by name."""
     module = sys.modules[kind.__module__]
     depth = 0 if kind.__module__ == "__main__" else kind.__module__.count(".")
@@ -146,28 +153,33 @@ def spec_folder(kind: type[ModelSpec]) -> Path:
 
 
 def import_spec(name: str, folders: Sequence[str | Path] = (".",)) -> type[ModelSpec]:
+    """The model that "module:class" names (see `import_class`). Raises: ConfigError."""
+    found = import_class("model.spec", name, ModelSpec, folders)
+    require_settings(found)
+    return found
+
+
+def import_class(field: str, name: str, base: type[T], folders: Sequence[str | Path] = (".",)) -> type[T]:
     """The class that "module:class" names, imported; modules of `folders` come before others.
 
-    Raises: ConfigError.
+    `field`: the key that names it; `base`: what it must inherit from. Raises: ConfigError.
     """
-    if (known := _imported(name)) is not None:
-        require_settings(known)
+    if (known := _imported(name, base)) is not None:
         return known
     module, colon, attribute = name.partition(":")
-    works = 'spec = "my_package.my_module:MyModel"'
+    works = f'"my_package.my_module:My{base.__name__}"'
     if not (module and colon and attribute.isidentifier()):
-        raise ConfigError(Problem("model.spec", name, "must be a module and a class in it", works))
+        raise ConfigError(Problem(field, name, "must be a module and a class in it", works))
     paths = [str(Path(folder).resolve()) for folder in folders]
     sys.path[:0] = [path for path in paths if path not in sys.path]
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
         rule = f"cannot be imported ({error}); Python looks in {', '.join(paths)} and in what is installed"
-        raise ConfigError(Problem("model.spec", name, rule, works)) from error
-    if not (isinstance(found, type) and issubclass(found, ModelSpec)):
-        rule = f"must name a class that inherits from hybridpar.ModelSpec; {attribute} of {module} is {found!r}"
-        raise ConfigError(Problem("model.spec", name, rule, works))
-    require_settings(found)
+        raise ConfigError(Problem(field, name, rule, works)) from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        rule = f"must name a class that inherits from hybridpar.{base.__name__}; {attribute} of {module} is {found!r}"
+        raise ConfigError(Problem(field, name, rule, works))
     return found
 
 

@@ -14,20 +14,21 @@ from hybridpar.config.model import ModelConfig
 from hybridpar.config.sections import Config
 from hybridpar.config.spec import ModelSpec, import_spec, known_spec, spec_name
 from hybridpar.config.typed import convert, hints_of
+from hybridpar.config.update_rule import import_rule
 from hybridpar.errors import ConfigError, Problem
 from hybridpar.reading import read_toml
 
 MAX_TOML = 1 << 20
 """Bytes of a TOML file."""
 MODEL_FOLDER = "model_folder"
-"""Name of a file beside a run's configuration: the folder of the module that its model.spec names."""
+"""Name of a file beside a run's configuration: the folders of the modules that it names, a line each."""
 
 
 def load_toml(path: str | Path, spec: str = "") -> Config:
     """Reads a TOML file over the defaults.
 
-    The class that model.spec names is imported, from beside the file, from the folder that a run has noted there
-    (MODEL_FOLDER), from the working folder, or of what is installed. `spec`: takes its place.
+    The classes that model.spec and optim.spec name are imported, from beside the file, from the folders that a run has
+    noted there (MODEL_FOLDER), from the working folder, or of what is installed. `spec`: in the place of model.spec.
 
     Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type;
     also if the file says nothing at all.
@@ -47,11 +48,12 @@ def load_toml(path: str | Path, spec: str = "") -> Config:
         raise ConfigError(Problem("config", str(path), "has no section", "a file with [model] in it"))
     if spec:
         document["model"] = {**document.get("model", {}), "spec": spec}
-    model = document.get("model")
-    if isinstance(model, Mapping) and isinstance(named := model.get("spec", ""), str) and named:
-        note = path.with_name(MODEL_FOLDER)
-        noted = [note.read_text(encoding="utf-8").strip()] if note.is_file() else []
-        import_spec(named, [path.parent, *noted, "."])
+    note = path.with_name(MODEL_FOLDER)
+    folders = [path.parent, *(note.read_text(encoding="utf-8").split("\n")[:-1] if note.is_file() else ()), "."]
+    for section, load in (("model", import_spec), ("optim", import_rule)):
+        table = document.get(section)
+        if isinstance(table, Mapping) and isinstance(named := table.get("spec", ""), str) and named:
+            load(named, folders)
     return from_mapping(document)
 
 

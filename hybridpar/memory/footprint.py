@@ -95,7 +95,7 @@ def trace_stage(
     """
     batch = sample_microbatch(config)
     with Tracker(device) as tracker:
-        traced = _TracedStage(config, blocks, recompute, buffers, tracker)
+        traced = TracedStage(config, blocks, recompute, buffers, tracker)
         batch = {name: tensor.to(tracker.device) for name, tensor in batch.items()}
         tracker.ghost_integers = True  # a forward looks into the micro-batch only
         kept, output, forward = traced.forward(batch)
@@ -129,13 +129,14 @@ def trace_state(config: Config, blocks: Iterable[int], buffers: Buffers, device:
         return state.num_bytes()
 
 
-class _TracedStage:
+class TracedStage:
     """A stage of ghosts with its state, and the passes of an executor over it."""
 
     def __init__(self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, tracker: Tracker):
         model, device = config.model, tracker.device
         self.config, self.tracker, self._offloads = config, tracker, buffers.offloads
         grid = silent_grid(config)
+        self.axis = grid.tp
         policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
         sequence = config.parallel.sequence
         self.stage = Stage(with_coded_sums(build_blocks(

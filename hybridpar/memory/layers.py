@@ -13,9 +13,14 @@ import torch
 
 from hybridpar.config import Config, DataConfig, ModelConfig, PipelineConfig, RunConfig, TrainConfig
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
+from hybridpar.memory.work import block_kinds
 from hybridpar.models.build import Recomputation
 
 _FEW = 2
+_OF_STATE = frozenset({"weights", "master", "gradients", "optimizer", "norm", "update"})
+"""What a layer takes of these does not depend on micro-batches."""
+_ADD_UP = ("weights", "master", "gradients", "optimizer", "kept", "waiting", "factors", "moved")
+"""Bytes of blocks that are there at the same time."""
 
 
 class Footprints:
@@ -23,14 +28,18 @@ class Footprints:
 
     def __init__(self) -> None:
         self._known: dict[object, Footprint] = {}
-        self._lines: dict[object, list[tuple[dict[str, int], dict[str, int]]]] = {}
+        self._lines: dict[object, list[dict[str, int]]] = {}
 
     def __call__(
         self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
     ) -> Footprint:
         """The footprint that `trace_stage` gives."""
         if not isinstance(config.model, ModelConfig):
-            return trace_stage(config, blocks, recompute, buffers, device)
+            parallel, b = config.parallel, config.train.micro_batch_size
+            key = _bears(config), parallel.zero and (parallel.zero, parallel.dp), b, blocks, recompute, buffers, device
+            if key not in self._known:
+                self._known[key] = trace_stage(config, blocks, recompute, buffers, device)
+            return self._known[key]
         last = config.model.num_blocks - 1
         first_layer = max(blocks.start, 1)
         layers = range(first_layer, min(blocks.stop, last))
@@ -46,35 +55,62 @@ class Footprints:
     def rough(
         self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
     ) -> Footprint:
-        """About the same from fewer traces, for comparing many: of micro-batches of 1 and 2, two layers, no ZeRO."""
+        """About the same from fewer traces, for comparing many: of micro-batches of 1 and 2, two layers, no ZeRO; what
+        each layer more takes is what the second takes (recomputed as a stage: the third) of one sample, and so of each.
+        """
+        if not isinstance(config.model, ModelConfig):
+            return self._joined(config, blocks, recompute, buffers, device)
         last, parallel = config.model.num_blocks - 1, config.parallel
         layers = range(max(blocks.start, 1), min(blocks.stop, last))
         again = (_way(recompute, layers[0]),) * _FEW if layers else ()
         ends = (blocks.start == 0, blocks.stop > last)
         key = (_bears(config), ends, again, recompute.whole, buffers, device)
         if key not in self._lines:
-            self._lines[key] = [self._line(config, size, _Shape(ends[0], again, ends[1], recompute.whole), buffers,
-                                           device) for size in (1, 2)]
-        one, two = ({name: few[name] + (len(layers) - len(again)) * each[name] for name in few}
-                    for few, each in self._lines[key])
+            self._lines[key] = self._line(config, _Shape(ends[0], again, ends[1], recompute.whole), buffers, device)
+        first, second, each = self._lines[key]
+        more = len(layers) - len(again)
+        one = {name: first[name] + more * each[name] for name in first}
+        two = {name: second[name] + more * (1 if name in _OF_STATE else 2) * each[name] for name in first}
         b, share = config.train.micro_batch_size, parallel.dp if parallel.zero else 1
         values = {name: one[name] + (b - 1) * (two[name] - one[name]) for name in one}
         values |= {name: values[name] // share for name in ("master", "optimizer")}
         return Footprint(**values)
 
+    def _joined(
+        self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
+    ) -> Footprint:
+        """About the footprint of a stage, from those of its blocks: what they keep adds up, and of what a pass takes
+        besides the most counts. What goes from one to the next is kept, as where each has it to give."""
+        kinds = block_kinds(config.model)
+
+        def alone(number: int) -> dict[str, int]:
+            n = kinds.index(kinds[number])
+            again, cheap = (frozenset({n} if number in numbers else ())
+                            for numbers in (recompute.blocks, recompute.selective))
+            return asdict(self(config, range(n, n + 1), Recomputation(again, selective=cheap), buffers, device))
+
+        each = [alone(number) for number in blocks]
+        joined = {name: max(one[name] for one in each) for name in each[0]}
+        joined |= {name: sum(one[name] for one in each) for name in _ADD_UP}
+        joined |= {name: each[0][name] for name in ("input", "received", "returning")}
+        joined |= {name: each[-1][name] for name in ("output", "message", "returned")}
+        joined["kept"] = 0 if recompute.whole else joined["kept"] + sum(one["input"] for one in each[1:])
+        return Footprint(**joined)
+
     def _line(
-        self, config: Config, micro_batch_size: int, shape: _Shape, buffers: Buffers, device: torch.device
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """The footprint of a stage of few layers, and what each layer more takes."""
-        at = replace(config, parallel=replace(config.parallel, zero=0),
-                     train=replace(config.train, micro_batch_size=micro_batch_size))
+        self, config: Config, shape: _Shape, buffers: Buffers, device: torch.device
+    ) -> list[dict[str, int]]:
+        """The footprint of a stage of few layers with one sample and with two, and what a layer more takes with one."""
+        at = [replace(config, parallel=replace(config.parallel, zero=0),
+                      train=replace(config.train, micro_batch_size=size)) for size in (1, 2)]
+        few = [asdict(self._trace(one, shape, buffers, device)) for one in at]
         if not shape.again:
-            few = asdict(self._trace(at, shape, buffers, device))
-            return few, dict.fromkeys(few, 0)
+            return [*few, dict.fromkeys(few[0], 0)]
         inner = replace(shape, embedding=False, head=False)
-        few, one, more = (asdict(self._trace(at, each, buffers, device)) for each in (
-            shape, inner, replace(inner, again=(*inner.again, inner.again[0]))))
-        return few, {name: more[name] - one[name] for name in one}
+        again = (*inner.again, inner.again[0]) if shape.whole else inner.again  # of one layer the peak is another
+        less, more = (asdict(self._trace(at[0], replace(inner, again=one), buffers, device))
+                      for one in (again[1:], again))
+        return [*few, {name: more[name] - less[name] for name in more}]
 
     def _trace(self, config: Config, shape: _Shape, buffers: Buffers, device: torch.device) -> Footprint:
         config = _what_counts(config, shape)

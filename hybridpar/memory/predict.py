@@ -117,7 +117,7 @@ def predict(
             config.memory.num_away, schedule, sizes, rank) > 0)
         held = {stage: footprint(stage, buffers) for stage in sizes.stages_of(rank)}
         if rank == 0 and sizes.is_v and config.model.tie_embeddings:
-            first, last = held
+            first, *_, last = held
             together = trace_state(config, [*split[first], *split[last]], buffers, device)
             held[last] = replace(held[last], **{
                 name: whole - getattr(held[first], name) for name, whole in together.items()})
@@ -151,7 +151,7 @@ def batches_to_peak(config: Config) -> int:
 
 def _enough(schedule: Schedule, sizes: Sizes) -> Sizes:
     """Sizes with as many micro-batches in a batch as make a difference: more only repeat what these do."""
-    if not schedule.repeats:
+    if not schedule.repeats(sizes):
         return sizes
     least = sizes.num_ranks - 1 + (schedule.early_switch or 0)  # which those on older weights are
     few = replace(sizes, num_microbatches=min(sizes.num_microbatches, max(4 * sizes.num_ranks + 4, least)))

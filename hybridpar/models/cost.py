@@ -58,6 +58,15 @@ def block_parameters(model: ModelSpec) -> tuple[tuple[tuple[int, ...], ...], ...
                  for block in build_blocks(model, Axis("tp"), [n]).values())
 
 
+@lru_cache(maxsize=256)
+def untied_parameters(model: ModelSpec) -> int:
+    """Parameters of the first block that the last one does not share."""
+    if isinstance(model, ModelConfig):
+        return model.num_positions * model.hidden_size if model.position == "learned" else 0
+    return sum(prod(placement.shape) for block in build_blocks(model, Axis("tp"), [0]).values()
+               for _, _, placement in named_placements(block) if not placement.tied)
+
+
 def _own_flops(model: ModelSpec) -> tuple[int, ...]:
     found = []
     for number, shapes in enumerate(block_parameters(model)):
@@ -235,8 +244,8 @@ def stage_split(
     if num_stages > blocks:
         most = blocks // num_ranks
         if placement == "v":
-            raise config_error("parallel.pp", num_ranks, f"pipeline.placement = v has two stages on each rank, but the "
-                               f"model has only {blocks} blocks", str(blocks // 2))
+            raise config_error("parallel.pp", num_ranks, f"pipeline.placement = v has {chunks} stages on each "
+                               f"rank, but the model has only {blocks} blocks", str(blocks // chunks))
         raise config_error(
             "pipeline.chunks", chunks, f"parallel.pp = {num_ranks} ranks would hold {num_stages} stages, but the model "
             f"has only {blocks} blocks", str(most) if most > 1 else "pipeline.schedule = 1f1b")

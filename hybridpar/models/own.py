@@ -106,7 +106,8 @@ def adopt(block: nn.Module, model: ModelSpec, number: int) -> None:
     Raises: ConfigError for a module that does not do the same on every grid.
     """
     _require_same_everywhere(block, model, number)
-    block.register_forward_hook(partial(_check_output, model, number))
+    wanted = model.activation_shape(number) if number < model.num_blocks - 1 else None
+    block.register_forward_hook(partial(_check_output, model, number, wanted))
     inner = 0 < number < model.num_blocks - 1
     for prefix, module in block.named_modules():
         full: Callable[[str], str] = f"{prefix}.{{}}".format if prefix else "{}".format
@@ -119,16 +120,17 @@ def adopt(block: nn.Module, model: ModelSpec, number: int) -> None:
             module._buffers[name] = constructed(model, number, 0)[full(name)].to(buffer.dtype)
 
 
-def _check_output(model: ModelSpec, number: int, block: nn.Module, args: Any, out: Any) -> None:
-    """Raises: ConfigError where the block returns something else than `activation_shape` and `losses` say."""
+def _check_output(model: ModelSpec, number: int, wanted: Any, block: nn.Module, args: Any, out: Any) -> None:
+    """Raises: ConfigError where the block returns something else than the model's `activation_shape` and `losses`."""
+    if isinstance(out, Tensor) and wanted == out.shape[1:]:
+        return  # at once, as it is asked at every micro-batch
     where = f"block {number} ({type(block).__name__}) of {model.kind}"
-    if number == model.num_blocks - 1:
+    if wanted is None:
         names = list(out) if isinstance(out, dict) else f"a {type(out).__name__}"
         if names != list(model.losses) or any(loss.dim() for loss in out.values()):
             raise config_error("model.losses", list(model.losses), f"are numbers (0-d) that the last block returns by "
                                f"name; {where} returns {names}", "the names of that dict")
         return
-    wanted = model.activation_shape(number)
     wanted = {name: tuple(one) for name, one in wanted.items()} if isinstance(wanted, dict) else tuple(wanted)
     found = _shape_of(out) if not isinstance(wanted, dict) else (
         {name: _shape_of(one) for name, one in out.items()} if isinstance(out, dict) else f"a {type(out).__name__}")

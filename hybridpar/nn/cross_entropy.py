@@ -15,7 +15,7 @@ from torch.autograd.function import Function
 
 from hybridpar import ops
 from hybridpar.autograd import once_differentiable
-from hybridpar.comm import all_reduce, gather_sequence
+from hybridpar.comm import Works, all_reduce, all_reduce_async, gather_sequence
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.nn import matmul
@@ -198,7 +198,7 @@ class _LinearCrossEntropy(Function):
         rows = _Rows(*saved)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = torch.empty_like(x) if wants_x else None
-        dw = db = None
+        dw, db, sums = None, None, []
         for start in range(0, len(x), ctx.chunk):
             piece = slice(start, start + ctx.chunk)
             part, numbers = x[piece], rows.numbers(grad, ctx.columns)[:, piece].contiguous()
@@ -207,12 +207,15 @@ class _LinearCrossEntropy(Function):
             factor = matmul.factor(gradient)
             if dx is not None:
                 dx[piece] = matmul.input_gradient(factor, weight)
+                if ctx.sums:  # on its way while what follows is computed
+                    sums.append(all_reduce_async(dx[piece], ctx.columns.axis))
             if wants_weight:
-                product = matmul.weight_gradient(factor, part, ctx.leaf)
+                product = matmul.weight_gradient(factor, part, ctx.leaf, now=ctx.columns.axis.size > 1 and ctx.sums)
                 dw = product if dw is None or product.is_sparse else dw.add_(product)
             if wants_bias:
                 total = gradient.sum(0)
                 db = total if db is None else db.add_(total)
         if dx is not None:
-            dx = (all_reduce(dx, ctx.columns.axis) if ctx.sums else dx).view(ctx.shape)
+            Works(sums).wait()
+            dx = dx.view(ctx.shape)
         return dx, dw, db, None, None, None, None, None, None

@@ -195,7 +195,8 @@ def _is_ours(weight: Tensor) -> bool:
 
 
 class _Linear(Function):
-    """Starts the sum of dx over ranks as soon as this rank's share is known, and computes dW and db meanwhile.
+    """Starts the sum of dx over ranks as soon as this rank's share is known, and computes dW and db meanwhile: also
+    where other gradients of weights wait.
 
     The rest of a split x arrives while dx is computed.
 
@@ -242,7 +243,7 @@ class _Linear(Function):
                 x, gather = gather(), None
             elif make:
                 x = make()
-            dw = matmul.weight_gradient(factor, _rows(x), ctx.leaf)
+            dw = matmul.weight_gradient(factor, _rows(x), ctx.leaf, now=finish is not None)
         if wants_bias:
             db = _rows(own).sum(0)
         if finish is not None:

@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from hybridpar.cpu import cpu_fields
 
 SINK = "gradient_sink"
-"""Attribute of a leaf: takes each `Part` of its gradient, by `add(part)`, at any time in a backward.
+"""Attribute of a leaf: takes each `Part` of its gradient, by `add(part, now)`, at any time in a backward. now: it is to
+be added up at once, though others may wait.
 
 Whoever sets it promises that gradients are wanted in `.grad` only, never from torch.autograd.grad.
 """
@@ -103,14 +104,15 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     return linear(dy, weight.t())
 
 
-def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, *, now: bool = False) -> Tensor:
     """dy^T x as autograd is to have it: where the leaf has a SINK, which takes it, nothing in its stead.
+    now: as SINK has it.
 
     Shapes: dy [rows, o] (or its `factor`), x [rows, i] -> [o, i].
     """
     sink = getattr(weight, SINK, None)
     if sink is not None:
-        sink.add(Product(dy, x))
+        sink.add(Product(dy, x), now)
         return nothing(weight)
     a, b = factor(dy).t(), factor(x)
     return (_by_onednn(a, b.t()) if _is_large(b, len(a), _onednn().weight_gradient) else a @ b).to(x.dtype)

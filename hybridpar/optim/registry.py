@@ -12,10 +12,11 @@ from hybridpar.optim.base import Optimizer
 from hybridpar.optim.extrapolation import Extrapolation
 from hybridpar.optim.lamb import Lamb
 from hybridpar.optim.muon import Muon
+from hybridpar.optim.own import Own
 from hybridpar.optim.sgd import SGD
 from hybridpar.optim.slots import ParameterSlot
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon, "sgd": SGD}
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon, "own": Own, "sgd": SGD}
 NESTEROV: dict[str, type[Optimizer]] = {"adamw": NAdamW, "muon": Muon, "sgd": SGD}
 """Optimizers with a Nesterov form, for staleness = "nesterov"; they run with `nesterov` set."""
 

@@ -1,6 +1,6 @@
 """Measures blocks: the model's own, run one by one as if each were a stage, on all ranks of a job at the same time.
 
-    a pass    F embedding, F layer, .., F head,  B head, B layer, .., B embedding     six layers at most
+    a pass    F embedding, F layer, .., F head,  B head, B layer, .., B embedding     six of a kind at most
     a batch   some passes, then norm and update of each block, and what a selective recomputation makes again
 
 All ranks compute at once, as in training: they share the machine's memory and caches. Tensor parallelism is measured
@@ -22,20 +22,21 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
 from hybridpar.comm import barrier, gather_objects
-from hybridpar.config import Config
+from hybridpar.config import Config, ModelConfig, message_shape
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.memory.footprint import Buffers, sample_microbatch, trace_stage
 from hybridpar.memory.silent import silent_axis
+from hybridpar.memory.work import as_all_reduces, block_kinds
 from hybridpar.models.blocks import TransformerLayer
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.pipeline.run.recording import Clock, make_clock
-from hybridpar.pipeline.run.stage import Stage
-from hybridpar.planner.profile import KINDS, BlockCost, Key
+from hybridpar.pipeline.run.stage import KEEP_ALL, Stage
+from hybridpar.planner.profile import BlockCost, Key
 from hybridpar.random import RandomKey
 from hybridpar.state import RankState, StatePolicy
 
-_MOST_LAYERS = 6
+_MOST_ALIKE = 6
 _UPDATES = 3
 _WARMUP_PASSES = 1
 
@@ -59,21 +60,27 @@ class Unit:
     def __init__(self, config: Config, number: int, tp: Axis, device: torch.device):
         policy = replace(StatePolicy.of(config, 1 if schedule_of(config.pipeline).flush else 2, 1), on_host=False)
         self.stage = Stage(build_blocks(config.model, tp, [number], kernels=config.kernels,
-                                        sequence=config.parallel.sequence, dtype=policy.dtype))
+                                        sequence=config.parallel.sequence, dtype=policy.dtype), KEEP_ALL, config.model)
         self.state = RankState(self.stage, ProcessGrid.of(tp), policy, device)
         self.state.initialize(0)
         self.state.allocate()
         self.num_parameters = sum(p.numel() for p in self.stage.parameters())
         self.state.begin(0)
         self.key = RandomKey.of(config.train.seed, 0, 0, config.train.micro_batch_size, device)
+        self._usual: Tensor | None = None  # what it takes, where blocks measured one after the other may not fit
+        if number and not isinstance(config.model, ModelConfig):
+            shape = config.train.micro_batch_size, *message_shape(config.model, number - 1)
+            self._usual = torch.randn(shape, dtype=policy.dtype, device=device)
         self._edge: GradientEdge
         self._sent: Tensor
         self._input: Tensor | None = None
 
     def forward(self, x: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
-        """An executor's forward; returns what it would send on."""
+        """An executor's forward of `x`, where that is of the form it takes; returns what it would send on."""
         self.state.weights.bind(self.state.weights.newest)
-        self._input = x.detach().requires_grad_() if x is not None else None
+        if self._usual is not None and (x is None or x.shape != self._usual.shape):
+            x = self._usual
+        self._input = None if x is None else x.detach().requires_grad_()
         out: Any = self.stage(self._input, batch, self.key)
         if isinstance(out, dict):
             out = sum(out.values())
@@ -81,9 +88,11 @@ class Unit:
         self._sent = out.detach()
         return self._sent
 
-    def backward(self, gradient: Tensor) -> Tensor | None:
-        """An executor's backward; returns the gradient of the input."""
+    def backward(self, gradient: Tensor | None) -> Tensor | None:
+        """An executor's backward of `gradient`, where that is of the output's form; returns that of the input."""
         self.state.bind(0, (self.state.weights.newest,))
+        if gradient is None or gradient.shape != self._sent.shape:
+            gradient = torch.ones_like(self._sent)
         backward_from(self._edge, gradient)
         given, self._input = self._input, None
         del self._edge
@@ -130,9 +139,9 @@ class Bench:
 
     def __init__(self, config: Config, b: int, tp: Axis, device: torch.device):
         self.config = replace(config, train=replace(config.train, micro_batch_size=b))
-        model = config.transformer
-        numbers = [0, *range(1, min(model.num_layers, _MOST_LAYERS) + 1), model.num_blocks - 1]
-        self.kinds = [KINDS[0], *[KINDS[1]] * (len(numbers) - 2), KINDS[2]]
+        kinds = block_kinds(config.model)
+        numbers = [n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < _MOST_ALIKE]
+        self.kinds = [kinds[n] for n in numbers]
         self.units = [Unit(self.config, number, tp, device) for number in numbers]
         self.batch = {name: x.to(device) for name, x in sample_microbatch(self.config).items()}
         self.device, self.tp = device, tp
@@ -147,10 +156,8 @@ class Bench:
             start = now()
             x = unit.forward(x, self.batch)
             stamps.append((f"forward{what}", kind, start, now()))
-        gradient: Tensor | None = torch.ones_like(x) if x is not None else None
+        gradient: Tensor | None = None
         for kind, unit in zip(self.kinds[::-1], self.units[::-1], strict=True):
-            if gradient is None:
-                break
             start = now()
             gradient = unit.backward(gradient)
             stamps.append((f"backward{what}", kind, start, now()))
@@ -170,28 +177,22 @@ class Bench:
             stamps.append(("remake", kind, start, now()))
 
     def messages(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """The collectives over tp of one forward and backward of each kind, each as the bytes of an all-reduce that
-        moves as much, evenly shared: half of what is reduced to its owners, or of what a gather makes.
-        """
+        """The collectives over tp of one forward and backward of each kind (see `as_all_reduces`)."""
         axis = self.tp
         x: Tensor | None = None
         found: dict[tuple[str, str], tuple[int, ...]] = {}
 
         def note(what: str, kind: str) -> None:
-            sizes: tuple[int, ...] = ()
-            for op, share in (("all_reduce", 1.0), ("reduce", 0.5), ("all_gather", axis.size / 2)):
-                if calls := axis.traffic.calls[op]:
-                    sizes += (int(axis.traffic.num_bytes[op] * share) // calls,) * calls
-            found[what, kind] = sizes
+            found[what, kind] = as_all_reduces(axis.traffic, axis.size)
             axis.traffic.clear()
 
         axis.traffic.clear()
         for kind, unit in zip(self.kinds, self.units, strict=True):
             x = unit.forward(x, self.batch)
             note("forward", kind)
-        gradient = torch.ones_like(x) if x is not None else None
+        gradient: Tensor | None = None
         for kind, unit in zip(self.kinds[::-1], self.units[::-1], strict=True):
-            gradient = unit.backward(gradient) if gradient is not None else None
+            gradient = unit.backward(gradient)
             note("backward", kind)
         for (what, kind), sizes in found.items():
             yield what, kind, sizes
@@ -235,9 +236,8 @@ def _measure(
     real = _timed(Bench(config, b, axis, device), world, effort, own=False) if axis.size > 1 else {}
     kept = _kept(config, tp, b, device) if effort.parts else {}
     costs = {}
-    for i, kind in enumerate(KINDS):
+    for kind, unit in dict(zip(alone.kinds, alone.units, strict=True)).items():
         wait = {what: max(0.0, real[what, kind] - own[what, kind]) if real else 0.0 for what in ("forward", "backward")}
-        unit = alone.units[(0, 1, -1)[i]]
         costs[kind, tp, b] = BlockCost(
             own["forward", kind], own["backward", kind], own["norm", kind], own["update", kind], wait["forward"],
             wait["backward"], messages.get(("forward", kind), ()), messages.get(("backward", kind), ()),
@@ -249,9 +249,9 @@ def _kept(config: Config, tp: int, b: int, device: torch.device) -> dict[str, in
     """Bytes that a micro-batch leaves in each kind of block between its forward and its backward."""
     at = replace(config, train=replace(config.train, micro_batch_size=b),
                  parallel=replace(config.parallel, tp=tp, pp=1, dp=1))
-    last = config.model.num_blocks - 1
+    kinds = block_kinds(config.model)
     return {kind: trace_stage(at, range(n, n + 1), Recomputation(), Buffers(1, 1), device).kept
-            for kind, n in zip(KINDS, (0, 1, last), strict=True)}
+            for n, kind in enumerate(kinds) if n == kinds.index(kind)}
 
 
 def _timed(bench: Bench, world: Axis, effort: Effort, *, own: bool) -> dict[tuple[str, str], float]:

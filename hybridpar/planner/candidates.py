@@ -222,7 +222,7 @@ def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
     schedule = schedule_of(config.pipeline)
     mixed, moments = config.train.dtype in ("bf16", "fp16"), 2 * (config.optim.name in ("adamw", "lamb"))
     rest = cost.gradient_bytes * schedule.num_gradient_buffers + 4 * (mixed + moments) / cost.zero_share
-    likely = {"layer": KEPT_BYTES / 2 * cost.message_bytes / cost.tp}
+    likely = {cost.kind(1): KEPT_BYTES / 2 * cost.message_bytes / cost.tp}
     blocks = range(config.model.num_blocks)
     parameters = sums([cost.block(n).parameters for n in blocks])
     kept = sums([cost.block(n).kept or likely.get(cost.kind(n), 0.0) for n in blocks])

@@ -27,13 +27,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hybridpar.config import MAX_TOML, Config, ModelConfig
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.memory.silent import silent_axis
+from hybridpar.memory.work import KINDS, block_kinds, block_work
 from hybridpar.models.build import build_blocks
 from hybridpar.planner.hardware import (
     GIB,
@@ -45,9 +48,9 @@ from hybridpar.planner.hardware import (
     find_device,
     find_link,
 )
-from hybridpar.planner.kernels import OURS, Kernels, activation_bytes, block_times, remake_time
+from hybridpar.planner.kernels import OURS, Kernels, activation_bytes, block_times, remake_time, work_time
 from hybridpar.planner.machine import Machine
-from hybridpar.planner.profile import KINDS, BlockCost, Hardware, Key, Profile, settings_of
+from hybridpar.planner.profile import BlockCost, Hardware, Key, Profile, settings_of
 from hybridpar.reading import nearest_path, read_toml
 
 NORM_TRAFFIC, UPDATE_TRAFFIC = 4, 28 + 2 + 2
@@ -207,16 +210,45 @@ def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
 def estimate(
     config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT, kernels: Kernels = OURS
 ) -> Profile:
-    """The profile of a model on a cluster's device, from planner.kernels' formulas.
+    """The profile of a model on a cluster's device: of GPT and BERT by formulas, of other models by their operators.
 
     Raises: ConfigError if the model is not in 16 bits.
     """
     if config.train.dtype not in ("bf16", "fp16"):
         raise config_error("train.dtype", config.train.dtype, "estimates are of bf16 and fp16 only; measured profiles "
                            "of all", "bf16")
-    model, device = config.transformer, cluster.device
-    degrees = [t for t in (1, 2, 4, 8, 16, 32) if t <= min(model.num_heads, cluster.num_devices)]
-    blocks: dict[Key, BlockCost] = {}
+    device = cluster.device
+    degrees = [t for t in (1, 2, 4, 8, 16, 32) if t <= min(config.model.max_tp, cluster.num_devices)]
+    of_model = _transformer_costs if isinstance(config.model, ModelConfig) else _own_costs
+    blocks = of_model(config, device, degrees, sizes, kernels)
+    hardware = Hardware(device.name, cluster.devices_per_server, device.memory_bytes, hosts=cluster.num_servers)
+    return Profile(hardware, blocks, {}, settings_of(config), estimated=True, about={"source": "planner.kernels"})
+
+
+def _own_costs(
+    config: Config, device: Device, degrees: Sequence[int], sizes: Sequence[int], kernels: Kernels
+) -> dict[Key, BlockCost]:
+    """Blocks of a model of one's own: each kind's operators, run on ghosts."""
+    kinds, blocks = block_kinds(config.model), dict[Key, BlockCost]()
+    for tp, b in product(degrees, sizes):
+        at = replace(config, train=replace(config.train, micro_batch_size=b),
+                     parallel=replace(config.parallel, tp=tp, pp=1, dp=1, zero=0))
+        for kind in dict.fromkeys(kinds):
+            work = block_work(at, kinds.index(kind), torch.device("cuda"))
+            forward, idle = work_time(work.forward, device, kernels)
+            backward, idle_back = work_time(work.backward, device, kernels)
+            n = work.parameters
+            blocks[kind, tp, b] = BlockCost(
+                forward, backward, device.memory_time(NORM_TRAFFIC * n), device.memory_time(UPDATE_TRAFFIC * n),
+                forward_messages=work.forward_messages, backward_messages=work.backward_messages, parameters=n,
+                kept=work.kept, forward_idle=idle, backward_idle=idle_back)
+    return blocks
+
+
+def _transformer_costs(
+    config: Config, device: Device, degrees: Sequence[int], sizes: Sequence[int], kernels: Kernels
+) -> dict[Key, BlockCost]:
+    model, blocks = config.transformer, dict[Key, BlockCost]()
     for tp in degrees:
         parameters = count_parameters(model, tp)
         for b in sizes:
@@ -235,8 +267,7 @@ def estimate(
                     device.memory_time(UPDATE_TRAFFIC * n), forward_messages=forward, backward_messages=backward,
                     remake=remake_time(model, b, device, tp) if kind == "layer" else 0.0, parameters=n,
                     forward_idle=time.forward_idle, backward_idle=time.backward_idle)
-    hardware = Hardware(device.name, cluster.devices_per_server, device.memory_bytes, hosts=cluster.num_servers)
-    return Profile(hardware, blocks, {}, settings_of(config), estimated=True, about={"source": "planner.kernels"})
+    return blocks
 
 
 def count_parameters(model: ModelConfig, tp: int) -> dict[str, int]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
+from math import prod
 
 from hybridpar.config import CompressionConfig, Config
 from hybridpar.models.build import DTYPES
+from hybridpar.models.cost import block_parameters
 from hybridpar.ops.quantize import TILE, quantized_bytes
 
 CHANGES_TRAINING = "changes training: see docs/slow_links.md"
@@ -19,7 +21,7 @@ def gradient_share(config: Config) -> float:
     """Bytes of a replica's message over those of its gradients in `compression.gradients`, of large tensors.
 
     dct: in the mean over a period, in which it sends up to gradients_limit times what it is to keep. powersgd, sbpca:
-    of a transformer layer.
+    of blocks between the ends.
     """
     settings, item = config.compression, max(DTYPES[config.train.dtype].itemsize, 4)
     return _ITEM_BYTES[settings.gradients](settings, config, item) / item
@@ -31,9 +33,11 @@ def _dct(settings: CompressionConfig, config: Config, item: int) -> float:
 
 
 def _powersgd(settings: CompressionConfig, config: Config, item: int) -> float:
-    """Of a layer's matrices rows and columns are 16 h, and their elements 12 h^2."""
-    h = config.transformer.hidden_size
-    return min(1.0, settings.gradients_rank * 16 * h / (12 * h * h)) * item
+    """Of the matrices of blocks between the ends, or of all: rows and columns for their elements."""
+    shapes = block_parameters(config.model)
+    matrices = [shape for block in shapes[1:-1] or shapes for shape in block if len(shape) > 1]
+    sent = sum(shape[0] + prod(shape[1:]) for shape in matrices)
+    return min(1.0, settings.gradients_rank * sent / max(1, sum(map(prod, matrices)))) * item
 
 
 _ITEM_BYTES: dict[str, Callable[[CompressionConfig, Config, int], float]] = {

@@ -23,8 +23,9 @@ from functools import cached_property
 import numpy as np
 
 from hybridpar.config import Config
+from hybridpar.memory.work import block_kinds
 from hybridpar.models.build import DTYPES, Recomputation, recomputed_blocks
-from hybridpar.models.cost import stage_split
+from hybridpar.models.cost import stage_split, untied_parameters
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.network import Network, Route
@@ -35,7 +36,7 @@ from hybridpar.planner.codec_costs import CodecCosts
 from hybridpar.planner.compressed import gradient_share
 from hybridpar.planner.machine import AnyLink, Machine
 from hybridpar.planner.moves import Moves
-from hybridpar.planner.profile import KINDS, BlockCost, Profile
+from hybridpar.planner.profile import BlockCost, Profile
 from hybridpar.state.partition import BUCKET_BYTES
 
 GRADIENT_BYTES = {name: max(dtype.itemsize, 4) for name, dtype in DTYPES.items()}
@@ -90,6 +91,7 @@ class StepCost:
         self.is_cpu = profile.hardware.cores > 0
         self.launches_ahead = not self.is_cpu and config.train.cuda_graphs and unsupported(config) is None
         """Whether CUDA graphs save what a device waits for launches of kernels."""
+        self._kind_of = block_kinds(config.model)
         self.kinds_on = self._kinds_on()
         """By rank of the pipeline, cost of each kind of block: that of the slowest of its devices."""
         self.kinds = self.kinds_on[0]
@@ -104,21 +106,29 @@ class StepCost:
         machine, size, b = self.machine, self.tp * self.dp, self.config.train.micro_batch_size
 
         def table(profile: Profile) -> dict[str, BlockCost]:
-            costs = {kind: profile.block(kind, self.tp, b) for kind in KINDS}
+            costs = {kind: profile.block(kind, self.tp, b) for kind in dict.fromkeys(self._kind_of)}
             return {kind: replace(cost, forward=cost.forward - cost.forward_idle, forward_idle=0.0,
                                   backward=cost.backward - cost.backward_idle, backward_idle=0.0)
                     for kind, cost in costs.items()} if self.launches_ahead else costs
 
         if not machine.others:
             return [table(machine.profile)] * self.pp
-        return [max(map(table, machine.profiles(range(r * size, (r + 1) * size))),
-                    key=lambda costs: costs["layer"].forward + costs["layer"].backward) for r in range(self.pp)]
+        return [max(map(table, machine.profiles(range(r * size, (r + 1) * size))), key=self._layers_time)
+                for r in range(self.pp)]
+
+    @property
+    def _inner(self) -> tuple[str, ...]:
+        """The kinds of the blocks between the ends, or of all."""
+        return self._kind_of[1:-1] or self._kind_of
+
+    def _layers_time(self, costs: dict[str, BlockCost]) -> float:
+        return sum(costs[kind].forward + costs[kind].backward for kind in self._inner)
 
     @cached_property
     def slowness(self) -> list[float]:
-        """By stage, the time of a layer there over that on the first rank."""
-        times = [self.kinds_on[self.sizes.rank_of(stage)]["layer"] for stage in range(self.sizes.num_stages)]
-        return [(cost.forward + cost.backward) / (times[0].forward + times[0].backward) for cost in times]
+        """By stage, the time of the layers there over that on the first rank."""
+        times = [self._layers_time(self.kinds_on[self.sizes.rank_of(stage)]) for stage in range(self.sizes.num_stages)]
+        return [time / times[0] for time in times]
 
     @cached_property
     def limits(self) -> list[float]:
@@ -176,8 +186,7 @@ class StepCost:
 
     def kind(self, number: int) -> str:
         """The kind of a block, by its number in the model."""
-        last = self.config.model.num_blocks - 1
-        return KINDS[0] if number == 0 else KINDS[2] if number == last else KINDS[1]
+        return self._kind_of[number]
 
     def block(self, number: int, rank: int = 0) -> BlockCost:
         """The cost of a block, by its number in the model, on a rank of the pipeline."""
@@ -200,15 +209,13 @@ class StepCost:
     def _stage(self, blocks: range, recompute: Recomputation, rank: int) -> StageCost:
         """The cost of these blocks there, of which some are recomputed, or what is cheap of them."""
         again, selective = set(blocks) if recompute.whole else set(recompute.blocks), recompute.selective
-        model, profile, last = self.config.transformer, self.machine.profile, self.config.model.num_blocks - 1
+        model, profile, last = self.config.model, self.machine.profile, self.config.model.num_blocks - 1
         costs = [self.block(n, rank) for n in blocks]
         times = [self.block_time(n, rank) for n in blocks]
         gather_input, gather_gradient = self.gathers(blocks)
         coding, coding_back = self.codecs.times(blocks, recompute.whole)
-        embedding = self.kinds_on[rank]["embedding"]
-        tied = embedding.parameters if model.tie_embeddings else 0
-        if model.position == "learned":
-            tied = max(0, tied - model.num_positions * model.hidden_size)
+        embedding = self.block(0, rank)
+        tied = max(0, embedding.parameters - untied_parameters(model)) if model.tie_embeddings else 0
         both, ends = 0 in blocks and last in blocks, 0 in blocks or last in blocks
         twice = embedding if both and model.tie_embeddings else None  # held once
         return StageCost(
@@ -378,7 +385,7 @@ class StepCost:
             transfer_back=None if back == transfer else back, latency=latency,
             tied=self.config.model.tie_embeddings and p > 1 and not self.sizes.is_v,
             blocking_norm=self.is_cpu, serial_links=not self.is_cpu,
-            cores=cores, transfer_work=work, backward_input=self._backward_input, network=network)
+            cores=cores, transfer_work=work, backward_input=self.backward_input, network=network)
         return self.moves.added_to(costs, [self.ranks_of(r) for r in range(p)], self.tp) if self.moves else costs
 
     @property
@@ -388,7 +395,7 @@ class StepCost:
                    for r in range(self.pp - 1))
 
     @property
-    def _backward_input(self) -> list[float] | None:
+    def backward_input(self) -> list[float] | None:
         """Of the stages' split backwards, the part that the stage before waits for; None: it was not measured."""
         if not all(cost.backward_input for cost in self.kinds.values() if cost.backward):
             return None
@@ -401,10 +408,12 @@ class StepCost:
         """Share of a forward and backward in which a CPU rank computes or sends, rather than waits for its tp group."""
         if self.tp == 1:
             return 1.0
-        layer, link = self.kinds["layer"], self.machine.link(range(self.tp))
-        sent = sum(link.ring_work(n, self.tp) for n in (*layer.forward_messages, *layer.backward_messages))
-        computed = layer.forward + layer.backward
-        return min(1.0, (computed + sent) / (computed + sum(self.waits["layer"])))
+        link, inner = self.machine.link(range(self.tp)), self._inner
+        layers = [self.kinds[kind] for kind in inner]
+        sent = sum(link.ring_work(n, self.tp) for layer in layers
+                   for n in (*layer.forward_messages, *layer.backward_messages))
+        computed = sum(layer.forward + layer.backward for layer in layers)
+        return min(1.0, (computed + sent) / (computed + sum(sum(self.waits[kind]) for kind in inner)))
 
     @cached_property
     def step_time(self) -> float:

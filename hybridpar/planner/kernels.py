@@ -14,13 +14,15 @@ Legend: b micro-batch, s sequence, h hidden, f ffn, n heads, d head dim, v vocab
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from hybridpar.config import ModelConfig
 from hybridpar.errors import config_error
+from hybridpar.memory.work import Op
 from hybridpar.models.blocks import LABELLED
 from hybridpar.planner.hardware import Device
 
@@ -32,6 +34,8 @@ _FILL = 64
 """Steps along k that a tile takes besides its own, to begin and to end."""
 _SETTLED = 256
 """Length of a sequence at which fused attention reaches half of its rate."""
+
+_MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 
 
 class BlockTime(NamedTuple):
@@ -183,6 +187,26 @@ def remake_time(model: ModelConfig, micro_batch_size: int, device: Device, tp: i
     activation = (3 if model.activation == "swiglu" else 2) * model.ffn_size
     elements = micro_batch_size * model.seq_length * (4 * model.hidden_size + activation / tp)
     return device.memory_time(HALF * elements)
+
+
+def work_time(ops: Sequence[Op], device: Device, kernels: Kernels = OURS) -> tuple[float, float]:
+    """Seconds of a pass of any model's block, whose operators were noted (memory.work), and of waiting for launches.
+
+    Each takes the time of its product or of its traffic, whichever is longer.
+    """
+    return kernels.time(sum(_op_time(op, device) for op in ops), len(ops))
+
+
+def _op_time(op: Op, device: Device) -> float:
+    computing = device.matmul_time(op.flops)
+    if op.name in _MATRIX_PRODUCTS:
+        (*copies, m, k), (*_, n) = op.shapes[-2:]
+        computing = product_time(device, Product(m, n, k, prod(copies)))
+    elif "attention" in op.name:
+        s = op.shapes[0][-2]
+        share = device.attention_back_share if "backward" in op.name else device.attention_share
+        computing = op.flops / (device.peak_flops * share * s / (s + _SETTLED))
+    return max(computing, device.memory_time(op.num_bytes))
 
 
 def activation_bytes(model: ModelConfig, micro_batch_size: int) -> int:

@@ -97,8 +97,8 @@ class LinkNeed:
 
 def step_line(cost: StepCost) -> str:
     """The predicted step, in a line."""
-    return (f"predicted time of a step: {1e3 * cost.step_time:.4g} ms, {cost.tokens_per_s:,.0f} tokens/s; "
-            f"{parts_of(cost).bound_by}")
+    speed = f"{cost.tokens_per_s:,.0f} {cost.config.model.counts}/s"
+    return f"predicted time of a step: {1e3 * cost.step_time:.4g} ms, {speed}; {parts_of(cost).bound_by}"
 
 
 def link_lines(cost: StepCost) -> list[str]:
@@ -144,11 +144,11 @@ def _stage_link(cost: StepCost) -> LinkNeed:
     ways = [max(there[0], back[0]) for there, back in zip(cost.links, cost.links_back, strict=True)]
     worst = max(range(len(ways)), key=ways.__getitem__)
     taken = max(ways[worst], 1e-12) * chunks
-    layer = sum(cost.block_time(1)) or 1e-12
-    model = cost.config.transformer
-    layers = min(sum(1 for n in rank.blocks if _is_layer(cost, n)) for rank in cost.ranks)
+    inner = range(1, cost.config.model.num_blocks - 1) or range(1)
+    layer = sum(sum(cost.block_time(n)) for n in inner) / len(inner) or 1e-12
+    layers = min(sum(n in inner for n in rank.blocks) for rank in cost.ranks)
     more = math.ceil(max(0.0, taken / _SPARE - busy) / layer)
-    deepest = model.num_layers // (-(-model.num_layers // cost.pp) + more) if more else 0
+    deepest = len(inner) // (-(-len(inner) // cost.pp) + more) if more else 0
     into = cost.stages[(worst + 1) % cost.sizes.num_stages].blocks[0]
     wire = max(cost.codecs.wire_bytes(flow, into) for flow in (1, -1))
     item, num_bytes = cost.item * wire / cost.message_bytes, wire * chunks
@@ -169,10 +169,6 @@ def _reduction(cost: StepCost) -> LinkNeed:
 def _period(cost: StepCost) -> float:
     """Time that the busiest rank computes on a micro-batch."""
     return max(rank.compute for rank in cost.ranks)
-
-
-def _is_layer(cost: StepCost, number: int) -> bool:
-    return cost.kind(number) == "layer"
 
 
 def _rate(bytes_per_s: float) -> str:

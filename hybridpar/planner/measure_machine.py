@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from hybridpar import __version__
 from hybridpar.comm import gather_objects
 from hybridpar.comm.ranks import run_on_ranks
-from hybridpar.config import Config, Launch
+from hybridpar.config import Config, Launch, ModelConfig
 from hybridpar.cpu import available_cores, cpu_name
 from hybridpar.errors import config_error
+from hybridpar.memory.work import block_forms
 from hybridpar.planner.bench import FULL, QUICK, Effort, measure_blocks, world_axis
 from hybridpar.planner.codec_costs import measure_codecs
 from hybridpar.planner.links import QUICK_SIZES, SIZES, measure_links
@@ -44,10 +46,9 @@ def measure_machine(
     own = config.train.micro_batch_size
     sizes = tuple(sizes) or ((own,) if quick else (own, 2 * own))
     degrees = tuple(degrees) or tuple(
-        t for t in (1, 2, 4, 8, 16) if t <= min(ranks, config.transformer.num_heads) and ranks % t == 0)
-    if (most := max(degrees)) > config.transformer.num_heads:
-        raise config_error("tp", most, f"must be at most model.num_heads = {config.transformer.num_heads}",
-                           str(config.transformer.num_heads))
+        t for t in (1, 2, 4, 8, 16) if t <= min(ranks, config.model.max_tp) and ranks % t == 0)
+    if (most := max(degrees)) > config.model.max_tp:
+        raise config_error("tp", most, f"must be at most {config.model.max_tp_rule}", str(config.model.max_tp))
     request = (config, degrees, sizes, quick)
     if launch.world_size > 1 or ranks == 1:
         job = Job.connect(launch)
@@ -66,13 +67,15 @@ def measure_machine(
 
 def identity(config: Config) -> dict[str, Any]:
     """Identity of this machine and configuration: a profile of another one does not serve."""
+    own = not isinstance(config.model, ModelConfig)  # whose code may change
+    forms = hashlib.sha256(repr(block_forms(config.model)).encode()).hexdigest() if own else ""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if _has_gpus(config) else []
     return {
         "settings": settings_of(config), "gpus": gpus,
         "train": [config.train.micro_batch_size, config.train.threads, config.train.share_gpus],
         "folder": str(folder_to_measure(config)),
         "cpu": cpu_name(), "cores": available_cores(), "torch": torch.__version__, "hybridpar": __version__,
-        "schedule": config.pipeline.schedule, "format": FORMAT}
+        "schedule": config.pipeline.schedule, "format": FORMAT, "blocks": forms}
 
 
 def _has_gpus(config: Config) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import combinations
 
 import numpy as np
 import torch
 
-from hybridpar.config import Config, ParallelConfig
+from hybridpar.config import Config, ModelConfig, ParallelConfig
 from hybridpar.memory import Footprints, predict
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
 from hybridpar.memory.predict import Tracer
@@ -125,6 +126,8 @@ class MemoryCheck:
         for _ in range(_TRIES):
             impossible = True
             for whole in (False, True):
+                if whole and impossible and not self._state_fits(cost, room):
+                    return None
                 found = best_split(*block_costs(cost), cost.sizes.num_stages, self._peaks(cost, whole),
                                    room / cost.sizes.chunks, cost.slowness)
                 if found is None:
@@ -154,7 +157,12 @@ class MemoryCheck:
                 return found
         return None
 
-    def _peaks(self, cost: StepCost, whole: bool) -> Callable[[int, bool], Matrix]:
+    def _state_fits(self, cost: StepCost, room: float) -> bool:
+        """Whether there is a split with room for the state alone: if not, no recomputation helps."""
+        return best_split(*block_costs(cost), cost.sizes.num_stages, self._peaks(cost, False, state_alone=True),
+                          room / cost.sizes.chunks) is not None
+
+    def _peaks(self, cost: StepCost, whole: bool, *, state_alone: bool = False) -> Callable[[int, bool], Matrix]:
         """By stage, [i, j]: about what blocks i .. j-1 take there; infinite where they cannot be on it: the ends are on
         the first and the last stage alone."""
         count, p = cost.config.model.num_blocks, cost.sizes.num_stages
@@ -165,8 +173,10 @@ class MemoryCheck:
             first, last = stage == 0, stage == p - 1
             key = (first, last, again, buffers := _buffers(cost, stage))
             if key not in known:
-                known[key] = self._terms_by_size(cost, stage, whole if again else None, buffers)
-            taken = _at_peak(known[key], _in_flight(cost, stage))[np.maximum(columns - rows, 0)]
+                found = self._terms_by_size if isinstance(cost.config.model, ModelConfig) else self._terms_by_range
+                known[key] = found(cost, stage, whole if again else None, buffers)
+            terms = known[key]
+            taken = terms[0] if state_alone else _at_peak(terms, _in_flight(cost, stage))
             taken = taken * (self.limit / cost.limits[cost.sizes.rank_of(stage)])
             placed = (rows == 0 if first else rows > 0) & (columns == count if last else columns < count)
             return np.where(placed & (columns > rows), taken, np.inf)
@@ -174,8 +184,11 @@ class MemoryCheck:
         return peaks
 
     def _terms_by_size(self, cost: StepCost, stage: int, whole: bool | None, buffers: Buffers) -> Matrix:
-        """The terms of `_terms` by number of blocks, of which every other stage has one. whole: whether recomputation
-        is of stages, or of layers; None: there is none. Rough footprints lie on a line where there are layers."""
+        """[term, i, j]: the terms of `_terms` of blocks i .. j-1, by their number, where every other stage has one.
+
+        whole: whether recomputation is of stages, or of layers; None: there is none. Rough footprints lie on a line
+        where there are layers.
+        """
         count, p = cost.config.model.num_blocks, cost.sizes.num_stages
         found = np.zeros((4, count + 1))
         found[0] = np.inf
@@ -194,6 +207,21 @@ class MemoryCheck:
                 fp = self._rough(cost, blocks, again, buffers)
                 line += [(size, fp)] if layers else []
             found[:, size] = _terms(cost, fp, is_first=start == 0)
+        rows, columns = np.indices((count + 1, count + 1))
+        return found[:, np.maximum(columns - rows, 0)]
+
+    def _terms_by_range(self, cost: StepCost, stage: int, whole: bool | None, buffers: Buffers) -> Matrix:
+        """The same where blocks differ."""
+        count = cost.config.model.num_blocks
+        found = np.zeros((4, count + 1, count + 1))
+        found[0] = np.inf
+        for start, stop in combinations(range(count + 1), 2):
+            if (start == 0) != (stage == 0) or (stop == count) != (stage == cost.sizes.num_stages - 1):
+                continue
+            again = Recomputation() if whole is None else Recomputation(
+                frozenset(n for n in range(start, stop) if whole or 0 < n < count - 1), whole)
+            fp = self._rough(cost, range(start, stop), again, buffers)
+            found[:, start, stop] = _terms(cost, fp, is_first=start == 0)
         return found
 
     def _peak(self, cost: StepCost, stage: int, blocks: range, recompute: Recomputation) -> float:
@@ -206,11 +234,13 @@ class MemoryCheck:
         chunks that replicas share it is as exact as it must be: they are not what two layers have."""
         config, ends = cost.config, (blocks.start == 0, blocks.stop == cost.config.model.num_blocks)
         key = (config.optim.staleness, config.memory.host_optimizer, cost.tp, cost.zero_share, cost.splits,
-               config.train.micro_batch_size, config.pipeline.split_backward, buffers, len(blocks), ends,
+               config.train.micro_batch_size, config.pipeline.split_backward, buffers,
+               len(blocks) if isinstance(config.model, ModelConfig) else blocks, ends,
                bool(recompute.blocks), recompute.whole, bool(recompute.selective),
                config.feeds_back and config.parallel.dp)
         if key not in self._known:
-            trace = self._footprints if cost.splits > 1 else self._footprints.rough
+            exact = cost.splits > 1 and isinstance(config.model, ModelConfig)
+            trace = self._footprints if exact else self._footprints.rough
             self._known[key] = trace(config, blocks, recompute, buffers, cost.machine.device)
         return self._known[key]
 

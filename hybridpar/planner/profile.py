@@ -1,6 +1,7 @@
 """profile.json: times of each kind of block, and of messages, measured on a machine or estimated for one.
 
-    blocks    embedding, layer, head; by tp degree and micro-batch size: forward, backward, optimizer, collectives
+    blocks    embedding, layer, head (of other models: see memory.work.block_kinds); by tp degree and micro-batch
+              size: forward, backward, optimizer, collectives
     links     `local` within a server, `network` between servers: seconds against bytes
     state     what moves a rank's state: updates on the host, copies to it, the file of a budget
     codecs    of messages between stages, by name: bytes a second
@@ -21,11 +22,11 @@ from typing import Annotated, Any
 from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, Within, from_plain, to_mapping
 from hybridpar.errors import ConfigError, DataError, Problem, config_error, shown
+from hybridpar.memory.work import KINDS
 from hybridpar.planner.links import Curve, MeasuredLink
 from hybridpar.reading import errors_as, nearest_path, read_json
 
 FORMAT = "hybridpar profile 3"
-KINDS = ("embedding", "layer", "head")
 _BEARS: dict[str, tuple[str, ...]] = {
     "model": (), "parallel": ("sequence",), "kernels": (), "train": ("dtype",), "optim": ("name", "staleness"),
 }
@@ -172,6 +173,9 @@ class Profile:
         if not (sizes := self.micro_batches(tp)):
             known = ", ".join(map(str, self.tp_degrees))
             raise config_error("parallel.tp", tp, f"the profile has tp degrees {known} only", known)
+        if (kind, tp, sizes[0]) not in self.blocks:
+            raise config_error("profile", kind, "is a kind of block that it does not have: the model has changed "
+                               "since", "hybridpar profile, once more")
         if b in sizes:
             return self.blocks[kind, tp, b]
         if len(sizes) == 1:
@@ -208,7 +212,7 @@ def check_settings(profile: Profile, config: Config) -> None:
     problems, usual = [], settings_of(Config())  # of keys that are younger than the profile
     for section, table in settings_of(config).items():
         for key, value in table.items():
-            before = profile.settings.get(section, {}).get(key, usual[section][key])
+            before = profile.settings.get(section, {}).get(key, usual[section].get(key))
             if before != value:
                 rule = f"the profile was made with {before!r}"
                 problems.append(Problem(f"{section}.{key}", value, rule, str(before)))
@@ -325,8 +329,9 @@ def _profile(document: Any) -> Profile:
             raise ValueError(f"profile.blocks[{i}]: {min(missing)!r} is missing")
         blocks[row.kind, row.tp, row.micro_batch] = BlockCost(**values)
     degrees = {(tp, b) for _, tp, b in blocks}
-    if not blocks or any((kind, tp, b) not in blocks for kind in KINDS for tp, b in degrees):
-        raise ValueError(f"blocks must have {', '.join(KINDS)} at every tp degree and micro-batch size")
+    kinds = dict.fromkeys(kind for kind, _, _ in blocks) if "spec" in read.settings.get("model", {}) else KINDS
+    if not blocks or any((kind, tp, b) not in blocks for kind in kinds for tp, b in degrees):
+        raise ValueError(f"blocks must have {', '.join(kinds)} at every tp degree and micro-batch size")
     calls = {(kind, tp, len(cost.forward_messages), len(cost.backward_messages))
              for (kind, tp, _), cost in blocks.items()}
     if len(calls) > len({key[:2] for key in calls}):

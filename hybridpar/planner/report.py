@@ -144,7 +144,8 @@ def table(result: Result) -> Table:
     """The ranked candidates, for a terminal."""
     shown = Table(title=f"{result.considered} configurations considered, the best first", title_justify="left",
                   caption=_caption(result), caption_justify="left")
-    for heading in ("", "tp", "pp", "dp", "micro-batches", "schedule", "split", "step ms", "tokens/s", "GB",
+    counts = result.ranked[0].config.model.counts if result.ranked else "tokens"
+    for heading in ("", "tp", "pp", "dp", "micro-batches", "schedule", "split", "step ms", f"{counts}/s", "GB",
                     "bound by"):
         shown.add_column(heading, justify="left" if heading in ("schedule", "split", "bound by") else "right")
     for place, candidate in enumerate(result.ranked, 1):

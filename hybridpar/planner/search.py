@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hybridpar.config import Config
+from hybridpar.config import Config, ModelConfig
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.planner.candidates import Candidate, Request, balanced, batch_size, candidates, grids
@@ -157,10 +157,12 @@ class _Search:
         if again is None:
             self._too_large[kind] = b
             return False
-        selective = replace(candidate.config, pipeline=replace(pipeline, recompute="selective"))
-        cheap = Candidate(selective, StepCost(selective, candidate.cost.machine), tried_recomputation=True)
-        for one in [again, cheap] if self.memory.fits(cheap.cost) else [again]:
-            self._push(one)
+        self._push(again)
+        if isinstance(candidate.config.model, ModelConfig):  # of other blocks it is not known what that takes
+            selective = replace(candidate.config, pipeline=replace(pipeline, recompute="selective"))
+            cheap = Candidate(selective, StepCost(selective, candidate.cost.machine), tried_recomputation=True)
+            if self.memory.fits(cheap.cost):
+                self._push(cheap)
         return True
 
     def host_updates(self) -> None:
@@ -294,7 +296,7 @@ def _nothing(config: Config, machine: Machine, request: Request) -> ConfigError:
     if keep.get("pp", 1) > (blocks := config.model.num_blocks):
         return config_error("parallel.pp", keep["pp"], f"the model has only {blocks} blocks", str(blocks))
     if keep.get("tp", 1) > (heads := config.model.max_tp):
-        return config_error("parallel.tp", keep["tp"], f"must be at most model.num_heads = {heads}", str(heads))
+        return config_error("parallel.tp", keep["tp"], f"must be at most {config.model.max_tp_rule}", str(heads))
     if grids(config, machine, keep):
         batch = batch_size(config, request)
         return config_error(

@@ -27,7 +27,7 @@ class GradientAccumulator:
     gradients come from `backward` only, never from torch.autograd.grad.
 
     With `defers`, parts that are given to a sink (nn.matmul.SINK) may wait: those of the backward that follows
-    `collect(key)` are added by `apply(key)`, in the same order, to the same bits.
+    `collect(key)` are added by `apply(key)`, in the same order, to the same bits. Some are added at once all the same.
 
     Parts of the parameters in `factored` are never added up: `parts(index)` has them, in the order of the backwards,
     and whoever takes them writes the view.
@@ -89,6 +89,10 @@ class GradientAccumulator:
                 setattr(leaf, SINK, hook)
             hook.view, hook.void = views[name], self._void[index]
             leaf.grad = hook.view if type(hook) is _Report and name not in hook.void else None
+
+    def waits(self, name: str) -> bool:
+        """Whether parts of a parameter wait."""
+        return any(name in parts for _, parts in self._waiting.values())
 
     def collect(self, key: Hashable) -> None:
         """Has parts that a sink takes in the backward that follows, through the bound leaves, wait for `apply`."""
@@ -162,9 +166,11 @@ class _Report:
         self.view: Tensor
         self.void: set[str]
 
-    def add(self, part: Part) -> None:
-        """A part of the gradient that is written into the buffer itself (see nn.matmul.SINK), at once or later."""
-        if (waiting := self.owner.collecting) is not None:
+    def add(self, part: Part, now: bool = False) -> None:
+        """A part of the gradient that is written into the buffer itself (see nn.matmul.SINK), at once or later. now: at
+        once, unless earlier ones wait."""
+        waiting = self.owner.collecting
+        if waiting is not None and (not now or self.owner.waits(self.name)):
             waiting.setdefault(self.name, []).append(_detached(part))
             return
         self.owner.take(self.name, part)

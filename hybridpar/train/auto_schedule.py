@@ -12,17 +12,18 @@ the list goes from simple to less so. Units: seconds, bytes.
 from __future__ import annotations
 
 import platform
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeVar, cast
 
 import torch
 
 from hybridpar.comm import gather_objects
 from hybridpar.config import FOUND, Config, PipelineConfig
-from hybridpar.errors import ConfigError
-from hybridpar.grid import ProcessGrid
+from hybridpar.errors import ConfigError, HybridparError
+from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.memory import predict
 from hybridpar.memory.layers import Footprints
 from hybridpar.memory.limit import limit_here
@@ -35,10 +36,12 @@ from hybridpar.pipeline.plan.order import format_order
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.prove import prove
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.train.errors import SetupError
 from hybridpar.validate import problems
 
 Measure = Callable[[Config], Costs]
 """Costs of a configuration's actions, from a few batches. Collectives: on all ranks of the grid."""
+_T = TypeVar("_T")
 _WORTH = 1.01
 _CHUNKS = (2, 3, 4)
 _MOST_FILLED = 512
@@ -55,7 +58,10 @@ class Found:
 
 
 def find_schedule_for(config: Config, grid: ProcessGrid, device: torch.device, measure: Measure) -> tuple[Found, Found]:
-    """What "auto" stands for, and 1f1b, to compare it with. Collectives: on all ranks of the grid."""
+    """What "auto" stands for, and 1f1b, to compare it with. Collectives: on all ranks of the grid.
+
+    Raises: SetupError, on all of them.
+    """
     found: list[Found] = []
     for shape in shapes(config):
         split = replace(shape[0], pipeline=replace(shape[0].pipeline, split_backward=True))
@@ -63,13 +69,29 @@ def find_schedule_for(config: Config, grid: ProcessGrid, device: torch.device, m
         if trial is None:
             continue
         costs = gather_objects(measure(trial), grid.world)[0]
-        if grid.world.rank == 0:
-            found += simulated(shape, costs)
+        found += of_first_rank(partial(simulated, shape, costs), grid.world)
     names = gather_objects(platform.node(), grid.world)
     limit = min(gather_objects(limit_here(device.type, names.count(platform.node())), grid.world))
-    best = choose(config, found, limit, device, Footprints()) if grid.world.rank == 0 else None
-    chosen: tuple[Found, Found] = gather_objects((best, found[0] if found else None), grid.world)[0]
-    return chosen
+    return of_first_rank(partial(choose, config, found, limit, device, Footprints()), grid.world), found[0]
+
+
+def of_first_rank(call: Callable[[], _T], world: Axis) -> _T:
+    """What `call` returns on the first rank, the only one that calls it. Collectives: one all-gather.
+
+    Raises: SetupError on all ranks alike, with the text of an error there.
+    """
+    result: tuple[_T | None, str] = None, ""
+    if world.is_first:
+        try:
+            result = call(), ""
+        except HybridparError as error:
+            result = None, str(error)
+        except Exception as error:
+            result = None, "rank 0 failed:\n" + "".join(traceback.format_exception(error)).rstrip()
+    found, text = gather_objects(result, world)[0]
+    if text:
+        raise SetupError(text)
+    return cast(_T, found)
 
 
 def shapes(config: Config) -> Iterator[list[Config]]:

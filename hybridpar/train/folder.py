@@ -10,6 +10,7 @@
         flight/           what each rank is doing, or did  injected/        faults that were injected
         failures.jsonl    supervised jobs: a line each     notes.jsonl      a console or disk that was lost for a while
         changes.jsonl     where train.continue_with was used  trackers.json  who it is for run.trackers
+        memory/           events of train.record_memory, counts of train.planned_memory
         model_folder      of a model of one's own: where its module is found
 """
 
@@ -24,7 +25,17 @@ from typing import Any
 
 from hybridpar.checkpoint import check_compatible, saved_steps
 from hybridpar.checkpoint.files import write_text
-from hybridpar.config import FOUND, MODEL_FOLDER, Config, ModelConfig, load_toml, spec_folder, to_mapping, to_toml
+from hybridpar.config import (
+    FOUND,
+    MODEL_FOLDER,
+    Config,
+    ModelConfig,
+    import_rule,
+    load_toml,
+    spec_folder,
+    to_mapping,
+    to_toml,
+)
 from hybridpar.data import Tokenizer
 from hybridpar.errors import FULL_DISK, CheckpointError, ConfigError, config_error
 from hybridpar.flight import Flight
@@ -100,8 +111,10 @@ def begin(config: Config, tokenizer: Tokenizer | None) -> None:
     folder = config.run.folder
     (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     write_changed(folder / CONFIG, to_toml(config))
-    if not isinstance(config.model, ModelConfig):
-        write_changed(folder / MODEL_FOLDER, f"{spec_folder(type(config.model))}\n")
+    own: list[type] = [] if isinstance(config.model, ModelConfig) else [type(config.model)]
+    own += [import_rule(config.optim.spec)] if config.optim.spec else []
+    if own:
+        write_changed(folder / MODEL_FOLDER, "".join(f"{path}\n" for path in dict.fromkeys(map(spec_folder, own))))
     if tokenizer is not None:
         write_changed(folder / TOKENIZER, tokenizer.to_json())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,10 @@ from hybridpar import native
 from hybridpar.config import Config, ModelConfig
 from hybridpar.data.loader import Loader
 from hybridpar.errors import config_error
-from hybridpar.memory.events import Header, Span, header_line, span_line
+from hybridpar.memory.events import Header, Span, header_line, read_trace, span_line
 from hybridpar.memory.footprint import sample_microbatch
 from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.history import compare
 from hybridpar.memory.predict import default_device
 from hybridpar.memory.recorder import HOST_CLOCK, DeviceClock, Recorder
 from hybridpar.memory.silent import silent_grid
@@ -30,6 +32,7 @@ from hybridpar.train.folder import MEMORY
 from hybridpar.train.records import Records
 
 Write = Callable[[Span], object]
+_MOST_ENTRIES = 1_000_000
 _MOST_SPANS = 256
 """Actions that wait in memory at most while the disk is full."""
 
@@ -98,6 +101,27 @@ class EngineRecorder:
             self._recorder.close()
 
 
+def has_history(device: torch.device) -> bool:
+    """Whether torch's allocator of the device writes down what it does."""
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_allocator_backend() == "native"
+
+
+class AllocatorHistory:
+    """What the caching allocator of a GPU does from now on, without stacks, to be compared with what is recorded."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        torch.cuda.memory._record_memory_history(context=None, max_entries=_MOST_ENTRIES)
+
+    def compare(self, path: Path) -> str:
+        """Ends it, and says how far a trace agrees. Raises: DataError where the file is no trace."""
+        history = torch.cuda.memory._snapshot()["device_traces"][self._device.index or 0]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        if len(history) >= _MOST_ENTRIES:
+            return f"the allocator's history is longer than {_MOST_ENTRIES:,} entries, and was not compared"
+        return str(compare(read_trace(path)[1], history))
+
+
 class MemoryLog:
     """The file of a run's memory events on this rank: of `train.record_memory` steps, from its first one on.
 
@@ -108,6 +132,7 @@ class MemoryLog:
         grid, config = engine.grid, engine.config
         self._last = resumed + config.train.record_memory
         self._name = f"rank{grid.rank}.jsonl"
+        self._say, self._path = say, config.run.folder / MEMORY / self._name
         self._records = Records(config.run.folder / MEMORY, say)
         self._records.begin(self._name, 0, most=_MOST_SPANS)
         header = Header(grid.rank, str(engine.device), dict(grid.place), more={"first_step": resumed + 1})
@@ -115,6 +140,7 @@ class MemoryLog:
         if engine.device.type == "cpu" and (reason := native.missing_recorder()):
             say(f"memory events are recorded in Python, which takes some 20 us an operator more: {reason}")
         self._recorder = EngineRecorder(engine, lambda span: self._append(span_line(span)))
+        self._history = AllocatorHistory(engine.device) if has_history(engine.device) else None
         self.loader, self.active = self._recorder.loader, self._recorder.active
 
     def _append(self, line: str) -> None:
@@ -130,6 +156,8 @@ class MemoryLog:
         if self._recorder.is_open:
             self._recorder.close()
             self._records.close()
+            if self._history is not None:
+                self._say(self._history.compare(self._path))
 
 
 def _blocks(engine: Engine) -> Iterator[tuple[int, nn.Module]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -20,7 +21,7 @@ from hybridpar.pipeline.plan.kinds import Kind
 from hybridpar.pipeline.plan.predict import free_to_leave, smallest_early_switch
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.train import trace
-from hybridpar.train.auto_schedule import find_schedule_for
+from hybridpar.train.auto_schedule import find_schedule_for, of_first_rank
 from hybridpar.train.costs import RunCosts, run_costs
 from hybridpar.train.engine import Engine
 
@@ -33,7 +34,8 @@ def settle(config: Config, grid: ProcessGrid, device: torch.device, say: Callabl
     pipeline.schedule: auto_schedule.py says which. pipeline.early_switch: the smallest that costs no time here.
     memory.offload_activations: for each rank of a pipeline how many may leave at no cost in time.
     Collectives: on all ranks of the grid.
-    Raises: ConfigError where activations do not leave this device; HybridparError where the file has no room.
+    Raises: ConfigError where activations do not leave this device; SetupError on all ranks, where what is found fails;
+    HybridparError where the file has no room.
     """
     if config.pipeline.schedule == "auto" and config.parallel.pp == 1:
         config = replace(config, pipeline=replace(config.pipeline, schedule="1f1b"))
@@ -48,8 +50,8 @@ def settle(config: Config, grid: ProcessGrid, device: torch.device, say: Callabl
     if config.pipeline.early_switch == "auto":
         trial = replace(config, pipeline=replace(config.pipeline, early_switch="off"))
         run, engine = _tried(trial, grid, device)
-        switch = gather_objects(
-            smallest_early_switch(run.measured.costs, engine.sizes, run.ordering), grid.world)[0]
+        switch = of_first_rank(
+            partial(smallest_early_switch, run.measured.costs, engine.sizes, run.ordering), grid.world)
         config = replace(config, pipeline=replace(config.pipeline, early_switch=switch))
         say(f"pipeline.early_switch: {switch}, the smallest that costs no time here")
     if config.memory.offload_activations == "auto":
@@ -80,9 +82,7 @@ def _free_to_leave(config: Config, grid: ProcessGrid, device: torch.device) -> t
     if costs.cores is not None and costs.cores < 2 * grid.pp.size:
         costs = replace(costs, calls={**costs.calls, Kind.OFFLOAD: work[0], Kind.RELOAD: work[1]})
     costs = replace(costs, offload=offload, reload=reload)
-    found = free_to_leave(costs, sizes, run.ordering) if grid.world.rank == 0 else ()
-    away: tuple[int, ...] = gather_objects(found, grid.world)[0]
-    return away
+    return of_first_rank(partial(free_to_leave, costs, sizes, run.ordering), grid.world)
 
 
 def _tried(config: Config, grid: ProcessGrid, device: torch.device) -> tuple[RunCosts, Engine]:

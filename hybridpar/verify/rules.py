@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hybridpar.config import OptimConfig
+from hybridpar.config import OptimConfig, import_rule
 from hybridpar.nn.placement import Placement
 
 Tensors = dict[str, Tensor]
@@ -120,7 +120,18 @@ class Extrapolated:
         return result
 
 
-RULES: dict[str, type[Rule]] = {"adamw": AdamWRule, "lamb": LambRule, "muon": MuonRule, "sgd": SgdRule}
+class OwnRule(Rule):
+    """The user's own, on whole parameters."""
+
+    def one(self, name: str, w: Tensor, g: Tensor, lr: float) -> Tensor:
+        rule, after = import_rule(self.optim.spec)(self.optim), w.clone()
+        state = {key: self.state.setdefault((key, name), torch.zeros_like(w)) for key in rule.state_names}
+        rule.update(after, g.clone(), state, lr=lr, decay=self.decay(name), step=self.steps)
+        return after
+
+
+RULES: dict[str, type[Rule]] = {
+    "adamw": AdamWRule, "lamb": LambRule, "muon": MuonRule, "own": OwnRule, "sgd": SgdRule}
 
 
 def build_rule(optim: OptimConfig, placements: Mapping[str, Placement]) -> Rule | Extrapolated:

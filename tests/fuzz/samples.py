@@ -6,8 +6,9 @@ import json
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.memory.events import Header, MemoryEvent, Span, What, header_line, span_line
+from hybridpar.memory.work import KINDS
 from hybridpar.planner.links import Curve, MeasuredLink
-from hybridpar.planner.profile import KINDS, BlockCost, Hardware, Profile, settings_of
+from hybridpar.planner.profile import BlockCost, Hardware, Profile, settings_of
 
 TINY: Config = from_mapping({
     "model": {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 6, "seq_length": 8,

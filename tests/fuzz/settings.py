@@ -14,6 +14,7 @@ from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory.events import read_trace
+from hybridpar.memory.planned import Counts
 from hybridpar.planner.cluster import read_cluster
 from hybridpar.planner.placement import make_workload, read_document, read_split
 from hybridpar.planner.placement.piper import is_instance, make_instance
@@ -117,6 +118,7 @@ def make_clusters(folder: Path) -> list[Path]:
 
 
 def read_memory(folder: Path) -> None:
+    Counts.read(folder / "planned0.json")
     _, spans = read_trace(folder / "memory.jsonl")
     for _ in spans:
         pass
@@ -133,6 +135,6 @@ TARGETS = (
     Target("profile", make_profiles, lambda folder: read_profile(folder / "profile.json"), {".json": mutate_json}),
     Target("graph", make_graphs, read_graph, {"graph.json": mutate_json, "split.json": mutate_json}),
     Target("cluster", make_clusters, lambda folder: read_cluster(folder / "cluster.toml"), {".toml": mutate_toml}),
-    Target("memory trace", lambda folder: [folder_with(folder / "m", memory__jsonl=MEMORY)], read_memory, {
-        ".jsonl": mutate_lines}),
+    Target("memory trace", lambda folder: [folder_with(folder / "m", memory__jsonl=MEMORY, planned0__json=json.dumps(
+        Counts(hits=5, num_bytes=1 << 20).as_json()))], read_memory, {".jsonl": mutate_lines, ".json": mutate_json}),
 )

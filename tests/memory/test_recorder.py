@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -554,45 +554,3 @@ def test_many_threads_give_back_while_others_are_made() -> None:
     recorder.close()
     check(spans)
     assert Counter(e.what for e in events(spans)) == {What.MALLOC: 400, What.WRITE: 400, What.FREE: 400}
-
-
-# -- a GPU -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_the_allocator_s_history_agrees() -> None:
-    def run() -> None:
-        a = torch.ones(100, 100, device="cuda")
-        for _ in range(3):
-            a = (a @ a).tanh() + 1
-
-    run()  # libraries take their space
-    torch.cuda.synchronize()
-    spans, recorder = recording()
-    torch.cuda.memory._record_memory_history(max_entries=10_000)
-    try:
-        with recorder:
-            run()
-        recorder.close()
-        traces = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-    history = [(t["action"], t["size"]) for t in traces if t["action"] in ("alloc", "free_requested")]
-    rounded = {What.MALLOC: "alloc", What.FREE: "free_requested"}
-    ours = [(rounded[e.what], -(-e.num_bytes // 512) * 512) for e in events(spans) if e.what in rounded]
-    rest = Counter(history) - Counter(ours)
-    assert not Counter(ours) - Counter(history)
-    scratch = sum(size * n for (action, size), n in rest.items() if action == "alloc")
-    assert peak_of(history) - scratch <= peak_of(ours) <= peak_of(history)
-
-
-def peak_of(rows: list[tuple[str, int]]) -> int:
-    return max(sums(size if action == "alloc" else -size for action, size in rows))
-
-
-def sums(values: Iterator[int]) -> Iterator[int]:
-    total = 0
-    for value in values:
-        total += value
-        yield total

@@ -16,6 +16,7 @@ from hybridpar.planner import report
 from hybridpar.planner.candidates import Candidate, Request, balanced
 from hybridpar.planner.cluster import estimate, estimated, machine_of, read_cluster
 from hybridpar.planner.cost import StepCost
+from hybridpar.planner.fewer import as_fast_on_fewer, least_work
 from hybridpar.planner.hardware import Cluster, Link, find_device, find_link
 from hybridpar.planner.links import MeasuredLink
 from hybridpar.planner.machine import Machine
@@ -172,3 +173,18 @@ def test_launches_are_said_where_graphs_do_not_hide_them() -> None:
 def test_mistakes_are_named(change: tuple[str, str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         described(tmp_path, CLUSTER.replace(*change))
+
+
+def test_fewer_devices_are_proposed_where_the_rest_only_wait() -> None:
+    """Two servers over a slow link: one is as fast for two samples; over a fast link both are needed."""
+    base = replace(made.config(m=2, b=1), parallel=ParallelConfig(dp=0))
+    slow, fast = Link("slow", 1e5, 1.0, 1.0), Link("fast", 1e12, 0.0, 1.0)
+    request = Request(schedules=("1f1b",), split_backward=False, top=1)
+    for inner, outer, number in ((fast, slow, 2), (fast, fast, None)):
+        on = Machine(made.profile(base, degrees=(1, 2)), 4, 2, inner, outer, 1e11, measured=False)
+        best = search(base, on, request).ranked[0]
+        found = as_fast_on_fewer(base, on, request, best)
+        assert (found and found.cost.machine.num_devices) == number
+        assert least_work(base, on) == pytest.approx(3 * (6 + 1))
+    kept = replace(request, keep={"pp": 4})
+    assert as_fast_on_fewer(base, on, kept, search(base, on, kept).ranked[0]) is None

@@ -4,9 +4,11 @@ import weakref
 import pytest
 import torch
 
+from hybridpar.comm import Work
 from hybridpar.grid import Axis
+from hybridpar.memory.silent import silent_axis, silent_group
 from hybridpar.nn.embedding import _LocalRows
-from hybridpar.nn.linear import column_linear
+from hybridpar.nn.linear import column_linear, row_linear
 from hybridpar.state import GradientAccumulator
 from hybridpar.state.layout import FlatLayout
 
@@ -96,8 +98,9 @@ def test_the_gradient_is_final_when_reported():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("late", [0, 1, 3])
-def test_parts_that_wait_are_added_to_the_same_bits(dtype, late):
+@pytest.mark.parametrize(("late", "axis"), [(0, AXIS), (1, AXIS), (3, AXIS), (1, silent_axis("tp", 2))])
+def test_parts_that_wait_are_added_to_the_same_bits(dtype, late, axis):
+    """Also where some do not, beside a sum over the axis."""
     layers = {name: leaf.detach().clone() for name, leaf in make_leaves(dtype).items()}
     buffer = torch.float32 if dtype == torch.bfloat16 else dtype
     results, reports = [], []
@@ -117,7 +120,7 @@ def test_parts_that_wait_are_added_to_the_same_bits(dtype, late):
                 if defers:
                     accumulator.collect((batch, k))
                     waiting.append((batch, k))
-                deep(leaves, ids).backward()
+                deep(leaves, ids, axis).backward()
                 while len(waiting) > late:
                     apply(accumulator, waiting.pop(0), final)
             while waiting:
@@ -134,13 +137,40 @@ def apply(accumulator, key, final):
     accumulator.apply(key)
 
 
-def deep(leaves, ids):
+def deep(leaves, ids, axis):
     """Parts of `tied` come from an embedding, a linear layer, and autograd itself; of `w` from two linear layers."""
     x = _LocalRows.apply(ids, leaves["tied"], None, "auto")
-    y = torch.tanh(column_linear(x, leaves["w"].new_ones(3, 4), leaves["b"], AXIS))
-    z = column_linear(column_linear(y, leaves["w"], None, AXIS), leaves["tied"], None, AXIS)
-    again = column_linear(z[:, :3], leaves["w"], None, AXIS)
+    y = torch.tanh(column_linear(x, leaves["w"].new_ones(3, 4), leaves["b"], axis))
+    z = column_linear(column_linear(y, leaves["w"], None, axis), leaves["tied"], None, axis)
+    again = column_linear(z[:, :3], leaves["w"], None, axis)
     return (again @ leaves["tied"].t()).square().mean() + z.square().mean()
+
+
+def test_the_sum_of_an_input_gradient_runs_beside_a_product(monkeypatch):
+    """In a backward to the input alone: a column-parallel layer's own, from when the sum has begun until it is waited
+    for; others wait. Where an earlier part of the weight waits, so does this one: the order of sums stays."""
+    log = []
+    axis = Axis("tp", 0, (0, 1), silent_group(0, 2, lambda op, *_: log.append(op)))
+    monkeypatch.setattr(Work, "wait", lambda self: log.append("wait"))
+    layers = {"column": torch.randn(6, 4), "row": torch.randn(4, 6)}
+    leaves = {name: x.requires_grad_() for name, x in layers.items()}
+    accumulator = GradientAccumulator(
+        FlatLayout(list(layers), [x.shape for x in layers.values()], torch.float32), defers=True)
+    take = accumulator.take
+    monkeypatch.setattr(accumulator, "take", lambda name, *rest: [log.append(name), take(name, *rest)])
+    accumulator.begin(0)
+    for key in (0, 1):
+        accumulator.bind(leaves, 0)
+        x = torch.randn(3, 4, requires_grad=True)
+        y = row_linear(column_linear(x, leaves["column"], None, axis), leaves["row"], None, axis)
+        accumulator.collect(key)
+        if key:
+            accumulator.collecting["column"] = []
+        log.clear()
+        y.sum().backward()
+        assert log == ["c10d::allreduce_", *["column"] * (not key), "wait"]
+    accumulator.apply(0)
+    assert log[3 - key:] == ["row"]
 
 
 def test_what_waits_keeps_no_graph_alive():

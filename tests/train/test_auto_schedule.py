@@ -12,12 +12,14 @@ from ranks import run_ranks
 from train.runs import TOML, run_job, write_corpus
 
 from hybridpar.config import Config, PipelineConfig, from_mapping, load_toml
+from hybridpar.errors import HybridparError
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import Footprints, predict
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.prove import prove
 from hybridpar.pipeline.plan.sizes import Sizes
-from hybridpar.train.auto_schedule import choose, filled, shapes, simulated
+from hybridpar.train.auto_schedule import choose, filled, of_first_rank, shapes, simulated
+from hybridpar.train.errors import SetupError
 from hybridpar.train.settle import settle
 from hybridpar.verify.run import verify
 
@@ -94,6 +96,23 @@ def test_orders_that_are_filled_train_the_same(pipeline: dict[str, Any]) -> None
     prove(config)
     report = verify(config, {"pp": 2}, 3)
     assert report.ok, report.first_divergence
+
+
+def refused(wrong: type[Exception]) -> str:
+    def fail() -> None:
+        raise wrong("no schedule")
+
+    with pytest.raises(SetupError) as caught:
+        of_first_rank(fail, ProcessGrid(pp=2).world)
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_all_ranks_end_with_what_the_first_one_says() -> None:
+    assert run_ranks(refused, 2, HybridparError) == ["no schedule"] * 2
+    first, other = run_ranks(refused, 2, ValueError)
+    assert first == other
+    assert "ValueError: no schedule" in first
 
 
 def test_a_single_stage_has_nothing_to_choose() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from train.forked import Forked
 from train.runs import finish, metrics, run_job, steps, write_config
 
 from hybridpar.cli import main
@@ -39,14 +40,14 @@ def test_a_killed_tee_ends_neither_ranks_nor_their_supervisor(tmp_path: Path) ->
     reads, writes = os.pipe()
     tee = subprocess.Popen(["tee", str(log)], stdin=reads, stdout=subprocess.DEVNULL)
     faults = ("--inject", "slow link 0-1 at step 9 for 4 s", "kill rank 1 at step 13")
-    job = subprocess.Popen([*TRAIN, str(config), "--ranks", "2", *flags, *faults], stdout=writes, stderr=writes)
-    os.close(reads)
+    os.close(reads)  # which a fork would keep open
+    job = Forked((*TRAIN, str(config), "--ranks", "2", *flags, *faults), os.environ.copy(), writes)
     os.close(writes)
     while job.poll() is None and "step 6/24  validation loss" not in log.read_text():
         time.sleep(0.02)
     tee.kill()
     tee.wait()
-    assert finish(job, timeout_s=200.0)[0] == 0
+    assert job.wait(200.0) == 0
     assert "step 9/24  validation loss" not in log.read_text(), "the console was lost in the middle of the run"
     run = tmp_path / "runs" / "run"
     assert json.loads((run / "failures.jsonl").read_text())["text"].startswith("rank 1 (stage 1, replica 0, tensor")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,8 @@ import torch
 from checkpoint.exchange import make_theirs
 from data import foreign
 from ranks import run_ranks
-from train.runs import finish, torchrun, write_config
+from train.forked import supervised
+from train.runs import run_job, write_config
 
 from hybridpar.checkpoint.huggingface import import_folder
 from hybridpar.config import Launch, load_toml
@@ -227,25 +226,23 @@ def test_the_command_says_the_same_on_a_grid(run: Path, capsys: pytest.CaptureFi
                "Stone", "--prompt", "River lamp", "--json"]
 
     def ran(*args: str) -> dict[str, Any]:
-        out = subprocess.run([sys.executable, "-m", "hybridpar", *command, *args], capture_output=True, text=True)
-        assert out.returncode == 0, out.stderr
-        return json.loads(out.stdout)
+        code, out = supervised(*command, *args)
+        assert code == 0, out
+        return json.loads(out.splitlines()[-1])
 
     alone = ran()
     assert [made["prompt"] for made in alone["texts"]] == ["Stone", "River lamp"]
     assert ran("--ranks", "4", "--parallel.tp", "2", "--parallel.pp", "2") == alone
-    code, out = finish(torchrun(2, *command[:-1], "--parallel.pp", "2"))
-    assert code == 0, out
+    out = run_job(2, *command[:-1], "--parallel.pp", "2")
     assert out.endswith("\n\n".join(made["prompt"] + made["text"] for made in alone["texts"]) + "\n")
 
 
 @pytest.mark.ranks
 def test_what_is_wrong_on_a_grid_is_said_once(run: Path) -> None:
     def said(*args: str) -> str:
-        out = subprocess.run([sys.executable, "-m", "hybridpar", "generate", "--checkpoint", *args],
-                             capture_output=True, text=True)
-        assert out.returncode == 1
-        return out.stderr
+        code, out = supervised("generate", "--checkpoint", *args)
+        assert code == 1
+        return out
 
     assert said(str(run), "--parallel.tp", "2") == (
         "hybridpar: parallel = 'tp=2 pp=1': tp * pp is 2, and there are 1 processes; try --ranks 2\n")

@@ -44,8 +44,7 @@ def test_an_interrupted_and_then_killed_job_ends_as_if_nothing_had_happened(tmp_
     last = kill_rank_1(config, run, stopped)
     end = last + 12
     flags = ("--train.num_steps", str(end), "--train.save_interval", "0", "--train.eval_interval", "0")
-    code, out = finish(torchrun(2, "train", config, "--parallel.pp", "2", *flags))
-    assert code == 0, out
+    out = run_job(2, "train", config, "--parallel.pp", "2", *flags)
     assert f"going on after step {last}" in out
     assert out.count(f"step {end}/{end}  loss") == 1
     assert [step for step, _, _ in steps(metrics(run))] == list(range(1, end + 1))
@@ -125,7 +124,7 @@ def check_trace(run: Path) -> None:
 
 
 def test_bad_data_are_reported_once_and_the_job_ends(tmp_path: Path) -> None:
-    code, out = finish(torchrun(2, "train", write_config(tmp_path), "--parallel.tp", "2", "--data.corpus", "nowhere"))
-    assert code != 0
-    assert out.count("hybridpar: nowhere: does not exist") == 1
+    with pytest.raises(AssertionError) as failed:
+        run_job(2, "train", write_config(tmp_path), "--parallel.tp", "2", "--data.corpus", "nowhere")
+    assert str(failed.value).count("hybridpar: nowhere: does not exist") == 1
     assert not (tmp_path / "runs" / "run" / "config.toml").exists()

@@ -54,15 +54,21 @@ def train(config: Config) -> dict[str, Any]:
     return found
 
 
+def train_each(configs: list[Config]) -> list[dict[str, Any]]:
+    return list(map(train, configs))
+
+
 @pytest.mark.ranks
 def test_bytes_are_those_of_the_formula_and_evaluation_is_exact() -> None:
     """14 rows on three tp ranks: 5, 5 and 4. int4: two tiles of 32 bytes and a scale; int8: of 64. dct: a tenth of the
     70 features, and forth 70 bits. subspace: of seven directions."""
-    exact = run_ranks(train, 6, make({}))
-    for compression, forth, back in (({"messages": "int4", "messages_backward": "int8"}, 2 * (32 + 2), 2 * (64 + 2)),
-                                     ({"messages": "dct"}, 7 * 4 + 9, 7 * 4),
-                                     ({"messages": "subspace", "messages_values": "bf16"}, 7 * 2, 7 * 2)):
-        for rank, (found, plain) in enumerate(zip(run_ranks(train, 6, make(compression)), exact, strict=True)):
+    cases = (({"messages": "int4", "messages_backward": "int8"}, 2 * (32 + 2), 2 * (64 + 2)),
+             ({"messages": "dct"}, 7 * 4 + 9, 7 * 4),
+             ({"messages": "subspace", "messages_values": "bf16"}, 7 * 2, 7 * 2))
+    configs = [make(compression) for compression in ({}, *(case[0] for case in cases))]
+    exact, *coded = zip(*run_ranks(train_each, 6, configs), strict=True)
+    for (compression, forth, back), of_ranks in zip(cases, coded, strict=True):
+        for rank, (found, plain) in enumerate(zip(of_ranks, exact, strict=True)):
             rows = split_sizes(B * SEQ, 3)[rank % 3]
             op, other = ("send", "recv") if rank < 3 else ("recv", "send")
             assert found["trained"] == {"pp": {op: STEPS * M * rows * forth},
@@ -117,12 +123,11 @@ def test_a_codec_without_a_link_changes_no_bit() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("compression", "tp", "pipeline"), [
-    ({"messages": "int4"}, 1, {"schedule": "2bw", "recompute": "stage"}),
-    ({"messages": "int8", "messages_backward": "none"}, 2, {"schedule": "gpipe", "recompute": "stage"}),
+    ({"messages": "int4", "messages_backward": "none"}, 1, {"schedule": "2bw", "recompute": "stage"}),
     ({"messages": "dct"}, 2, {"schedule": "2bw", "recompute": "stage"}),
     ({"messages": "subspace"}, 1, {"schedule": "2bw", "recompute": "stage"}),
-    ({"messages": "dct", "messages_kept": 0.5, "messages_values": "bf16"}, 1, {"schedule": "gpipe"}),
-    ({"messages": "int4", "messages_backward": "bf16"}, 1, {"schedule": "1f1b", "split": (2, 3, 1)}),
+    ({"messages": "dct", "messages_kept": 0.5, "messages_values": "bf16"}, 1,
+     {"schedule": "gpipe", "split": (2, 3, 1)}),
 ], ids=str)
 def test_predicted_memory_is_the_allocators(compression: dict[str, Any], tp: int, pipeline: dict[str, Any]) -> None:
     pp = len(pipeline.get("split", (0, 0)))

@@ -39,7 +39,8 @@ def make(pipeline: dict[str, Any], pp: int = 2, **sections: dict[str, Any]) -> C
 @pytest.mark.parametrize(("pp", "more", "pipeline", "sections"), [
     (2, {}, {"activations": "full"}, {"model": DROPOUT}),
     (4, {}, {"activations": "full", "num_microbatches": 3, "recompute": "stage:1,4"}, {}),
-    (2, {"dp": 2}, {"activations": "half"}, {"parallel": {"zero": 1}}),
+    (2, {}, {"chunks": 4, "num_microbatches": 3}, {"model": DROPOUT}),
+    (2, {"dp": 2}, {"activations": "full"}, {"parallel": {"zero": 1}}),
     (2, {"tp": 2}, {"activations": "half", "schedule": "2bw", "sync_steps": 1}, {"model": DROPOUT}),
     (3, {}, {"activations": "min", "schedule": "2bw", "num_microbatches": 3}, {}),
 ], ids=str)
@@ -50,7 +51,7 @@ def test_verify(pp: int, more: dict[str, int], pipeline: dict[str, Any], section
 
 
 @pytest.mark.parametrize(("pp", "schedule", "orders", "sections"), [
-    (2, "1f1b", (V, {}, V | {"activations": "half"}), {"model": DROPOUT}),
+    (2, "1f1b", (V, {}, V | {"activations": "half"}, V | {"chunks": 4}), {"model": DROPOUT}),
     (2, "1f1b", (V | FILLED, {}), {"model": DROPOUT}),
     (4, "1f1b", (V | {"activations": "min", "recompute": "stage"},), {"train": {"dtype": "bf16"}}),
     (2, "2bw", (V | {"activations": "half"}, {}, V | {"activations": "min"}), {"model": DROPOUT}),

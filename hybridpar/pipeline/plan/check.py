@@ -87,9 +87,10 @@ def check(
     for rank in range(p):
         for kind, row in ROWS.items():
             if row.met_by:
-                for receiver in dict.fromkeys(sizes.peer(stage, row.side) for stage in sizes.stages_of(rank)):
+                for receiver, turn in dict.fromkeys(
+                        (sizes.peer(stage, row.side), sizes.turn(stage)) for stage in sizes.stages_of(rank)):
                     if receiver is not None:
-                        _check_link(plan, sizes, kind, (rank, receiver))
+                        _check_link(plan, sizes, kind, (rank, receiver), turn)
     peaks = tuple(_check_memory(plan, rank, schedule, sizes, batches.stop) for rank in range(p))
     try:
         simulate(plan, Costs(tied=True, blocking_norm=True, serial_links=serial_links))
@@ -259,14 +260,16 @@ def _check_offload(plan: Plan, rank: int) -> None:
             raise PlanError(f"{action}: what it needs is in the slow tier", plan, [(rank, step)])
 
 
-def _check_link(plan: Plan, sizes: Sizes, kind: Kind, ranks: tuple[int, int]) -> None:
-    """The i-th send of one rank to another is the i-th receive there of what that one sends, and for the stage that
-    follows."""
+def _check_link(plan: Plan, sizes: Sizes, kind: Kind, ranks: tuple[int, int], turn: int) -> None:
+    """The i-th send of one rank to another, of a turn, is the i-th receive there of what that one sends, and for the
+    stage that follows."""
     row, (sender, receiver) = ROWS[kind], ranks
     sent = [step for step, action in enumerate(plan[sender])
-            if action.kind is kind and sizes.peer(action.stage, row.side) == receiver]
+            if action.kind is kind and sizes.turn(action.stage) == turn
+            and sizes.peer(action.stage, row.side) == receiver]
     received = [step for step, action in enumerate(plan[receiver])
-                if action.kind is row.met_by and sizes.peer(action.stage, -row.side) == sender]
+                if action.kind is row.met_by and sizes.turn(action.stage) == turn
+                and sizes.peer(action.stage, -row.side) == sender]
     for i, j in zip(sent, received, strict=True):
         one, other = plan[sender][i], plan[receiver][j]
         if (one.stage + row.side, one.microbatch) != (other.stage, other.microbatch):

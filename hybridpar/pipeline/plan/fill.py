@@ -16,10 +16,12 @@ Source: list scheduling (Graham, 1969), in arXiv 2401.10241, section 3, of W's.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import product
+from math import inf
 
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.kinds import Kind
@@ -65,6 +67,22 @@ def fill(
     return tuple(map(tuple, found[1]))
 
 
+def in_any_order(sizes: Sizes, costs: Costs, room: Room) -> tuple[tuple[Step, ...], ...]:
+    """The steps of all ranks for a batch that drains, without an order to begin with: what can come does, and else W's.
+
+    An I comes before an F, or an F, but for the first chunk's, before an I; the shorter result counts. An F of a later
+    chunk comes before that of an earlier one.
+    """
+    found = []
+    for late in (False, True):
+        ranks = _Free(sizes, costs, room, late)
+        end = ranks.run(0.0, 0)
+        if end is not None:
+            found.append((end, ranks.done))
+    assert found, f"micro-batches do not fit into {room.most}"
+    return tuple(map(tuple, min(found, key=lambda one: one[0])[1]))
+
+
 class _Ranks:
     """All ranks at work. Events are times at which a rank may have something to do."""
 
@@ -94,7 +112,7 @@ class _Ranks:
                 continue
             step, soon = self._next(rank, now, look)
             if step is not None:
-                self.left[rank].remove(step)
+                self._take(rank, step)
             elif waiting := self.waiting[rank]:
                 first = min(waiting, key=lambda step: (step[2], -step[1]))
                 if soon is None or soon - now >= wait * self.times[Kind.W][first[1]]:
@@ -123,6 +141,9 @@ class _Ranks:
             soon = arrival if turn == 0 else soon
         return None, soon
 
+    def _take(self, rank: int, step: Step) -> None:
+        self.left[rank].remove(step)
+
     def _do(self, rank: int, step: Step, now: float) -> None:
         kind, stage, k = step
         end = self.free[rank] = now + self.times[kind][stage]
@@ -143,6 +164,35 @@ class _Ranks:
             arrival = end + self.way[flow][stage]
             self.there[kind, following, k] = arrival
             heappush(self.events, (arrival, self.home[following]))
+
+
+class _Free(_Ranks):
+    """The same without an order: each rank has a row of steps for each kind and stage, the more urgent ones first."""
+
+    def __init__(self, sizes: Sizes, costs: Costs, room: Room, late: bool):
+        super().__init__([[]] * sizes.num_ranks, sizes, costs, room)
+        self.rows: list[list[deque[Step]]] = []
+        for rank in range(sizes.num_ranks):
+            stages = sizes.stages_of(rank)
+            backwards, forwards = ([(kind, stage) for stage in of] for kind, of in (
+                (Kind.I, stages), (Kind.F, list(reversed(stages)))))
+            urgent = [*forwards[:-1], *backwards, forwards[-1]] if late else [*backwards, *forwards]
+            self.rows.append([deque((*row, k) for k in range(sizes.num_microbatches)) for row in urgent])
+        self.left = [[step for row in rows for step in row] for rows in self.rows]
+
+    def _next(self, rank: int, now: float, look: int) -> tuple[Step | None, float | None]:
+        for row in filter(None, self.rows[rank]):
+            kind, stage, _ = step = row[0]
+            full = kind is Kind.F and self.held[rank] + self.room.kept[stage] > self.room.most[rank] / _SHORTER
+            if not full and self.there.get(step, inf) <= now:
+                return step, None
+        return None, None
+
+    def _take(self, rank: int, step: Step) -> None:
+        for row in self.rows[rank]:
+            if row and row[0] == step:
+                row.popleft()
+                self.left[rank].pop()
 
 
 def _ways(costs: Costs, sizes: Sizes, flow: int) -> list[float]:

@@ -39,8 +39,8 @@ def split_backward(actions: Iterable[Action]) -> Iterator[Action]:
     """
     for action in actions:
         if action.kind is Kind.B:
-            yield replace(action, kind=Kind.I)
-            yield replace(action, kind=Kind.W)
+            yield Action(Kind.I, action.stage, action.microbatch, action.version)
+            yield Action(Kind.W, action.stage, action.microbatch, action.version)
         else:
             yield action
 
@@ -96,18 +96,20 @@ def add_updates(
     norm_delay = cache(partial(schedule.norm_delay, sizes, gather=gather, host=host))
     host_delay = cache(partial(schedule.host_delay, sizes, host=host))
     reduced = normed = hosted = updated = first_batch  # the first batch that has not got there yet
-    stage = 0  # the first one of the rank
-    completing = ROWS[Kind.REDUCE].needs
+    stage, first = 0, True  # the first one of the rank
+    completing, adding = ROWS[Kind.REDUCE].needs, {kind for kind, row in ROWS.items() if row.adds}
     for action in actions:
-        stage = sizes.rank_of(action.stage)
+        if first:
+            stage, first = sizes.rank_of(action.stage), False
         needed = _needed_version(action, schedule, sizes, first_batch)
-        is_last_backward = ROWS[action.kind].adds and (action.microbatch + 1) % m == 0
+        is_last_backward = action.kind in adding and (action.microbatch + 1) % m == 0
         settled = action.microbatch // m if feedback and is_last_backward else first_batch
         if not host:
             needed = max(needed, settled)
         # where the pipeline drains all updates come first thing
         position = 0 if schedule.flush else schedule.position(sizes, action)
-        if gather and updated < reduced and position - 2 * m * (updated + 1) >= update_delay(stage):
+        early = gather and not schedule.flush and updated < reduced
+        if early and position - 2 * m * (updated + 1) >= update_delay(stage):
             needed = max(needed, updated + 1)
         for batch in range(updated, needed):
             yield from _update(
@@ -166,23 +168,31 @@ def add_communication(
     ring where a receive stands before any earlier send: there none is posted before these. `lean`: see Receives.
     """
     window: deque[Action] = deque()
-    receives = Receives(sizes, lean=lean)
+    receives, peer, is_ring = Receives(sizes, lean=lean), cache(sizes.peer), sizes.is_ring
+    computing = dict.fromkeys(INPUTS, 0)  # of the window, by kind
 
     def leave() -> Iterator[Action]:
         head = window.popleft()
         yield head
-        row = ROWS[head.kind]
-        if row.send is not None and sizes.peer(head.stage, row.flow) is not None:
-            yield Action(row.send, head.stage, head.microbatch)
+        if head.kind in computing:
+            computing[head.kind] -= 1
+            row = ROWS[head.kind]
+            if row.send is not None and peer(head.stage, row.flow) is not None:
+                yield Action(row.send, head.stage, head.microbatch)
 
     for action in actions:
-        if (kind := ROWS[action.kind].receive) is not None:
-            while sizes.is_ring and any(one.kind is action.kind for one in window):
-                yield from leave()
-            for stage, microbatch in receives.arriving(action):
-                yield Action(kind, stage, microbatch)
+        if action.kind not in computing:
+            window.append(action)
+            continue
+        kind = ROWS[action.kind].receive
+        assert kind is not None, "INPUTS receive"
+        while is_ring and computing[action.kind]:
+            yield from leave()
+        for stage, microbatch in receives.arriving(action):
+            yield Action(kind, stage, microbatch)
         window.append(action)
-        while sum(one.kind in INPUTS for one in window) > ahead:
+        computing[action.kind] += 1
+        while sum(computing.values()) > ahead:
             yield from leave()
     while window:
         yield from leave()

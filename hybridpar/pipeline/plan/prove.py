@@ -52,7 +52,7 @@ def enough(schedule: Schedule, sizes: Sizes) -> tuple[Schedule, Sizes]:
     on its distance to the last one, by which only the warm-up grows; of three chunks the one between is any of those.
     """
     p, m = sizes.num_ranks, sizes.num_microbatches
-    if not schedule.repeats or p * sizes.chunks * m * _num_batches(schedule, sizes) <= _MOST:
+    if not schedule.repeats(sizes) or p * sizes.chunks * m * _num_batches(schedule, sizes) <= _MOST:
         return schedule, sizes
     if sizes.is_v:  # a micro-batch leaves when the (3p/2 + 1)th comes at the latest
         return schedule, replace(sizes, num_microbatches=min(m, 2 * p + _STEADY))

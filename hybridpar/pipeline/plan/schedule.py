@@ -46,10 +46,10 @@ class Schedule:
     activations: str = ""  # on a V: how much a rank may keep (vee.py)
     order: tuple[tuple[own_order.Step, ...], ...] = ()  # one's own: what each rank computes of a batch (order.py)
 
-    @property
-    def repeats(self) -> bool:
+    def repeats(self, sizes: Sizes) -> bool:
         """Whether a longer batch only has more of what is in a shorter one."""
-        return not self.order and not (self.flush and self.activations in vee.ENDLESS)
+        return not self.order and not (self.flush and self.activations and (
+            self.activations in vee.ENDLESS or sizes.chunks > 2))
 
     def forwards_before(self, sizes: Sizes, action: Action) -> int:
         """How many micro-batches have begun, on the first stage of the rank, before an F, B, I or W in the steady

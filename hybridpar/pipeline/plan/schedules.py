@@ -176,12 +176,13 @@ def make_schedule(
             f"must be {' or '.join(vee.ENDLESS)} with schedule {name}, which never drains"),
         "order": (tuple(order), (), bool(order) == (name == "own"),
                   "must name what each rank computes with schedule own"),
-        "chunks": (chunks, 0, (chunks > 1 and placement == "loop") or chunks in (0, 2),
-                   "must be at least 2, or 0 for the default; pipeline.placement = v has 2"),
+        "chunks": (chunks, 0, chunks != 1 and (placement == "loop" or chunks % 2 == 0),
+                   "must be at least 2, or 0 for the default, and even with pipeline.placement = v"),
     }
     problems = []
     for option, (value, default, allowed, rule) in options.items():
-        if value != default and option not in schedule.options:
+        known = schedule.options | ({"chunks"} if placement == "v" and schedule.flush else set())
+        if value != default and option not in known:
             knowing = [other.name for other in (*SCHEDULES.values(), OWN) if option in other.options]
             allowed, rule = False, f"schedule {name} has no such option, only {' and '.join(knowing)}"
         if not allowed:
@@ -198,7 +199,7 @@ def make_schedule(
         ahead = interleaved.lean_warmup
     if placement == "v":
         buffered = replace(schedule, num_gradient_buffers=gradient_buffers or most, sync_steps=sync_steps)
-        return _on_v(buffered, activations, warmup=warmup, early_switch=early_switch)
+        return _on_v(buffered, activations, chunks, warmup=warmup, early_switch=early_switch)
     return replace(
         schedule, warmup=ahead, zero_bubble=zero_bubble,
         # Transfers that take nobody's time may last (k-1)/2 forwards and backwards: receives are posted early enough.
@@ -208,12 +209,14 @@ def make_schedule(
     )
 
 
-def _on_v(schedule: Schedule, activations: str, *, warmup: str, early_switch: int | None) -> Schedule:
+def _on_v(schedule: Schedule, activations: str, chunks: int, *, warmup: str, early_switch: int | None) -> Schedule:
     """The schedule on a V. Raises: ConfigError with every option that has no meaning there."""
     rule = "is the order of a V's own: pipeline.placement = v has no such option"
     problems = [Problem(f"pipeline.{name}", value, rule, off) for name, value, off in (
         ("warmup", warmup, "depth"), ("early_switch", "off" if early_switch is None else early_switch, "off"))
         if value != off]
+    if activations in vee.ENDLESS and chunks > 2:
+        problems.append(Problem("pipeline.chunks", chunks, f"is 2 with pipeline.activations = {activations}", "0"))
     if not schedule.flush and schedule.num_gradient_buffers == 1:
         problems.append(Problem("pipeline.gradient_buffers", 1, "must be 2 with pipeline.placement = v, where the next "
                                 "batch reaches a rank's second chunk before this one has left its first", "0"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridpar.config import Config, rank_of_stage
@@ -15,7 +15,8 @@ class Sizes:
 
     With several `chunks` of the model on each rank their `placement` says which. loop: stage c * num_ranks + r is chunk
     c of rank r; the pipeline is a ring, and the last rank sends to the first. v: stages r and 2 * num_ranks - 1 - r are
-    the two of rank r; the last rank hands over to itself, and the first has both ends.
+    the two of rank r; the last rank hands over to itself, and the first has both ends. With more chunks, an even
+    number, it goes on so: there and back again.
     """
 
     num_ranks: int
@@ -77,10 +78,14 @@ class Sizes:
         """The rank that holds a stage."""
         return rank_of_stage(stage, self.num_ranks, self.placement)
 
-    def stages_of(self, rank: int) -> range:
+    def stages_of(self, rank: int) -> Sequence[int]:
         """The stages that a rank holds, the first one first; it has the rank's number."""
-        step = self.num_stages - 1 - 2 * rank if self.is_v else self.num_ranks
-        return range(rank, self.num_stages, step)[: self.chunks]
+        p = self.num_ranks
+        return [turn * p + (p - 1 - rank if self.is_v and turn % 2 else rank) for turn in range(self.chunks)]
+
+    def turn(self, stage: int) -> int:
+        """The number of the turn in which a stage's transfers go their own way: 0 but on a V."""
+        return stage // self.num_ranks if self.is_v else 0
 
     def peer(self, stage: int, side: int) -> int | None:
         """The rank to which a stage's neighbour on that side (1: the next stage) is linked; None where there is no

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -93,23 +93,23 @@ class Transfers:
     def _channels(self, flow: int) -> list[Channel | None]:
         """The channel that flows that way into each stage; none where it begins, or the rank hands over to itself."""
         costs, sizes, links = self.costs, self.sizes, self.sizes.num_links
-        # one for what a rank sends and receives, on a V of what rises and of what falls
-        queues = {(rank, rises): Queue() for rank in range(len(self.ranks)) for rises in (False, True)}
+        # one for what a rank sends and receives, on a V of each turn
+        queues = defaultdict[tuple[int, int], Queue](Queue)
         one_way = costs.transfer if flow > 0 or costs.transfer_back is None else costs.transfer_back
         work, transfer, latency = (expand(c, links) for c in (costs.transfer_work, one_way, costs.latency))
         network = costs.network
         routes = [] if network is None else network.forward if flow > 0 else network.backward
         assert not network or len(routes) == links, f"{len(routes)} routes for {links} links"
 
-        found: dict[tuple[int, int], Channel] = {}  # by sender and receiver: what has the same ones is in one order
+        found: dict[tuple[int, int, int], Channel] = {}  # by sender, receiver and turn: what has the same is in order
 
         def channel(stage: int, receiver: int) -> Channel | None:
             sender, link = sizes.peer(stage, -flow), sizes.link(stage, -flow)
             if sender is None or link is None:
                 return None
-            rises = sizes.is_v and receiver > sender
-            ends = (queues[sender, rises], queues[receiver, rises]) if costs.serial_links else (Queue(), Queue())
-            return found.setdefault((sender, receiver), Channel(
+            turn = sizes.turn(stage)
+            ends = (queues[sender, turn], queues[receiver, turn]) if costs.serial_links else (Queue(), Queue())
+            return found.setdefault((sender, receiver, turn), Channel(
                 self.ranks[sender], self.ranks[receiver], *ends, work[link], transfer[link],
                 routes[link].latency if routes else latency[link], routes[link] if routes else None))
 

@@ -33,7 +33,7 @@ from itertools import permutations
 from types import MappingProxyType
 
 from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.fill import Room, Step, fill
+from hybridpar.pipeline.plan.fill import Room, Step, fill, in_any_order
 from hybridpar.pipeline.plan.kinds import ROWS, Kind
 from hybridpar.pipeline.plan.sizes import Sizes
 
@@ -53,6 +53,8 @@ def _min(p: int, r: int) -> tuple[int, int, int, int]:
 
 _OFFSETS = {"half": _half, "min": _min}
 """Slots of F and Fb, Ib and I of micro-batch 0 on a rank."""
+_FEW = 4096
+"""Ranks times micro-batches up to which those of a batch that never fills the pipeline are tried, not just ordered."""
 ENDLESS = tuple(_OFFSETS)
 """Orders that a schedule which never drains may have."""
 
@@ -112,8 +114,16 @@ def pattern(sizes: Sizes, rank: int, activations: str, first: int, num: int | No
 def batch_order(sizes: Sizes, rank: int, activations: str) -> tuple[Step, ...]:
     """Steps of a rank for a batch that drains, whose micro-batches count from 0."""
     if activations == "full":
-        return tuple(_Full(sizes, rank).steps())
+        m, p = sizes.num_microbatches, sizes.num_ranks
+        as_comes = sizes.chunks > 2 or m <= p <= _FEW // m
+        return _as_comes(sizes)[rank] if as_comes else tuple(_Full(sizes, rank).steps())
     return _filled(sizes, activations)[rank]
+
+
+@lru_cache(maxsize=8)
+def _as_comes(sizes: Sizes) -> tuple[tuple[Step, ...], ...]:
+    """What can come first does, in the room of 1f1b's first rank, as if F, I and W took as long."""
+    return in_any_order(sizes, Costs(1, 2), Room((1,) * sizes.num_stages, (sizes.num_stages,) * sizes.num_ranks))
 
 
 @lru_cache(maxsize=8)

@@ -273,10 +273,9 @@ class Executor:
         """The rank at the other end of a transfer, and the axis. All that one rank sends to another on an axis arrives
         in the order in which both have it, as NCCL needs: there are no tags."""
         lane, row = self.lane, ROWS[action.kind]
-        peer = self.sizes.rank_of(action.stage + row.side)
-        rises = (peer > lane.pp.rank) == bool(row.met_by)
-        axes = lane.back if lane.back is not None and rises != (row.flow > 0) else (lane.pp, lane.reverse)
-        return peer, axes[row.flow < 0]
+        turn = self.sizes.turn(action.stage) if lane.turns else 0
+        forth, reverse = ((lane.pp, lane.reverse), *lane.turns)[turn]
+        return self.sizes.rank_of(action.stage + row.side), forth if row.flow > 0 else reverse
 
     def _link(self, kind: Kind, stage: int, k: int) -> tuple[Lane, Codec | None]:
         """The lane and the codec of a transfer."""

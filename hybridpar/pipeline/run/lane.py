@@ -32,8 +32,9 @@ from hybridpar.pipeline.run.codecs import Codec, Codecs, Marked
 class Lane:
     """The pipeline's neighbours and what travels between them: one activation, or its gradient, of `shape`.
 
-    `reverse`: of gradients. `back`: of activations and of gradients where stages of a V follow each other to lower
-    ranks; none: on these axes, too. `shapes`: where it is not the same everywhere, of the activation into each stage.
+    `reverse`: of gradients. `turns`: both kinds of axes for each turn after the first, where stages go back through the
+    ranks of a V, there again, and so on. `shapes`: where it is not the same everywhere, of the activation into each
+    stage.
     `slicing`: axis whose ranks all hold the same activation, so that each sends a slice of it. None: each rank sends
     all of what it holds. `codecs`: of messages, between the stages of `split` (none: messages are exact).
     """
@@ -47,7 +48,7 @@ class Lane:
     codecs: Codecs = field(default_factory=Codecs)
     split: Sequence[range] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
-    back: tuple[Axis, Axis] | None = None
+    turns: tuple[tuple[Axis, Axis], ...] = ()
 
     @classmethod
     def of(cls, config: Config, grid: ProcessGrid, dtype: torch.dtype, device: torch.device,
@@ -65,8 +66,9 @@ class Lane:
             shape = (b, SequencePart.of(shape[1], grid.tp, sequence).length, *shape[2:])
         shapes = tuple((b, *message_shape(model, max(0, blocks.start - 1))) for blocks in split)
         slicing = None if sequence else grid.tp
-        back = (grid.again("pp"), grid.again("pp_reverse")) if config.pipeline.placement == "v" else None
-        lane = cls(grid.pp, grid.pp_reverse, shape, dtype, device, slicing, Codecs.of(config), split, back=back)
+        turns = tuple((grid.again("pp", turn), grid.again("pp_reverse", turn)) for turn in range(
+            1, config.pipeline.num_chunks)) if config.pipeline.placement == "v" else ()
+        lane = cls(grid.pp, grid.pp_reverse, shape, dtype, device, slicing, Codecs.of(config), split, turns=turns)
         return lane if isinstance(model, ModelConfig) or len({*shapes, shape}) == 1 else replace(lane, shapes=shapes)
 
     def into(self, stage: int) -> Lane:

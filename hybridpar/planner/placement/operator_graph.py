@@ -29,12 +29,13 @@ import torch
 from hybridpar.config import Config, ParallelConfig
 from hybridpar.errors import config_error
 from hybridpar.memory.footprint import Buffers, trace_stage
+from hybridpar.memory.work import KINDS
 from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.planner.hardware import DEVICES, Device
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.placement.operators import INPUT, block_operators
-from hybridpar.planner.profile import KINDS, Hardware
+from hybridpar.planner.profile import Hardware
 
 CPU_SLOWDOWN = 23.0
 """Slowdown of a node on a CPU, of which nothing is known: as in the paper's operator graphs."""

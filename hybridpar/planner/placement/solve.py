@@ -115,7 +115,11 @@ def _no_fit(workload: Workload, what: str) -> Exception:
 
 
 class _Unfinished(Exception):
-    """Why there is no exact answer."""
+    """Why there is no exact answer; split: that of one order of the operators, where there was time for it."""
+
+    def __init__(self, reason: str, split: Ints | None = None):
+        super().__init__(reason)
+        self.split = split
 
 
 def _linear(w: Workload, graph: ClassGraph, solver: str, clock: _Clock) -> Assignment:
@@ -151,17 +155,19 @@ def _pipedream(w: Workload, options: Options) -> Assignment:
 
 def _table(graph: ClassGraph, max_ideals: int, deadline: float) -> tuple[Ideals, Floats]:
     """All ideals, and the exact program's table over them. Raises: _Unfinished."""
-    w = graph.workload
+    w, split = graph.workload, None
     try:
+        known, found = solve_linear(graph, deadline)  # no placement of more load need be looked at
+        split = found if np.isfinite(known) else None
         ideals = enumerate_ideals(graph.predecessors, max_ideals, deadline)
-        if len(ideals) * (w.num_accelerators + 1) * (w.num_cpus + 1) > MAX_TABLE:
-            raise _Unfinished(f"the exact program's table for {len(ideals)} ideals and so many devices is too large")
-        known, _ = solve_linear(graph, deadline)  # no placement of more load need be looked at
-        return ideals, best_loads(graph, ideals, known, deadline)
+        if len(ideals) * (w.num_accelerators + 1) * (w.num_cpus + 1) <= MAX_TABLE:
+            return ideals, best_loads(graph, ideals, known, deadline)
+        reason = f"the exact program's table for {len(ideals)} ideals and so many devices is too large"
     except OutOfTime:
-        raise _Unfinished(OUT_OF_TIME) from None
+        reason = OUT_OF_TIME
     except ConfigError:
-        raise _Unfinished(f"the graph has more than {max_ideals} ideals, too many for the exact program") from None
+        reason = f"the graph has more than {max_ideals} ideals, too many for the exact program"
+    raise _Unfinished(reason, split)
 
 
 def _dp(w: Workload, options: Options) -> Assignment:
@@ -171,19 +177,21 @@ def _dp(w: Workload, options: Options) -> Assignment:
     try:
         ideals, best = _table(graph, options.max_ideals, clock.start + LONG * options.time_limit)
     except _Unfinished as reason:
-        return _of_orders(w, graph, clock, str(reason))
+        return _of_orders(w, graph, clock, reason)
     if not np.isfinite(best[-1, -1, -1]):
         raise _no_fit(w, "no pipeline")
     return make_assignment(w, "dp", graph.devices(trace(graph, ideals, best)), 0.0, clock.seconds, exact=True,
                           stats={"classes": graph.num_classes, "ideals": len(ideals)})
 
 
-def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: str) -> Assignment:
+def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: _Unfinished) -> Assignment:
     """Fallback of dp where it cannot finish, for that reason."""
     try:
         value, device, tried = solve_orders(graph, clock.deadline, clock.deadline + ONE_MORE)
     except OutOfTime:
-        return _packed(w, graph, "dp", clock, reason)
+        if reason.split is None:
+            return _packed(w, graph, "dp", clock, str(reason))
+        value, device, tried = 0.0, reason.split, 1
     if not np.isfinite(value):
         raise config_error("solver", "dp", f"{reason}, and no split of {tried} orders of the operators fits",
                            "milp-contiguous")
@@ -200,10 +208,11 @@ def _pipeline(w: Workload, deadline: float, last: float) -> Ints | None:
     try:
         ideals, best = _table(graph, SOON, deadline)
         device = trace(graph, ideals, best) if np.isfinite(best[-1, -1, -1]) else None
-    except _Unfinished:
+    except _Unfinished as reason:
+        device = reason.split
         with suppress(OutOfTime, ConfigError):
             value, split, _ = solve_orders(graph, deadline, last)
-            device = split if np.isfinite(value) else None
+            device = split if np.isfinite(value) else device
     if device is None:
         device = packed_evenly(graph)
     return None if device is None else graph.devices(device)

@@ -62,6 +62,11 @@ def test_which_rank_has_which_stage() -> None:
             *range(p - 1), None, *reversed(range(p - 1)), None]
         assert sizes.peer(p - 1, 1) is sizes.peer(p, -1) is None
         assert Sizes.found({stage: sizes.rank_of(stage) for stage in range(2 * p)}, p) == sizes
+    wave = Sizes(3, 1, 4, "v")
+    assert [wave.rank_of(stage) for stage in range(12)] == [0, 1, 2, 2, 1, 0, 0, 1, 2, 2, 1, 0]
+    assert [wave.stages_of(rank) for rank in range(3)] == [[0, 5, 6, 11], [1, 4, 7, 10], [2, 3, 8, 9]]
+    assert [wave.link(stage, 1) for stage in range(12)] == [0, 1, None, 1, 0, None, 0, 1, None, 1, 0, None]
+    assert Sizes.found({stage: wave.rank_of(stage) for stage in range(12)}, 3) == wave
 
 
 @given(st.integers(2, 9), st.integers(1, 27), st.sampled_from(ORDERS))
@@ -127,6 +132,26 @@ def test_formula_of_full(p: int) -> None:
     """(p-1)F/2 where all take as long, from m = 2p on. Source: ZB-V, arXiv 2401.10241, section 6."""
     for m in (2 * p, 2 * p + 1, 3 * p + 2, 4 * p):
         assert bubble(on_v("1f1b", "full"), p, m, 1, 1, 1) * 3 * m == pytest.approx((p - 1) / 2), m
+
+
+@pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (8, 2), (2, 4), (4, 4), (6, 4), (3, 6)])
+def test_bubble_of_few_micro_batches_and_of_more_turns(p: int, v: int) -> None:
+    """(p-1)F/v at m = p, of which torch's ZB-V takes twice as much with v = 2, and with v > 2 from 2p on, too; at the
+    memory of 1f1b's first rank, and without a deadlock where transfers of a turn queue."""
+    schedule = make_schedule("1f1b", placement="v", chunks=v)
+    for m in (p,) if v == 2 else (p, 2 * p, 2 * p + 1, 3 * p + 2):
+        sizes = Sizes(p, m, v, "v")
+        found = simulate(make_plan(schedule, sizes, split=True), costs_of(1, 1, 1, v)).makespan
+        assert found - 3 * m == pytest.approx((p - 1) / v), m
+        report = check(make_plan(schedule, sizes, 0, 2, split=True), sizes, schedule)
+        assert max(live.activations for live in report.peaks) <= p * v
+
+
+@given(st.integers(2, 5), st.integers(1, 11), st.sampled_from([4, 6]))
+def test_every_plan_of_more_turns_is_right(p: int, m: int, v: int) -> None:
+    schedule, sizes = make_schedule("1f1b", placement="v", chunks=v), Sizes(p, m, v, "v")
+    report = check(make_plan(schedule, sizes, 0, 2, split=True, gather=True), sizes, schedule)
+    assert max(live.activations for live in report.peaks) <= p * v
 
 
 TORCH = {Kind.F: "FORWARD", Kind.I: "BACKWARD_INPUT", Kind.W: "BACKWARD_WEIGHT", Kind.B: "FULL_BACKWARD"}
@@ -244,6 +269,9 @@ def test_picture() -> None:
     ({"warmup": "latency"}, "pipeline.warmup", "depth"),
     ({"zero_bubble": True}, "pipeline.zero_bubble", "false"),
     ({"placement": "loop", "activations": "half"}, "pipeline.activations", "full"),
+    ({"chunks": 3}, "pipeline.chunks", "0"),
+    ({"chunks": 4, "activations": "half"}, "pipeline.chunks", "0"),
+    ({"chunks": 4, "schedule": "2bw", "activations": "half"}, "pipeline.chunks", "0"),
 ], ids=str)
 def test_what_cannot_run_is_named(pipeline: dict[str, Any], field: str, works: str) -> None:
     config = from_mapping({"parallel": {"pp": 2, "dp": 1}, "pipeline": {

@@ -17,6 +17,7 @@ from hybridpar.planner.placement import solve as solve_module
 from hybridpar.planner.placement.classes import class_graph
 from hybridpar.planner.placement.highs import OUT_OF_TIME, Answer, Program
 from hybridpar.planner.placement.highs.process import GRACE
+from hybridpar.planner.placement.ideals import OutOfTime
 from hybridpar.planner.placement.linear import Segments
 from hybridpar.planner.placement.milp import solve_max_load
 from hybridpar.planner.placement.program import ProgramBuilder
@@ -110,3 +111,22 @@ def test_an_answer_after_the_limit_is_not_repaired(monkeypatch: pytest.MonkeyPat
     graph = class_graph(w, pipeline=False)
     solution = solve_max_load(graph, clock, np.empty(0, np.int64), contiguous=True, deadline=50.0)  # type: ignore[arg-type]
     assert (len(solution.device), solution.proven, solution.note) == (0, False, OUT_OF_TIME)
+
+
+def test_the_split_of_one_order_is_kept_where_no_time_is_left_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exact program runs out of time, and so does every order after the first: its split is the answer."""
+    w = layered_training(10, 3, 3, k=4)
+
+    def late(*_: object) -> None:
+        raise OutOfTime
+
+    for name in ("best_loads", "solve_orders"):
+        monkeypatch.setattr(solve_module, name, late)
+    value, _ = solve_module.solve_linear(class_graph(w), np.inf)
+    placement = place(w, "dp")
+    assert OUT_OF_TIME in placement.note
+    assert placement.score.objective == pytest.approx(value)
+    assert value < place(w, "greedy").score.objective
+    start = solve_module._pipeline(w, np.inf, np.inf)
+    assert start is not None
+    assert np.array_equal(start, placement.devices)

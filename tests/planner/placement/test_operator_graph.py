@@ -14,6 +14,7 @@ from planner import made
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError
 from hybridpar.memory.footprint import Buffers, trace_stage
+from hybridpar.memory.work import KINDS
 from hybridpar.models.build import Recomputation
 from hybridpar.planner.cluster import count_parameters, estimate, machine_of
 from hybridpar.planner.hardware import Cluster, find_device, find_link
@@ -22,7 +23,6 @@ from hybridpar.planner.placement import Options, is_contiguous, make_workload, p
 from hybridpar.planner.placement import operator_graph as module
 from hybridpar.planner.placement.operator_graph import operator_graph
 from hybridpar.planner.placement.operators import Operator, block_operators
-from hybridpar.planner.profile import KINDS
 from hybridpar.planner.split import best_split
 from hybridpar.validate import problems
 

@@ -8,10 +8,10 @@ import pytest
 from planner import made
 
 from hybridpar.config import Config
+from hybridpar.memory.work import KINDS
 from hybridpar.models.cost import forward_flops_per_token
 from hybridpar.planner.cluster import count_parameters
 from hybridpar.planner.placement.operators import INPUT, block_operators
-from hybridpar.planner.profile import KINDS
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt": {},

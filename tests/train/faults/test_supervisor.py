@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from train.forked import supervised
 from train.runs import finish, metrics, run_job, steps, write_config
 
 from hybridpar.checkpoint import saved_steps
@@ -30,9 +31,7 @@ STEPS = ("--train.num_steps", "30", "--train.save_interval", "5", "--train.eval_
 
 def train(ranks: int, config: Path, *flags: str) -> tuple[int, str]:
     """Exit code and output of a supervised job."""
-    command = [sys.executable, "-m", "hybridpar", "train", str(config), "--ranks", str(ranks), *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return finish(process, timeout_s=200.0)
+    return supervised("train", config, "--ranks", str(ranks), *flags)
 
 
 def failures(run: Path) -> list[dict[str, Any]]:
