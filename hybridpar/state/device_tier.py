@@ -65,7 +65,8 @@ class DeviceRegion:
             self.tensor.untyped_storage().resize_(self._num_bytes)
 
     def another(self) -> DeviceRegion:
-        found = DeviceRegion(self._num_bytes, self.tensor.device, self._stream)
+        # for the launch thread to read: of memory of its own stream, which is done with it
+        found = DeviceRegion(self._num_bytes, self.tensor.device, None)
         found.take()
         found.clear()
         return found
@@ -74,8 +75,8 @@ class DeviceRegion:
         """Zeros from now on, for all streams."""
         with _on(self._stream):
             self.view.zero_()
-        if self._stream is not None:
-            self._stream.synchronize()
+            if self.view.is_cuda:
+                torch.cuda.current_stream(self.view.device).synchronize()
 
     def give_back(self) -> None:
         """Gives the memory back. Views stay, and have no content."""
