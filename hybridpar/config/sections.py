@@ -336,7 +336,7 @@ class MemoryConfig:
             yield "must not be negative"
         if self.num_away == numbers and len(numbers) != pp:
             yield f"must have a number for each of the {pp} ranks of a pipeline"
-        if config.train.device == "cuda":
+        if config.train.device == "cuda" and self.offload_activations == "auto":
             yield "works on CPUs so far, and train.device is cuda"
         if config.train.record_memory:
             yield f"does not go with train.record_memory = {config.train.record_memory}"
