@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.schedules import Schedule
 from hybridpar.planner.cost import StepCost
 
@@ -15,45 +16,69 @@ def least_time(cost: StepCost) -> float:
     m, chunks = cost.sizes.num_microbatches, cost.sizes.chunks
     schedule = cost.ordering.make() if cost.config.pipeline.early_switch != "auto" else None
     flush = schedule is not None and schedule.flush
-    idle = _idle(cost, schedule) if schedule and flush else [0.0] * cost.pp
-    work = max(m * rank.compute + rank.update + rank.norm + waits for rank, waits in zip(cost.ranks, idle, strict=True))
     # a micro-batch takes a link once for each chunk of the rank before it, but for the model's end; on a V once
     link = max((m * (1 if cost.sizes.is_v else chunks - (r == cost.pp - 1)) * taken
                 for links in (cost.links, cost.links_back) for r, (taken, _, _) in enumerate(links)), default=0.0)
+    if schedule and flush:
+        return max(link, _drained(cost, schedule))
+    work = max(m * rank.compute + rank.update + rank.norm for rank in cost.ranks)
     reduction = max(cost.reduction(rank, r)[0] for r, rank in enumerate(cost.ranks))
-    return max(work, link, reduction, _round_trips(cost, schedule)
-               if schedule and not flush and not schedule.activations else 0.0)
+    return max(work, link, reduction, _round_trips(cost, schedule) if schedule and not schedule.activations else 0.0)
 
 
-def _idle(cost: StepCost, schedule: Schedule) -> list[float]:
-    """Least time that each rank has nothing to do in a pipeline that drains between batches.
+def _drained(cost: StepCost, schedule: Schedule) -> float:
+    """Least time of a batch in a pipeline that drains: from one NORM, which ends on all ranks at once, to the next.
 
-        rank r   . wait for F of stages before | F, as many as it runs ahead | wait for the first I | .. | last I | W
+        rank r   UPDATE gather . wait for F of stages before | F, as many as it runs ahead | wait for the first I | ..
+                 .. | last I | W | REDUCE
 
     Its first I comes when the first micro-batch has been forward on all stages and back on those behind it. After its
-    last I those before it have theirs to do, beside which it has the W that are left, and rank 0 one W more. (A whole
-    backward is an I.) On a V, where a rank has both ends of the way: only what stages before it take at first.
+    last I those before it have theirs to do, beside which it has the W that are left, and rank 0 one W and a REDUCE
+    more. (A whole backward is an I.) Without a NORM, and where state moves, REDUCE and gather are not counted.
     """
-    sizes, stages = cost.sizes, cost.stages
-    inputs = [stage.backward for stage in stages]
-    if cost.config.pipeline.split_backward:
-        inputs = cost.backward_input or [0.5 * backward for backward in inputs]
-    links = [] if sizes.is_v else [(sum(there), sum(back)) for there, back in zip(
-        cost.links, cost.links_back, strict=True)]
-    hops = [links[s % cost.pp] if links else (0.0, 0.0) for s in range(sizes.num_stages - 1)]
-    there = [0.0, *accumulate(stage.forward + hop for stage, (hop, _) in zip(stages, [*hops, (0.0, 0.0)], strict=True))]
-    back = [0.0, *accumulate(i + hop for i, (_, hop) in zip(inputs, [*hops, (0.0, 0.0)], strict=True))]
-    if schedule.activations:
-        return there[: cost.pp]
-    found = []
-    for r in range(cost.pp):
-        own = sizes.stages_of(r)
-        ahead = min(schedule.warmup(sizes, r), sizes.num_microbatches * sizes.chunks - 1) + 1
-        first_back = there[-1] + back[-1] - back[own[-1] + 1] + (hops[own[-1]][1] if own[-1] < len(hops) else 0.0)
-        start = max(there[r], first_back - ahead * max(stages[s].forward for s in own))
-        left = (schedule.weight_delay(sizes, r) + 1) * max(stages[s].backward - inputs[s] for s in own)
-        found.append(start + max(0.0, back[r] + stages[0].backward - inputs[0] - left))
-    return found
+    sizes, stages, ranks = cost.sizes, cost.stages, cost.ranks
+    there, back = _ways(cost, schedule)
+    inputs, meets = _inputs(cost), cost.ordering.clip and cost.moves is None
+    costs = cost.costs if meets else Costs()
+    reduce, gather = (list(expand(each, cost.pp)) for each in (costs.reduce, costs.gather))
+    if costs.tied:
+        reduce[0] = reduce[-1] = min(reduce[0], reduce[-1])
+    least = 0.0
+    for r, rank in enumerate(ranks):
+        own, ready = sizes.stages_of(r), rank.update + gather[r]
+        first = ranks[0].update + gather[0] if meets else rank.update
+        begin, end = max(ready, first + there[r]), 0.0
+        if not schedule.activations:  # on a V a rank has both ends of the way
+            ahead = min(schedule.warmup(sizes, r), sizes.num_microbatches * sizes.chunks - 1) + 1
+            first_back = there[-1] + back[own[-1] + 1]
+            begin = max(begin, first + first_back - ahead * max(stages[s].forward for s in own))
+            left = (schedule.weight_delay(sizes, r) + 1) * max(stages[s].backward - inputs[s] for s in own)
+            end = max(0.0, back[0] - back[r] + stages[0].backward - inputs[0] - left)
+        work = begin + sizes.num_microbatches * rank.compute
+        least = max(least, work + max(rank.norm, reduce[r], end + reduce[0] if meets else end + rank.norm) + costs.norm)
+    return least
+
+
+def _inputs(cost: StepCost) -> list[float]:
+    """Of each stage's backward, the part that the stage before waits for."""
+    whole = [stage.backward for stage in cost.stages]
+    if not cost.config.pipeline.split_backward:
+        return whole
+    return cost.backward_input or [0.5 * backward for backward in whole]
+
+
+def _ways(cost: StepCost, schedule: Schedule) -> tuple[list[float], list[float]]:
+    """Time of a micro-batch until stage s begins its forward, [s], and until the last one ends, [-1]; and from the
+    begin of the last stage's backward until stage s begins its own, [s + 1], and until all have ended, [0]."""
+    hops = [(0.0, 0.0)] * (len(cost.stages) - 1)
+    if not schedule.activations:
+        links = [(sum(there), sum(back)) for there, back in zip(cost.links, cost.links_back, strict=True)]
+        hops = [links[s % cost.pp] for s in range(len(hops))]
+    there = [0.0, *accumulate(stage.forward + hop for stage, (hop, _) in zip(
+        cost.stages, [*hops, (0.0, 0.0)], strict=True))]
+    back = [0.0, *accumulate(i + hop for i, (_, hop) in zip(_inputs(cost)[::-1], [*hops[::-1], (0.0, 0.0)],
+                                                            strict=True))]
+    return there, back[::-1]
 
 
 def _round_trips(cost: StepCost, schedule: Schedule) -> float:

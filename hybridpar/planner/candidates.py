@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from hybridpar.config import Config, OptimConfig, PipelineConfig
 from hybridpar.errors import ConfigError, config_error
@@ -227,12 +227,12 @@ def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
     parameters = sums([cost.block(n).parameters for n in blocks])
     kept = sums([cost.block(n).kept or likely.get(cost.kind(n), 0.0) for n in blocks])
 
-    def held(stage: int, again: bool) -> Matrix:
-        rank = sizes.rank_of(stage)
+    @cache
+    def of_rank(rank: int) -> Matrix:
         state = schedule.max_live_versions(sizes, rank) * cost.item + rest
         return state * parameters + schedule.max_live_activations(sizes, rank) / sizes.chunks * kept
 
-    return held
+    return lambda stage, again: of_rank(sizes.rank_of(stage))
 
 
 def block_costs(cost: StepCost) -> tuple[list[float], list[float], list[float]]:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError
+from hybridpar.memory.work import block_kinds
 from hybridpar.planner.candidates import Candidate, Request, batch_size
 from hybridpar.planner.machine import Machine
-from hybridpar.planner.profile import KINDS
 from hybridpar.planner.search import search
 
 AS_FAST = 1.01
@@ -38,9 +38,9 @@ def as_fast_on_fewer(config: Config, machine: Machine, request: Request, best: C
 
 def least_work(config: Config, machine: Machine) -> float:
     """Seconds of device time that a sample takes at least, on the best of the machine's devices and sizes."""
-    numbers = {"layer": config.model.num_blocks - 2}
+    kinds = block_kinds(config.model)
     return min(
-        tp * sum(numbers.get(kind, 1) * (cost.forward - cost.forward_idle + cost.backward - cost.backward_idle)
-                 for kind in KINDS for cost in (profile.block(kind, tp, b),)) / b
+        tp / b * sum(cost.forward - cost.forward_idle + cost.backward - cost.backward_idle
+                     for cost in (profile.block(kind, tp, b) for kind in kinds))
         for profile in machine.profiles(range(machine.num_devices))
         for tp in profile.tp_degrees for b in profile.micro_batches(tp))

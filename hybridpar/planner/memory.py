@@ -168,18 +168,20 @@ class MemoryCheck:
         count, p = cost.config.model.num_blocks, cost.sizes.num_stages
         rows, columns = np.indices((count + 1, count + 1))
         known: dict[object, Matrix] = {}
+        placed_once: dict[object, Matrix] = {}
 
         def peaks(stage: int, again: bool) -> Matrix:
-            first, last = stage == 0, stage == p - 1
+            first, last, limit = stage == 0, stage == p - 1, cost.limits[cost.sizes.rank_of(stage)]
             key = (first, last, again, buffers := _buffers(cost, stage))
+            if (alike := (*key, in_flight := _in_flight(cost, stage), limit)) in placed_once:
+                return placed_once[alike]
             if key not in known:
                 found = self._terms_by_size if isinstance(cost.config.model, ModelConfig) else self._terms_by_range
                 known[key] = found(cost, stage, whole if again else None, buffers)
             terms = known[key]
-            taken = terms[0] if state_alone else _at_peak(terms, _in_flight(cost, stage))
-            taken = taken * (self.limit / cost.limits[cost.sizes.rank_of(stage)])
+            taken = (terms[0] if state_alone else _at_peak(terms, in_flight)) * (self.limit / limit)
             placed = (rows == 0 if first else rows > 0) & (columns == count if last else columns < count)
-            return np.where(placed & (columns > rows), taken, np.inf)
+            return placed_once.setdefault(alike, np.where(placed & (columns > rows), taken, np.inf))
 
         return peaks
 

@@ -94,7 +94,7 @@ class _Search:
 
     def _push(self, candidate: Candidate) -> None:
         self._pushed += 1
-        heapq.heappush(self._queue, (candidate.least_time, self._pushed, candidate))
+        heapq.heappush(self._queue, (_less_sure(candidate) * candidate.least_time, self._pushed, candidate))
 
     def _consider_later(self, candidate: Candidate) -> None:
         self.considered += 1
@@ -102,12 +102,9 @@ class _Search:
 
     def next(self) -> Candidate | None:
         """Takes the candidate with the lowest bound; None: no other can be among the best."""
-        candidate = heapq.heappop(self._queue)[2] if self._queue else None
+        least, _, candidate = heapq.heappop(self._queue) if self._queue else (0.0, 0, None)
         top = self.request.top
-        if candidate and len(self.ranked) >= top and (
-                candidate.least_time >= (1 + ERROR) * _rank(self.ranked[top - 1])):
-            return None
-        return candidate
+        return None if len(self.ranked) >= top and least >= (1 + ERROR) * _rank(self.ranked[top - 1]) else candidate
 
     def consider(self, candidate: Candidate) -> None:
         """Ranks it where it fits, as far as estimates say; else puts it back with recomputation, or gives it up."""
@@ -260,8 +257,13 @@ class _Search:
 
 
 def _rank(candidate: Candidate) -> float:
+    return candidate.cost.step_time * _less_sure(candidate)
+
+
+def _less_sure(candidate: Candidate) -> float:
+    """By how much it must be faster than what is simpler."""
     doubts = candidate.config.parallel.zero + candidate.config.memory.host_optimizer
-    return candidate.cost.step_time * (1 + _DOUBT * doubts) * (1 + STALE_GAIN * candidate.is_stale)
+    return (1 + _DOUBT * doubts) * (1 + STALE_GAIN * candidate.is_stale)
 
 
 def _why(candidate: Candidate, ranked: Sequence[Candidate], limit: float) -> str:

@@ -67,10 +67,8 @@ def best_split(
     if not np.isfinite(period):
         return None
     if memory:
-        as_fast = [np.where(cost <= period * _EQUAL, held, np.inf) for cost, held in zip(costs, memory, strict=True)]
-        peak, _ = _smallest_largest(as_fast)
-        period, cuts = _smallest_largest(
-            [np.where(held <= peak * _EQUAL, cost, np.inf) for cost, held in zip(costs, memory, strict=True)])
+        peak, _ = _smallest_largest(_within(costs, period, memory))
+        period, cuts = _smallest_largest(_within(memory, peak, costs))
     sizes, recomputed, stop = [], [], len(forward)
     for stage in reversed(range(num_stages)):
         start = int(cuts[stage][stop])
@@ -80,14 +78,26 @@ def best_split(
     return Split(tuple(sizes[::-1]), tuple(recomputed[::-1]), period)
 
 
+def _within(values: Sequence[Matrix], limit: float, others: Sequence[Matrix]) -> list[Matrix]:
+    """Of each stage, its others where its values are within the limit; infinite elsewhere. Stages that share both share
+    it."""
+    known: dict[tuple[int, int], Matrix] = {}
+    for value, other in zip(values, others, strict=True):
+        if (key := (id(value), id(other))) not in known:
+            known[key] = np.where(value <= limit * _EQUAL, other, np.inf)
+    return [known[id(value), id(other)] for value, other in zip(values, others, strict=True)]
+
+
 def _smallest_largest(values: Sequence[Matrix]) -> tuple[float, list[NDArray[np.intp]]]:
     """The split that makes the largest of its stages' values[stage][i, j] as small as possible: that value, and where
     each stage is best cut from those before, by the block behind it. Infinite: there is no split."""
     count = len(values[0]) - 1
     worst: Matrix = np.full(count + 1, np.inf)
     worst[0], cuts = 0.0, []
+    turned = {id(value): value for value in values}
+    turned = {key: np.ascontiguousarray(value.T[:, ::-1]) for key, value in turned.items()}
     for value in values:  # places to cut from the last on, so of the best the last: later stages get fewer blocks
-        reached = np.maximum(worst[::-1], np.ascontiguousarray(value.T[:, ::-1]))
+        reached = np.maximum(worst[::-1], turned[id(value)])
         best = reached.argmin(axis=1)
         cuts.append(count - best)
         worst = reached[np.arange(count + 1), best]

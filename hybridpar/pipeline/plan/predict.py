@@ -143,6 +143,8 @@ def _host_share(config: Config) -> float:
 @lru_cache(maxsize=_KEPT)
 def _plan(ordering: Ordering, sizes: Sizes, num_batches: int) -> Plan:
     """The plan, kept: a planner asks for it again with other costs, and making it takes as long as simulating it."""
+    if ordering.gather and ordering.make().flush:  # each batch ends before it matters when an update comes
+        return _plan(replace(ordering, gather=False), sizes, num_batches)
     return make_plan(
         ordering.make(), sizes, 0, num_batches, **ordering.options)
 

@@ -3,6 +3,7 @@ import pytest
 from hybridpar.config import Config, OptimConfig, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
 from hybridpar.pipeline.plan.schedules import Sizes
 
@@ -54,3 +55,14 @@ def test_no_norm_without_clipping():
     timeline = Ordering("pipedream", clip=False).timeline(Sizes(2, 2), Costs(), 3)
     assert not any(action.kind is Kind.NORM for actions in timeline.plan.values() for action in actions)
     assert sum(action.kind is Kind.UPDATE for action in timeline.plan[0]) == 3
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_gathers_change_no_plan_that_drains(schedule):
+    """So one plan is made for both, and kept."""
+    sizes = Sizes(4, 10, 2 if schedule == "interleaved" else 1)
+    for zero_bubble in (False, schedule != "gpipe"):
+        for host in (0.0, 0.5):
+            ordering = Ordering(schedule, zero_bubble=zero_bubble, split=zero_bubble, host=host)
+            assert make_plan(ordering.make(), sizes, 0, 3, **ordering.options) == make_plan(
+                ordering.make(), sizes, 0, 3, **ordering.options | {"gather": True})
