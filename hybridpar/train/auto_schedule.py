@@ -149,7 +149,7 @@ def filled(pipeline: PipelineConfig, sizes: Sizes, costs: Costs) -> PipelineConf
     steps = fill(orders, sizes, costs, room, swaps=not sizes.is_ring)
     return replace(
         pipeline, schedule="own", zero_bubble=False, warmup="depth", activations="full",
-        chunks=sizes.chunks if sizes.is_ring else 0,
+        chunks=sizes.chunks if sizes.is_ring or sizes.chunks > 2 else 0,
         order=tuple(format_order(line, sizes, rank) for rank, line in enumerate(steps)))
 
 

@@ -243,11 +243,11 @@ def test_one_core_is_never_idle_where_a_rank_can_always_go_on():
 def test_parts_of_a_backward_take_its_time_and_send_early():
     plan = make_plan("1f1b", Sizes(2, 1), split=True)
     half = times_of(simulate(plan, Costs(1, 2)))
-    assert (half["I0@1v0"], half["W0@1v0"], half["I0@0v0"]) == ([2, 3, 3], [3, 4, 4], [3, 4, 4])
+    assert (half["I0@1v0"], half["W0@1v0"], half["B0@0v0"]) == ([2, 3, 3], [3, 4, 4], [3, 5, 5])
     measured = times_of(simulate(plan, Costs(1, [2, 3], backward_input=[0.5, 1])))
-    assert (measured["I0@1v0"], measured["W0@1v0"], measured["W0@0v0"]) == ([2, 3, 3], [3, 5, 5], [3.5, 5, 5])
+    assert (measured["I0@1v0"], measured["W0@1v0"], measured["B0@0v0"]) == ([2, 3, 3], [3, 5, 5], [3, 5, 5])
     varying = Costs(1, 2, variation={Kind.B: [[0.5, 1.5], [1, 1]]})
-    assert times_of(simulate(make_plan("1f1b", Sizes(2, 2), split=True), varying))["W1@0v0"][0] + 1.5 == simulate(
+    assert times_of(simulate(make_plan("1f1b", Sizes(2, 2), split=True), varying))["B1@0v0"][0] + 3 == simulate(
         make_plan("1f1b", Sizes(2, 2), split=True), varying).makespan
 
 
