@@ -50,7 +50,8 @@ SHAPES = {"large": Shape(24, 2048, 16, 512, 8192, 1), "curve": Shape(8, 1024, 16
 CGROUPS = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max"))  # version 1, 2
 PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
 MEANING = ("ratio: time of a step over the largest of bounds_s (compute, read / bandwidth, written / bandwidth); "
-           "wall_s: of each step; read, written: bytes of a step; bandwidth: bytes a second, before and after")
+           "wall_s, cpu_s: of each step, on the wall and of all threads; read, written: bytes of a step; bandwidth: "
+           "bytes a second, before and after")
 
 
 def config_of(shape: Shape, schedule: str, budget: int, folder: str) -> Config:
@@ -99,10 +100,11 @@ def start(group: Path | None, threads: int) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """Steps of one training behind WARMUP of them. wall: seconds; losses: of all; read, written: bytes, all steps
+    """Steps of one training behind WARMUP of them. wall, cpu: seconds; losses: of all; read, written: bytes, all steps
     together; peak: the most state in memory, bytes."""
 
     wall: list[float]
+    cpu: list[float]
     losses: list[float]
     read: int
     written: int
@@ -115,16 +117,17 @@ def train(shape: Shape, config: Config, steps: int) -> Run:
     memory = engine.state.memory
     traffic = memory.tiers.traffic if isinstance(memory, TieredMemory) else Traffic()
     losses: list[float] = []
-    seen: list[tuple[float, int, int]] = []
+    seen: list[tuple[float, float, int, int]] = []
 
     def note(result: StepResult) -> None:
         losses.append(result.loss)
-        seen.append((time.perf_counter(), traffic.read, traffic.written))
+        seen.append((time.perf_counter(), time.process_time(), traffic.read, traffic.written))
 
     engine.train(FixedLoader(shape, MICROBATCHES), WARMUP + steps + 1, note)
     memory.close()
-    times, reads, writes = zip(*seen[WARMUP - 1 : -1], strict=True)
-    return Run([b - a for a, b in pairwise(times)], losses, reads[-1] - reads[0], writes[-1] - writes[0], traffic.peak)
+    times, used, reads, writes = zip(*seen[WARMUP - 1 : -1], strict=True)
+    wall, cpu = ([b - a for a, b in pairwise(clock)] for clock in (times, used))
+    return Run(wall, cpu, losses, reads[-1] - reads[0], writes[-1] - writes[0], traffic.peak)
 
 
 def bandwidth(folder: str, num_bytes: int, count: int) -> dict[str, float]:
@@ -180,11 +183,13 @@ class Bench:
         entry = {
             "case": name, "ratio": round(wall / bounds[bound], 4), "bound_by": bound,
             "budget": config.memory.budget, "state": said.state, "least": said.least, "peak_of_state": run.peak,
-            "wall_s": [round(t, 3) for t in run.wall], "bounds_s": {k: round(t, 3) for k, t in bounds.items()},
+            "wall_s": [round(t, 3) for t in run.wall], "cpu_s": [round(t, 3) for t in run.cpu],
+            "bounds_s": {k: round(t, 3) for k, t in bounds.items()},
             "read": read, "written": written, "forecast": {"read": said.read, "written": said.written},
             "bandwidth": {k: round(rate) for k, rate in rates.items()}, "losses": run.losses}
         print(f"{name:<28} {wall:7.2f} s a step, {entry['ratio']:.2f} of what {entry['bound_by']} takes; "
-              f"{read / 1e9:.2f} GB read, {written / 1e9:.2f} written", flush=True)
+              f"{read / 1e9:.2f} GB read, {written / 1e9:.2f} written, "
+              f"{statistics.median(run.cpu):.2f} s of the cores", flush=True)
         return entry
 
 
@@ -225,7 +230,8 @@ def curve(bench: Bench) -> Iterator[dict[str, Any]]:
                                compute)
             assert entry["losses"] == plain.losses, "another training than without a budget"
             yield entry | {"settings": {"shape": "curve", "schedule": schedule}, "share": share,
-                           "without": [round(t, 3) for t in plain.wall]}
+                           "without": [round(t, 3) for t in plain.wall],
+                           "cpu_without": [round(t, 3) for t in plain.cpu]}
 
 
 # -- the curve, drawn --------------------------------------------------------------------------------------------------

@@ -63,8 +63,8 @@ class Method:
 
     pace: seconds that forward and backward of a micro-batch take besides what they compute, during which the rank waits
     as if for an accelerator. slices: whether tp ranks send slices of what goes from stage to stage, not all of it each.
-    messages: the codec of what goes from stage to stage. gradients: that of replicas' gradients, a hundredth of them.
-    split: whether backwards are I and W.
+    messages: the codec of what goes from stage to stage. gradients: that of replicas' gradients, of which a hundredth
+    is sent, with what is sent whole. split: whether backwards are I and W.
     """
 
     tp: int = 1
@@ -165,7 +165,7 @@ class Side:
                                schedule=method.schedule, dtype=dtype)
         config = from_mapping({"pipeline": {"warmup": method.warmup, "split_backward": method.split},
                                "compression": {"messages": method.messages, "gradients": method.gradients,
-                                               "gradients_kept": 0.01, "gradients_limit": 1.0}}, config)
+                                               "gradients_kept": 0.0075, "gradients_limit": 1.0}}, config)
         self.method, self.link, self.m, self.grid = method, link, m, grid_on(link, sizes_of(config.parallel))
         self.engine = Engine(config, self.grid, torch.device("cpu"))
         if not method.slices:

@@ -108,10 +108,12 @@ def measured(shape: str, name: str, dtype: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = parse(arguments(__doc__, rounds=7, shapes=["small"]))
+    parser = arguments(__doc__, rounds=7, shapes=["small"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
+    args = parse(parser)
     torch.set_num_threads(1)
     entries = [measured(shape, name, dtype, args.rounds)
-               for shape in args.shapes for dtype in args.dtypes for name in CASES]
+               for shape in args.shapes for dtype in args.dtypes for name in args.cases]
     print(write_results("planned_memory", entries, args, meaning=(
         "ratio: time of some steps in planned memory / that without, median of the ratios of each round, and their "
         "quartiles; arena, cache: bytes / those of the largest set alive at once; resident: MiB")))

@@ -7,6 +7,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from einops import rearrange
 from torch import nn
 
@@ -22,20 +23,16 @@ class ViT(hp.ModelSpec):
     patch: int = 4
     classes: int = 8
 
-    @property
-    def num_blocks(self):
-        return self.depth + 2
-
-    @property
-    def max_tp(self):
-        return self.heads
+    num_blocks = property(lambda self: self.depth + 2)
+    max_tp = property(lambda self: self.heads)
 
     def activation_shape(self, number):
         return (self.image // self.patch) ** 2, self.width
 
     def block(self, number, build):
-        kind = Patches if number == 0 else Layer if number <= self.depth else Head
-        return kind(self, build)
+        if number == 0:
+            return Patches(self)
+        return Layer(self, build) if number <= self.depth else Head(self)
 
     def sample(self, number, seed):
         random = np.random.default_rng([seed, number])
@@ -50,21 +47,18 @@ class ViT(hp.ModelSpec):
         return [self.sample(i, seed) for i in range(size)]
 
 
-class Patches(nn.Module):
-    def __init__(self, model, build):
-        super().__init__()
-        self.patch, tokens = model.patch, model.activation_shape(0)[0]
-        whole = {"gather_output": True, **build.factory}
-        self.project = hp.ColumnParallelLinear(model.patch**2, model.width, build.axis, **whole)
-        self.positions = hp.LearnedPositionEmbedding(tokens, model.width, build.axis, **build.factory)
+class Patches(nn.Linear):  # an ordinary module: every tp rank has all of it
+    def __init__(self, model):
+        super().__init__(model.patch**2, model.width)
+        self.patch, self.positions = model.patch, nn.Parameter(0.02 * torch.randn(model.activation_shape(0)))
 
     def forward(self, x, batch, key):
-        image = batch["image"].to(self.project.weight.dtype)
-        patches = rearrange(image, "b (r p) (c q) -> b (r c) (p q)", p=self.patch, q=self.patch)
-        return self.project(patches) + self.positions(patches.shape[1])
+        image = batch["image"].to(self.weight.dtype)
+        return self.positions + super().forward(
+            rearrange(image, "b (r p) (c q) -> b (r c) (p q)", p=self.patch, q=self.patch))
 
 
-class Layer(nn.Module):
+class Layer(nn.Module):  # of hybridpar's layers: divided over tp
     def __init__(self, model, build):
         super().__init__()
         axis, factory = build.axis, build.factory
@@ -77,14 +71,10 @@ class Layer(nn.Module):
         return x + self.mlp(self.norms[1](x))
 
 
-class Head(nn.Module):
-    def __init__(self, model, build):
-        super().__init__()
-        self.norm = hp.LayerNorm(model.width, build.axis, **build.factory)
-        whole = {"gather_output": True, **build.factory}
-        self.classify = hp.ColumnParallelLinear(model.width, model.classes, build.axis, **whole)
+class Head(nn.Sequential):
+    def __init__(self, model):
+        super().__init__(nn.LayerNorm(model.width), nn.Linear(model.width, model.classes))
 
     def forward(self, x, batch, key):
-        scores = self.classify(self.norm(x).mean(1))
-        loss = nn.functional.cross_entropy(scores, batch["label"], reduction="sum")
+        loss = nn.functional.cross_entropy(super().forward(x).mean(1), batch["label"], reduction="sum")
         return {"loss": loss / batch["num_samples"]}

@@ -21,7 +21,7 @@ from hybridpar.nn.attention import rotary_features
 from hybridpar.ops.registry import select
 from hybridpar.optim.own import find_rule
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
-from hybridpar.pipeline.run.codecs import Codecs
+from hybridpar.pipeline.run.codecs import Codecs, PartialSums
 
 
 def resolve(config: Config, world_size: int) -> Config:
@@ -91,6 +91,7 @@ def _refused(config: Config) -> Iterator[Problem]:
         lambda: recomputed_blocks(pipeline.recompute, model, [range(0)] * (pp * chunks)),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
         lambda: Codecs.of(config),
+        lambda: PartialSums.of(config),
         *([partial(find_rule, config.optim)] if config.optim.name == "own" and config.optim.spec else []),
         *(partial(select, op, choice, device) for op, choice in asdict(config.kernels).items())]
     said = {problem.field for problem in model.conflicts()}

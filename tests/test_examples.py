@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoint.exchange import make_theirs
 from ranks import run_ranks
+from train.forked import supervised
 from train.runs import metrics, run_job, steps
 
 from hybridpar import ProcessGrid, Trainer, load_toml
@@ -44,6 +45,8 @@ def config_of(name: str, **sections: dict[str, Any]) -> Config:
 def test_an_example_is_short_and_uses_public_names(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert len(lines) < 100
+    if path.stem == "vit":
+        assert sum(map(bool, map(str.strip, lines))) <= 60, "from an empty file"
     assert not [line for line in lines if "hybridpar." in line and "import" in line], "all is in hybridpar itself"
     assert path.with_suffix(".toml").is_file() or '__name__ == "__main__"' in lines[-2]
 
@@ -104,6 +107,11 @@ def test_a_run_goes_on_to_the_bit_and_on_another_grid(tmp_path: Path, monkeypatc
         "--train.micro_batch_size=2", "--train.threads=1", "--train.eval_interval=2", "--train.save_interval=2",
         "--data.split=0.02", "--parallel.pp=2"]
     run_job(2, "train", path, *flags, "--train.num_steps=4", "--run.name=whole")
+    code, out = supervised("train", path, *flags, "--train.num_steps=4", "--run.name=killed", "--ranks", "2",
+                           "--inject", "kill rank 1 at step 4")
+    assert code == 0, out
+    assert "going on after step 2" in out
+    assert steps(metrics(tmp_path / "runs" / "killed")) == steps(metrics(tmp_path / "runs" / "whole"))
     # stopped after two steps, then on the same grid, then on one process
     run_job(2, "train", path, *flags, "--train.num_steps=2", "--run.name=parts", "--optim.decay_steps=4")
     run_job(2, "train", path, *flags, "--train.num_steps=4", "--run.name=parts", "--optim.decay_steps=4")
@@ -119,6 +127,27 @@ def test_a_run_goes_on_to_the_bit_and_on_another_grid(tmp_path: Path, monkeypatc
     assert main(["train", str(path), *flags, "--train.num_steps=5", "--run.name=parts", "--json",
                  "--optim.decay_steps=4"]) == 0
     assert json.loads(capsys.readouterr().out)["resumed_from"] == 4
+
+
+def test_commands_that_predict_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [str(EXAMPLES / "mixer.toml"), *(f"--model.{key}={value}" for key, value in SMALL["mixer"].items()),
+             "--train.threads=1"]
+    cluster = str(EXAMPLES.parent / "scripts" / "clusters" / "two_homes.toml")
+    for command, said in (
+            (["check", *given, "--parallel.pp=2"], "fine on tp=1 pp=2"),
+            (["simulate", *given, "--parallel.pp=2"], "steady state"),
+            (["profile", *given, "--quick", "--ranks=1", "--out=profile.json"], "blocks.1"),
+            (["check", *given, "--profile=profile.json"], "samples/s"),
+            (["plan", *given, "--profile=profile.json", "--devices=1"], "samples/s predicted"),
+            (["plan", *given, f"--cluster={cluster}", "--train.dtype=bf16", "--batch-size=64"],
+             "samples/s predicted"),
+            (["memory", *given, "--parallel.pp=2"], "")):
+        assert main(command) == 0, command
+        assert said in capsys.readouterr().out
+    assert main(["check", *given, "--device-gb=1", "--largest"]) == 1
+    assert "model.spec = 'mixer:Mixer': works with GPT and BERT only" in capsys.readouterr().err
 
 
 def test_a_trainer_tells_of_steps_evaluations_and_saves(tmp_path: Path) -> None:

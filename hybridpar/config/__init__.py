@@ -7,23 +7,21 @@ from hybridpar.config.compression import UNCOMPRESSED, CompressionConfig
 from hybridpar.config.data import DataConfig
 from hybridpar.config.environment import Launch, pass_on_signals, triton_is_interpreted
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
+from hybridpar.config.memory import MemoryConfig
 from hybridpar.config.model import ModelConfig
 from hybridpar.config.outer import OuterConfig
+from hybridpar.config.pipeline import FOUND, PipelineConfig, rank_of_stage
 from hybridpar.config.sections import (
     AUTO,
-    FOUND,
     STOP_SIGNALS,
     CheckpointConfig,
     Config,
     KernelsConfig,
-    MemoryConfig,
     OptimConfig,
     ParallelConfig,
-    PipelineConfig,
     PlanConfig,
     RunConfig,
     TrainConfig,
-    rank_of_stage,
 )
 from hybridpar.config.spec import (
     ModelSpec,

@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from hybridpar.config.compression import CompressionConfig
 from hybridpar.config.data import DataConfig
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
+from hybridpar.config.memory import MemoryConfig
 from hybridpar.config.model import ModelConfig
 from hybridpar.config.outer import OuterConfig
+from hybridpar.config.pipeline import PipelineConfig
 from hybridpar.config.spec import ModelSpec, spec_name
 from hybridpar.config.typed import AtLeastOne, Count, NotNegative, OneOf, Positive, Within
 from hybridpar.errors import Problem, config_error
@@ -71,93 +73,6 @@ class ParallelConfig:
             yield "does not go with memory.host_optimizer = true"
         if config.train.record_memory:
             yield f"does not go with train.record_memory = {config.train.record_memory}"
-
-
-def rank_of_stage(stage: int, num_ranks: int, placement: str) -> int:
-    """The rank that holds a stage. loop: round and round; v: there and back, and there again where it has more."""
-    turn, rank = divmod(stage, num_ranks)
-    return num_ranks - 1 - rank if placement == "v" and turn % 2 else rank
-
-
-FOUND = ("split", "chunks", "warmup", "early_switch", "split_backward", "placement", "activations", "order",
-         "zero_bubble")
-"""Settings of the pipeline that pipeline.schedule = "auto" finds."""
-
-
-@dataclass(frozen=True)
-class PipelineConfig:
-    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "2bw", "pipedream", "own", "auto"] = "1f1b"
-    """auto: the fastest of those that train the same and fit into memory, with its chunks, placement, warm-up, split
-    backwards and order: measured and simulated before the first step."""
-    num_microbatches: Annotated[int, Within(1, 2**20)] = 4
-    """Micro-batches a batch for each data-parallel replica (gradient accumulation when pp = 1)."""
-    split: tuple[int, ...] = ()
-    """Blocks of each stage, embedding and head included; empty: balanced by cost."""
-    chunks: Count = 0
-    """interleaved, own: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 2, own: 1. placement v: an
-    even number; 0: 2. All others have one."""
-    recompute: str = "none"
-    """Layers whose activations are recomputed in the backward pass: 'none', 'all', or a list such as '0,2-5'; or
-    'stage' (every stage keeps nothing but its input), 'stage:0,2-3' (those stages); or 'selective', 'selective:0,2-5':
-    outputs of norms and activations alone, which costs little time."""
-    warmup: Literal["depth", "latency", "bandwidth"] = "depth"
-    """Forwards that stage r runs ahead: p-1-r; 2(p-1-r), which hides transfers that take half a forward and backward;
-    2bw alone: 3(p-1-r), which hides those that take a whole one."""
-    early_switch: int | Literal["off", "auto"] = "off"
-    """2bw: L, where only the first pp-1+L micro-batches of a batch use the older weights; 'off': all of them do, as in
-    the paper; 'auto': the smallest L that costs no time, measured before the first step."""
-    gradient_buffers: Literal[0, 1, 2] = 0
-    """2bw: 2 lets a batch accumulate while the one before is reduced and applied; 1 saves the memory and waits.
-    0: what the schedule can use."""
-    split_backward: bool = False
-    """A backward runs in two parts: the gradient of a stage's input leaves for the stage before while those of its
-    weights are still computed. Losses and weights stay the same to the bit; each part keeps its inputs for longer."""
-    placement: Literal["loop", "v"] = "loop"
-    """Stages of a rank where it holds several. loop: stage c * pp + r is chunk c of rank r. v, with 1f1b, 2bw or
-    own, and split_backward: two on each, stage r and stage 2 * pp - 1 - r; so embedding and head are on one rank. With
-    chunks = 4 and more, there and back again; not 2bw."""
-    activations: Literal["full", "half", "min"] = "full"
-    """placement v: what a rank keeps for backwards at most. full: as much as 1f1b's first rank (ZB-V, the fewest gaps);
-    half: about a half of that (V-Half); min: about a third (V-Min), which has gaps where I or W takes longer than F."""
-    order: tuple[str, ...] = ()
-    """own: for each rank what it computes of a batch, such as "F0 F1 B0 B1": forwards and backwards of micro-batches of
-    the batch; with split_backward I (gradient of the input) and W (of the weights) may stand for B. Where a rank holds
-    several stages F0b, F0c .. are of its second, third .."""
-    zero_bubble: bool = False
-    """1f1b and interleaved, with split_backward: gradients of weights wait until the pipeline drains, which they fill;
-    on each rank of as many micro-batches as it holds fewer than the first."""
-    sync_steps: Annotated[int, Within(0, 2**40)] = 0
-    """2bw, pipedream: the first steps run as 1f1b, without stale gradients."""
-
-    @property
-    def num_chunks(self) -> int:
-        """Stages of the model on each rank."""
-        if self.placement == "v":
-            return self.chunks or 2
-        return {"interleaved": self.chunks or 2, "own": self.chunks or 1}.get(self.schedule, 1)
-
-    def conflicts(self, config: Config) -> Iterator[Problem]:
-        if self.schedule == "auto":
-            rule = "is what is found with pipeline.schedule = auto"
-            yield from (Problem(f"pipeline.{f.name}", getattr(self, f.name), rule, f"leave it out ({f.default})")
-                        for f in fields(self) if f.name in FOUND and getattr(self, f.name) != f.default)
-            return
-        if self.early_switch == "auto" and self.schedule != "2bw":
-            rule = f"schedule {self.schedule} has no such option, only 2bw"
-            yield Problem("pipeline.early_switch", "auto", rule, "off")
-        if self.zero_bubble and not self.split_backward:
-            yield Problem("pipeline.split_backward", "false", "must be true with pipeline.zero_bubble, which moves the "
-                          "second part of a backward", "true")
-        if self.placement == "v" and not self.split_backward:
-            yield Problem("pipeline.split_backward", "false", "must be true with pipeline.placement = v, whose order "
-                          "is of both parts of a backward", "true")
-        if not self.split_backward and any(word[0] in "IW" for line in self.order for word in line.split()):
-            yield Problem("pipeline.split_backward", "false", "must be true where pipeline.order has I and W", "true")
-        if self.placement == "v" and self.early_switch == "auto":
-            yield Problem("pipeline.early_switch", "auto", "pipeline.placement = v has no early switch", "off")
-        if self.activations != "full" and (self.placement != "v" or self.schedule == "own"):
-            rule = "needs pipeline.placement = v and schedule 1f1b or 2bw"
-            yield Problem("pipeline.activations", self.activations, rule, "full")
 
 
 @dataclass(frozen=True)
@@ -282,83 +197,6 @@ class CheckpointConfig:
             yield Problem("train.save_interval", train.save_interval, "must be a multiple of train.eval_interval = "
                           f"{train.eval_interval}, so that checkpoint.keep_best can tell which checkpoint is best",
                           str(-(-train.save_interval // train.eval_interval) * train.eval_interval))
-
-
-@dataclass(frozen=True)
-class MemoryConfig:
-    """Where the state of training is kept: weights, gradients, master copy and the optimizer's state.
-
-    With a budget, what is needed soon is in memory and the rest in a file (of a GPU: in memory of the host). What comes
-    when is known from the plan, so the least is moved, ahead of its use. Losses and weights stay the same to the bit.
-    """
-
-    budget: Count = 0
-    """Bytes of memory that the state of a process may take; 0: as much as it needs."""
-    folder: str = ""
-    """Folder of that file, on a fast disk of the machine; empty: the run's."""
-    parts: Count = 0
-    """Parts that a stage's blocks are cut into, of which one is computed with at a time; 0: each block is one where
-    there is a budget, the host updates, or parallel.zero is 2 or 3, else the stage is whole."""
-    host_optimizer: bool = False
-    """The optimizer's state and the master copy are in the memory of the host, which makes the new weights beside
-    training: gradients go there, weights come back. Under schedule 2bw training waits for neither, where a batch is
-    long enough; `hybridpar check` says. Muon's matrices stay. Losses and weights stay the same to the bit."""
-    offload_activations: int | tuple[int, ...] | Literal["auto"] = 0
-    """Micro-batches of a rank whose activations wait for their backward in a file in `folder`, not in memory, at once:
-    at most two fewer than it has in flight. They come back ahead of it. Losses and weights stay the same to the bit.
-    A list has a number for each rank of a pipeline; "auto": as many on each as cost no time, measured at the start."""
-
-    @property
-    def num_away(self) -> int | tuple[int, ...]:
-        """offload_activations; "auto" counts as 0 until it is measured."""
-        return 0 if self.offload_activations == "auto" else self.offload_activations
-
-    def on_another_grid(self) -> MemoryConfig:
-        """The same without numbers of micro-batches by rank, which are those of one grid."""
-        if not isinstance(self.offload_activations, tuple):
-            return self
-        return replace(self, offload_activations=0 if self.budget else "auto")
-
-    def conflicts(self, config: Config) -> Iterator[Problem]:
-        away = self.offload_activations
-        for reason in self._against_offload(config) if away != 0 else ():
-            yield Problem("memory.offload_activations", list(away) if isinstance(away, tuple) else away, reason, "0")
-        if self.budget and config.optim.staleness == "prediction":
-            yield Problem("memory.budget", self.budget, "does not go with optim.staleness = prediction, which keeps a "
-                          "second copy of all weights for evaluations", "0")
-        if self.host_optimizer:
-            yield from self._host_conflicts(config)
-
-    def _against_offload(self, config: Config) -> Iterator[str]:
-        """What is wrong with activations in a file: their number, and settings that they do not go with."""
-        numbers, pp = (self.num_away,) if isinstance(self.num_away, int) else self.num_away, config.parallel.pp
-        if min(numbers, default=0) < 0:
-            yield "must not be negative"
-        if self.num_away == numbers and len(numbers) != pp:
-            yield f"must have a number for each of the {pp} ranks of a pipeline"
-        if config.train.device == "cuda":
-            yield "works on CPUs so far, and train.device is cuda"
-        if config.train.record_memory:
-            yield f"does not go with train.record_memory = {config.train.record_memory}"
-        if self.budget and self.offload_activations == "auto":
-            yield f"does not go with memory.budget = {self.budget}, whose moves take the time of the same disk"
-
-    def _host_conflicts(self, config: Config) -> Iterator[Problem]:
-        optim = config.optim
-        if self.budget:
-            yield Problem("memory.budget", self.budget, "does not go with memory.host_optimizer, which keeps in memory "
-                          "all that it updates", "0")
-        if config.train.device == "cuda" and optim.name == "muon":
-            yield Problem("optim.name", "muon", "works with memory.host_optimizer on CPUs so far", "adamw")
-        if optim.name == "lamb":
-            yield Problem("optim.name", "lamb", "does not go with memory.host_optimizer: it takes norms of whole "
-                          "parameters, over ranks", "adamw")
-        if not config.norms_first:
-            yield Problem("optim.clip_grad", optim.clip_grad, "must be above 0 with memory.host_optimizer and schedule "
-                          "pipedream: the host waits for the norm", "1.0")
-        if config.train.record_memory:
-            yield Problem("train.record_memory", config.train.record_memory, "does not go with memory.host_optimizer, "
-                          "whose threads it does not see", "0")
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@
     plan                offsets for a cycle, which comes again and again (memory.arena): blocks may reach into the next
     from then on        in the span of an action, its requests get their places in the order of the plan
 
-A request that is not as foreseen, or whose place is still taken, gets memory from the other allocator, as does the rest
-of that span: nothing is ever wrong, only less planned. The allocator is in C++ (csrc/planned), one for each process: on
-CPUs for the thread that trains, on GPUs for the stream that it computes on.
+A request that is not as foreseen gets memory from the other allocator, as does the rest of its span; so does one whose
+place is still taken. Nothing is ever wrong, only less planned. The allocator is in C++ (csrc/planned), one for each
+process: on CPUs for the thread that trains, on GPUs for the stream that it computes on.
 """
 
 from __future__ import annotations

@@ -133,11 +133,11 @@ class MemoryWatch:
     def compare(self, grid: ProcessGrid, state: int = 0) -> Comparison:
         """Ends the measurement. A plan's prediction is compared with, where there is one.
 
-        state: bytes that the state has taken past the allocator.
+        state: bytes that the state has taken, on a CPU past the allocator.
         Collectives: one gather.
         """
         self._meter.close()
-        mine = (grid.pp.rank, self._meter.read().peak + state)
+        mine = (grid.pp.rank, self._meter.read().peak + (state if isinstance(self._meter, CpuMeter) else 0))
         peaks = [0] * grid.pp.size
         for stage, peak in gather_objects(mine, grid.world):
             peaks[stage] = max(peaks[stage], peak)

@@ -243,7 +243,7 @@ class _Linear(Function):
                 x, gather = gather(), None
             elif make:
                 x = make()
-            dw = matmul.weight_gradient(factor, _rows(x), ctx.leaf, now=finish is not None)
+            dw = matmul.weight_gradient(factor, _rows(x), ctx.leaf, now=finish is not None and dx_axis.size > 1)
         if wants_bias:
             db = _rows(own).sum(0)
         if finish is not None:

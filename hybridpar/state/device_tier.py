@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridpar.config import Config
 from hybridpar.state.chunks import Chunk
-from hybridpar.state.host import HostMemory
+from hybridpar.state.host import HostMemory, host_work
 from hybridpar.state.store import padded
 from hybridpar.state.tiered import TieredMemory, slow_folder
 from hybridpar.state.tiers import Tiers
@@ -65,7 +65,8 @@ class DeviceRegion:
             self.tensor.untyped_storage().resize_(self._num_bytes)
 
     def another(self) -> DeviceRegion:
-        found = DeviceRegion(self._num_bytes, self.tensor.device, self._stream)
+        # for the launch thread to read: of memory of its own stream, which is done with it
+        found = DeviceRegion(self._num_bytes, self.tensor.device, None)
         found.take()
         found.clear()
         return found
@@ -74,8 +75,8 @@ class DeviceRegion:
         """Zeros from now on, for all streams."""
         with _on(self._stream):
             self.view.zero_()
-        if self._stream is not None:
-            self._stream.synchronize()
+            if self.view.is_cuda:
+                torch.cuda.current_stream(self.view.device).synchronize()
 
     def give_back(self) -> None:
         """Gives the memory back. Views stay, and have no content."""
@@ -100,9 +101,8 @@ class HostStore:
 
     def __init__(self, sizes: Sequence[int], device: torch.device):
         sizes = [padded(size) for size in sizes]
-        self._memory = HostMemory(device)
+        self._memory, self._work = HostMemory(device), host_work(device)
         self._items = self._memory.zeros("tier", Chunk(0, sum(sizes)), torch.uint8).split(sizes)
-        self._streams = {way: _new_stream(device) for way in ("in", "out")}
 
     def read(self, item: int, into: Tensor) -> None:
         """Brings an item; returns once it is here."""
@@ -112,16 +112,17 @@ class HostStore:
         """Takes an item's content, as `read`."""
         self._copy("out", self._items[item], content)
 
+    def item(self, number: int) -> Tensor:
+        """The memory of an item."""
+        return self._items[number]
+
     def close(self) -> None:
         """Ends nothing: the memory goes with this."""
 
     @torch.no_grad()
     def _copy(self, way: str, target: Tensor, source: Tensor) -> None:
-        stream = self._streams[way]
-        with _on(stream):
-            target.copy_(source, non_blocking=True)
-        if stream is not None:
-            stream.synchronize()
+        with self._work.reach(None, way):
+            self._work.copy([(target, source)])
 
 
 class _Passed:

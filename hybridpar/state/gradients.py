@@ -27,16 +27,18 @@ class GradientAccumulator:
     gradients come from `backward` only, never from torch.autograd.grad.
 
     With `defers`, parts that are given to a sink (nn.matmul.SINK) may wait: those of the backward that follows
-    `collect(key)` are added by `apply(key)`, in the same order, to the same bits. Some are added at once all the same.
+    `collect(key)` are added by `apply(key)`, in the same order, to the same bits. Some are added at once all the
+    same; of the parameters in `tied`, which are used in several places, none.
 
     Parts of the parameters in `factored` are never added up: `parts(index)` has them, in the order of the backwards,
     and whoever takes them writes the view.
     """
 
     def __init__(self, layout: FlatLayout, memory: Memory | None = None, num_buffers: int = 1, *,
-                 chunks: Sequence[Chunk] = (), defers: bool = False, factored: frozenset[str] = frozenset()):
+                 chunks: Sequence[Chunk] = (), defers: bool = False, factored: frozenset[str] = frozenset(),
+                 tied: frozenset[str] = frozenset()):
         assert num_buffers in (1, 2), num_buffers
-        self.layout, self.defers, self.factored = layout, defers, factored
+        self.layout, self.defers, self.factored, self.tied = layout, defers, factored, tied
         self.buffers = tuple(Buffer(layout, layout.dtype, memory or Memory(), chunks, f"gradients/{i}")
                              for i in range(num_buffers))
         self.collecting: dict[str, list[Part]] | None = None
@@ -91,8 +93,8 @@ class GradientAccumulator:
             leaf.grad = hook.view if type(hook) is _Report and name not in hook.void else None
 
     def waits(self, name: str) -> bool:
-        """Whether parts of a parameter wait."""
-        return any(name in parts for _, parts in self._waiting.values())
+        """Whether parts of a parameter wait, or may come from somewhere else, too."""
+        return name in self.tied or any(name in parts for _, parts in self._waiting.values())
 
     def collect(self, key: Hashable) -> None:
         """Has parts that a sink takes in the backward that follows, through the bound leaves, wait for `apply`."""

@@ -62,7 +62,7 @@ class HostWork:
         return None
 
     def reach(self, mark: Any, way: str) -> AbstractContextManager[object]:
-        """To be entered by the thread that copies one way: behind that point. At the end its copies are over."""
+        """To be entered by the thread that copies one way, behind that point, if any. At the end copies are over."""
         return nullcontext()
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -87,11 +87,12 @@ class StreamWork(HostWork):
         return event
 
     @contextmanager
-    def reach(self, mark: torch.cuda.Event, way: str) -> Iterator[None]:
+    def reach(self, mark: torch.cuda.Event | None, way: str) -> Iterator[None]:
         if way not in self._streams:
             self._streams[way] = torch.cuda.Stream(self._device)
         stream = self._streams[way]
-        stream.wait_event(mark)
+        if mark is not None:
+            stream.wait_event(mark)
         with torch.cuda.stream(stream):
             yield
         stream.synchronize()
@@ -99,6 +100,11 @@ class StreamWork(HostWork):
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for target, source in pairs:
             target.copy_(source, non_blocking=True)
+
+
+def host_work(device: torch.device) -> HostWork:
+    """How what is on a device and on the host is copied."""
+    return StreamWork(device) if device.type == "cuda" else HostWork()
 
 
 class HostUpdates:
@@ -111,9 +117,7 @@ class HostUpdates:
 
     def __init__(self, weights: WeightStore, optimizer: GroupedOptimizer, num_groups: int, gradients: Sequence[Buffer],
                  work: HostWork | None = None):
-        device = weights.memory.device
-        self._weights, self._optimizer = weights, optimizer
-        self._work = work or (StreamWork(device) if device.type == "cuda" else HostWork())
+        self._weights, self._optimizer, self._work = weights, optimizer, work or host_work(weights.memory.device)
         self._gradients = gradients
         self.staging = weights.on_host("gradients")
         self._grads = self.staging.views()

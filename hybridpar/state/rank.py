@@ -54,8 +54,8 @@ class RankState:
         # shares are here all the time, so one update of all of them has no price
         elementwise = not policy.splits_gradients and all(
             divisible(policy.optim, slot) for slot in self.whole_slots.values())
-        self._in_both_ends = frozenset() if policy.ends_apart else frozenset(
-            name for name, placement in self.placements.items() if placement.tied)
+        tied = frozenset(name for name, placement in self.placements.items() if placement.tied)
+        self._in_both_ends = frozenset() if policy.ends_apart else tied
         self.uses = uses_of(parts, self.placements, parameters.blocks, elementwise=elementwise,
                             alone=grid.pp.size == 1)
         self.partition = Partition(
@@ -75,7 +75,7 @@ class RankState:
                 setattr(leaves[name], FACTORED, True)
         self.gradients = GradientAccumulator(
             parameters.layout, self.memory, policy.num_gradient_buffers,
-            chunks=cut(parameters.layout, self.uses), defers=policy.defers, factored=factored)
+            chunks=cut(parameters.layout, self.uses), defers=policy.defers, factored=factored, tied=tied)
         self.shares = Shares.of(
             self.partition, self.gradients.buffers, self.memory, split=policy.splits_gradients)
         self.reducer = GradientReducer(self.partition, self.is_kept, self.compression)

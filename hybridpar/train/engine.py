@@ -35,7 +35,7 @@ from hybridpar.pipeline.run.codecs import with_coded_sums
 from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.stage import Stage
-from hybridpar.pipeline.run.stash import FileTier, Stash
+from hybridpar.pipeline.run.stash import FileTier, HostTier, Stash
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.device_tier import tiered_memory
 from hybridpar.state.host import HostWork
@@ -121,13 +121,11 @@ class Engine:
         self.data_start = DataStart()
 
     def _stash(self) -> Stash | None:
-        """Of what this rank's micro-batches keep; none where nothing leaves. Raises: ConfigError."""
+        """Of what this rank's micro-batches keep; none where nothing leaves."""
         memory = self.config.memory
         if not num_away(memory.num_away, self.schedule, self.sizes, self.grid.pp.rank):
             return None
-        if self.device.type != "cpu":
-            raise config_error("memory.offload_activations", memory.offload_activations, "works on CPUs so far", "0")
-        return Stash(FileTier(slow_folder(self.config)))
+        return Stash(FileTier(slow_folder(self.config)) if self.device.type == "cpu" else HostTier(self.device))
 
     def train(self, loader: Loader, num_batches: int, on_step: Callable[[StepResult], None],
               on_gradients: Callable[[int, dict[str, Tensor]], None] | None = None) -> None:

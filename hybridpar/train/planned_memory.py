@@ -83,8 +83,11 @@ class PlannedMemory:
         """Ends the plan. `folder`: a run's, where the counts are written down."""
         if folder is not None and self._is_planned:
             path = folder / MEMORY / f"planned{self._engine.grid.rank}.json"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(self.counts.as_json()))
+            try:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(json.dumps(self.counts.as_json()))
+            except OSError as error:
+                self._say(f"{path}: cannot be written ({error.strerror or error})")
         self._allocator.forget()
 
     def _turn_to(self, action: Action | None) -> None:

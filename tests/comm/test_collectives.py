@@ -8,6 +8,7 @@ from ranks import run_ranks
 from tensor_parallel import traffic
 
 from hybridpar import comm
+from hybridpar.comm import collectives
 from hybridpar.grid import Axis, ProcessGrid
 
 
@@ -112,6 +113,29 @@ def parts(axis: Axis) -> None:
             assert all((x[a:b] == -1.0).all() for owner, a, b in cut if owner != r)
         work.wait()
     assert n == 1 or all((x[a:b] == 10.0 + owner).all() for owner, a, b in cut)
+
+
+def even_parts() -> bool:
+    """One collective each, as with NCCL, where parts are even and those of all ranks; else one for each part."""
+    axis = ProcessGrid(tp=2).tp
+    collectives._in_one_call = collectives._are_even
+    even, odd = [(0, 0, 3), (1, 3, 6)], [(0, 0, 2), (1, 2, 6)]
+    for cut, names in ((even, ("reduce_scatter", "all_gather")), (odd, ("reduce", "broadcast")),
+                       (even[::-1], ("reduce", "broadcast"))):
+        x = torch.arange(6.0) + axis.rank
+        with traffic(axis, **{names[0]: 1 if cut is even else 2}):
+            comm.reduce_scatter_async(x, cut, axis).wait()
+        start, stop = next((a, b) for owner, a, b in cut if owner == axis.rank)
+        assert torch.equal(x[start:stop], (2 * torch.arange(6.0) + 1)[start:stop])
+        with traffic(axis, **{names[1]: 1 if cut is even else 2}):
+            comm.all_gather_async(x, cut, axis).wait()
+        assert torch.equal(x, 2 * torch.arange(6.0) + 1)
+    return True
+
+
+@pytest.mark.ranks
+def test_even_parts_go_in_one_call() -> None:
+    assert all(run_ranks(even_parts, 2))
 
 
 def scattered_sums(axis: Axis) -> None:

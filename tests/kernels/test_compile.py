@@ -22,6 +22,8 @@ CAPABILITIES = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that a block may have."""
 REGISTERS = 64 * 1024
 """Registers of an SM, and so the most of a block."""
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hybridpar" / "compiled_by_tests"
+"""Machine code, which Triton finds again by all that it is made of: source, options, compilers and target."""
 MODULES = sorted(m.name for m in pkgutil.iter_modules(kernel_specs.__path__))
 KERNELS = Path(__file__).parents[2] / "kernels"
 
@@ -47,8 +49,8 @@ CASES = [(module, kernel, spec, capability) for module in MODULES for kernel, sp
 
 @pytest.mark.parametrize(("module", "kernel", "spec", "capability"), CASES,
                          ids=[f"{m}-{k}-{s}-{c}" for m, k, s, c in CASES])
-def test_compiles_without_spills(module, kernel, spec, capability, tmp_path, monkeypatch, record_property):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_compiles_without_spills(module, kernel, spec, capability, monkeypatch, record_property):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(CACHE))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     used = compiled_resources(module, kernel, spec, capability)
     for name, value in used.items():

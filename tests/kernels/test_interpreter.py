@@ -15,34 +15,31 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 ROOT = Path(__file__).parents[2]
-BACKENDS = "tests/ops/test_backends.py"
 HERE = "not cuda and not threads and not dropout-300x33"  # numpy has no threads; the last: hundreds of programs
-RUNS = {
-    "numbers": (BACKENDS, f"{HERE} and not attention and not memory_held and "
-                "(torch.float32 or torch.float16 and not 300x33)"),
-    "attention": (BACKENDS, f"{HERE} and attention and torch.float32 and (x5x7 or not memory_held and "
-                  "(x70x40 or x33x5 or x1x1))"),
-    "memory": (BACKENDS, f"{HERE} and (strides or memory_held and not attention and torch.float32 and "
-               "(5x1030 or 2x64 or 5x7))"),
-    "update": ("tests/ops/test_update.py", "triton and not cuda and not bfloat16 and (torch.float16-False-nadamw or "
-               "float64-None-True-first or float16-True or directions or extrapolation or square or autograd)"),
-    "addresses": ("tests/ops/test_update.py", "triton and not cuda and any_address and 3-triton"),
-    "embedding": ("tests/ops/test_embedding.py",
-                  "rows_and and triton and not cuda and not float16 and not (many and float64)"),
-    "codecs": ("tests/ops/test_quantize.py tests/ops/test_largest.py tests/ops/test_sparse.py",
-               "not cuda and not threads and not float64 and not bfloat16- and not 200003 and (test_quantize or "
-               "test_sparse and triton and not float32-float32 or test_largest and (False-torch.float32 or "
-               "True-torch.float16 or finite or equal_ones and float32 or more_than))"),
-    "reach": ("tests/kernels/interpreted.py", ""),
+RUNS = {  # each starts a Python, so they are few
+    "backends": ("tests/ops/test_backends.py", [
+        f"{HERE} and not attention and not memory_held and (torch.float32 or torch.float16 and not 300x33)",
+        f"{HERE} and attention and torch.float32 and (x5x7 or not memory_held and (x70x40 or x33x5 or x1x1))",
+        f"{HERE} and (strides or memory_held and not attention and torch.float32 and (5x1030 or 2x64 or 5x7))"]),
+    "others": ("tests/ops/test_update.py tests/ops/test_embedding.py tests/ops/test_quantize.py "
+               "tests/ops/test_largest.py tests/ops/test_sparse.py tests/kernels/interpreted.py", [
+        "test_update and triton and not cuda and not bfloat16 and (torch.float16-False-nadamw or "
+        "float64-None-True-first or float16-True or directions or extrapolation or square or autograd)",
+        "test_update and triton and not cuda and any_address and 3-triton",
+        "test_embedding and rows_and and triton and not cuda and not float16 and not (many and float64)",
+        "not cuda and not threads and not float64 and not bfloat16- and not 200003 and (test_quantize or "
+        "test_sparse and triton and not float32-float32 or test_largest and (False-torch.float32 or True-torch.float16 "
+        "or finite or equal_ones and float32 or more_than))",
+        "interpreted"]),
 }
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", RUNS)
 def test_in_the_interpreter(name):
-    tests, choice = RUNS[name]
-    run = subprocess.run([sys.executable, "-m", "pytest", *tests.split(), "-k", choice, "-p", "no:cacheprovider"],
-                         cwd=ROOT, capture_output=True, text=True,
+    tests, choices = RUNS[name]
+    run = subprocess.run([sys.executable, "-m", "pytest", *tests.split(), "-k", " or ".join(f"({c})" for c in choices),
+                          "-p", "no:cacheprovider"], cwd=ROOT, capture_output=True, text=True,
                          env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     summary = run.stdout.splitlines()[-1]

@@ -69,6 +69,10 @@ def test_a_plan_of_two_cycles() -> None:
     assert found.arena.num_bytes == found.arena.bound == 1536
 
 
+def test_nothing_to_plan() -> None:
+    assert plan_cycle(events((TURN, 0), (TURN, 1))).arena.num_bytes == 0
+
+
 def test_a_block_that_lives_into_the_next_cycle_keeps_out_of_the_way() -> None:
     cycle = ((TURN, 0), (MALLOC, 512), (FREE, 0), (TURN, 1), (MALLOC, 512))
     again = ((TURN, 0), (MALLOC, 512), (FREE, 2), (FREE, 1), (TURN, 1), (MALLOC, 512))

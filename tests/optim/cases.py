@@ -15,9 +15,10 @@ ONE = Axis("tp")
 INIT = Init("normal", 0.02)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Settings:
     name: str = "adamw"
+    spec: str = ""
     lr: float = 1e-2
     min_lr: float = 1e-3
     warmup_steps: int = 0

@@ -173,7 +173,7 @@ def test_the_configuration_names_every_optimizer_and_decay():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_stage_without_parameters_works(name):
-    optimizer = build_optimizer(Settings(name=name), [], ONE)
+    optimizer = build_optimizer(Settings(name=name, spec="optim.rules:Lion" * (name == "own")), [], ONE)
     optimizer.step([], [], lr=1.0, gradient_scale=0.5)
     assert optimizer.num_updates == 1
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -72,7 +73,7 @@ def test_rescaled_rate_returns_to_its_full_value():
     settings = Settings(lr=1.0, decay="constant", staleness="lr_rescale")
     values = [learning_rate(step, settings, 40, delay=1.0) for step in range(6)]
     assert values == pytest.approx([0.5 ** (1 - step / 4) for step in range(5)] + [1.0])
-    settings.staleness_steps = 2
+    settings = replace(settings, staleness_steps=2)
     assert [learning_rate(step, settings, 40, delay=1.0) for step in range(4)] == pytest.approx([0.5, 0.5**0.5, 1, 1])
     assert learning_rate(0, settings, 40) == 1.0  # no delay
     assert learning_rate(0, Settings(lr=1.0, decay="constant"), 40, delay=1.0) == 1.0  # not asked for

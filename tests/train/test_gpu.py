@@ -164,6 +164,14 @@ def test_a_budget(sections: Sections) -> None:
     assert peaks[1] < peaks[0]
 
 
+def test_activations_on_the_host() -> None:
+    """To the bit as where they stay."""
+    config = make({}, {"pipeline": {"schedule": "gpipe"}})
+    away = replace(config, memory=replace(config.memory, offload_activations=MICROBATCHES))
+    kept = replace(config, train=replace(config.train, cuda_graphs=False))
+    assert trained(away, ProcessGrid(), "cuda:0") == trained(kept, ProcessGrid(), "cuda:0")
+
+
 def test_a_run_goes_on_in_one_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """From the checkpoint that two ranks have written while they trained on; evaluated, traced and measured."""
     path = write_config(tmp_path, "1f1b")

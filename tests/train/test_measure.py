@@ -8,7 +8,7 @@ import pytest
 from train.timelines import recorded
 
 from hybridpar.pipeline.plan.action import Action, Kind
-from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.run.recording import Event, Usage
@@ -54,7 +54,9 @@ def test_the_costs_that_actions_were_made_with_are_found_again(schedule: str) ->
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw", "pipedream"])
 def test_parts_of_backwards_are_found_and_add_up_to_them(schedule: str) -> None:
-    costs = replace(COSTS, backward_input=(0.75, 1.0, 1.5))
+    """The first stage's backwards stay whole: of them it is the share of the others'."""
+    first, *others = expand(COSTS.backward, 3)
+    costs = replace(COSTS, backward_input=(first * 2.5 / sum(others), 1.0, 1.5))
     found = measured_costs(recorded(schedule, SIZES, costs, 8, split=True))
     assert numbers(found) == close(replace(COSTS, gather=(0.0,) * 3))
     assert found.backward_input == pytest.approx(costs.backward_input)

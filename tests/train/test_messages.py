@@ -150,6 +150,12 @@ def test_a_recomputed_stage_keeps_its_input_as_it_came() -> None:
     ({"messages_backward": "bf16"}, {"train": {"dtype": "fp16"}},
      "compression.messages_backward = 'bf16': takes 140 bytes for the 70 features of a token (model.hidden_size), "
      "which are 140 bytes in fp16; try none"),
+    ({"tensor": "int8"}, {"parallel": {"sequence": True}},
+     "compression.tensor = 'int8': does not go with parallel.sequence, with which a rank gets its part of a sum alone; "
+     "try none"),
+    ({"tensor": "dct", "messages_kept": 1.0}, {},
+     "compression.tensor = 'dct': takes 289 bytes for the 70 features of a token (model.hidden_size), which are 280 "
+     "bytes in fp32; try none"),
     ({"messages": "dct", "messages_kept": 1.0}, {},
      "compression.messages = 'dct': takes 289 bytes for the 70 features of a token (model.hidden_size), which are 280 "
      "bytes in fp32; try none"),

@@ -21,18 +21,19 @@ def config(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> C
     return make(model, pipeline=pipeline, **sections)
 
 
-def holds(grid: dict[str, int], on: Config, disturbance: Disturbance = CALM, num_batches: int = 5) -> None:
+def holds(grid: dict[str, int], on: Config, disturbance: Disturbance = CALM, num_batches: int = 4) -> None:
     report = verify(on, grid, num_batches, disturbance)
     assert report.ok, report.first_divergence
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("disturbance", [CALM, Disturbance(frozenset({1, 2}), 2)], ids=["calm", "nan-resumed"])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_whole_grid(zero: int, disturbance: Disturbance) -> None:
     holds({"tp": 2, "pp": 2, "dp": 2}, config(DROPOUT, parallel={"zero": zero}), disturbance)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("grid", [{"dp": 3}, {"pp": 4}, {"pp": 2, "dp": 3}], ids=str)
 @pytest.mark.parametrize("optim", ["adamw", "lamb", "sgd", "muon"])
 def test_sharded_optimizer_state(optim: str, grid: dict[str, int]) -> None:
@@ -42,7 +43,7 @@ def test_sharded_optimizer_state(optim: str, grid: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "pipedream"])
 def test_sharded_optimizer_state_under_every_schedule(schedule: str) -> None:
-    holds({"pp": 2, "dp": 2}, config(parallel=ZERO, pipeline={"schedule": schedule}))
+    holds({"pp": 2, "dp": 2}, config(parallel=ZERO, pipeline={"schedule": schedule}), num_batches=3)
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
@@ -50,7 +51,7 @@ def test_rows_that_several_tensor_ranks_hold_are_not_shared_out(optim: str) -> N
     holds({"tp": 4, "dp": 2}, config(LLAMA, parallel=ZERO, optim={"name": optim}, pipeline={"num_microbatches": 2}))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("p", "m", "early_switch"), [
     (1, 4, 0), (1, 4, 2), (2, 4, 0), (2, 4, 1), (2, 4, 3), (3, 5, 0), (3, 5, 2), (4, 8, 1), (4, 4, 1),
 ])
@@ -69,7 +70,7 @@ def test_options_of_the_schedule(pipeline: dict[str, Any]) -> None:
     holds({"pp": 3}, config(pipeline=pipeline), RESUMED)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("staleness", ["extrapolation", "prediction", "nesterov", "lr_rescale"])
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_staleness_corrections(optim: str, staleness: str) -> None:

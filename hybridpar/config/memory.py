@@ -1,0 +1,90 @@
+"""The section [memory]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from hybridpar.config.typed import Count
+from hybridpar.errors import Problem
+
+if TYPE_CHECKING:
+    from hybridpar.config.sections import Config
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Where the state of training is kept: weights, gradients, master copy and the optimizer's state.
+
+    With a budget, what is needed soon is in memory and the rest in a file (of a GPU: in memory of the host). What comes
+    when is known from the plan, so the least is moved, ahead of its use. Losses and weights stay the same to the bit.
+    """
+
+    budget: Count = 0
+    """Bytes of memory that the state of a process may take; 0: as much as it needs."""
+    folder: str = ""
+    """Folder of that file, on a fast disk of the machine; empty: the run's."""
+    parts: Count = 0
+    """Parts that a stage's blocks are cut into, of which one is computed with at a time; 0: each block is one where
+    there is a budget, the host updates, or parallel.zero is 2 or 3, else the stage is whole."""
+    host_optimizer: bool = False
+    """The optimizer's state and the master copy are in the memory of the host, which makes the new weights beside
+    training: gradients go there, weights come back. Under schedule 2bw training waits for neither, where a batch is
+    long enough; `hybridpar check` says. Muon's matrices stay. Losses and weights stay the same to the bit."""
+    offload_activations: int | tuple[int, ...] | Literal["auto"] = 0
+    """Micro-batches of a rank whose activations wait for their backward in a file in `folder`, not in memory, at once:
+    at most two fewer than it has in flight. They come back ahead of it. Losses and weights stay the same to the bit.
+    A list has a number for each rank of a pipeline; "auto": as many on each as cost no time, measured at the start."""
+
+    @property
+    def num_away(self) -> int | tuple[int, ...]:
+        """offload_activations; "auto" counts as 0 until it is measured."""
+        return 0 if self.offload_activations == "auto" else self.offload_activations
+
+    def on_another_grid(self) -> MemoryConfig:
+        """The same without numbers of micro-batches by rank, which are those of one grid."""
+        if not isinstance(self.offload_activations, tuple):
+            return self
+        return replace(self, offload_activations=0 if self.budget else "auto")
+
+    def conflicts(self, config: Config) -> Iterator[Problem]:
+        away = self.offload_activations
+        for reason in self._against_offload(config) if away != 0 else ():
+            yield Problem("memory.offload_activations", list(away) if isinstance(away, tuple) else away, reason, "0")
+        if self.budget and config.optim.staleness == "prediction":
+            yield Problem("memory.budget", self.budget, "does not go with optim.staleness = prediction, which keeps a "
+                          "second copy of all weights for evaluations", "0")
+        if self.host_optimizer:
+            yield from self._host_conflicts(config)
+
+    def _against_offload(self, config: Config) -> Iterator[str]:
+        """What is wrong with activations in a file: their number, and settings that they do not go with."""
+        numbers, pp = (self.num_away,) if isinstance(self.num_away, int) else self.num_away, config.parallel.pp
+        if min(numbers, default=0) < 0:
+            yield "must not be negative"
+        if self.num_away == numbers and len(numbers) != pp:
+            yield f"must have a number for each of the {pp} ranks of a pipeline"
+        if config.train.device == "cuda" and self.offload_activations == "auto":
+            yield "works on CPUs so far, and train.device is cuda"
+        if config.train.record_memory:
+            yield f"does not go with train.record_memory = {config.train.record_memory}"
+        if self.budget and self.offload_activations == "auto":
+            yield f"does not go with memory.budget = {self.budget}, whose moves take the time of the same disk"
+
+    def _host_conflicts(self, config: Config) -> Iterator[Problem]:
+        optim = config.optim
+        if self.budget:
+            yield Problem("memory.budget", self.budget, "does not go with memory.host_optimizer, which keeps in memory "
+                          "all that it updates", "0")
+        if config.train.device == "cuda" and optim.name == "muon":
+            yield Problem("optim.name", "muon", "works with memory.host_optimizer on CPUs so far", "adamw")
+        if optim.name == "lamb":
+            yield Problem("optim.name", "lamb", "does not go with memory.host_optimizer: it takes norms of whole "
+                          "parameters, over ranks", "adamw")
+        if not config.norms_first:
+            yield Problem("optim.clip_grad", optim.clip_grad, "must be above 0 with memory.host_optimizer and schedule "
+                          "pipedream: the host waits for the norm", "1.0")
+        if config.train.record_memory:
+            yield Problem("train.record_memory", config.train.record_memory, "does not go with memory.host_optimizer, "
+                          "whose threads it does not see", "0")

@@ -1,0 +1,100 @@
+"""The section [pipeline], and which rank has which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from hybridpar.config.typed import Count, Within
+from hybridpar.errors import Problem
+
+if TYPE_CHECKING:
+    from hybridpar.config.sections import Config
+
+
+def rank_of_stage(stage: int, num_ranks: int, placement: str) -> int:
+    """The rank that holds a stage. loop: round and round; v: there and back, and there again where it has more."""
+    turn, rank = divmod(stage, num_ranks)
+    return num_ranks - 1 - rank if placement == "v" and turn % 2 else rank
+
+
+FOUND = ("split", "chunks", "warmup", "early_switch", "split_backward", "placement", "activations", "order",
+         "zero_bubble")
+"""Settings of the pipeline that pipeline.schedule = "auto" finds."""
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "2bw", "pipedream", "own", "auto"] = "1f1b"
+    """auto: the fastest of those that train the same and fit into memory, with its chunks, placement, warm-up, split
+    backwards and order: measured and simulated before the first step."""
+    num_microbatches: Annotated[int, Within(1, 2**20)] = 4
+    """Micro-batches a batch for each data-parallel replica (gradient accumulation when pp = 1)."""
+    split: tuple[int, ...] = ()
+    """Blocks of each stage, embedding and head included; empty: balanced by cost."""
+    chunks: Count = 0
+    """interleaved, own: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 2, own: 1. placement v: an
+    even number; 0: 2. All others have one."""
+    recompute: str = "none"
+    """Layers whose activations are recomputed in the backward pass: 'none', 'all', or a list such as '0,2-5'; or
+    'stage' (every stage keeps nothing but its input), 'stage:0,2-3' (those stages); or 'selective', 'selective:0,2-5':
+    outputs of norms and activations alone, which costs little time."""
+    warmup: Literal["depth", "latency", "bandwidth"] = "depth"
+    """Forwards that stage r runs ahead: p-1-r; 2(p-1-r), which hides transfers that take half a forward and backward;
+    2bw alone: 3(p-1-r), which hides those that take a whole one."""
+    early_switch: int | Literal["off", "auto"] = "off"
+    """2bw: L, where only the first pp-1+L micro-batches of a batch use the older weights; 'off': all of them do, as in
+    the paper; 'auto': the smallest L that costs no time, measured before the first step."""
+    gradient_buffers: Literal[0, 1, 2] = 0
+    """2bw: 2 lets a batch accumulate while the one before is reduced and applied; 1 saves the memory and waits.
+    0: what the schedule can use."""
+    split_backward: bool = False
+    """A backward runs in two parts: the gradient of a stage's input leaves for the stage before while those of its
+    weights are still computed. Losses and weights stay the same to the bit; each part keeps its inputs for longer."""
+    placement: Literal["loop", "v"] = "loop"
+    """Stages of a rank where it holds several. loop: stage c * pp + r is chunk c of rank r. v, with 1f1b, 2bw or
+    own, and split_backward: two on each, stage r and stage 2 * pp - 1 - r; so embedding and head are on one rank. With
+    chunks = 4 and more, there and back again; not 2bw."""
+    activations: Literal["full", "half", "min"] = "full"
+    """placement v: what a rank keeps for backwards at most. full: as much as 1f1b's first rank (ZB-V, the fewest gaps);
+    half: about a half of that (V-Half); min: about a third (V-Min), which has gaps where I or W takes longer than F."""
+    order: tuple[str, ...] = ()
+    """own: for each rank what it computes of a batch, such as "F0 F1 B0 B1": forwards and backwards of micro-batches of
+    the batch; with split_backward I (gradient of the input) and W (of the weights) may stand for B. Where a rank holds
+    several stages F0b, F0c .. are of its second, third .."""
+    zero_bubble: bool = False
+    """1f1b and interleaved, with split_backward: gradients of weights wait until the pipeline drains, which they fill;
+    on each rank of as many micro-batches as it holds fewer than the first."""
+    sync_steps: Annotated[int, Within(0, 2**40)] = 0
+    """2bw, pipedream: the first steps run as 1f1b, without stale gradients."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of the model on each rank."""
+        if self.placement == "v":
+            return self.chunks or 2
+        return {"interleaved": self.chunks or 2, "own": self.chunks or 1}.get(self.schedule, 1)
+
+    def conflicts(self, config: Config) -> Iterator[Problem]:
+        if self.schedule == "auto":
+            rule = "is what is found with pipeline.schedule = auto"
+            yield from (Problem(f"pipeline.{f.name}", getattr(self, f.name), rule, f"leave it out ({f.default})")
+                        for f in fields(self) if f.name in FOUND and getattr(self, f.name) != f.default)
+            return
+        if self.early_switch == "auto" and self.schedule != "2bw":
+            rule = f"schedule {self.schedule} has no such option, only 2bw"
+            yield Problem("pipeline.early_switch", "auto", rule, "off")
+        if self.zero_bubble and not self.split_backward:
+            yield Problem("pipeline.split_backward", "false", "must be true with pipeline.zero_bubble, which moves the "
+                          "second part of a backward", "true")
+        if self.placement == "v" and not self.split_backward:
+            yield Problem("pipeline.split_backward", "false", "must be true with pipeline.placement = v, whose order "
+                          "is of both parts of a backward", "true")
+        if not self.split_backward and any(word[0] in "IW" for line in self.order for word in line.split()):
+            yield Problem("pipeline.split_backward", "false", "must be true where pipeline.order has I and W", "true")
+        if self.placement == "v" and self.early_switch == "auto":
+            yield Problem("pipeline.early_switch", "auto", "pipeline.placement = v has no early switch", "off")
+        if self.activations != "full" and (self.placement != "v" or self.schedule == "own"):
+            rule = "needs pipeline.placement = v and schedule 1f1b or 2bw"
+            yield Problem("pipeline.activations", self.activations, rule, "full")
