@@ -1,4 +1,4 @@
-"""Claim: over the manual plan for 512 devices, ours gain what NEST's do with the same models, devices and limits.
+"""Gains over the manual plan for 512 devices, ours beside NEST's, with the same models, devices and limits.
 
     python -m benchmarks.nest
 

@@ -23,6 +23,7 @@ from hybridpar.models.build import build_blocks
 from hybridpar.planner.candidates import Request
 from hybridpar.planner.cluster import estimate, measured_machine
 from hybridpar.planner.cost import StepCost
+from hybridpar.planner.fewer import least_work
 from hybridpar.planner.hardware import Cluster, find_device, find_link
 from hybridpar.planner.measure_machine import measure_machine
 from hybridpar.planner.memory import MemoryCheck
@@ -132,7 +133,9 @@ def test_a_split_has_equal_times_and_a_changed_model_is_noticed() -> None:
     found = search(replace(base, parallel=ParallelConfig()), measured_machine(profile(base, kinds), 2),
                    Request(keep={"pp": 2, "dp": 1}, schedules=("1f1b",), split_backward=False))
     assert found.ranked[0].config.pipeline.split == (4, 3), "8 and 6 units of time"
-    cost = StepCost(found.ranked[0].config, measured_machine(profile(base, kinds), 2))
+    machine = measured_machine(profile(base, kinds), 2)
+    assert least_work(base, machine) == pytest.approx(3 * (8.0 + 6.0) / base.train.micro_batch_size)
+    cost = StepCost(found.ranked[0].config, machine)
     assert [stage.compute for stage in cost.stages] == [3 * 8.0, 3 * 6.0]
     with pytest.raises(ConfigError, match=r"profile = 'blocks\.1': is a kind of block that it does not have"):
         StepCost(base, measured_machine(profile(base, {"blocks.0": 1.0}), 2))
