@@ -94,7 +94,7 @@ def test_a_small_layer_waits_for_its_launches() -> None:
 @given(st.integers(1, 64), st.sampled_from([2, 4, 8]))
 def test_tensor_parallelism_speeds_up_by_no_more_than_its_size(b: int, tp: int) -> None:
     whole, part = block_times(MODEL, b, V100)[1], block_times(MODEL, b, V100, tp)[1]
-    for one, other in zip(whole, part, strict=True):
+    for one, other in zip(whole[:2], part[:2], strict=True):  # the rest is waiting
         assert 0.95 * one / tp <= other <= 1.05 * one
 
 
