@@ -105,7 +105,7 @@ def oracle(replicas: list[Factors], before: Estimate, num_blocks: int) -> tuple[
 DEEP = {"model": {"num_layers": 4, "hidden_size": 24, "num_heads": 3, "seq_length": 8, "vocab_size": 31}}
 FP64 = {"train": {"dtype": "fp64"}}
 CASES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
-    "2bw, three replicas, a step is skipped": ({"dp": 3}, "2bw", FP64),
+    "2bw, three replicas, a step is skipped": ({"dp": 3}, "2bw", FP64 | {"pipeline": {"num_microbatches": 3}}),
     "1f1b, tp": ({"dp": 2, "tp": 2}, "1f1b", FP64),
     "2bw, split backward, bf16": (
         {"dp": 2, "pp": 2}, "2bw", {"pipeline": {"split_backward": True}, "train": {"dtype": "bf16"}}),
