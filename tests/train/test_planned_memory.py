@@ -88,6 +88,17 @@ def test_bits_are_equal_and_blocks_in_their_places(case: tuple[dict[str, Any], .
         assert counts.num_bytes <= 1.2 * counts.most_living  # these blocks are tiny, and places multiples of 512 bytes
 
 
+@pytest.mark.parametrize(("schedule", "keys"), [
+    ("gpipe", {"offload_activations": 2}), ("1f1b", {"budget": 900_000}), ("2bw", {"host_optimizer": True})], ids=str)
+def test_what_moves_beside_it_changes_no_bit(schedule: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    config = configured(({}, {"schedule": schedule, "num_microbatches": 4}, {"num_layers": 4}, {}))
+    config = replace(config, memory=replace(config.memory, folder=str(tmp_path), **keys))
+    same, counts, _ = compared(config, 12)
+    assert same
+    assert counts.hits > 100
+    assert counts.departed == 0
+
+
 def test_the_arena_is_as_large_as_predicted() -> None:
     config = configured(({}, {"recompute": "1"}, {"hidden_size": 64, "seq_length": 63}, {}))
     _, counts, _ = trained(config, 10)
