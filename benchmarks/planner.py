@@ -340,7 +340,7 @@ def main() -> int:
         times = [r["ratio"] for r in rows if "measured_ms" in r]
         within = sum(abs(ratio - 1) <= TIME_BOUND for ratio in times)
         print(f"{within} of {len(times)} step times within {TIME_BOUND:.0%}")
-        print(write_results("planner", rows, args, meaning=MEANING))
+        print(write_results("planner", rows, args, meaning=MEANING, shapes=MODELS))
         print(json.dumps({"rows": len(rows)}))
     return 0
 
