@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import islice
 
 from hybridpar.config import Config, OptimConfig, PipelineConfig
 from hybridpar.errors import ConfigError, config_error
@@ -174,19 +175,22 @@ def _schedules(
             yield pipeline, optim
             if request.split_backward and pp > 1 and name == "1f1b" and pipeline.warmup == "depth":
                 yield replace(pipeline, zero_bubble=True, split_backward=True), optim
-        if request.split_backward and pp > 1 and name in ("1f1b", "2bw"):
-            yield from ((pipeline, optim) for pipeline in _on_v(base, pp, m, config.model.num_blocks))
+        v_exists = 1 < pp <= config.model.num_blocks // 2 and (
+            name == "1f1b" or (name == "2bw" and base.early_switch == "off"))
+        if request.split_backward and v_exists:
+            made = replace(base, placement="v", split_backward=True, warmup="depth", early_switch="off",
+                           gradient_buffers=0, num_microbatches=m)
+            yield from ((pipeline, optim) for pipeline in islice(on_v(made, pp), 1))
 
 
-def _on_v(base: PipelineConfig, pp: int, m: int, num_blocks: int) -> Iterator[PipelineConfig]:
-    """With two stages on each rank, there and back, for all sizes of what it keeps; it has no early switch."""
-    if 2 * pp > num_blocks or (base.schedule == "2bw" and base.early_switch != "off"):
-        return
-    for activations in ("full", "half", "min"):
-        made = replace(base, placement="v", activations=activations, split_backward=True, warmup="depth", split=(),
-                       early_switch="off", gradient_buffers=0, num_microbatches=m)  # type: ignore[arg-type]
+def on_v(pipeline: PipelineConfig, pp: int, than: str = "") -> Iterator[PipelineConfig]:
+    """A pipeline on a V, for all sizes of what a rank keeps there, or those below `than`; the largest, which has the
+    fewest gaps, first."""
+    sizes = ("full", "half", "min")
+    for activations in sizes[sizes.index(than) + 1 if than else 0 :]:
+        made = replace(pipeline, activations=activations, split=())  # type: ignore[arg-type]
         try:
-            schedule_of(made).check_sizes(Sizes(pp, m, 2, "v"))
+            schedule_of(made).check_sizes(Sizes(pp, made.num_microbatches, 2, "v"))
         except ConfigError:
             continue
         yield made

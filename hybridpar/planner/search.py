@@ -18,11 +18,12 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from hybridpar.config import Config, ModelConfig
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.pipeline.plan.schedules import schedule_of
-from hybridpar.planner.candidates import Candidate, Request, balanced, batch_size, candidates, grids
+from hybridpar.planner.candidates import Candidate, Request, balanced, batch_size, candidates, grids, on_v
 from hybridpar.planner.compressed import CHANGES_TRAINING, with_codecs
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
@@ -111,6 +112,7 @@ class _Search:
         fits = self.memory.fits(candidate.cost)
         self._add_sharded(candidate, only_if_worth=fits)
         if not fits:
+            self._add_leaner(candidate)
             if not self._add_recomputed(candidate):
                 self.failed.append(candidate)
         elif wrong := problems(candidate.config, candidate.cost.machine.num_devices):
@@ -161,6 +163,13 @@ class _Search:
             if self.memory.fits(cheap.cost):
                 self._push(cheap)
         return True
+
+    def _add_leaner(self, candidate: Candidate) -> None:
+        """Also tries a V that keeps less, where there is one."""
+        config = candidate.config
+        if config.pipeline.placement == "v" and not candidate.tried_recomputation:
+            for pipeline in islice(on_v(config.pipeline, candidate.cost.pp, config.pipeline.activations), 1):
+                self._consider_later(balanced(replace(config, pipeline=pipeline), candidate.cost.machine))
 
     def host_updates(self) -> None:
         """Also ranks the best that leave a host slack with the optimizer there, where it is the faster."""
