@@ -178,7 +178,7 @@ class _Full:
             yield kind, stage, k
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1 << 14)
 def most_held(sizes: Sizes, rank: int, activations: str, *, drains: bool) -> int:
     """Micro-batches that a rank holds at most, counted on each chunk."""
     steps = batch_order(sizes, rank, activations) if drains else pattern(
