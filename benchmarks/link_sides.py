@@ -232,7 +232,7 @@ class Side:
             self.engine.schedule, self.engine.sizes, num_batches=16, split=self.method.split), costs).step_time(self.m)
 
     def numbers(self, free: Side) -> dict[str, Any]:
-        """What is known of it, for the result file; `free`: the same method on the link without limit."""
+        """The side as numbers for the result file; `free`: the same method on the link without limit."""
         rounds, wall, wall_free, (num_bytes, messages) = self.rounds, self.wall(), free.wall(), self.sent()
         alone, wire = min(wall_free), self.link.seconds(num_bytes)
         numbers = {

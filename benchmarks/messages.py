@@ -45,7 +45,7 @@ _EVERY = 10
 
 
 def axis_of(codec: str) -> str:
-    """What its ranks are: stages, or parts of layers."""
+    """The axis that a codec compresses the messages of: pp, between stages, or tp, of sums within layers."""
     return "tp" if "tensor" in CODECS[codec] else "pp"
 
 

@@ -177,8 +177,8 @@ class ProcessGrid:
 
     def wait_at_most(self, seconds: float) -> None:
         """Lets communication that begins from now on give up after so long; ranks that compile take longer at first."""
-        groups = {id(axis.group): axis.group for axis in self._axes.values() if axis.group is not None}
-        for group in groups.values():
+        axes = (*self._axes.values(), *self._again.values())
+        for group in {id(axis.group): axis.group for axis in axes if axis.group is not None}.values():
             device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
             group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 

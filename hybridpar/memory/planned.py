@@ -21,7 +21,7 @@ import numpy as np
 
 from hybridpar import native
 from hybridpar.errors import DataError
-from hybridpar.memory.arena import ALIGNMENT, Arena, Block, plan
+from hybridpar.memory.arena import Arena, Block, plan
 from hybridpar.memory.sweep import Ints
 from hybridpar.reading import errors_as, parse_json, read_limited
 
@@ -180,6 +180,3 @@ class Allocator:
         found = np.zeros(8, np.int64)
         self._counts(found.ctypes.data)
         return Counts(*found.tolist())
-
-
-__all__ = ["ALIGNMENT", "Allocator", "Counts", "CycleError", "CyclePlan", "plan_cycle"]

@@ -124,7 +124,7 @@ def _without_costs(config: Config, machine: Machine) -> Iterator[Problem]:
     values = {"memory.host_optimizer": ("true", "false"), "memory.budget": (memory.budget, "0")}
     if machine.device.type != "cpu":
         for field in (field for field, is_set in moved.items() if is_set):
-            yield Problem(field, values[field][0], f"works on CPUs so far, and this is {machine.device.type}",
+            yield Problem(field, values[field][0], f"has known costs on CPUs alone, and this is {machine.device.type}",
                           values[field][1])
     if memory.host_optimizer and config.optim.name not in HOSTED:
         yield Problem("optim.name", config.optim.name, "has no estimated costs with memory.host_optimizer, of which "

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridpar import checkpoint
 from hybridpar.comm.ranks import run_on_ranks
-from hybridpar.config import Config
+from hybridpar.config import Config, ModelConfig
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.grid import ProcessGrid, sizes_of
@@ -137,6 +137,12 @@ def verify(config: Config, grid: Mapping[str, int], num_batches: int = 4, distur
     if config.feeds_back:
         raise config_error("compression.gradients", config.compression.gradients,
                            "sends a part of the gradients, and the oracle has all of them", "none")
+    model = config.model
+    if (config.compression.tensor != "none" and isinstance(model, ModelConfig) and model.kv_heads < model.num_heads
+            and model.kv_heads % sizes["tp"]):
+        raise config_error("compression.tensor", config.compression.tensor, "has no oracle where tensor-parallel ranks "
+                           f"share heads of keys and values: model.num_kv_heads = {model.kv_heads} is no multiple of "
+                           f"tp = {sizes['tp']}", "none")
     parallel = replace(config.parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])
     memory = config.memory if parallel.pp == config.parallel.pp else config.memory.on_another_grid()
     config = replace(config, parallel=parallel, train=replace(config.train, dtype="fp64", device="cpu"), memory=memory,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch._dynamo  # recomputation imports it: here once, else in every rank 
 from train.runs import run_job, write_config
 
 from hybridpar.config import Config, from_mapping
+from hybridpar.errors import ConfigError
 from hybridpar.verify import oracle as oracle_module
 from hybridpar.verify import replay as replay_module
 from hybridpar.verify.replay import replay
@@ -74,6 +76,13 @@ def test_what_messages_lose_is_seen(monkeypatch: pytest.MonkeyPatch):
     assert report.first_divergence is not None
     assert report.worst["loss"].error > 1e-9
     assert verify(make({"tensor": "int8"}), {"tp": 2}, 1).worst["loss"].error > 1e-9
+
+
+def test_sums_of_shared_heads_have_no_oracle() -> None:
+    config = make({"tensor": "int8"})
+    config = replace(config, model=replace(config.transformer, num_kv_heads=1))
+    with pytest.raises(ConfigError, match=r"compression.tensor = 'int8': .*num_kv_heads = 1 .* tp = 2; try none"):
+        verify(config, {"tp": 2}, 1)
     alone = verify(make(INT8, pipeline={"split": (5, 1)}), {"pp": 2}, 1)
     assert alone.ok, "a head that is a stage of its own gets exact activations"
 
