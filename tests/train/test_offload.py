@@ -235,7 +235,7 @@ def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypat
     ({"memory": {"offload_activations": [1, 2]}}, r"\[1, 2\]: must have a number for each of the 1 ranks"),
     ({"memory": {"offload_activations": 1}, "train": {"record_memory": 1}}, r"1: .*train\.record_memory = 1; try 0"),
     ({"memory": {"offload_activations": "auto"}, "train": {"device": "cuda"}},
-     r"'auto': .*train\.device is cuda; try 0")],
+     r"'auto': .*train\.device is cuda, where a number does; try 0")],
     ids=str)
 def test_what_it_does_not_go_with(sections: dict[str, Any], message: str) -> None:
     problems = [str(problem) for problem in from_mapping(sections).conflicts()]
