@@ -33,6 +33,7 @@ from hybridpar.pipeline.plan.prove import prove
 from hybridpar.train.engine import Engine
 from hybridpar.train.policy import StepResult
 from hybridpar.validate import problems, resolve
+from hybridpar.watch import Board
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = {"vit": {"depth": 2, "width": 24, "heads": 3, "image": 16}, "mixer": {"depth": 2, "width": 16, "image": 16},
@@ -152,6 +153,8 @@ def test_a_run_is_started_again_and_replayed(tmp_path: Path, monkeypatch: pytest
     code, out = supervised("train", *flags, "--run.name=killed", "--ranks", "2", "--inject", "kill rank 1 at step 4")
     assert code == 0, out
     assert "going on after step 2" in out
+    seen = Board(Path("runs/killed")).look()
+    assert (seen["latest"]["step"], len(seen["failures"]), len(seen["memory"])) == (4, 1, 2)
     again = subprocess.run([sys.executable, "-m", "hybridpar", "replay", "runs/killed", "--step", "3"], check=False,
                            env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
