@@ -15,13 +15,11 @@ Units: seconds, bytes.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Protocol
 
 import torch
 
@@ -48,32 +46,24 @@ _ROOM = 4
 """Items that have room at a time: one in use, one that comes, and room for two."""
 
 
-class Moving(Protocol):
-    """What comes and goes with the blocks of a pass, by their places in it. num_bytes: of a pass, at the begin of which
-    what its first block needs is here."""
+class Moving:
+    """What comes and goes with the blocks of a pass, by their places in it; of this class, nothing. num_bytes: of a
+    pass, at the begin of which what its first block needs is here."""
 
-    num_bytes: int
+    num_bytes = 0
 
     def before(self, place: int, following: int | None, *, backward: bool) -> None:
         """A block is to compute, and then another one (None: none)."""
+
     def after(self, place: int, *, backward: bool) -> None:
         """It has."""
+
     def end(self) -> None:
         """The pass is over."""
 
 
-class Nothing:
-    """Nothing moves."""
-
-    num_bytes = 0
-
-    def before(self, place: int, following: int | None, *, backward: bool) -> None: ...
-    def after(self, place: int, *, backward: bool) -> None: ...
-    def end(self) -> None: ...
-
-
-class Shared:
-    """Chunks of some blocks that the replicas of `grid` share. kind: 'weights', which are gathered, or 'gradients'."""
+class Shared(Moving):
+    """Chunks of some blocks, one of 'weights' or 'gradients', that the replicas of `grid` share."""
 
     def __init__(self, config: Config, numbers: Sequence[int], grid: ProcessGrid, kind: str):
         policy = StatePolicy.of(replace(
@@ -87,50 +77,66 @@ class Shared:
         memory = WholeChunks(torch.device("cpu"), policy)
         dtype = parameters.dtype if kind == "weights" else parameters.master_dtype
         whole = Buffer(parameters.layout, dtype, memory, cut(parameters.layout, uses), f"{kind}/0")
-        self._shares, self._sums_up = Shares(partition, whole, dtype, memory), kind == "gradients"
+        self.shares = Shares(partition, whole, dtype, memory)
         self.chunks = [[chunk for chunk in memory.chunks if chunk.use.parts[0] == i] for i in range(len(numbers))]
-        self._under_way: dict[int, list[tuple[WholeChunk, Works]]] = {}
-        self._sums: deque[int] = deque()
-        sizes = [sum(chunk.num_bytes for chunk in chunks) for chunks in self.chunks]
-        self.num_bytes = sum(sizes) if self._sums_up else 2 * sum(sizes) - sizes[0]
+        self.sizes = [sum(chunk.num_bytes for chunk in chunks) for chunks in self.chunks]
+        self.under_way: dict[int, list[Works]] = {}
+
+
+class Gathers(Shared):
+    """Weights, which are gathered for every forward and every backward."""
+
+    def __init__(self, config: Config, numbers: Sequence[int], grid: ProcessGrid):
+        super().__init__(config, numbers, grid, "weights")
+        self.num_bytes = 2 * sum(self.sizes) - self.sizes[0]
 
     def before(self, place: int, following: int | None, *, backward: bool) -> None:
-        if self._sums_up:
-            while backward and len(self._sums) > 1:
-                self._complete(self._sums.popleft())
-            for chunk in self.chunks[place] if backward else ():
-                chunk.take()
-            return
         for one in (place, following):
-            if one is not None and one not in self._under_way:
-                self._under_way[one] = [self._gather(chunk) for chunk in self.chunks[one]]
-        for _, works in self._under_way[place]:
+            if one is not None and one not in self.under_way:
+                self.under_way[one] = [self._gather(chunk) for chunk in self.chunks[one]]
+        for works in self.under_way[place]:
             works.wait()
 
     def after(self, place: int, *, backward: bool) -> None:
-        if not self._sums_up:
-            for chunk, _ in self._under_way.pop(place):
-                chunk.give_back()
-        elif backward:
-            self._under_way[place] = [(chunk, self._shares.reduce_scatter(chunk.use)) for chunk in self.chunks[place]]
-            self._sums.append(place)
-
-    def end(self) -> None:
-        while self._sums:
-            self._complete(self._sums.popleft())
-
-    def _gather(self, chunk: WholeChunk) -> tuple[WholeChunk, Works]:
-        chunk.take()
-        return chunk, self._shares.gather(chunk.use)
-
-    def _complete(self, place: int) -> None:
-        for chunk, works in self._under_way.pop(place):
-            works.wait()
-            self._shares.take(self._shares.names(chunk.use), add=True)
+        del self.under_way[place]
+        for chunk in self.chunks[place]:
             chunk.give_back()
 
+    def _gather(self, chunk: WholeChunk) -> Works:
+        chunk.take()
+        return self.shares.gather(chunk.use)
 
-class InFile:
+
+class Sums(Shared):
+    """Gradients, which are summed after every backward, and awaited before the second one after it."""
+
+    def __init__(self, config: Config, numbers: Sequence[int], grid: ProcessGrid):
+        super().__init__(config, numbers, grid, "gradients")
+        self.num_bytes = sum(self.sizes)
+
+    def before(self, place: int, following: int | None, *, backward: bool) -> None:
+        if backward:
+            self._complete(1)
+            for chunk in self.chunks[place]:
+                chunk.take()
+
+    def after(self, place: int, *, backward: bool) -> None:
+        if backward:
+            self.under_way[place] = [self.shares.reduce_scatter(chunk.use) for chunk in self.chunks[place]]
+
+    def end(self) -> None:
+        self._complete(0)
+
+    def _complete(self, left: int) -> None:
+        """Ends the oldest sums but so many."""
+        for place in list(self.under_way)[: len(self.under_way) - left]:
+            for chunk, works in zip(self.chunks[place], self.under_way.pop(place), strict=True):
+                works.wait()
+                self.shares.take(self.shares.names(chunk.use), add=True)
+                chunk.give_back()
+
+
+class InFile(Moving):
     """An item of so many bytes for each block. changed: they are written back. Raises: HybridparError: no room."""
 
     def __init__(self, folder: Path, sizes: Sequence[int], *, changed: bool):
@@ -177,11 +183,10 @@ def measure_beside(config: Config, world: Axis, folder: Path, *, quick: bool) ->
     """Seconds of its own that a rank takes for a GiB, by what moves: 'gathers', 'sums', 'reads', 'writes'; 0: not
     measured, as there is one rank, or no room. Collectives: on all ranks of the job."""
     bench = Bench(config, config.train.micro_batch_size, Axis("tp"), torch.device("cpu"))
-    moves: dict[str, Moving] = {"": Nothing()}
+    moves = {"": Moving()}
     if world.size > 1:
         grid = ProcessGrid(dp=world.size)
-        moves |= {"gathers": Shared(config, bench.numbers, grid, "weights"),
-                  "sums": Shared(config, bench.numbers, grid, "gradients")}
+        moves |= {"gathers": Gathers(config, bench.numbers, grid), "sums": Sums(config, bench.numbers, grid)}
     files = _files(bench, folder)
     if all(gather_objects(bool(files), world)):
         moves |= zip(("reads", "writes"), files, strict=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from planner import made
 
+from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.memory.silent import silent_axis
 from hybridpar.planner.bench import Bench
-from hybridpar.planner.beside import InFile, Shared, a_pass
+from hybridpar.planner.beside import Gathers, InFile, Shared, Sums, a_pass
 from hybridpar.state.store import padded
 
 CPU = torch.device("cpu")
@@ -22,10 +24,12 @@ def bench() -> Bench:
     return Bench(made.config(tie_embeddings=False), 1, Axis("tp"), CPU)
 
 
-@pytest.mark.parametrize(("kind", "op", "times"), [("weights", "broadcast", 2), ("gradients", "reduce", 1)])
-def test_every_blocks_chunk_is_gathered_twice_or_summed_once(bench: Bench, kind: str, op: str, times: int) -> None:
+@pytest.mark.parametrize(("make", "op", "times"), [(Gathers, "broadcast", 2), (Sums, "reduce", 1)])
+def test_every_blocks_chunk_is_gathered_twice_or_summed_once(
+    bench: Bench, make: Callable[[Config, Sequence[int], ProcessGrid], Shared], op: str, times: int,
+) -> None:
     grid = ProcessGrid.of(silent_axis("dp", 2))
-    shared = Shared(bench.config, bench.numbers, grid, kind)
+    shared = make(bench.config, bench.numbers, grid)
     chunks = [chunk for of_block in shared.chunks for chunk in of_block]
     assert len(shared.chunks) == len(bench.units)
     assert all(shared.chunks)
