@@ -7,13 +7,15 @@
 
 What such a pass takes more, though all of it is under way while blocks compute, is what no bandwidth says: CPU time for
 calls, copies and pages that change hands, and time in which ranks wait for each other. Not counted is how long a rank
-has no core, which is other programs' doing where it is not that of the CPU time.
+has no core, which is other programs' doing where it is not that of the CPU time; and waiting where a link between hosts
+is crossed, whose time is known.
 
 Units: seconds, bytes.
 """
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -226,7 +228,8 @@ def _seconds(bench: Bench, moves: dict[str, Moving], world: Axis, passes: int) -
             if i:
                 wall, own = wall + there, own + mine
                 taken[name].append((time.process_time() - busy, mine - thread))
-    share = own / wall  # of the time, that it had a core: where it seldom has, others let it wait as long
+    # of the time, that it had a core: where it seldom has, others let it wait as long; between hosts, the link does
+    share = own / wall if len(set(gather_objects(platform.node(), world))) == 1 else 0.0
     typical = {name: sum(median(column) * weight for column, weight in zip(zip(*rows, strict=True), (1, share),
                                                                          strict=True))
                for name, rows in taken.items()}
