@@ -201,15 +201,15 @@ def add_communication(
 def merge_backward(actions: Iterable[Action], sizes: Sizes) -> Iterator[Action]:
     """Makes one B of each I of one rank's actions that its own W follows, with at most receives in between, where no
     other rank waits for what I makes: the first stage sends no gradient, and a rank hands over to itself after both.
-    Receives come where they are with whole backwards."""
+    These receives are posted before it: after it, word of them would reach a distant sender late."""
     held: list[Action] = []  # an I, and the receives since
     for action in actions:
         if held and action.kind in (Kind.RECV_F, Kind.RECV_B):
             held.append(action)
             continue
         if held and replace(held[0], kind=Kind.W) == action:
-            yield replace(held[0], kind=Kind.B)
             yield from held[1:]
+            yield replace(held[0], kind=Kind.B)
             held = []
             continue
         yield from held
