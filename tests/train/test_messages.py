@@ -131,7 +131,7 @@ def test_a_codec_without_a_link_changes_no_bit() -> None:
 ], ids=str)
 def test_predicted_memory_is_the_allocators(compression: dict[str, Any], tp: int, pipeline: dict[str, Any]) -> None:
     pp = len(pipeline.get("split", (0, 0)))
-    agree(small(tp=tp, pp=pp, pipeline=pipeline, compression=compression), 0.02)
+    agree(small(tp=tp, pp=pp, pipeline=pipeline, compression=compression))
 
 
 def test_a_recomputed_stage_keeps_its_input_as_it_came() -> None:

@@ -127,14 +127,11 @@ class Factors(LowRank):
 def orthonormal(x: Tensor) -> Tensor:
     """An orthonormal basis of what the columns of x span, by Gram-Schmidt in float64, twice; columns that nothing is
     left of are zero. Shapes: [rows, columns] -> [rows, columns]."""
-    columns = list(x.double().unbind(1))
+    basis = x.to(torch.float64, copy=True)
     for _ in range(2):
-        done: list[Tensor] = []
-        for column in columns:
-            if done:
-                basis = torch.stack(done, 1)
-                column = column - basis @ (basis.t() @ column)
+        for i, column in enumerate(basis.unbind(1)):
+            done = basis[:, :i]
+            column -= done @ (done.t() @ column)
             length = torch.linalg.vector_norm(column)
-            done.append(torch.where(length == 0, column, column / length))
-        columns = done
-    return torch.stack(columns, 1).to(x.dtype)
+            column /= torch.where(length == 0, 1.0, length)
+    return basis.to(x.dtype)
