@@ -31,8 +31,8 @@ from hybridpar.train.ghost_rank import GhostRank
 _SETTLING, _COUNTED, _AHEAD = 3, 3, 4
 """Batches that are simulated: before those that count, these, and so many that the moves of a budget look ahead."""
 _GRADIENT_BYTES = 4
-HOSTED = ("adamw", "sgd")
-"""Optimizers that a host runs as a whole; of others it is not known how long a part takes."""
+HOSTED = ("adamw", "sgd", "own")
+"""Optimizers that update each element alone; of others it is not known how long a part takes."""
 
 
 class Moves:
@@ -128,7 +128,7 @@ def _without_costs(config: Config, machine: Machine) -> Iterator[Problem]:
                           values[field][1])
     if memory.host_optimizer and config.optim.name not in HOSTED:
         yield Problem("optim.name", config.optim.name, "has no estimated costs with memory.host_optimizer, of which "
-                      f"{' and '.join(HOSTED)} have", HOSTED[0])
+                      f"{', '.join(HOSTED)} have", HOSTED[0])
     if memory.host_optimizer and not (speeds.updated and speeds.copied):
         yield Problem("memory.host_optimizer", "true", "has no costs in this profile", again)
     if memory.budget and not (speeds.read and speeds.written):

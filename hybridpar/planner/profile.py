@@ -28,7 +28,7 @@ from hybridpar.reading import errors_as, nearest_path, read_json
 
 FORMAT = "hybridpar profile 3"
 _BEARS: dict[str, tuple[str, ...]] = {
-    "model": (), "parallel": ("sequence",), "kernels": (), "train": ("dtype",), "optim": ("name", "staleness"),
+    "model": (), "parallel": ("sequence",), "kernels": (), "train": ("dtype",), "optim": ("name", "spec", "staleness"),
 }
 """Keys of the configuration that decide how long blocks take, by section; (): the whole section."""
 _QUIET = 0.9

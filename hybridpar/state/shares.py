@@ -10,9 +10,8 @@ chunk, which is summed over the replicas into their shares, and dropped. Uses th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,37 +20,15 @@ from hybridpar.comm import Works
 from hybridpar.state.chunks import Buffer, Chunk, Memory, Use
 from hybridpar.state.partition import Partition
 from hybridpar.state.policy import StatePolicy
+from hybridpar.state.region import TensorRegion, taken
 
 
-@dataclass(frozen=True, slots=True)
-class WholeChunk:
-    """A chunk that comes and goes. kind: of state, with its number: 'weights/0', 'gradients/1'. memory: a flat tensor,
-    whose storage is empty while the chunk is not here."""
+class WholeChunk(TensorRegion):
+    """A chunk that comes and goes. kind: of state, with its number: 'weights/0', 'gradients/1'. index: that number."""
 
-    kind: str
-    use: Use
-    memory: Tensor
-
-    @property
-    def index(self) -> int:
-        """The number in `kind`: of the version's buffer, or the gradient buffer."""
-        return int(self.kind.rpartition("/")[2])
-
-    @property
-    def num_bytes(self) -> int:
-        return self.memory.nbytes
-
-    @property
-    def is_here(self) -> bool:
-        return self.memory.untyped_storage().nbytes() > 0
-
-    def make(self) -> None:
-        """Takes memory, whose content is anything."""
-        self.memory.untyped_storage().resize_(self.num_bytes)
-
-    def free(self) -> None:
-        """Gives the memory back. Views stay, and have no content."""
-        self.memory.untyped_storage().resize_(0)
+    def __init__(self, kind: str, use: Use, tensor: Tensor):
+        super().__init__(tensor)
+        self.kind, self.use, self.index = kind, use, int(kind.rpartition("/")[2])
 
 
 class WholeChunks(Memory):
@@ -69,27 +46,18 @@ class WholeChunks(Memory):
         found = WholeChunk(kind, chunk.use, torch.empty(chunk.stop - chunk.start, dtype=dtype, device=self.device))
         self._begin(found)
         self.chunks.append(found)
-        return found.memory
+        return found.tensor
 
     def _begin(self, chunk: WholeChunk) -> None:
-        chunk.free()
+        chunk.give_back()
 
     def viewing(self, chunk: Tensor) -> AbstractContextManager[None]:
         return self.writing(chunk)
 
-    @contextmanager
-    def writing(self, *views: Tensor) -> Iterator[None]:
+    def writing(self, *views: Tensor) -> AbstractContextManager[None]:
         """While in it, chunks that these are views of are here. Their content is lost after it: `Shares` keep it."""
         storages = {view.untyped_storage()._cdata for view in views}
-        absent = [chunk for chunk in self.chunks if not chunk.is_here
-                  and chunk.memory.untyped_storage()._cdata in storages]
-        for chunk in absent:
-            chunk.make()
-        try:
-            yield
-        finally:
-            for chunk in absent:
-                chunk.free()
+        return taken(chunk for chunk in self.chunks if chunk.tensor.untyped_storage()._cdata in storages)
 
 
 class ListedChunks(WholeChunks):

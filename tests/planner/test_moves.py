@@ -91,9 +91,10 @@ def test_cpu_time_of_a_file_is_the_ranks_own_where_cores_are_few(cores: int, hid
         assert busy > free
 
 
-@pytest.mark.parametrize(("cores", "hides"), [(8, True), (1, False)])
-def test_a_host_hides_only_where_cores_are_idle(cores: int, hides: bool) -> None:
-    plain = made.config(m=6, b=1, schedule="2bw", **LARGE)
+@pytest.mark.parametrize(("cores", "hides", "optim"), [
+    (8, True, OptimConfig()), (1, False, OptimConfig(name="own", spec="optim.rules:Lion"))])
+def test_a_host_hides_only_where_cores_are_idle(cores: int, hides: bool, optim: OptimConfig) -> None:
+    plain = replace(made.config(m=6, b=1, schedule="2bw", **LARGE), optim=optim)
     on = machine(plain, 1, update=1.0, cores=cores)
     number = StepCost(plain, on).ranks[0].parameters
     on = replace(on, profile=replace(on.profile, state=StateSpeeds(updated=number / 8.0, copied=1e12)))

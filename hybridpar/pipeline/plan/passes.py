@@ -202,7 +202,7 @@ def add_communication(
 def merge_backward(actions: Iterable[Action], sizes: Sizes) -> Iterator[Action]:
     """Makes one B of each I of one rank's actions that its own W follows, with at most receives in between, where no
     other rank waits for what I makes: the first stage sends no gradient, and a rank hands over to itself after both.
-    Receives come where they are with whole backwards."""
+    These receives are posted before it: after it, word of them would reach a distant sender late."""
     held: list[Action] = []  # an I, and the receives since
     unsent = {stage for stage in range(sizes.num_stages) if sizes.peer(stage, -1) is None}
     for action in actions:
@@ -210,8 +210,8 @@ def merge_backward(actions: Iterable[Action], sizes: Sizes) -> Iterator[Action]:
             held.append(action)
             continue
         if held and action == Action(Kind.W, held[0].stage, held[0].microbatch, held[0].version):
-            yield Action(Kind.B, action.stage, action.microbatch, action.version)
             yield from held[1:]
+            yield Action(Kind.B, action.stage, action.microbatch, action.version)
             held = []
             continue
         yield from held

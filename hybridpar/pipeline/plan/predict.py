@@ -121,10 +121,12 @@ class Ordering:
 
         With a NORM all ranks begin their updates at once, and nothing else is under way then: what follows until the
         next ones is a batch. Where work shares cores with an update, or receives that are posted before it take time,
-        more are simulated.
+        or word of them longer than a forward, more are simulated.
         """
         calls = any(costs.calls.get(kind) for kind in (Kind.RECV_F, Kind.RECV_B))
-        if not self.clip or calls or costs.cores or costs.blocking or costs.variation or self.offload or self.host:
+        far = max(expand(costs.latency, sizes.num_links), default=0.0) > min(expand(costs.forward, sizes.num_stages))
+        others = costs.cores or costs.network or costs.blocking or costs.variation or self.offload or self.host
+        if not self.clip or calls or far or others:
             timeline = self.timeline(sizes, costs)
             return timeline, timeline.step_time(sizes.num_microbatches)
         update, gather = (expand(each, sizes.num_ranks) for each in (costs.update, costs.gather))

@@ -4,10 +4,11 @@ The rules are those of the executor, so a plan that ends here cannot deadlock th
 
     F, B, I   wait for their receive (F also for the gather of its weights), then take the rank's time
     W         takes the rank's time
-    SEND      returns at once. A transfer starts when it was sent, the receive is posted and the one before it on
-              that link is over (there is no mailbox), and takes `transfer`; it arrives `latency` later. With
-              `serial_links`, all transfers of a rank on one axis, SEND_F and RECV_F, or SEND_B and RECV_B, go one by
-              one in the order they were issued: so does NCCL where the axis has one communicator
+    SEND      returns at once. A transfer starts when it was sent, word of the posted receive is there (there is no
+              mailbox; word takes `latency`) and the one before it on that link is over, and takes `transfer`; it
+              arrives `latency` later. With `serial_links`, all transfers of a rank on one axis, SEND_F and RECV_F, or
+              SEND_B and RECV_B, go one by one in the order they were issued: so does NCCL where the axis has one
+              communicator
     RECV      posts the receive, returns at once
     REDUCE    returns at once, ends `reduce` later; with `tied` the end stages meet in it
     NORM      returns at once, ends `norm` after the last stage has issued it and ended its REDUCE
