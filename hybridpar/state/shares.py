@@ -9,7 +9,7 @@ chunk, which is summed over the replicas into their shares, and dropped. Uses th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -26,11 +26,12 @@ from hybridpar.state.policy import StatePolicy
 @dataclass(frozen=True, slots=True)
 class WholeChunk:
     """A chunk that comes and goes. kind: of state, with its number: 'weights/0', 'gradients/1'. memory: a flat tensor,
-    whose storage is empty while the chunk is not here."""
+    whose storage is empty while the chunk is not here. listeners: are called with it when it has come or gone."""
 
     kind: str
     use: Use
     memory: Tensor
+    listeners: list[Callable[[WholeChunk], object]]
 
     @property
     def index(self) -> int:
@@ -46,33 +47,47 @@ class WholeChunk:
         return self.memory.untyped_storage().nbytes() > 0
 
     def make(self) -> None:
-        """Takes memory, whose content is anything."""
-        self.memory.untyped_storage().resize_(self.num_bytes)
+        """Takes memory, whose content is anything, if it has none."""
+        if not self.is_here:
+            self._resize(self.num_bytes)
+            self._tell()
 
     def free(self) -> None:
-        """Gives the memory back. Views stay, and have no content."""
-        self.memory.untyped_storage().resize_(0)
+        """Gives the memory back, if there is any. Views stay, and have no content."""
+        if self.is_here:
+            self._resize(0)
+            self._tell()
+
+    def _tell(self) -> None:
+        for listener in self.listeners:
+            listener(self)
+
+    def _resize(self, num_bytes: int) -> None:
+        self.memory.untyped_storage().resize_(num_bytes)
 
 
 class WholeChunks(Memory):
     """Memory of a device, where the chunks that replicas share come and go: `chunks`, in the order in which they were
-    asked for. At the start none is here."""
+    asked for. At the start none is here. `listeners`: as a chunk's."""
+
+    chunk = WholeChunk
 
     def __init__(self, device: torch.device, policy: StatePolicy):
         super().__init__(device)
         self.chunks: list[WholeChunk] = []
+        self.listeners: list[Callable[[WholeChunk], object]] = []
         self._kinds = ("gradients/",) * policy.splits_gradients + ("weights/",) * policy.splits_weights
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         if chunk.use.stays or not kind.startswith(self._kinds):
             return super().zeros(kind, chunk, dtype)
-        found = WholeChunk(kind, chunk.use, torch.empty(chunk.stop - chunk.start, dtype=dtype, device=self.device))
-        self._begin(found)
-        self.chunks.append(found)
-        return found.memory
+        flat = torch.empty(chunk.stop - chunk.start, dtype=dtype, device=self.device)
+        self.chunks.append(self.chunk(kind, chunk.use, flat, self.listeners))
+        self.chunks[-1].free()
+        return flat
 
-    def _begin(self, chunk: WholeChunk) -> None:
-        chunk.free()
+    def _storage(self, view: Tensor) -> object:
+        return view.untyped_storage()._cdata
 
     def viewing(self, chunk: Tensor) -> AbstractContextManager[None]:
         return self.writing(chunk)
@@ -80,9 +95,8 @@ class WholeChunks(Memory):
     @contextmanager
     def writing(self, *views: Tensor) -> Iterator[None]:
         """While in it, chunks that these are views of are here. Their content is lost after it: `Shares` keep it."""
-        storages = {view.untyped_storage()._cdata for view in views}
-        absent = [chunk for chunk in self.chunks if not chunk.is_here
-                  and chunk.memory.untyped_storage()._cdata in storages]
+        storages = set(map(self._storage, views))
+        absent = [chunk for chunk in self.chunks if not chunk.is_here and self._storage(chunk.memory) in storages]
         for chunk in absent:
             chunk.make()
         try:
@@ -90,13 +104,6 @@ class WholeChunks(Memory):
         finally:
             for chunk in absent:
                 chunk.free()
-
-
-class ListedChunks(WholeChunks):
-    """The same of ghosts, whose chunks are told and never come or go: for the plan of a rank, not for a run."""
-
-    def _begin(self, chunk: WholeChunk) -> None:
-        """It is here, as far as a ghost can be."""
 
 
 def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:

@@ -103,8 +103,8 @@ class Engine:
         self.touches = Touches(memory.items, self.state, self.parts, self.sizes, norms=self._division.norms
                                ) if isinstance(memory, ItemMemory) else None
         self.tiers = RankTiers(memory, self.touches) if self.touches and isinstance(memory, TieredMemory) else None
-        self.replicas = SharedChunks(memory, self.state, self.parts, self.sizes
-                                     ) if isinstance(memory, WholeChunks) else None
+        self.whole = memory if isinstance(memory, WholeChunks) else None
+        self.replicas = SharedChunks(self.whole, self.state, self.parts, self.sizes) if self.whole else None
         self.state.initialize(config.train.seed)
         self.executor = Executor(
             stages, self.state.weights, Lane.of(config, grid, states.dtype, device, self.split),

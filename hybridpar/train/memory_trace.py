@@ -21,12 +21,15 @@ from hybridpar.errors import config_error
 from hybridpar.memory.events import Header, Span, header_line, read_trace, span_line
 from hybridpar.memory.footprint import sample_microbatch
 from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.ghost_chunks import GhostChunks
 from hybridpar.memory.history import compare
 from hybridpar.memory.predict import default_device
 from hybridpar.memory.recorder import HOST_CLOCK, DeviceClock, Recorder
 from hybridpar.memory.silent import silent_grid
 from hybridpar.nn.placement import partial_rows
 from hybridpar.pipeline.plan.kinds import COMPUTE
+from hybridpar.state import StatePolicy
+from hybridpar.state.shares import WholeChunk
 from hybridpar.train.engine import Actions, Engine
 from hybridpar.train.folder import MEMORY
 from hybridpar.train.records import Records
@@ -61,9 +64,14 @@ class EngineRecorder:
         for kind in state.kinds:
             for i, tensor in enumerate(kind.memory()):
                 self._recorder.adopt(f"{kind.column} {i}", [tensor])
+        self._listeners = [] if engine.whole is None else engine.whole.listeners
+        self._listeners.append(self._came_or_went)
         self._hooks = [hook for number, block in _blocks(engine) for hook in (
             block.register_forward_pre_hook(lambda *_, number=number: self._enter(number)),  # type: ignore[misc]
             block.register_forward_hook(lambda *_: self._enter(-1)))]
+
+    def _came_or_went(self, chunk: WholeChunk) -> None:
+        self._recorder.resized(chunk.kind.replace("/", " "), chunk.memory)
 
     def _enter(self, layer: int) -> None:
         self._recorder.layer = layer
@@ -96,6 +104,7 @@ class EngineRecorder:
             if self._recorder.is_active:
                 self._recorder.__exit__(None, None, None)
             self._executor.listeners.remove(self._recorder.begin)
+            self._listeners.remove(self._came_or_went)
             for hook in self._hooks:
                 hook.remove()
             self._recorder.close()
@@ -218,12 +227,9 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
 
     Times have no meaning (see memory.excerpt.retimed).
     `config`: resolved. `device`: need not be on this machine; None: the one that the configuration names.
-    Raises: ConfigError with ZeRO-2 and 3 and where activations are offloaded, for what comes and goes as no ghost can,
-    and with compressed gradients.
+    Raises: ConfigError where activations are offloaded, for what comes and goes as no ghost can, and with compressed
+    gradients.
     """
-    if config.parallel.zero > 1:
-        raise config_error("parallel.zero", config.parallel.zero, "has no predicted events of memory; `check` predicts "
-                           "its peak", "1")
     if config.feeds_back:
         raise config_error("compression.gradients", config.compression.gradients, "has no predicted events of memory; "
                            "messages depend on the numbers, and `check` predicts the peak", "none")
@@ -247,7 +253,9 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
                 tracker.ghost_integers = action.kind in COMPUTE  # which look into the micro-batch only
                 yield action
 
-        engine = Engine(config, grid, tracker.device, tamper=watched)
+        states = StatePolicy.of(config, 1, 1)
+        memory = GhostChunks(tracker.device, states) if states.splits_gradients else None
+        engine = Engine(config, grid, tracker.device, tamper=watched, memory=memory)
         recorder = EngineRecorder(engine, spans.append)
         with recorder.active():
             engine.train(recorder.loader(loader), steps, lambda result: None)

@@ -53,6 +53,9 @@ CASES: list[tuple[dict[str, Any], ...]] = [
     ({"tp": 2, "pp": 2}, {"schedule": "1f1b"}, {}, {}, {"messages": "int4"}),
     ({"pp": 2}, {"schedule": "2bw", "placement": "v", "activations": "half", **SPLIT, **STAGE}, {}, {}),
     ({"tp": 2, "pp": 2}, {"schedule": "2bw"}, {}, {}, {"messages": "dct"}),
+    ({"dp": 2, "zero": 2}, {}, {}, {"dtype": "bf16"}),
+    ({"dp": 2, "zero": 3}, {}, {}, {}),
+    ({"dp": 2, "pp": 2, "zero": 3}, {"schedule": "2bw", **SPLIT}, DROPOUT, {"dtype": "bf16"}),
 ]
 
 
@@ -79,8 +82,9 @@ def record(config: Config, steps: int) -> list[Span]:
 
 def told(spans: list[Span]) -> tuple[list[tuple[object, ...]], set[int]]:
     """All that is to be equal: events without times; and of blocks that a collective of Gloo's threads may still hold,
-    where they were given back, to a step."""
-    held = {e.block for s in spans for e in s.events if e.op.startswith("c10d::") and e.op not in _MESSAGES}
+    where they were given back, to a step. What has a name is given back by the plan."""
+    named = {e.block for s in spans for e in s.events if e.what is What.MALLOC and e.name not in ("", "other")}
+    held = {e.block for s in spans for e in s.events if e.op.startswith("c10d::") and e.op not in _MESSAGES} - named
     events = [(s.step, s.action, *e._replace(time=0.0)) for s in spans for e in s.events
               if e.what is not What.FREE or e.block not in held]
     freed = {e.block for s in spans for e in s.events if e.what is What.FREE and e.block in held}
@@ -90,14 +94,18 @@ def told(spans: list[Span]) -> tuple[list[tuple[object, ...]], set[int]]:
 _MESSAGES = ("c10d::send", "c10d::recv_")
 
 
-def assert_peak(predicted: list[Span], stage: StageMemory) -> None:
-    """The trace's peak is that of predicted memory, to the byte, apart from losses and norms."""
+def assert_peak(predicted: list[Span], stage: StageMemory, *, whole: bool) -> None:
+    """The trace's peak is that of predicted memory, to the byte, apart from losses and norms. whole: chunks of replicas
+    come and go, which in so small a model are a large part."""
     numbers = {life.block for life in lives(predicted) if life.category is Category.OTHER}
     now = peak = 0
     for event in (e for span in predicted for e in span.events if e.block not in numbers):
         now += event.num_bytes * ((event.what is What.MALLOC) - (event.what is What.FREE))
         peak = max(peak, now)
-    assert peak == stage.total - stage.checkpoint
+    if whole:  # the prediction has room for whole parts at the peak; there may be smaller ones, or a share besides
+        assert 0.95 * peak < stage.total - stage.checkpoint < 1.15 * peak
+    else:
+        assert peak == stage.total - stage.checkpoint
     assert max(life.num_bytes for life in lives(predicted) if life.block in numbers) < 100
 
 
@@ -111,7 +119,8 @@ def test_what_is_predicted_is_what_a_run_records_and_its_peak_that_of_predicted_
     for rank in range(num_ranks):
         _, predicted = predict_trace(config, rank, steps=steps)
         if rank % (num_ranks // config.parallel.pp) == 0:
-            assert_peak(predicted, memory[rank * config.parallel.pp // num_ranks])
+            stage = memory[rank * config.parallel.pp // num_ranks]
+            assert_peak(predicted, stage, whole=config.parallel.zero > 1)
         (events, freed), (expected, also) = told(measured[rank]), told(predicted)
         for i, (one, other) in enumerate(zip(events, expected, strict=False)):
             assert one == other, (rank, i)
@@ -184,16 +193,17 @@ def test_a_batch_of_another_size_is_another_trace() -> None:
 
 
 @pytest.mark.ranks
-def test_a_run_writes_what_is_predicted(tmp_path: Path) -> None:
-    path = write_config(tmp_path)
-    flags = ("--parallel.pp", "2", "--train.record_memory", "4", "--train.save_interval", "0")
-    run_job(2, "train", path, *flags)  # evaluates after 3 of 6 steps
-    config = resolve(load_toml(path), 2)
-    config = replace(config, parallel=replace(config.parallel, pp=2, dp=1))
+@pytest.mark.parametrize("grid", [{"pp": 2, "dp": 1}, {"dp": 2, "zero": 3}], ids=str)
+def test_a_run_writes_what_is_predicted(tmp_path: Path, grid: dict[str, int]) -> None:
+    path = write_config(tmp_path, "2bw" if "pp" in grid else "1f1b")
+    flags = [f"--parallel.{key}={value}" for key, value in grid.items()]
+    run_job(2, "train", path, *flags, "--train.record_memory=4", "--train.save_interval=0")  # evaluates after 3 of 6
+    config = resolve(from_mapping({"parallel": grid}, load_toml(path)), 2)
     for rank in range(2):
         header, spans = read_trace(tmp_path / "runs" / "run" / "memory" / f"rank{rank}.jsonl")
         measured = list(spans)
-        assert (header.rank, header.place, header.predicted) == (rank, {"pp": rank, "dp": 0, "tp": 0}, False)
+        assert (header.rank, header.predicted) == (rank, False)
+        assert header.place == {"pp": 0, "dp": 0, "tp": 0} | {next(iter(grid)): rank}
         assert all(a.end <= b.start + 1e-9 for a, b in pairwise(measured))
         expected = told(predict_trace(config, rank, steps=3)[1])[0]  # whose end is a drain, too
         assert told(measured)[0][: len(expected)] == expected
