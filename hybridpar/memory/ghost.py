@@ -312,6 +312,13 @@ class _GhostBlocks:
     def num_bytes(self, tensor: Tensor) -> int:
         return tensor.block.num_bytes if isinstance(tensor, Ghost) else 0
 
+    def content(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def resize(self, content: Tensor, num_bytes: int) -> None:
+        assert isinstance(content, Ghost)
+        content.block.resize(num_bytes)
+
 
 GHOSTS = _GhostBlocks()
 

@@ -187,7 +187,7 @@ class Recorder:
 
         What is made while nothing is recorded is seen when it is first used.
         """
-        if self.is_active or not tensor.untyped_storage().nbytes():
+        if self.is_active:
             self._observer.resized(name, tensor)
 
     def adopt_model(self, model: nn.Module, optimizer: Optimizer) -> None:

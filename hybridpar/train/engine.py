@@ -125,6 +125,9 @@ class Engine:
         memory = self.config.memory
         if not num_away(memory.num_away, self.schedule, self.sizes, self.grid.pp.rank):
             return None
+        return self._make_stash()
+
+    def _make_stash(self) -> Stash:
         return Stash(FileTier(slow_folder(self.config)) if self.device.type == "cpu" else HostTier(self.device))
 
     def train(self, loader: Loader, num_batches: int, on_step: Callable[[StepResult], None],

@@ -30,7 +30,7 @@ DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 SPLIT, STAGE = {"split_backward": True}, {"recompute": "stage"}
 
 CASES: list[tuple[dict[str, Any], ...]] = [
-    # parallel, pipeline, model, train, and compression where there is any
+    # parallel, pipeline, model, train, and other sections where there are any
     ({}, {}, {}, {}),
     ({}, {"recompute": "all"}, DROPOUT, {"dtype": "bf16"}),
     ({"pp": 2}, {"schedule": "naive"}, {}, {}),
@@ -48,24 +48,25 @@ CASES: list[tuple[dict[str, Any], ...]] = [
     ({"tp": 2, "pp": 2}, {"schedule": "2bw"}, {}, {}),
     ({"dp": 2, "pp": 2, "zero": 1}, {"schedule": "interleaved", **SPLIT}, {}, {}),
     ({"pp": 2}, {"zero_bubble": True, **SPLIT}, DROPOUT, {}),
-    ({"pp": 2}, {"schedule": "2bw"}, {}, {}, {"messages": "int8", "messages_backward": "bf16"}),
-    ({"pp": 2}, {"schedule": "interleaved", **STAGE}, {}, {}, {"messages": "int4"}),
-    ({"tp": 2, "pp": 2}, {"schedule": "1f1b"}, {}, {}, {"messages": "int4"}),
+    ({"pp": 2}, {"schedule": "2bw"}, {}, {}, {"compression": {"messages": "int8", "messages_backward": "bf16"}}),
+    ({"pp": 2}, {"schedule": "interleaved", **STAGE}, {}, {}, {"compression": {"messages": "int4"}}),
+    ({"tp": 2, "pp": 2}, {"schedule": "1f1b"}, {}, {}, {"compression": {"messages": "int4"}}),
     ({"pp": 2}, {"schedule": "2bw", "placement": "v", "activations": "half", **SPLIT, **STAGE}, {}, {}),
-    ({"tp": 2, "pp": 2}, {"schedule": "2bw"}, {}, {}, {"messages": "dct"}),
+    ({"tp": 2, "pp": 2}, {"schedule": "2bw"}, {}, {}, {"compression": {"messages": "dct"}}),
     ({"dp": 2, "zero": 2}, {}, {}, {"dtype": "bf16"}),
     ({"dp": 2, "zero": 3}, {}, {}, {}),
     ({"dp": 2, "pp": 2, "zero": 3}, {"schedule": "2bw", **SPLIT}, DROPOUT, {"dtype": "bf16"}),
+    ({"pp": 3}, {"schedule": "2bw"}, {"num_layers": 3}, {}, {"memory": {"offload_activations": [2, 1, 0]}}),
+    ({}, {"schedule": "gpipe"}, {}, {"dtype": "bf16"}, {"memory": {"offload_activations": 2}}),
 ]
 
 
 def config_of(case: tuple[dict[str, Any], ...]) -> Config:
-    parallel, pipeline, model, train, *compression = case
+    parallel, pipeline, model, train, *more = case
     num_ranks = parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("dp", 1)
     plain = {"model": MODEL | model, "parallel": parallel, "pipeline": {"num_microbatches": 4} | pipeline,
-             "train": {"micro_batch_size": 2, "num_steps": 10, "device": "cpu"} | train,
-             "compression": compression[0] if compression else {}}
-    return resolve(from_mapping(plain), num_ranks)
+             "train": {"micro_batch_size": 2, "num_steps": 10, "device": "cpu"} | train}
+    return resolve(from_mapping(plain | (more[0] if more else {})), num_ranks)
 
 
 def record(config: Config, steps: int) -> list[Span]:
@@ -77,14 +78,18 @@ def record(config: Config, steps: int) -> list[Span]:
     with recorder.active():
         engine.train(recorder.loader(loader), steps, lambda result: None)
     recorder.close()
+    if engine.executor.stash is not None:
+        engine.executor.stash.tier.close()
     return spans
 
 
 def told(spans: list[Span]) -> tuple[list[tuple[object, ...]], set[int]]:
-    """All that is to be equal: events without times; and of blocks that a collective of Gloo's threads may still hold,
-    where they were given back, to a step. What has a name is given back by the plan."""
-    named = {e.block for s in spans for e in s.events if e.what is What.MALLOC and e.name not in ("", "other")}
-    held = {e.block for s in spans for e in s.events if e.op.startswith("c10d::") and e.op not in _MESSAGES} - named
+    """All that is to be equal: events without times; and of blocks that a thread may still hold, of Gloo's collectives
+    or one that has read it from a file, where they were given back, to a step. What ZeRO's plan gives back is not."""
+    names = {e.block: e.name for s in spans for e in s.events if e.what is What.MALLOC}
+    held = {e.block for s in spans for e in s.events if e.op.startswith("c10d::") and e.op not in _MESSAGES}
+    held -= {block for block in held if names[block].startswith(("weights", "gradients"))}
+    held |= {block for block, name in names.items() if name == "activations"}
     events = [(s.step, s.action, *e._replace(time=0.0)) for s in spans for e in s.events
               if e.what is not What.FREE or e.block not in held]
     freed = {e.block for s in spans for e in s.events if e.what is What.FREE and e.block in held}
@@ -112,7 +117,8 @@ def assert_peak(predicted: list[Span], stage: StageMemory, *, whole: bool) -> No
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_predicted_is_what_a_run_records_and_its_peak_that_of_predicted_memory(
-    case: tuple[dict[str, Any], ...]) -> None:
+        case: tuple[dict[str, Any], ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where activations go
     config = config_of(case)
     num_ranks, steps = config.parallel.num_ranks, max(3, batches_to_peak(config))
     measured, memory = run_on_ranks(record, num_ranks, config, steps), predict(config)
@@ -125,6 +131,9 @@ def test_what_is_predicted_is_what_a_run_records_and_its_peak_that_of_predicted_
         for i, (one, other) in enumerate(zip(events, expected, strict=False)):
             assert one == other, (rank, i)
         assert len(events) == len(expected)
+        moving = {span.action[:4] for span in predicted for e in span.events if e.what is What.FREE and e.name == ""}
+        assert ("EVIC" in moving) == (rank == 0 and config.memory.num_away != 0)
+        assert ("RELE" in moving) == (config.parallel.zero > 2)
         last = {life.block for life in lives(predicted) if life.born_step == steps}  # which may be on its way still
         assert freed <= also <= freed | last
 
