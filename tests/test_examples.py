@@ -149,7 +149,7 @@ def test_a_run_is_started_again_and_replayed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     flags = [str(EXAMPLES / "vit.toml"), *(f"--model.{key}={value}" for key, value in SMALL["vit"].items()),
              "--train.micro_batch_size=2", "--train.threads=1", "--train.eval_interval=2", "--train.save_interval=2",
-             "--parallel.pp=2", "--train.num_steps=4"]
+             "--parallel.pp=2", "--train.num_steps=4", "--checkpoint.asynchronous=false"]
     code, out = supervised("train", *flags, "--run.name=killed", "--ranks", "2", "--inject", "kill rank 1 at step 4")
     assert code == 0, out
     assert "going on after step 2" in out

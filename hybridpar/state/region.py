@@ -33,11 +33,14 @@ class TensorRegion:
     def take(self) -> None:
         """Takes memory, whose content is anything."""
         with on(self._stream):
-            self.tensor.untyped_storage().resize_(self.num_bytes)
+            self._resize(self.num_bytes)
 
     def give_back(self) -> None:
         """Gives the memory back."""
-        self.tensor.untyped_storage().resize_(0)
+        self._resize(0)
+
+    def _resize(self, num_bytes: int) -> None:
+        self.tensor.untyped_storage().resize_(num_bytes)
 
     def another(self) -> TensorRegion:
         """One of the same size, of zeros, of the current stream's memory: for the launch thread to read."""

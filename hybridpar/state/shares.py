@@ -9,7 +9,7 @@ chunk, which is summed over the replicas into their shares, and dropped. Uses th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 
@@ -24,47 +24,61 @@ from hybridpar.state.region import TensorRegion, taken
 
 
 class WholeChunk(TensorRegion):
-    """A chunk that comes and goes. kind: of state, with its number: 'weights/0', 'gradients/1'. index: that number."""
+    """A chunk that comes and goes. kind: of state, with its number: 'weights/0', 'gradients/1'. index: that number.
+    listeners: are called with it when it has come or gone."""
 
-    def __init__(self, kind: str, use: Use, tensor: Tensor):
+    def __init__(self, kind: str, use: Use, tensor: Tensor, listeners: Sequence[Callable[[WholeChunk], object]]):
         super().__init__(tensor)
         self.kind, self.use, self.index = kind, use, int(kind.rpartition("/")[2])
+        self._listeners = listeners
+
+    def take(self) -> None:
+        """Takes memory, whose content is anything, if it has none."""
+        if not self.is_here:
+            super().take()
+            self._tell()
+
+    def give_back(self) -> None:
+        """Gives the memory back, if there is any."""
+        if self.is_here:
+            super().give_back()
+            self._tell()
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener(self)
 
 
 class WholeChunks(Memory):
     """Memory of a device, where the chunks that replicas share come and go: `chunks`, in the order in which they were
-    asked for. At the start none is here."""
+    asked for. At the start none is here. `listeners`: as a chunk's."""
+
+    chunk = WholeChunk
 
     def __init__(self, device: torch.device, policy: StatePolicy):
         super().__init__(device)
         self.chunks: list[WholeChunk] = []
+        self.listeners: list[Callable[[WholeChunk], object]] = []
         self._kinds = ("gradients/",) * policy.splits_gradients + ("weights/",) * policy.splits_weights
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         if chunk.use.stays or not kind.startswith(self._kinds):
             return super().zeros(kind, chunk, dtype)
-        found = WholeChunk(kind, chunk.use, torch.empty(chunk.stop - chunk.start, dtype=dtype, device=self.device))
-        self._begin(found)
-        self.chunks.append(found)
-        return found.tensor
+        flat = torch.empty(chunk.stop - chunk.start, dtype=dtype, device=self.device)
+        self.chunks.append(self.chunk(kind, chunk.use, flat, self.listeners))
+        self.chunks[-1].give_back()
+        return flat
 
-    def _begin(self, chunk: WholeChunk) -> None:
-        chunk.give_back()
+    def _storage(self, view: Tensor) -> object:
+        return view.untyped_storage()._cdata
 
     def viewing(self, chunk: Tensor) -> AbstractContextManager[None]:
         return self.writing(chunk)
 
     def writing(self, *views: Tensor) -> AbstractContextManager[None]:
         """While in it, chunks that these are views of are here. Their content is lost after it: `Shares` keep it."""
-        storages = {view.untyped_storage()._cdata for view in views}
-        return taken(chunk for chunk in self.chunks if chunk.tensor.untyped_storage()._cdata in storages)
-
-
-class ListedChunks(WholeChunks):
-    """The same of ghosts, whose chunks are told and never come or go: for the plan of a rank, not for a run."""
-
-    def _begin(self, chunk: WholeChunk) -> None:
-        """It is here, as far as a ghost can be."""
+        storages = set(map(self._storage, views))
+        return taken(chunk for chunk in self.chunks if self._storage(chunk.tensor) in storages)
 
 
 def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridpar import checkpoint
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.errors import ConfigError, HybridparError
+from hybridpar.errors import HybridparError
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import measure, predict
 from hybridpar.pipeline.run import slow_tier
@@ -26,7 +26,6 @@ from hybridpar.pipeline.run.stash import Notes
 from hybridpar.state.store import DiskStore
 from hybridpar.train import engine
 from hybridpar.train.engine import Engine
-from hybridpar.train.memory_trace import predict_trace
 from hybridpar.train.offload_forecast import OffloadSpeeds, forecast_offload
 from hybridpar.train.settle import settle
 
@@ -234,18 +233,12 @@ def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypat
     ({"memory": {"offload_activations": -1}}, r"-1: must not be negative; try 0"),
     ({"memory": {"offload_activations": []}}, r"\[\]: must have a number for each of the 1 ranks"),
     ({"memory": {"offload_activations": [1, 2]}}, r"\[1, 2\]: must have a number for each of the 1 ranks"),
-    ({"memory": {"offload_activations": 1}, "train": {"record_memory": 1}}, r"1: .*train\.record_memory = 1; try 0"),
     ({"memory": {"offload_activations": "auto"}, "train": {"device": "cuda"}},
      r"'auto': .*train\.device is cuda, where a number does; try 0")],
     ids=str)
 def test_what_it_does_not_go_with(sections: dict[str, Any], message: str) -> None:
     problems = [str(problem) for problem in from_mapping(sections).conflicts()]
     assert any(re.search(r"memory\.offload_activations = " + message, text) for text in problems), problems
-
-
-def test_events_of_memory_are_not_predicted(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="offload_activations = 1: has no predicted events"):
-        predict_trace(make(tmp_path, 1))
 
 
 # -- what moves --------------------------------------------------------------------------------------------------------

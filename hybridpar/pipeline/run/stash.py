@@ -35,6 +35,10 @@ class Blocks(Protocol):
         """Number of tensors that share the memory of this one, itself included."""
     def num_bytes(self, tensor: Tensor) -> int:
         """Of all of that memory."""
+    def content(self, tensor: Tensor) -> Tensor:
+        """All of that memory, flat."""
+    def resize(self, content: Tensor, num_bytes: int) -> None:
+        """Gives that memory back (0), or takes it anew."""
 
 
 class _Storages:
@@ -50,6 +54,12 @@ class _Storages:
 
     def num_bytes(self, tensor: Tensor) -> int:
         return tensor.untyped_storage().nbytes()
+
+    def content(self, tensor: Tensor) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+    def resize(self, content: Tensor, num_bytes: int) -> None:
+        content.untyped_storage().resize_(num_bytes)
 
 
 STORAGES = _Storages()
@@ -103,7 +113,7 @@ def _same(tensor: Tensor) -> Tensor:
 class _Kept:
     """What a micro-batch keeps on a stage, and where it is. sizes: bytes by block, of what moves."""
 
-    notes: Notes = field(default_factory=Notes)
+    notes: Notes
     content: list[Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     place: Any = None
@@ -116,24 +126,25 @@ class _Kept:
 
 
 class Stash:
-    """What the micro-batches of a rank keep, along its plan."""
+    """What the micro-batches of a rank keep, along its plan. listeners: are called with what was emptied or is back."""
 
-    def __init__(self, tier: SlowTier):
-        self.tier = tier
+    def __init__(self, tier: SlowTier, blocks: Blocks = STORAGES):
+        self.tier, self._blocks = tier, blocks
+        self.listeners: list[Callable[[Tensor], object]] = []
         self._kept: dict[tuple[int, int], _Kept] = {}  # by stage and micro-batch
         self.num_bytes = 0
         """Bytes that have left so far."""
 
     def noting(self, action: Action, leaf: Tensor | None) -> AbstractContextManager[None]:
         """To be entered while a forward runs; leaf: its input, if it has one."""
-        return self._kept.setdefault((action.stage, action.microbatch), _Kept()).notes.noting(leaf)
+        return self._kept.setdefault((action.stage, action.microbatch), _Kept(Notes(self._blocks))).notes.noting(leaf)
 
     def offload(self, action: Action) -> Callable[[], bool]:
         """Starts to write what a micro-batch keeps. What it returns says whether that is over."""
         kept = self._of(action)
         tensors = kept.notes.alone()
-        kept.content = [torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()) for tensor in tensors]
-        kept.sizes = list(map(len, kept.content))
+        kept.content = list(map(self._blocks.content, tensors))
+        kept.sizes = list(map(self._blocks.num_bytes, tensors))
         self.num_bytes += sum(kept.sizes)
         kept.place, kept.moving = self.tier.write(kept.content)
         return kept.moving.done
@@ -143,15 +154,20 @@ class Stash:
         kept = self._of(action)
         kept.wait()
         for content in kept.content:
-            content.untyped_storage().resize_(0)
+            self._resize(content, 0)
 
     def reload(self, action: Action) -> Callable[[], bool]:
         """Takes memory, and starts to bring it back. What it returns says whether that is over."""
         kept = self._of(action)
         for content, size in zip(kept.content, kept.sizes, strict=True):
-            content.untyped_storage().resize_(size)
+            self._resize(content, size)
         kept.moving = self.tier.read(kept.place, kept.content)
         return kept.moving.done
+
+    def _resize(self, content: Tensor, num_bytes: int) -> None:
+        self._blocks.resize(content, num_bytes)
+        for listener in self.listeners:
+            listener(content)
 
     def is_here(self, action: Action) -> bool:
         """Whether a backward need not wait for what it needs."""
