@@ -21,20 +21,17 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
+from hybridpar.comm.ranks import run_on_ranks
 from hybridpar.config import Config, ModelConfig, OptimConfig, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.cpu import cpu_name
 from hybridpar.data.synthetic import SyntheticLoader
@@ -348,33 +345,6 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
     """Calls `fn(*args)` in `num_ranks` fresh Gloo processes of one thread each, and returns what rank 0 returned.
 
-    Raises: RuntimeError with the traceback of a rank that failed.
+    Raises: HybridparError with the traceback of a rank that failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(_rank, (num_ranks, folder, fn, args), num_ranks, join=False, start_method="spawn")
-        assert context is not None
-        try:
-            while not context.join():
-                pass
-        except mp.ProcessExitedException:  # the rank's own traceback says more
-            pass
-        errors = sorted((p.read_text() for p in Path(folder).glob("error*")), key=lambda text: "Connection" in text)
-        if errors:
-            raise RuntimeError(f"a rank failed:\n{errors[0]}")
-        return torch.load(Path(folder, "result"), weights_only=False)
-
-
-def _rank(rank: int, num_ranks: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks,
-            timeout=timedelta(seconds=120))
-        result = fn(*args)
-        if rank == 0:
-            torch.save(result, Path(folder, "result"))
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        Path(folder, f"error{rank}").write_text(traceback.format_exc())
-        os._exit(1)
+    return run_on_ranks(fn, num_ranks, *args, start="spawn")[0]

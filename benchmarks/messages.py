@@ -59,27 +59,29 @@ def settings(schedule: str, codec: str, stages: int, seed: int, steps: int, cach
         "data": {"split": 0.015, "cache": cache}, "compression": CODECS[codec]})
 
 
-def train(config: Config) -> dict[str, Any]:
-    """Trains in this process; losses by step, and the validation loss at the end."""
+def alone(config: Config) -> tuple[Engine, BatchLoader, BatchLoader]:
+    """The training in one process, without links; samples to train on, and others."""
     torch.set_num_threads(1)
     data = open_data(config.model, config.data, config.cache_folder, seed=config.train.seed)
     whole = M * STUDY.micro_batch  # micro-batches make no difference, and a large one is faster
-    alone = resolve(from_mapping({"parallel": {"pp": 1}, "pipeline": {"num_microbatches": 1},
-                                  "train": {"micro_batch_size": whole}}, config), 1)
-    engine = Engine(alone, ProcessGrid(), torch.device("cpu"))
+    one = resolve(from_mapping({"parallel": {"pp": 1, "tp": 1}, "pipeline": {"num_microbatches": 1},
+                                "train": {"micro_batch_size": whole}}, config), 1)
+    train, valid = (BatchLoader(of, micro_batch_size=whole, num_microbatches=1) for of in (data.train, data.valid))
+    return Engine(one, ProcessGrid(), torch.device("cpu")), train, valid
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Trains in this process; losses by step, and the validation loss at the end."""
+    engine, loader, held_out = alone(config)
     add_boundaries({int(number): block for number, block in engine.stage.blocks.items()}, config)
-
-    def loader(dataset: Any) -> BatchLoader:
-        return BatchLoader(dataset, micro_batch_size=whole, num_microbatches=1)
-
     losses: list[float] = []
 
     def note(result: StepResult) -> None:
         losses.append(round(result.loss, 4))
 
     start = time.perf_counter()
-    engine.train(loader(data.train), config.train.num_steps, note)
-    valid = engine.evaluate(loader(data.valid), EVAL_BATCHES)["lm"]
+    engine.train(loader, config.train.num_steps, note)
+    valid = engine.evaluate(held_out, EVAL_BATCHES)["lm"]
     return {"valid_loss": round(valid, 4), "seconds": round(time.perf_counter() - start, 1), "losses": losses[::_EVERY]}
 
 
