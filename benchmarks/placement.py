@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def run(name: str, solve: Callable[[], Any], value: Callable[[Any], float], know
 def placements(name: str, workload: Workload, solvers: tuple[str, ...], shape: str,
                args: Namespace) -> Iterator[dict[str, Any]]:
     known = KNOWN.get(name, {})
-    for solver in solvers:
+    for solver in wanted(solvers, args):
         # the authors' one accelerator has memory without limit
         w = workload.with_devices(memory=1e15) if solver == "one-accelerator" else workload
         slow = solver in ("milp", "milp-contiguous", "latency-milp")
@@ -140,6 +140,11 @@ def placements(name: str, workload: Workload, solvers: tuple[str, ...], shape: s
                     lambda p: p.objective, known.get(solver), 1 if slow else args.rounds)
         yield entry | {"settings": {"shape": shape, "solver": solver, "nodes": w.num_nodes,
                                     "accelerators": w.num_accelerators, "cpus": w.num_cpus}}
+
+
+def wanted(solvers: Iterable[str], args: Namespace) -> list[str]:
+    """Those that were asked for."""
+    return [solver for solver in solvers if not args.solvers or solver in args.solvers]
 
 
 def latency_workload(workload: Workload, memory: float) -> Workload:
@@ -161,7 +166,8 @@ def cases(args: Namespace) -> Iterator[dict[str, Any]]:
         for (devices, gib), known in PIPER.items():
             instance = read_instance(path).with_devices(
                 num_devices=devices, memory=gib * GIB, bandwidth=25 * GIB, num_microbatches=1920)
-            for planner, plan in PLANNERS.items():
+            for planner in wanted(PLANNERS, args):
+                plan = PLANNERS[planner]
                 entry = run(f"bert32 {devices} x {gib} GiB {planner}", lambda plan=plan, x=instance: plan(x),
                             lambda p: p.time, known.get(planner), 1)
                 yield entry | {"settings": {"shape": "paper", "solver": planner, "accelerators": devices}}
@@ -173,6 +179,7 @@ def main() -> None:
     parser.add_argument("--data", default=str(next((x for x in beside if x.is_dir()), beside[0])),
                         help="folder with device_placement/ and piper/")
     parser.add_argument("--time-limit", type=float, default=20.0, help="seconds of each integer program")
+    parser.add_argument("--solvers", nargs="+", help="those alone; with --add the others' results stay")
     args = parse(parser)
     native.missing()  # loads the extension, which is in no one's time
     print(f"{'':<38} {'objective':>12} {'known':>10} {'time':>9}")
