@@ -15,25 +15,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
+from hybridpar.comm.ranks import run_on_ranks
 from hybridpar.config import Config, ModelConfig, OptimConfig, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.cpu import cpu_name
 from hybridpar.data.synthetic import SyntheticLoader
@@ -75,6 +73,8 @@ class Shape:
 SHAPES = {
     "ref": Shape(8, 512, 8, 256, 8192, 4),
     "small": Shape(8, 256, 4, 128, 4096, 2),
+    # the same, with work enough to hide 20 ms
+    "small_4": Shape(8, 256, 4, 128, 4096, 4),
     # a micro-batch of scripts/configs/gpt_tiny.toml
     "gpt_tiny": Shape(4, 256, 8, 128, 4096, 1),
     # two equal stages: the head costs as much as a layer
@@ -170,10 +170,12 @@ class Race:
     losses: dict[str, list[float]] = field(default_factory=dict)
 
 
-def race(sides: Mapping[str, Step], rounds: int, *, warmup: int = 2, tolerance: float, repeat: int = 1) -> Race:
+def race(sides: Mapping[str, Step], rounds: int, *, warmup: int = 2, tolerance: float, repeat: int = 1,
+         seconds: float = math.inf) -> Race:
     """Runs `warmup` steps of each side, whose losses must agree, then `rounds` rounds of `repeat` timed steps of each.
 
-    `tolerance`: largest relative difference of any side's loss from the first side's, in each warm-up step.
+    `tolerance`: largest relative difference of any side's loss from the first side's, in each warm-up step. `seconds`:
+    no round begins later, but the first.
     Collectives: called on all ranks of the job, if there is one. Raises: AssertionError if losses differ.
     """
     result = Race({n: [] for n in sides}, {n: [] for n in sides}, {n: [] for n in sides})
@@ -181,8 +183,10 @@ def race(sides: Mapping[str, Step], rounds: int, *, warmup: int = 2, tolerance: 
         for name, step in sides.items():
             result.losses[name].append(step())
     check_losses(result.losses, tolerance)
-    names = list(sides)
+    names, start = list(sides), time.perf_counter()
     for i in range(rounds):
+        if i and over_ranks([time.perf_counter() - start], "max")[0] > seconds:
+            break
         for name in names if i % 2 == 0 else names[::-1]:
             _barrier()
             wall, cpu = time.perf_counter(), time.process_time()
@@ -341,33 +345,6 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
     """Calls `fn(*args)` in `num_ranks` fresh Gloo processes of one thread each, and returns what rank 0 returned.
 
-    Raises: RuntimeError with the traceback of a rank that failed.
+    Raises: HybridparError with the traceback of a rank that failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(_rank, (num_ranks, folder, fn, args), num_ranks, join=False, start_method="spawn")
-        assert context is not None
-        try:
-            while not context.join():
-                pass
-        except mp.ProcessExitedException:  # the rank's own traceback says more
-            pass
-        errors = sorted((p.read_text() for p in Path(folder).glob("error*")), key=lambda text: "Connection" in text)
-        if errors:
-            raise RuntimeError(f"a rank failed:\n{errors[0]}")
-        return torch.load(Path(folder, "result"), weights_only=False)
-
-
-def _rank(rank: int, num_ranks: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks,
-            timeout=timedelta(seconds=120))
-        result = fn(*args)
-        if rank == 0:
-            torch.save(result, Path(folder, "result"))
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        Path(folder, f"error{rank}").write_text(traceback.format_exc())
-        os._exit(1)
+    return run_on_ranks(fn, num_ranks, *args, start="spawn")[0]

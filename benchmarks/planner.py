@@ -63,7 +63,7 @@ MOVES = (  # stages, schedule, ZeRO, whether the host updates, share of the stat
 GRIDS = ((1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1), (2, 1, 2))
 MEANING = ("ratio: predicted step time over measured, median of rounds; of a choice: its measured step time over that "
            "of the fastest")
-TIME_BOUND, MEMORY_BOUND, CHOICE_BOUND = 0.15, 0.05, 0.05
+TIME_BOUND = 0.15
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,12 @@ from hybridpar.state.shares import WholeChunk, WholeChunks
 class _GhostChunk(WholeChunk):
     """A chunk whose block has no bytes while it is not here."""
 
-    __slots__ = ()
-
     @property
     def is_here(self) -> bool:
-        return _ghost(self.memory).block.num_bytes > 0
+        return _ghost(self.tensor).block.num_bytes > 0
 
     def _resize(self, num_bytes: int) -> None:
-        _ghost(self.memory).block.resize(num_bytes)
+        _ghost(self.tensor).block.resize(num_bytes)
 
 
 class GhostChunks(WholeChunks):

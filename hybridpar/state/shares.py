@@ -10,9 +10,8 @@ chunk, which is summed over the replicas into their shares, and dropped. Uses th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,49 +20,36 @@ from hybridpar.comm import Works
 from hybridpar.state.chunks import Buffer, Chunk, Memory, Use
 from hybridpar.state.partition import Partition
 from hybridpar.state.policy import StatePolicy
+from hybridpar.state.region import TensorRegion, taken
 
 
-@dataclass(frozen=True, slots=True)
-class WholeChunk:
-    """A chunk that comes and goes. kind: of state, with its number: 'weights/0', 'gradients/1'. memory: a flat tensor,
-    whose storage is empty while the chunk is not here. listeners: are called with it when it has come or gone."""
+class WholeChunk(TensorRegion):
+    """A chunk that comes and goes. kind: of state, with its number: 'weights/0', 'gradients/1'. index: that number.
+    listeners: are called with it when it has come or gone."""
 
-    kind: str
-    use: Use
-    memory: Tensor
-    listeners: list[Callable[[WholeChunk], object]]
+    def __init__(self, kind: str, use: Use, tensor: Tensor, listeners: list[Callable[[WholeChunk], object]]):
+        super().__init__(tensor)
+        self.kind, self.use, self.index = kind, use, int(kind.rpartition("/")[2])
+        self._listeners = listeners
 
-    @property
-    def index(self) -> int:
-        """The number in `kind`: of the version's buffer, or the gradient buffer."""
-        return int(self.kind.rpartition("/")[2])
-
-    @property
-    def num_bytes(self) -> int:
-        return self.memory.nbytes
-
-    @property
-    def is_here(self) -> bool:
-        return self.memory.untyped_storage().nbytes() > 0
-
-    def make(self) -> None:
+    def take(self) -> None:
         """Takes memory, whose content is anything, if it has none."""
         if not self.is_here:
             self._resize(self.num_bytes)
             self._tell()
 
-    def free(self) -> None:
-        """Gives the memory back, if there is any. Views stay, and have no content."""
+    def give_back(self) -> None:
+        """Gives the memory back, if there is any."""
         if self.is_here:
             self._resize(0)
             self._tell()
 
     def _tell(self) -> None:
-        for listener in self.listeners:
+        for listener in self._listeners:
             listener(self)
 
     def _resize(self, num_bytes: int) -> None:
-        self.memory.untyped_storage().resize_(num_bytes)
+        self.tensor.untyped_storage().resize_(num_bytes)
 
 
 class WholeChunks(Memory):
@@ -83,7 +69,7 @@ class WholeChunks(Memory):
             return super().zeros(kind, chunk, dtype)
         flat = torch.empty(chunk.stop - chunk.start, dtype=dtype, device=self.device)
         self.chunks.append(self.chunk(kind, chunk.use, flat, self.listeners))
-        self.chunks[-1].free()
+        self.chunks[-1].give_back()
         return flat
 
     def _storage(self, view: Tensor) -> object:
@@ -92,18 +78,10 @@ class WholeChunks(Memory):
     def viewing(self, chunk: Tensor) -> AbstractContextManager[None]:
         return self.writing(chunk)
 
-    @contextmanager
-    def writing(self, *views: Tensor) -> Iterator[None]:
+    def writing(self, *views: Tensor) -> AbstractContextManager[None]:
         """While in it, chunks that these are views of are here. Their content is lost after it: `Shares` keep it."""
         storages = set(map(self._storage, views))
-        absent = [chunk for chunk in self.chunks if not chunk.is_here and self._storage(chunk.memory) in storages]
-        for chunk in absent:
-            chunk.make()
-        try:
-            yield
-        finally:
-            for chunk in absent:
-                chunk.free()
+        return taken(chunk for chunk in self.chunks if self._storage(chunk.tensor) in storages)
 
 
 def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:

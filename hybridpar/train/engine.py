@@ -34,8 +34,9 @@ from hybridpar.pipeline.run import graphs
 from hybridpar.pipeline.run.codecs import with_coded_sums
 from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
+from hybridpar.pipeline.run.slow_tier import FileTier, HostTier
 from hybridpar.pipeline.run.stage import Stage
-from hybridpar.pipeline.run.stash import FileTier, HostTier, Stash
+from hybridpar.pipeline.run.stash import Stash
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.device_tier import tiered_memory
 from hybridpar.state.host import HostWork

@@ -80,7 +80,7 @@ class EngineRecorder:
             block.register_forward_hook(lambda *_: self._enter(-1)))]
 
     def _chunk_came_or_went(self, chunk: WholeChunk) -> None:
-        self._recorder.resized(chunk.kind.replace("/", " "), chunk.memory)
+        self._recorder.resized(chunk.kind.replace("/", " "), chunk.tensor)
 
     def _kept_came_or_went(self, content: Tensor) -> None:
         self._recorder.resized("activations", content)

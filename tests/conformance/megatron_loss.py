@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel  # here once, else in every rank
 from torch import nn
 
 from conformance import wrong
@@ -20,8 +21,6 @@ EVEN = 52
 
 def megatron_loss(plain: Any, group: dist.ProcessGroup) -> Built:
     """Megatron Core's own cross-entropy, over a vocabulary of equal shares."""
-    from megatron.core import parallel_state, tensor_parallel
-
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=group.size())
     (start, stop), head = split_ranges(EVEN, group.size())[group.rank()], plain.head
     head.weight = nn.Parameter(head.weight[start:stop].detach().clone())

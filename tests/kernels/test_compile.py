@@ -43,12 +43,18 @@ def test_every_kernel_has_a_spec() -> None:
         assert all(name.startswith("_") for name in jitted - launched), f"{module}: a kernel's name ends with _kernel"
 
 
-CASES = [(module, kernel, spec, capability) for module in MODULES for kernel, specs in specs_of(module).items()
-         for spec in specs for capability in spec.capabilities]
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Without --thorough each spec is compiled for one of its GPUs, by turns."""
+    if "spec" not in metafunc.fixturenames:
+        return
+    specs = [(module, kernel, spec) for module in MODULES for kernel, specs in specs_of(module).items()
+             for spec in specs]
+    cases = [(*of, capability) for i, of in enumerate(specs) for turn, capability in enumerate(of[-1].capabilities)
+             if metafunc.config.getoption("--thorough") or turn == i % len(of[-1].capabilities)]
+    metafunc.parametrize(("module", "kernel", "spec", "capability"), cases,
+                         ids=["-".join(map(str, case)) for case in cases])
 
 
-@pytest.mark.parametrize(("module", "kernel", "spec", "capability"), CASES,
-                         ids=[f"{m}-{k}-{s}-{c}" for m, k, s, c in CASES])
 def test_compiles_without_spills(module, kernel, spec, capability, monkeypatch, record_property):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(CACHE))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from train.forked import Forked
-from train.runs import finish, metrics, run_job, steps, write_config
+from train.runs import metrics, run_job, steps, write_config
 
 from hybridpar.cli import main
 
@@ -74,13 +74,14 @@ def test_a_console_that_takes_nothing_keeps_nothing_from_being_done(tmp_path: Pa
 def test_a_terminal_that_is_closed_stops_the_bar_alone(tmp_path: Path) -> None:
     config, flags = write_config(tmp_path), ("--train.num_steps", "40", "--train.eval_interval", "1")
     ours, theirs = pty.openpty()
+    # a fork would keep `ours` open
     job = subprocess.Popen([*TRAIN, str(config), *flags], stdout=theirs, stderr=theirs)
     os.close(theirs)
     seen = b""
     while b"step 3: validation loss" not in seen:  # what a terminal holds for its reader is less than a run says
         seen += os.read(ours, 1024)
     os.close(ours)
-    assert finish(job)[0] == 0
+    assert job.wait(60.0) == 0
     run = tmp_path / "runs" / "run"
     assert [note["note"] for note in notes(run)] == [
         "stderr is lost (Input/output error); training goes on in silence"]

@@ -20,8 +20,9 @@ from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import HybridparError
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import measure, predict
-from hybridpar.pipeline.run import stash
-from hybridpar.pipeline.run.stash import FileTier, HostTier, Notes
+from hybridpar.pipeline.run import slow_tier
+from hybridpar.pipeline.run.slow_tier import FileTier, HostTier
+from hybridpar.pipeline.run.stash import Notes
 from hybridpar.state.store import DiskStore
 from hybridpar.train import engine
 from hybridpar.train.engine import Engine
@@ -264,7 +265,7 @@ def test_only_what_is_the_forwards_own_moves() -> None:
 def test_bytes_come_back_as_they_left(make_tier: Callable[[Path], FileTier], tmp_path: Path,
                                       monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces of a page, of tensors that do not fill them; a place is used again."""
-    monkeypatch.setattr(stash, "_PIECE", 4096)
+    monkeypatch.setattr(slow_tier, "_PIECE", 4096)
     tier = make_tier(tmp_path)
     for sizes in ((1, 5000, 4095), (4096, 3, 20_000), (7,)):
         content = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
