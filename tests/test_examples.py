@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -256,3 +257,8 @@ def test_answers_alone_are_learned(tmp_path: Path) -> None:
     assert before == pytest.approx(expected.item(), rel=1e-5)
     assert main(["generate", "--checkpoint", str(tmp_path / "llama-tuned"), "--prompt", "What mixes with red?",
                  "--max_tokens", "4"]) == 0
+    shutil.copytree(tmp_path / "llama", tmp_path / "two" / "llama")
+    arguments = [str(tmp_path / "two" / "llama"), str(questions), "--steps", "12", "--lr", "0.01", "--pp", "2"]
+    fork_ranks(2, lambda: finetune.main(arguments).exit_code)
+    one, two = (steps(metrics(tmp_path / run / "llama-tuned"))[:10] for run in ("", "two"))
+    assert np.allclose(one, two, rtol=1e-4, atol=0.0)  # fp32; all of the warm-up

@@ -102,7 +102,7 @@ def test_a_recorder_that_cannot_be_used_is_a_reason(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "hybridpar._C_recorder", None)
     assert "not built" in native._load_recorder.__wrapped__()
-    module = SimpleNamespace(torch_version="2.0.0", start=start)
+    module = SimpleNamespace(torch_version="2.0.0", start=start, Observer=object)
     monkeypatch.setitem(sys.modules, "hybridpar._C_recorder", module)
     assert "was built for torch 2.0.0, and this is 2" in native._load_recorder.__wrapped__()
     module.torch_version = torch.__version__.partition("+")[0]
