@@ -3,8 +3,8 @@ the environment are those of processes that are started."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,37 +17,79 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handlers
+import torch.distributed.run
 
 import hybridpar.train.faults.supervisor
 import hybridpar.train.loop  # noqa: F401  # here once, else in every rank
 from hybridpar.cli import main
 
+MAINS = {"hybridpar": main, "torch.distributed.run": torch.distributed.run.main}
+"""What `python -m` would start."""
+
+
+class Job:
+    """`python -m *command` in a fork of this process, in a session of its own, and what all its processes say."""
+
+    def __init__(self, *command: str | Path):
+        self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  # it goes with the job
+        self._read = 0
+        self.process = Forked((sys.executable, "-m", *map(str, command)), os.environ, self._output.fileno())
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def output(self) -> str:
+        """What has been said so far."""
+        return Path(self._output.name).read_text()
+
+    def wait_for(self, pattern: str, timeout_s: float = 120.0) -> re.Match[str]:
+        """That in the output which matches a regular expression, behind what was waited for before.
+
+        Raises: AssertionError where it does not come in time.
+        """
+        end, wanted = time.monotonic() + timeout_s, re.compile(pattern, re.MULTILINE)
+        while True:
+            ended = self.process.poll() is not None
+            text = self.output
+            if found := wanted.search(text, self._read):
+                self._read = found.end()
+                return found
+            assert not ended, f"the job has ended: {text}"
+            assert time.monotonic() < end, f"no {pattern} after {timeout_s} s: {text}"
+            time.sleep(0.02)
+
+    def end(self, timeout_s: float = 200.0) -> tuple[int, str]:
+        """Exit code and output. Raises: AssertionError where it does not end in time."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.kill(self.pid, signal.SIGTERM)
+            raise AssertionError(f"the job has not ended: {self.output}") from None
+        return code, self.output
+
 
 def supervised(*args: str | Path, timeout_s: float = 200.0) -> tuple[int, str]:
-    """Exit code and output of `hybridpar *args`, whose ranks are forks as well.
-
-    Raises: AssertionError where it does not end in time.
-    """
-    with tempfile.NamedTemporaryFile() as output:
-        job = multiprocessing.get_context("fork").Process(target=_run, args=(output.name, *map(str, args)))
-        job.start()
-        job.join(timeout_s)
-        text = Path(output.name).read_text()
-        if job.exitcode is None:
-            job.terminate()
-            raise AssertionError(f"the job has not ended: {text}")
-        return job.exitcode, text
+    """Exit code and output of `hybridpar *args`, whose ranks are forks as well."""
+    return Job("hybridpar", *args).end(timeout_s)
 
 
-def _run(output: str | int, *args: str) -> NoReturn:
-    """Ends this process with what the command returns. output: a file, or its number."""
+def torchrun(num_ranks: int, *args: str | Path, max_restarts: int = 0) -> Job:
+    """`hybridpar *args` on so many local ranks that torch's own launcher starts."""
+    return Job("torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}",
+               f"--max-restarts={max_restarts}", "-m", "hybridpar", *args)
+
+
+def _run(output: int, module: str, *args: str) -> NoReturn:
+    """Ends this process with what the command returns."""
     code: Any = 1
     handlers.Popen = Forked  # type: ignore[assignment,misc]
     try:
         with open(output, "a", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
             for number in (1, 2):
                 os.dup2(file.fileno(), number)
-            code = main(list(args))
+            code = MAINS[module](list(args))
     except SystemExit as ended:
         code = ended.code
     except BaseException:
@@ -56,12 +98,13 @@ def _run(output: str | int, *args: str) -> NoReturn:
 
 
 class Forked:
-    """`subprocess.Popen` of `python -m hybridpar ARGS`, as far as torch's agent and the supervisor use it."""
+    """`subprocess.Popen` of `python -m MODULE ARGS`, as far as torch's agent and the supervisor use it."""
 
     def __init__(self, args: tuple[str, ...], env: Mapping[str, str], stdout: int | None = None, stderr: None = None,
                  start_new_session: bool = True):
         assert stderr is None, "goes where stdout does"
-        assert args[:3] == (sys.executable, "-m", "hybridpar")
+        python, m, module, *rest = (arg for arg in args if arg != "-u")
+        assert (python, m) == (sys.executable, "-m")
         self.returncode: int | None = None
         self.pid = os.fork()
         if not self.pid:
@@ -69,9 +112,10 @@ class Forked:
             for number in signal.valid_signals():
                 if callable(signal.getsignal(number)):
                     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            env = dict(env)
             os.environ.clear()
             os.environ.update(env)
-            _run(os.dup(1 if stdout is None else stdout), *args[3:])
+            _run(os.dup(1 if stdout is None else stdout), module, *rest)
 
     def poll(self) -> int | None:
         """Exit code, where it has ended."""

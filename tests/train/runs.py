@@ -1,4 +1,4 @@
-"""Shared by the tests of whole runs: a small corpus, a small configuration, torchrun, and jobs without a launcher."""
+"""Shared by the tests of whole runs: a small corpus, a small configuration, and jobs without a launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -101,23 +100,6 @@ def _rank(rank: int, num_ranks: int, port: int, output: str, call: Callable[[], 
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with open(output, "a", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         sys.exit(call())  # type: ignore[arg-type]
-
-
-def torchrun(num_ranks: int, *args: str | Path) -> subprocess.Popen[str]:
-    """Starts `hybridpar *args` on so many local ranks; what all of them print is in its stdout."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
-               "-m", "hybridpar", *map(str, args)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> tuple[int, str]:
-    """Exit code and output; a job that does not end is killed and fails the test."""
-    try:
-        out, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return process.returncode, out
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -6,35 +6,32 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from train.runs import finish, metrics, run_job, steps, torchrun, write_config
+from train.forked import Job, torchrun
+from train.runs import metrics, run_job, steps, write_config
 
+from hybridpar import flight
 from hybridpar.train.costs import read_costs
+from hybridpar.train.folder import flight_path
 
 pytestmark = pytest.mark.ranks
 LONG = ("--train.num_steps", "5000", "--train.save_interval", "20", "--train.eval_interval", "0")
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], timeout_s: float = 45.0) -> None:
+def wait_for(path: Path, job: Job, timeout_s: float = 45.0) -> None:
     """Until the job has written `path`."""
     end = time.monotonic() + timeout_s
     while not path.exists():
-        assert process.poll() is None, f"the job ended:\n{process.communicate()[0]}"
+        assert job.process.poll() is None, f"the job ended:\n{job.output}"
         assert time.monotonic() < end, f"no {path} after {timeout_s} s"
         time.sleep(0.1)
 
 
 def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def rank_of(pid: int) -> str:
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next(v.decode().removeprefix("RANK=") for v in variables if v.startswith(b"RANK="))
 
 
 def test_an_interrupted_and_then_killed_job_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
@@ -79,11 +76,11 @@ def interrupt(config: Path, run: Path) -> int:
 
     So do batch systems, and the launcher then interrupts the ranks once more.
     """
-    process = torchrun(2, "train", config, "--parallel.pp", "2", *LONG)
-    wait_for(run / "checkpoints" / "step_00000020" / "manifest.json", process)
-    for pid in (*children(process.pid), process.pid):
+    job = torchrun(2, "train", config, "--parallel.pp", "2", *LONG)
+    wait_for(run / "checkpoints" / "step_00000020" / "manifest.json", job)
+    for pid in (*children(job.pid), job.pid):
         os.kill(pid, signal.SIGINT)
-    _, out = finish(process)
+    _, out = job.end()
     stopped = int(re.findall(r"stopped after step (\d+)", out)[0])
     assert (run / "checkpoints" / f"step_{stopped:08d}" / "manifest.json").exists()
     assert steps(metrics(run))[-1][0] == stopped
@@ -92,12 +89,13 @@ def interrupt(config: Path, run: Path) -> int:
 
 def kill_rank_1(config: Path, run: Path, stopped: int) -> int:
     """Starts it again, kills one of its ranks, and returns the step of the newest checkpoint."""
-    process = torchrun(2, "train", config, "--parallel.pp", "2", *LONG)
-    wait_for(run / "checkpoints" / f"step_{stopped // 20 * 20 + 40:08d}" / "manifest.json", process)
-    victim = next(pid for pid in children(process.pid) if rank_of(pid) == "1")
+    job = torchrun(2, "train", config, "--parallel.pp", "2", *LONG)
+    wait_for(run / "checkpoints" / f"step_{stopped // 20 * 20 + 40:08d}" / "manifest.json", job)
+    second = flight.read(flight_path(run, 1))
+    assert second is not None
     started = time.monotonic()
-    os.kill(victim, signal.SIGKILL)
-    code, out = finish(process)
+    os.kill(second.who["pid"], signal.SIGKILL)
+    code, out = job.end()
     assert time.monotonic() - started < 30
     assert code != 0
     assert f"going on after step {stopped}" in out

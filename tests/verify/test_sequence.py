@@ -34,7 +34,7 @@ def holds(grid: dict[str, int], config: Config, num_batches: int = 3) -> None:
     assert report.ok, report.first_divergence
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model", [DROPOUT, LLAMA, BERT | DROPOUT], ids=["gpt", "llama", "bert"])
 @pytest.mark.parametrize("grid", [{"tp": 2}, {"tp": 3}, {"tp": 4}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}],
                          ids=lambda g: "-".join(f"{a}{n}" for a, n in g.items()))

@@ -4,9 +4,9 @@ numbers. All faults, and many of them: benchmarks/recovery.py."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from train.forked import supervised
-from train.runs import finish, metrics, run_job, steps, write_config
+from train.forked import Job, supervised, torchrun
+from train.runs import metrics, run_job, steps, write_config
 
 from hybridpar.checkpoint import saved_steps
 from hybridpar.config import Config, from_mapping
@@ -203,10 +203,8 @@ def test_what_an_anomaly_is_to_stop_does_not_start_again(tmp_path: Path) -> None
 @pytest.mark.timeout(300)
 def test_torchrun_starts_the_same_ranks_again(tmp_path: Path) -> None:
     """It ends rank 0 as soon as rank 1 is dead, while rank 0 still gives the save of step 10 time to end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts",
-               "1", "-m", "hybridpar", "train", str(write_config(tmp_path)), "--parallel.pp", "2", *STEPS, "--inject",
-               "kill rank 1 at step 11"]
-    code, out = finish(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), 120.0)
+    code, out = torchrun(2, "train", write_config(tmp_path), "--parallel.pp", "2", *STEPS, "--inject",
+                         "kill rank 1 at step 11", max_restarts=1).end()
     assert code == 0, out
     assert "rank 0 (stage 0, replica 0, tensor part 0) lost contact with rank 1 during" in out, out
     assert re.search("going on after step (5|10)$", out, re.MULTILINE), out
@@ -267,33 +265,31 @@ def test_a_closed_terminal_is_survived_under_nohup_and_another_signal_saves(tmp_
     config = write_config(tmp_path)
     flags = ("--parallel.pp", "2", "--train.num_steps", "100000", "--optim.decay", "constant",
              "--train.eval_interval", "5", "--train.save_interval", "0", "--train.stop_signals", "TERM", "HUP", "USR1")
-    command = [sys.executable, "-m", "hybridpar", "train", str(config), "--ranks", "2", *flags]
 
-    def until(job: subprocess.Popen[str], step: int) -> None:
-        assert job.stderr is not None
-        for line in job.stderr:
-            if (match := re.match(r"step (\d+)/", line)) and int(match[1]) >= step:
-                return
-        raise AssertionError(job.wait())
+    def begin() -> Job:
+        return Job("hybridpar", "train", config, "--ranks", "2", *flags)
 
-    def begin(*options: str, ignored: bool = False) -> subprocess.Popen[str]:
-        nohup = ["nohup"] if ignored else []
-        return subprocess.Popen([*nohup, *command, *options], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                stderr=subprocess.PIPE, text=True)
+    def until(job: Job, step: int) -> None:
+        while int(job.wait_for(r"^step (\d+)/")[1]) < step:
+            pass
 
-    job = begin(ignored=True)
+    nohup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        job = begin()
+    finally:
+        signal.signal(signal.SIGHUP, nohup)
     until(job, 5)
-    job.send_signal(signal.SIGHUP)
+    os.kill(job.pid, signal.SIGHUP)
     until(job, 10)
-    job.send_signal(signal.SIGUSR1)
-    assert finish(job)[0] == 128 + signal.SIGUSR1
+    os.kill(job.pid, signal.SIGUSR1)
+    assert job.end()[0] == 128 + signal.SIGUSR1
     root = tmp_path / "runs" / "run"
     (saved,) = saved_steps(root / "checkpoints")
     assert saved >= 10
     job = begin()
     until(job, saved + 5)
-    job.send_signal(signal.SIGHUP)
-    assert finish(job)[0] == 128 + signal.SIGHUP
+    os.kill(job.pid, signal.SIGHUP)
+    assert job.end()[0] == 128 + signal.SIGHUP
     assert saved_steps(root / "checkpoints")[0] > saved
     assert not (root / "failures.jsonl").exists()
     run_job(2, "train", config, *flags, "--train.num_steps", str(saved + 5), "--run.name", "calm")
