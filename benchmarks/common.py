@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -72,6 +73,8 @@ class Shape:
 SHAPES = {
     "ref": Shape(8, 512, 8, 256, 8192, 4),
     "small": Shape(8, 256, 4, 128, 4096, 2),
+    # the same, with work enough to hide 20 ms
+    "small_4": Shape(8, 256, 4, 128, 4096, 4),
     # a micro-batch of scripts/configs/gpt_tiny.toml
     "gpt_tiny": Shape(4, 256, 8, 128, 4096, 1),
     # two equal stages: the head costs as much as a layer
@@ -167,10 +170,12 @@ class Race:
     losses: dict[str, list[float]] = field(default_factory=dict)
 
 
-def race(sides: Mapping[str, Step], rounds: int, *, warmup: int = 2, tolerance: float, repeat: int = 1) -> Race:
+def race(sides: Mapping[str, Step], rounds: int, *, warmup: int = 2, tolerance: float, repeat: int = 1,
+         seconds: float = math.inf) -> Race:
     """Runs `warmup` steps of each side, whose losses must agree, then `rounds` rounds of `repeat` timed steps of each.
 
-    `tolerance`: largest relative difference of any side's loss from the first side's, in each warm-up step.
+    `tolerance`: largest relative difference of any side's loss from the first side's, in each warm-up step. `seconds`:
+    no round begins later, but the first.
     Collectives: called on all ranks of the job, if there is one. Raises: AssertionError if losses differ.
     """
     result = Race({n: [] for n in sides}, {n: [] for n in sides}, {n: [] for n in sides})
@@ -178,8 +183,10 @@ def race(sides: Mapping[str, Step], rounds: int, *, warmup: int = 2, tolerance: 
         for name, step in sides.items():
             result.losses[name].append(step())
     check_losses(result.losses, tolerance)
-    names = list(sides)
+    names, start = list(sides), time.perf_counter()
     for i in range(rounds):
+        if i and over_ranks([time.perf_counter() - start], "max")[0] > seconds:
+            break
         for name in names if i % 2 == 0 else names[::-1]:
             _barrier()
             wall, cpu = time.perf_counter(), time.process_time()

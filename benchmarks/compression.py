@@ -52,7 +52,7 @@ from benchmarks.common import (
 from benchmarks.data_parallel import DDPStep
 from hybridpar.config import CompressionConfig, Config, from_mapping
 from hybridpar.data import BatchLoader, open_data
-from hybridpar.grid import ProcessGrid
+from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.nn.matmul import Product
 from hybridpar.nn.placement import Init, Placement
 from hybridpar.state import GradientReducer, Partition, Route
@@ -66,7 +66,14 @@ SAME, ALIKE = 1e-4, 0.1
 """Largest relative differences of the first loss, and of those after updates by a part of the gradient."""
 METHODS: dict[str, dict[str, Any]] = {
     "none": {}, "bf16": {}, "int8": {}, "int4": {}, "dct": {"gradients_kept": 0.01},
-    "powersgd": {"gradients_rank": RANK}, "sbpca": {"gradients_rank": RANK, "gradients_blocks": BLOCKS}}
+    "powersgd": {"gradients_rank": RANK}, "sbpca": {"gradients_rank": RANK, "gradients_blocks": BLOCKS},
+    "powersgd int8": {"gradients": "powersgd", "gradients_rank": 15, "gradients_values": "int8"},
+    "powersgd int4": {"gradients": "powersgd", "gradients_rank": 30, "gradients_values": "int4"}}
+"""Settings by name; the last two take as many bytes as rank 4 in fp32 does."""
+SITES: dict[str, dict[str, Any]] = {
+    f"sites, {every}{', mean' if mean else ''}": {"every": every, "precision": "int4"} | mean
+    for mean in ({}, {"lr": 1.0, "momentum": 0.0}) for every in (8, 16)}
+"""Trainings that sum no gradients: settings of the outer step. mean: what sites go on with is their mean."""
 WHOLE, BATCHES = 2, 12
 MEANING = f"{RATIO}. arrived: share of the sum of the gradients, by energy; bytes: of whole ones"
 TEXTS = (mock, _pydecimal, argparse, doctest, inspect, tarfile, typing)
@@ -213,27 +220,42 @@ def _share(totals: dict[str, list[Tensor]], sent: float) -> dict[str, float]:
 
 def losses(schedule: str, method: str, start: int, steps: int, seed: int, folder: str) -> dict[str, Any]:
     """Trains a small GPT. Collectives: called on all ranks."""
+    apart, size = method in SITES, dist.get_world_size()
     config: Config = from_mapping({
         "model": {"num_layers": LOSSES.num_layers, "hidden_size": LOSSES.hidden, "num_heads": LOSSES.num_heads,
                   "seq_length": LOSSES.seq_length, "vocab_size": LOSSES.vocab, "position": "rotary",
                   "init_std": 0.05},
-        "parallel": {"dp": dist.get_world_size()}, "pipeline": {"schedule": schedule, "num_microbatches": 4},
+        "parallel": {"sites": size, "dp": 1} if apart else {"dp": size},
+        "pipeline": {"schedule": schedule, "num_microbatches": 4},
         "optim": {"lr": 3e-3, "min_lr": 1e-4, "warmup_steps": 10, "betas": [0.9, 0.95]},
         "train": {"num_steps": steps, "micro_batch_size": LOSSES.micro_batch, "seed": seed}, "data": {
             "corpus": [text.__file__ for text in TEXTS[1:]], "valid_corpus": [TEXTS[0].__file__]},
-        "compression": {"gradients": method, "gradients_period": 20, "gradients_start": start} | METHODS[method]})
-    grid = ProcessGrid(dp=config.parallel.dp)
+        "outer": SITES.get(method, {}), "compression": {} if apart else {
+            "gradients": method, "gradients_period": 20, "gradients_start": start} | METHODS[method]})
+    grid = ProcessGrid(sizes_of(config.parallel))
     data = open_data(config.model, config.data, folder, seed=config.train.seed, quiet=True)
     engine = Engine(config, grid, torch.device("cpu"))
-    options = {"micro_batch_size": 2, "num_microbatches": 4, "dp_rank": grid.dp.rank, "dp_size": grid.dp.size}
+    options = {"micro_batch_size": 2, "num_microbatches": 4, "dp_rank": grid.replica, "dp_size": grid.num_replicas}
     engine.train(BatchLoader(data.train, **options), steps, lambda step: None)
     held_out = engine.evaluate(BatchLoader(data.valid, **options), 8)
-    sent = engine.state.compression.sent if engine.state.compression else None
     codec = f"{method} from {start}" if start else method
     return {"case": f"{schedule} {codec}, {steps} steps, seed {seed}", "valid_loss": round(sum(held_out.values()), 4),
             "settings": {"shape": "losses", "schedule": schedule, "codec": codec, "seed": seed, "steps": steps},
-            "elements": 1.0 if sent is None else round(sent.elements / sent.whole_elements, 5),
-            "bytes": 1.0 if sent is None else round(sent.num_bytes / sent.whole_bytes, 5)}
+            **_shares_sent(engine, steps)}
+
+
+def _shares_sent(engine: Engine, steps: int) -> dict[str, float]:
+    """Elements and bytes that a rank has sent, of those of the gradients of as many steps."""
+    site, compression = engine.grid.site, engine.state.compression
+    elements = num_bytes = 1.0
+    if compression is not None:
+        sent = compression.sent
+        elements, num_bytes = sent.elements / sent.whole_elements, sent.num_bytes / sent.whole_bytes
+    elif site.size > 1:
+        elements = steps // engine.config.outer.every / steps
+        whole = 4 * steps * engine.state.partition.layout.numel
+        num_bytes = site.traffic.num_bytes["broadcast"] / site.size / whole
+    return {"elements": round(elements, 5), "bytes": round(num_bytes, 5)}
 
 
 def write_losses(args: argparse.Namespace) -> None:
@@ -256,7 +278,8 @@ def main() -> None:
     parser.add_argument("--start", type=int, default=0, help="first batch of these trainings that is compressed")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of these trainings")
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "2bw"], help="of these trainings")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="of these trainings")
+    parser.add_argument("--methods", nargs="+", choices=[*METHODS, *SITES], default=list(METHODS),
+                        help="of these trainings")
     args = parse(parser)
     if args.losses:
         write_losses(args)

@@ -176,7 +176,7 @@ def main() -> int:
     parser = arguments(__doc__, rounds=3, shapes=["thin"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--batches", type=int, default=4, help="steps of a side at a time")
+    parser.add_argument("--batches", type=int, default=12, help="steps of a side at a time")
     parser.add_argument("--links", nargs="+", default=["wan=50:5", FREE], metavar="NAME=UP[/DOWN]:DELAY_MS")
     parser.add_argument("--on", default="", help=argparse.SUPPRESS)
     return started(parse(parser), launch, on_host)

@@ -14,8 +14,8 @@ import argparse
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ import torch
 from benchmarks.common import Shape, arguments, over_seeds, parse, write_results
 from hybridpar.config import Config, from_mapping
 from hybridpar.data import BatchLoader, open_data
-from hybridpar.data.datasets import Data
 from hybridpar.grid import ProcessGrid
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.validate import resolve
@@ -60,31 +59,29 @@ def settings(schedule: str, codec: str, stages: int, seed: int, steps: int, cach
         "data": {"split": 0.015, "cache": cache}, "compression": CODECS[codec]})
 
 
-def _open(config: Config) -> Data:
-    return open_data(config.model, config.data, config.cache_folder, seed=config.train.seed)
+def alone(config: Config) -> tuple[Engine, BatchLoader, BatchLoader]:
+    """The training in one process, without links; samples to train on, and others."""
+    torch.set_num_threads(1)
+    data = open_data(config.model, config.data, config.cache_folder, seed=config.train.seed)
+    whole = M * STUDY.micro_batch  # micro-batches make no difference, and a large one is faster
+    one = resolve(from_mapping({"parallel": {"pp": 1, "tp": 1}, "pipeline": {"num_microbatches": 1},
+                                "train": {"micro_batch_size": whole}}, config), 1)
+    train, valid = (BatchLoader(of, micro_batch_size=whole, num_microbatches=1) for of in (data.train, data.valid))
+    return Engine(one, ProcessGrid(), torch.device("cpu")), train, valid
 
 
 def train(config: Config) -> dict[str, Any]:
     """Trains in this process; losses by step, and the validation loss at the end."""
-    torch.set_num_threads(1)
-    data = _open(config)
-    whole = M * STUDY.micro_batch  # micro-batches make no difference, and a large one is faster
-    alone = resolve(from_mapping({"parallel": {"pp": 1}, "pipeline": {"num_microbatches": 1},
-                                  "train": {"micro_batch_size": whole}}, config), 1)
-    engine = Engine(alone, ProcessGrid(), torch.device("cpu"))
+    engine, loader, held_out = alone(config)
     add_boundaries({int(number): block for number, block in engine.stage.blocks.items()}, config)
-
-    def loader(dataset: Any) -> BatchLoader:
-        return BatchLoader(dataset, micro_batch_size=whole, num_microbatches=1)
-
     losses: list[float] = []
 
     def note(result: StepResult) -> None:
         losses.append(round(result.loss, 4))
 
     start = time.perf_counter()
-    engine.train(loader(data.train), config.train.num_steps, note)
-    valid = engine.evaluate(loader(data.valid), EVAL_BATCHES)["lm"]
+    engine.train(loader, config.train.num_steps, note)
+    valid = engine.evaluate(held_out, EVAL_BATCHES)["lm"]
     return {"valid_loss": round(valid, 4), "seconds": round(time.perf_counter() - start, 1), "losses": losses[::_EVERY]}
 
 
@@ -97,32 +94,30 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1234])
     args = parse(parser)
     with tempfile.TemporaryDirectory() as cache:
-        cases = study(args, cache)
-    path = write_results("messages", cases, args, shapes={"study": STUDY},
-                         meaning="valid_loss: at the end, of exact messages")
+        path = study(args, cache)
     print(*over_seeds(path), path, sep="\n")
     return 0
 
 
-def study(args: argparse.Namespace, cache: str) -> list[dict[str, Any]]:
-    """A case for each codec, schedule, number of stages and seed, two at a time; without a codec stages make no
-    difference.
+def study(args: argparse.Namespace, cache: str) -> Path:
+    """A case for each codec, schedule, number of stages and seed, written down as it ends; without a codec stages make
+    no difference.
 
     `cache`: folder of the prepared corpus.
     """
-    runs = [run for run in product(args.schedules, args.codecs, args.stages, args.seeds)
-            if run[1] != "none" or run[2] == args.stages[0]]
-    configs = [settings(*run, args.steps, cache) for run in runs]
-    _open(configs[0])
     cases = []
-    with ProcessPoolExecutor(2) as pool:
-        for (schedule, codec, stages, seed), numbers in zip(runs, pool.map(train, configs), strict=True):
-            cases.append({
-                "case": f"{schedule} {axis_of(codec)}={stages} {codec} seed {seed}", **numbers,
-                "settings": {"shape": "study", "schedule": schedule, axis_of(codec): stages, "codec": codec,
-                             "seed": seed, "steps": args.steps, "tokens": args.steps * M * STUDY.microbatch_tokens}})
-            print(f"{cases[-1]['case']:<32} {numbers['valid_loss']:.4f}  {numbers['seconds']} s", flush=True)
-    return cases
+    for schedule, codec, stages, seed in product(args.schedules, args.codecs, args.stages, args.seeds):
+        if codec == "none" and stages != args.stages[0]:
+            continue
+        numbers = train(settings(schedule, codec, stages, seed, args.steps, cache))
+        cases.append({
+            "case": f"{schedule} {axis_of(codec)}={stages} {codec} seed {seed}", **numbers,
+            "settings": {"shape": "study", "schedule": schedule, axis_of(codec): stages, "codec": codec,
+                         "seed": seed, "steps": args.steps, "tokens": args.steps * M * STUDY.microbatch_tokens}})
+        print(f"{cases[-1]['case']:<32} {numbers['valid_loss']:.4f}  {numbers['seconds']} s", flush=True)
+        path = write_results("messages", cases, args, shapes={"study": STUDY},
+                             meaning="valid_loss: at the end, of exact messages")
+    return path
 
 
 if __name__ == "__main__":

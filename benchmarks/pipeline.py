@@ -20,7 +20,8 @@ drain, which a run pays once, are left out (the time of a batch with them: `incl
 
 `--schedules drains`: those that shorten the drain, ours and torch's, interleaved and with zero bubbles: two stages on
 each rank, or one. `predicted`: the ratios of our step times that `simulate` gets from the costs each has measured, and
-`simulated over measured` these times themselves. --ranks 4: more than there may be cores, which they then share.
+`simulated over measured` these times themselves. --ranks 4: more than there may be cores, which they then share. Large
+shapes take long: --seconds limits rounds, and recordings, of a case, which is written as it ends; --add keeps others.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ DRAINS: dict[str, dict[str, Any]] = {
 }
 """Our schedules that drain, with their options."""
 RECORDED = 8
-"""Batches that are recorded, at least."""
+"""Batches that are recorded, at least; half as many where they have four micro-batches or more each."""
 PREDICTIONS = 5
 """Recordings of each side, in turn; their median counts."""
 
@@ -141,20 +142,23 @@ def measure(shape_name: str, dtype: str, m: int, schedule: str, rounds: int) -> 
                 blocks_of_each_stage=[len(blocks) for blocks in stage_split(shape.model, size)])
 
 
-def measure_drains(shape_name: str, dtype: str, m: int, rounds: int) -> dict[str, Any]:
-    """Races the schedules that drain in the shortest time, and what the simulator says of ours. Collectives: called on
-    all ranks."""
+def measure_drains(shape_name: str, dtype: str, m: int, rounds: int, limit: float) -> dict[str, Any]:
+    """Races the schedules that drain in the shortest time, and what the simulator says of ours. `limit`: seconds after
+    which no round begins, and no turn of recordings. Collectives: called on all ranks."""
     shape, size = SHAPES[shape_name], dist.get_world_size()
     steps = {name: OurStep(engine_config(shape, pp=size, num_microbatches=m, dtype=dtype, **options), shape,
                            ProcessGrid(pp=size)) for name, options in DRAINS.items()}
     peers = {PEERS[name].__name__: TorchPipelineStep(shape, name, m, dtype) for name in MULTI}
-    result = race({**steps, **peers}, rounds, tolerance=TOLERANCE[dtype])
+    result = race({**steps, **peers}, rounds, tolerance=TOLERANCE[dtype], seconds=limit)
     sizes = {name: step.engine.sizes for name, step in steps.items()}
     predictions: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(PREDICTIONS):
+    start = time.perf_counter()
+    for i in range(PREDICTIONS):
+        if i and over_ranks([time.perf_counter() - start], "max")[0] > limit:
+            break
         for name, step in steps.items():
-            timeline = Ordering.of(step.engine.config).timeline(sizes[name], record(step, RECORDED).costs)
-            predictions[name].append(timeline.step_time(m))
+            recorded = record(step, RECORDED if m < 4 else RECORDED // 2).costs
+            predictions[name].append(Ordering.of(step.engine.config).timeline(sizes[name], recorded).step_time(m))
     simulated = {name: statistics.median(seconds) for name, seconds in predictions.items()}
     entry = case(f"{shape_name} {dtype} pp={size} drains m={m}", result, m * shape.microbatch_tokens,
                  shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedules=DRAINS, threads=1,
@@ -311,6 +315,7 @@ def main() -> None:
     parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--schedules", nargs="+", choices=[*SINGLE, "drains", "2bw"], default=[*SINGLE, "2bw"])
     parser.add_argument("--ranks", type=int, default=2, help="of drains")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="of the rounds of a case of drains")
     parser.add_argument("--warmups", nargs="+", choices=list(WARMUPS), default=["latency"])
     parser.add_argument("--others", action="store_true", help="also hold the schedules that drain against 2bw's ideal")
     parser.add_argument("--batches", type=int, default=2, help="batches of a timed round of 2bw")
@@ -324,10 +329,11 @@ def main() -> None:
                         entry = run_ranks(
                             measure_2bw, 2, shape, dtype, m, args.batches, args.rounds, args.warmups, args.others)
                     elif schedule == "drains":
-                        entry = run_ranks(measure_drains, args.ranks, shape, dtype, m, args.rounds)
+                        entry = run_ranks(measure_drains, args.ranks, shape, dtype, m, args.rounds, args.seconds)
                     else:
                         entry = run_ranks(measure, 2, shape, dtype, m, schedule, args.rounds)
                     cases.append(entry)
+                    path = write_results("pipeline", cases, args)
                     print_case(entry)
                     for label in (PREDICTED, SIMULATED):
                         for name, ratio in entry.get(label, {}).items():
@@ -335,7 +341,7 @@ def main() -> None:
                     for label in (SHARE, ITEMS):
                         for name, part in entry.get(label, {}).items():
                             print(f"    {label}: {name:<30} {part['median'] if label == SHARE else part:.3f}")
-    print(write_results("pipeline", cases, args))
+    print(path)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ longer. Losses must be equal, to the bit.
 
 --offload: so many stages of one thread each, gpipe and 1f1b with more micro-batches than stages; on one side as many
 micro-batches wait in a file as can, on another as many as "auto" finds to cost no time, on another each stage is
-recomputed. `peak_mib`: of the first rank, predicted. Where stages outnumber cores, what is copied takes time of those
-that compute.
+recomputed; and one is the first once more, which says by how much equal sides differ here. `peak_mib`: of the first
+rank, predicted. Where stages outnumber cores, what is copied takes time of those that compute.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hybridpar.train.settle import settle
 
 MICROBATCHES = 2
 WAYS = ("selective", "all")
-IN_FILE, FREE, AGAIN = "offloaded", "auto", "recomputed"
+IN_FILE, FREE, AGAIN, SAME = "offloaded", "auto", "recomputed", "kept again"
 PER_STAGE = 4
 
 
@@ -75,7 +75,7 @@ def offloading(shape_name: str, schedule: str, p: int, rounds: int, folder: str)
                IN_FILE: replace(config, memory=MemoryConfig(offload_activations=99, folder=folder)),
                FREE: settle(replace(config, memory=MemoryConfig(offload_activations="auto", folder=folder)),
                             ProcessGrid(pp=p), torch.device("cpu"), lambda line: None),
-               AGAIN: replace(config, pipeline=replace(config.pipeline, recompute="stage"))}
+               SAME: config, AGAIN: replace(config, pipeline=replace(config.pipeline, recompute="stage"))}
     sides = {name: OurStep(config, shape, ProcessGrid(pp=p)) for name, config in configs.items()}
     result = race(sides, rounds, tolerance=0.0)
     peaks = {name: predict(config, device=torch.device("cpu"), ranks=[0])[0].total for name, config in configs.items()}
@@ -84,7 +84,7 @@ def offloading(shape_name: str, schedule: str, p: int, rounds: int, folder: str)
     return case(f"{shape_name} {schedule} p={p} m={PER_STAGE * p}", result, PER_STAGE * p * shape.microbatch_tokens,
                 shape=shape_name, schedule=schedule, pp=p, num_microbatches=PER_STAGE * p) | {
         "peak_mib": {name: round(peak / 2**20, 1) for name, peak in peaks.items()},
-        "saved": {name: round(1 - peaks[name] / peaks[OURS], 4) for name in (IN_FILE, FREE, AGAIN)},
+        "saved": {name: round(1 - peaks[name] / peaks[OURS], 4) for name in (IN_FILE, FREE, SAME, AGAIN)},
         "away": configs[FREE].memory.offload_activations,
         "moved_mib": round(moved / 2**20, 1)}
 
@@ -95,7 +95,7 @@ def offload_cases(shapes: list[str], stages: list[int], rounds: int) -> Iterator
             for p in stages:
                 for schedule in ("gpipe", "1f1b"):
                     entry = run_ranks(offloading, p, name, schedule, p, rounds, folder)
-                    for way in (IN_FILE, FREE, AGAIN):
+                    for way in (IN_FILE, FREE, SAME, AGAIN):
                         print(f"{entry['case']:<24} {way:<10} {entry['peak_mib'][way]} of {entry['peak_mib'][OURS]} "
                               f"MiB, {entry['saved'][way]:.0%} less, for {entry['ratio'][way]['median'] - 1:+.1%} of "
                               "the time", flush=True)

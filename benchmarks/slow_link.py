@@ -33,7 +33,8 @@ tensor parallelism), `replicas` (2bw against a synchronous step), `gradients` (t
 `slices` (2 stages of tp=2 each on a host, whose ranks send slices of what goes between stages, or all of it each; the
 result file has the bytes that each host sent over the link, by its own counters and by ours),
 `split`: 2bw with the ordinary warm-up, with backwards in two parts and whole: the gradient is on its way while W is
-computed, which hides half of W on each link; paced, and as it is (`--links far=1000:20`),
+computed, which hides half of W on each link; paced (`light`), and as they are (`--links far=1000:20 --shapes small
+small_4`),
 `paced`: pipelines and replicas whose stages wait besides, as if for an accelerator, so that ranks, TCP and emulator do
 not fight for the cores: what schedule and transport do on hosts that have the CPU time to send.
 """
@@ -206,9 +207,9 @@ def plan_cases(args: argparse.Namespace, links: Sequence[Link]) -> Iterator[tupl
         elif kind == "slices":
             yield Case(kind, _paced(SLICES, PACES_S[0]), links, "light", "fp32", m), rounds, 2
         elif kind == "split":
-            yield Case(kind, _paced(SPLIT, SPLIT_PACE_S), links, "light", "fp32", m), rounds, 4
-            for shape in args.shapes:
-                yield Case(kind, SPLIT, links, shape, args.dtypes[0], m), rounds, 4
+            for shape in dict.fromkeys(["light", *args.shapes]):
+                methods = _paced(SPLIT, SPLIT_PACE_S) if shape == "light" else SPLIT
+                yield Case(kind, methods, links, shape, args.dtypes[0], m), rounds, 4
         elif kind == "paced":
             for pace in PACES_S:
                 yield Case(kind, _paced(PIPELINES, pace), links, "light", "fp32", m), rounds, 2
@@ -224,7 +225,8 @@ def launch(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     testbed = [sys.executable, str(TESTBED), "--name", f"slowlink{os.getpid()}"]
     links = [word for link in (FREE, *args.links) for word in ("--link", link)]
-    made = subprocess.run([*testbed, "up", *links], stdout=subprocess.DEVNULL).returncode
+    congestion = ["--congestion", args.congestion] if args.congestion else []
+    made = subprocess.run([*testbed, "up", *links, *congestion], stdout=subprocess.DEVNULL).returncode
     if made:
         if made == CANNOT_RUN:
             print("benchmarks.slow_link: skipped, as this machine cannot make the hosts (see above)")
@@ -257,6 +259,8 @@ def main() -> int:
     parser.add_argument("--replica-microbatches", nargs="+", type=int, default=[4, 12], help="on each replica")
     parser.add_argument("--links", nargs="+", default=["lan=200:1", "wan=50:5"], metavar="NAME=UP[/DOWN]:DELAY_MS",
                         help="besides the one without limit")
+    parser.add_argument("--congestion", default="", help="control of TCP on the hosts, such as reno, which sends at "
+                        "once what bbr paces; default: the machine's own")
     return started(parse(parser), launch, on_host)
 
 

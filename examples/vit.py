@@ -53,9 +53,8 @@ class Patches(nn.Linear):  # an ordinary module: every tp rank has all of it
         self.patch, self.positions = model.patch, nn.Parameter(0.02 * torch.randn(model.activation_shape(0)))
 
     def forward(self, x, batch, key):
-        image = batch["image"].to(self.weight.dtype)
         return self.positions + super().forward(
-            rearrange(image, "b (r p) (c q) -> b (r c) (p q)", p=self.patch, q=self.patch))
+            rearrange(batch["image"], "b (r p) (c q) -> b (r c) (p q)", p=self.patch, q=self.patch))
 
 
 class Layer(nn.Module):  # of hybridpar's layers: divided over tp

@@ -98,6 +98,8 @@ def _load_recorder() -> str | None:
         return f"the extension {_RECORDER} is not built or does not load ({error})"
     if module.torch_version != (found := torch.__version__.partition("+")[0]):
         return f"the extension {_RECORDER} was built for torch {module.torch_version}, and this is {found}"
+    if not hasattr(module.Observer, "resized"):
+        return f"the extension {_RECORDER} is of another version than this checkout; build it again"
     try:
         module.start()
     except RuntimeError as error:

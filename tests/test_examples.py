@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoint.exchange import make_theirs
 from ranks import run_ranks
 from train.forked import supervised
-from train.runs import metrics, run_job, steps
+from train.runs import fork_ranks, metrics, steps
 
 from hybridpar import ProcessGrid, Trainer, load_toml
 from hybridpar.checkpoint.huggingface import import_folder
@@ -23,16 +26,20 @@ from hybridpar.comm import gather_objects
 from hybridpar.config import Config, from_mapping
 from hybridpar.data import train_tokenizer
 from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.errors import HybridparError
 from hybridpar.grid import sizes_of
 from hybridpar.memory import MemoryWatch
 from hybridpar.pipeline.plan.prove import prove
 from hybridpar.train.engine import Engine
+from hybridpar.train.policy import StepResult
 from hybridpar.validate import problems, resolve
+from hybridpar.watch import Board
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = {"vit": {"depth": 2, "width": 24, "heads": 3, "image": 16}, "mixer": {"depth": 2, "width": 16, "image": 16},
          "t5": {"layers": 1, "width": 16, "heads": 2, "length": 6},
          "transformers_model": {"depth": 2, "width": 16, "heads": 2, "groups": 1, "vocab": 32, "length": 8}}
+SMALL["own_schedule"] = SMALL["mixer"]
 
 
 def config_of(name: str, **sections: dict[str, Any]) -> Config:
@@ -99,34 +106,58 @@ def train_watched(config: Config) -> Any:
 
 
 @pytest.mark.ranks
-def test_a_run_goes_on_to_the_bit_and_on_another_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("name", "other"), [
+    ("vit", {"parallel": {"tp": 2}}), ("t5", {"parallel": {"tp": 2}}), ("transformers_model", {}),
+    ("mixer", {"parallel": {"dp": 2, "zero": 1}, "pipeline": {"num_microbatches": 2}}),
+    ("own_schedule", {"pipeline": {"schedule": "1f1b", "order": [], "split_backward": False}})])
+def test_a_killed_run_goes_on_to_the_bit_and_on_another_grid(
+        name: str, other: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, where another grid may differ by the order of sums. other: that grid, which has no pipeline."""
+    two = config_of(name, parallel={"pp": 2}, train={"dtype": "fp64", "save_interval": 2, "eval_interval": 0},
+                    optim={"decay_steps": 6}, checkpoint={"asynchronous": False}, run={"dir": str(tmp_path)})
+    monkeypatch.setattr(type(two.model), "dataset", lambda self, part: [self.sample(i, len(part)) for i in range(60)])
+
+    def train(run: str, base: Config, killed_after: int = 0, **sections: dict[str, Any]) -> list[Any]:
+        config = from_mapping({"run": {"name": run}} | sections, base)
+        fork_ranks(config.parallel.num_ranks, partial(train_until, config, killed_after))
+        return steps(metrics(tmp_path / run))
+
+    whole = train("whole", two)
+    with pytest.raises(AssertionError, match="lost contact with rank 1"):
+        train("killed", two, 3)
+    assert [step for step, *_ in whole] == [1, 2, 3, 4, 5, 6]
+    assert train("killed", two, train={"num_steps": 4}) == whole[:4]
+    resharded = train("killed", from_mapping({"parallel": {"pp": 1}}, two), **other)
+    assert np.allclose(resharded, whole, rtol=1e-9, atol=0.0)
+
+
+def train_until(config: Config, killed_after: int) -> None:
+    """Trains; rank 1 kills itself after that step."""
+    def on_step(result: StepResult) -> None:
+        if result.step == killed_after and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        Trainer(config=config).fit(on_step=on_step)
+    except HybridparError as error:
+        print(error)
+        sys.exit(1)
+
+
+@pytest.mark.ranks
+def test_a_run_is_started_again_and_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    path = EXAMPLES / "vit.toml"
-    flags = [f"--model.{key}={value}" for key, value in SMALL["vit"].items()] + [
-        "--train.micro_batch_size=2", "--train.threads=1", "--train.eval_interval=2", "--train.save_interval=2",
-        "--data.split=0.02", "--parallel.pp=2"]
-    run_job(2, "train", path, *flags, "--train.num_steps=4", "--run.name=whole")
-    code, out = supervised("train", path, *flags, "--train.num_steps=4", "--run.name=killed", "--ranks", "2",
-                           "--inject", "kill rank 1 at step 4")
+    flags = [str(EXAMPLES / "vit.toml"), *(f"--model.{key}={value}" for key, value in SMALL["vit"].items()),
+             "--train.micro_batch_size=2", "--train.threads=1", "--train.eval_interval=2", "--train.save_interval=2",
+             "--parallel.pp=2", "--train.num_steps=4", "--checkpoint.asynchronous=false"]
+    code, out = supervised("train", *flags, "--run.name=killed", "--ranks", "2", "--inject", "kill rank 1 at step 4")
     assert code == 0, out
     assert "going on after step 2" in out
-    assert steps(metrics(tmp_path / "runs" / "killed")) == steps(metrics(tmp_path / "runs" / "whole"))
-    # stopped after two steps, then on the same grid, then on one process
-    run_job(2, "train", path, *flags, "--train.num_steps=2", "--run.name=parts", "--optim.decay_steps=4")
-    run_job(2, "train", path, *flags, "--train.num_steps=4", "--run.name=parts", "--optim.decay_steps=4")
-    whole, parts = (steps(metrics(tmp_path / "runs" / name)) for name in ("whole", "parts"))
-    assert [step for step, *_ in whole] == [1, 2, 3, 4]
-    assert parts == whole
-    again = subprocess.run([sys.executable, "-m", "hybridpar", "replay", "runs/whole", "--step", "3"], check=False,
+    seen = Board(Path("runs/killed")).look()
+    assert (seen["latest"]["step"], len(seen["failures"]), len(seen["memory"])) == (4, 1, 2)
+    again = subprocess.run([sys.executable, "-m", "hybridpar", "replay", "runs/killed", "--step", "3"], check=False,
                            env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
-    flags.remove("--parallel.pp=2")
-    assert main(["memory", str(path), *flags, "--train.num_steps=4"]) == 0
-    capsys.readouterr()
-    assert main(["train", str(path), *flags, "--train.num_steps=5", "--run.name=parts", "--json",
-                 "--optim.decay_steps=4"]) == 0
-    assert json.loads(capsys.readouterr().out)["resumed_from"] == 4
 
 
 def test_commands_that_predict_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

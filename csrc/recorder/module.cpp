@@ -32,6 +32,7 @@ PYBIND11_MODULE(_C_recorder, module) {
       .def("enter", &Observer::enter)
       .def("exit", &Observer::exit)
       .def("adopt", [](Observer& o, const std::string& name, const hybridpar::Tensors& t) { o.trace->adopt(name, t); })
+      .def("resized", [](Observer& o, const std::string& n, const at::Tensor& t) { o.trace->resized(n, t); })
       .def("take", [](Observer& o) { return o.trace->take(); })
       .def("close", [](Observer& o) { o.trace->close(); });
 }

@@ -163,6 +163,19 @@ void Trace::adopt(const std::string& name, const Tensors& tensors) {
   });
 }
 
+void Trace::resized(const std::string& name, const at::Tensor& tensor) {
+  const std::lock_guard lock(mutex_);
+  auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  const auto time = now();
+  auto found = blocks_.find(storage);
+  if (found != blocks_.end()) {
+    note(What::kFree, found->second, &kNone, time, &kNone);
+    blocks_.erase(found);
+  }
+  look_again();
+  if (storage->nbytes() != 0) make(storage, &kNone, time, &*names_.insert(name).first);
+}
+
 std::pair<size_t, std::string> Trace::take() {
   std::vector<Event> events;
   {

@@ -53,6 +53,8 @@ class Trace : public std::enable_shared_from_this<Trace> {
   // A sum that added nothing: `made` is `old` from now on.
   void move(const at::Tensor& old, const at::Tensor& made);
   void adopt(const std::string& name, const Tensors& tensors);
+  // The storage of `tensor` was emptied, or has memory again.
+  void resized(const std::string& name, const at::Tensor& tensor);
   // The number of events since the last call, and these as a JSON list.
   std::pair<size_t, std::string> take();
   // Blocks are not watched any more.

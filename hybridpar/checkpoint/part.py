@@ -20,7 +20,7 @@ from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.grid import Place, ProcessGrid
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.state import RankState
-from hybridpar.state.kinds import StateKind
+from hybridpar.state.kind import StateKind
 
 
 class Trainee(Protocol):

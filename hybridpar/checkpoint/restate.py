@@ -70,12 +70,12 @@ class Restated(Mapping[str, Tensor]):
         return self._saved.read_version(slot, self._stored(version))
 
     def share(self, slot: ParameterSlot, kind: str) -> Tensor | None:
-        """See state.kinds.Stored."""
+        """See state.kind.Stored."""
         axis = self._here.partition.axis_of(slot.name)
         return self._saved.share(slot, kind, axis.rank, axis.size)
 
     def same(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
-        """See state.kinds.Stored."""
+        """See state.kind.Stored."""
         axis = self._here.partition.axis_of(slot.name)
         return self._saved.same(slot, kind, what, axis.rank, axis.size)
 

@@ -50,8 +50,9 @@ class CompressionConfig:
     """dct: most elements that a batch sends of a tensor, in multiples of gradients_kept; the rest waits."""
     gradients_period: AtLeastOne = 100
     """dct: batches from one setting of the thresholds to the next."""
-    gradients_values: Literal["full", "bf16"] = "full"
-    """dct: type of the elements that are sent; full: that of gradients."""
+    gradients_values: Literal["full", "bf16", "int8", "int4"] = "full"
+    """dct, powersgd: the elements or factors that are sent; full: in the type of gradients. int8, int4: powersgd alone;
+    four or seven times as many columns in as many bytes, which keep far more than rounding takes off."""
     gradients_rank: AtLeastOne = 4
     """powersgd, sbpca: columns of each factor."""
     gradients_blocks: AtLeastOne = 4
@@ -81,6 +82,9 @@ class CompressionConfig:
         if self.both_ways != ("none", "none") and any(isinstance(s, dict) or s != shapes[0] for s in shapes):
             yield Problem("compression.messages", self.messages, "needs one tensor of one shape between all blocks, "
                           f"and {config.model.kind} has others", "none")
+        if self.gradients in ("dct", "sbpca") and self.gradients_values in ("int8", "int4"):
+            yield Problem("compression.gradients_values", self.gradients_values, "is of powersgd's factors, and "
+                          f"compression.gradients is {self.gradients}", "full")
         if self.tensor != "none" and config.parallel.sequence:
             yield Problem("compression.tensor", self.tensor, "does not go with parallel.sequence, with which a rank "
                           "gets its part of a sum alone", "none")

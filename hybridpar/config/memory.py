@@ -67,8 +67,6 @@ class MemoryConfig:
             yield f"must have a number for each of the {pp} ranks of a pipeline"
         if config.train.device == "cuda" and self.offload_activations == "auto":
             yield "works on CPUs so far, and train.device is cuda, where a number does"
-        if config.train.record_memory:
-            yield f"does not go with train.record_memory = {config.train.record_memory}"
         if self.budget and self.offload_activations == "auto":
             yield f"does not go with memory.budget = {self.budget}, whose moves take the time of the same disk"
 

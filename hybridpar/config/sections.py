@@ -71,8 +71,6 @@ class ParallelConfig:
             yield f"does not go with memory.budget = {config.memory.budget}"
         if config.memory.host_optimizer:
             yield "does not go with memory.host_optimizer = true"
-        if config.train.record_memory:
-            yield f"does not go with train.record_memory = {config.train.record_memory}"
 
 
 @dataclass(frozen=True)

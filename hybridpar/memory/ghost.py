@@ -46,6 +46,12 @@ class _Block:
         self.tracker, self.key, self.num_bytes = tracker, key, num_bytes
         tracker.current += num_bytes
 
+    def resize(self, num_bytes: int) -> None:
+        """Takes memory anew, or with 0 gives it back."""
+        self.tracker.current -= self.num_bytes
+        self.num_bytes = self.tracker.rounded(num_bytes)
+        self.tracker.current += self.num_bytes
+
     def __del__(self) -> None:
         self.tracker.current -= self.num_bytes
 
@@ -158,9 +164,10 @@ class Tracker(TorchDispatchMode):
                 return ghost
             if ghost.block.key == storage._cdata:
                 return Ghost(out, ghost.block)
-        return Ghost(out, _Block(self, storage._cdata, self._rounded(storage.nbytes())))
+        return Ghost(out, _Block(self, storage._cdata, self.rounded(storage.nbytes())))
 
-    def _rounded(self, num_bytes: int) -> int:
+    def rounded(self, num_bytes: int) -> int:
+        """Bytes that the device's allocator takes for so many."""
         return -(-num_bytes // _CUDA_ROUNDING) * _CUDA_ROUNDING if self.is_cuda else num_bytes
 
     def _note_real(self, out: Any, arguments: list[Tensor]) -> None:
@@ -168,7 +175,7 @@ class Tracker(TorchDispatchMode):
         known = {t.untyped_storage()._cdata for t in arguments if t.layout is torch.strided}
         for tensor in made:
             if tensor.layout is torch.strided and (storage := tensor.untyped_storage())._cdata not in known:
-                block = _Block(self, storage._cdata, self._rounded(storage.nbytes()))
+                block = _Block(self, storage._cdata, self.rounded(storage.nbytes()))
                 self._real.append((StorageWeakRef(storage), block))
 
     def _forget_dead(self) -> None:
@@ -304,6 +311,13 @@ class _GhostBlocks:
 
     def num_bytes(self, tensor: Tensor) -> int:
         return tensor.block.num_bytes if isinstance(tensor, Ghost) else 0
+
+    def content(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def resize(self, content: Tensor, num_bytes: int) -> None:
+        assert isinstance(content, Ghost)
+        content.block.resize(num_bytes)
 
 
 GHOSTS = _GhostBlocks()

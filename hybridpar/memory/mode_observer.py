@@ -80,6 +80,14 @@ class ModeObserver(TorchDispatchMode):
         if not self.paused:
             self._access(op, Use(list(reads), list(writes)), [])
 
+    def resized(self, name: str, tensor: Tensor) -> None:
+        self._note_freed()
+        key, now = id(_owner(tensor)), self._now()
+        if (block := self._blocks.pop(key, None)) is not None:
+            self._free(block, now)
+        if num_bytes := _num_bytes(tensor):
+            self._malloc(key, tensor, num_bytes, "", now, name)
+
     def take(self) -> Reading | None:
         self._note_freed()
         events, self._events = self._events, []  # blocks may be given back at any point of this, and say so

@@ -81,6 +81,7 @@ class Observer(Protocol):
     def enter(self) -> None: ...
     def exit(self) -> None: ...
     def adopt(self, name: str, tensors: list[Tensor]) -> None: ...
+    def resized(self, name: str, tensor: Tensor) -> None: ...
     def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None: ...
     def take(self) -> Reading | None:
         """What happened since the last call, to be read when the time is over; None: nothing."""
@@ -112,6 +113,9 @@ class _NativeObserver:
 
     def adopt(self, name: str, tensors: list[Tensor]) -> None:
         self._inner.adopt(json.dumps(name), tensors)
+
+    def resized(self, name: str, tensor: Tensor) -> None:
+        self._inner.resized(json.dumps(name), tensor)
 
     def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         raise AssertionError(f"{op}: dispatch sees all messages of real tensors")
@@ -177,6 +181,14 @@ class Recorder:
     def adopt(self, name: str, tensors: Iterable[Tensor]) -> None:
         """Names blocks: from now on in the trace those that were there, from their birth those made in this span."""
         self._observer.adopt(name, list(tensors))
+
+    def resized(self, name: str, tensor: Tensor) -> None:
+        """A tensor's storage was emptied, or has memory again, which is a block of this name: no operator does so.
+
+        What is made while nothing is recorded is seen when it is first used.
+        """
+        if self.is_active:
+            self._observer.resized(name, tensor)
 
     def adopt_model(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Names weights (buffers among them), gradients and the optimizer's state, after each of its steps again.

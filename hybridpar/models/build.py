@@ -41,7 +41,7 @@ def build_blocks(
             blocks[number] = _transformer_block(model, number, build)
         else:
             blocks[number] = construct(model, number, build)
-            adopt(blocks[number], model, number)
+            adopt(blocks[number], model, number, dtype)
     _tie(blocks.values())
     return blocks
 

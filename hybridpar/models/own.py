@@ -7,7 +7,7 @@ own, wherever one of its parameters is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -99,14 +99,15 @@ def construct(model: ModelSpec, number: int, build: Build) -> nn.Module:
     return block
 
 
-def adopt(block: nn.Module, model: ModelSpec, number: int) -> None:
+def adopt(block: nn.Module, model: ModelSpec, number: int, dtype: torch.dtype) -> None:
     """Gives what ordinary modules of the block hold a placement; their buffers, which nobody trains, values.
 
-    From now on what the block returns is compared with what the model says of it.
+    From now on floats of micro-batches come to it as `dtype`, and what it returns is compared with what the model says.
     Raises: ConfigError for a module that does not do the same on every grid.
     """
     _require_same_everywhere(block, model, number)
     wanted = model.activation_shape(number) if number < model.num_blocks - 1 else None
+    block.register_forward_pre_hook(partial(_given, wanted is None, dtype))
     block.register_forward_hook(partial(_check_output, model, number, wanted))
     inner = 0 < number < model.num_blocks - 1
     for prefix, module in block.named_modules():
@@ -120,8 +121,38 @@ def adopt(block: nn.Module, model: ModelSpec, number: int) -> None:
             module._buffers[name] = constructed(model, number, 0)[full(name)].to(buffer.dtype)
 
 
+class _Noting(dict[str, Tensor]):
+    """A micro-batch that notes what is asked of it."""
+
+    asked: frozenset[str] = frozenset()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.asked |= {name}
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked |= {name}
+        return super().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # so that who makes a copy asks for each
+
+
+def _given(is_last: bool, dtype: torch.dtype, block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What a block is called with: floats of samples in the working precision. The last one's are not made narrower,
+    as losses compare with them, unless it is the first as well."""
+    x, batch, *rest = args
+    keeps = is_last and x is not None
+    kinds = {name: torch.promote_types(one.dtype, dtype) if keeps else dtype for name, one in batch.items()
+             if one.is_floating_point() and one.dim()}  # without dimensions: the counts
+    if any(batch[name].dtype != kind for name, kind in kinds.items()):
+        batch = {**batch, **{name: batch[name].to(kind) for name, kind in kinds.items()}}
+    return x, _Noting(batch) if is_last else batch, *rest
+
+
 def _check_output(model: ModelSpec, number: int, wanted: Any, block: nn.Module, args: Any, out: Any) -> None:
-    """Raises: ConfigError where the block returns something else than the model's `activation_shape` and `losses`."""
+    """Raises: ConfigError where the block returns something else than the model's `activation_shape` and `losses`, or
+    losses that cannot be parts of a mean over the whole batch."""
     if isinstance(out, Tensor) and wanted == out.shape[1:]:
         return  # at once, as it is asked at every micro-batch
     where = f"block {number} ({type(block).__name__}) of {model.kind}"
@@ -130,6 +161,11 @@ def _check_output(model: ModelSpec, number: int, wanted: Any, block: nn.Module, 
         if names != list(model.losses) or any(loss.dim() for loss in out.values()):
             raise config_error("model.losses", list(model.losses), f"are numbers (0-d) that the last block returns by "
                                f"name; {where} returns {names}", "the names of that dict")
+        if not {"num_samples", "num_targets"} & args[1].asked:
+            rule = (f"returns losses that are not divided by the size of the whole batch: {where} reads neither "
+                    "batch['num_samples'] nor batch['num_targets'], so micro-batches would not add up to a mean")
+            raise config_error("model.spec", spec_name(type(model)), rule,
+                               'cross_entropy(.., reduction="sum") / batch["num_samples"]')
         return
     wanted = {name: tuple(one) for name, one in wanted.items()} if isinstance(wanted, dict) else tuple(wanted)
     found = _shape_of(out) if not isinstance(wanted, dict) else (

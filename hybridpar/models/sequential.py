@@ -63,21 +63,19 @@ class SequentialSpec(ModelSpec):
         for _ in range(number):
             with torch.device("meta"):
                 next(row)
-        return _Layer(next(row), self, number, build.dtype)
+        return _Layer(next(row), self, number)
 
 
 class _Layer(nn.Module):
     """A module as a block: the first takes its input from the batch, the last returns the loss."""
 
-    def __init__(self, layer: nn.Module, model: SequentialSpec, number: int, dtype: torch.dtype):
+    def __init__(self, layer: nn.Module, model: SequentialSpec, number: int):
         super().__init__()
-        self.layer = layer
-        self._model, self._dtype, self._is_last = model, dtype, number == model.num_blocks - 1
+        self.layer, self._model, self._is_last = layer, model, number == model.num_blocks - 1
 
     def forward(self, x: Any, batch: dict[str, Tensor], key: object) -> Any:
         if x is None:
             x = batch[self._model.inputs]
-            x = x.to(self._dtype) if x.is_floating_point() else x
         out = self.layer(x)
         if not self._is_last:
             return out

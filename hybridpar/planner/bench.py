@@ -140,9 +140,9 @@ class Bench:
     def __init__(self, config: Config, b: int, tp: Axis, device: torch.device):
         self.config = replace(config, train=replace(config.train, micro_batch_size=b))
         kinds = block_kinds(config.model)
-        numbers = [n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < _MOST_ALIKE]
-        self.kinds = [kinds[n] for n in numbers]
-        self.units = [Unit(self.config, number, tp, device) for number in numbers]
+        self.numbers = [n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < _MOST_ALIKE]
+        self.kinds = [kinds[n] for n in self.numbers]
+        self.units = [Unit(self.config, number, tp, device) for number in self.numbers]
         self.batch = {name: x.to(device) for name, x in sample_microbatch(self.config).items()}
         self.device, self.tp = device, tp
         self.clock: Clock = make_clock(device)

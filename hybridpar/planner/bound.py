@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from math import inf
 
+from hybridpar.pipeline.plan import vee
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.schedules import Schedule
 from hybridpar.planner.cost import StepCost
@@ -47,13 +49,18 @@ def _drained(cost: StepCost, schedule: Schedule) -> float:
     for r, rank in enumerate(ranks):
         own, ready = sizes.stages_of(r), rank.update + gather[r]
         first = ranks[0].update + gather[0] if meets else rank.update
-        begin, end = max(ready, first + there[r]), 0.0
-        if not schedule.activations:  # on a V a rank has both ends of the way
+        begin, end = max(ready, first + there[r]), -inf  # end: of rank 0 after the work of this one
+        if not schedule.activations:
             ahead = min(schedule.warmup(sizes, r), sizes.num_microbatches * sizes.chunks - 1) + 1
             first_back = there[-1] + back[own[-1] + 1]
             begin = max(begin, first + first_back - ahead * max(stages[s].forward for s in own))
             left = (schedule.weight_delay(sizes, r) + 1) * max(stages[s].backward - inputs[s] for s in own)
-            end = max(0.0, back[0] - back[r] + stages[0].backward - inputs[0] - left)
+            end = back[0] - back[r] + stages[0].backward - inputs[0] - left
+        elif meets:
+            held, again = vee.room(sizes, schedule.activations), own[1]
+            begin = max(begin, first + there[again] - min(held, sizes.num_microbatches) * stages[r].forward)
+            left = held * max(stages[r].backward, *(stages[s].backward - inputs[s] for s in own[1:]))
+            end = back[0] - back[again + 1] - inputs[again] + stages[0].backward - inputs[0] - left
         work = begin + sizes.num_microbatches * rank.compute
         least = max(least, work + max(rank.norm, reduce[r], end + reduce[0] if meets else end + rank.norm) + costs.norm)
     return least
@@ -70,10 +77,9 @@ def _inputs(cost: StepCost) -> list[float]:
 def _ways(cost: StepCost, schedule: Schedule) -> tuple[list[float], list[float]]:
     """Time of a micro-batch until stage s begins its forward, [s], and until the last one ends, [-1]; and from the
     begin of the last stage's backward until stage s begins its own, [s + 1], and until all have ended, [0]."""
-    hops = [(0.0, 0.0)] * (len(cost.stages) - 1)
-    if not schedule.activations:
-        links = [(sum(there), sum(back)) for there, back in zip(cost.links, cost.links_back, strict=True)]
-        hops = [links[s % cost.pp] for s in range(len(hops))]
+    links = [(sum(there), sum(back)) for there, back in zip(cost.links, cost.links_back, strict=True)]
+    over = [cost.sizes.link(s, 1) for s in range(len(cost.stages) - 1)]
+    hops = [(0.0, 0.0) if link is None else links[link] for link in over]
     there = [0.0, *accumulate(stage.forward + hop for stage, (hop, _) in zip(
         cost.stages, [*hops, (0.0, 0.0)], strict=True))]
     back = [0.0, *accumulate(i + hop for i, (_, hop) in zip(_inputs(cost)[::-1], [*hops[::-1], (0.0, 0.0)],

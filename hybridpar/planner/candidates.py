@@ -11,6 +11,7 @@ from hybridpar.config import Config, OptimConfig, PipelineConfig
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.memory import StageMemory
 from hybridpar.models.cost import KEPT_BYTES, even_out
+from hybridpar.pipeline.plan import vee
 from hybridpar.pipeline.plan.schedules import WARMUPS, Sizes, find_schedule, schedule_of
 from hybridpar.planner.bound import least_time
 from hybridpar.planner.cost import StepCost
@@ -234,7 +235,9 @@ def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
     @cache
     def of_rank(rank: int) -> Matrix:
         state = schedule.max_live_versions(sizes, rank) * cost.item + rest
-        return state * parameters + schedule.max_live_activations(sizes, rank) / sizes.chunks * kept
+        filled = schedule.flush and schedule.activations in vee.ENDLESS  # to know it exactly takes as long as to plan
+        held = vee.room(sizes, schedule.activations) if filled else schedule.max_live_activations(sizes, rank)
+        return state * parameters + held / sizes.chunks * kept
 
     return lambda stage, again: of_rank(sizes.rank_of(stage))
 

@@ -33,11 +33,18 @@ def _dct(settings: CompressionConfig, config: Config, item: int) -> float:
 
 
 def _powersgd(settings: CompressionConfig, config: Config, item: int) -> float:
-    """Of the matrices of blocks between the ends, or of all: rows and columns for their elements."""
+    """Those of as many numbers as it sends, in the form of gradients_values."""
+    values = _ITEM_BYTES["none" if settings.gradients_values == "full" else settings.gradients_values]
+    return _factors(settings, config) * values(settings, config, item)
+
+
+def _factors(settings: CompressionConfig, config: Config) -> float:
+    """Elements of factors for one of the matrices of blocks between the ends, or of all: rows and columns for their
+    elements."""
     shapes = block_parameters(config.model)
     matrices = [shape for block in shapes[1:-1] or shapes for shape in block if len(shape) > 1]
     sent = sum(shape[0] + prod(shape[1:]) for shape in matrices)
-    return min(1.0, settings.gradients_rank * sent / max(1, sum(map(prod, matrices)))) * item
+    return min(1.0, settings.gradients_rank * sent / max(1, sum(map(prod, matrices))))
 
 
 _ITEM_BYTES: dict[str, Callable[[CompressionConfig, Config, int], float]] = {
@@ -47,7 +54,7 @@ _ITEM_BYTES: dict[str, Callable[[CompressionConfig, Config, int], float]] = {
     "int4": lambda settings, config, item: quantized_bytes(TILE, 4) / TILE,
     "dct": _dct,
     "powersgd": _powersgd,
-    "sbpca": lambda settings, config, item: settings.gradients_blocks * _powersgd(settings, config, item),
+    "sbpca": lambda settings, config, item: settings.gradients_blocks * _factors(settings, config) * item,
 }
 """Bytes of an element, by the value of compression.gradients."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import torch
@@ -195,20 +196,22 @@ class MemoryCheck:
         found = np.zeros((4, count + 1))
         found[0] = np.inf
         line: list[tuple[int, Footprint]] = []
-        for size in range(1, count - p + 2) if p > 1 else (count,):
+        most = count - p + 1 if p > 1 else count
+        for size in range(1 if p > 1 else count, most + 1):
             start = 0 if stage == 0 else count - size if stage == p - 1 else 1
             blocks = range(start, start + size)
             layers = frozenset(n for n in blocks if 0 < n < count - 1)
+            again = Recomputation() if whole is None else Recomputation(frozenset(blocks) if whole else layers, whole)
+            fp = self._rough(cost, blocks, again, buffers)
+            found[:, size] = _terms(cost, fp, is_first=start == 0)
+            line += [(size, fp)] if layers else []
             if len(line) == 2 and cost.splits < 2:
                 (low, one), (high, two) = line
-                fp = Footprint(**{f.name: getattr(one, f.name) + (size - low) * (
+                more = np.arange(high + 1 - low, most + 1 - low)
+                rest: Any = Footprint(**{f.name: getattr(one, f.name) + more * (
                     getattr(two, f.name) - getattr(one, f.name)) // (high - low) for f in fields(Footprint)})
-            else:
-                again = Recomputation() if whole is None else Recomputation(
-                    frozenset(blocks) if whole else layers, whole)
-                fp = self._rough(cost, blocks, again, buffers)
-                line += [(size, fp)] if layers else []
-            found[:, size] = _terms(cost, fp, is_first=start == 0)
+                found[:, high + 1 : most + 1] = _terms(cost, rest, is_first=start == 0)
+                break
         rows, columns = np.indices((count + 1, count + 1))
         return found[:, np.maximum(columns - rows, 0)]
 
@@ -263,9 +266,9 @@ def _terms(cost: StepCost, fp: Footprint, *, is_first: bool) -> tuple[float, flo
     and that others take besides all but one."""
     state = _in_memory(cost, fp.weights + fp.master + fp.gradients + fp.optimizer)
     return (state + fp.message + fp.received + cost.sizes.num_microbatches * fp.factors,
-            max(fp.kept, fp.waiting) + (0 if is_first else fp.input),
-            max(fp.backward, fp.first_backward) + fp.whole_weights + fp.whole_gradients,
-            max(fp.forward + fp.message + fp.whole_weights, fp.norm, fp.update))
+            np.maximum(fp.kept, fp.waiting) + (0 if is_first else fp.input),
+            np.maximum(fp.backward, fp.first_backward) + fp.whole_weights + fp.whole_gradients,
+            np.maximum(np.maximum(fp.forward + fp.message + fp.whole_weights, fp.norm), fp.update))
 
 
 def _at_peak(terms: Matrix, in_flight: int) -> Matrix:
@@ -275,7 +278,7 @@ def _at_peak(terms: Matrix, in_flight: int) -> Matrix:
 
 def _in_memory(cost: StepCost, state: float) -> float:
     """What of so many bytes of state is in memory."""
-    return min(state, cost.config.memory.budget) if cost.config.memory.budget else state
+    return np.minimum(state, cost.config.memory.budget) if cost.config.memory.budget else state
 
 
 def _recompute_text(sizes: Sequence[int], recomputed: Sequence[bool], num_layers: int, whole: bool) -> str:

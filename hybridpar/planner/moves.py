@@ -1,10 +1,10 @@
 """What a step costs where a rank's state moves: split over replicas (ZeRO-2 and 3), on a host, or in a file.
 
     ZeRO-2 and 3    FETCH gathers the weights of a part, RELEASE sums its gradients: as the link between replicas was
-                    measured; CPU time of them is the rank's own
+                    measured; the rank's own is what they take beside computing (beside.py)
     host            gradients leave, the host updates, weights arrive: at speeds of the profile; on CPUs, on their cores
-    budget          FETCH and RELEASE read and write the file, at speeds of the profile; CPU time of them is the rank's
-                    own where ranks and their moves are more than the cores
+    budget          FETCH and RELEASE read and write the file, at speeds of the profile; what they take beside computing
+                    is the rank's own where ranks and their moves are more than the cores
 
 The plan with all moves is the one that a run would have, from its state on ghosts. Units: seconds, bytes.
 """
@@ -31,8 +31,8 @@ from hybridpar.train.ghost_rank import GhostRank
 _SETTLING, _COUNTED, _AHEAD = 3, 3, 4
 """Batches that are simulated: before those that count, these, and so many that the moves of a budget look ahead."""
 _GRADIENT_BYTES = 4
-HOSTED = ("adamw", "sgd")
-"""Optimizers that a host runs as a whole; of others it is not known how long a part takes."""
+HOSTED = ("adamw", "sgd", "own")
+"""Optimizers that update each element alone; of others it is not known how long a part takes."""
 
 
 class Moves:
@@ -94,7 +94,7 @@ class Moves:
         return costs.cores is not None and costs.cores < 2 * len(self.ghosts)
 
     def _collective(self, op: str, rank: int, replicas: Sequence[int], rings: int) -> tuple[float, float]:
-        """Seconds and CPU time that a MiB takes, of items of the usual size."""
+        """Seconds that a MiB takes, of items of the usual size, and of these the rank's own."""
         items = self.ghosts[rank].residency(Sizes.of(self.config))
         assert isinstance(items, SharedItems)
         sizes = [num_bytes for item, num_bytes in enumerate(items.weights.num_bytes)
@@ -102,7 +102,12 @@ class Moves:
         if not sizes:
             return 0.0, 0.0
         seconds, work = self.machine.half_ring(op, usual := fmean(sizes), replicas, rings)
-        return seconds * MIB / usual, min(work, seconds) * MIB / usual
+        hardware, speeds = self.machine.profile.hardware, self.machine.profile.state
+        measured, number = hardware.devices_per_host * hardware.hosts, len(replicas)
+        beside = (speeds.gathered_work if op == "gather" else speeds.summed_work) / 1024
+        if measured > 1:  # of a chunk, what other ranks have
+            beside *= (1 - 1 / number) / (1 - 1 / measured)
+        return seconds * MIB / usual, max(min(work, seconds) * MIB / usual, beside)
 
     def step_time(self, ordering: Ordering, sizes: Sizes, costs: Costs) -> float:
         """Time of a batch in the steady state, simulated."""
@@ -128,7 +133,7 @@ def _without_costs(config: Config, machine: Machine) -> Iterator[Problem]:
                           values[field][1])
     if memory.host_optimizer and config.optim.name not in HOSTED:
         yield Problem("optim.name", config.optim.name, "has no estimated costs with memory.host_optimizer, of which "
-                      f"{' and '.join(HOSTED)} have", HOSTED[0])
+                      f"{', '.join(HOSTED)} have", HOSTED[0])
     if memory.host_optimizer and not (speeds.updated and speeds.copied):
         yield Problem("memory.host_optimizer", "true", "has no costs in this profile", again)
     if memory.budget and not (speeds.read and speeds.written):

@@ -28,7 +28,7 @@ from hybridpar.reading import errors_as, nearest_path, read_json
 
 FORMAT = "hybridpar profile 3"
 _BEARS: dict[str, tuple[str, ...]] = {
-    "model": (), "parallel": ("sequence",), "kernels": (), "train": ("dtype",), "optim": ("name", "staleness"),
+    "model": (), "parallel": ("sequence",), "kernels": (), "train": ("dtype",), "optim": ("name", "spec", "staleness"),
 }
 """Keys of the configuration that decide how long blocks take, by section; (): the whole section."""
 _QUIET = 0.9
@@ -115,7 +115,9 @@ class StateSpeeds:
     """Speeds of a rank while all ranks of a host do the same; 0: not known.
 
     updated: parameters that the optimizer updates on the host, in a second. copied: bytes to the host or from it. read,
-    written: bytes from and to the file of memory.budget. read_work, written_work: CPU time of a GiB of these, seconds.
+    written: bytes from and to the file of memory.budget. read_work, written_work: what a GiB of these takes of a rank
+    that computes meanwhile, seconds of its own. gathered_work, summed_work: likewise, of weights and gradients that
+    all ranks of the profile share (beside.py).
     """
 
     updated: Amount = 0.0
@@ -124,6 +126,8 @@ class StateSpeeds:
     written: Amount = 0.0
     read_work: Amount = 0.0
     written_work: Amount = 0.0
+    gathered_work: Amount = 0.0
+    summed_work: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True)

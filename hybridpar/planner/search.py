@@ -90,16 +90,21 @@ class _Search:
         self._queue: list[tuple[float, int, Candidate]] = []
         self._pushed = 0
         self._too_large: dict[object, int] = {}
+        self._seen: set[Config] = set()
+        """Variants of others that were made: from several sides one comes to the same."""
         for candidate in candidates:
-            self._consider_later(candidate)
+            self.considered += 1
+            self._push(candidate)
 
     def _push(self, candidate: Candidate) -> None:
         self._pushed += 1
         heapq.heappush(self._queue, (_less_sure(candidate) * candidate.least_time, self._pushed, candidate))
 
-    def _consider_later(self, candidate: Candidate) -> None:
-        self.considered += 1
-        self._push(candidate)
+    def _consider_later(self, config: Config, machine: Machine) -> None:
+        if config not in self._seen:
+            self._seen.add(config)
+            self.considered += 1
+            self._push(balanced(config, machine))
 
     def next(self) -> Candidate | None:
         """Takes the candidate with the lowest bound; None: no other can be among the best."""
@@ -130,10 +135,11 @@ class _Search:
         if parallel.zero and (only_if_worth or cost.machine.device.type != "cpu"):
             return
         if not only_if_worth or max(rank.update for rank in cost.ranks) >= _WORTH_SHARING * candidate.least_time:
-            made = replace(candidate.config, parallel=replace(parallel, zero=parallel.zero + 1))  # type: ignore[arg-type]
+            made = replace(candidate.config, parallel=replace(parallel, zero=parallel.zero + 1),  # type: ignore[arg-type]
+                           pipeline=replace(candidate.config.pipeline, split=()))
             for config in (made, *(self._part_by_part(made) if parallel.zero == 1 else ())):  # whose own next is ZeRO-3
                 if config.parallel.zero < 2 or not problems(config, cost.machine.num_devices):
-                    self._consider_later(balanced(config, cost.machine))
+                    self._consider_later(config, cost.machine)
 
     def _part_by_part(self, config: Config) -> Iterator[Config]:
         """The same with all micro-batches through one block before the next, where each then comes but once a batch."""
@@ -169,7 +175,7 @@ class _Search:
         config = candidate.config
         if config.pipeline.placement == "v" and not candidate.tried_recomputation:
             for pipeline in islice(on_v(config.pipeline, candidate.cost.pp, config.pipeline.activations), 1):
-                self._consider_later(balanced(replace(config, pipeline=pipeline), candidate.cost.machine))
+                self._consider_later(replace(config, pipeline=pipeline), candidate.cost.machine)
 
     def host_updates(self) -> None:
         """Also ranks the best that leave a host slack with the optimizer there, where it is the faster."""

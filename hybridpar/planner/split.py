@@ -63,12 +63,24 @@ def best_split(
             memory.append(np.where(uses[stage], least, held))
             cost = slowness[stage] * np.where(uses[stage], np.where(least <= limit, again, np.inf), plain)
             costs[stage] = np.where(np.isinf(plain), np.inf, cost)
-    period, cuts = _smallest_largest(costs)
+
+    def longest(within: float) -> int:
+        """Blocks of a stage that takes so much at most."""
+        rows, columns = np.nonzero(min(slowness) * plain <= within)
+        return int((columns - rows).max(initial=1))
+
+    # cut at even shares of all, no stage has a block more than that; where memory forbids it, some may
+    whole = plain if math.isinf(limit) else again
+    even = max(slowness) * float(whole[0, -1] / num_stages + np.diag(whole, 1).max())
+    period, cuts = _smallest_largest(costs, longest(even))
+    if period > even:
+        period, cuts = _smallest_largest(costs, len(forward))
     if not np.isfinite(period):
         return None
     if memory:
-        peak, _ = _smallest_largest(_within(costs, period, memory))
-        period, cuts = _smallest_largest(_within(memory, peak, costs))
+        most = longest(period * _EQUAL)
+        peak, _ = _smallest_largest(_within(costs, period, memory), most)
+        period, cuts = _smallest_largest(_within(memory, peak, costs), most)
     sizes, recomputed, stop = [], [], len(forward)
     for stage in reversed(range(num_stages)):
         start = int(cuts[stage][stop])
@@ -88,19 +100,23 @@ def _within(values: Sequence[Matrix], limit: float, others: Sequence[Matrix]) ->
     return [known[id(value), id(other)] for value, other in zip(values, others, strict=True)]
 
 
-def _smallest_largest(values: Sequence[Matrix]) -> tuple[float, list[NDArray[np.intp]]]:
-    """The split that makes the largest of its stages' values[stage][i, j] as small as possible: that value, and where
-    each stage is best cut from those before, by the block behind it. Infinite: there is no split."""
+def _smallest_largest(values: Sequence[Matrix], most: int) -> tuple[float, list[NDArray[np.intp]]]:
+    """The split into stages of `most` blocks at most that makes the largest of their values[stage][i, j] as small as
+    possible: that value, and where each stage is best cut from those before, by the block behind it. Infinite: there is
+    no split."""
     count = len(values[0]) - 1
+    different = {id(value): value for value in values}
+    stops = np.arange(count + 1)
+    starts = stops[:, None] - np.arange(1, most + 1)  # from the last on, so of the best the last: later stages get less
+    inside = starts >= 0
+    turned = {key: np.where(inside, value[starts, stops[:, None]], np.inf) for key, value in different.items()}
     worst: Matrix = np.full(count + 1, np.inf)
     worst[0], cuts = 0.0, []
-    turned = {id(value): value for value in values}
-    turned = {key: np.ascontiguousarray(value.T[:, ::-1]) for key, value in turned.items()}
-    for value in values:  # places to cut from the last on, so of the best the last: later stages get fewer blocks
-        reached = np.maximum(worst[::-1], turned[id(value)])
+    for value in values:
+        reached = np.maximum(worst[starts], turned[id(value)])
         best = reached.argmin(axis=1)
-        cuts.append(count - best)
-        worst = reached[np.arange(count + 1), best]
+        cuts.append(stops - 1 - best)
+        worst = reached[stops, best]
     return float(worst[count]), cuts
 
 

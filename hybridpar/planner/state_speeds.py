@@ -10,6 +10,7 @@ from hybridpar.comm import barrier, gather_objects
 from hybridpar.config import Config
 from hybridpar.errors import HybridparError
 from hybridpar.grid import Axis
+from hybridpar.planner.beside import measure_beside
 from hybridpar.planner.profile import StateSpeeds
 from hybridpar.state.pages import Region
 from hybridpar.state.store import DiskStore
@@ -18,36 +19,36 @@ from hybridpar.train.host_forecast import host_speeds
 
 _FILE_BYTES, _QUICK_FILE_BYTES = 64 << 20, 16 << 20
 _REPEATS = 3
-_GIB = 1 << 30
 
 
 def measure_state(config: Config, world: Axis, *, quick: bool) -> StateSpeeds:
     """Means over the ranks. Collectives: on all ranks of the job."""
+    folder = folder_to_measure(config)
     barrier(world)
     host = host_speeds(config) if config.optim.name != "lamb" else (0.0, 0.0)  # which hosts do not update
     barrier(world)
-    file = _file_speeds(folder_to_measure(config), _QUICK_FILE_BYTES if quick else _FILE_BYTES)
+    file = _file_speeds(folder, _QUICK_FILE_BYTES if quick else _FILE_BYTES)
     everyone = gather_objects((*host, *file), world)
-    return StateSpeeds(*(fmean(speeds) for speeds in zip(*everyone, strict=True)))
+    beside = measure_beside(config, world, folder, quick=quick)
+    return StateSpeeds(*(fmean(speeds) for speeds in zip(*everyone, strict=True)),
+                       *(beside[what] for what in ("reads", "writes", "gathers", "sums")))
 
 
-def _file_speeds(folder: Path, num_bytes: int) -> tuple[float, float, float, float]:
-    """Bytes read and written in a second, an item of so many at a time, and the CPU time of a GiB of each; zeros where
-    there is no room."""
+def _file_speeds(folder: Path, num_bytes: int) -> tuple[float, float]:
+    """Bytes read and written in a second, an item of so many at a time; zeros where there is no room."""
     region, store = Region(num_bytes), None
-    taken: dict[str, list[tuple[float, float]]] = {"read": [], "write": []}
+    taken: dict[str, list[float]] = {"read": [], "write": []}
     try:
         store = DiskStore(folder, [num_bytes])
         for _ in range(_REPEATS):
             region.tensor.fill_(1)
             for what, move in (("write", store.write), ("read", store.read)):
-                start, used = time.perf_counter(), time.process_time()
+                start = time.perf_counter()
                 move(0, region.view)
-                taken[what].append((time.perf_counter() - start, time.process_time() - used))
+                taken[what].append(time.perf_counter() - start)
     except HybridparError:
-        return 0.0, 0.0, 0.0, 0.0
+        return 0.0, 0.0
     finally:
         if store is not None:
             store.close()
-    (read, read_work), (write, write_work) = (map(median, zip(*taken[what], strict=True)) for what in taken)
-    return num_bytes / read, num_bytes / write, read_work * _GIB / num_bytes, write_work * _GIB / num_bytes
+    return num_bytes / median(taken["read"]), num_bytes / median(taken["write"])

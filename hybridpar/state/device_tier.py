@@ -6,10 +6,9 @@ leaves once the launch thread's stream has come past where it was released, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from hybridpar.config import Config
 from hybridpar.state.chunks import Chunk
 from hybridpar.state.host import HostMemory, host_work
+from hybridpar.state.region import TensorRegion, on, taken
 from hybridpar.state.store import padded
 from hybridpar.state.tiered import TieredMemory, slow_folder
 from hybridpar.state.tiers import Tiers
@@ -28,11 +28,6 @@ def tiered_memory(config: Config, device: torch.device) -> TieredMemory:
     return TieredMemory(budget, slow_folder(config)) if device.type == "cpu" else DeviceTieredMemory(budget, device)
 
 
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    """While in it, this thread's work goes to a stream; None: there are none."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -42,54 +37,13 @@ def _is_late(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class DeviceRegion:
-    """Memory of a device that is taken and given back. tensor, view: of all of its bytes.
-
-    Memory is taken on a stream of its own, `stream`: so it has not been of what the launch thread's may still be at.
-    """
-
-    def __init__(self, num_bytes: int, device: torch.device, stream: torch.cuda.Stream | None):
-        self._num_bytes, self._stream = padded(max(num_bytes, 1)), stream
-        with _on(stream):
-            self.tensor = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
-        self.view = self.tensor.data  # autograd need not know that an item comes back with what it had
-        self.give_back()
-
-    @property
-    def is_here(self) -> bool:
-        return self.tensor.untyped_storage().nbytes() > 0
-
-    def take(self) -> None:
-        """Takes memory, whose content is anything."""
-        with _on(self._stream):
-            self.tensor.untyped_storage().resize_(self._num_bytes)
-
-    def another(self) -> DeviceRegion:
-        # for the launch thread to read: of memory of its own stream, which is done with it
-        found = DeviceRegion(self._num_bytes, self.tensor.device, None)
-        found.take()
-        found.clear()
-        return found
-
-    def clear(self) -> None:
-        """Zeros from now on, for all streams."""
-        with _on(self._stream):
-            self.view.zero_()
-            if self.view.is_cuda:
-                torch.cuda.current_stream(self.view.device).synchronize()
-
-    def give_back(self) -> None:
-        """Gives the memory back. Views stay, and have no content."""
-        self.tensor.untyped_storage().resize_(0)
-
-
 class DevicePages:
     """As SparePages; but a device's allocator keeps what is given back."""
 
-    def add(self, region: DeviceRegion) -> None:
+    def add(self, region: TensorRegion) -> None:
         region.give_back()
 
-    def hand_to(self, region: DeviceRegion) -> None:
+    def hand_to(self, region: TensorRegion) -> None:
         region.take()
 
     def shrink_to(self, num_bytes: int) -> None:
@@ -146,8 +100,12 @@ class DeviceTieredMemory(TieredMemory):
         super().__init__(budget, Path(), device)
         self._stream = _new_stream(device)
 
-    def _region(self, num_bytes: int) -> DeviceRegion:
-        return DeviceRegion(num_bytes, self.device, self._stream)
+    def _region(self, num_bytes: int) -> TensorRegion:
+        with on(self._stream):
+            found = TensorRegion(
+                torch.empty(padded(max(num_bytes, 1)), dtype=torch.uint8, device=self.device), self._stream)
+        found.give_back()
+        return found
 
     def _make_tiers(self, pinned: frozenset[int], sizes: Sequence[int]) -> Tiers:
         mark = (lambda: _Passed(self.device)) if _is_late(self.device) else None
@@ -158,15 +116,6 @@ class DeviceTieredMemory(TieredMemory):
 
     def viewing(self, chunk: Tensor) -> AbstractContextManager[None]:
         """While in it, views of a chunk can be made. Before there are tiers its content is lost after it."""
-        return self._taken([self._regions[self.number_of(chunk)]])
-
-    @contextmanager
-    def _taken(self, regions: Sequence[Any]) -> Iterator[None]:
-        absent = [region for region in regions if not region.is_here]
-        for region in absent:
-            region.take()
-        try:
-            yield
-        finally:
-            for region in absent:
-                region.give_back()
+        region = self._regions[self.number_of(chunk)]
+        assert isinstance(region, TensorRegion)
+        return taken([region])

@@ -26,114 +26,14 @@ Checkpoints, copies of the state, audits and the prediction of memory go through
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from hybridpar.optim import GroupedOptimizer, ParameterSlot
-from hybridpar.state.chunks import Buffer, Memory, Use
-from hybridpar.state.compression import Compression
-from hybridpar.state.gradients import GradientAccumulator
-from hybridpar.state.host import HostUpdates
-from hybridpar.state.outer import OuterStep
-from hybridpar.state.shares import Shares
-from hybridpar.state.weights import WeightStore, copy_all
-
-
-class Stored(Protocol):
-    """A checkpoint as a load sees it: any part of any tensor, whatever grid has saved it.
-
-    Shapes: slot.shape. Raises: CheckpointError for what is missing or damaged.
-    """
-
-    def read(self, slot: ParameterSlot, kind: str, what: str = "") -> Tensor: ...
-    def keeps(self, slot: ParameterSlot, kind: str, what: str) -> bool:
-        """Whether such a tensor was kept of this parameter or of any other one beside it."""
-    def share(self, slot: ParameterSlot, kind: str) -> Tensor | None:
-        """Of what the ranks that sum a parameter's gradient have each kept: the sum of those that fall to this one."""
-    def same(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
-        """What a rank of the same place in a grid of the same size has kept; None: there is no such rank."""
-    def alike(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
-        """What all ranks with the same part of the parameter have kept; None: no rank had that part."""
-    def newest(self, slot: ParameterSlot) -> Tensor:
-        """The newest weights, neither rounded nor predicted."""
-    def version(self, slot: ParameterSlot, version: int) -> Tensor:
-        """The weights that the new run takes as that version."""
-
-
-class Holder(Protocol):
-    """The owner of the state: a RankState."""
-
-    weights: WeightStore
-    gradients: GradientAccumulator
-    optimizer: GroupedOptimizer
-    memory: Memory
-    shares: list[Shares]
-    host: HostUpdates | None
-    outer: OuterStep | None
-    compression: Compression | None
-
-    def is_kept(self, use: Use) -> bool: ...
-
-
-class StateKind(ABC):
-    """One kind of state, of one rank.
-
-    name: first part of its tensors' keys. form: the rest of them. what: pattern of the part that tells several tensors
-    of a parameter apart. whole: its tensors are whole local parameters, which all replicas have; else this rank has
-    those of the parts that it owns. differs: every replica has tensors of its own. joint: all sites have the same.
-    shaped: tensors have the parameters' shapes. saved: checkpoints have it. column: where the memory report shows it.
-    """
-
-    name: ClassVar[str]
-    form: ClassVar[str] = "{parameter}"
-    what: ClassVar[str] = r"\w+"
-    whole: ClassVar[bool] = False
-    differs: ClassVar[bool] = False
-    shaped: ClassVar[bool] = True
-    saved: ClassVar[bool] = True
-    joint: ClassVar[bool] = False
-    column: ClassVar[str] = "optimizer"
-
-    def __init__(self, holder: Holder):
-        self.holder = holder
-
-    @classmethod
-    def key(cls, parameter: str, what: str = "") -> str:
-        """The key of a parameter's tensor. `what`: which, where a parameter has several."""
-        return f"{cls.name}/{cls.form.format(parameter=parameter, what=what)}"
-
-    @classmethod
-    def parse(cls, rest: str) -> tuple[str, str]:
-        """The parameter and `what` of a key without the kind's name. Raises: ValueError where it is no key."""
-        pattern = cls.form.replace(".", r"\.").format(parameter="(?P<parameter>.+)", what=f"(?P<what>{cls.what})")
-        if (match := re.fullmatch(pattern, rest)) is None:
-            raise ValueError(f"{rest!r} is not {cls.form}")
-        return match["parameter"], match.groupdict().get("what", "")
-
-    @classmethod
-    def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
-        """The tensor that a run which goes on from a checkpoint begins with; None: zero."""
-        return stored.read(slot, cls.name, what) if stored.keeps(slot, cls.name, what) else None
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors there are, by key; live."""
-
-    def memory(self) -> list[Tensor]:
-        """The tensors that take its memory: at least as much as `tensors` ever will."""
-        return list(self.tensors().values())
-
-    def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
-        """Takes tensors by key, without the kind's name. `versions`: of the weights, oldest first.
-
-        Raises: CheckpointError.
-        """
-        own = {key.partition("/")[2]: tensor for key, tensor in self.tensors().items()}
-        copy_all(own, tensors, self.name, self.holder.memory)
+from hybridpar.optim import ParameterSlot
+from hybridpar.state.chunks import Buffer, Use
+from hybridpar.state.kind import BufferKind, RoomKind, StateKind, Stored, Under
+from hybridpar.state.weights import copy_all
 
 
 class WeightVersions(StateKind):
@@ -159,15 +59,10 @@ class WeightVersions(StateKind):
             self.holder.weights.restore(version, Under(f"{version}/", tensors))
 
 
-class WeightShares(StateKind):
+class WeightShares(WeightVersions):
     """What this rank owns of every live version of the weights, in the working precision, where replicas share them."""
 
-    name, column = "shares", "weights"
-    form, what = WeightVersions.form, WeightVersions.what
-
-    @classmethod
-    def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
-        return stored.version(slot, int(what))
+    name, whole = "shares", False
 
     def tensors(self) -> dict[str, Tensor]:
         store = self.holder.weights
@@ -241,7 +136,7 @@ class OptimizerState(StateKind):
         self.holder.optimizer.load_state_tensors(tensors, num_updates)
 
 
-class Anchor(StateKind):
+class Anchor(BufferKind):
     """The weights that sites had in common last, fragment by fragment, in the precision of the master copy."""
 
     name, joint = "anchor", True
@@ -250,27 +145,17 @@ class Anchor(StateKind):
     def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
         return stored.read(slot, cls.name) if stored.keeps(slot, cls.name, "") else stored.newest(slot)
 
-    def tensors(self) -> dict[str, Tensor]:
-        outer = self.holder.outer
-        return {} if outer is None else {self.key(name): view for name, view in outer.anchor.views().items()}
-
-    def memory(self) -> list[Tensor]:
-        outer = self.holder.outer
-        return [] if outer is None else outer.anchor.tensors
+    def buffer(self) -> Buffer | None:
+        return None if self.holder.outer is None else self.holder.outer.anchor
 
 
-class OuterMomentum(StateKind):
+class OuterMomentum(BufferKind):
     """The momentum of the outer step."""
 
     name, joint = "outer", True
 
-    def tensors(self) -> dict[str, Tensor]:
-        outer = self.holder.outer
-        return {} if outer is None else {self.key(name): view for name, view in outer.momentum.views().items()}
-
-    def memory(self) -> list[Tensor]:
-        outer = self.holder.outer
-        return [] if outer is None else outer.momentum.tensors
+    def buffer(self) -> Buffer | None:
+        return None if self.holder.outer is None else self.holder.outer.momentum
 
 
 class Sent(StateKind):
@@ -288,19 +173,13 @@ class Sent(StateKind):
         return [] if outer is None else outer.room
 
 
-class OuterRemainder(StateKind):
+class OuterRemainder(BufferKind):
     """What lossy messages to other sites have left out so far; of those under way, what they were made of."""
 
     name = "remainder"
 
-    def tensors(self) -> dict[str, Tensor]:
-        outer = self.holder.outer
-        kept = None if outer is None else outer.remainder
-        return {} if kept is None else {self.key(name): view for name, view in kept.views().items()}
-
-    def memory(self) -> list[Tensor]:
-        outer = self.holder.outer
-        return [] if outer is None or outer.remainder is None else outer.remainder.tensors
+    def buffer(self) -> Buffer | None:
+        return None if self.holder.outer is None else self.holder.outer.remainder
 
 
 class Unsent(StateKind):
@@ -355,26 +234,20 @@ class Bases(Learned):
         return stored.alike(slot, cls.name, what)
 
 
-class Messages(StateKind):
-    """Room for compressed gradients of all replicas, and for what they leave behind. Void between updates."""
+class Messages(RoomKind):
+    """Room for compressed gradients of all replicas, and for what they leave behind."""
 
-    name, column, saved = "messages", "gradients", False
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
+    name, column = "messages", "gradients"
 
     def memory(self) -> list[Tensor]:
         compression = self.holder.compression
         return [] if compression is None else compression.feedback.memory[1] + compression.rooms
 
 
-class HostRoom(StateKind):
-    """Room on the host for gradients that have come and weights that leave, where it updates. Void between updates."""
+class HostRoom(RoomKind):
+    """Room on the host for gradients that have come and weights that leave, where it updates."""
 
-    name, saved = "host", False
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
+    name = "host"
 
     def memory(self) -> list[Tensor]:
         host, made = self.holder.host, self.holder.weights.made
@@ -403,22 +276,3 @@ def parse_key(key: str) -> tuple[type[StateKind], str, str]:
         return kind, *kind.parse(rest)
     except ValueError:
         raise ValueError(f"{key!r} is no tensor of a checkpoint") from None
-
-
-class Under(Mapping[str, Tensor]):
-    """The tensors whose names begin with `prefix`, under the rest of their names; each is fetched when asked for."""
-
-    def __init__(self, prefix: str, tensors: Mapping[str, Tensor]):
-        self._prefix, self._tensors = prefix, tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._prefix + name]
-
-    def __contains__(self, name: object) -> bool:
-        return f"{self._prefix}{name}" in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(self._prefix) for name in self._tensors if name.startswith(self._prefix))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)

@@ -27,7 +27,7 @@ from hybridpar.optim import ParameterSlot
 from hybridpar.state.chunks import Buffer, Chunk, Memory
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.outer_timeline import OuterTimeline, fragment_of
-from hybridpar.state.outer_wire import Wire
+from hybridpar.state.precision import Precision
 
 _PIECE = 1 << 16
 """Elements that are worked on at a time: what they take stays in a cache."""
@@ -64,7 +64,7 @@ class OuterStep:
         self._members: list[list[int]] = [[] for _ in range(settings.fragments)]
         for i, slot in enumerate(slots):
             self._members[fragment_of(slot.name, slot.placement.tied, settings.fragments)].append(i)
-        self._slots, self._form = list(slots), Wire(settings.precision, dtype)
+        self._slots, self._form = list(slots), Precision(settings.precision, dtype)
         self.remainder = Buffer(layout, dtype, memory, kind="remainder") if self._form.is_lossy else None
         self._remainders = [] if self.remainder is None else list(self.remainder.views().values())
         self._pieces = list(map(_pieces, slots))

@@ -24,14 +24,16 @@ from hybridpar.state.chunks import Buffer, Memory, Use, cut
 from hybridpar.state.compression import Compression
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.host import HostMemory, HostUpdates, HostWork
+from hybridpar.state.kind import Under
 from hybridpar.state.outer import OuterStep
+from hybridpar.state.parameters import StageParameters
 from hybridpar.state.partition import Partition, make_routes
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.reducer import GradientReducer
 from hybridpar.state.shares import Shares, room
 from hybridpar.state.squares import Squares
 from hybridpar.state.uses import uses_of
-from hybridpar.state.weights import StageParameters, WeightStore
+from hybridpar.state.weights import WeightStore
 
 
 class RankState:
@@ -314,7 +316,7 @@ class RankState:
             self.outer.begin_at(since)
         for kind in self.kinds:
             if kind.saved:
-                kind.load(kinds.Under(f"{kind.name}/", tensors), versions, num_updates)
+                kind.load(Under(f"{kind.name}/", tensors), versions, num_updates)
 
     @contextmanager
     def unpredicted(self) -> Iterator[None]:

@@ -9,10 +9,9 @@ chunk, which is summed over the replicas into their shares, and dropped. Uses th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,82 +20,65 @@ from hybridpar.comm import Works
 from hybridpar.state.chunks import Buffer, Chunk, Memory, Use
 from hybridpar.state.partition import Partition
 from hybridpar.state.policy import StatePolicy
+from hybridpar.state.region import TensorRegion, taken
 
 
-@dataclass(frozen=True, slots=True)
-class WholeChunk:
-    """A chunk that comes and goes. kind: of state, with its number: 'weights/0', 'gradients/1'. memory: a flat tensor,
-    whose storage is empty while the chunk is not here."""
+class WholeChunk(TensorRegion):
+    """A chunk that comes and goes. kind: of state, with its number: 'weights/0', 'gradients/1'. index: that number.
+    listeners: are called with it when it has come or gone."""
 
-    kind: str
-    use: Use
-    memory: Tensor
+    def __init__(self, kind: str, use: Use, tensor: Tensor, listeners: Sequence[Callable[[WholeChunk], object]]):
+        super().__init__(tensor)
+        self.kind, self.use, self.index = kind, use, int(kind.rpartition("/")[2])
+        self._listeners = listeners
 
-    @property
-    def index(self) -> int:
-        """The number in `kind`: of the version's buffer, or the gradient buffer."""
-        return int(self.kind.rpartition("/")[2])
+    def take(self) -> None:
+        """Takes memory, whose content is anything, if it has none."""
+        if not self.is_here:
+            super().take()
+            self._tell()
 
-    @property
-    def num_bytes(self) -> int:
-        return self.memory.nbytes
+    def give_back(self) -> None:
+        """Gives the memory back, if there is any."""
+        if self.is_here:
+            super().give_back()
+            self._tell()
 
-    @property
-    def is_here(self) -> bool:
-        return self.memory.untyped_storage().nbytes() > 0
-
-    def make(self) -> None:
-        """Takes memory, whose content is anything."""
-        self.memory.untyped_storage().resize_(self.num_bytes)
-
-    def free(self) -> None:
-        """Gives the memory back. Views stay, and have no content."""
-        self.memory.untyped_storage().resize_(0)
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener(self)
 
 
 class WholeChunks(Memory):
     """Memory of a device, where the chunks that replicas share come and go: `chunks`, in the order in which they were
-    asked for. At the start none is here."""
+    asked for. At the start none is here. `listeners`: as a chunk's."""
+
+    chunk = WholeChunk
 
     def __init__(self, device: torch.device, policy: StatePolicy):
         super().__init__(device)
         self.chunks: list[WholeChunk] = []
+        self.listeners: list[Callable[[WholeChunk], object]] = []
         self._kinds = ("gradients/",) * policy.splits_gradients + ("weights/",) * policy.splits_weights
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         if chunk.use.stays or not kind.startswith(self._kinds):
             return super().zeros(kind, chunk, dtype)
-        found = WholeChunk(kind, chunk.use, torch.empty(chunk.stop - chunk.start, dtype=dtype, device=self.device))
-        self._begin(found)
-        self.chunks.append(found)
-        return found.memory
+        flat = torch.empty(chunk.stop - chunk.start, dtype=dtype, device=self.device)
+        self.chunks.append(self.chunk(kind, chunk.use, flat, self.listeners))
+        self.chunks[-1].give_back()
+        return flat
 
-    def _begin(self, chunk: WholeChunk) -> None:
-        chunk.free()
+    def _storage(self, view: Tensor) -> object:
+        return view.untyped_storage()._cdata
 
     def viewing(self, chunk: Tensor) -> AbstractContextManager[None]:
         return self.writing(chunk)
 
-    @contextmanager
-    def writing(self, *views: Tensor) -> Iterator[None]:
+    def writing(self, *views: Tensor) -> AbstractContextManager[None]:
         """While in it, chunks that these are views of are here. Their content is lost after it: `Shares` keep it."""
-        storages = {view.untyped_storage()._cdata for view in views}
-        absent = [chunk for chunk in self.chunks if not chunk.is_here
-                  and chunk.memory.untyped_storage()._cdata in storages]
-        for chunk in absent:
-            chunk.make()
-        try:
-            yield
-        finally:
-            for chunk in absent:
-                chunk.free()
-
-
-class ListedChunks(WholeChunks):
-    """The same of ghosts, whose chunks are told and never come or go: for the plan of a rank, not for a run."""
-
-    def _begin(self, chunk: WholeChunk) -> None:
-        """It is here, as far as a ghost can be."""
+        storages = set(map(self._storage, views))
+        return taken(chunk for chunk in self.chunks if self._storage(chunk.tensor) in storages)
 
 
 def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:

@@ -21,48 +21,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpar.comm import Works
 from hybridpar.errors import CheckpointError
-from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.ops.update import Weights
-from hybridpar.state.chunks import WHOLE, Buffer, Memory, Use, block_of, cut
-from hybridpar.state.layout import FlatLayout
+from hybridpar.state.chunks import WHOLE, Buffer, Memory, Use, cut
+from hybridpar.state.parameters import StageParameters
 from hybridpar.state.partition import Partition
 from hybridpar.state.shares import Shares
-from hybridpar.state.uses import layout_run
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 Update = Callable[[Weights], None]
-
-
-class StageParameters:
-    """The parameters of a stage built on the meta device: placements by name, and where they lie in a flat buffer.
-
-    dtype: what micro-batches compute in; `layout` has the dtype of gradients and of the master copy.
-    """
-
-    def __init__(self, stage: nn.Module, dtype: torch.dtype):
-        self.dtype = dtype
-        self.master_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
-        self.placements: dict[str, Placement] = {}
-        by_id: dict[int, str] = {}
-        parameters: dict[str, Tensor] = {}
-        for name, parameter, placement in sorted(named_placements(stage), key=lambda item: layout_run(item[2])):
-            self.placements[name], by_id[id(parameter)], parameters[name] = placement, name, parameter
-        self.layout = FlatLayout.of(parameters, self.master_dtype, offset_dtype=dtype)
-        self.blocks: dict[str, list[int]] = {name: [] for name in parameters}
-        """Numbers of the blocks that have a parameter, by its name."""
-        for path, module in stage.named_modules():
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    self.blocks[by_id[id(parameter)]].append(block_of(f"{path}."))
-        # every place in the module tree that holds a parameter; a tied one has several
-        self.places = [
-            (module._parameters, key, by_id[id(parameter)])
-            for module in stage.modules() for key, parameter in module._parameters.items() if parameter is not None
-        ]
 
 
 class WeightStore:

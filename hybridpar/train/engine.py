@@ -34,8 +34,9 @@ from hybridpar.pipeline.run import graphs
 from hybridpar.pipeline.run.codecs import with_coded_sums
 from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
+from hybridpar.pipeline.run.slow_tier import FileTier, HostTier
 from hybridpar.pipeline.run.stage import Stage
-from hybridpar.pipeline.run.stash import FileTier, HostTier, Stash
+from hybridpar.pipeline.run.stash import Stash
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.device_tier import tiered_memory
 from hybridpar.state.host import HostWork
@@ -103,8 +104,8 @@ class Engine:
         self.touches = Touches(memory.items, self.state, self.parts, self.sizes, norms=self._division.norms
                                ) if isinstance(memory, ItemMemory) else None
         self.tiers = RankTiers(memory, self.touches) if self.touches and isinstance(memory, TieredMemory) else None
-        self.replicas = SharedChunks(memory, self.state, self.parts, self.sizes
-                                     ) if isinstance(memory, WholeChunks) else None
+        self.whole = memory if isinstance(memory, WholeChunks) else None
+        self.replicas = SharedChunks(self.whole, self.state, self.parts, self.sizes) if self.whole else None
         self.state.initialize(config.train.seed)
         self.executor = Executor(
             stages, self.state.weights, Lane.of(config, grid, states.dtype, device, self.split),
@@ -125,6 +126,9 @@ class Engine:
         memory = self.config.memory
         if not num_away(memory.num_away, self.schedule, self.sizes, self.grid.pp.rank):
             return None
+        return self._make_stash()
+
+    def _make_stash(self) -> Stash:
         return Stash(FileTier(slow_folder(self.config)) if self.device.type == "cpu" else HostTier(self.device))
 
     def train(self, loader: Loader, num_batches: int, on_step: Callable[[StepResult], None],

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hybridpar.config import Config
 from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.ghost_chunks import GhostChunks
 from hybridpar.memory.predict import default_device
 from hybridpar.memory.silent import silent_grid
 from hybridpar.models.build import build_blocks
@@ -21,7 +22,6 @@ from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.pipeline.run.codecs import with_coded_sums
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.state import RankState, StatePolicy
-from hybridpar.state.shares import ListedChunks
 from hybridpar.state.tiered import ItemMemory
 from hybridpar.train.parts import Parts
 from hybridpar.train.policy import BatchPolicy
@@ -37,7 +37,7 @@ class GhostRank:
     rank: int
     parts: Parts
     state: RankState
-    memory: ItemMemory | ListedChunks | None
+    memory: ItemMemory | GhostChunks | None
 
     @staticmethod
     def of(config: Config, rank: int) -> GhostRank:
@@ -49,11 +49,11 @@ class GhostRank:
             held = sizes.stages_of(grid.pp.rank)
             policy = StatePolicy.of(
                 config, BatchPolicy(config).num_versions(grid.pp.rank), schedule.num_gradient_buffers)
-            memory: ItemMemory | ListedChunks | None = None
+            memory: ItemMemory | GhostChunks | None = None
             if config.memory.budget:
                 memory = ItemMemory(tracker.device)
             elif policy.splits_gradients:
-                memory = ListedChunks(tracker.device, policy)
+                memory = GhostChunks(tracker.device, policy)
             stage = Stage(with_coded_sums(build_blocks(
                 config.model, grid.tp, [number for one in held for number in split[one]], kernels=config.kernels,
                 sequence=config.parallel.sequence, dtype=policy.dtype), config))
@@ -87,7 +87,7 @@ class GhostRank:
 
         Raises: ConfigError where the budget is too small for any plan.
         """
-        if isinstance(self.memory, ListedChunks):
+        if isinstance(self.memory, GhostChunks):
             return SharedChunks(self.memory, self.state, self.parts, sizes).items
         if self.memory is None:
             return None

@@ -27,8 +27,8 @@ from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.parts import Division
 from hybridpar.pipeline.plan.predict import Ordering, exposed_on_host
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.state.parameters import LOW_PRECISION
 from hybridpar.state.policy import StatePolicy
-from hybridpar.state.weights import LOW_PRECISION
 from hybridpar.train.ghost_rank import GhostRank
 from hybridpar.train.peak import peak_flops
 

@@ -6,10 +6,12 @@ So it is what a rank of any grid would record, on whatever machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +22,17 @@ from hybridpar.data.loader import Loader
 from hybridpar.errors import config_error
 from hybridpar.memory.events import Header, Span, header_line, read_trace, span_line
 from hybridpar.memory.footprint import sample_microbatch
-from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.ghost import GHOSTS, Tracker
+from hybridpar.memory.ghost_chunks import GhostChunks
 from hybridpar.memory.history import compare
 from hybridpar.memory.predict import default_device
 from hybridpar.memory.recorder import HOST_CLOCK, DeviceClock, Recorder
 from hybridpar.memory.silent import silent_grid
 from hybridpar.nn.placement import partial_rows
 from hybridpar.pipeline.plan.kinds import COMPUTE
+from hybridpar.pipeline.run.stash import Stash
+from hybridpar.state import StatePolicy
+from hybridpar.state.shares import WholeChunk
 from hybridpar.train.engine import Actions, Engine
 from hybridpar.train.folder import MEMORY
 from hybridpar.train.records import Records
@@ -61,9 +67,23 @@ class EngineRecorder:
         for kind in state.kinds:
             for i, tensor in enumerate(kind.memory()):
                 self._recorder.adopt(f"{kind.column} {i}", [tensor])
+        told: list[tuple[list[Any], Callable[[Any], None]]] = []
+        if engine.whole is not None:
+            told.append((engine.whole.listeners, self._chunk_came_or_went))
+        if self._executor.stash is not None:
+            told.append((self._executor.stash.listeners, self._kept_came_or_went))
+        for listeners, listener in told:
+            listeners.append(listener)
+        self._told = told
         self._hooks = [hook for number, block in _blocks(engine) for hook in (
             block.register_forward_pre_hook(lambda *_, number=number: self._enter(number)),  # type: ignore[misc]
             block.register_forward_hook(lambda *_: self._enter(-1)))]
+
+    def _chunk_came_or_went(self, chunk: WholeChunk) -> None:
+        self._recorder.resized(chunk.kind.replace("/", " "), chunk.tensor)
+
+    def _kept_came_or_went(self, content: Tensor) -> None:
+        self._recorder.resized("activations", content)
 
     def _enter(self, layer: int) -> None:
         self._recorder.layer = layer
@@ -96,6 +116,8 @@ class EngineRecorder:
             if self._recorder.is_active:
                 self._recorder.__exit__(None, None, None)
             self._executor.listeners.remove(self._recorder.begin)
+            for listeners, listener in self._told:
+                listeners.remove(listener)
             for hook in self._hooks:
                 hook.remove()
             self._recorder.close()
@@ -212,24 +234,42 @@ class SampleLoader:
         return self._targets
 
 
+class _Nowhere:
+    """A slow tier for ghosts, which have no content."""
+
+    def write(self, content: Sequence[Tensor]) -> tuple[None, Future[None]]:
+        return None, self.read(None, content)
+
+    def read(self, place: None, into: Sequence[Tensor]) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def seconds_per_move(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    work_per_move = seconds_per_move
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class _GhostEngine(Engine):
+    def _make_stash(self) -> Stash:
+        return Stash(_Nowhere(), GHOSTS)
+
+
 def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
                   device: torch.device | None = None) -> tuple[Header, list[Span]]:
     """The memory events of the first steps of training on a rank of the configuration's grid. Nothing is computed.
 
     Times have no meaning (see memory.excerpt.retimed).
     `config`: resolved. `device`: need not be on this machine; None: the one that the configuration names.
-    Raises: ConfigError with ZeRO-2 and 3 and where activations are offloaded, for what comes and goes as no ghost can,
-    and with compressed gradients.
+    Raises: ConfigError with compressed gradients.
     """
-    if config.parallel.zero > 1:
-        raise config_error("parallel.zero", config.parallel.zero, "has no predicted events of memory; `check` predicts "
-                           "its peak", "1")
     if config.feeds_back:
         raise config_error("compression.gradients", config.compression.gradients, "has no predicted events of memory; "
                            "messages depend on the numbers, and `check` predicts the peak", "none")
-    if config.memory.num_away:
-        raise config_error("memory.offload_activations", config.memory.offload_activations, "has no predicted "
-                           "events of memory; `check` predicts its peak", "0")
     device = device or default_device(config)
     config = replace(config, train=replace(config.train, cuda_graphs=False))
     spans: list[Span] = []
@@ -247,7 +287,9 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
                 tracker.ghost_integers = action.kind in COMPUTE  # which look into the micro-batch only
                 yield action
 
-        engine = Engine(config, grid, tracker.device, tamper=watched)
+        states = StatePolicy.of(config, 1, 1)
+        memory = GhostChunks(tracker.device, states) if states.splits_gradients else None
+        engine = _GhostEngine(config, grid, tracker.device, tamper=watched, memory=memory)
         recorder = EngineRecorder(engine, spans.append)
         with recorder.active():
             engine.train(recorder.loader(loader), steps, lambda result: None)

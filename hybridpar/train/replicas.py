@@ -114,11 +114,11 @@ class SharedChunks:
         """
         number, chunk = action.microbatch, self._chunks[action.microbatch]
         if action.kind is Kind.FETCH:
-            chunk.make()
+            chunk.take()
             self._arriving[number] = self._state.weights.shares[chunk.index].gather(chunk.use)
         elif chunk.kind.startswith("weights/"):
             self._await(number)
-            chunk.free()
+            chunk.give_back()
         elif self._adds_up(number):
             self._sum(number)
 
@@ -141,7 +141,7 @@ class SharedChunks:
             self._num_older = len(self._sums)
         for item in made:
             chunk = self._chunks[item]
-            chunk.make()
+            chunk.take()
             self._batches[item] = action.microbatch // self._m
             self._state.gradients.renew(chunk.index, self._state.shares[chunk.index].names(chunk.use))
 
@@ -168,7 +168,7 @@ class SharedChunks:
         shares = self._state.shares[chunk.index]
         names = shares.names(chunk.use)
         if gradients.missing(chunk.index).issuperset(names):
-            chunk.free()
+            chunk.give_back()
             return
         gradients.settle(chunk.index, names)
         self._sums.append((number, shares.reduce_scatter(chunk.use)))
@@ -183,7 +183,7 @@ class SharedChunks:
             shares = self._state.shares[chunk.index]
             shares.take(shares.names(chunk.use), add=self._summed.get(number) == batch)
             self._summed[number] = batch
-            chunk.free()
+            chunk.give_back()
 
     def _fill_up(self, batch: int) -> None:
         """Shares of what got no gradient in a batch are zero."""
@@ -205,5 +205,5 @@ class SharedChunks:
             self._await(number)
         self._complete(len(self._sums))
         for chunk in self._chunks:
-            chunk.free()
+            chunk.give_back()
         self._batches, self._summed = {}, {}

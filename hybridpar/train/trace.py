@@ -138,7 +138,8 @@ _TRANSFERS = {kind: (-row.flow, row.send, row.receive) for kind, row in ROWS.ite
 
 
 def transfer_times(ranks: Sequence[RankEvents], link: int) -> Iterator[float]:
-    """Times that receivers on a link had to wait once the transfer could start, where they were waiting.
+    """Times that receivers on a link had to wait once the transfer could start, where they were waiting: half of that
+    where the receive was posted last, as word of it goes the other way before.
 
     Links are numbered as in plan.costs.
     """
@@ -153,7 +154,8 @@ def transfer_times(ranks: Sequence[RankEvents], link: int) -> Iterator[float]:
         sent = events.get((pipeline, stage + towards, send, number))
         posted = events.get((pipeline, stage, receive, number))
         if sent is not None and posted is not None:
-            yield _input_waits(used)[0][1] - _transfer_start(sent, posted)
+            start = _transfer_start(sent, posted)
+            yield (_input_waits(used)[0][1] - start) / (1 + (start == posted.end))
 
 
 def _sizes(ranks: Sequence[RankEvents]) -> Sizes:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Several hosts on one machine, as network namespaces, and links between them with a rate and a delay; see README.md.
 
-    testbed.py up [--hosts N] [--link NAME[=UP[/DOWN]:DELAY_MS]]...     makes them, in place of any there were
+    testbed.py up [--hosts N] [--link NAME[=UP[/DOWN]:DELAY_MS]]... [--congestion NAME]   makes them, in place of any
     testbed.py run [--link NAME] NPROC_PER_HOST [-m MODULE | SCRIPT] ARGS...       torchrun across them
     testbed.py outage [--link NAME] [--lost WHAT] SECONDS           takes a link away, and gives it back
     testbed.py check                                                rate and delay as measured against those asked for
@@ -155,8 +155,9 @@ class Testbed:
     def switch(self) -> str:
         return f"{self.name}-switch"
 
-    def up(self, num_hosts: int, links: list[Link]) -> State:
-        """Makes it, in place of any there was; leaves nothing behind if that fails."""
+    def up(self, num_hosts: int, links: list[Link], congestion: str = "") -> State:
+        """Makes it, in place of any there was; leaves nothing behind if that fails. congestion: control of TCP, if not
+        the machine's own."""
         need_machine()
         if not 2 <= num_hosts <= 250:
             raise TestbedError(f"--hosts {num_hosts}: must be from 2 to 250")
@@ -169,6 +170,8 @@ class Testbed:
             for host in hosts:
                 command("ip", "netns", "add", host)
                 command("ip", "-n", host, "link", "set", "lo", "up")
+                if congestion:
+                    inside(host, "sysctl", "-q", "-w", f"net.ipv4.tcp_congestion_control={congestion}")
             state = State(hosts, tuple(self._connect(link, hosts) for link in links))
             self.state_file.write_text(json.dumps(asdict(state), indent=1) + "\n")
         except BaseException:
@@ -417,6 +420,7 @@ def main() -> int:
     up.add_argument("--link", action="append", metavar="NAME[=UP[/DOWN]:DELAY_MS]", help="a link between all hosts, "
                     "with its rate (of what host 0 sends, and of what it is sent) and one-way delay, or as fast as the "
                     f"machine; default: {' '.join(DEFAULT_LINKS)}")
+    up.add_argument("--congestion", default="", help="TCP's control of it, such as reno; default: the machine's own")
     job = commands.add_parser("run", help="torchrun across the hosts")
     job.add_argument("--link", default="", help="the link it uses; default: the slowest")
     job.add_argument("num_procs", type=int, metavar="NPROC_PER_HOST")
@@ -435,7 +439,7 @@ def main() -> int:
         bed = Testbed(args.name)
         if args.command == "up":
             links = [Link.parse(text, i) for i, text in enumerate(args.link or DEFAULT_LINKS)]
-            state = bed.up(args.hosts, links)
+            state = bed.up(args.hosts, links, args.congestion)
             print(f"hosts {' '.join(state.hosts)}, links {' '.join(link.name for link in state.links)}; {bed.folder}")
         elif args.command == "run":
             need_root()

@@ -32,8 +32,7 @@ class First(nn.Module):
         self.register_buffer("scale", torch.linspace(1, 2, WIDTH))
 
     def forward(self, x: None, batch: dict[str, Tensor], key: Any) -> Tensor:
-        weight: Tensor = self.project.weight
-        out: Tensor = self.inner(self.project(batch["x"].to(weight.dtype))) * self.scale
+        out: Tensor = self.inner(self.project(batch["x"])) * self.scale
         return out
 
 
@@ -44,6 +43,11 @@ class Last(nn.Module):
 
     def forward(self, x: Tensor, batch: dict[str, Tensor], key: Any) -> dict[str, Tensor]:
         return {self.name: (self.out(x).squeeze(1) - batch["y"]).square().sum() / batch["num_samples"]}
+
+
+class Mean(Last):
+    def forward(self, x: Tensor, batch: dict[str, Tensor], key: Any) -> dict[str, Tensor]:
+        return {"loss": (self.out(x).squeeze(1) - batch["y"]).square().mean()}
 
 
 class Inner(nn.Module):
@@ -76,7 +80,7 @@ class Small(ModelSpec):
         if number == 0:
             return made.get(self.what, First)()
         if number == self.num_blocks - 1:
-            return Last("other" if self.what == "losses" else "loss")
+            return Mean() if self.what == "mean" else Last("other" if self.what == "losses" else "loss")
         return Inner(WIDTH + 1 if self.what == "width" and number == 1 else WIDTH)
 
     def sample(self, number: int, seed: int) -> dict[str, Any]:
@@ -133,8 +137,8 @@ def test_blocks_that_cannot_be_right(what: str, text: str) -> None:
     blocks_of(Small(what="no dropout"))
 
 
-def run(model: ModelSpec) -> Any:
-    blocks = blocks_of(model, "cpu")
+def run(model: ModelSpec, dtype: torch.dtype = torch.float32) -> Any:
+    blocks = blocks_of(model, "cpu", dtype)
     batch = {"x": torch.randn(2, 3), "y": torch.randn(2), "num_samples": torch.tensor(2.0)}
     x = None
     for block in blocks.values():
@@ -145,11 +149,21 @@ def run(model: ModelSpec) -> Any:
 @pytest.mark.parametrize(("what", "text"), [
     ("width", r"activation_shape = \(6,\).*block 1 \(Inner\) of Small.*it returns \(7,\)"),
     ("losses", r"model\.losses = \['loss'\].*block 3 \(Last\) of Small returns \['other'\]"),
+    ("mean", r"block 3 \(Mean\) of Small reads neither batch\['num_samples'\] nor .*; try cross_entropy"),
 ])
 def test_blocks_that_return_something_else(what: str, text: str) -> None:
     assert run(Small())["loss"].dim() == 0
     with pytest.raises(ConfigError, match=text):
         run(Small(what=what))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_samples_come_in_the_working_precision_and_labels_in_no_narrower_one(dtype: torch.dtype) -> None:
+    loss = run(Small(), dtype)["loss"]
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    first = blocks_of(Small(), "cpu", dtype)[0]
+    given, cast = (first(None, {"x": x}, None) for x in (torch.ones(1, 3), torch.ones(1, 3, dtype=dtype)))
+    assert torch.equal(given, cast)
 
 
 def test_messages_of_one_shape_alone_are_compressed() -> None:

@@ -23,6 +23,7 @@ def with_codecs(config: Config, **compression: object) -> Config:
 @pytest.mark.parametrize(("compression", "share"), [
     ({"gradients": "int8"}, 66 / 64 / 4), ({"gradients": "bf16"}, 1 / 2),
     ({"gradients": "dct", "gradients_kept": 0.01, "gradients_limit": 1.0}, (0.04 + 0.01 + 1 / 255) / 4),
+    ({"gradients": "powersgd", "gradients_rank": 1, "gradients_values": "int4"}, 34 / 64 / 4 / 48),
 ], ids=str)
 def test_replicas_get_all_compressed_messages(compression: dict[str, object], share: float) -> None:
     plain = made.config(dp=2)

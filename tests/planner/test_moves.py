@@ -53,6 +53,23 @@ def test_gathers_and_sums_take_a_step_what_the_link_says() -> None:
     assert StepCost(sweeping, on).step_time > 2.5 * cost.step_time  # once for each micro-batch
 
 
+def test_what_moves_take_beside_computing_is_the_ranks_own() -> None:
+    """Though the link is fast, gpipe's step is longer by a gather of all weights for the forwards, and for the
+    backwards, and by a sum of all gradients."""
+    base = made.config(dp=2, m=4, b=1, zero=3, schedule="gpipe", **LARGE)
+    on = machine(base, bandwidth=1e12)
+    on = replace(on, profile=replace(on.profile, hardware=replace(on.profile.hardware, devices_per_host=2)))
+    free = StepCost(base, on)
+    assert free.moves is not None
+    items = free.moves.ghosts[0].residency(free.sizes)
+    gradients = sum(items.gradients.num_bytes[i] for i in items.summed) / 2**30  # type: ignore[union-attr]
+    for speeds, times in (({"gathered_work": 100.0}, 2), ({"summed_work": 100.0}, 1)):
+        taken = replace(on, profile=replace(on.profile, state=replace(on.profile.state, **speeds)))
+        longer = StepCost(base, taken).step_time - free.step_time
+        kept = 0.35 * (times > 1)  # of the weights, between forwards and backwards
+        assert (times - kept) * 100.0 * gradients <= longer * 1.001 <= 1.002 * times * 100.0 * gradients
+
+
 def test_a_fast_link_hides_what_replicas_share() -> None:
     plain = made.config(dp=2, m=4, zero=1, **LARGE)
     on = machine(plain, bandwidth=1e12)
@@ -91,9 +108,10 @@ def test_cpu_time_of_a_file_is_the_ranks_own_where_cores_are_few(cores: int, hid
         assert busy > free
 
 
-@pytest.mark.parametrize(("cores", "hides"), [(8, True), (1, False)])
-def test_a_host_hides_only_where_cores_are_idle(cores: int, hides: bool) -> None:
-    plain = made.config(m=6, b=1, schedule="2bw", **LARGE)
+@pytest.mark.parametrize(("cores", "hides", "optim"), [
+    (8, True, OptimConfig()), (1, False, OptimConfig(name="own", spec="optim.rules:Lion"))])
+def test_a_host_hides_only_where_cores_are_idle(cores: int, hides: bool, optim: OptimConfig) -> None:
+    plain = replace(made.config(m=6, b=1, schedule="2bw", **LARGE), optim=optim)
     on = machine(plain, 1, update=1.0, cores=cores)
     number = StepCost(plain, on).ranks[0].parameters
     on = replace(on, profile=replace(on.profile, state=StateSpeeds(updated=number / 8.0, copied=1e12)))

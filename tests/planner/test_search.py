@@ -130,6 +130,20 @@ def test_drains_are_shortened() -> None:
     assert best.pipeline.zero_bubble or best.pipeline.placement == "v"
 
 
+@pytest.mark.parametrize("activations", ["full", "half", "min"])
+def test_bounds_on_a_v(activations: str) -> None:
+    """Also where replicas' gradients take long: the first rank need not be the last to begin to reduce them."""
+    ratios = []
+    for p, m, bandwidth in ((2, 4, 1e4), (2, 12, 1e4), (3, 6, 1e4), (3, 12, 1e5), (4, 6, 1e5)):
+        config = made.config(pp=p, m=m, b=1, dp=2, zero=1, num_layers=17)
+        pipeline = replace(config.pipeline, placement="v", activations=activations, split_backward=True)  # type: ignore[arg-type]
+        on = made.machine(config, 2 * p, inner=made.link(latency=0.05, bandwidth=bandwidth), memory=1e11)
+        one = balanced(replace(config, pipeline=pipeline), on)
+        ratios.append(one.least_time / one.cost.step_time)
+    assert max(ratios) <= 1 + 1e-9
+    assert min(ratios) > 0.6
+
+
 def test_stale_schedules_are_taken_only_where_they_are_asked_for() -> None:
     config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=0))
     schedules = {one.config.pipeline.schedule for one in candidates(config, machine(config), Request())}

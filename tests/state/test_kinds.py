@@ -15,7 +15,8 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.memory.footprint import Buffers, trace_stage
 from hybridpar.models.build import Recomputation
 from hybridpar.state import find_divergence, kinds
-from hybridpar.state.kinds import Holder, StateKind, parse_key
+from hybridpar.state.kind import Holder, StateKind
+from hybridpar.state.kinds import parse_key
 from hybridpar.train.engine import Engine
 from hybridpar.verify.run import Disturbance, verify
 

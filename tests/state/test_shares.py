@@ -28,21 +28,21 @@ def test_chunks_come_and_go() -> None:
         a, b = memory.chunks
         assert [(c.kind, c.use, c.num_bytes) for c in (a, b)] == [
             ("weights/0", USES["a"], 360_000), ("weights/0", USES["b"], 800_000)]
-        a.make()
+        a.take()
         assert meter.read().current == whole.tensors[0].nbytes + 360_000
-        a.free()
+        a.give_back()
     partition = Partition(LAYOUT, dict.fromkeys(LAYOUT.names, Route(Axis("dp"))), uses=USES.__getitem__)
     shares = Shares(partition, whole, torch.float32, memory)
     assert [view.shape for view in shares.owned()] == [(1000,), (300, 300), (400, 500)]
     shares.views["a"].normal_()
     leaf = views["a"].detach().requires_grad_()
     x = torch.randn(2, 300, requires_grad=True)
-    a.make()
+    a.take()
     shares.gather(a.use).wait()
     (x @ leaf).sum().backward(retain_graph=True)
     loss, before = (x @ leaf).sum(), x.grad
     x.grad = None
-    a.free()
+    a.give_back()
     with memory.writing(leaf):
         shares.gather(a.use).wait()
         loss.backward()

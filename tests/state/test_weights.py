@@ -19,9 +19,10 @@ from hybridpar.nn.init import initialize
 from hybridpar.optim import ParameterSlot, build_optimizer
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.state.chunks import Memory
+from hybridpar.state.parameters import StageParameters
 from hybridpar.state.partition import Partition, Route
 from hybridpar.state.uses import uses_of
-from hybridpar.state.weights import StageParameters, WeightStore
+from hybridpar.state.weights import WeightStore
 from hybridpar.train.engine import Engine
 
 CPU = torch.device("cpu")

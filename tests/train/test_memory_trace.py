@@ -30,7 +30,7 @@ DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 SPLIT, STAGE = {"split_backward": True}, {"recompute": "stage"}
 
 CASES: list[tuple[dict[str, Any], ...]] = [
-    # parallel, pipeline, model, train, and compression where there is any
+    # parallel, pipeline, model, train, and other sections where there are any
     ({}, {}, {}, {}),
     ({}, {"recompute": "all"}, DROPOUT, {"dtype": "bf16"}),
     ({"pp": 2}, {"schedule": "naive"}, {}, {}),
@@ -48,21 +48,25 @@ CASES: list[tuple[dict[str, Any], ...]] = [
     ({"tp": 2, "pp": 2}, {"schedule": "2bw"}, {}, {}),
     ({"dp": 2, "pp": 2, "zero": 1}, {"schedule": "interleaved", **SPLIT}, {}, {}),
     ({"pp": 2}, {"zero_bubble": True, **SPLIT}, DROPOUT, {}),
-    ({"pp": 2}, {"schedule": "2bw"}, {}, {}, {"messages": "int8", "messages_backward": "bf16"}),
-    ({"pp": 2}, {"schedule": "interleaved", **STAGE}, {}, {}, {"messages": "int4"}),
-    ({"tp": 2, "pp": 2}, {"schedule": "1f1b"}, {}, {}, {"messages": "int4"}),
+    ({"pp": 2}, {"schedule": "2bw"}, {}, {}, {"compression": {"messages": "int8", "messages_backward": "bf16"}}),
+    ({"pp": 2}, {"schedule": "interleaved", **STAGE}, {}, {}, {"compression": {"messages": "int4"}}),
+    ({"tp": 2, "pp": 2}, {"schedule": "1f1b"}, {}, {}, {"compression": {"messages": "int4"}}),
     ({"pp": 2}, {"schedule": "2bw", "placement": "v", "activations": "half", **SPLIT, **STAGE}, {}, {}),
-    ({"tp": 2, "pp": 2}, {"schedule": "2bw"}, {}, {}, {"messages": "dct"}),
+    ({"tp": 2, "pp": 2}, {"schedule": "2bw"}, {}, {}, {"compression": {"messages": "dct"}}),
+    ({"dp": 2, "zero": 2}, {}, {}, {"dtype": "bf16"}),
+    ({"dp": 2, "zero": 3}, {}, {}, {}),
+    ({"dp": 2, "pp": 2, "zero": 3}, {"schedule": "2bw", **SPLIT}, DROPOUT, {"dtype": "bf16"}),
+    ({"pp": 3}, {"schedule": "2bw"}, {"num_layers": 3}, {}, {"memory": {"offload_activations": [2, 1, 0]}}),
+    ({}, {"schedule": "gpipe"}, {}, {"dtype": "bf16"}, {"memory": {"offload_activations": 2}}),
 ]
 
 
 def config_of(case: tuple[dict[str, Any], ...]) -> Config:
-    parallel, pipeline, model, train, *compression = case
+    parallel, pipeline, model, train, *more = case
     num_ranks = parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("dp", 1)
     plain = {"model": MODEL | model, "parallel": parallel, "pipeline": {"num_microbatches": 4} | pipeline,
-             "train": {"micro_batch_size": 2, "num_steps": 10, "device": "cpu"} | train,
-             "compression": compression[0] if compression else {}}
-    return resolve(from_mapping(plain), num_ranks)
+             "train": {"micro_batch_size": 2, "num_steps": 10, "device": "cpu"} | train}
+    return resolve(from_mapping(plain | (more[0] if more else {})), num_ranks)
 
 
 def record(config: Config, steps: int) -> list[Span]:
@@ -74,13 +78,18 @@ def record(config: Config, steps: int) -> list[Span]:
     with recorder.active():
         engine.train(recorder.loader(loader), steps, lambda result: None)
     recorder.close()
+    if engine.executor.stash is not None:
+        engine.executor.stash.tier.close()
     return spans
 
 
 def told(spans: list[Span]) -> tuple[list[tuple[object, ...]], set[int]]:
-    """All that is to be equal: events without times; and of blocks that a collective of Gloo's threads may still hold,
-    where they were given back, to a step."""
+    """All that is to be equal: events without times; and of blocks that a thread may still hold, of Gloo's collectives
+    or one that has read it from a file, where they were given back, to a step. What ZeRO's plan gives back is not."""
+    names = {e.block: e.name for s in spans for e in s.events if e.what is What.MALLOC}
     held = {e.block for s in spans for e in s.events if e.op.startswith("c10d::") and e.op not in _MESSAGES}
+    held -= {block for block in held if names[block].startswith(("weights", "gradients"))}
+    held |= {block for block, name in names.items() if name == "activations"}
     events = [(s.step, s.action, *e._replace(time=0.0)) for s in spans for e in s.events
               if e.what is not What.FREE or e.block not in held]
     freed = {e.block for s in spans for e in s.events if e.what is What.FREE and e.block in held}
@@ -90,32 +99,41 @@ def told(spans: list[Span]) -> tuple[list[tuple[object, ...]], set[int]]:
 _MESSAGES = ("c10d::send", "c10d::recv_")
 
 
-def assert_peak(predicted: list[Span], stage: StageMemory) -> None:
-    """The trace's peak is that of predicted memory, to the byte, apart from losses and norms."""
+def assert_peak(predicted: list[Span], stage: StageMemory, *, whole: bool) -> None:
+    """The trace's peak is that of predicted memory, to the byte, apart from losses and norms. whole: chunks of replicas
+    come and go, which in so small a model are a large part."""
     numbers = {life.block for life in lives(predicted) if life.category is Category.OTHER}
     now = peak = 0
     for event in (e for span in predicted for e in span.events if e.block not in numbers):
         now += event.num_bytes * ((event.what is What.MALLOC) - (event.what is What.FREE))
         peak = max(peak, now)
-    assert peak == stage.total - stage.checkpoint
+    if whole:  # the prediction has room for whole parts at the peak; there may be smaller ones, or a share besides
+        assert 0.95 * peak < stage.total - stage.checkpoint < 1.15 * peak
+    else:
+        assert peak == stage.total - stage.checkpoint
     assert max(life.num_bytes for life in lives(predicted) if life.block in numbers) < 100
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_predicted_is_what_a_run_records_and_its_peak_that_of_predicted_memory(
-    case: tuple[dict[str, Any], ...]) -> None:
+        case: tuple[dict[str, Any], ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where activations go
     config = config_of(case)
     num_ranks, steps = config.parallel.num_ranks, max(3, batches_to_peak(config))
     measured, memory = run_on_ranks(record, num_ranks, config, steps), predict(config)
     for rank in range(num_ranks):
         _, predicted = predict_trace(config, rank, steps=steps)
         if rank % (num_ranks // config.parallel.pp) == 0:
-            assert_peak(predicted, memory[rank * config.parallel.pp // num_ranks])
+            stage = memory[rank * config.parallel.pp // num_ranks]
+            assert_peak(predicted, stage, whole=config.parallel.zero > 1)
         (events, freed), (expected, also) = told(measured[rank]), told(predicted)
         for i, (one, other) in enumerate(zip(events, expected, strict=False)):
             assert one == other, (rank, i)
         assert len(events) == len(expected)
+        moving = {span.action[:4] for span in predicted for e in span.events if e.what is What.FREE and e.name == ""}
+        assert ("EVIC" in moving) == (rank == 0 and config.memory.num_away != 0)
+        assert ("RELE" in moving) == (config.parallel.zero > 2)
         last = {life.block for life in lives(predicted) if life.born_step == steps}  # which may be on its way still
         assert freed <= also <= freed | last
 
@@ -184,16 +202,17 @@ def test_a_batch_of_another_size_is_another_trace() -> None:
 
 
 @pytest.mark.ranks
-def test_a_run_writes_what_is_predicted(tmp_path: Path) -> None:
-    path = write_config(tmp_path)
-    flags = ("--parallel.pp", "2", "--train.record_memory", "4", "--train.save_interval", "0")
-    run_job(2, "train", path, *flags)  # evaluates after 3 of 6 steps
-    config = resolve(load_toml(path), 2)
-    config = replace(config, parallel=replace(config.parallel, pp=2, dp=1))
+@pytest.mark.parametrize("grid", [{"pp": 2, "dp": 1}, {"dp": 2, "zero": 3}], ids=str)
+def test_a_run_writes_what_is_predicted(tmp_path: Path, grid: dict[str, int]) -> None:
+    path = write_config(tmp_path, "2bw" if "pp" in grid else "1f1b")
+    flags = [f"--parallel.{key}={value}" for key, value in grid.items()]
+    run_job(2, "train", path, *flags, "--train.record_memory=4", "--train.save_interval=0")  # evaluates after 3 of 6
+    config = resolve(from_mapping({"parallel": grid}, load_toml(path)), 2)
     for rank in range(2):
         header, spans = read_trace(tmp_path / "runs" / "run" / "memory" / f"rank{rank}.jsonl")
         measured = list(spans)
-        assert (header.rank, header.place, header.predicted) == (rank, {"pp": rank, "dp": 0, "tp": 0}, False)
+        assert (header.rank, header.predicted) == (rank, False)
+        assert header.place == {"pp": 0, "dp": 0, "tp": 0} | {next(iter(grid)): rank}
         assert all(a.end <= b.start + 1e-9 for a, b in pairwise(measured))
         expected = told(predict_trace(config, rank, steps=3)[1])[0]  # whose end is a drain, too
         assert told(measured)[0][: len(expected)] == expected

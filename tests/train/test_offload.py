@@ -17,15 +17,15 @@ from torch import Tensor
 from hybridpar import checkpoint
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.errors import ConfigError, HybridparError
+from hybridpar.errors import HybridparError
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import measure, predict
-from hybridpar.pipeline.run import stash
-from hybridpar.pipeline.run.stash import FileTier, HostTier, Notes
+from hybridpar.pipeline.run import slow_tier
+from hybridpar.pipeline.run.slow_tier import FileTier, HostTier
+from hybridpar.pipeline.run.stash import Notes
 from hybridpar.state.store import DiskStore
 from hybridpar.train import engine
 from hybridpar.train.engine import Engine
-from hybridpar.train.memory_trace import predict_trace
 from hybridpar.train.offload_forecast import OffloadSpeeds, forecast_offload
 from hybridpar.train.settle import settle
 
@@ -233,18 +233,12 @@ def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypat
     ({"memory": {"offload_activations": -1}}, r"-1: must not be negative; try 0"),
     ({"memory": {"offload_activations": []}}, r"\[\]: must have a number for each of the 1 ranks"),
     ({"memory": {"offload_activations": [1, 2]}}, r"\[1, 2\]: must have a number for each of the 1 ranks"),
-    ({"memory": {"offload_activations": 1}, "train": {"record_memory": 1}}, r"1: .*train\.record_memory = 1; try 0"),
     ({"memory": {"offload_activations": "auto"}, "train": {"device": "cuda"}},
      r"'auto': .*train\.device is cuda, where a number does; try 0")],
     ids=str)
 def test_what_it_does_not_go_with(sections: dict[str, Any], message: str) -> None:
     problems = [str(problem) for problem in from_mapping(sections).conflicts()]
     assert any(re.search(r"memory\.offload_activations = " + message, text) for text in problems), problems
-
-
-def test_events_of_memory_are_not_predicted(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="offload_activations = 1: has no predicted events"):
-        predict_trace(make(tmp_path, 1))
 
 
 # -- what moves --------------------------------------------------------------------------------------------------------
@@ -271,7 +265,7 @@ def test_only_what_is_the_forwards_own_moves() -> None:
 def test_bytes_come_back_as_they_left(make_tier: Callable[[Path], FileTier], tmp_path: Path,
                                       monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces of a page, of tensors that do not fill them; a place is used again."""
-    monkeypatch.setattr(stash, "_PIECE", 4096)
+    monkeypatch.setattr(slow_tier, "_PIECE", 4096)
     tier = make_tier(tmp_path)
     for sizes in ((1, 5000, 4095), (4096, 3, 20_000), (7,)):
         content = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]

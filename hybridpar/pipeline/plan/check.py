@@ -19,6 +19,7 @@ from functools import reduce
 
 from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import NO_VERSION, Action, Plan
+from hybridpar.pipeline.plan.draw import draw_steps, related_step
 from hybridpar.pipeline.plan.kinds import COMPUTE, INPUTS, OF_STASH, PER_BATCH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.liveness import Live, live_counts
 from hybridpar.pipeline.plan.parts import PartCounts, order
@@ -170,16 +171,7 @@ def _check_complete(plan: Plan, rank: int, expected: Iterator[Action]) -> None:
         del missing[key]
     if missing:
         action = next(iter(missing.values()))
-        raise PlanError(f"{action} is missing", plan, [(rank, _related_step(plan[rank], action))])
-
-
-def _related_step(actions: Sequence[Action], missing: Action) -> int:
-    """A step near the place where `missing` should be: the first that has to do with the same micro-batch or batch."""
-    for step, action in enumerate(actions):
-        same_sort = (action.kind in PER_BATCH) == (missing.kind in PER_BATCH)
-        if same_sort and action.microbatch == missing.microbatch:
-            return step
-    return max(len(actions) - 1, 0)
+        raise PlanError(f"{action} is missing", plan, [(rank, related_step(plan[rank], action))])
 
 
 def _check_order(plan: Plan, rank: int, sizes: Sizes, parts: PartCounts) -> None:
@@ -295,32 +287,3 @@ def _check_memory(plan: Plan, rank: int, schedule: Schedule, sizes: Sizes, next_
                 plan, [(rank, step)],
             )
     return peak
-
-
-def draw_steps(plan: Plan, marked: Sequence[tuple[int, int]] = (), *, num_steps: int = 9, num_ranks: int = 8) -> str:
-    """The lists of some ranks, around the marked (rank, step) cells, which are in >brackets<.
-
-    A rank without a mark shows the steps that have to do with what the first mark has.
-    """
-    if not plan or not any(plan.values()):
-        return "(an empty plan)"
-    marks: Mapping[int, list[int]] = {rank: [s for r, s in marked if r == rank] for rank in plan}
-    centre_rank = marked[0][0] if marked else min(plan)
-    centre = plan[centre_rank][marked[0][1]] if marked and plan[centre_rank] else None
-    order = sorted(plan, key=lambda rank: (abs(rank - centre_rank), rank))
-    lines = []
-    for rank in sorted(order[:num_ranks]):
-        actions = plan[rank]
-        middle = marks[rank][0] if marks[rank] else _related_step(actions, centre) if centre else 0
-        start = max(0, min(middle - num_steps // 2, len(actions) - num_steps))
-        cells = [
-            f">{action}<" if step in marks[rank] else f" {action} "
-            for step, action in enumerate(actions[start : start + num_steps], start)
-        ]
-        far = [f"... step {s}: >{actions[s]}<" for s in marks[rank] if not start <= s < start + num_steps]
-        lines.append((f"rank {rank}, step {start}:", cells, " ".join(far)))
-    heading = max(len(line[0]) for line in lines)
-    width = max((len(cell) for line in lines for cell in line[1]), default=0)
-    return "\n".join(
-        f"{name:<{heading}} {''.join(cell.ljust(width) for cell in cells)} {far}".rstrip() for name, cells, far in lines
-    )

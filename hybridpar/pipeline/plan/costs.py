@@ -25,7 +25,7 @@ class Costs:
     Beside it: reduce: gradients over the replicas. norm: the grid-wide reduction. gather: new weights over the replicas
     (sharded optimizer state), after an UPDATE; the first F that uses them waits. transfer: how long one activation
     occupies a link; transfer_back: how long a gradient does, which goes the other way; None: as long. latency: from its
-    leaving to its arrival.
+    leaving to its arrival, and from the posting of a receive until the sender knows.
 
     fetch, release: how long a MiB occupies the engine that brings items of the rank's state into its fast tier, and
     the one that writes back what was changed (copies.py); or the collectives that gather weights from replicas, and sum

@@ -85,26 +85,27 @@ class Receives:
 
     def __init__(self, sizes: Sizes, *, lean: bool = False):
         self.sizes = sizes
-        p = sizes.num_ranks
+        p, stages = sizes.num_ranks, range(sizes.num_stages)
         self._round = (7 * p // 12, p // 2) if lean else (p - 1, p - 1)  # forwards, backwards
+        # stages where what comes has gone round, backwards and forwards, and those to which anything comes
+        self._closing = [set() if sizes.is_v else {stage for stage in stages if sizes.rank_of(stage) == rank}
+                         for rank in (p - 1, 0)]
+        self._fed = [{stage for stage in stages if sizes.peer(stage, side) is not None} for side in (1, -1)]
         self._count = dict.fromkeys(INPUTS, 0)
         self._due: dict[Kind, deque[tuple[int, int, int]]] = {kind: deque() for kind in INPUTS}
 
-    def arriving(self, action: Action) -> Iterator[tuple[int, int]]:
-        """Yields stage and micro-batch of what the rank is to receive when it comes to this F, B or I."""
-        sizes, kind, due = self.sizes, action.kind, self._due[action.kind]
-        p, number = sizes.num_ranks, self._count[action.kind]
+    def arriving(self, action: Action) -> list[tuple[int, int]]:
+        """Stage and micro-batch of what the rank is to receive when it comes to this F, B or I."""
+        kind, stage, due = action.kind, action.stage, self._due[action.kind]
+        number = self._count[kind]
         self._count[kind] += 1
-        rank, forward = sizes.rank_of(action.stage), kind is Kind.F
-        if sizes.is_v:
-            if sizes.peer(action.stage, -1 if forward else 1) is not None:
-                yield action.stage, action.microbatch
-            return
-        if rank != (0 if forward else p - 1):
-            yield action.stage, action.microbatch
-            return
-        following = action.stage + (p if forward else -p)
-        if 0 <= following < sizes.num_stages:
+        forward, here = kind is Kind.F, (stage, action.microbatch)
+        if stage not in self._closing[forward]:
+            return [here] if stage in self._fed[forward] else []
+        following = stage + (self.sizes.num_ranks if forward else -self.sizes.num_ranks)
+        if 0 <= following < self.sizes.num_stages:
             due.append((number + self._round[not forward], following, action.microbatch))
-        while due and (due[0][0] <= number or due[0][1:] == (action.stage, action.microbatch)):
-            yield due.popleft()[1:]
+        found = []
+        while due and (due[0][0] <= number or due[0][1:] == here):
+            found.append(due.popleft()[1:])
+        return found

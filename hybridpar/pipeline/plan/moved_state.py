@@ -56,7 +56,7 @@ class MovedState:
             r: CopyEngines(items, fetch[r], release[r]) if isinstance(items, Residency) else
             ReplicaEngines(items, fetch[r], release[r]) for r, items in residency.items()}
         offload, reload = expand(costs.offload, p), expand(costs.reload, p)
-        self.stashes = [StashEngines(*times) for times in zip(offload, reload, strict=True)]
+        self.stashes = {r: StashEngines(*times) for r, times in enumerate(zip(offload, reload, strict=True))}
         self.hosts: dict[int, HostEngines | BusyHost] = {}
 
     def add_hosts(
@@ -131,31 +131,30 @@ class MovedState:
     def _with_stash(self, kind: Kind, when: When | None, work: Work, effect: Effect | None) -> Entry:
         """The table's entry of a kind that moves what micro-batches keep, or needs it."""
 
-        def when_there(rank: Rank, action: Action) -> float | None:
-            start = rank.clock if when is None else when(rank, action)
-            if start is None:
-                return None
-            ready = self.stashes[rank.index].ready(action)
-            if ready > start:
-                rank.stalls[len(rank.starts)] = ready - start
-            return max(start, ready)
-
         def begin(rank: Rank, action: Action, step: int) -> None:
             rank.ends[step] = self.stashes[rank.index].start(action, rank.clock)
 
-        return (when, work, begin) if kind in (Kind.OFFLOAD, Kind.RELOAD) else (when_there, work, effect)
+        if kind in (Kind.OFFLOAD, Kind.RELOAD):
+            return when, work, begin
+        return self._once_ready(when, self.stashes), work, effect
 
-    def _with_items(self, kind: Kind, when: When | None, work: Work, effect: Effect | None) -> Entry:
-        """The table's entry of a kind that touches or moves items."""
+    @staticmethod
+    def _once_ready(when: When | None, engines: Mapping[int, StashEngines | CopyEngines | ReplicaEngines]) -> When:
+        """When an action can start that also waits for what its rank's engines, if it has any, bring."""
 
         def when_ready(rank: Rank, action: Action) -> float | None:
             start = rank.clock if when is None else when(rank, action)
-            if start is None or rank.index not in self.engines:
+            if start is None or rank.index not in engines:
                 return start
-            ready = self.engines[rank.index].ready(action)
+            ready = engines[rank.index].ready(action)
             if ready > start:
                 rank.stalls[len(rank.starts)] = ready - start
             return max(start, ready)
+
+        return when_ready
+
+    def _with_items(self, kind: Kind, when: When | None, work: Work, effect: Effect | None) -> Entry:
+        """The table's entry of a kind that touches or moves items."""
 
         def follow(rank: Rank, action: Action, step: int) -> None:
             if effect is not None:
@@ -172,7 +171,9 @@ class MovedState:
 
         if kind in PER_ITEM:
             return when, self._move_times(kind), follow
-        return (when, work, effect) if kind in BESIDE - {Kind.NORM} else (when_ready, work, follow)
+        if kind in BESIDE - {Kind.NORM}:
+            return when, work, effect
+        return self._once_ready(when, self.engines), work, follow
 
     def _move_times(self, kind: Kind) -> Work:
         """Rank's time that moving takes, by stage and item."""

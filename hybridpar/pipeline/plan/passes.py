@@ -101,7 +101,7 @@ def add_updates(
     for action in actions:
         if first:
             stage, first = sizes.rank_of(action.stage), False
-        needed = _needed_version(action, schedule, sizes, first_batch)
+        needed = action.version if schedule.flush else _needed_version(action, schedule, sizes, first_batch)
         is_last_backward = action.kind in adding and (action.microbatch + 1) % m == 0
         settled = action.microbatch // m if feedback and is_last_backward else first_batch
         if not host:
@@ -144,12 +144,12 @@ def _update(stage: int, batch: int, *, with_norm: bool, with_host: bool) -> Iter
 
 
 def _needed_version(action: Action, schedule: Schedule, sizes: Sizes, first_batch: int) -> int:
-    """The version that must exist when `action` starts.
+    """The version that must exist when an action of a schedule that never flushes starts.
 
-    While a schedule that never flushes drains, the forward that would have come before a backward counts: so updates
-    run in the gaps of the drain rather than after it. And a backward needs a gradient buffer, which an update empties.
+    While it drains, the forward that would have come before a backward counts: so updates run in the gaps of the drain
+    rather than after it. And a backward needs a gradient buffer, which an update empties.
     """
-    if action.kind is Kind.F or schedule.flush:
+    if action.kind is Kind.F:
         return action.version
     next_forward = schedule.forwards_before(sizes, action)
     emptied = action.microbatch // sizes.num_microbatches + 1 - schedule.num_gradient_buffers
@@ -168,26 +168,27 @@ def add_communication(
     ring where a receive stands before any earlier send: there none is posted before these. `lean`: see Receives.
     """
     window: deque[Action] = deque()
-    receives, peer, is_ring = Receives(sizes, lean=lean), cache(sizes.peer), sizes.is_ring
+    receives, is_ring = Receives(sizes, lean=lean), sizes.is_ring
+    sent = {(kind, stage): ROWS[kind].send if sizes.peer(stage, ROWS[kind].flow) is not None else None
+            for kind in INPUTS for stage in range(sizes.num_stages)}
     computing = dict.fromkeys(INPUTS, 0)  # of the window, by kind
 
-    def leave() -> Iterator[Action]:
+    def leave() -> tuple[Action, ...]:
         head = window.popleft()
-        yield head
-        if head.kind in computing:
-            computing[head.kind] -= 1
-            row = ROWS[head.kind]
-            if row.send is not None and peer(head.stage, row.flow) is not None:
-                yield Action(row.send, head.stage, head.microbatch)
+        if (kind := head.kind) not in computing:
+            return (head,)
+        computing[kind] -= 1
+        send = sent[kind, head.stage]
+        return (head,) if send is None else (head, Action(send, head.stage, head.microbatch))
 
     for action in actions:
         if action.kind not in computing:
             window.append(action)
             continue
-        kind = ROWS[action.kind].receive
-        assert kind is not None, "INPUTS receive"
         while is_ring and computing[action.kind]:
             yield from leave()
+        kind = ROWS[action.kind].receive
+        assert kind is not None, "INPUTS receive"
         for stage, microbatch in receives.arriving(action):
             yield Action(kind, stage, microbatch)
         window.append(action)
@@ -201,19 +202,20 @@ def add_communication(
 def merge_backward(actions: Iterable[Action], sizes: Sizes) -> Iterator[Action]:
     """Makes one B of each I of one rank's actions that its own W follows, with at most receives in between, where no
     other rank waits for what I makes: the first stage sends no gradient, and a rank hands over to itself after both.
-    Receives come where they are with whole backwards."""
+    These receives are posted before it: after it, word of them would reach a distant sender late."""
     held: list[Action] = []  # an I, and the receives since
+    unsent = {stage for stage in range(sizes.num_stages) if sizes.peer(stage, -1) is None}
     for action in actions:
         if held and action.kind in (Kind.RECV_F, Kind.RECV_B):
             held.append(action)
             continue
-        if held and replace(held[0], kind=Kind.W) == action:
-            yield replace(held[0], kind=Kind.B)
+        if held and action == Action(Kind.W, held[0].stage, held[0].microbatch, held[0].version):
             yield from held[1:]
+            yield Action(Kind.B, action.stage, action.microbatch, action.version)
             held = []
             continue
         yield from held
-        held = [action] if action.kind is Kind.I and sizes.peer(action.stage, -1) is None else []
+        held = [action] if action.kind is Kind.I and action.stage in unsent else []
         if not held:
             yield action
     yield from held

@@ -111,10 +111,27 @@ class Ordering:
             return extended(partial(self._endless, sizes, costs), sizes, few if not whole else m, least)
         for few in fewer(schedule, sizes) if not costs.variation and not self.offload else ():
             small = replace(sizes, num_microbatches=few)
-            timeline = self.timeline(small, costs)
+            timeline, takes = self._batch(small, costs)
             if (each := time_of_more(timeline, schedule, small)) is not None:
-                return timeline.step_time(few) + (m - few) * each
-        return self.timeline(sizes, costs).step_time(m)
+                return takes + (m - few) * each
+        return self._batch(sizes, costs)[1]
+
+    def _batch(self, sizes: Sizes, costs: Costs) -> tuple[Timeline, float]:
+        """A timeline of a schedule that drains, and what a batch takes of it.
+
+        With a NORM all ranks begin their updates at once, and nothing else is under way then: what follows until the
+        next ones is a batch. Where work shares cores with an update, or receives that are posted before it take time,
+        or word of them longer than a forward, more are simulated.
+        """
+        calls = any(costs.calls.get(kind) for kind in (Kind.RECV_F, Kind.RECV_B))
+        far = max(expand(costs.latency, sizes.num_links), default=0.0) > min(expand(costs.forward, sizes.num_stages))
+        others = costs.cores or costs.network or costs.blocking or costs.variation or self.offload or self.host
+        if not self.clip or calls or far or others:
+            timeline = self.timeline(sizes, costs)
+            return timeline, timeline.step_time(sizes.num_microbatches)
+        update, gather = (expand(each, sizes.num_ranks) for each in (costs.update, costs.gather))
+        timeline = simulate(_plan(self, sizes, 1), costs, ready=[u + g for u, g in zip(update, gather, strict=True)])
+        return timeline, timeline.starts[0][-1]
 
     def _endless(self, sizes: Sizes, costs: Costs, m: int) -> float:
         sizes = replace(sizes, num_microbatches=m)

@@ -202,9 +202,10 @@ def make_schedule(
         return _on_v(buffered, activations, chunks, warmup=warmup, early_switch=early_switch)
     return replace(
         schedule, warmup=ahead, zero_bubble=zero_bubble,
-        # Transfers that take nobody's time may last (k-1)/2 forwards and backwards: receives are posted early enough.
-        # With the longer warm-up that cannot deadlock on any transport, if no stage waits for a drain.
-        receive_ahead=2 if factor > 1 and not schedule.flush else schedule.receive_ahead,
+        # Transfers that take nobody's time may last (k-1)/2 forwards and backwards: receives are posted early enough,
+        # with word of them on its way before (of latencies alone, up to two forwards). With the longer warm-up that
+        # cannot deadlock on any transport, if no stage waits for a drain; earlier ones could.
+        receive_ahead=factor if factor > 1 and not schedule.flush else schedule.receive_ahead,
         early_switch=early_switch, num_gradient_buffers=gradient_buffers or most, sync_steps=sync_steps,
     )
 

@@ -4,10 +4,11 @@ The rules are those of the executor, so a plan that ends here cannot deadlock th
 
     F, B, I   wait for their receive (F also for the gather of its weights), then take the rank's time
     W         takes the rank's time
-    SEND      returns at once. A transfer starts when it was sent, the receive is posted and the one before it on
-              that link is over (there is no mailbox), and takes `transfer`; it arrives `latency` later. With
-              `serial_links`, all transfers of a rank on one axis, SEND_F and RECV_F, or SEND_B and RECV_B, go one by
-              one in the order they were issued: so does NCCL where the axis has one communicator
+    SEND      returns at once. A transfer starts when it was sent, word of the posted receive is there (there is no
+              mailbox; word takes `latency`) and the one before it on that link is over, and takes `transfer`; it
+              arrives `latency` later. With `serial_links`, all transfers of a rank on one axis, SEND_F and RECV_F, or
+              SEND_B and RECV_B, go one by one in the order they were issued: so does NCCL where the axis has one
+              communicator
     RECV      posts the receive, returns at once
     REDUCE    returns at once, ends `reduce` later; with `tied` the end stages meet in it
     NORM      returns at once, ends `norm` after the last stage has issued it and ended its REDUCE
@@ -41,7 +42,7 @@ has one writer and one reader: one run that ends is a proof.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -60,15 +61,17 @@ from hybridpar.pipeline.plan.transfers import Channel, Exchange, Rank, Transfers
 
 def simulate(
     plan: Plan, costs: Costs | None = None, residency: Mapping[int, Residency | SharedItems] | None = None,
+    ready: Sequence[float] | None = None,
 ) -> Timeline:
     """Runs a lowered plan (`passes.make_plan`) with the given costs (default: a forward takes 1, a backward 2).
 
-    residency: by rank, where the plan moves items, between tiers or replicas; without it moves take no time.
+    residency: by rank, where the plan moves items, between tiers or replicas; without it moves take no time. ready: by
+    rank, when it has the weights that its plan begins with; None: at once.
 
     Raises: StuckError if a rank waits for something that never comes.
     """
     assert sorted(plan) == list(range(len(plan))), f"ranks of a plan count from 0: {sorted(plan)}"
-    machine = _Machine(plan, costs or Costs(), residency or {})
+    machine = _Machine(plan, costs or Costs(), residency or {}, ready)
     machine.run()
     ranks = machine.ranks
     makespan = max((max(rank.ends) for rank in ranks if rank.ends), default=0.0)
@@ -94,10 +97,13 @@ class _Machine:
     notes what the rank waits for if that is not known yet), by rank what it takes of its time, and what it then does.
     """
 
-    def __init__(self, plan: Plan, costs: Costs, residency: Mapping[int, Residency | SharedItems]):
+    def __init__(
+        self, plan: Plan, costs: Costs, residency: Mapping[int, Residency | SharedItems],
+        ready: Sequence[float] | None = None,
+    ):
         p = len(plan)
         self.costs = costs
-        self.ranks = [Rank(r, plan[r]) for r in range(p)]
+        self.ranks = [Rank(r, plan[r], gathered=ready[r] if ready else 0.0) for r in range(p)]
         self.sizes = Sizes.found({a.stage: r for r, actions in plan.items() for a in actions if a.kind in COMPUTE}, p)
         self.homes = [self.sizes.rank_of(stage) for stage in range(self.sizes.num_stages)]  # ranks of the stages
         self.transfers = Transfers(self.ranks, self.sizes, self.homes, costs, self._arrived)
@@ -108,7 +114,7 @@ class _Machine:
         self.meetings: dict[tuple[Kind, int, int], _Meeting] = {}  # by kind, batch, and stage (NORM: 0)
         gathers = any(self.gather)
         when = {Kind.HOST: self._when_normed, Kind.UPDATE: self._when_normed}
-        if gathers:
+        if gathers or ready:
             when[Kind.F] = self._when_gathered
         if costs.blocking_norm:
             when[Kind.NORM] = self._when_reduced

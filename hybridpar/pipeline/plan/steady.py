@@ -55,8 +55,9 @@ def time_of_more(timeline: Timeline, schedule: Schedule, sizes: Sizes) -> float 
     for rank, actions in timeline.plan.items():
         starts: dict[Kind, list[float]] = {}
         for action, start in zip(actions, timeline.starts[rank], strict=True):
-            if action.kind in COMPUTE:
-                starts.setdefault(action.kind, []).append(start)
+            if action.kind in COMPUTE:  # of a rank some backwards may be whole, some split
+                for kind in (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,):
+                    starts.setdefault(kind, []).append(start)
         for kind, times in starts.items():
             lead = {Kind.F: schedule.warmup(sizes, rank), Kind.W: -schedule.weight_delay(sizes, rank)}.get(kind, 0)
             first = len(times) - number + lead

@@ -72,11 +72,6 @@ class Timeline:
         return sum(
             max(0.0, min(done, until) - max(start, since)) for _, start, done, _ in self.actions(rank) if done > start)
 
-    def stalled(self, rank: int, since: float = 0.0, until: float = inf) -> float:
-        """Time in [since, until] that the rank waits for items of its state, and for nothing else."""
-        return sum(max(0.0, min(start, until) - max(start - stall, since))
-                   for _, start, stall in self.item_waits(rank))
-
     def item_waits(self, rank: int) -> Iterator[tuple[Action, float, float]]:
         """Each action of a rank that waits for items: its start, and how long it waits before that."""
         for step, stall in self.stalls.get(rank, {}).items():

@@ -140,7 +140,8 @@ class Transfers:
             (first, sent), (other, posted) = sends.pending[0], receives.pending[0]
             if first is not channel or other is not channel:
                 continue
-            start = max(channel.sender.returns[sent], channel.receiver.returns[posted], sends.free, receives.free)
+            known = channel.receiver.returns[posted] + channel.latency  # to the sender
+            start = max(channel.sender.returns[sent], known, sends.free, receives.free)
             if self.wires is not None and channel.route is not None:
                 channel.under_way = True
                 self.wires.add(start, channel.route.load, partial(self._worked, channel))

@@ -135,6 +135,14 @@ def _filled(sizes: Sizes, activations: str) -> tuple[tuple[Step, ...], ...]:
     return fill(patterns, sizes, Costs(1, 2), Room((1,) * sizes.num_stages, (max(map(_most_held, patterns)),) * p))
 
 
+@lru_cache(maxsize=256)
+def room(sizes: Sizes, activations: str) -> int:
+    """Micro-batches that any rank holds at most, counted on each chunk."""
+    if activations == "full":
+        return sizes.num_stages
+    return max(most_held(sizes, rank, activations, drains=False) for rank in range(sizes.num_ranks))
+
+
 class _Full:
     """ZB-V: as many forwards ahead as 1f1b's first rank holds, then one of each by turns; Ws fill the end."""
 

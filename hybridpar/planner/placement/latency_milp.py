@@ -24,19 +24,18 @@ from hybridpar.planner.placement.bound import check_possible
 from hybridpar.planner.placement.classes import ClassGraph, class_graph
 from hybridpar.planner.placement.highs import Highs
 from hybridpar.planner.placement.ideals import OutOfTime
+from hybridpar.planner.placement.latency_bound import path_bound, relaxed_bound
 from hybridpar.planner.placement.latency_search import searched_placements, simple_placements
 from hybridpar.planner.placement.program import ProgramBuilder, TooLargeError
 from hybridpar.planner.placement.result import GAP, Assignment, make_assignment
 from hybridpar.planner.placement.scoring import latency, problems
-from hybridpar.planner.placement.workload import Floats, Ints, Workload, order_of
+from hybridpar.planner.placement.workload import Floats, Ints, Workload
 
 SLACK = 1e-6
 SCALE = 1e3
 """The time in which everything must end, in the program's unit."""
-PRICES = 64
-"""Prices of a byte that are tried for the bound."""
-SEARCH_SHARE = 0.5
-"""Share of the time limit for the search that integer programming begins with."""
+SEARCH_SHARE, BOUND_SHARE = 0.4, 0.3
+"""Shares of the time limit for the search that integer programming begins with, and for the bound."""
 
 
 def minimise_latency(workload: Workload, slots: int, seconds: float, *, search: bool = True) -> Assignment:
@@ -56,7 +55,7 @@ def minimise_latency(workload: Workload, slots: int, seconds: float, *, search: 
     check_possible(graph if slots == 1 else colours)
     name = "latency-milp" if search else "latency-greedy"
     found = [(x, np.zeros_like(x)) for x in simple_placements(graph, deadline)]
-    bound = _path_bound(colours, deadline)
+    bound = path_bound(colours, deadline)
     if not search:
         if not found and time.monotonic() > deadline:
             raise config_error("time_limit", seconds, "was not enough to find any placement", f"{10 * seconds:g}")
@@ -68,6 +67,9 @@ def minimise_latency(workload: Workload, slots: int, seconds: float, *, search: 
         better_ones = searched_placements(graph, colours, [x for x, _ in found], start + SEARCH_SHARE * seconds)
         found += [(x, np.zeros_like(x)) for x in better_ones]
         known = min((latency(workload, *x) for x in found), default=np.inf)
+        if bound * (1 + GAP) < known < np.inf:
+            until = min(deadline, time.monotonic() + BOUND_SHARE * seconds)
+            bound = max(bound, relaxed_bound(colours, slots, known * (1 + SLACK), until, highs))
         solution = _Problem(workload, colours, slots, known, bound, deadline).solve(highs)
     found += solution.placements
     if not found:
@@ -77,45 +79,6 @@ def minimise_latency(workload: Workload, slots: int, seconds: float, *, search: 
     best = min(found, key=lambda x: latency(workload, *x))
     return make_assignment(workload, name, best[0], max(bound, solution.bound), time.monotonic() - start,
                           exact=solution.proven, slots=best[1], note=solution.note)
-
-
-def _path_bound(colours: ClassGraph, deadline: float) -> float:
-    """The longest path, every node on the device that is best at it, and without transfers.
-
-    Where accelerators cannot hold everything, a byte of theirs has a price, and all that they hold is given back: a
-    bound whatever the price is (the Lagrangian relaxation of their memory), so the best of `PRICES` counts, or of
-    those that were tried until `deadline`.
-    """
-    w = colours.workload
-    runs = np.isfinite(colours.accelerator_time)[colours.class_of]  # what must be with it fits an accelerator too
-    accelerator = np.where(runs, w.accelerator_time, np.inf)
-    cpu = w.cpu_time if w.num_cpus else np.full(w.num_nodes, np.inf)
-    order, room = _in_order(w), w.num_accelerators * w.room
-    prices = np.zeros(1)
-    if w.num_cpus and w.size.sum() > room:
-        worth = (cpu - accelerator)[runs & (w.size > 0)] / w.size[runs & (w.size > 0)]
-        prices = np.unique(np.quantile(np.append(np.maximum(worth, 0.0), 0.0), np.linspace(0, 1, PRICES)))
-    bound = 0.0
-    for price in prices:
-        bound = max(bound, _longest_path(np.minimum(accelerator + price * w.size, cpu), order) - price * room)
-        if time.monotonic() > deadline:
-            break
-    return bound
-
-
-def _longest_path(times: Floats, order: list[tuple[int, list[int]]]) -> float:
-    done = times.tolist()
-    for v, before in order:
-        done[v] += max((done[u] for u in before), default=0.0)
-    return max(done)
-
-
-def _in_order(w: Workload) -> list[tuple[int, list[int]]]:
-    """Nodes, each after all that it reads."""
-    before: list[list[int]] = [[] for _ in range(w.num_nodes)]
-    for u, v in w.edges.tolist():
-        before[v].append(u)
-    return [(v, before[v]) for v in order_of(w.num_nodes, w.edges.tolist())]
 
 
 # -- integer program ---------------------------------------------------------------------------------------------------

@@ -5,12 +5,16 @@
     Q = sum of M^T P     over ranks
     the sum of all M is taken to be P Q^T; each rank's E is its M - P (its M^T P)^T
 
+Factors may be sent in fewer bits (gradients_values): then P and Q are sums of what messages say, and what rounding
+takes off a rank's M^T P is in its E. P is made orthonormal after that, so its rounding only turns the basis.
+
 Source: arXiv 1905.13727, algorithms 1 and 2, with sums in the place of means.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,6 +25,7 @@ from hybridpar.config import CompressionConfig
 from hybridpar.nn.placement import Placement
 from hybridpar.state.compression.method import Entry, Method, add
 from hybridpar.state.compression.wire import Reader
+from hybridpar.state.precision import Precision
 
 _FACTOR = "factor"
 
@@ -35,14 +40,24 @@ class LowRank(Method):
     def _rank(self, entry: Entry) -> int:
         return min(self.settings.gradients_rank, *entry.shape)
 
+    @cached_property
+    def _form(self) -> Precision:
+        """Of the numbers of factors."""
+        return Precision("full", self.dtype)
+
+    def _read(self, message: Reader, numel: int) -> Tensor:
+        """The next numbers of a message. Shapes: -> [numel]."""
+        part = message.take(self._form.size(numel), self._form.unit)
+        return self._form.read(torch.empty(numel, dtype=self.dtype, device=self.device), part)
+
     def _sums(self, messages: Iterable[Reader], rows: Sequence[int]) -> list[Tensor]:
-        """The matrices of all messages, added up in rank order."""
-        totals = [torch.empty(n, self._rank(entry), dtype=self.dtype, device=self.device)
+        """The matrices of all messages, added up in rank order. Shapes: [rows, rank] each, a column after the other."""
+        totals = [torch.empty(self._rank(entry), n, dtype=self.dtype, device=self.device)
                   for entry, n in zip(self.packed, rows, strict=True)]
         for rank, message in enumerate(messages):
             for total in totals:
-                add(total.view(-1), message.take(total.numel(), self.dtype), overwrite=rank == 0)
-        return totals
+                add(total.view(-1), self._read(message, total.numel()), overwrite=rank == 0)
+        return [total.t() for total in totals]
 
     def _random(self, rows: int, rank: int) -> Tensor:
         """A matrix to begin with, the same for all parameters of a shape. Shapes: -> [rows, rank]."""
@@ -59,9 +74,14 @@ class Factors(LowRank):
     def learned(cls, shape: Sequence[int], settings: CompressionConfig) -> dict[str, tuple[int, ...]]:
         return {_FACTOR: (shape[1], min(settings.gradients_rank, *shape))}
 
+    @cached_property
+    def _form(self) -> Precision:
+        return Precision(self.settings.gradients_values, self.dtype, self.kernels.quantize)
+
     def most_bytes(self) -> tuple[int, int]:
-        rows, columns = (sum(entry.shape[dim] * self._rank(entry) for entry in self.packed) for dim in range(2))
-        return self.dtype.itemsize * rows, self.dtype.itemsize * columns
+        first, second = (sum(self._form.num_bytes(entry.shape[dim] * self._rank(entry)) for entry in self.packed)
+                         for dim in range(2))
+        return first, second
 
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
         """See Method. Collectives: two broadcasts for each rank."""
@@ -89,12 +109,14 @@ class Factors(LowRank):
         return torch.where(lengths > 0, factor / lengths.clamp(min=torch.finfo(self.dtype).tiny), fresh)
 
     def _multiply(self, message: Reader, matrices: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
-        """Writes the products into a message."""
+        """Writes the products into a message, and returns what that says of them: column by column, as these differ in
+        size."""
         products = []
         for matrix, factor in zip(matrices, factors, strict=True):
-            shape = len(matrix), factor.shape[1]
-            products.append(torch.mm(
-                matrix, factor, out=message.take(shape[0] * shape[1], self.dtype).view(shape)))
+            columns = factor.t() @ matrix.t()
+            part = message.take(self._form.size(columns.numel()), self._form.unit)
+            self._form.write(part, columns.view(-1))
+            products.append(self._form.read(columns.view(-1), part).view_as(columns).t())
         return products
 
     def _count_factors(self, first: Reader, second: Reader) -> None:
@@ -105,14 +127,11 @@ class Factors(LowRank):
 def orthonormal(x: Tensor) -> Tensor:
     """An orthonormal basis of what the columns of x span, by Gram-Schmidt in float64, twice; columns that nothing is
     left of are zero. Shapes: [rows, columns] -> [rows, columns]."""
-    columns = list(x.double().unbind(1))
+    basis = x.to(torch.float64, copy=True)
     for _ in range(2):
-        done: list[Tensor] = []
-        for column in columns:
-            if done:
-                basis = torch.stack(done, 1)
-                column = column - basis @ (basis.t() @ column)
+        for i, column in enumerate(basis.unbind(1)):
+            done = basis[:, :i]
+            column -= done @ (done.t() @ column)
             length = torch.linalg.vector_norm(column)
-            done.append(torch.where(length == 0, column, column / length))
-        columns = done
-    return torch.stack(columns, 1).to(x.dtype)
+            column /= torch.where(length == 0, 1.0, length)
+    return basis.to(x.dtype)

@@ -2,22 +2,21 @@
 
     bf16    2 bytes an element
     int8    66 bytes for 64 elements: a scale and as many integers (ops/quantize.py)
-    int4    34 bytes for 64 elements; these are rotated before, so that large ones do not make the others zero
+    int4    34 bytes for 64 elements; these are rotated before
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from hybridpar.comm import Works
-from hybridpar.ops import quantize
-from hybridpar.ops.quantize import dequantize_, quantized_bytes
 from hybridpar.state.compression.method import PIECE, Method, add
 from hybridpar.state.compression.wire import Reader
+from hybridpar.state.precision import Precision
 
 
 class _Narrow(Method):
@@ -25,37 +24,29 @@ class _Narrow(Method):
 
     rounds = 1
 
-    @abstractmethod
-    def num_bytes(self, numel: int) -> int:
-        """Bytes of a piece."""
-
-    @abstractmethod
-    def encode(self, x: Tensor, message: Tensor) -> None:
-        """Writes a piece. Shapes: x [n], message uint8 [num_bytes(n)]."""
-
-    @abstractmethod
-    def decode(self, message: Tensor, numel: int) -> Tensor:
-        """The numbers of a piece. Shapes: message uint8 [num_bytes(numel)] -> [numel], of the gradients' type."""
+    @cached_property
+    def _form(self) -> Precision:
+        return Precision(self.name, self.dtype, self.kernels.quantize)
 
     def most_bytes(self) -> tuple[int, int]:
-        return sum(self.num_bytes(min(PIECE, entry.numel - start))
+        return sum(self._form.num_bytes(min(PIECE, entry.numel - start))
                    for entry in self.packed for start in range(0, entry.numel, PIECE)), 0
 
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
         """See Method. Collectives: a broadcast for each rank."""
         for entry in self.packed:
             for piece in self.feedback.next_kept[entry.name].view(-1).split(PIECE):
-                part = message.take(self.num_bytes(len(piece)), torch.uint8)
-                self.encode(piece, part)
-                piece.sub_(self.decode(part, len(piece)))
+                part = message.take(self._form.size(len(piece)), self._form.unit)
+                self._form.write(part, piece)
+                piece.sub_(self._form.read(torch.empty_like(piece), part))
             self.sent.elements += entry.numel
         self.sent.num_bytes += message.num_bytes
         yield self.wire.gather([message.num_bytes] * self.axis.size)
         for rank, reader in enumerate(self.messages()):
             for gradient in gradients:
                 for piece in gradient.view(-1).split(PIECE):
-                    part = reader.take(self.num_bytes(len(piece)), torch.uint8)
-                    add(piece, self.decode(part, len(piece)), overwrite=rank == 0)
+                    part = reader.take(self._form.size(len(piece)), self._form.unit)
+                    add(piece, self._form.read(torch.empty_like(piece), part), overwrite=rank == 0)
 
 
 class BFloat16(_Narrow):
@@ -63,38 +54,14 @@ class BFloat16(_Narrow):
 
     name = "bf16"
 
-    def num_bytes(self, numel: int) -> int:
-        return torch.bfloat16.itemsize * numel
-
-    def encode(self, x: Tensor, message: Tensor) -> None:
-        message.view(torch.bfloat16).copy_(x)
-
-    def decode(self, message: Tensor, numel: int) -> Tensor:
-        return message.view(torch.bfloat16).to(self.dtype)
-
 
 class Int8(_Narrow):
     """Tiles of 64 integers of 8 bits with a scale."""
 
-    name, bits = "int8", 8
-
-    def num_bytes(self, numel: int) -> int:
-        return quantized_bytes(numel, self.bits)
-
-    def encode(self, x: Tensor, message: Tensor) -> None:
-        message.copy_(quantize(x.view(1, -1), self.bits, rotate=self._rotates, backend=self.kernels.quantize).view(-1))
-
-    def decode(self, message: Tensor, numel: int) -> Tensor:
-        x = torch.empty(1, numel, dtype=self.dtype, device=self.device)
-        dequantize_(x, message, self.bits, rotate=self._rotates, backend=self.kernels.quantize)
-        return x.view(-1)
-
-    @property
-    def _rotates(self) -> bool:
-        return self.bits < 8
+    name = "int8"
 
 
-class Int4(Int8):
+class Int4(_Narrow):
     """The same of 4 bits."""
 
-    name, bits = "int4", 4
+    name = "int4"

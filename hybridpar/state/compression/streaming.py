@@ -133,7 +133,7 @@ class StreamingPCA(LowRank):
 
     def _project(self, message: Reader, entry: Entry, dim: int, parts: Sequence[Product], onto: Tensor) -> None:
         """Writes this rank's part of G onto (dim 0) or of G^T onto (dim 1) into a message."""
-        product = message.take(entry.shape[dim] * onto.shape[1], self.dtype).view(-1, onto.shape[1]).zero_()
+        product = message.take(entry.shape[dim] * onto.shape[1], self.dtype).zero_().view(onto.shape[1], -1).t()
         for dy, x in parts:
             left, right = (dy, x) if dim == 0 else (x, dy)
             product.addmm_(left.t().to(self.dtype), right.to(self.dtype) @ onto)

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from hybridpar.errors import ConfigError
 from hybridpar.pipeline.plan.action import Action, Kind, parse_actions
-from hybridpar.pipeline.plan.check import PlanError, check, draw_steps
+from hybridpar.pipeline.plan.check import PlanError, check
+from hybridpar.pipeline.plan.draw import draw_steps
 from hybridpar.pipeline.plan.liveness import Live
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, make_schedule

@@ -152,7 +152,7 @@ def test_links_close_the_ring() -> None:
     sizes = Sizes(2, 2, 2)
     plan = make_plan(NAME, sizes)
     free = simulate(plan, Costs(1, 2))
-    slow = simulate(plan, Costs(1, 2, latency=[0, 5]))
+    slow = simulate(plan, Costs(1, 2, transfer=[0, 5]))
     back = plan[0].index(Action(Kind.F, 2, 0, 0))
     assert slow.starts[0][back] == free.starts[0][back] + 5
 

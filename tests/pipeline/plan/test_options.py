@@ -271,7 +271,7 @@ def independent_starts(p, m, num_batches, run_ahead, switch, forward, backward, 
 def test_agrees_with_an_independent_simulation(setting, forward, backward, latency, reduce):
     options, sizes = setting
     p, m = sizes.num_stages, sizes.num_microbatches
-    latency = min(latency, forward, backward)  # a receive that is posted one action ahead is early enough for that
+    latency = min(latency, forward, backward) / 2  # a receive that is posted one action ahead is early enough for that
     schedule = make_schedule("2bw", warmup=options["warmup"], early_switch=options["early_switch"])
     plan = make_plan(schedule, sizes, 0, 4, clip=False)
     timeline = simulate(plan, Costs(forward, backward, latency=latency, reduce=reduce))
@@ -340,7 +340,7 @@ def test_a_longer_warmup_hides_the_latency(latency, early_switch):
 
 @pytest.mark.parametrize(("warmup", "costs"), [
     ("latency", {"latency": 1.5}), ("latency", {"transfer": 1.25, "latency": 0.25}),
-    ("bandwidth", {"latency": 3}), ("bandwidth", {"transfer": 2.5, "latency": 0.5})])
+    ("bandwidth", {"latency": 2}), ("bandwidth", {"transfer": 2.5, "latency": 0.5})])
 def test_longer_warmups_hide_transfers_of_half_a_pair_and_of_a_whole_one(warmup, costs):
     """The most they can hide, and transfers longer than a forward: receives are posted early enough."""
     assert relative_step(make_schedule("2bw", warmup=warmup), 8, 64, **costs) == 1

@@ -38,7 +38,7 @@ STAIRCASES = {
 }
 
 
-OPTIONS = {  # those of a schedule, its stages, batches, latency of a transfer: what is drawn
+OPTIONS = {  # those of a schedule, its stages, batches, time of a transfer: what is drawn
     (("early_switch", 0), 3, 3, 0): """
         stage 0  F0 F1 F2             B0--- F3 B1--- F4 B2---*F5 B3--- F6 B4--- F7 B5---*F8 B6---    B7---    B8---*
         stage 1     F0 F1       B0--- F2 B1--- F3 B2--- F4 B3---*F5 B4--- F6 B5--- F7 B6---*F8 B7---    B8---      *
@@ -64,10 +64,10 @@ def test_staircase(name, num_batches):
     check_drawing(draw(plan), STAIRCASES[name, num_batches])
 
 
-@pytest.mark.parametrize(("option", "num_stages", "num_batches", "latency"), OPTIONS)
-def test_staircase_of_an_option(option, num_stages, num_batches, latency):
+@pytest.mark.parametrize(("option", "num_stages", "num_batches", "transfer"), OPTIONS)
+def test_staircase_of_an_option(option, num_stages, num_batches, transfer):
     plan = make_plan(make_schedule("2bw", **dict([option])), Sizes(num_stages, 3), 0, num_batches)
-    check_drawing(draw(simulate(plan, Costs(latency=latency))), OPTIONS[option, num_stages, num_batches, latency])
+    check_drawing(draw(simulate(plan, Costs(transfer=transfer))), OPTIONS[option, num_stages, num_batches, transfer])
 
 
 def versions(name, sizes, stage, num_batches, first_batch=0):

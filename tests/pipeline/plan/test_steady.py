@@ -1,6 +1,7 @@
 """Steady states that are found are those that a long plan settles into."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.simulate import simulate
-from hybridpar.pipeline.plan.steady import time_of_more
+from hybridpar.pipeline.plan.steady import fewer, time_of_more
 
 WALKED = 5
 """Batches of a plan of which the last two are taken to be steady."""
@@ -33,16 +34,19 @@ def random_case(rng):
     def some(number, low, high, likely=0.7):
         return [rng.uniform(low, high) for _ in range(number)] if rng.random() < likely else 0.5 * (low + high)
 
-    split = rng.random() < 0.4
+    if v == 2 and rng.random() < 0.4:
+        schedule, sizes, links = "1f1b", Sizes(p, rng.randint(p, 3 * p), 2, "v"), p - 1
+    split = rng.random() < 0.4 or sizes.is_v
     ordering = Ordering(
         schedule, clip=rng.random() < 0.7, gather=rng.random() < 0.3, split=split,
-        zero_bubble=split and schedule in ("1f1b", "interleaved") and rng.random() < 0.7,
-        warmup="latency" if schedule == "1f1b" and rng.random() < 0.3 else "depth")
+        zero_bubble=split and not sizes.is_v and schedule in ("1f1b", "interleaved") and rng.random() < 0.7,
+        warmup="latency" if schedule == "1f1b" and not sizes.is_v and rng.random() < 0.3 else "depth",
+        placement=sizes.placement, activations=rng.choice(("full", "half", "min")) if sizes.is_v else "full")
     calls = {kind: 0.1 * rng.random() for kind in (Kind.SEND_F, Kind.RECV_B, Kind.NORM)} if rng.random() < 0.5 else {}
     return ordering, sizes, Costs(
         some(p * v, 0.5, 1.5), some(p * v, 1, 3), some(p, 0, 1), calls, reduce=some(p, 0, 3), norm=rng.random(),
         gather=some(p, 0, 1) if ordering.gather else 0.0, transfer=some(links, 0, 1), latency=some(links, 0, 1),
-        tied=rng.random() < 0.3, blocking_norm=rng.random() < 0.5, serial_links=rng.random() < 0.5,
+        tied=not sizes.is_v and rng.random() < 0.3, blocking_norm=rng.random() < 0.5, serial_links=rng.random() < 0.5,
         cores=rng.uniform(1, p) if rng.random() < 0.2 else None, transfer_work=some(links, 0, 0.3, 0.2))
 
 
@@ -73,6 +77,18 @@ def test_idle_shares_are_those_of_a_walk():
     since, until = long.batch_starts(7)[3:5]
     assert step == pytest.approx(until - since, rel=1e-12)
     assert idle == pytest.approx([long.idle_share(rank, since, until) for rank in range(3)], rel=1e-9)
+
+
+@pytest.mark.parametrize("sizes", [Sizes(2, 48, 2), Sizes(3, 48, 3)])
+def test_whole_and_split_backwards_of_a_rank_count_alike(sizes):
+    """A zero bubble leaves those of the first stage whole; as few micro-batches as without it show the rest."""
+    ordering, costs = Ordering("interleaved", split=True, zero_bubble=True), Costs(1, 2, transfer=0.1, norm=0.1)
+    few = next(fewer(ordering.make(), sizes))
+    small = replace(sizes, num_microbatches=few)
+    plan = make_plan(ordering.make(), small, 0, 1, **ordering.options)
+    assert {a.kind for a in plan[0]} >= {Kind.B, Kind.I, Kind.W}
+    each = time_of_more(simulate(plan, costs), ordering.make(), small)
+    assert each == pytest.approx(3 * sizes.chunks, rel=1e-9)
 
 
 def test_a_thousand_micro_batches_are_few_to_simulate(monkeypatch):

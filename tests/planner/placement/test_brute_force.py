@@ -11,6 +11,7 @@ from hybridpar.planner.placement.bound import work_bound
 from hybridpar.planner.placement.classes import class_graph
 from hybridpar.planner.placement.cover import cover_bound
 from hybridpar.planner.placement.highs import Highs
+from hybridpar.planner.placement.latency_bound import path_bound, relaxed_bound
 
 from .graphs import best_latency, best_pipeline, best_placement, document, random_workload
 
@@ -61,6 +62,28 @@ def test_latency_milp_finds_the_best_placement(slots: int) -> None:
         w = random_workload(seed, training=False, most=4 if slots == 2 else 5)
         found = objective(w, "latency-milp", slots=slots)
         assert found == pytest.approx(best_latency(w, slots), rel=1e-5, abs=1e-9), seed
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_no_placement_is_below_the_bounds_of_latency(slots: int, highs: Highs) -> None:
+    paths = relaxed = 0.0
+    for seed in range(2000, 2024):
+        w = random_workload(seed, training=False, most=4 if slots == 2 else 5)
+        best = best_latency(w, slots)
+        if np.isfinite(best) and best > 0:
+            colours = class_graph(w, pipeline=False, merge_leaves=False)
+            one, other = path_bound(colours, np.inf), relaxed_bound(colours, slots, 10 * best, np.inf, highs)
+            assert max(one, other) <= best * (1 + 1e-6), seed
+            paths, relaxed = paths + one / best, relaxed + max(one, other) / best
+    assert relaxed > paths + 0.5, "it is nearer than paths alone"
+
+
+def test_large_neighbours_on_accelerators_pay_for_the_way(highs: Highs) -> None:
+    """Each takes more than half of an accelerator: what goes between them is moved out and in, or one is on a CPU."""
+    w = make_workload(document(2, [(0, 1)], cost=[9, 0], cpuLatency=[50, 50], size=[60, 60]))
+    colours = class_graph(w, pipeline=False, merge_leaves=False)
+    assert path_bound(colours, np.inf) == 2
+    assert relaxed_bound(colours, 1, 200, np.inf, highs) == pytest.approx(best_latency(w, 1)) == 20
 
 
 def test_colours_on_cpus_need_not_be_one_call() -> None:

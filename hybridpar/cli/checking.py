@@ -1,0 +1,125 @@
+"""`hybridpar check`: what is wrong with a configuration, and what it will take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated
+
+from hybridpar.cli.fitting import Room, fit_report
+from hybridpar.cli.planning import ConfigFile, Overrides, cost_on_machine, resolved
+from hybridpar.cli.values import Within
+from hybridpar.config import Config, Launch, from_mapping
+from hybridpar.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Check:
+    """Report everything wrong with a configuration at once, for any number of processes, without starting any."""
+
+    path: ConfigFile
+    config: Overrides
+    world_size: Annotated[int, Within(0, 2**20)] = 0
+    """Processes of the pretended job; 0: as many as the grid has."""
+    profile: str = ""
+    """What `hybridpar profile` has measured: also says what links need and give, the time of a step, and what each
+    remedy costs of it."""
+    cluster: str = ""
+    """A cluster.toml: the same of those machines, with estimated times (or those of the profile)."""
+    device_gb: Annotated[float, Within(0, 1e9)] = 0.0
+    """Memory of a device, or of a process on CPUs, in GB; 0: as the profile or cluster has it, else as this machine."""
+    largest: bool = False
+    """Also say how many layers of this width would fit, as it is and with each setting that saves memory."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        config = resolved(self.config, self.world_size)
+        room = Room.of(config, launch, self.profile, self.cluster, self.device_gb)
+        on_machine = self.profile or self.cluster
+        cost = cost_on_machine(config, self.profile, self.cluster, launch) if on_machine else None
+        absent = _absent(config)
+        from torch.nn import ModuleList
+
+        from hybridpar.grid import Axis, lines_of, sizes_of
+        from hybridpar.memory import predict, table
+        from hybridpar.memory.knobs import knobs, savings
+        from hybridpar.memory.predict import default_device
+        from hybridpar.memory.report import short_form
+        from hybridpar.models.build import build_blocks
+        from hybridpar.models.cost import stage_split, training_flops_per_token
+        from hybridpar.pipeline.plan.sizes import Sizes
+        from hybridpar.planner.links_report import link_lines, link_needs, step_line
+        from hybridpar.train.folder import measured
+        from hybridpar.train.forecast import forecasts
+        from hybridpar.train.host_forecast import forecast_host
+        from hybridpar.train.offload_forecast import forecast_offload
+        from hybridpar.train.planned_memory import forecast_planned
+        from hybridpar.train.site_traffic import site_traffic
+
+        config, device = from_mapping(measured(config), config), default_device(config)
+        offload = forecast_offload(config) if device.type == "cpu" else None
+        if offload is not None and config.memory.offload_activations == "auto":
+            config = from_mapping({"memory": {"offload_activations": offload.away}}, config)
+        memory = predict(config, device=device)
+        stages = stage_split(config.model, config.parallel.pp, config.pipeline.split, config.pipeline.num_chunks,
+                             config.pipeline.placement)
+        model = ModuleList(build_blocks(config.model, Axis("tp"), range(config.model.num_blocks)).values())
+        several = {"sites": config.parallel.sites} if config.parallel.sites > 1 else {}
+        grid, parameters = config.parallel, sum(p.numel() for p in model.parameters())
+        plain = {
+            "ok": True, "grid": {"tp": grid.tp, "pp": grid.pp, "dp": grid.dp, **several},
+            "stages": [[b.start, b.stop] for b in stages], "parameters": parameters,
+            "batch_samples": config.global_batch_size, "batch_tokens": config.batch_tokens,
+            "training_flops_per_token": training_flops_per_token(config.model),
+            "device": device.type, "peak_memory": [stage.as_json() for stage in memory], "absent": absent,
+        }
+        tiers, host, sites = forecasts(config), forecast_host(config), site_traffic(config)
+        name, fullest = Sizes.of(config).rank_name, max(range(len(memory)), key=lambda rank: memory[rank].total)
+        arena = forecast_planned(config, lines_of(sizes_of(grid))["pp"][0][fullest])
+        fit, fit_lines = fit_report(config, memory, room, name, largest=self.largest)
+        if self.json:
+            plain |= {"tiers": [one.as_json() for one in tiers]} | fit | {
+                key: found.as_json() for key, found in (
+                    ("host", host), ("offload", offload), ("planned", arena), ("sites", sites)) if found}
+            if cost is not None:
+                plain |= {"step_ms": 1e3 * cost.step_time, "links": [need.as_json() for need in link_needs(cost)]}
+            print(json.dumps(plain))
+            return 0
+        likeliest = knobs(config, fullest, memory[fullest])[:1]
+        saving = next(iter(savings(config, fullest, memory[fullest], likeliest, device)), None)
+        blocks = ", ".join(f"{b.start}-{b.stop - 1}" for b in stages)
+        if (chunks := config.pipeline.num_chunks) > 1:
+            blocks += (f"; rank r holds r and {2 * grid.pp - 1} - r" if config.pipeline.placement == "v" else
+                       f"; each rank holds {chunks}, which are {grid.pp} apart")
+        at_sites = f" at {grid.sites} sites" if several else ""
+        print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}{at_sites}, {grid.num_ranks} processes\n"
+              f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head)\n"
+              f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"
+              f"\npredicted peak memory of a process of each {name} with train.device = {device.type}, in MiB\n"
+              f"{table(memory, name)}\n" + "\n".join(short_form(memory, name, saving)))
+        for number, tier in enumerate(tiers):
+            print(f"{name} {number}: {tier}")
+        for found in (host, offload, arena, sites):
+            if found is not None:
+                print(f"\n{found}")
+        if fit_lines:
+            print("\n" + "\n".join(fit_lines))
+        if cost is not None:
+            print("", step_line(cost), *link_lines(cost), sep="\n")
+        for text in absent:
+            print(f"\nnot on this machine, or of no use: {text}")
+        return 0
+
+
+def _absent(config: Config) -> list[str]:
+    """Files that the configuration names and this machine does not have; the one that is to train may."""
+    from hybridpar.checkpoint import find_start
+    from hybridpar.data import absent_sources
+
+    found = absent_sources(config.data)
+    if config.train.start_from:
+        try:
+            find_start(config.train.start_from, config.model)
+        except CheckpointError as error:
+            found.append(f"train.start_from = {error}")
+    return found

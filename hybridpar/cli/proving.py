@@ -1,0 +1,129 @@
+"""`hybridpar verify`, `conform` and `replay`: whether numbers are what they must be."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from hybridpar.cli.planning import ConfigFile, Overrides, resolved
+from hybridpar.cli.values import Threads, Within, parse_grid
+from hybridpar.config import Launch
+from hybridpar.errors import config_error
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Compare a few batches on a process grid with the same ones in one process, in float64, tensor by tensor."""
+
+    path: ConfigFile
+    config: Overrides
+    grid: str = ""
+    """Sizes such as tp=2,pp=2,dp=2; axes left out are 1. Empty: the grid of the configuration."""
+    batches: Annotated[int, Within(1, 10_000)] = 4
+    nan_batches: tuple[int, ...] = ()
+    """Batches (from 0) whose gradient is made NaN on one rank: all ranks must skip their updates."""
+    resume_at: int = 0
+    """Save after so many batches, start afresh from the checkpoint and go on; 0: never."""
+    json: bool = False
+    """The report as one JSON object on stdout."""
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.checkpoint.files import to_json
+        from hybridpar.verify.run import TOLERANCE, Disturbance, verify
+
+        parallel = self.config.parallel
+        own = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)}
+        sizes = {"tp": 1, "pp": 1, "dp": 1} | parse_grid(self.grid) if self.grid else own
+        memory = self.config.memory if sizes["pp"] == parallel.pp else self.config.memory.on_another_grid()
+        resolved(replace(self.config, memory=memory,
+                         parallel=replace(parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])))
+        for name, number in (("resume_at", self.resume_at), *(("nan_batches", n) for n in self.nan_batches)):
+            if not 0 <= number < self.batches:
+                rule = f"must be at least 0 and below the number of batches, {self.batches}"
+                raise config_error(name, number, rule, str(self.batches - 1))
+        disturbance = Disturbance(frozenset(self.nan_batches), self.resume_at)
+        report = verify(self.config, sizes, self.batches, disturbance)
+        out = sys.stderr if self.json else sys.stdout
+        for what, worst in report.worst.items():
+            place = f"({worst.name}, batch {worst.batch})"
+            print(f"{what:<10} worst relative error {worst.error:.1e}  {place}", file=out)
+        where, first = " ".join(f"{axis}={size}" for axis, size in report.grid.items()), report.first_divergence
+        found = f"{report.tensors_compared} tensors agree within {TOLERANCE:g}" if first is None else (
+            f"{first.what} of {first.name} differs first, in batch {first.batch}, by {first.error:.1e} "
+            f"(tolerance {TOLERANCE:g})")
+        print(f"{where}: {found}", file=out)
+        if self.json:
+            print(to_json(report.as_json()))
+        return 0 if report.ok else 1
+
+
+@dataclass(frozen=True)
+class Conform:
+    """Compare parallel modules of any framework with one process, case by case, and name what is wrong."""
+
+    factories: Positional[str]
+    """A module and a dict of factories in it, "my_module:FACTORIES" (hybridpar/conformance says what a factory is)."""
+    ranks: Annotated[tuple[int, ...], Within(1, 64)] = (1, 2, 3, 4)
+    """Numbers of processes to run each case on."""
+    tolerance: Annotated[float, Within(above=0, most=1)] = 1e-9
+    """Largest difference, as a share of the largest element; 1e-5 for modules that compute in float32."""
+    json: bool = False
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.conformance import conform
+
+        results = conform(_factories(self.factories), self.ranks, tolerance=self.tolerance)
+        wrong = [result for result in results if result.findings]
+        if self.json:
+            print(json.dumps({"ok": not wrong, "results": [result.as_json() for result in results]}))
+        else:
+            print(*results, f"{len(results)} runs, {len(wrong)} with differences", sep="\n")
+        return 1 if wrong else 0
+
+
+def _factories(name: str) -> dict[str, Any]:
+    """What "module:name" names; modules of this folder come first. Raises: ConfigError."""
+    module, _, attribute = name.partition(":")
+    sys.path[:0] = [str(Path.cwd())] * (str(Path.cwd()) not in sys.path)
+    try:
+        found = getattr(importlib.import_module(module), attribute, None) if module else None
+    except ImportError as error:
+        raise config_error("factories", name, f"cannot be imported ({error})", "my_module:FACTORIES") from error
+    if not isinstance(found, dict):
+        raise config_error("factories", name, "must be a module and a dict of factories in it", "my_module:FACTORIES")
+    return found
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Run one step of a run again on one CPU process, and say where its numbers stop being finite."""
+
+    path: Positional[Annotated[Path, arg(metavar="BUNDLE.json | RUN")]]
+    """A replay bundle from a run's folder anomalies/; or a run folder, and a --step."""
+    step: Annotated[int, Within(0, 2**40)] = 0
+    """The step to run again, as numbered in the metrics of the run folder."""
+    threads: Threads = 0
+    """CPU threads; 0: all cores."""
+    json: bool = False
+    """The report as one JSON object on stdout."""
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.checkpoint.files import to_json
+        from hybridpar.train.launch import set_threads
+        from hybridpar.verify.replay import replay
+
+        if self.step and not self.path.exists():
+            raise config_error("path", str(self.path), "does not exist", "a run folder, such as runs/NAME")
+        if self.path.is_dir() != (self.step > 0):
+            raise config_error("step", self.step, "says which step of a run folder; a bundle has its own",
+                               "hybridpar replay runs/NAME --step 100")
+        set_threads(self.threads, launch)
+        report = replay(self.path, self.step, lambda text: print(text, file=sys.stderr))
+        print(to_json(report.as_json()) if self.json else "\n".join(report.lines()))
+        return 0 if report.agrees else 1

@@ -1,0 +1,45 @@
+"""The numbers of a message between replicas or sites: how a piece of a tensor is written and read.
+
+    full    as it is        bf16    rounded        int8, int4    tiles of integers (ops/quantize.py)
+
+int4 is rotated before, so that large numbers do not make the others zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridpar.ops.quantize import dequantize_, quantize, quantized_bytes
+
+_BITS = {"int8": 8, "int4": 4}
+
+
+class Precision:
+    """The form of messages of a precision. dtype: of what they are made of. backend: of ops.quantize. `unit`: the type
+    of a message's elements."""
+
+    def __init__(self, name: str, dtype: torch.dtype, backend: str = "auto"):
+        self._bits, self._backend = _BITS.get(name, 0), backend
+        self.unit = torch.uint8 if self._bits else torch.bfloat16 if name == "bf16" else dtype
+        self.is_lossy = self._bits > 0
+
+    def size(self, numel: int) -> int:
+        """Elements of a message for a piece of so many numbers."""
+        return quantized_bytes(numel, self._bits) if self._bits else numel
+
+    def num_bytes(self, numel: int) -> int:
+        """Bytes of a message for a piece of so many numbers."""
+        return self.size(numel) * self.unit.itemsize
+
+    def write(self, message: Tensor, x: Tensor) -> None:
+        """Makes the message of a piece. Shapes: x [n], message [size(n)]."""
+        message.copy_(quantize(x.view(1, -1), self._bits, rotate=self._bits == 4, backend=self._backend).view(-1)
+                      if self._bits else x)
+
+    def read(self, x: Tensor, message: Tensor) -> Tensor:
+        """Fills a piece with what its message says, and returns it. Shapes: as `write`."""
+        if self._bits:
+            return dequantize_(x.view(1, -1), message, self._bits, rotate=self._bits == 4,
+                               backend=self._backend).view(-1)
+        return x.copy_(message)
