@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 START = """
 import torch
+import triton_interpreter
 from hybridpar import ops, random
 from hybridpar.kernels import attention as module
 from hybridpar.kernels import tiles
@@ -101,7 +102,7 @@ print("done")
 @pytest.mark.parametrize("script", [MASK, SHAPES, TILES, COMPILED], ids=["mask", "shapes", "tiles", "compiled"])
 def test_in_the_interpreter(script):
     run = subprocess.run([sys.executable, "-c", START + script], capture_output=True, text=True, timeout=600,
-                         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-                         cwd=Path(__file__).parents[2])
+                         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1",
+                              "PYTHONPATH": str(Path(__file__).parents[1])}, cwd=Path(__file__).parents[2])
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout == "done\n"

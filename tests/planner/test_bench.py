@@ -105,7 +105,7 @@ def test_times_of_a_busy_machine_are_neither_kept_nor_taken_from_what_was_kept(
     assert read_profile(path).hardware.efficiency == 0.85
 
 
-HOGS = 3
+HOGS = 2
 MEASURE = """
 import os, sys
 os.sched_setaffinity(0, {int(sys.argv[1])})
