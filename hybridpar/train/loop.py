@@ -24,6 +24,7 @@ from hybridpar.errors import CheckpointError, HybridparError, config_error
 from hybridpar.flight import FAILED, LOST, REFUSED, Flight, Waiting
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory import MemoryWatch
+from hybridpar.memory.planned import Allocator
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.prove import prove
 from hybridpar.pipeline.plan.sizes import Sizes
@@ -178,6 +179,8 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         counts = place.device.type == "cpu" or not config.train.planned_memory  # of CUDA's allocator, then
         watched = counts and (config.train.measure_memory or bool(config.plan.memory_mib))
         watch = MemoryWatch(config, place.device) if watched else None
+        if config.train.planned_memory and place.device.type == "cpu":
+            Allocator.of_cpu()  # before there are chunks, which ask the allocator that made them whenever they come
         engine = place.build(lambda: Engine(config, grid, place.device, tamper=injector.tamper))
         require_equal_plans(engine)
         resumed = _load(engine, data, reporter, start)

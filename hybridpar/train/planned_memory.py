@@ -189,8 +189,8 @@ def _passing(spans: Iterable[Span]) -> Iterator[Span]:
     """The events of blocks that training makes."""
     state: set[int] = set()
     for span in spans:
-        state.update(event.block for event in span.events if event.what is What.MALLOC and not event.op
-                     and event.name != "batch")
+        if not span.action:
+            state.update(event.block for event in span.events if event.what is What.MALLOC and not event.op)
         yield replace(span, events=[event for event in span.events if event.block not in state])
 
 
