@@ -133,6 +133,7 @@ def _going_on(manifest: Manifest, config: Config, corpus: str) -> Manifest:
 
 def newest(root: Path, say: Callable[[str], None]) -> Path:
     """The folder of the newest checkpoint under `root` that is whole. Raises: CheckpointError if there is none."""
+    why = ""
     for step in published_steps(root):
         folder = folder_of(root, step)
         try:
@@ -140,7 +141,8 @@ def newest(root: Path, say: Callable[[str], None]) -> Path:
             return folder
         except CheckpointError as error:
             say(f"{error}: passed over")
-    raise CheckpointError(f"{root}: holds no whole checkpoint")
+            why = why or f"; of the newest, {error}"
+    raise CheckpointError(f"{root}: holds no whole checkpoint{why}")
 
 
 def find(path: str | Path, say: Callable[[str], None]) -> Path:

@@ -111,7 +111,10 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Pa
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     engine, _ = make_engine(one_rank())
     assert checkpoint.resume(tmp_path / "none", engine, "corpus", print) == 0
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint$"):
+        checkpoint.newest(tmp_path, print)
+    (tmp_path / "step_00000004").mkdir()
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint; of the newest, .*step_00000004.*manifest"):
         checkpoint.newest(tmp_path, print)
 
 
