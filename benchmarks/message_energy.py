@@ -27,7 +27,7 @@ from hybridpar.pipeline.run.codecs import Largest, Subspace, Tiles, through
 
 SHARE = 0.12
 Kept = dict[tuple[str, int, int], Tensor]
-"""What went over a link: by way ('forth', 'back'), number of the link and steps made before."""
+"""Messages that went over a link: by way ('forth', 'back'), number of the link and steps made before."""
 
 
 def record(config: Config, at: set[int]) -> Kept:
@@ -52,13 +52,13 @@ def record(config: Config, at: set[int]) -> Kept:
 
 
 def directions(x: Tensor) -> Tensor:
-    """Those of the largest second moments. Shapes: [tokens, h] -> [h, share * h]."""
+    """Directions of the largest second moments. Shapes: [tokens, h] -> [h, share * h]."""
     rank = Subspace(SHARE, x.dtype).rank(x.shape[1])
     return torch.linalg.eigh(x.double().t() @ x.double()).eigenvectors[:, -rank:].to(x.dtype)
 
 
 def lost(x: Tensor, arrived: Tensor) -> float:
-    """The share of the energy that does not arrive."""
+    """Share of the energy that does not arrive: |x - arrived|^2 / |x|^2."""
     return round(float((x - arrived).square().sum() / x.square().sum()), 4)
 
 

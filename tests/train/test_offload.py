@@ -22,7 +22,7 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.memory import measure, predict
 from hybridpar.pipeline.run import slow_tier
 from hybridpar.pipeline.run.slow_tier import FileTier, HostTier
-from hybridpar.pipeline.run.stash import Notes
+from hybridpar.pipeline.run.stash import STORAGES, Notes
 from hybridpar.state.store import DiskStore
 from hybridpar.train import engine
 from hybridpar.train.engine import Engine
@@ -278,3 +278,8 @@ def test_bytes_come_back_as_they_left(make_tier: Callable[[Path], FileTier], tmp
         assert all(map(torch.equal, content, before))
     assert len(tier._free) == -(-(4096 + 3 + 20_000) // 4096)
     tier.close()
+
+
+def test_bytes_of_a_tensor_are_on_its_device() -> None:
+    content = STORAGES.content(torch.empty(2, 3, device="meta")[1])
+    assert (content.device.type, content.shape, content.dtype) == ("meta", (24,), torch.uint8)

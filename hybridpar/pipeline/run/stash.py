@@ -56,7 +56,7 @@ class _Storages:
         return tensor.untyped_storage().nbytes()
 
     def content(self, tensor: Tensor) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
     def resize(self, content: Tensor, num_bytes: int) -> None:
         content.untyped_storage().resize_(num_bytes)
