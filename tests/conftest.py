@@ -1,4 +1,5 @@
 import contextlib
+import io
 from collections import defaultdict
 from typing import Any
 
@@ -48,6 +49,21 @@ def num_kills(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread(request: pytest.FixtureRequest):
     """Ranks are processes here; threads inside them would only fight for the cores."""
     torch.set_num_threads(1)
+    if request.node.get_closest_marker("ranks") is not None:
+        request.getfixturevalue("_warm")
+
+
+@pytest.fixture(scope="session")
+def _warm(tmp_path_factory: pytest.TempPathFactory):
+    """Loads and sets up here, once, what each rank, a fork, would for itself: half of a short job's time."""
+    from train.runs import write_config
+
+    from hybridpar.cli import main
+
+    if torch.cuda.is_available():
+        return  # autograd with GPUs in it does not survive a fork
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert not main(["train", str(write_config(tmp_path_factory.mktemp("warm")))])
