@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import io
 from collections import defaultdict
 from typing import Any
@@ -38,6 +39,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_collection_finish() -> None:
+    """What is there by now stays: no collection looks through it again, nor copies it into a fork."""
+    gc.freeze()
+
+
 def _values(item: Any) -> set[tuple[str, str]]:
     return {(name, str(value)) for name, value in item.callspec.params.items()}
 
@@ -67,3 +73,7 @@ def _warm(tmp_path_factory: pytest.TempPathFactory):
         return  # autograd with GPUs in it does not survive a fork
     with contextlib.redirect_stdout(io.StringIO()):
         assert not main(["train", str(write_config(tmp_path_factory.mktemp("warm")))])
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
