@@ -327,7 +327,7 @@ def test_with_several_chunks_on_a_rank(p: int, pipeline: dict[str, Any], dtype: 
     (2, {"logits_chunk": 100}, {"recompute": "stage"}, "bf16"),
     (3, {}, {"zero_bubble": True}, "fp32"),
     (2, DROPOUT, {"schedule": "interleaved", "zero_bubble": True}, "bf16"),
-    (2, DROPOUT, {"placement": "v"}, "fp32"),
+    (2, DROPOUT, {"placement": "v"}, "fp32"), (2, DROPOUT, {"schedule": "2bw", "chunks": 2}, "fp32"),
     (3, {}, {"placement": "v", "schedule": "2bw", "activations": "half", "recompute": "stage:2,3"}, "bf16")], ids=str)
 def test_with_split_backwards(p: int, model: dict[str, Any], pipeline: dict[str, Any], dtype: str) -> None:
     agree(small(pp=p, model=model, pipeline={"split_backward": True, **pipeline}, train={"dtype": dtype}))
