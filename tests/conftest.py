@@ -2,10 +2,13 @@ import contextlib
 import gc
 import io
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+
+from hybridpar.train import loop, peak
 
 with contextlib.suppress(ImportError):  # what tests a GPU does without it
     from hypothesis import settings
@@ -60,6 +63,14 @@ def _one_thread(request: pytest.FixtureRequest):
     torch.set_num_threads(1)
     if request.node.get_closest_marker("ranks") is not None:
         request.getfixturevalue("_warm")
+
+
+@pytest.fixture(autouse=True)
+def _little_beside_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes longer than most of the runs here, on their forked ranks, too: 200 tokens of text at the end, and a
+    peak that is measured for 0.15 s."""
+    monkeypatch.setattr(loop, "Sampling", partial(loop.Sampling, max_tokens=8))
+    monkeypatch.setattr(peak, "_PROBE_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")
