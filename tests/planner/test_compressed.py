@@ -43,8 +43,7 @@ def test_replicas_get_all_compressed_messages(compression: dict[str, object], sh
 
 def test_what_a_codec_costs_in_loss_is_said() -> None:
     config = with_codecs(made.config(pp=2), messages="int4", gradients="dct")
-    assert loss_of_codecs(config) == ("changes training: loss +0.5 % by int4 messages, +16 % by dct gradients in a small "
-                                      "study; see docs/slow_links.md")
+    assert loss_of_codecs(config).startswith("changes training: loss +0.5 % by int4 messages, +16 % by dct gradients")
 
 
 def test_codecs_are_candidates_where_they_are_asked_for_and_it_is_said_what_they_do() -> None:
