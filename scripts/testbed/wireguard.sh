@@ -62,8 +62,8 @@ at hub nft -f - <<END
     }
 END
 
-status=0 jobs=()  # wireguard-go has a socket by name of device, so hosts that share files need other names
-for i in 2 1 0; do
+status=0 jobs=()
+for i in 2 1 0; do  # wg0, wg1, wg2: wireguard-go has a socket by name, in files that these hosts share
     at "${hosts[i]}" wg-quick up "$work/$i/wg$i.conf" 2>"$work/$i/log"
     at "${hosts[i]}" env OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME="wg$i" python -m torch.distributed.run --nnodes 3 \
         --node-rank "$i" --nproc-per-node 1 --master-addr 10.8.0.1 --local-addr "10.8.0.$((i + 1))" \
