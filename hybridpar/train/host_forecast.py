@@ -103,7 +103,7 @@ def forecast_host(config: Config, speeds: Speeds | None = None) -> HostForecast 
 def _groups(config: Config) -> tuple[list[list[float]], Division]:
     """Number of parameters that each host of a pipeline updates, by group; and the parts of all stages."""
     ranks = GhostRank.pipeline(config)
-    parts = {stage: len(of_stage) for rank in ranks for stage, of_stage in rank.parts.of_stage.items()}
+    parts = {stage: len(of_stage) for rank in ranks for stage, of_stage in rank.ghost.parts.of_stage.items()}
     return [rank.hosted for rank in ranks], Division(parts)
 
 

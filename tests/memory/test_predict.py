@@ -51,7 +51,7 @@ NOTHING = Footprint(weights=0, master=0, gradients=0, optimizer=0, kept=0, input
 
 
 def walked(schedule: str, p: int, m: int, stage: int, footprint: Footprint) -> StageMemory:
-    return walk(lower(schedule, Sizes(p, m), stage, 0, 6), {stage: footprint}, Sizes(p, m))
+    return walk(lower(schedule, Sizes(p, m), stage, 0, 6), {stage: [footprint]}, Sizes(p, m))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
