@@ -168,6 +168,15 @@ class _Pipeline:
         return memory
 
 
+def kept_by_stage(config: Config, device: torch.device, trace: Tracer = trace_stage) -> tuple[int, ...]:
+    """What a micro-batch keeps on each stage between its forward and its backward. Units: bytes."""
+    pipeline, model = config.pipeline, config.model
+    split = stage_split(model, config.parallel.pp, pipeline.split, pipeline.num_chunks, pipeline.placement)
+    held = [trace(config, blocks, again, Buffers(1, 1), device)
+            for blocks, again in zip(split, recomputed_blocks(pipeline.recompute, model, split), strict=True)]
+    return tuple(each.kept + each.input for each in held)
+
+
 def default_device(config: Config) -> torch.device:
     """The kind of device that the configuration names; train.device = "auto": what this machine has."""
     if config.train.device == "auto":
