@@ -14,8 +14,9 @@ from train.runs import write_config
 from hybridpar.cli import main
 from hybridpar.config import from_mapping, load_toml, to_toml
 from hybridpar.memory import predict
-from hybridpar.memory.events import Header, Span, header_line, read_trace, span_line
+from hybridpar.memory.events import Header, Span
 from hybridpar.memory.planned import Counts
+from hybridpar.memory.trace_file import header_line, read_trace, span_line
 from hybridpar.train.folder import MEMORY
 
 

@@ -20,14 +20,15 @@ from hybridpar import native
 from hybridpar.config import Config, ModelConfig
 from hybridpar.data.loader import Loader
 from hybridpar.errors import config_error
-from hybridpar.memory.events import Header, Span, header_line, read_trace, span_line
+from hybridpar.memory.events import Header, Span
 from hybridpar.memory.footprint import sample_microbatch
-from hybridpar.memory.ghost import GHOSTS, Tracker
-from hybridpar.memory.ghost_chunks import GhostChunks
+from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.ghost_chunks import GHOSTS, GhostChunks
 from hybridpar.memory.history import compare
 from hybridpar.memory.predict import default_device
 from hybridpar.memory.recorder import HOST_CLOCK, DeviceClock, Recorder
 from hybridpar.memory.silent import silent_grid
+from hybridpar.memory.trace_file import header_line, read_trace, span_line
 from hybridpar.nn.placement import partial_rows
 from hybridpar.pipeline.plan.kinds import COMPUTE
 from hybridpar.pipeline.run.stash import Stash

@@ -18,7 +18,8 @@ from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import Footprints, MemoryWatch, StageMemory, measure, predict, table
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
-from hybridpar.memory.predict import default_device, walk
+from hybridpar.memory.predict import default_device
+from hybridpar.memory.walk import walk
 from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.nn import matmul
 from hybridpar.pipeline.plan.passes import lower

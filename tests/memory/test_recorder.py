@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.user_models import mlp
 from hybridpar import native
 from hybridpar.memory import measure
-from hybridpar.memory.events import MemoryEvent, Span, What, span_line
+from hybridpar.memory.events import MemoryEvent, Span, What
 from hybridpar.memory.recorder import Recorder
+from hybridpar.memory.trace_file import span_line
 
 pytestmark = pytest.mark.usefixtures("observer")
 CPU = torch.device("cpu")

@@ -19,8 +19,9 @@ from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory import StageMemory, predict
 from hybridpar.memory.behaviour import analyse
-from hybridpar.memory.events import Category, Span, What, lives, read_trace
+from hybridpar.memory.events import Category, Span, What, lives
 from hybridpar.memory.predict import batches_to_peak
+from hybridpar.memory.trace_file import read_trace
 from hybridpar.train.engine import Engine
 from hybridpar.train.memory_trace import EngineRecorder, SampleLoader, predict_trace
 from hybridpar.validate import resolve
