@@ -182,6 +182,12 @@ def test_selective_recomputation_keeps_all_but_outputs_of_norms_and_activations(
         assert after.total < before.total
 
 
+def test_equal_stages_of_which_one_recomputes_differ() -> None:
+    plain, one = (predict(make(pp=6, pipeline={"split": [1] * 6, "recompute": text}))
+                  for text in ("none", "selective:2"))
+    assert [a == b for a, b in zip(plain, one, strict=True)] == [True, True, True, False, True, True]
+
+
 def test_stages_that_are_equal_but_for_their_place_differ_by_what_is_in_flight() -> None:
     first, *middle, last = predict(make(pp=6, pipeline={"num_microbatches": 8, "split": [1, 1, 1, 1, 1, 1]}))
     assert len({stage.static for stage in middle}) == 1
