@@ -100,8 +100,8 @@ class _Pipeline:
         model = self._config.model
         ends = (0 in blocks, model.num_blocks - 1 in blocks)
         pattern = (len(blocks) if isinstance(model, ModelConfig) else blocks, ends,
-                   tuple((number in again.blocks, number in again.selective) for number in blocks), again.whole, buffers,
-                   blocks.stop == model.num_blocks - 1)  # what a head alone receives is exact
+                   tuple((number in again.blocks, number in again.selective) for number in blocks), again.whole,
+                   buffers, blocks.stop == model.num_blocks - 1)  # what a head alone receives is exact
         if pattern not in self._traced:
             self._traced[pattern] = self._trace(self._config, blocks, again, buffers, self._device)
         return self._traced[pattern]
