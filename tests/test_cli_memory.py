@@ -119,7 +119,7 @@ def test_check_says_what_a_plan_would_make_of_it(config: Path, capsys: pytest.Ca
     assert main(["check", str(config), *flags, "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)["planned"]
     assert plain["largest_live"] <= plain["arena"] <= 1.2 * plain["largest_live"] < plain["reserved"]
-    compressed = ["--parallel.dp", "2", "--compression.gradients", "int8", *flags[2:]]
+    compressed = ["--parallel.dp", "2", "--compression.gradients", "dct", *flags[2:]]
     assert main(["check", str(config), *compressed, "--json"]) == 0
     assert "planned" not in json.loads(capsys.readouterr().out)  # no events are predicted
 
