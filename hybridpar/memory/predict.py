@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -177,35 +178,43 @@ def walk(
     factors: dict[int, int] = defaultdict(int)  # by batch, until it is reduced
     waiting: dict[Kind, int] = {}  # outputs to be sent
     sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
-    best = StageMemory(weights, master, gradients, optimizer, 0, 0, 0, 0, 0, "")
+
+    @cache
+    def transient_of(kind: Kind, stage: int, is_first: bool) -> int:
+        fp = footprints[stage]
+        backward = fp.first_backward if is_first else fp.backward
+        own = {Kind.F: fp.forward, Kind.B: fp.whole_backward or backward, Kind.I: backward, Kind.W: fp.weight_gradients,
+               Kind.NORM: norm, Kind.UPDATE: update}.get(kind, 0)
+        return own + whole_weights * (kind in COMPUTE) + whole_gradients * ROWS[kind].adds
+
+    most, best = 0, StageMemory(weights, master, gradients, optimizer, 0, 0, 0, 0, 0, "")
     for action in actions:
-        kind, fp, row = action.kind, footprints[action.stage], ROWS[action.kind]
-        has_input, has_output = action.stage > 0, action.stage < last
-        from_here, to_here = action.stage - 1 in footprints, action.stage + 1 in footprints  # no link between
+        kind, stage = action.kind, action.stage
+        fp, row = footprints[stage], ROWS[kind]
+        has_input, has_output = stage > 0, stage < last
+        from_here, to_here = stage - 1 in footprints, stage + 1 in footprints  # no link between
         if row.met_by:
             sends.append(waiting.pop(kind))
-        elif row.side:
+        elif row.beside and row.flow:
             posted += fp.received if row.flow > 0 else fp.returned
         takes = row.receive is not None and (has_input if row.flow > 0 else has_output)
         if takes and (from_here if row.flow > 0 else to_here):
-            handed -= footprints[action.stage - (row.flow > 0)].message
-        else:
-            posted -= takes * (fp.received if row.flow > 0 else fp.returned)
-        activations = kept + inputs + sum(factors.values())
+            handed -= footprints[stage - (row.flow > 0)].message
+        elif takes:
+            posted -= fp.received if row.flow > 0 else fp.returned
+        activations = kept + inputs + (sum(factors.values()) if factors else 0)
         whole = fp.input if kind is Kind.F else fp.message
         communication = posted + takes * whole + handed + sum(waiting.values()) + sum(sends)
         is_first = action.microbatch % sizes.num_microbatches == 0 or whole_gradients > 0
-        backward = fp.first_backward if is_first else fp.backward
-        whole_backward = fp.whole_backward or backward
-        transient = {Kind.F: fp.forward, Kind.B: whole_backward, Kind.I: backward, Kind.W: fp.weight_gradients,
-                     Kind.NORM: norm, Kind.UPDATE: update}.get(kind, 0)
-        transient += whole_weights * (kind in COMPUTE) + whole_gradients * row.adds
-        if activations + communication + transient > best.total - best.static:
+        transient = transient_of(kind, stage, is_first)
+        if activations + communication + transient > most:
+            most = activations + communication + transient
             best = replace(best, activations=activations, communication=communication, transient=transient,
                            in_flight=in_flight, during=str(action))
         in_flight += row.holds
         if kind in (Kind.B, Kind.W):
-            factors[action.microbatch // sizes.num_microbatches] += fp.factors
+            if fp.factors:
+                factors[action.microbatch // sizes.num_microbatches] += fp.factors
         elif kind in (Kind.NORM, Kind.UPDATE):
             factors.pop(action.microbatch, None)
         if kind is Kind.F:
