@@ -10,19 +10,20 @@ Replicas of a stage have equal plans, for their chunks are of equal sizes; so th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
 from hybridpar.comm import Works
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.copies import SharedItems
-from hybridpar.pipeline.plan.kinds import PER_ITEM
 from hybridpar.pipeline.plan.residency import FastTier, Mode, Residency, Touch
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.state import RankState
-from hybridpar.state.shares import WholeChunk, WholeChunks, room
+from hybridpar.state.shares import WholeChunk, WholeChunks
 from hybridpar.train.parts import Parts
+from hybridpar.train.tiers import RankTiers
+from hybridpar.train.touches import Touches
 
 
 class SharedTouches:
@@ -30,12 +31,14 @@ class SharedTouches:
 
     weights of a part     F B I reads                       gradients   B I W adds
     what an UPDATE makes  new shares: a whole chunk is old              REDUCE: all are in the shares
+
+    chunks: by number.
     """
 
-    def __init__(self, chunks: list[WholeChunk], state: RankState, parts: Parts, sizes: Sizes):
+    def __init__(self, chunks: Mapping[int, WholeChunk], state: RankState, parts: Parts, sizes: Sizes):
         self._chunks, self._state, self._parts, self._m = chunks, state, parts, sizes.num_microbatches
         self._by_kind: dict[str, list[int]] = {}
-        for number, chunk in enumerate(chunks):
+        for number, chunk in chunks.items():
             self._by_kind.setdefault(chunk.kind, []).append(number)
 
     def of_weights(self, action: Action) -> list[Touch]:
@@ -44,7 +47,8 @@ class SharedTouches:
         if action.kind in (Kind.F, Kind.B, Kind.I):
             return self._in_part(action, f"weights/{weights.slot(action.version)}", Mode.READ)
         if action.kind is Kind.UPDATE:
-            return [Touch(i, Mode.RENEW) for i in self._by_kind.get(f"weights/{weights.slot(action.version)}", ())]
+            return [Touch(i, Mode.RENEW) for i in self._by_kind.get(f"weights/{weights.slot(action.version)}", ())
+                    if self._chunks[i].use.group == action.part]
         return []
 
     def of_gradients(self, action: Action) -> list[Touch]:
@@ -52,12 +56,8 @@ class SharedTouches:
         if action.kind in (Kind.B, Kind.I, Kind.W):
             return self._in_part(action, self._gradients(action.microbatch // self._m), Mode.ADD)
         if action.kind is Kind.REDUCE:
-            return [Touch(i, Mode.RENEW) for i in self.gradients(action.microbatch)]
+            return [Touch(i, Mode.RENEW) for i in self._by_kind.get(self._gradients(action.microbatch), ())]
         return []
-
-    def gradients(self, batch: int) -> list[int]:
-        """The chunks of a batch's gradients."""
-        return self._by_kind.get(self._gradients(batch), [])
 
     def _gradients(self, batch: int) -> str:
         return f"gradients/{self._state.gradients.buffer_index(batch)}"
@@ -72,22 +72,28 @@ class SharedChunks:
 
     Weights have room for two consecutive parts, so what comes next is gathered while a part computes. Gradients have
     room for one, besides those that are being summed: before a backward makes new ones, the sums that were started
-    ahead of the backward before it are over.
+    ahead of the backward before it are over. `tiers`: have the items that numbers begin with, this rank's shares among
+    them; None: all is here. A share stays until what is being summed into it is over.
     """
 
-    def __init__(self, memory: WholeChunks, state: RankState, parts: Parts, sizes: Sizes):
-        self._chunks, self._state = memory.chunks, state
-        self._touches, self._m = SharedTouches(memory.chunks, state, parts, sizes), sizes.num_microbatches
-        num_bytes = [chunk.num_bytes for chunk in self._chunks]
+    def __init__(self, memory: WholeChunks, state: RankState, parts: Parts, sizes: Sizes,
+                 tiers: RankTiers | None = None, touches: Touches | None = None):
+        own = 0 if touches is None else len(touches.items)
+        self._chunks, self._state, self._tiers = dict(enumerate(memory.chunks, own)), state, tiers
+        self._share_of = {} if touches is None else touches.shares
+        self._touches, self._m = SharedTouches(self._chunks, state, parts, sizes), sizes.num_microbatches
+        num_bytes = [0] * own + [chunk.num_bytes for chunk in memory.chunks]
+        summed = frozenset(i for i, chunk in self._chunks.items() if chunk.kind.startswith("gradients/"))
 
-        def residency(kind: str, touches: Callable[[Action], list[Touch]], consecutive: int) -> Residency:
-            own = [(chunk.use, chunk.num_bytes) for chunk in self._chunks if chunk.kind == f"{kind}/0"]
-            return Residency(touches, num_bytes, room(own, consecutive))
+        def residency(kind: str, touched: Callable[[Action], list[Touch]], consecutive: int,
+                      others: Iterable[int]) -> Residency:
+            return Residency(touched, num_bytes, memory.room(kind, consecutive), others={*range(own), *others})
 
         self.items = SharedItems(
-            residency("weights", self._touches.of_weights, 2), residency("gradients", self._touches.of_gradients, 1),
-            frozenset(i for i, chunk in enumerate(self._chunks) if chunk.kind.startswith("gradients/")))
+            residency("weights", self._touches.of_weights, 2, summed),
+            residency("gradients", self._touches.of_gradients, 1, self._chunks.keys() - summed), summed)
         """The chunks as a plan knows them."""
+        self._leaving: dict[int, Action] = {}  # of shares that are still added to, by number
         self._arriving: dict[int, Works] = {}
         self._sums: deque[tuple[int, Works]] = deque()  # of gradients, the oldest first
         self._num_older = 0  # of them, that were started ahead of the newest backward
@@ -97,10 +103,10 @@ class SharedChunks:
     def plan(self, actions: Iterator[Action]) -> Iterator[Action]:
         """The actions of a rank that is drained, with FETCH and RELEASE. At the start nothing is whole."""
         self._settle()
-        weights, gradients = FastTier(self.items.weights), FastTier(self.items.gradients)
-        for action in self.items.moved(actions):
-            own = gradients if action.microbatch in self.items.summed else weights
-            for tier in (own,) if action.kind in PER_ITEM else (weights, gradients):
+        tiers = FastTier(self.items.weights), FastTier(self.items.gradients)
+        moved = self.items.moved(actions)
+        for action in moved if self._tiers is None else self._tiers.plan(moved):
+            for tier in tiers:
                 if fault := tier.follow(action):
                     raise PlanError(fault, {action.stage: [action]}, [(action.stage, 0)])
             yield action
@@ -112,8 +118,10 @@ class SharedChunks:
 
         Collectives: an all-gather, or a reduce-scatter, for each bucket of the chunk.
         """
-        number, chunk = action.microbatch, self._chunks[action.microbatch]
-        if action.kind is Kind.FETCH:
+        number = action.microbatch
+        if (chunk := self._chunks.get(number)) is None:
+            self._move_share(action)
+        elif action.kind is Kind.FETCH:
             chunk.take()
             self._arriving[number] = self._state.weights.shares[chunk.index].gather(chunk.use)
         elif chunk.kind.startswith("weights/"):
@@ -126,7 +134,8 @@ class SharedChunks:
         """Whether `touch` would not wait."""
         arriving = (self._arriving.get(item, Works()) for item, _ in self._touches.of_weights(action))
         sums = (works for _, works in islice(self._sums, self._num_due(action)))
-        return all(works.is_done() for works in (*arriving, *sums))
+        return all(works.is_done() for works in (*arriving, *sums)) and (
+            self._tiers is None or self._tiers.are_here(action))
 
     def touch(self, action: Action) -> None:
         """Waits for weights that the action needs, for sums that must be over, and makes what it adds to."""
@@ -135,8 +144,10 @@ class SharedChunks:
                 self._await(item)
         made = self._made(action)
         self._complete(self._num_due(action))
-        if action.kind in (Kind.NORM, Kind.UPDATE):
-            self._fill_up(action.microbatch)
+        if self._tiers is not None:
+            if not self._tiers.are_here(action):  # may wait for what is to leave
+                self._complete_leaving()
+            self._tiers.touch(action)
         if made:
             self._num_older = len(self._sums)
         for item in made:
@@ -169,6 +180,9 @@ class SharedChunks:
         names = shares.names(chunk.use)
         if gradients.missing(chunk.index).issuperset(names):
             chunk.give_back()
+            if self._summed.get(number) != self._batches[number]:
+                shares.clear(names)
+                self._summed[number] = self._batches[number]
             return
         gradients.settle(chunk.index, names)
         self._sums.append((number, shares.reduce_scatter(chunk.use)))
@@ -184,16 +198,25 @@ class SharedChunks:
             shares.take(shares.names(chunk.use), add=self._summed.get(number) == batch)
             self._summed[number] = batch
             chunk.give_back()
+            if (action := self._leaving.pop(self._share_of.get(number, -1), None)) is not None:
+                assert self._tiers is not None
+                self._tiers.move(action)
 
-    def _fill_up(self, batch: int) -> None:
-        """Shares of what got no gradient in a batch are zero."""
-        for number in self._touches.gradients(batch):
-            if self._summed.get(number) != batch:
-                chunk = self._chunks[number]
-                shares = self._state.shares[chunk.index]
-                for name in shares.views.keys() & shares.names(chunk.use):
-                    shares.views[name].zero_()
-                self._summed[number] = batch
+    def _move_share(self, action: Action) -> None:
+        """Starts to move an item of the tiers."""
+        assert self._tiers is not None
+        item = action.microbatch
+        if action.kind is Kind.FETCH and item in self._leaving:
+            self._complete_leaving()
+        if action.kind is not Kind.FETCH and any(self._share_of.get(number) == item for number, _ in self._sums):
+            self._leaving[item] = action
+        else:
+            self._tiers.move(action)
+
+    def _complete_leaving(self) -> None:
+        """Waits for the sums into all shares that are to leave."""
+        due = [i + 1 for i, (number, _) in enumerate(self._sums) if self._share_of.get(number) in self._leaving]
+        self._complete(max(due, default=0))
 
     def _await(self, number: int) -> None:
         if (works := self._arriving.pop(number, None)) is not None:
@@ -204,6 +227,6 @@ class SharedChunks:
         for number in list(self._arriving):
             self._await(number)
         self._complete(len(self._sums))
-        for chunk in self._chunks:
+        for chunk in self._chunks.values():
             chunk.give_back()
         self._batches, self._summed = {}, {}

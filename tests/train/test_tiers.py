@@ -77,7 +77,7 @@ def build(config: Config, folder: Path, share: float | None, *, on_host: bool = 
         return Engine(replace(config, memory=MemoryConfig(parts=config.model.num_blocks)), grid, CPU)
     probe = Engine(replace(config, memory=MemoryConfig(PLENTY, str(folder))), grid, CPU)
     assert probe.touches is not None
-    least, most = probe.touches.least_budget(), sum(probe.touches.num_bytes)
+    least, most = probe.touches.least_budget(), sum(probe.touches.num_bytes) + probe.touches.whole_bytes
     probe.state.memory.close()
     budget = int(least + share * (most - least))
     return Engine(replace(config, memory=MemoryConfig(budget, str(folder))), grid, CPU,

@@ -115,15 +115,18 @@ class StashEngines:
 
 @dataclass(frozen=True)
 class SharedItems:
-    """Items of a rank that replicas share. summed: the numbers of those that are gradients."""
+    """Items of a rank that replicas share. summed: the numbers of those that are gradients. state: the items of its
+    tiers, shares among them; None: it has none."""
 
     weights: Residency
     gradients: Residency
     summed: frozenset[int]
+    state: Residency | None = None
 
     def moved(self, actions: Iterable[Action]) -> Iterator[Action]:
         """A rank's actions with FETCH and RELEASE of both."""
-        return add_residency(add_residency(actions, self.gradients), self.weights)
+        moved = add_residency(add_residency(actions, self.gradients), self.weights)
+        return moved if self.state is None else add_residency(moved, self.state)
 
 
 class ReplicaEngines:
