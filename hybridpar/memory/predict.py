@@ -131,7 +131,9 @@ def predict(
         if config.memory.host_optimizer and device.type == "cuda":
             memory = replace(memory, host=memory.host + memory.master + memory.optimizer, master=0, optimizer=0)
         if config.memory.budget:
-            memory = replace(memory, file=max(memory.state - config.memory.budget, 0))
+            # whole chunks of what replicas share are in the budget, and among what comes and goes
+            whole = max(fp.whole_weights + fp.whole_gradients for fp in held.values())
+            memory = replace(memory, file=max(memory.state + whole - config.memory.budget, 0))
         found.append(memory)
     return found
 

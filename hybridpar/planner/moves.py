@@ -77,13 +77,20 @@ class Moves:
                 costs, to_host=[_GRADIENT_BYTES * n / speeds.copied for n in numbers],
                 host=[n / speeds.updated for n in numbers], from_host=[working * n / speeds.copied for n in numbers],
                 host_shares=shares, host_works=True)
+        splits = self.config.parallel.zero > 1 and self.config.parallel.dp > 1
+        shared = self._collectives(costs, replicas, rings) if splits else None
         if memory.budget:
             work = [seconds / 1024 if self._share_cores(costs) else 0.0 for seconds in (
                 speeds.read_work, speeds.written_work)]
             fetch, release = (max(0.0, MIB / speed - used) for speed, used in zip(
                 (speeds.read, speeds.written), work, strict=True))
             calls = {**costs.calls, **dict(zip((Kind.FETCH, Kind.RELEASE), work, strict=True))}
-            return replace(costs, calls=calls, fetch=fetch, release=release)
+            return replace(costs, calls=calls, fetch=fetch, release=release, shared=shared)
+        assert shared is not None
+        return shared
+
+    def _collectives(self, costs: Costs, replicas: Sequence[Sequence[int]], rings: int) -> Costs:
+        """Those of collectives as moves, arguments as above."""
         gathers, sums = ([self._collective(op, r, ranks, rings) for r, ranks in enumerate(replicas)]
                          for op in ("gather", "scatter"))
         calls = {**costs.calls, Kind.FETCH: [work for _, work in gathers], Kind.RELEASE: [work for _, work in sums]}

@@ -115,7 +115,7 @@ class DeviceTieredMemory(TieredMemory):
 
     def _make_tiers(self, pinned: frozenset[int], sizes: Sequence[int]) -> Tiers:
         mark = (lambda: _Passed(self.device)) if _is_late(self.device) else None
-        tiers = Tiers(self._regions, pinned, self.budget - self.whole_bytes, HostStore(sizes, self.device), DevicePages(), mark)
+        tiers = Tiers(self._regions, pinned, self.room_bytes, HostStore(sizes, self.device), DevicePages(), mark)
         for number in pinned:
             tiers.items[number].region.clear()
         return tiers

@@ -22,7 +22,6 @@ from hybridpar.state.partition import Partition
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.region import TensorRegion, taken
 
-
 SHARES = "shares/"
 """Begins the kind of a share, before that of what it is of."""
 
@@ -119,7 +118,7 @@ class Shares:
     of, or of the part of it as a vector, by name.
     """
 
-    def __init__(self, partition: Partition, whole: Buffer, dtype: torch.dtype, memory: Memory, kind: str):
+    def __init__(self, partition: Partition, whole: Buffer, dtype: torch.dtype, memory: Memory, kind: str = ""):
         self.partition, self.whole, self.memory = partition, whole, memory
         layout = partition.layout_of_owned(dtype, wanted=lambda use: not use.stays)
         self.buffer = Buffer(layout, dtype, memory, cut(layout, partition.uses), f"{SHARES}{kind}")

@@ -109,6 +109,11 @@ class TieredMemory(ItemMemory):
         self._numbers: dict[int, int] = {}  # of items, by their storage
         self._copy: tuple[int, Tensor] | None = None
 
+    @property
+    def room_bytes(self) -> int:
+        """What of the budget items have."""
+        return self.budget - self.whole_bytes
+
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         region = self._region(numel * dtype.itemsize)
         self._numbers[region.tensor.untyped_storage()._cdata] = len(self._regions)
@@ -127,7 +132,7 @@ class TieredMemory(ItemMemory):
 
     def _make_tiers(self, pinned: frozenset[int], sizes: Sequence[int]) -> Tiers:
         """The tiers, with room for these sizes in the slow one. pinned: items that always stay."""
-        return Tiers(self._regions, pinned, self.budget - self.whole_bytes, DiskStore(self.folder, sizes), SparePages())
+        return Tiers(self._regions, pinned, self.room_bytes, DiskStore(self.folder, sizes), SparePages())
 
     def close(self) -> None:
         self.tiers.close()

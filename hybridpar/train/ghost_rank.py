@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridpar.config import Config
 from hybridpar.memory.ghost import Tracker
@@ -49,11 +49,8 @@ class GhostRank:
             held = sizes.stages_of(grid.pp.rank)
             policy = StatePolicy.of(
                 config, BatchPolicy(config).num_versions(grid.pp.rank), schedule.num_gradient_buffers)
-            memory: ItemMemory | GhostChunks | None = None
-            if config.memory.budget:
-                memory = ItemMemory(tracker.device)
-            elif policy.splits_gradients:
-                memory = GhostChunks(tracker.device, policy)
+            whole = GhostChunks(tracker.device, policy) if policy.splits_gradients else None
+            memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
             stage = Stage(with_coded_sums(build_blocks(
                 config.model, grid.tp, [number for one in held for number in split[one]], kernels=config.kernels,
                 sequence=config.parallel.sequence, dtype=policy.dtype), config))
@@ -80,20 +77,25 @@ class GhostRank:
     def touches(self, sizes: Sizes) -> Touches:
         """What its actions touch of the items of its state; it has a budget."""
         assert isinstance(self.memory, ItemMemory)
-        return Touches(self.memory.items, self.state, self.parts, sizes, norms=self.division.norms)
+        return Touches(self.memory, self.state, self.parts, sizes, norms=self.division.norms)
 
     def residency(self, sizes: Sizes) -> Residency | SharedItems | None:
         """What it moves, from a start at which all is in the slow tier, or in shares; None: it moves nothing.
 
         Raises: ConfigError where the budget is too small for any plan.
         """
-        if isinstance(self.memory, GhostChunks):
-            return SharedChunks(self.memory, self.state, self.parts, sizes).items
-        if self.memory is None:
-            return None
-        touches = self.touches(sizes)
-        touches.require(self.config.memory.budget)
-        return touches.residency(self.config.memory.budget)
+        touches, budget = None, self.config.memory.budget
+        if isinstance(self.memory, ItemMemory):
+            touches = self.touches(sizes)
+            touches.require(budget)
+        own = None if touches is None else touches.residency(budget)
+        items = self.shared(sizes, touches)
+        return own if items is None else replace(items, state=own)
+
+    def shared(self, sizes: Sizes, touches: Touches | None = None) -> SharedItems | None:
+        """What it shares with replicas. touches: of the items of its state, where it has a budget."""
+        whole = self.memory.whole if isinstance(self.memory, ItemMemory) else self.memory
+        return None if whole is None else SharedChunks(whole, self.state, self.parts, sizes, touches=touches).items
 
     def actions(self, ordering: Ordering, sizes: Sizes, num_batches: int) -> Iterator[Action]:
         """Its list for so many batches, without what it moves. `sizes`: their micro-batches may be fewer or more."""

@@ -135,7 +135,7 @@ class SharedChunks:
         arriving = (self._arriving.get(item, Works()) for item, _ in self._touches.of_weights(action))
         sums = (works for _, works in islice(self._sums, self._num_due(action)))
         return all(works.is_done() for works in (*arriving, *sums)) and (
-            self._tiers is None or self._tiers.are_here(action))
+            self._tiers is None or self._is_cut_off(action) or self._tiers.are_here(action))
 
     def touch(self, action: Action) -> None:
         """Waits for weights that the action needs, for sums that must be over, and makes what it adds to."""
@@ -144,7 +144,7 @@ class SharedChunks:
                 self._await(item)
         made = self._made(action)
         self._complete(self._num_due(action))
-        if self._tiers is not None:
+        if self._tiers is not None and not self._is_cut_off(action):
             if not self._tiers.are_here(action):  # may wait for what is to leave
                 self._complete_leaving()
             self._tiers.touch(action)
@@ -155,6 +155,11 @@ class SharedChunks:
             chunk.take()
             self._batches[item] = action.microbatch // self._m
             self._state.gradients.renew(chunk.index, self._state.shares[chunk.index].names(chunk.use))
+
+    def _is_cut_off(self, action: Action) -> bool:
+        """Whether it would release gradients that were not made."""
+        number = action.microbatch
+        return action.kind is Kind.RELEASE and number in self.items.summed and not self._adds_up(number)
 
     def _adds_up(self, number: int) -> bool:
         """Whether a chunk of gradients is here, and not being summed."""

@@ -47,6 +47,11 @@ class Touches:
         """Bytes by item."""
         return [item.num_bytes for item in self.items]
 
+    @property
+    def most_bytes(self) -> int:
+        """Bytes with which nothing moves between the tiers."""
+        return sum(self.num_bytes) + self.whole_bytes
+
     def least_budget(self) -> int:
         """Bytes of memory that the state needs at least."""
         state = self.state
@@ -104,7 +109,7 @@ class Touches:
         return tuple(touches)
 
     def _shared(self, kind: Kind, number: int) -> _Touches:
-        """Weights that are gathered come from their share, and are dropped; gradients that leave are added to theirs."""
+        """Weights are gathered from their share, and dropped; gradients that leave are added to theirs."""
         if (share := self.shares.get(number)) is None or (share in self.void) is not (kind is Kind.RELEASE):
             return ()
         return (Touch(share, Mode.UPDATE if share in self.void else Mode.READ),)

@@ -24,9 +24,11 @@ Of chunks that replicas share, one row of collectives gathers weights and sums g
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
+from types import MappingProxyType
 
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.cores import Cores
@@ -34,28 +36,31 @@ from hybridpar.pipeline.plan.kinds import PER_ITEM, Kind
 from hybridpar.pipeline.plan.residency import FastTier, Mode, Residency, add_residency
 
 MIB = 2**20
+Calls = Mapping[Kind, float]
 
 
 class CopyEngines:
     """The two engines of a rank, and the times from which its items are in the fast tier.
 
-    fetch, release: time that a MiB takes.
+    fetch, release: time that a MiB takes. calls: the rank's own of it, by kind.
     """
 
-    def __init__(self, residency: Residency, fetch: float, release: float):
-        self._residency, self._fetch, self._release = residency, fetch, release
+    def __init__(self, residency: Residency, fetch: float, release: float, calls: Calls = MappingProxyType({})):
+        self._residency, self._fetch, self._release, self._calls = residency, fetch, release, calls
         self._tier = FastTier(residency)
         self._arrivals: dict[int, float] = {}
         self._gone: dict[int, float] = {}  # when an item was last written back
         self._leaving: deque[tuple[float, int]] = deque()  # when that is over, and bytes, of those written last
         self._in_free = self._out_free = 0.0
 
-    def sizes(self, kind: Kind) -> list[float]:
-        """MiB that an action of a kind moves at most, by item."""
-        return [num_bytes / MIB for num_bytes in self._residency.num_bytes]
+    def work(self, kind: Kind) -> list[float]:
+        """The rank's own time that an action of a kind takes, by item."""
+        return [self._calls.get(kind, 0.0) * num_bytes / MIB for num_bytes in self._residency.num_bytes]
 
     def ready(self, action: Action) -> float:
         """Time at which all is there that the action touches."""
+        if self._residency.moves(action):
+            return 0.0
         arrivals = (self._arrivals.get(item, 0.0) for item, _ in self._residency.touches(action))
         return max(*arrivals, self._has_room(self._tier.made(action)), 0.0)
 
@@ -64,6 +69,8 @@ class CopyEngines:
         item, written = action.microbatch, action.kind is Kind.RELEASE and self._tier.is_changed(action.microbatch)
         while self._leaving and self._leaving[0][0] <= now:
             self._leaving.popleft()
+        if not self._residency.moves(action):
+            return self._tier.follow(action), now, now
         room = self._has_room([item]) if action.kind is Kind.FETCH else 0.0
         if fault := self._tier.follow(action):
             return fault, now, now
@@ -123,6 +130,11 @@ class SharedItems:
     summed: frozenset[int]
     state: Residency | None = None
 
+    @property
+    def residencies(self) -> tuple[Residency, ...]:
+        """The fast tiers that its moves are of."""
+        return self.weights, self.gradients, *(() if self.state is None else (self.state,))
+
     def moved(self, actions: Iterable[Action]) -> Iterator[Action]:
         """A rank's actions with FETCH and RELEASE of both."""
         moved = add_residency(add_residency(actions, self.gradients), self.weights)
@@ -133,24 +145,27 @@ class ReplicaEngines:
     """The collectives of a rank's shared items, one after the other, and when these are whole.
 
     What reads weights waits until they are gathered. What makes gradients waits for the sums that were started ahead of
-    those that were made before; NORM and UPDATE wait for all sums. fetch, release: time that a MiB takes.
+    those that were made before; NORM and UPDATE wait for all sums. fetch, release, calls: as CopyEngines.
     """
 
-    def __init__(self, items: SharedItems, fetch: float, release: float):
-        self._items, self._times = items, {Kind.FETCH: fetch, Kind.RELEASE: release}
+    def __init__(self, items: SharedItems, fetch: float, release: float, calls: Calls = MappingProxyType({})):
+        self._items, self._times, self._calls = items, {Kind.FETCH: fetch, Kind.RELEASE: release}, calls
         self._weights, self._gradients = FastTier(items.weights), FastTier(items.gradients)
         self._free = 0.0
         self._arrivals: dict[int, float] = {}
         self._sums: deque[float] = deque()  # their ends, the oldest first
         self._num_older = 0  # of them, that were started ahead of the gradients that were made last
 
-    def sizes(self, kind: Kind) -> list[float]:
-        """MiB that an action of a kind moves, by item: nobody sends weights that are dropped."""
-        return [num_bytes / MIB if kind in self._times and (item in self._items.summed) == (kind is Kind.RELEASE)
+    def work(self, kind: Kind) -> list[float]:
+        """As CopyEngines; nobody sends weights that are dropped."""
+        return [self._calls.get(kind, 0.0) * num_bytes / MIB
+                if kind in self._times and (item in self._items.summed) == (kind is Kind.RELEASE)
                 else 0.0 for item, num_bytes in enumerate(self._items.weights.num_bytes)]
 
     def ready(self, action: Action) -> float:
         """Time at which all is there that the action touches, and all is over that must be."""
+        if action.kind in PER_ITEM:
+            return 0.0
         arrivals = [self._arrivals.get(item, 0.0) for item, mode in self._items.weights.touches(action)
                     if mode is Mode.READ]
         return max([0.0, *arrivals, *list(self._sums)[: self._num_due(action)]])
@@ -167,7 +182,8 @@ class ReplicaEngines:
         is_summed = item in self._items.summed
         if fault := (self._gradients if is_summed else self._weights).follow(action):
             return fault, now, now
-        if is_summed != (action.kind is Kind.RELEASE):  # weights are dropped
+        # weights are dropped, and what has no bytes here is an item of the tiers
+        if is_summed != (action.kind is Kind.RELEASE) or not self._items.weights.num_bytes[item]:
             return "", now, now
         start = max(now, self._free)
         self._free = end = start + self._items.weights.num_bytes[item] / MIB * self._times[action.kind]
@@ -182,6 +198,27 @@ class ReplicaEngines:
         if action.kind in (Kind.NORM, Kind.UPDATE):
             return len(self._sums)
         return self._num_older if self._gradients.made(action) else 0
+
+
+class TieredReplicaEngines:
+    """The engines of a rank's tiers and those of what it shares with replicas, where it has both."""
+
+    def __init__(self, tiers: CopyEngines, replicas: ReplicaEngines):
+        self._both = tiers, replicas
+
+    def work(self, kind: Kind) -> list[float]:
+        """As those of each."""
+        return [sum(each) for each in zip_longest(*(engines.work(kind) for engines in self._both), fillvalue=0.0)]
+
+    def ready(self, action: Action) -> float:
+        """As those of each, the later one."""
+        return max(engines.ready(action) for engines in self._both)
+
+    def follow(self, action: Action, now: float) -> tuple[str, float, float]:
+        """As those whose move it is."""
+        (fault, *times), (other, *own) = (engines.follow(action, now) for engines in self._both)
+        start, end = max(times, own, key=lambda span: span[1])
+        return fault or other, start, end
 
 
 class HostEngines:

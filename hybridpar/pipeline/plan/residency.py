@@ -68,6 +68,10 @@ class Residency:
     spare: int = 0
     others: Collection[int] = frozenset()
 
+    def moves(self, action: Action) -> bool:
+        """Whether an action moves one of these items."""
+        return action.kind in PER_ITEM and action.microbatch not in self.others
+
     @property
     def start_bytes(self) -> int:
         """Bytes in the fast tier at the start."""
@@ -261,7 +265,7 @@ class FastTier:
 
     def follow(self, action: Action) -> str:
         """Goes past the action. What is wrong with it; empty if nothing is."""
-        moves = action.kind in PER_ITEM and action.microbatch not in self._residency.others
+        moves = self._residency.moves(action)
         fault = self._move(action.kind, action.microbatch) if moves else self._touch(action)
         if fault is None and self.num_bytes > self._residency.budget:
             fault = f"{self.num_bytes} bytes are in the fast tier, of {self._residency.budget}"
