@@ -40,9 +40,9 @@ from hybridpar.pipeline.run.stash import Stash
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.device_tier import state_memory
 from hybridpar.state.host import HostWork
+from hybridpar.state.parts import Parts
 from hybridpar.state.shares import WholeChunks
 from hybridpar.state.tiered import ItemMemory, TieredMemory, slow_folder
-from hybridpar.train.parts import Parts
 from hybridpar.train.policy import BatchPolicy, StepResult
 from hybridpar.train.replicas import SharedChunks
 from hybridpar.train.sites import SiteTalk
@@ -104,7 +104,7 @@ class Engine:
         self.tiers = RankTiers(memory, self.touches) if self.touches and isinstance(memory, TieredMemory) else None
         self.whole = memory.whole if isinstance(memory, ItemMemory) else memory
         self.replicas = None if self.whole is None else SharedChunks(
-            self.whole, self.state, self.parts, self.sizes, self.tiers, self.touches)
+            self.whole, self.state, self.parts, self.sizes, self.tiers)
         self.state.initialize(config.train.seed)
         self.executor = Executor(
             stages, self.state.weights, Lane.of(config, grid, states.dtype, device, self.split),

@@ -56,7 +56,7 @@ def forecast(config: Config, rank: int = 0) -> TierForecast:
     touches = ghost.touches(sizes)
     touches.require(config.memory.budget)
     actions: Iterable[Action] = ghost.actions(Ordering.of(config), sizes, _BEGUN + _STEPS + _LEFT)
-    if (shared := ghost.shared(sizes, touches)) is not None:
+    if (shared := ghost.ghost.shared_items(sizes)) is not None:
         actions = shared.moved(actions)
     read, written = moved(actions, touches, config.memory.budget, range(_BEGUN, _BEGUN + _STEPS))
     return TierForecast(touches.most_bytes, touches.least_budget(), read // _STEPS, written // _STEPS)

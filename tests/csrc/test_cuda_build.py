@@ -72,8 +72,11 @@ def test_compiles_without_spills(built, record_property):
         r"(\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)", built[1], re.DOTALL)
     names = demangled([name for name, *_ in found])
     assert {architecture for _, architecture, *_ in found} == {"80", "90a"}
-    for source in (ROOT / "csrc" / "cuda").glob("*_kernels.cu"):
-        for kernel in re.findall(r"__global__ .*?(\w+_kernel)\(", source.read_text()):
+    for source in [*(ROOT / "csrc").rglob("*.cu"), *(ROOT / "csrc").rglob("*.cuh")]:
+        text = source.read_text()
+        kernels = re.findall(r"__global__ .*?(\w+_kernel)\(", text)
+        assert len(kernels) == text.count("__global__"), f"{source}: a kernel's name ends with _kernel, in its line"
+        for kernel in kernels:
             found_in = sum(kernel in name for name in names)
             assert found_in >= 2 * 4, f"{kernel}: for 4 types, or uses, and 2 architectures"
     for name, (_, architecture, stack, stores, loads, registers, rest) in sorted(zip(names, found, strict=True)):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from ops.test_backends import DROPS, Case, compute, tensors_of
 
-from hybridpar import native, ops
+from hybridpar import native, ops, random
 from hybridpar.ops import registry
+from hybridpar.ops.dropout import dropout_torch
 
 
 def test_triton_runs_here():
@@ -116,3 +117,107 @@ def test_few_ids_are_ordered_like_many(count, monkeypatch):
     few = embedding._sorted(ids, 20, 50)
     monkeypatch.setattr(embedding, "_MOST_RANKED", 0)
     assert all(torch.equal(a, b) for a, b in zip(few, embedding._sorted(ids, 20, 50), strict=True))
+
+
+def test_dropout_has_the_mask_of_the_reference():
+    from hybridpar.kernels import philox
+
+    for shape, stride, start in [((2, 3, 7), 13, 4), ((1, 1, 2500), 2500, 2**34 - 3), ((3, 2, 1), 1, 1),
+                                 ((2, 2, 130), 131, 0), ((2, 3, 5), 5, 2**40 + 2), ((1, 2, 1026), 1026, 3),
+                                 ((0, 2, 3), 3, 0)]:
+        key, counter = random.philox_key(2**63 + 9, 0xDEADBEEF), torch.tensor((2**32 - 1, 2**31 - 1))
+        for dtype in (torch.float32, torch.float16):
+            x = torch.randn(shape).to(dtype)
+            mask = (*key, counter, round(0.7 * 2**32), 1 / 0.3, stride, start)
+            assert torch.equal(philox.philox_dropout(x, *mask), dropout_torch(x, *mask)), (shape, stride, start, dtype)
+
+
+@pytest.mark.parametrize("s", [52, 53, 54])
+def test_attention_drops_what_the_reference_drops(s):
+    """Rows of the mask begin at multiples of 4, anywhere, at multiples of 2."""
+    from hybridpar.kernels import attention
+
+    b, n, d, start = 2, 2, 64, 2**36 + 12 * (s == 52)
+    mask = (0x9ABCDEF0, 0x12345678, torch.tensor([2**32 - 1, 2**31 - 1]), round(0.3 * 2**32))
+    q = torch.zeros(b, n, s, d, dtype=torch.float16)
+    v = torch.eye(s, d, dtype=torch.float16).expand(b, n, s, d)  # so that out is the matrix of probabilities
+    settings = (None, [0, 1], 0.5, False, *mask, 1 / 0.7, start)
+    out, lse = attention.attention(q, q, v, *settings)
+    kept = dropout_torch(torch.ones(b, n * s, s), *mask, 1.0, s, start).view(b, n, s, s)
+    probabilities = (kept / 0.7 / s).half()
+    assert torch.equal(out.transpose(1, 2)[..., :s] > 0, kept > 0)
+    torch.testing.assert_close(out.transpose(1, 2)[..., :s], probabilities, rtol=2e-3, atol=0)
+    _, _, dv = attention.attention_backward(v, q, q, v, out, lse, *settings)
+    assert torch.equal(dv.transpose(1, 2)[..., :s] > 0, kept.mT > 0)
+
+
+def agrees(b, n, n_kv, s, d, **settings):
+    case = Case("attention", "", ((b, n, s, d), (b, n_kv, s, d), (b, n_kv, s, d)),
+                lambda q, k, v, backend: ops.attention(q, k, v, backend=backend, **settings))
+    tensors = tensors_of(case, torch.float32)
+    for got, want in zip(compute(case, tensors, "triton"), compute(case, [t.double() for t in tensors], "torch"),
+                         strict=True):  # sums of up to a hundred terms in float32
+        assert (got.double() - want).abs().max() <= 6e-6 * want.abs().max().clamp(min=1), settings
+
+
+@pytest.mark.parametrize(("d", "kv_index"), [(130, [2, 0, 2, 3]), (96, [1, 1, 0, 0]), (16, [0, 1, 2, 3])])
+def test_attention_of_heads_that_share_keys(d, kv_index):
+    """A kv head serves none, once."""
+    agrees(1, 4, max(kv_index) + 1, 40, d, causal=True, kv_index=kv_index)
+
+
+NO_DROPOUT = (0, 0, None, 0, 1.0, 0)
+
+
+def test_attention_of_nothing():
+    from hybridpar.kernels import attention
+
+    for b, n, s in ((0, 2, 5), (2, 0, 5), (2, 2, 0)):
+        q = torch.empty(b, n, s, 8)
+        out, lse = attention.attention(q, q, q, None, list(range(n)), 1.0, True, *NO_DROPOUT)
+        assert (out.shape, lse.shape) == ((b, s, n, 8), (b, n, s))
+        gradients = attention.attention_backward(q, q, q, q, out, lse, None, list(range(n)), 1.0, True, *NO_DROPOUT)
+        assert {x.shape for x in gradients} == {(b, s, n, 8)}
+
+
+def test_attention_of_queries_that_see_no_key():
+    """Zero, no gradient, infinite lse."""
+    from hybridpar.kernels import attention
+
+    q, real = torch.randn(1, 1, 3, 8), torch.tensor([[True, False, True]])
+    out, lse = attention.attention(q, q, q, ~real, [0], 1.0, True, *NO_DROPOUT)
+    assert torch.equal(out[0, 0], torch.zeros(1, 8))
+    assert lse[0, 0, 0] == torch.inf
+    assert lse[0, 0, 1:].isfinite().all()
+    dq, dk, dv = attention.attention_backward(q, q, q, q, out, lse, ~real, [0], 1.0, True, *NO_DROPOUT)
+    assert (dq[0, 0] == 0).all()
+    assert (dk[real] == 0).all()
+    assert (dv[real] == 0).all()
+    assert (dv[~real] != 0).any()
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(32, 64), (64, 16), (16, 128)])
+def test_attention_in_tiles_of_all_sizes(rows, keys, monkeypatch):
+    from hybridpar.kernels import attention, tiles
+
+    monkeypatch.setattr(attention, "tile_of", lambda *args: tiles.Tile(rows, keys, 4, 1))
+    real = torch.arange(180).view(2, 90) < 120  # the second sample has blocks of keys without a real one
+    for causal in (False, True):
+        agrees(2, 1, 1, 90, 16, causal=causal, padding_mask=real, dropout_p=0.3, key=random.RandomKey.of(1, 2, 3),
+               site=4, head_start=1)
+
+
+def test_attention_compiled_once_for_all_steps():
+    def f(q, k, v, step):
+        return ops.attention(q, k, v, causal=True, dropout_p=0.3, key=random.RandomKey.of(1, step, 3), site=4,
+                             backend="triton")
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    x = [torch.randn(1, heads, 36, 8) for heads in (2, 1, 1)]
+    for step in (1, 2, 3):
+        results = []
+        for function in (f, compiled):
+            leaves = [t.clone().requires_grad_() for t in x]
+            out = function(*leaves, step)
+            results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), step

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import matplotlib.figure  # noqa: F401  # here once, else in the first rank of every job
 import pytest
 
-from hybridpar.cli import main
 from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.train.policy import BatchPolicy
@@ -70,6 +70,8 @@ def write_config(folder: Path, schedule: str = "2bw") -> Path:
 
 def run_job(num_ranks: int, *args: str | Path) -> str:
     """What `hybridpar *args` prints on so many local ranks, as `fork_ranks` runs them."""
+    from hybridpar.cli import main  # here, as GPUs are tested where tyro is missing, too
+
     return fork_ranks(num_ranks, partial(main, list(map(str, args))))
 
 

@@ -200,6 +200,7 @@ def test_a_run_says_what_became_of_the_plan(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_a_gpu(tmp_path: Path) -> None:
     """In processes of their own, as the allocator must come before anything else: equal bits, and blocks in places."""
+    pytest.importorskip("tyro")
     path = write_config(tmp_path, "1f1b")
     flags = ["--train.device", "cuda", "--train.cuda_graphs", "False", "--train.num_steps", "16",
              "--train.eval_interval", "0", "--train.save_interval", "0"]

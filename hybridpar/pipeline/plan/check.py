@@ -19,13 +19,13 @@ from functools import reduce
 
 from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import NO_VERSION, Action, Plan
-from hybridpar.pipeline.plan.copies import SharedItems
 from hybridpar.pipeline.plan.draw import draw_steps, related_step
 from hybridpar.pipeline.plan.kinds import COMPUTE, INPUTS, OF_STASH, PER_BATCH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.liveness import Live, live_counts
 from hybridpar.pipeline.plan.parts import PartCounts, order
 from hybridpar.pipeline.plan.residency import FastTier, Residency
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule
+from hybridpar.pipeline.plan.shared import SharedItems, SharedTiers
 from hybridpar.pipeline.plan.simulate import Costs, StuckError, simulate
 
 
@@ -223,8 +223,11 @@ def _beside(stage: int, side: int, sizes: Sizes) -> int | None:
 
 def _check_items(plan: Plan, rank: int, items: Residency | SharedItems | None) -> None:
     """What is touched is in its fast tier, within that one's budget; what moves can."""
-    residencies = items.residencies if isinstance(items, SharedItems) else (items,) if items is not None else ()
-    tiers = list(map(FastTier, residencies))
+    tiers: list[FastTier | SharedTiers] = []
+    if isinstance(items, SharedItems):
+        tiers.append(SharedTiers(items))
+    if (own := items.tiers if isinstance(items, SharedItems) else items) is not None:
+        tiers.append(FastTier(own))
     for step, action in enumerate(plan[rank]):
         fault = ""
         if action.kind in PER_ITEM and (not tiers or action.stage != rank):

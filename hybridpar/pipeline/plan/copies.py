@@ -17,26 +17,20 @@ Where the host makes the new weights, gradients leave by one engine and the weig
     to host           |-- 0 --||-- 1 --|
     host                      |---- 0 ----||---- 1 ----|
     from host                              |- 0 -|      |- 1 -|
-
-Of chunks that replicas share, one row of collectives gathers weights and sums gradients, in the order of the list.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from types import MappingProxyType
 
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.cores import Cores
-from hybridpar.pipeline.plan.kinds import PER_ITEM, Kind
-from hybridpar.pipeline.plan.residency import FastTier, Mode, Residency, add_residency
-
-MIB = 2**20
-Calls = Mapping[Kind, float]
+from hybridpar.pipeline.plan.kinds import Kind
+from hybridpar.pipeline.plan.residency import FastTier, Residency
+from hybridpar.pipeline.plan.shared import MIB, NO_CALLS, ReplicaEngines
 
 
 class CopyEngines:
@@ -45,7 +39,7 @@ class CopyEngines:
     fetch, release: time that a MiB takes. calls: the rank's own of it, by kind.
     """
 
-    def __init__(self, residency: Residency, fetch: float, release: float, calls: Calls = MappingProxyType({})):
+    def __init__(self, residency: Residency, fetch: float, release: float, calls: Mapping[Kind, float] = NO_CALLS):
         self._residency, self._fetch, self._release, self._calls = residency, fetch, release, calls
         self._tier = FastTier(residency)
         self._arrivals: dict[int, float] = {}
@@ -54,7 +48,7 @@ class CopyEngines:
         self._in_free = self._out_free = 0.0
 
     def work(self, kind: Kind) -> list[float]:
-        """The rank's own time that an action of a kind takes, by item."""
+        """The rank's own time that an action of a kind takes at most, by item."""
         return [self._calls.get(kind, 0.0) * num_bytes / MIB for num_bytes in self._residency.num_bytes]
 
     def ready(self, action: Action) -> float:
@@ -101,107 +95,8 @@ class CopyEngines:
         return found
 
 
-class StashEngines:
-    """The two engines of a rank for what its micro-batches keep. offload, reload: time that one takes of each."""
-
-    def __init__(self, offload: float, reload: float):
-        self._takes = {Kind.OFFLOAD: offload, Kind.RELOAD: reload}
-        self._free = dict.fromkeys(self._takes, 0.0)
-        self._over: dict[tuple[int, int], float] = {}  # when the last move of a micro-batch of a stage is over
-
-    def start(self, action: Action, now: float) -> float:
-        """Starts an OFFLOAD or RELOAD, after those of its kind before it: the time at which it is over."""
-        over = max(now, self._free[action.kind]) + self._takes[action.kind]
-        self._free[action.kind] = self._over[action.stage, action.microbatch] = over
-        return over
-
-    def ready(self, action: Action) -> float:
-        """Time at which nothing of this micro-batch is on its way."""
-        return self._over.get((action.stage, action.microbatch), 0.0)
-
-
-@dataclass(frozen=True)
-class SharedItems:
-    """Items of a rank that replicas share. summed: the numbers of those that are gradients. state: the items of its
-    tiers, shares among them; None: it has none."""
-
-    weights: Residency
-    gradients: Residency
-    summed: frozenset[int]
-    state: Residency | None = None
-
-    @property
-    def residencies(self) -> tuple[Residency, ...]:
-        """The fast tiers that its moves are of."""
-        return self.weights, self.gradients, *(() if self.state is None else (self.state,))
-
-    def moved(self, actions: Iterable[Action]) -> Iterator[Action]:
-        """A rank's actions with FETCH and RELEASE of both."""
-        moved = add_residency(add_residency(actions, self.gradients), self.weights)
-        return moved if self.state is None else add_residency(moved, self.state)
-
-
-class ReplicaEngines:
-    """The collectives of a rank's shared items, one after the other, and when these are whole.
-
-    What reads weights waits until they are gathered. What makes gradients waits for the sums that were started ahead of
-    those that were made before; NORM and UPDATE wait for all sums. fetch, release, calls: as CopyEngines.
-    """
-
-    def __init__(self, items: SharedItems, fetch: float, release: float, calls: Calls = MappingProxyType({})):
-        self._items, self._times, self._calls = items, {Kind.FETCH: fetch, Kind.RELEASE: release}, calls
-        self._weights, self._gradients = FastTier(items.weights), FastTier(items.gradients)
-        self._free = 0.0
-        self._arrivals: dict[int, float] = {}
-        self._sums: deque[float] = deque()  # their ends, the oldest first
-        self._num_older = 0  # of them, that were started ahead of the gradients that were made last
-
-    def work(self, kind: Kind) -> list[float]:
-        """As CopyEngines; nobody sends weights that are dropped."""
-        return [self._calls.get(kind, 0.0) * num_bytes / MIB
-                if kind in self._times and (item in self._items.summed) == (kind is Kind.RELEASE)
-                else 0.0 for item, num_bytes in enumerate(self._items.weights.num_bytes)]
-
-    def ready(self, action: Action) -> float:
-        """Time at which all is there that the action touches, and all is over that must be."""
-        if action.kind in PER_ITEM:
-            return 0.0
-        arrivals = [self._arrivals.get(item, 0.0) for item, mode in self._items.weights.touches(action)
-                    if mode is Mode.READ]
-        return max([0.0, *arrivals, *list(self._sums)[: self._num_due(action)]])
-
-    def follow(self, action: Action, now: float) -> tuple[str, float, float]:
-        """Goes past an action: what is wrong with it, if anything is, and of a move its start and its end."""
-        if action.kind not in PER_ITEM:
-            due, makes = self._num_due(action), self._gradients.made(action)
-            for _ in range(due):
-                self._sums.popleft()
-            self._num_older = len(self._sums) if makes else max(0, self._num_older - due)
-            return self._weights.follow(action) or self._gradients.follow(action), now, now
-        item = action.microbatch
-        is_summed = item in self._items.summed
-        if fault := (self._gradients if is_summed else self._weights).follow(action):
-            return fault, now, now
-        # weights are dropped, and what has no bytes here is an item of the tiers
-        if is_summed != (action.kind is Kind.RELEASE) or not self._items.weights.num_bytes[item]:
-            return "", now, now
-        start = max(now, self._free)
-        self._free = end = start + self._items.weights.num_bytes[item] / MIB * self._times[action.kind]
-        if is_summed:
-            self._sums.append(end)
-        else:
-            self._arrivals[item] = end
-        return "", start, end
-
-    def _num_due(self, action: Action) -> int:
-        """The number of sums, the oldest first, that must be over before an action."""
-        if action.kind in (Kind.NORM, Kind.UPDATE):
-            return len(self._sums)
-        return self._num_older if self._gradients.made(action) else 0
-
-
 class TieredReplicaEngines:
-    """The engines of a rank's tiers and those of what it shares with replicas, where it has both."""
+    """The engines of a rank's tiers, and those of what it shares with replicas."""
 
     def __init__(self, tiers: CopyEngines, replicas: ReplicaEngines):
         self._both = tiers, replicas
@@ -219,6 +114,25 @@ class TieredReplicaEngines:
         (fault, *times), (other, *own) = (engines.follow(action, now) for engines in self._both)
         start, end = max(times, own, key=lambda span: span[1])
         return fault or other, start, end
+
+
+class StashEngines:
+    """The two engines of a rank for what its micro-batches keep. offload, reload: time that one takes of each."""
+
+    def __init__(self, offload: float, reload: float):
+        self._takes = {Kind.OFFLOAD: offload, Kind.RELOAD: reload}
+        self._free = dict.fromkeys(self._takes, 0.0)
+        self._over: dict[tuple[int, int], float] = {}  # when the last move of a micro-batch of a stage is over
+
+    def start(self, action: Action, now: float) -> float:
+        """Starts an OFFLOAD or RELOAD, after those of its kind before it: the time at which it is over."""
+        over = max(now, self._free[action.kind]) + self._takes[action.kind]
+        self._free[action.kind] = self._over[action.stage, action.microbatch] = over
+        return over
+
+    def ready(self, action: Action) -> float:
+        """Time at which nothing of this micro-batch is on its way."""
+        return self._over.get((action.stage, action.microbatch), 0.0)
 
 
 class HostEngines:

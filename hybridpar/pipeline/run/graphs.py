@@ -62,6 +62,8 @@ def unsupported(config: Config) -> str | None:
         return "stages wait for each other between a micro-batch's kernels"
     if parallel.tp > 1:
         return "ranks of tensor parallelism wait for each other between a micro-batch's kernels"
+    if config.memory.budget or config.memory.num_away not in (0, (0,)):
+        return "memory that leaves comes back elsewhere"
     if config.pipeline.split_backward:
         return "pipeline.split_backward computes the gradients of weights apart"
     if config.compression.gradients == "sbpca":

@@ -35,6 +35,7 @@ def make(**sections: dict[str, Any]) -> Config:
         "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
         "train": {"micro_batch_size": 2, "num_steps": 20, **sections.get("train", {})},
         "optim": {"lr": 1e-2, "clip_grad": 1.0, **sections.get("optim", {})},
+        "memory": sections.get("memory", {}),
         "kernels": sections.get("kernels", {"attention": "triton"}),  # not cuDNN, which adds in any order
     })
 
@@ -197,8 +198,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("sections", "reason"), [
     ({"parallel": {"pp": 2}}, "stages wait"), ({"parallel": {"tp": 2}}, "tensor parallelism"),
-    ({"pipeline": {"split_backward": True}}, "split_backward"), ({"model": {"kind": "bert"}}, None),
-    ({"model": {"dropout": 0.1, "attention_dropout": 0.1}}, None), ({}, None),
+    ({"pipeline": {"split_backward": True}}, "split_backward"), ({"memory": {"budget": 2**20}}, "comes back elsewhere"),
+    ({"memory": {"offload_activations": 2}}, "comes back elsewhere"), ({"memory": {"host_optimizer": True}}, None),
+    ({"model": {"kind": "bert"}}, None), ({"model": {"dropout": 0.1, "attention_dropout": 0.1}}, None),
+    ({}, None),
 ])
 def test_what_cannot_be_recorded(sections: dict[str, dict[str, Any]], reason: str | None) -> None:
     found = unsupported(make(**sections))
