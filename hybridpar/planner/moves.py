@@ -105,7 +105,7 @@ class Moves:
         items = self.ghosts[rank].residency(Sizes.of(self.config))
         assert isinstance(items, SharedItems)
         sizes = [num_bytes for item, num_bytes in enumerate(items.weights.num_bytes)
-                 if (item in items.summed) == (op == "scatter")]
+                 if num_bytes and (item in items.summed) == (op == "scatter")]
         if not sizes:
             return 0.0, 0.0
         seconds, work = self.machine.half_ring(op, usual := fmean(sizes), replicas, rings)
