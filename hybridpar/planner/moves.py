@@ -80,10 +80,13 @@ class Moves:
         splits = self.config.parallel.zero > 1 and self.config.parallel.dp > 1
         shared = self._collectives(costs, replicas, rings) if splits else None
         if memory.budget:
-            work = [seconds / 1024 if self._share_cores(costs) else 0.0 for seconds in (
-                speeds.read_work, speeds.written_work)]
-            fetch, release = (max(0.0, MIB / speed - used) for speed, used in zip(
-                (speeds.read, speeds.written), work, strict=True))
+            whole = MIB / speeds.read, MIB / speeds.written
+            if self._share_cores(costs):  # all of a time is the rank's own where it is not known how much is
+                work = [time if seconds is None else seconds / 1024 for time, seconds in zip(
+                    whole, (speeds.read_work, speeds.written_work), strict=True)]
+            else:
+                work = [0.0, 0.0]
+            fetch, release = (max(0.0, time - used) for time, used in zip(whole, work, strict=True))
             calls = {**costs.calls, **dict(zip((Kind.FETCH, Kind.RELEASE), work, strict=True))}
             return replace(costs, calls=calls, fetch=fetch, release=release, shared=shared)
         assert shared is not None
@@ -111,7 +114,7 @@ class Moves:
         seconds, work = self.machine.half_ring(op, usual := fmean(sizes), replicas, rings)
         hardware, speeds = self.machine.profile.hardware, self.machine.profile.state
         measured, number = hardware.devices_per_host * hardware.hosts, len(replicas)
-        beside = (speeds.gathered_work if op == "gather" else speeds.summed_work) / 1024
+        beside = ((speeds.gathered_work if op == "gather" else speeds.summed_work) or 0.0) / 1024
         if measured > 1:  # of a chunk, what other ranks have
             beside *= (1 - 1 / number) / (1 - 1 / measured)
         return seconds * MIB / usual, max(min(work, seconds) * MIB / usual, beside)
