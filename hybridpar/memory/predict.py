@@ -71,7 +71,9 @@ class _Pipeline:
         parts = Parts.of(config, held)
         footprints = self._footprints(parts, buffers)
         each = [fp for of_stage in footprints.values() for fp in of_stage]
-        if parts.is_divided or (rank == 0 and self._sizes.is_v and config.model.tie_embeddings):
+        # stages of a rank have a tied weight in common, and what replicas share is cut where all of them end
+        common = config.parallel.zero > 0 or (rank == 0 and self._sizes.is_v and config.model.tie_embeddings)
+        if parts.is_divided or (len(held) > 1 and common):
             states = StatePolicy.of(config, buffers.versions, buffers.gradients)
             first = rank * config.parallel.dp * config.parallel.tp  # of its replicas and tp ranks
             state = trace_state(config, first, held, states, self._walked, self._device)
