@@ -33,6 +33,7 @@ tests         2 170 gpu_tests \$(others)
 345M          3 110 single gpu_single 345M 9
 1.3B          3 130 single gpu_single_1.3B 1.3B 7
 operators     3  90 operators gpu_ops 1.3B 9 --table
+attention     3  90 operators gpu_ops_attention d72 5 --table --ops 'causal attention' --sizes d64 d72 d80 d96 d256 d64-grouped d128-grouped
 operators-4   3  80 operators gpu_ops_large large 5
 memcheck      3 200 sanitize memcheck
 racecheck     3 200 sanitize racecheck"
