@@ -31,6 +31,7 @@ from hybridpar.pipeline.plan.offload import num_away
 from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
 from hybridpar.pipeline.run.executor import max_unfinished_sends
+from hybridpar.pipeline.run.graphs import unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class StageMemory:
     in_flight: micro-batches between forward and backward then, counted on each stage of the rank. during: the action at
     the peak. host: of host memory, beside a GPU's: the copy of the state that a checkpoint is written from, and what an
     optimizer there has. file: of the state, what is in the slow tier. moved: what of a micro-batch leaves
-    where activations do, of the rank's stages on average.
+    where activations do, of the rank's stages on average. graphs: what recorded micro-batches keep from the norm and
+    the update, at whose time the allocator counts it as free: so much more than `total` a GPU needs.
     """
 
     weights: int
@@ -56,6 +58,7 @@ class StageMemory:
     host: int = 0
     file: int = 0
     moved: int = 0
+    graphs: int = 0
 
     @property
     def state(self) -> int:
@@ -97,6 +100,7 @@ def predict(
     recompute = recomputed_blocks(config.pipeline.recompute, config.model, split)
     gather, factored = config.parallel.zero > 0, config.compression.gradients == "sbpca"
     walked = sizes if factored else _enough(schedule, sizes)
+    replays = device.type == "cuda" and config.train.cuda_graphs and unsupported(config) is None
     traced: dict[object, Footprint] = {}
 
     def footprint(stage: int, buffers: Buffers) -> Footprint:
@@ -125,6 +129,8 @@ def predict(
                         split=config.pipeline.split_backward, feedback=config.feeds_back,
                         offload=config.memory.num_away)
         memory = replace(walk(actions, held, walked), moved=sum(fp.moved for fp in held.values()) // len(held))
+        if not replays:
+            memory = replace(memory, graphs=0)
         if config.saves_beside_training:
             copy = memory.weights + memory.master + memory.optimizer
             memory = replace(memory, host=copy) if device.type == "cuda" else replace(memory, checkpoint=copy)
@@ -178,6 +184,7 @@ def walk(
     waiting: dict[Kind, int] = {}  # outputs to be sent
     sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
     best = StageMemory(weights, master, gradients, optimizer, 0, 0, 0, 0, 0, "")
+    pool = 0  # of micro-batches, if they are recorded
     for action in actions:
         kind, fp, row = action.kind, footprints[action.stage], ROWS[action.kind]
         has_input, has_output = action.stage > 0, action.stage < last
@@ -200,6 +207,8 @@ def walk(
         transient = {Kind.F: fp.forward, Kind.B: whole_backward, Kind.I: backward, Kind.W: fp.weight_gradients,
                      Kind.NORM: norm, Kind.UPDATE: update}.get(kind, 0)
         transient += whole_weights * (kind in COMPUTE) + whole_gradients * row.adds
+        if kind in COMPUTE:
+            pool = max(pool, activations + transient)
         if activations + communication + transient > best.total - best.static:
             best = replace(best, activations=activations, communication=communication, transient=transient,
                            in_flight=in_flight, during=str(action))
@@ -224,4 +233,4 @@ def walk(
                 handed += footprints[action.stage - 1].message
             elif has_input:
                 waiting[Kind.SEND_B] = fp.returning
-    return best
+    return replace(best, graphs=max(0, pool + max(norm, update) - (best.total - best.static)))
