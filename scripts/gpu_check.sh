@@ -26,6 +26,7 @@ graphs        1 100 gpu_tests tests/pipeline/run/test_graphs.py
 moves         1 150 gpu_tests tests/train/test_gpu.py tests/train/test_planned_memory.py tests/memory/test_history.py -k 'not nccl and not grid'
 345M-dropout  2 110 single gpu_single_345M_dropout 345M 5 --dropout 0.1
 1.3B-dropout  2 130 single gpu_single_1.3B_dropout 1.3B 5 --dropout 0.1
+1.3B-fp8      2 110 single gpu_single_1.3B_fp8 1.3B 3 --fp8
 bert-graphs   2  60 single gpu_single_bert bert_large 7 --graphs
 1.3B-16       2 150 single gpu_single_1.3B_16 1.3B 3 --microbatches 16
 gloo          1 150 gpu_tests tests/train/test_gpu.py -k 'grid and not nccl'
